@@ -1,0 +1,134 @@
+"""NanoEuler, forward and backward. Read `forward`, then `backward` beside it from the bottom up.
+
+A residual step x <- x + f(x) is one forward-Euler step of dx/dt = f(x) with step size 1: hence the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from models.nanoeuler.config import Config
+from tinyforge.backends import Backend
+from tinyforge.op import Array, Op, Param, ParamBuffer, Stash, with_buffer
+from tinyforge.ops import AddRMSNorm, Attention, Embedding, Linear, LinearCrossEntropy, RMSNorm, RoPE, SwiGLU
+from tinyforge.rng import Stream
+
+
+class Block:
+    """The ops of one layer; the norms stand at the joints, where a residual is added, and so belong to the model."""
+
+    def __init__(self, config: Config, layer: int, backend: Backend) -> None:
+        dim, width = config.dim, (config.heads + 2 * config.kv_heads) * config.head_dim
+        # GPT-2: 2 * layers projections add to the residual stream; this keeps its variance from growing with them.
+        std, residual_std = 0.02, 0.02 / (2 * config.layers) ** 0.5
+        at = f"blocks.{layer}."
+
+        def linear(name: str, rows: int, columns: int, std: float) -> Linear:
+            return Linear(Param(f"{at}{name}.weight", (rows, columns), std=std), backend, f"{at}{name}")
+
+        self.qkv = linear("qkv", width, dim, std)
+        self.rope = RoPE(
+            config.head_dim, config.context, config.heads + config.kv_heads, backend, config.rope_theta, f"{at}rope"
+        )
+        self.attention = Attention(config.heads, config.kv_heads, backend, f"{at}attention")
+        self.out = linear("out", dim, dim, residual_std)
+        self.gate_up = linear("gate_up", 2 * config.hidden, dim, std)
+        self.swiglu = SwiGLU(backend, f"{at}swiglu")
+        self.down = linear("down", dim, config.hidden, residual_std)
+
+
+class NanoEuler(Op):
+    """nll[k] = sum of -log p(token t+1+k | tokens 0..t) over the positions that have a target
+
+    ids: (B, T) int32; targets: (B, T, K) int32, -1 for none; nll: (K,). Block, with h the normed stream:
+        x = x + out(attention(rope(qkv(norm1(x)))));   x = x + down(swiglu(gate_up(norm2(x))))
+    then a final norm and K output heads. Handing in `values` shares another model's weights (see ParamBuffer).
+    """
+
+    def __init__(self, config: Config, backend: Backend, values: Array = None) -> None:
+        super().__init__(backend)
+        self.config = config
+
+        def gain(name: str) -> Param:
+            return Param(f"{name}.weight", (config.dim,), fill=1.0, decay=False)
+
+        self.embedding = Embedding(Param("embedding.weight", (config.vocab, config.dim), std=0.02), backend, "embedding")
+        self.blocks = [Block(config, i, backend) for i in range(config.layers)]
+        # One norm before the first block, one at each joint after it, the last of them the final norm.
+        names = [f"blocks.{i}.norm{half}" for i in range(config.layers) for half in (1, 2)] + ["final_norm"]
+        self.first_norm = RMSNorm(gain(names[0]), backend, config.norm_eps, names[0])
+        self.joints = [AddRMSNorm(gain(n), backend, config.norm_eps, n) for n in names[1:]]
+        heads = Param("heads.weight", (config.mtp_heads, config.vocab, config.dim), std=0.02)
+        self.heads = LinearCrossEntropy(heads, backend, "heads")
+        self.buffer = ParamBuffer(self.params(), backend, values)
+
+    def initialise(self, seed: int) -> None:
+        self.buffer.initialise(Stream(seed, "init"))
+
+    def hidden(self, ids: Array, stash: Stash | None = None) -> Array:
+        """(B, T) ids to the final-normed stream, (B, T, C)."""
+        shape = (*ids.shape, -1, self.config.head_dim)
+        x = self.embedding.forward(ids, stash)
+        h = self.first_norm.forward(x, stash)
+        for i, block in enumerate(self.blocks):
+            qkv = block.qkv.forward(h, stash).reshape(shape)
+            qkv = block.rope.forward(qkv, stash, out=qkv)
+            a = block.attention.forward(qkv, stash)
+            a = block.out.forward(a.reshape(x.shape), stash)
+            x, h = self.joints[2 * i].forward(x, a, stash)
+            f = block.gate_up.forward(h, stash)
+            f = block.swiglu.forward(f, stash)
+            f = block.down.forward(f, stash)
+            x, h = self.joints[2 * i + 1].forward(x, f, stash)
+        return h
+
+    def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Array:
+        return self.heads.forward(self.hidden(ids, stash), targets, stash)
+
+    def backward(self, dy: Array, stash: Stash) -> None:
+        dh, _ = self.heads.backward(dy, stash)
+        # The stream ends at the final norm: nothing else reads it, so its own gradient starts at 0.
+        dx: Array = 0.0
+        for i in reversed(range(self.config.layers)):
+            block, joint = self.blocks[i], self.joints[2 * i + 1]
+            dx, df = joint.backward((dx, dh), stash)
+            df = block.down.backward(df, stash)
+            df = block.swiglu.backward(df, stash)
+            dh = block.gate_up.backward(df, stash)
+            dx, da = self.joints[2 * i].backward((dx, dh), stash)
+            da = block.out.backward(da, stash)
+            dqkv = block.attention.backward(da.reshape(*da.shape[:-1], -1, self.config.head_dim), stash)
+            dqkv = block.rope.backward(dqkv, stash, out=dqkv)
+            dh = block.qkv.backward(dqkv.reshape(*da.shape[:-1], -1), stash)
+        dx = dx + self.first_norm.backward(dh, stash)
+        self.embedding.backward(dx, stash)
+
+    def ops(self) -> list[Op]:
+        """Every op, in the order of forward."""
+        ops: list[Op] = [self.embedding, self.first_norm]
+        for i, b in enumerate(self.blocks):
+            ops += [b.qkv, b.rope, b.attention, b.out, self.joints[2 * i]]
+            ops += [b.gate_up, b.swiglu, b.down, self.joints[2 * i + 1]]
+        return [*ops, self.heads]
+
+    def params(self) -> list[Param]:
+        return [p for op in self.ops() for p in op.params()]
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        shapes = (
+            (Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, mtp_heads=3, hidden=10,
+                    mtp_weights=(1, 1, 1)), 2, 9),
+            (Config(dim=4, heads=1, kv_heads=1, layers=1, context=1, vocab=3, mtp_heads=1, hidden=1,
+                    mtp_weights=(1,), norm_eps=0.1), 1, 1),
+            (Config(dim=12, heads=2, kv_heads=1, layers=3, context=132, vocab=7, mtp_heads=2, hidden=5,
+                    mtp_weights=(1, 1)), 1, 131),
+        )  # fmt: skip
+        for config, batch, length in shapes:
+            model = with_buffer(cls(config, backend), backend, rng, std=0.2)
+            ids = rng.integers(0, config.vocab, (batch, length))
+            targets = rng.integers(-1, config.vocab, (batch, length, config.mtp_heads))
+            yield model, (backend.asarray(ids), backend.asarray(targets))

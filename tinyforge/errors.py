@@ -1,0 +1,28 @@
+"""Errors that a user meets, and how a command shows them.
+
+A `UserError` is a fault in what the user gave (a file, a flag, a checkpoint), not a bug in this code. Its message
+is one line: what, got, wanted, fix. Commands run their `main` through `run_command`, which prints that line and
+exits with status 2, without a traceback; a bug still shows its traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+class UserError(Exception):
+    """A fault the user can mend. The message is one line that says what is wrong and what to do next."""
+
+
+def run_command(main: Callable[[], int | None]) -> None:
+    """Run a command's `main`, turning a `UserError` into one line on stderr and exit status 2."""
+    try:
+        sys.exit(main() or 0)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        # The reader of our output went away (`... | head`): not our fault, and not worth a traceback.
+        sys.stderr.close()
+        sys.exit(141)

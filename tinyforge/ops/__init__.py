@@ -1,0 +1,27 @@
+"""The ops: one file each, with its formula, shapes, what it saves, and the kernels for each backend."""
+
+from tinyforge.op import Op
+from tinyforge.ops.add_rmsnorm import AddRMSNorm
+from tinyforge.ops.attention import Attention
+from tinyforge.ops.cross_entropy import CrossEntropy, LinearCrossEntropy
+from tinyforge.ops.dropout import Dropout
+from tinyforge.ops.embedding import Embedding
+from tinyforge.ops.gelu import GELU
+from tinyforge.ops.layernorm import LayerNorm
+from tinyforge.ops.linear import Linear
+from tinyforge.ops.positions import LearnedPositions
+from tinyforge.ops.rmsnorm import RMSNorm
+from tinyforge.ops.rope import RoPE
+from tinyforge.ops.softmax import Softmax
+from tinyforge.ops.swiglu import SwiGLU
+
+ALL: tuple[type[Op], ...] = (
+    Embedding, LearnedPositions, Linear, RMSNorm, AddRMSNorm, LayerNorm, RoPE, Attention, SwiGLU, GELU, Softmax,
+    Dropout, CrossEntropy, LinearCrossEntropy,
+)  # fmt: skip
+"""Every op, in the order of the gradient-check ledger."""
+
+__all__ = [
+    "ALL", "AddRMSNorm", "Attention", "CrossEntropy", "Dropout", "Embedding", "GELU", "LayerNorm", "LearnedPositions",
+    "Linear", "LinearCrossEntropy", "RMSNorm", "RoPE", "Softmax", "SwiGLU",
+]  # fmt: skip

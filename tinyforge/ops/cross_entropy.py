@@ -1,0 +1,164 @@
+"""Cross-entropy over K multi-token heads, and the same fused with the heads' linear map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.backends.numpy_backend import numpy_kernel
+from tinyforge.op import Array, Op, Param, Stash, with_buffer
+
+CHUNK_BYTES = 1 << 20
+"""Logits in work at once on NumPy: what stays in a core's cache between the passes over them."""
+
+
+class CrossEntropy(Op):
+    """nll[k] = sum over n with targets[n, k] >= 0 of  log(sum_v exp(z[n, k, v])) - z[n, k, targets[n, k]]
+
+    logits z: (N, K, V); targets: (N, K) int32 in [0, V), or -1 for "no target"; nll: (K,), nats, summed not averaged.
+    Sums, because a mean over shards or micro-batches with unequal counts is not the mean of their means: the caller
+    forms loss = sum_k c[k] nll[k] with `head_scale`, and c is then the upstream gradient. Saves softmax(z) - onehot.
+
+    backward(dnll: (K,)): dz[n, k] = dnll[k] * (softmax(z[n, k]) - onehot(targets[n, k])), 0 where there is no target.
+
+    Source: Gloeckle et al., "Better & Faster Large Language Models via Multi-token Prediction" (2024).
+    """
+
+    kernels = ("cross_entropy_fwd", "cross_entropy_bwd")
+
+    def forward(self, logits: Array, targets: Array, stash: Stash | None = None) -> Array:
+        nll, residual = self.k.cross_entropy_fwd(logits, targets)
+        if stash is not None:
+            stash.push(self, residual)
+        return nll
+
+    def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
+        (residual,) = stash.pop(self)
+        return self.k.cross_entropy_bwd(dy, residual), None
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for n, heads, vocab in ((6, 3, 5), (1, 1, 2), (9, 4, 7), (3, 2, 1)):
+            logits = rng.normal(size=(n, heads, vocab)) * 3
+            yield cls(backend), (backend.asarray(logits), backend.asarray(masked_targets(rng, n, heads, vocab)))
+
+
+class LinearCrossEntropy(Op):
+    """nll = cross_entropy(h W^T), chunk by chunk: the reference is Linear, then CrossEntropy
+
+    h: (..., C); W: (K, V, C), one untied output head per predicted token; targets: (..., K); nll: (K,).
+    With a stash, the logits turn into softmax - onehot in place while they are in cache, and that is what is saved,
+    (N, K, V) with N rows, and h; without one, each chunk's logits are dropped.
+
+    backward(dnll: (K,)), with R = softmax - onehot:
+        dh = sum_k dnll[k] R[:, k] W[k],   dW[k] += dnll[k] R[:, k]^T h
+    """
+
+    kernels = ("linear_fwd", "linear_cross_entropy_fwd", "linear_cross_entropy_bwd")
+
+    def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
+        super().__init__(backend, name)
+        self.weight = weight
+
+    def params(self) -> list[Param]:
+        return [self.weight]
+
+    def forward(self, h: Array, targets: Array, stash: Stash | None = None) -> Array:
+        heads, _, dim = self.weight.shape
+        nll, residual = self.k.linear_cross_entropy_fwd(
+            h.reshape(-1, dim), self.weight.value, targets.reshape(-1, heads), stash is not None
+        )
+        if stash is not None:
+            stash.push(self, h, residual)
+        return nll
+
+    def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
+        h, residual = stash.pop(self)
+        rows = h.reshape(len(residual), -1)
+        dh = self.k.linear_cross_entropy_bwd(dy, rows, residual, self.weight.value, self.weight.grad)
+        return dh.reshape(h.shape), None
+
+    def logits(self, h: Array, head: int = 0) -> Array:
+        """Inference: the logits of one head, (..., V)."""
+        return self.k.linear_fwd(h, self.weight.value[head])
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        # The last case spans several chunks, the last of them partly filled.
+        many = 2 * (CHUNK_BYTES // (8 * 2 * 1024)) + 5
+        for n, heads, vocab, dim in ((6, 3, 5, 4), (1, 1, 2, 1), (9, 4, 7, 3), (many, 2, 1024, 3)):
+            op = with_buffer(cls(Param("weight", (heads, vocab, dim), std=1.0), backend), backend, rng)
+            h = rng.normal(size=(n, dim))
+            yield op, (backend.asarray(h), backend.asarray(masked_targets(rng, n, heads, vocab)))
+
+
+def masked_targets(rng: np.random.Generator, n: int, heads: int, vocab: int) -> np.ndarray:
+    """Random targets as training has them: the tail of each later head is -1, and so are some rows at random."""
+    targets = rng.integers(0, vocab, (n, heads))
+    for k in range(heads):
+        targets[max(n - k, 0) :, k] = -1
+    targets[rng.random(n) < 0.2] = -1
+    return targets
+
+
+def head_scale(targets: np.ndarray, weights: tuple[float, ...]) -> np.ndarray:
+    """c[k] = w[k] / (sum(w) * number of targets of head k), so that loss = sum_k c[k] nll[k] is the weighted mean.
+
+    targets: (..., K), of the whole step: every shard and micro-batch. A head with no target at all gets 0.
+    """
+    counts = (targets >= 0).reshape(-1, targets.shape[-1]).sum(axis=0)
+    return np.asarray(weights) / sum(weights) / np.maximum(counts, 1) * (counts > 0)
+
+
+def softmax_residual_(logits: Array, targets: Array) -> Array:
+    """Turn logits (N, K, V) into softmax - onehot in place (0 where there is no target); returns nll: (K,) float64."""
+    masked = targets < 0
+    index = np.where(masked, 0, targets)[..., None]
+    logits -= logits.max(axis=-1, keepdims=True)
+    picked = np.take_along_axis(logits, index, axis=-1)
+    np.exp(logits, out=logits)
+    total = logits.sum(axis=-1, keepdims=True)
+    nll = np.where(masked, 0.0, (np.log(total) - picked)[..., 0]).sum(axis=0, dtype=np.float64)
+    logits *= np.where(masked[..., None], 0, 1 / total)
+    probability = np.take_along_axis(logits, index, axis=-1)
+    np.put_along_axis(logits, index, np.where(masked[..., None], 0, probability - 1), axis=-1)
+    return nll
+
+
+@numpy_kernel
+def cross_entropy_fwd(logits: Array, targets: Array) -> tuple[Array, Array]:
+    residual = logits.copy()
+    return softmax_residual_(residual, targets), residual
+
+
+@numpy_kernel
+def cross_entropy_bwd(dnll: Array, residual: Array) -> Array:
+    return residual * dnll.astype(residual.dtype)[None, :, None]
+
+
+@numpy_kernel
+def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Array | None]:
+    heads, vocab, dim = weight.shape
+    rows = max(1, CHUNK_BYTES // (heads * vocab * h.itemsize))
+    flat = weight.reshape(heads * vocab, dim)
+    residual = np.empty((len(h) if keep else min(rows, len(h)), heads, vocab), h.dtype)
+    nll = np.zeros(heads, np.float64)
+    for start in range(0, len(h), rows):
+        part = slice(start, min(start + rows, len(h)))
+        chunk = residual[part] if keep else residual[: part.stop - start]
+        np.matmul(h[part], flat.T, out=chunk.reshape(len(chunk), -1))
+        nll += softmax_residual_(chunk, targets[part])
+    return nll, residual if keep else None
+
+
+@numpy_kernel
+def linear_cross_entropy_bwd(dnll: Array, h: Array, residual: Array, weight: Array, dweight: Array) -> Array:
+    heads, vocab, dim = weight.shape
+    scale = dnll.astype(h.dtype)[:, None, None]
+    rows = residual.reshape(len(h), heads * vocab)
+    # dnll goes onto the small matrices, W and dW, so that the large one is read twice and never written.
+    dweight += (rows.T @ h).reshape(weight.shape) * scale
+    return rows @ (weight * scale).reshape(heads * vocab, dim)

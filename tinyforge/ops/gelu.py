@@ -1,0 +1,121 @@
+"""GELU, exact (erf) and by GPT-2's tanh formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.backends.numpy_backend import numpy_kernel
+from tinyforge.op import Array, Op, Stash
+
+_SQRT_2_PI = 0.7978845608028654  # sqrt(2 / pi)
+_CUBIC = 0.044715
+
+
+class GELU(Op):
+    """y = x Phi(x), Phi the normal distribution function
+
+    approximate="erf":   Phi(x) = (1 + erf(x / sqrt 2)) / 2
+    approximate="tanh":  Phi(x) ~ (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2, as GPT-2 has it
+
+    x, y: (...). Saves x. backward: dx = dy * (Phi(x) + x Phi'(x)), Phi' the derivative of the formula in use.
+
+    Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016).
+    """
+
+    kernels = ("gelu_fwd", "gelu_bwd")
+
+    def __init__(self, backend: Backend, approximate: str = "tanh", name: str = "") -> None:
+        super().__init__(backend, name)
+        if approximate not in ("tanh", "erf"):
+            raise ValueError(f"GELU: approximate is {approximate!r}, wants 'tanh' or 'erf'")
+        self.approximate = approximate
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        if stash is not None:
+            stash.push(self, x)
+        return self.k.gelu_fwd(x, self.approximate)
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        (x,) = stash.pop(self)
+        return self.k.gelu_bwd(dy, x, self.approximate)
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for approximate in ("tanh", "erf"):
+            for shape in ((2, 3, 9), (1,), (0, 4)):
+                yield cls(backend, approximate), (backend.asarray(rng.normal(size=shape) * 2),)
+            # Both sides of each border between the pieces of erf (|x| / sqrt 2 = 0.46875 and 4).
+            edges = np.array([-9.0, -5.8, -5.5, -0.8, -0.6, 0.0, 0.6, 0.8, 5.5, 5.8, 9.0])
+            yield cls(backend, approximate), (backend.asarray(edges + rng.normal(size=edges.shape) * 0.01),)
+
+
+def _ratio(x: Array, numerator: tuple[float, ...], denominator: tuple[float, ...]) -> Array:
+    """A quotient of two polynomials, highest power first, by Horner's rule."""
+    return np.polyval(np.asarray(numerator, x.dtype), x) / np.polyval(np.asarray(denominator, x.dtype), x)
+
+
+def erf(x: Array) -> Array:
+    """The error function to a few units in the last place; NumPy has none.
+
+    Source: W. J. Cody, "Rational Chebyshev approximations for the error function" (1969): one rational function on
+    |x| <= 0.46875, one for exp(x^2) erfc(x) up to 4, one beyond.
+    """
+    a = np.abs(x)
+    near = np.minimum(a, 0.46875) ** 2
+    small = x * _ratio(near, _A, _B)
+    middle = np.clip(a, 0.46875, 4.0)
+    far = np.clip(a, 4.0, 12.0)
+    inverse = 1.0 / (far * far)
+    tail = (0.5641895835477563 - inverse * _ratio(inverse, _P, _Q)) / far
+    rest = np.where(a <= 4.0, np.exp(-middle * middle) * _ratio(middle, _C, _D), np.exp(-far * far) * tail)
+    return np.where(a <= 0.46875, small, np.copysign(1.0 - rest, x)).astype(x.dtype)
+
+
+_A = (
+    1.85777706184603153e-1, 3.16112374387056560e0, 1.13864154151050156e2, 3.77485237685302021e2,
+    3.20937758913846947e3,
+)  # fmt: skip
+_B = (1.0, 2.36012909523441209e1, 2.44024637934444173e2, 1.28261652607737228e3, 2.84423683343917062e3)
+_C = (
+    2.15311535474403846e-8, 5.64188496988670089e-1, 8.88314979438837594e0, 6.61191906371416295e1,
+    2.98635138197400131e2, 8.81952221241769090e2, 1.71204761263407058e3, 2.05107837782607147e3,
+    1.23033935479799725e3,
+)  # fmt: skip
+_D = (
+    1.0, 1.57449261107098347e1, 1.17693950891312499e2, 5.37181101862009858e2, 1.62138957456669019e3,
+    3.29079923573345963e3, 4.36261909014324716e3, 3.43936767414372164e3, 1.23033935480374942e3,
+)  # fmt: skip
+_P = (
+    1.63153871373020978e-2, 3.05326634961232344e-1, 3.60344899949804439e-1, 1.25781726111229246e-1,
+    1.60837851487422766e-2, 6.58749161529837803e-4,
+)  # fmt: skip
+_Q = (
+    1.0, 2.56852019228982242e0, 1.87295284992346725e0, 5.27905102951428412e-1, 6.05183413124413191e-2,
+    2.33520497626869185e-3,
+)  # fmt: skip
+
+
+def _phi(x: Array, approximate: str) -> Array:
+    if approximate == "erf":
+        return 0.5 * (1.0 + erf(x * x.dtype.type(0.5**0.5)))
+    return 0.5 * (1.0 + np.tanh(_SQRT_2_PI * (x + _CUBIC * x * x * x)))
+
+
+@numpy_kernel
+def gelu_fwd(x: Array, approximate: str) -> Array:
+    return x * _phi(x, approximate)
+
+
+@numpy_kernel
+def gelu_bwd(dy: Array, x: Array, approximate: str) -> Array:
+    phi = _phi(x, approximate)
+    if approximate == "erf":
+        slope = np.exp(-0.5 * x * x) * (0.5 * _SQRT_2_PI)
+    else:
+        # Phi = (1 + tanh u) / 2, and 1 - tanh^2 u = 4 Phi (1 - Phi)
+        slope = 2.0 * phi * (1.0 - phi) * _SQRT_2_PI * (1.0 + 3.0 * _CUBIC * x * x)
+    return dy * (phi + x * slope)

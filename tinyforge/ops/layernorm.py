@@ -1,0 +1,75 @@
+"""Layer normalisation with gain and bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.backends.numpy_backend import numpy_kernel
+from tinyforge.op import Array, Op, Param, Stash, with_buffer
+
+
+class LayerNorm(Op):
+    """y = w * xhat + b,  xhat = (x - mean(x)) * r,  r = 1 / sqrt(var(x) + eps), over the last axis
+
+    x, y: (..., C); w, b: (C,). The variance divides by C. Saves xhat and r: (...).
+
+    backward, with g = dy * w:
+        dw += sum over rows of dy * xhat,   db += sum over rows of dy
+        dx  = r * (g - mean(g) - xhat * mean(g * xhat))
+
+    Source: Ba, Kiros, Hinton, "Layer Normalization" (2016).
+    """
+
+    kernels = ("layernorm_fwd", "layernorm_bwd")
+
+    def __init__(self, weight: Param, bias: Param, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
+        super().__init__(backend, name)
+        self.weight, self.bias = weight, bias
+        self.eps = eps
+
+    def params(self) -> list[Param]:
+        return [self.weight, self.bias]
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        y, xhat, rstd = self.k.layernorm_fwd(x, self.weight.value, self.bias.value, self.eps)
+        if stash is not None:
+            stash.push(self, xhat, rstd)
+        return y
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        xhat, rstd = stash.pop(self)
+        return self.k.layernorm_bwd(dy, xhat, rstd, self.weight.value, self.weight.grad, self.bias.grad)
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for shape in ((2, 3, 8), (1, 1), (5, 7), (0, 4)):
+            weight = Param("weight", shape[-1:], fill=1.0, decay=False)
+            op = with_buffer(cls(weight, Param("bias", shape[-1:], decay=False), backend), backend, rng)
+            yield op, (backend.asarray(rng.normal(size=shape) + 1),)
+
+
+@numpy_kernel
+def layernorm_fwd(x: Array, weight: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
+    xhat = x - x.mean(axis=-1, keepdims=True)
+    rstd = 1.0 / np.sqrt(np.vecdot(xhat, xhat) / x.dtype.type(x.shape[-1]) + x.dtype.type(eps))
+    xhat *= rstd[..., None]
+    y = xhat * weight
+    y += bias
+    return y, xhat, rstd
+
+
+@numpy_kernel
+def layernorm_bwd(dy: Array, xhat: Array, rstd: Array, weight: Array, dweight: Array, dbias: Array) -> Array:
+    rows = (-1, dy.shape[-1])
+    dweight += (dy * xhat).reshape(rows).sum(axis=0)
+    dbias += dy.reshape(rows).sum(axis=0)
+    g = dy * weight
+    along = np.vecdot(g, xhat)[..., None] / dy.dtype.type(dy.shape[-1])
+    g -= g.mean(axis=-1, keepdims=True)
+    g -= xhat * along
+    g *= rstd[..., None]
+    return g

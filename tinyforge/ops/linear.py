@@ -1,0 +1,57 @@
+"""Linear map without bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.backends.numpy_backend import numpy_kernel
+from tinyforge.op import Array, Op, Param, Stash, with_buffer
+
+
+class Linear(Op):
+    """y = x W^T
+
+    x: (..., I); W: (O, I); y: (..., O). Saves x.
+
+    backward: dx = dy W, dW += dy^T x, with all leading axes folded into one.
+    """
+
+    kernels = ("linear_fwd", "linear_bwd")
+
+    def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
+        super().__init__(backend, name)
+        self.weight = weight
+
+    def params(self) -> list[Param]:
+        return [self.weight]
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        if stash is not None:
+            stash.push(self, x)
+        return self.k.linear_fwd(x, self.weight.value)
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        (x,) = stash.pop(self)
+        return self.k.linear_bwd(dy, x, self.weight.value, self.weight.grad)
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for (o, i), lead in (((5, 7), (2, 3)), ((1, 1), (1,)), ((6, 4), (9,)), ((3, 2), (0,))):
+            op = with_buffer(cls(Param("weight", (o, i), std=1.0), backend), backend, rng)
+            yield op, (backend.asarray(rng.normal(size=(*lead, i))),)
+
+
+@numpy_kernel
+def linear_fwd(x: Array, weight: Array) -> Array:
+    return (x.reshape(-1, x.shape[-1]) @ weight.T).reshape(*x.shape[:-1], weight.shape[0])
+
+
+@numpy_kernel
+def linear_bwd(dy: Array, x: Array, weight: Array, dweight: Array) -> Array:
+    rows = dy.reshape(-1, dy.shape[-1])
+    dweight += rows.T @ x.reshape(-1, x.shape[-1])
+    return (rows @ weight).reshape(x.shape)

@@ -1,0 +1,78 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.backends.numpy_backend import numpy_kernel
+from tinyforge.op import Array, Op, Param, Stash, with_buffer
+
+
+class RMSNorm(Op):
+    """y = w * x * r,  r = 1 / sqrt(mean(x^2) + eps), the mean over the last axis
+
+    x: (..., C); w: (C,); y: (..., C). Saves x and r: (...).
+
+    backward, with xhat = x * r:
+        dw += sum over rows of dy * xhat
+        dx  = r * (dy * w - xhat * mean(dy * w * xhat))
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+    """
+
+    kernels = ("rmsnorm_fwd", "rmsnorm_bwd")
+
+    def __init__(self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
+        super().__init__(backend, name)
+        self.weight = weight
+        self.eps = eps
+
+    def params(self) -> list[Param]:
+        return [self.weight]
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        y, rstd = self.k.rmsnorm_fwd(x, self.weight.value, self.eps)
+        if stash is not None:
+            stash.push(self, x, rstd)
+        return y
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        x, rstd = stash.pop(self)
+        return self.k.rmsnorm_bwd(dy, x, rstd, self.weight.value, self.weight.grad)
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        # A row of one element is flat but for eps: a large eps gives it a gradient that can be measured.
+        for shape in ((2, 3, 8), (1, 1), (5, 7), (0, 4), (3, 33)):
+            eps = 1.0 if shape[-1] == 1 else 1e-5
+            op = with_buffer(cls(Param("weight", shape[-1:], fill=1.0, decay=False), backend, eps), backend, rng)
+            yield op, (backend.asarray(rng.normal(size=shape)),)
+
+
+@numpy_kernel
+def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    rstd = 1.0 / np.sqrt(np.vecdot(x, x) / x.dtype.type(x.shape[-1]) + x.dtype.type(eps))
+    y = x * rstd[..., None]
+    y *= weight
+    return y, rstd
+
+
+@numpy_kernel
+def rmsnorm_bwd(dy: Array, x: Array, rstd: Array, weight: Array, dweight: Array) -> Array:
+    width = x.shape[-1]
+    xhat = x * rstd[..., None]
+    products = dy * xhat
+    # Both sums over `products` are matrix-vector products: BLAS makes one pass each, with no temporary.
+    rows = products.reshape(-1, width)
+    dweight += np.ones(len(rows), x.dtype) @ rows
+    mean = (rows @ weight).reshape(rstd.shape)
+    mean *= rstd / width
+    xhat *= mean[..., None]
+    dx = np.multiply(dy, weight, out=products)
+    dx *= rstd[..., None]
+    dx -= xhat
+    return dx

@@ -1,0 +1,73 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.backends.numpy_backend import numpy_kernel
+from tinyforge.op import Array, Op, Stash
+
+
+class RoPE(Op):
+    """Rotate each pair (x_i, x_{i + D/2}) of a head by the angle t * theta^(-2i/D), t the position
+
+        y_i         = x_i cos - x_{i+D/2} sin
+        y_{i+D/2}   = x_{i+D/2} cos + x_i sin
+
+    x: (B, T, H, D), D even; the first `rotated` heads are turned, the rest (values, in a packed qkv) copied. Positions
+    are offset .. offset+T-1. Halves are split as in Hugging Face's Llama. Saves nothing: backward turns by -angle.
+    `out=x` works in place.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
+    """
+
+    kernels = ("rope",)
+
+    def __init__(
+        self, head_dim: int, positions: int, rotated: int, backend: Backend, theta: float = 10000.0, name: str = ""
+    ) -> None:
+        super().__init__(backend, name)
+        if head_dim % 2:
+            raise ValueError(f"RoPE: head_dim is {head_dim}, wants an even number: it turns pairs")
+        self.rotated = rotated
+        angle = np.arange(positions)[:, None] * theta ** (-np.arange(0, head_dim, 2) / head_dim)
+        self.cos, self.sin = backend.asarray(np.cos(angle)), backend.asarray(np.sin(angle))
+
+    def forward(
+        self, x: Array, stash: Stash | None = None, *, offset: int = 0, out: Array | None = None
+    ) -> Array:
+        rows = slice(offset, offset + x.shape[1])
+        if stash is not None:
+            stash.push(self, rows)
+        return self.k.rope(x, self.cos[rows], self.sin[rows], self.rotated, out)
+
+    def backward(self, dy: Array, stash: Stash, *, out: Array | None = None) -> Array:
+        (rows,) = stash.pop(self)
+        return self.k.rope(dy, self.cos[rows], -self.sin[rows], self.rotated, out)
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for (b, t, h, d), rotated in (((2, 5, 3, 8), 2), ((1, 1, 1, 2), 1), ((3, 7, 2, 6), 2), ((1, 0, 2, 4), 1)):
+            yield cls(d, 16, rotated, backend, theta=100.0), (backend.asarray(rng.normal(size=(b, t, h, d))),)
+
+
+@numpy_kernel
+def rope(x: Array, cos: Array, sin: Array, rotated: int, out: Array | None) -> Array:
+    """cos, sin: (T, D/2)."""
+    if out is None:
+        out = np.empty(x.shape, x.dtype)
+        out[:, :, rotated:] = x[:, :, rotated:]
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, None], sin[:, None]
+    left, right = x[:, :, :rotated, :half], x[:, :, :rotated, half:]
+    turned = right * sin
+    turned_right = left * sin
+    np.multiply(left, cos, out=out[:, :, :rotated, :half])
+    np.multiply(right, cos, out=out[:, :, :rotated, half:])
+    out[:, :, :rotated, :half] -= turned
+    out[:, :, :rotated, half:] += turned_right
+    return out

@@ -1,0 +1,54 @@
+"""Softmax over the last axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.backends.numpy_backend import numpy_kernel
+from tinyforge.op import Array, Op, Stash
+
+
+class Softmax(Op):
+    """y_i = exp(x_i - max x) / sum_j exp(x_j - max x), over the last axis
+
+    x, y: (..., C). Saves y.
+
+    backward: dx = y * (dy - sum_j dy_j y_j). Rows of y sum to 1, so a gradient that is the same for all j gives 0:
+    this is why a check with `.sum()` as the loss sees nothing here.
+    """
+
+    kernels = ("softmax_fwd", "softmax_bwd")
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        y = self.k.softmax_fwd(x)
+        if stash is not None:
+            stash.push(self, y)
+        return y
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        (y,) = stash.pop(self)
+        return self.k.softmax_bwd(dy, y)
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for shape in ((2, 3, 8), (1, 1), (5, 7), (0, 4)):
+            yield cls(backend), (backend.asarray(rng.normal(size=shape) * 2),)
+
+
+@numpy_kernel
+def softmax_fwd(x: Array) -> Array:
+    y = x - x.max(axis=-1, keepdims=True)
+    np.exp(y, out=y)
+    y /= y.sum(axis=-1, keepdims=True)
+    return y
+
+
+@numpy_kernel
+def softmax_bwd(dy: Array, y: Array) -> Array:
+    dx = dy - np.vecdot(dy, y)[..., None]
+    dx *= y
+    return dx
