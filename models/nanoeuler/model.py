@@ -68,6 +68,10 @@ class NanoEuler(Op):
     def initialise(self, seed: int) -> None:
         self.buffer.initialise(Stream(seed, "init"))
 
+    def replica(self) -> NanoEuler:
+        """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
+        return NanoEuler(self.config, self.backend, self.buffer.values)
+
     def hidden(self, ids: Array, stash: Stash | None = None) -> Array:
         """(B, T) ids to the final-normed stream, (B, T, C)."""
         shape = (*ids.shape, -1, self.config.head_dim)

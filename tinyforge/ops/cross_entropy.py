@@ -77,7 +77,7 @@ class LinearCrossEntropy(Op):
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
         h, residual = stash.pop(self)
-        rows = h.reshape(len(residual), -1)
+        rows = h.reshape(-1, h.shape[-1])
         dh = self.k.linear_cross_entropy_bwd(dy, rows, residual, self.weight.value, self.weight.grad)
         return dh.reshape(h.shape), None
 

@@ -70,14 +70,9 @@ BMP_END = 0x10000
 ASSIGNED_END = 0x40000  # the planes above hold no letter and no number
 
 
-def character_ranges(general_category: str, end: int) -> str:
-    r"""Body of a regular-expression class: all characters below `end` of one major category, "L" or "N".
-
-    Python's `re` has no `\p{L}`, so the class is spelt out from the Unicode tables that come with Python.
-    """
-    categories = (unicodedata.category(chr(code)) for code in range(end))
-    inside = "".join("x" if category[0] == general_category else "." for category in categories)
-    runs = (match.span() for match in re.finditer("x+", inside))
+def class_body(categories: str, wanted: str) -> str:
+    """Body of a regular-expression class: the code points where `categories` has the letter `wanted`."""
+    runs = (match.span() for match in re.finditer(f"{wanted}+", categories))
     return "".join(f"{chr(first)}-{chr(stop - 1)}" for first, stop in runs)
 
 
@@ -91,7 +86,10 @@ def split_pattern(end: int) -> re.Pattern[str]:
     it; else a run of white space, less its last character when a word follows (that space belongs to the
     word).
     """
-    letters, numbers = character_ranges("L", end), character_ranges("N", end)
+    # `re` has no \p{L}, so the classes are spelt out from the Unicode tables that come with Python. A
+    # category has two letters, "Lu" or "Nd"; the first is the one that counts here.
+    categories = "".join(map(unicodedata.category, map(chr, range(end))))[::2]
+    letters, numbers = class_body(categories, "L"), class_body(categories, "N")
     return re.compile(
         f"'s|'t|'re|'ve|'m|'ll|'d| ?[{letters}]+| ?[{numbers}]+| ?[^{WHITE_SPACE}{letters}{numbers}]+"
         f"|[{WHITE_SPACE}]+(?![^{WHITE_SPACE}])|[{WHITE_SPACE}]+"

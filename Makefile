@@ -1,0 +1,69 @@
+# The commands of this repository; `make` alone lists them.
+#
+#   make test VENV=/tmp/env        use (or make) an environment elsewhere
+#   make demo PYTHON=python3.12    make it with another Python (3.11 or newer)
+#   make bench BENCH_FLAGS="--config base --backend cupy"
+
+VENV ?= .venv
+PYTHON ?= python3
+BENCH_FLAGS ?= --config small
+
+RUN := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint test-gpu bench clean
+
+# What the demo asks the fine-tuned model, one quoted string each. Held-out names and numbers: it saw none of these.
+QUESTIONS := \
+	"How much is 11 plus 4?" \
+	"Carla asks: Which day is next after Sunday?" \
+	"Which is larger, 2 or 18?" \
+	"Say the word Damon three times."
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+
+demo: $(VENV)/.stamp-run ## pretrain, fine-tune and question a small model: minutes on a CPU
+	@echo "Three parts: pretraining on the built-in corpus, fine-tuning on its instructions, questions."
+	@echo "It runs on the CPU, needs no network from here on, and writes to runs/."
+	@printf '\n1. Pretraining: python recipes/pretrain.py\n'
+	$(RUN) recipes/pretrain.py
+	@printf '\n2. Fine-tuning: python recipes/sft.py\n'
+	$(RUN) recipes/sft.py
+	@printf '\n3. Questions: python -m models.nanoeuler.chat --prompt "..."\n'
+	@for question in $(QUESTIONS); do \
+		printf '\n> %s\n' "$$question"; \
+		$(RUN) -m models.nanoeuler.chat --prompt "$$question" || exit 1; \
+	done
+	@printf '\nTo go on asking: %s -m models.nanoeuler.chat\n' "$(RUN)"
+
+test: lint ## lint, type check and every test that needs no GPU
+	$(RUN) -m pytest -q
+
+lint: $(VENV)/.stamp-dev ## ruff and mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+test-gpu: $(VENV)/.stamp-gpu ## the tests that need a CUDA GPU
+	$(RUN) -m pytest -q -m gpu
+
+bench: $(VENV)/.stamp-dev ## time a training step
+	$(RUN) bench/train_step.py $(BENCH_FLAGS)
+
+clean: ## remove caches, build output and .venv; runs/ stays
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip is the last thing that venv writes, so a half-made environment is made again.
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
+		"$(PYTHON) is Python " + v + ", wanted 3.11 or newer; name one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.stamp-dev: EXTRAS = [dev]
+$(VENV)/.stamp-gpu: EXTRAS = [dev,gpu]
+$(VENV)/.stamp-%: pyproject.toml | $(VENV)/bin/pip
+	@echo "Installing tinyforge$(EXTRAS) into $(VENV) ..."
+	$(RUN) -m pip install -q --disable-pip-version-check -e '.$(EXTRAS)'
+	@touch $@

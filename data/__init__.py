@@ -1,0 +1,1 @@
+"""Corpora: the built-in small world, and getting, cleaning and tokenising other text."""

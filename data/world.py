@@ -1,0 +1,792 @@
+"""The built-in corpus: a small world in plain English, written by a seeded generator.
+
+    python -m data.world --n 5                    # five training documents
+    python -m data.world --split val --instructions
+
+`documents` yields stories, descriptions, dialogue, facts and arithmetic to pretrain on; `instructions` yields
+questions in Alpaca's form, each with exactly one right answer. The two splits are disjoint by construction: the
+names in `HELD_OUT_NAMES`, the things in `HELD_OUT_THINGS` and the number pairs for which `held_out_pair` is true
+occur in "val" only, and "val" uses no other names, things or pairs. docs/corpus.md says what that does and does not show.
+
+Text is made from templates. A beat is a tuple of variants of which one is picked (the empty one leaves the beat
+out); a family of stories is a tuple of beats; the roles (`{a}`, `{a.his}`, `{x.full}`) are filled once per story,
+which is what keeps a red ball red to the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tinyforge.errors import UserError, run_command
+
+T = TypeVar("T")
+
+# --- the words of the world ------------------------------------------------------------------------------------------
+
+# Names and things are made of two parts, a few dozen parts in all. The first part says little about the second, so to
+# write a name again a model must look it up in the text; it can not know it by heart. The ending tells girls from boys.
+NAME_STARTS = tuple("Ma Lo Ti Ra Be No Su Ka Da Ro Mi Pe Jo Li".split())
+GIRL_ENDS = tuple("na ra la mi sa lia nia ta".split())
+BOY_ENDS = tuple("bin den ro mo vin ko lan bert".split())
+THING_STARTS = tuple("sun moon star rain snow wind sea tea wood hand rose milk".split())
+TOY_ENDS = tuple("kite boat drum lamp bell".split())  # what can break and be mended
+THING_ENDS = TOY_ENDS + tuple("ball hat cup bag key book".split())
+
+
+def held_out_word(word: str) -> bool:
+    """Whether a name or a thing belongs to "val": about one in eight, by a fixed hash of the word."""
+    return zlib.crc32(f"word {word}".encode()) % 8 == 0
+
+
+def _joined(starts: tuple[str, ...], ends: tuple[str, ...], held_out: bool) -> tuple[str, ...]:
+    words = (start + end for start in starts for end in ends)
+    return tuple(word for word in words if held_out_word(word) == held_out)
+
+
+FOODS = tuple("apple pear plum bun cake pie egg nut carrot cookie lemon banana".split())
+COLOURS = tuple("red blue green yellow brown black white pink orange".split())
+SIZES = ("small", "big", "little", "old", "new")
+SPOTS = tuple(
+    "under the bed|behind the door|on the table|under the chair|on the shelf|in the box|by the window|behind the tree|"
+    "in the grass|near the gate|on the stairs|under the bench|in the basket|by the wall".split("|")
+)
+PLACES = tuple("in the garden|at the park|at the pond|in the kitchen|at school|in the barn|on the hill|by the river|"
+               "at the market|in the yard|in the forest|on the beach".split("|"))  # fmt: skip
+KIN = ("mother", "father", "sister", "brother", "aunt", "uncle")
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+
+SOUNDS = {
+    "cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack", "sheep": "baa", "pig": "oink", "horse": "neigh",
+    "hen": "cluck", "frog": "croak", "bee": "buzz", "lion": "roar", "mouse": "squeak", "owl": "hoot", "snake": "hiss",
+}  # fmt: skip
+HOMES = {
+    "bird": "in a nest", "bee": "in a hive", "fish": "in the water", "bear": "in a cave", "horse": "in a stable",
+    "spider": "in a web", "frog": "by the pond", "owl": "in a tree", "pig": "in a sty", "lion": "in the wild",
+}  # fmt: skip
+COLOUR_OF = {
+    "grass": "green", "snow": "white", "the sky": "blue", "the sun": "yellow", "coal": "black", "milk": "white",
+    "mud": "brown", "a lemon": "yellow", "a leaf": "green", "the night": "black", "a carrot": "orange",
+}  # fmt: skip
+OPPOSITES = (
+    ("big", "small"), ("hot", "cold"), ("up", "down"), ("day", "night"), ("wet", "dry"), ("full", "empty"),
+    ("fast", "slow"), ("happy", "sad"), ("old", "new"), ("long", "short"), ("high", "low"), ("left", "right"),
+    ("hard", "soft"), ("early", "late"), ("near", "far"), ("clean", "dirty"), ("loud", "quiet"), ("in", "out"),
+)  # fmt: skip
+
+LARGEST = 20  # every number of the world, results included, is in 0..LARGEST
+TWO_PEOPLE = 0.25  # share of the scenes to ask about that hold a second person, with other things
+LARGEST_STEP = 6  # the most that is added or taken away at once
+NUMBER_WORDS = tuple(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty".split()
+)
+
+
+def held_out_pair(a: int, b: int) -> bool:
+    """Whether the unordered pair {a, b} belongs to "val".
+
+    It decides for a + b, for the differences (a + b) - a and (a + b) - b, for word problems with the same numbers and
+    for the comparison of a with b. About one pair in eight is held out; nothing but the two numbers enters.
+    """
+    low, high = sorted((a, b))
+    return zlib.crc32(f"pair {low} {high}".encode()) % 8 == 0
+
+
+@dataclass(frozen=True)
+class Words:
+    """What one split may use: the only place where the splits differ."""
+
+    girls: tuple[str, ...]
+    boys: tuple[str, ...]
+    toys: tuple[str, ...]
+    things: tuple[str, ...]
+    sums: tuple[tuple[int, int], ...]  # (a, b) with 1 <= b <= LARGEST_STEP and a + b <= LARGEST
+    comparisons: tuple[tuple[int, int], ...]  # ordered (a, b) with a != b
+
+
+def _words(held_out: bool) -> Words:
+    numbers = range(LARGEST + 1)
+    pairs = [(a, b) for a in numbers for b in numbers if held_out_pair(a, b) == held_out]
+    return Words(
+        girls=_joined(NAME_STARTS, GIRL_ENDS, held_out),
+        boys=_joined(NAME_STARTS, BOY_ENDS, held_out),
+        toys=_joined(THING_STARTS, TOY_ENDS, held_out),
+        things=_joined(THING_STARTS, THING_ENDS, held_out),
+        sums=tuple((a, b) for a, b in pairs if a + b <= LARGEST and 1 <= b <= LARGEST_STEP),
+        comparisons=tuple((a, b) for a, b in pairs if a != b),
+    )
+
+
+WORDS = {"train": _words(held_out=False), "val": _words(held_out=True)}
+
+
+# --- grammar ---------------------------------------------------------------------------------------------------------
+
+
+def a_or_an(phrase: str) -> str:
+    """Put the indefinite article before a phrase: "a kite", "an old kite"."""
+    return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
+
+
+def sentence(text: str) -> str:
+    """Make the first letter a capital."""
+    return text[0].upper() + text[1:]
+
+
+def counted(n: int, noun: str) -> str:
+    """A number with its noun: "1 kite", "3 kites"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def listed(items: list[str]) -> str:
+    """Join with commas and a last "and": "a, b and c"."""
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+@dataclass(frozen=True)
+class Character:
+    """A person of a story; prints as the name, and has its pronouns as attributes for the templates."""
+
+    name: str
+    is_girl: bool
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def he(self) -> str:
+        return "she" if self.is_girl else "he"
+
+    @property
+    def He(self) -> str:  # noqa: N802 - templates spell the capital as the sentence does
+        return "She" if self.is_girl else "He"
+
+    @property
+    def him(self) -> str:
+        return "her" if self.is_girl else "him"
+
+    @property
+    def his(self) -> str:
+        return "her" if self.is_girl else "his"
+
+    @property
+    def His(self) -> str:  # noqa: N802
+        return sentence(self.his)
+
+    @property
+    def child(self) -> str:
+        return "girl" if self.is_girl else "boy"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A thing with a colour and perhaps a size, fixed for the whole text."""
+
+    noun: str
+    colour: str
+    size: str = ""
+
+    def __str__(self) -> str:
+        return self.noun
+
+    @property
+    def full(self) -> str:
+        return f"{self.size} {self.colour} {self.noun}".lstrip()
+
+    @property
+    def a(self) -> str:
+        return a_or_an(self.full)
+
+    @property
+    def A(self) -> str:  # noqa: N802
+        return sentence(self.a)
+
+
+class Teller:
+    """The random stream of one document, drawing from the words of its split."""
+
+    def __init__(self, split: str, stream: str):
+        # Seeding `Random` with a string goes through SHA-512: the same stream in every process and Python version.
+        self.rng = random.Random(stream)
+        self.words = WORDS[split]
+        self.held_out = split == "val"
+
+    def pick(self, options: Sequence[T]) -> T:
+        return options[int(self.rng.random() * len(options))]
+
+    def some(self, options: tuple[str, ...], n: int) -> list[str]:
+        """n different options, in random order."""
+        return self.rng.sample(options, n)
+
+    def apart(self, words: tuple[str, ...], n: int) -> list[str]:
+        """n names or things that share neither beginning nor ending, so that one part is enough to tell them apart."""
+        while True:
+            chosen = self.some(words, n)
+            if len({word[:2] for word in chosen}) == n == len({word[-2:] for word in chosen}):
+                return chosen
+
+    def people(self, n: int) -> list[Character]:
+        """n different characters."""
+        girls, boys = self.words.girls, self.words.boys
+        return [Character(name, name in girls) for name in self.apart(girls + boys, n)]
+
+    def items(self, n: int) -> list[Item]:
+        """n items that differ in noun and in colour."""
+        nouns, colours = self.apart(self.words.things, n), self.some(COLOURS, n)
+        return [Item(noun, colour, self.pick(("", "") + SIZES)) for noun, colour in zip(nouns, colours, strict=True)]
+
+    def say(self, variants: tuple[str, ...], **roles: object) -> str:
+        """One of the variants, with its roles filled."""
+        return self.pick(variants).format(**roles)
+
+    def tell(self, beats: tuple[tuple[str, ...], ...], **roles: object) -> str:
+        """One variant of every beat, in order; an empty variant leaves its beat out."""
+        return " ".join(text for beat in beats if (text := self.say(beat, **roles)))
+
+
+# --- stories ---------------------------------------------------------------------------------------------------------
+
+Beats = tuple[tuple[str, ...], ...]
+
+LOST: Beats = (
+    ("{a} had {x.a}.", "The thing {a} loved most was {x.a}.", "{k} gave {a} {x.a}.", "{a} got {x.a} from {a.his} {kin}."),
+    ("", "{a.He} took it everywhere.", "{a.He} played with it all day.", "{a.He} kept it {spots[0]}."),
+    ("But on {day} the {x} was gone.", "One morning {a} could not find the {x}.", "Then the {x} was lost."),
+    (
+        "{a.He} looked {spots[1]} and {spots[2]}, but it was not there.",
+        "{a} looked {spots[1]}. No {x}! {a.He} looked {spots[2]}. No {x}!",
+        "It was not {spots[1]}, and it was not {spots[2]}.",
+    ),
+    ("{a} was very sad.", "{a} began to cry.", "{a.He} sat down and felt sad."),
+    ('{b} saw {a} and asked, "What is wrong?"', '"Why are you so sad?" asked {b}.'),
+    ('"I lost my {x.full}," said {a}.', '"My {x} is gone," said {a}. "It is {x.colour}."'),
+    ('"I will help you," said {b}.', '"Let us look for the {x} again," said {b}.', "{b} wanted to help."),
+    (
+        "{b} looked {spots[3]}, and there was the {x.full}!",
+        "The two friends looked {spots[3]}. There it was!",
+        "{b} found it {spots[3]}.",
+    ),
+    ("{a} was happy again.", '"Thank you, {b}!" said {a}. {a.He} was happy.', "Now {a} was happy and thanked {b}."),
+    ("", "From that day {a} took good care of the {x}.", "{a} and {b} played with the {x} until it was dark."),
+)
+
+SHARING: Beats = (
+    ("{a} and {b} were {place}.", "On {day}, {a} met {b} {place}.", "{a} was {place} with {b}."),
+    ("{a} had {x.a}.", "{a} came with {x.a}.", "{a} had a new thing: {x.a}."),
+    ("{b} had no {x}.", "{b} did not have one.", "{b} liked it very much."),
+    ('"May I have a turn with the {x}?" asked {b}.', '"Can I play with the {x.full} too?" asked {b}.'),
+    ('"No," said {a}. "It is mine."', '"No! The {x} is mine," said {a}.', "{a} did not want to share."),
+    ("{b} was sad and went away.", "{b} looked down and said nothing.", "{b} sat down alone."),
+    (
+        "After a while {a} felt bad. It was no fun to play alone.",
+        "{a} played alone, but it was not much fun.",
+        "{a} saw that {b} was sad. Then {a} felt sad too.",
+    ),
+    (
+        'So {a} gave the {x} to {b}. "It is your turn," {a.he} said.',
+        '"I am sorry, {b}," said {a}. "Here is the {x}."',
+        "{a} went to {b} and gave {b.him} the {x}.",
+    ),
+    ("{b} was happy.", '"Thank you," said {b} with a smile.', "Now {b} had the {x.full} and {b.he} was happy."),
+    ("They took turns until it was time to go home.", "They played together all day.", "They were friends again."),
+    ("", "It is good to share.", "A {x} is more fun with a friend."),
+)
+
+FIXING: Beats = (
+    ("{a} had {x.a}.", "{a} loved {a.his} {x.full}.", "{a} got {x.a} on {day}."),
+    ("{a.He} played with it {place}.", "{a.He} took it to {b}.", "One day {a.he} was {place} with it."),
+    ("But the {x} fell and broke.", "Then {a} fell and the {x} broke.", "Crack! The {x} was broken.", "The {x} broke."),
+    ('"Oh no!" said {a}. "My {x} is broken."', "{a} was sad and did not know what to do.", "{a} began to cry."),
+    ("{b} came to look at it.", "{b} was good with tools.", "{a} showed the {x} to {b}."),
+    ('"I can fix your {x.full}," said {b}.', '"Do not cry, {a}. We can fix it," said {b}.', '"Let me try," said {b}.'),
+    (
+        "{b} took some glue and put the parts together.",
+        "{b} used tape and string.",
+        "{b} worked slowly, and {a} held the parts.",
+    ),
+    ("", "They had to wait for a long time.", "It was hard work, but {b} did not stop."),
+    ("At last the {x} was as good as new.", "Soon the {x.full} was fixed.", "Then the {x} worked again."),
+    ("{a} was happy.", '"Thank you, {b}! You fixed my {x}!" said {a}.', "{a} thanked {b}. {a.He} was so happy."),
+    ("", "{a} gave {b} {food} to say thank you.", "Now {a} is careful with the {x}."),
+)
+
+HUNGER: Beats = (
+    ("{a} was {place}.", "On {day}, {a} went for a long walk.", "{a} played {place} all morning."),
+    ("{a.He} was very hungry.", "Soon {a.he} was hungry.", "{a.He} had nothing to eat, and {a.he} was hungry."),
+    ("{a.He} looked for food but found none.", "{a.He} had left {a.his} bag at home.", "There was no food there."),
+    ("Then {b} came by with {food}.", "{a} met {b}, who had {food}.", "{b} was there too. {b} had {food}."),
+    ('"I am so hungry," said {a}.', '"May I have some of your food?" asked {a}.', '"What do you have?" asked {a}.'),
+    ('"I have {food}," said {b}. "You can have half."', '"Yes, let us share it," said {b}.', '"Here, eat," said {b}.'),
+    ("{b} cut the {foodname} in two.", "{b} gave half of the {foodname} to {a}.", "They sat down to eat the {foodname}."),
+    ("{a} ate it all. It was good!", "{a} ate and was not hungry any more.", "The {foodname} was good and sweet."),
+    ('"Thank you, {b}," said {a}.', "{a} thanked {b} and felt much better.", "{a} was full and happy."),
+    (
+        "The next day {a} gave {b} {food2}.",
+        'On {day2}, {a} came with {food2}. "This is for you, {b}," {a.he} said.',
+        '"Next time I will give you {food2}," {a} said.',
+    ),
+    ("", "They are good friends.", "A friend shares food."),
+)
+
+HELPING: Beats = (
+    ("{a} was {place}.", "On {day}, {a} was {place}.", "{a} went for a walk with {b}."),
+    ('{a.He} heard a sound. "{Sound}!"', '"{Sound}!" said something. {a} stopped.', 'There was a sad sound: "{sound}".'),
+    ("It was a little {colour} {animal}.", "A {colour} {animal} was there.", "{a} saw a small {colour} {animal}."),
+    ("The {animal} was stuck {trap}.", "It was stuck {trap} and could not get out.", "The poor {animal} was stuck {trap}."),
+    ('"Do not be afraid," said {a}.', '"I will help you, little {animal}," said {a}.', "{a} wanted to help it."),
+    ("But {a} could not do it alone.", "{a.He} pulled and pulled, but {a.he} was not strong.", "It was too hard for {a}."),
+    ('So {a} called {b}. "Come and help me!"', '"{b}, please help!" {a} called.', "{a} ran to get {b}."),
+    ("{b} came with a long rope.", "{b} came at once.", "{b} ran to help {a}."),
+    ("Together they got the {animal} out.", "They worked together, and soon the {animal} was free.", "They set it free."),
+    ('"{Sound}!" said the {animal}. It was happy.', "The {animal} was glad and ran home.", 'The {animal} said "{sound}".'),
+    ("", "{a} and {b} were glad too.", "From that day the {colour} {animal} was their friend."),
+)
+
+WEATHER: Beats = (
+    ("It was {day}. {a} wanted to play {place}.", "{a} and {b} were {place}.", "On {day}, {a} met {b} {place}."),
+    ("{a} had {x.a}.", "{a} took {a.his} {x.full} along.", "{a} had {a.his} {x.full} with {a.him}."),
+    ("{w[0]}", "Then the weather changed. {w[0]}", '"Look at the sky!" said {b}. {w[0]}'),
+    ("{w[1]}", "Soon {a} was {w[2]}.", "{w[1]} {a} was {w[2]}."),
+    ('"I am {w[2]}," said {a}.', '"I do not like this," said {a}. "I am {w[2]}."', '"What can we do?" asked {a}.'),
+    ('"{w[3]}," said {b}.', '{b} said, "{w[3]}."'),
+    ("So they {w[4]}.", "They ran and {w[4]}.", "{a} and {b} {w[4]}."),
+    ('"But where is my {x}?" asked {a}.', "Then {a} saw that the {x} was not there.", '"Oh no, my {x}!" said {a}.'),
+    ('"I have it here," said {b}.', "{b} had it in one hand.", '{b} gave {a} the {x.full}. "Here it is."'),
+    ("{w[5]} {a} was happy.", "{a} thanked {b}. {w[5]}", "{w[5]} They played with the {x} again."),
+    ("", "It was a good day.", "They went home together."),
+)
+
+# What happens, what it does, how one feels, what to do, what they did, how it ends.
+WEATHERS = (
+    ("It began to rain.", "The rain fell on the grass.", "wet", "We must go in", "ran into the house",
+     "After the rain the sun came out."),
+    ("It began to snow.", "All the hills were white.", "cold", "We need a fire", "sat by a warm fire",
+     "Soon they were warm."),
+    ("The wind was strong.", "The wind pulled at the trees.", "cold", "Let us go behind the wall", "sat behind a wall",
+     "At last the wind stopped."),
+    ("The sun was very hot.", "The sun burned all day.", "hot", "Come under the tree", "sat under a big tree",
+     "It was cool there."),
+    ("A dark cloud came.", "There was a loud sound in the sky.", "afraid", "Hold my hand", "went home hand in hand",
+     "Soon the cloud was gone."),
+)  # fmt: skip
+
+FAMILIES = (LOST, SHARING, FIXING, HUNGER, HELPING, WEATHER)
+TRAPS = ("in the mud", "in a hole", "under a log", "behind a gate", "in a net", "between two rocks")
+STUCK_ANIMALS = ("cow", "dog", "cat", "duck", "sheep", "pig", "hen", "frog", "mouse", "owl")
+
+
+def story(t: Teller) -> str:
+    """A tiny story, 40 to 110 words: somebody wants something, something happens, it ends well for the one who wanted."""
+    beats = t.pick(FAMILIES)
+    a, b = t.people(2)
+    (x,) = t.items(1)
+    if beats is FIXING:
+        x = Item(t.pick(t.words.toys), x.colour, x.size)
+    kin = t.pick(KIN)
+    food, food2 = t.some(FOODS, 2)
+    day, day2 = t.some(DAYS, 2)
+    animal = t.pick(STUCK_ANIMALS)
+    return t.tell(
+        beats, a=a, b=b, x=x, kin=kin, k=f"{a}'s {kin}", day=day, day2=day2, place=t.pick(PLACES),
+        spots=t.some(SPOTS, 4), food=a_or_an(food), food2=a_or_an(food2), foodname=food, w=t.pick(WEATHERS),
+        animal=animal, sound=SOUNDS[animal], Sound=sentence(SOUNDS[animal]), trap=t.pick(TRAPS),
+        colour=t.pick(("brown", "black", "white")),
+    )  # fmt: skip
+
+
+# --- descriptions and dialogue ---------------------------------------------------------------------------------------
+
+ROOM: Beats = (
+    ("This is the room of {a}.", "{a} has a {size} room.", "Come and see the room of {a}.", "{a} is in {a.his} room."),
+    ("There is {x.a} {spots[0]}.", "{x.A} is {spots[0]}.", "You can see {x.a} {spots[0]}."),
+    ("There is {y.a} {spots[1]}.", "{y.A} is {spots[1]}.", "{a.He} has {y.a} too. It is {spots[1]}."),
+    ("The {x} is {x.colour} and the {y} is {y.colour}.", "The {x} came from {b}.", "The {y} came from {a.his} {kin}."),
+    ("", "A {z.colour} {z} is {spots[2]}.", "{z.A} is {spots[2]}."),
+    ("{a} likes the {x} best.", "Most of all {a} likes the {y}.", "{a.He} and {b} play with the {x}."),
+)
+PERSON: Beats = (
+    ("{a} is a {tall} {a.child}.", "{a} is a {a.child} who lives near {b}.", "Do you know {a}? {a.He} is a {tall} {a.child}."),
+    ("{a.He} has {x.a} and {y.a}.", "{a.He} has two things: {x.a} and {y.a}."),
+    ("{a.He} likes to play {place}.", "On {day} {a.he} is {place}.", "You can find {a.him} {place}."),
+    ("The {x} is {x.colour}.", "The {y} is {y.colour}.", "{a.His} {x} is {x.colour}, and {a.his} {y} is {y.colour}."),
+    ("{b} is the friend of {a}. {b} has {z.a}.", "The best friend of {a} is {b}. {b} has {z.a}."),
+    ("", "{b} likes the {x} of {a}.", "They play together every {day}."),
+)
+PET: Beats = (
+    ("{a} has a {animal}.", "The friend of {a} is a {animal}.", "{a} got a {animal} from {b}."),
+    ("The {animal} is {colour}.", "It is {size} and {colour}.", "It is a {colour} {animal}."),
+    ('It says "{sound}".', 'Every morning the {animal} says "{sound}".', '"{Sound}!" says the {animal}.'),
+    ("It sleeps {spots[0]}.", "You can find it {spots[0]}.", "At night it is {spots[0]}."),
+    ("It likes to play with the {x.full}.", "One day it ran away with the {x} of {b}.", "It is afraid of {b}."),
+    ("{a} gives it food every {day}.", "{a} is good to the {animal}.", "{a} loves the {animal}."),
+)
+
+
+def description(t: Teller) -> str:
+    """A room, a person or a pet, with what is where and which colour it has."""
+    a, b = t.people(2)
+    x, y, z = t.items(3)
+    animal = t.pick(("dog", "cat", "duck", "hen", "frog", "mouse"))
+    return t.tell(
+        t.pick((ROOM, PERSON, PET)), a=a, b=b, x=x, y=y, z=z, size=t.pick(SIZES[:3]), spots=t.some(SPOTS, 3),
+        kin=t.pick(KIN), tall=t.pick(("tall", "small", "happy", "quiet", "kind")), place=t.pick(PLACES),
+        day=t.pick(DAYS), animal=animal, sound=SOUNDS[animal], Sound=sentence(SOUNDS[animal]),
+        colour=t.pick(("brown", "black", "white")),
+    )  # fmt: skip
+
+
+MISSING: Beats = (
+    ('"Where is my {x.full}?" asked {a}.', '"I can not find my {x}," said {a}.', '{a} asked, "Who has my {x}?"'),
+    ('"It is {spots[0]}," said {b}.', '"I saw it {spots[0]}," said {b}.', '"Did you look {spots[0]}?" asked {b}.'),
+    ('"No, the {y} is {spots[0]}," said {a}.', '"I looked there. That is the {y.full}," {a} said.'),
+    ('"Then {c} has the {x}," said {b}.', '"Ask {c}. I think {c} has your {x}," {b} said.'),
+    ('"{c}, do you have my {x}?" asked {a}.', '{a} went to {c}. "Do you have the {x.full}?"'),
+    ('"Yes, I have it," said {c}. "Here is your {x}."', '{c} said, "Yes, the {x} is {spots[1]}."'),
+    ('"Thank you, {c}!" said {a}.', '"Good," said {a}. "Thank you, {b}. Thank you, {c}."'),
+)
+PLANS: Beats = (
+    ('"What will you do on {day}?" asked {a}.', '"Do you want to play on {day}?" {a} asked {b}.'),
+    ('"On {day} I will be {place}," said {b}.', '"I want to go and play {place}," {b} said.'),
+    ('"May I come too?" asked {a}.', '"Then I will come with you," said {a}.', '"Is {c} there too?" asked {a}.'),
+    ('"Yes," said {b}. "{c} will be there too."', '"Yes, you and {c} can come," said {b}.'),
+    ('"I will take my {x.full}," said {a}.', '"I have {x.a}. Do you want to see it?" asked {a}.'),
+    ('"And I will take {food}," said {b}.', '"Good. I will take my {y.full}," said {b}.'),
+    ("On {day} they were all {place}.", "So on {day}, {a}, {b} and {c} met {place}."),
+    ("{a} had the {x}, and it was a good day.", "They played with the {x} of {a}."),
+)
+GUESSING: Beats = (
+    ('"I am thinking of an animal," said {a}.', '{a} said to {b}, "Guess my animal!"'),
+    ('"What sound does it make?" asked {b}.', '"What does it say?" {b} asked.'),
+    ('"It says {sound}," said {a}.', '"{Sound}!" said {a}.'),
+    ('"Is it {awrong}?" asked {b}.', 'Then {b} said, "It is {awrong}."'),
+    ('"No," said {a}. "{Awrong} says {wrongsound}."', '"No, it is not {awrong}," said {a}.'),
+    ('"Then it is {ananimal}," said {b}.', '{b} said, "I know. It is {ananimal}!"'),
+    ('"Yes!" said {a}. "Now it is your turn."', '"Yes, {ananimal} says {sound}," said {a}.'),
+)
+
+
+def dialogue(t: Teller) -> str:
+    """Three people talk: a thing is missing, a plan is made, or an animal is guessed."""
+    a, b, c = t.people(3)
+    x, y = t.items(2)
+    animal = t.pick(tuple(SOUNDS))
+    wrong = t.pick(tuple(other for other in SOUNDS if other != animal))
+    return t.tell(
+        t.pick((MISSING, PLANS, GUESSING)), a=a, b=b, c=c, x=x, y=y, spots=t.some(SPOTS, 2), day=t.pick(DAYS),
+        place=t.pick(PLACES), food=a_or_an(t.pick(FOODS)), ananimal=a_or_an(animal), sound=SOUNDS[animal],
+        Sound=sentence(SOUNDS[animal]), awrong=a_or_an(wrong), Awrong=sentence(a_or_an(wrong)),
+        wrongsound=SOUNDS[wrong],
+    )  # fmt: skip
+
+
+# --- instructions ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One question with its one right answer, in Alpaca's form; `input` is "" when the question stands alone."""
+
+    kind: str
+    instruction: str
+    input: str
+    output: str
+
+
+def steps(start: int, end: int) -> str:
+    """Count from start to end, up or down, and say where it stops: "7 8 9 10, so 10"."""
+    direction = 1 if end > start else -1
+    return f"{' '.join(str(n) for n in range(start, end + direction, direction))}, so {end}"
+
+
+def ask_add(t: Teller) -> Instruction:
+    a, b = t.pick(t.words.sums)
+    question = t.say(("What is {a} + {b}?", "Add {a} and {b}.", "How much is {a} plus {b}?", "{a} + {b} ="), a=a, b=b)
+    return Instruction("add", question, "", steps(a, a + b))
+
+
+def ask_subtract(t: Teller) -> Instruction:
+    a, b = t.pick(t.words.sums)
+    variants = ("What is {c} - {b}?", "Take {b} from {c}.", "How much is {c} minus {b}?", "{c} - {b} =")
+    return Instruction("subtract", t.say(variants, c=a + b, b=b), "", steps(a + b, a))
+
+
+def ask_word_problem(t: Teller) -> Instruction:
+    who, friend = t.people(2)
+    noun = t.pick(t.words.things)
+    a, b = t.pick(t.words.sums)
+    asked = ("How many {n}s does {w} have now?", "Now {w} has how many {n}s?")
+    if t.rng.random() < 0.5:
+        start, change, end = a, b, a + b
+        events = ("{f} gives {w.him} {b} more.", "{w.He} finds {b} more.", "{w.He} gets {b} more from {f}.")
+    else:
+        start, change, end = a + b, b, a
+        events = ("{w.He} gives {b} to {f}.", "{w.He} loses {b}.", "{f} takes {b} away.")
+        asked += ("How many {n}s are left with {w}?",)
+    told = f"{who} has {counted(start, noun)}. {t.say(events, f=friend, w=who, b=change)}"
+    return Instruction("word_problem", t.say(asked, n=noun, w=who), told, steps(start, end))
+
+
+def ask_compare(t: Teller) -> Instruction:
+    a, b = t.pick(t.words.comparisons)
+    if t.rng.random() < 0.5:
+        variants = ("Which is larger, {a} or {b}?", "Which number is more, {a} or {b}?", "Say the larger: {a}, {b}.")
+        return Instruction("compare", t.say(variants, a=a, b=b), "", str(max(a, b)))
+    variants = ("Which is smaller, {a} or {b}?", "Which number is less, {a} or {b}?", "Say the smaller: {a}, {b}.")
+    return Instruction("compare", t.say(variants, a=a, b=b), "", str(min(a, b)))
+
+
+def ask_count(t: Teller) -> Instruction:
+    n = 1 + int(t.rng.random() * 6)
+    if t.rng.random() < 0.5:
+        items = t.some(t.words.things, n)
+        question = t.say(("How many things are in the list?", "Count the things.", "How many things are there?"))
+    else:
+        items = t.some(t.words.girls + t.words.boys, n)
+        question = t.say(("How many names are in the list?", "Count the names.", "How many names are there?"))
+    return Instruction("count", question, ", ".join(items), str(n))
+
+
+def scene(t: Teller) -> tuple[str, Character, Item, str]:
+    """One or two people, each somewhere with something; the one to ask about comes back with the text."""
+    n = 2 if t.rng.random() < TWO_PEOPLE else 1
+    people, items, places = t.people(n), t.items(n), t.some(PLACES, n)
+    told = (
+        "{p} has {x.a}. {p.He} is {place}.",
+        "{p} is {place}. {p.He} has {x.a}.",
+        "{p} is {place} with {x.a}.",
+        "{x.A} belongs to {p}. {p.He} is {place}.",
+    )
+    text = " ".join(t.say(told, p=p, x=x, place=at) for p, x, at in zip(people, items, places, strict=True))
+    i = t.pick(range(n))
+    return text, people[i], items[i], places[i]
+
+
+def about_scene(t: Teller, kind: str, person: Character, item: Item, place: str) -> tuple[str, str]:
+    """A question of this kind about a scene, and its answer."""
+    if kind == "who":
+        questions = ("Who has the {x}?", "Say who has the {x}.", "Who is {place}?", "The {x} belongs to whom?")
+        answer = person.name
+    elif kind == "where":
+        questions = ("Where is {p}?", "Where can I find {p}?", "Say where {p} is.", "Where is the {x}?")
+        answer = place
+    else:
+        questions = ("What colour is the {x}?", "Which colour does the {x} have?", "Say the colour of the {x}.")
+        answer = item.colour
+    return t.say(questions, p=person, x=item, place=place), answer
+
+
+def ask_scene(t: Teller, kind: str) -> Instruction:
+    text, person, item, place = scene(t)
+    question, answer = about_scene(t, kind, person, item, place)
+    return Instruction(kind, question, text, answer)
+
+
+def ask_who(t: Teller) -> Instruction:
+    return ask_scene(t, "who")
+
+
+def ask_where(t: Teller) -> Instruction:
+    return ask_scene(t, "where")
+
+
+def ask_colour(t: Teller) -> Instruction:
+    return ask_scene(t, "colour")
+
+
+def fact(t: Teller) -> tuple[str, str]:
+    """A question about what is always so in this world, and its answer."""
+    topic = t.pick(("sound", "home", "colour", "opposite", "day", "number"))
+    if topic == "sound":
+        key = t.pick(tuple(SOUNDS))
+        return t.say(("What sound does {k} make?", "What does {k} say?"), k=a_or_an(key)), SOUNDS[key]
+    if topic == "home":
+        key = t.pick(tuple(HOMES))
+        return t.say(("Where does {k} live?", "Where is the home of {k}?"), k=a_or_an(key)), HOMES[key]
+    if topic == "colour":
+        key = t.pick(tuple(COLOUR_OF))
+        return t.say(("What colour is {k}?", "Which colour does {k} have?"), k=key), COLOUR_OF[key]
+    if topic == "opposite":
+        pair = t.pick(OPPOSITES)
+        i = t.pick((0, 1))
+        return t.say(("What is the opposite of {k}?", "Which word is the opposite of {k}?"), k=pair[i]), pair[1 - i]
+    if topic == "day":
+        i = t.pick(range(7))
+        return t.say(("What day comes after {k}?", "Which day is next after {k}?"), k=DAYS[i]), DAYS[(i + 1) % 7]
+    n = t.pick(range(LARGEST))
+    return t.say(("What number comes after {k}?", "Which number is next after {k}?"), k=n), str(n + 1)
+
+
+def ask_fact(t: Teller) -> Instruction:
+    question, answer = fact(t)
+    # A fact can not be held out, since nobody could know it; who asks can. So "val" always names who asks.
+    if t.held_out or t.rng.random() < 0.5:
+        asks = ("{p} asks: {q}", "{p} wants to know: {q}", "Help {p}. {q}", "Tell {p}: {q}")
+        question = t.say(asks, p=t.people(1)[0], q=question)
+    return Instruction("fact", question, "", answer)
+
+
+def ask_repeat(t: Teller) -> Instruction:
+    word = t.pick(t.words.things + t.words.girls + t.words.boys)
+    times, times_word = t.pick(((1, "once"), (2, "twice"), (3, "three times")))
+    variants = ("Say the word {w} {n}.", "Write {w} {n}.", "Repeat {w} {n}.", "Say {n}: {w}")
+    return Instruction("repeat", t.say(variants, w=word, n=times_word), "", " ".join([word] * times))
+
+
+ASK: dict[str, Callable[[Teller], Instruction]] = {
+    "add": ask_add,
+    "subtract": ask_subtract,
+    "word_problem": ask_word_problem,
+    "compare": ask_compare,
+    "count": ask_count,
+    "who": ask_who,
+    "where": ask_where,
+    "colour": ask_colour,
+    "fact": ask_fact,
+    "repeat": ask_repeat,
+}
+KINDS = tuple(ASK)
+
+
+def is_correct(example: Instruction, reply: str) -> bool:
+    """Exact match, spaces around the reply aside; there is one right answer by construction."""
+    return reply.strip() == example.output
+
+
+# --- games, facts, arithmetic and questions as text -------------------------------------------------------------------------
+
+
+def game(t: Teller) -> str:
+    """An echo game or a song that grows: what was said is said again, word for word."""
+    a, b = t.people(2)
+    form = t.rng.random()
+    if form < 0.7:
+        lines = [t.say(("{a} and {b} play echo.", "{b} says what {a} says."), a=a, b=b)]
+        for _ in range(3):
+            pool = t.some(t.words.things, 3) + [person.name for person in t.people(3)]
+            words = " ".join(t.some(tuple(pool), 2 + int(t.rng.random() * 3)))
+            lines.append(f'{a} said, "{words}." {b} said, "{words}."')
+        return " ".join(lines)
+    things, place = [a_or_an(thing) for thing in t.some(t.words.things, 4)], t.pick(PLACES)
+    return "\n".join(f"{a} and {b} sing: {listed(things[:n])} {place}." for n in range(1, 5))
+
+
+def quiz(t: Teller) -> str:
+    """Questions of several kinds, each answered on the next line."""
+    a, b = t.people(2)
+    lines = [t.say(("{a} asks and {b} answers.", "A quiz for {a}.", "{b} helps {a} to learn."), a=a, b=b)]
+    if t.rng.random() < 0.5:
+        text, person, item, place = scene(t)
+        lines.append(text)
+        for kind in t.some(("who", "where", "colour"), 3):
+            lines += about_scene(t, kind, person, item, place)
+        return "\n".join(lines)
+    for kind in t.rng.choices(KINDS, k=5):
+        example = ASK[kind](t)
+        lines += filter(None, (example.instruction, example.input, example.output))
+    return "\n".join(lines)
+
+
+def lesson(t: Teller) -> str:
+    """Facts in dialogue between two people."""
+    a, b = t.people(2)
+    turns = []
+    for _ in range(4):
+        question, answer = fact(t)
+        turns.append(
+            t.say(
+                ('"{q}" asked {a}. "{S}," said {b}.', '{a} asked, "{q}" {b} said, "{S}."', '"{q}"\n"{S}!"'),
+                a=a, b=b, q=question, S=sentence(answer),
+            )  # fmt: skip
+        )
+    return f"{a} and {b} {t.say(('talk', 'sit', 'play', 'meet'))} {t.pick(PLACES)}. {' '.join(turns)}"
+
+
+def equation(t: Teller, a: int, b: int) -> str:
+    """A sum, a difference or both, in digits or in words."""
+    c = a + b
+    A, B, C = (NUMBER_WORDS[n] for n in (a, b, c))
+    variants = (
+        "{a} + {b} = {c}.",
+        "{c} - {b} = {a}.",
+        "{a} + {b} = {c}. {b} + {a} = {c}. {c} - {a} = {b}. {c} - {b} = {a}.",
+        "{A} plus {B} is {C}.",
+        "{C} minus {B} is {A}.",
+        "{a} + {b}: {up}.",
+        "{c} - {b}: {down}.",
+        "{a} plus {b} is {c}, so {c} minus {b} is {a}.",
+    )
+    return sentence(t.say(variants, a=a, b=b, c=c, A=A, B=B, C=C, up=steps(a, c), down=steps(c, a)))
+
+
+def arithmetic(t: Teller) -> str:
+    """One person's sums: equations, counting, comparing, and problems in words with their answers."""
+    a, b = t.people(2)
+    parts = [t.say(("{a} can count.", "{a} does sums.", "{a} and {b} do sums.", "{a} learns from {b}."), a=a, b=b)]
+    for _ in range(9):
+        form = t.rng.random()
+        if form < 0.6:
+            parts.append(equation(t, *t.pick(t.words.sums)))
+        elif form < 0.75:
+            p, q = t.pick(t.words.comparisons)
+            more, less = max(p, q), min(p, q)
+            parts.append(t.say(("{m} is larger than {n}.", "{n} is smaller than {m}.", "{m} is more than {n}."), m=more, n=less))
+        elif form < 0.85:
+            start = t.pick(range(LARGEST - 5))
+            parts.append(f"Count on from {start}: {', '.join(str(n) for n in range(start, start + 6))}.")
+        else:
+            problem = ask_word_problem(t)
+            parts.append(f"{problem.input} {problem.instruction} {problem.output}.")
+    return t.pick((" ", "\n")).join(parts)
+
+
+# Weights of the kinds of document; the last three are the practice of what the instructions ask.
+FORMS = (story, description, dialogue, game, quiz, lesson, arithmetic)
+FORM_WEIGHTS = (28, 9, 9, 16, 20, 4, 14)
+
+
+# --- what callers use ------------------------------------------------------------------------------------------------
+
+
+def _teller(split: str, seed: int, what: str, i: int) -> Teller:
+    if split not in WORDS:
+        raise ValueError(f'split is {split!r}; wanted "train" or "val"')
+    return Teller(split, f"{seed} {split} {what} {i}")
+
+
+def documents(split: str, n: int, seed: int = 0) -> Iterator[str]:
+    """n texts to pretrain on; text i depends on (seed, split, i) alone."""
+    for i in range(n):
+        t = _teller(split, seed, "document", i)
+        (form,) = t.rng.choices(FORMS, FORM_WEIGHTS)
+        yield form(t)
+
+
+def instructions(split: str, n: int, seed: int = 0) -> Iterator[Instruction]:
+    """n questions, the kinds of `KINDS` in turn; question i depends on (seed, split, i) alone."""
+    for i in range(n):
+        yield ASK[KINDS[i % len(KINDS)]](_teller(split, seed, "instruction", i))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print samples of the built-in corpus.")
+    parser.add_argument("--split", choices=tuple(WORDS), default="train")
+    parser.add_argument("--n", type=int, default=5, help="how many (default 5)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--instructions", action="store_true", help="questions and answers instead of documents")
+    args = parser.parse_args()
+    if args.n < 1:
+        raise UserError(f"--n is {args.n}; wanted 1 or more. Try --n 5")
+    if args.instructions:
+        for example in instructions(args.split, args.n, args.seed):
+            print(f"[{example.kind}] {' | '.join(filter(None, (example.instruction, example.input)))} -> {example.output}")
+    else:
+        print("\n\n".join(documents(args.split, args.n, args.seed)))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,47 @@
+"""Finding and loading trained models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from models.nanoeuler.config import Config
+from models.nanoeuler.model import NanoEuler
+from tinyforge.backends import Backend
+from tinyforge.errors import UserError
+from tinyforge.text import Tokenizer
+from tinyforge.train import checkpoint
+from tinyforge.train.loop import load_named
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model from a checkpoint with its tokenizer; meta as saved (`kind` is "pretrain" or "sft")."""
+
+    model: NanoEuler
+    tokenizer: Tokenizer
+    meta: dict[str, Any]
+    path: Path
+
+
+def load_model(path: Path, backend: Backend) -> Loaded:
+    """The model of a checkpoint, or of the newest checkpoint in a run's directory."""
+    found = checkpoint.load(path)
+    tokenizer = Tokenizer.load(found.tokenizer_path)
+    config = Config.from_dict(found.meta["config"])
+    if tokenizer.hash() != found.meta["tokenizer_hash"]:
+        raise UserError(f"checkpoint {found.path}: tokenizer.json is not the one the model was trained with")
+    model = NanoEuler(config, backend)
+    load_named(model.buffer, model.buffer.values, found.weights, backend, found.path)
+    return Loaded(model, tokenizer, found.meta, found.path)
+
+
+def newest_run(kinds: tuple[str, ...], root: Path = Path("runs")) -> Path | None:
+    """The newest checkpoint under `root` of the first of `kinds` that has any ("pretrain", "sft")."""
+    found = [p.parent for p in root.glob("**/step-*/hashes.json")]
+    for kind in kinds:
+        of_kind = [p for p in found if f'"kind": "{kind}"' in (p / "meta.json").read_text(encoding="utf-8")]
+        if of_kind:
+            return max(of_kind, key=lambda p: (p / "hashes.json").stat().st_mtime_ns)
+    return None

@@ -1,0 +1,162 @@
+"""Pretrain NanoEuler.
+
+    python recipes/pretrain.py                                  the built-in corpus, small preset, minutes on a CPU
+    python recipes/pretrain.py --data books/ --minutes 30       your own text
+    python recipes/pretrain.py --resume                         go on with runs/pretrain
+
+Documents are packed into one stream, each followed by <|endoftext|>. Held-out text (built-in corpus: its own val
+part; your data: the last tenth) is never trained on and is what `val bits per byte` is measured on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from data.local import read_documents
+from data.world import documents
+from models.nanoeuler.config import PRESETS, Config
+from models.nanoeuler.generate import Sampling, generate
+from models.nanoeuler.model import NanoEuler
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError, run_command
+from tinyforge.text import Tokenizer
+from tinyforge.train.batches import PackedTokens, check_ids, fingerprint
+from tinyforge.train.loop import Task, evaluate_nll, train
+from tinyforge.train.settings import Settings, parse, parser
+from tinyforge.train.sharded import Sharded
+
+DEFAULTS = Settings(out="runs/pretrain", steps=2500)
+BUILT_IN_DOCUMENTS = 40_000
+HELD_OUT_DOCUMENTS = 1_000
+EVAL_TOKENS = 16_384  # while training; the last evaluation reads all held-out text, up to FINAL_EVAL_TOKENS
+SEPARATOR = "<|endoftext|>"
+
+
+def config_of(settings: Settings) -> Config:
+    """The preset or JSON file of --config with the fields of --set replaced."""
+    config = PRESETS.get(settings.config)
+    if config is None:
+        path = Path(settings.config)
+        if not path.is_file():
+            raise UserError(f"--config: {settings.config!r} is no preset ({', '.join(PRESETS)}) and no file")
+        try:
+            config = Config.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise UserError(f"--config: {path} is not JSON: {error}") from error
+    changes: dict[str, Any] = {}
+    for item in settings.set:
+        key, equals, value = item.partition("=")
+        try:
+            changes[key] = json.loads(value)
+        except ValueError as error:
+            raise UserError(f"--set: {item!r} wants KEY=VALUE with a number, e.g. --set dim=192") from error
+    return config.override(changes)
+
+
+def corpus(settings: Settings) -> tuple[list[str], list[str]]:
+    """Training and held-out documents."""
+    if not settings.data:
+        print(f"corpus: built in (no --data given), {BUILT_IN_DOCUMENTS:,} documents of a small world")
+        return (
+            list(documents("train", BUILT_IN_DOCUMENTS, settings.seed)),
+            list(documents("val", HELD_OUT_DOCUMENTS, settings.seed)),
+        )
+    found = read_documents(settings.data, settings.encoding)
+    # The cut is a position in the text, so that one large file is split as well as many small ones.
+    remaining = int(sum(map(len, found)) * 0.9)
+    training, held_out = [], []
+    for text in found:
+        cut = min(max(remaining, 0), len(text))
+        remaining -= len(text)
+        training += [text[:cut]] if cut else []
+        held_out += [text[cut:]] if cut < len(text) else []
+    print(f"corpus: {len(found)} documents from {', '.join(settings.data)}; the last tenth of the text is held out")
+    return training, held_out
+
+
+def pack(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
+    """One stream of ids, each document followed by the separator."""
+    end = tokenizer.specials[SEPARATOR]
+    return np.array([i for text in texts for i in (*tokenizer.encode(text), end)], dtype=np.int32)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    settings, resume = parse(parser(__doc__ or "", DEFAULTS, with_base=False), argv, DEFAULTS)
+    config = config_of(settings)
+    out = Path(settings.out)
+    backend = get_backend(settings.backend, settings.precision, settings.workers)
+    settings = Settings(**{**settings.to_dict(), "workers": backend.workers})
+    print(f"config {settings.config}: dim {config.dim}, {config.layers} layers, {config.heads}/{config.kv_heads} heads, "
+          f"context {config.context}, {config.mtp_heads} output heads")  # fmt: skip
+    print(f"backend {backend.name}, precision {settings.precision}, {backend.workers} workers (one a core unless set)")
+
+    training, held_out = corpus(settings)
+    if settings.tokenizer:
+        tokenizer = Tokenizer.load(settings.tokenizer)
+        if tokenizer.vocab_size != config.vocab:
+            raise UserError(
+                f"--tokenizer: {settings.tokenizer} has {tokenizer.vocab_size} ids, the config's vocab is "
+                f"{config.vocab}; use --set vocab={tokenizer.vocab_size}, or another tokenizer"
+            )
+        if SEPARATOR not in tokenizer.specials:
+            raise UserError(f"--tokenizer: {settings.tokenizer} has no special token {SEPARATOR}; use another")
+    else:
+        tokenizer = Tokenizer.train(training, config.vocab, progress=sys.stderr.isatty())
+    streams = [pack(texts, tokenizer) for texts in (training, held_out)]
+    for stream in streams:
+        check_ids(stream, config.vocab)
+    size = sum(len(t.encode("utf-8", "surrogatepass")) for t in training)
+    print(f"tokenizer: {tokenizer.vocab_size} ids, {size / max(1, len(streams[0]) - len(training)):.2f} bytes a token")
+    print(f"training text: {size:,} bytes, {len(streams[0]):,} tokens; held out: {len(streams[1]):,} tokens")
+
+    seq_len = settings.seq_len or config.context
+    if seq_len > config.context:
+        raise UserError(f"--seq-len is {seq_len}, the config's context is {config.context}; use at most that")
+    data = PackedTokens(streams[0], seq_len, config.mtp_heads, settings.seed)
+    held = PackedTokens(streams[1], min(seq_len, max(1, len(streams[1]) - 1)), config.mtp_heads, settings.seed)
+    model = NanoEuler(config, backend)
+    model.initialise(settings.seed)
+    per_step = settings.batch_size * settings.grad_accum * seq_len
+    print(f"model: {model.buffer.count:,} parameters, seed {settings.seed}")
+    length = f"{settings.steps:,} steps" if settings.steps else f"{settings.minutes:g} minutes"
+    total = f", {settings.steps * per_step / len(streams[0]):.1f} times through the text" if settings.steps else ""
+    print(f"plan: {length} of {per_step:,} tokens{total}; {settings.schedule} schedule, peak rate {settings.lr:g}")
+
+    def evaluate(sharded: Sharded) -> dict[str, float]:
+        batches = held.in_order(settings.batch_size, EVAL_TOKENS)
+        return {"val_bits_per_byte": evaluate_nll(sharded, batches, tokenizer.byte_lengths)}
+
+    opening = held_out[0][:40].rsplit(" ", 1)[0] or held_out[0][:40]
+
+    def sample() -> str:
+        ids = generate(model, tokenizer.encode(opening), Sampling(max_tokens=60), frozenset({end}))
+        return f"  {opening}|{tokenizer.decode(ids)}".replace("\n", "\n  ")
+
+    end = tokenizer.specials[SEPARATOR]
+    accum, rows = settings.grad_accum, settings.batch_size
+    task = Task(
+        model, tokenizer, tokenizer.byte_lengths, config.mtp_weights,
+        lambda step: [data.batch(step * accum + i, rows) for i in range(accum)], evaluate, sample,
+        {"kind": "pretrain", "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
+         "data_hash": fingerprint(streams[0])},
+    )  # fmt: skip
+    train(task, settings, backend, resume)
+    every = {"val_bits_per_byte": evaluate_nll(
+        Sharded(model, backend), held.in_order(settings.batch_size, len(streams[1])), tokenizer.byte_lengths)}  # fmt: skip
+    print(f"all held-out text: {every['val_bits_per_byte']:.3f} bits per byte")
+    print(f"next: python recipes/sft.py --base {out}")
+    print(f"  or: python -m models.nanoeuler.chat --checkpoint {out} --prompt \"{opening}\"")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

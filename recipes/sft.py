@@ -1,0 +1,133 @@
+"""Fine-tune a pretrained NanoEuler to follow instructions.
+
+    python recipes/sft.py                                   the newest pretrained run, the built-in instructions
+    python recipes/sft.py --data alpaca.json --base runs/pretrain
+    python recipes/sft.py --resume                          go on with runs/sft
+
+Each record is laid out in Alpaca's form and ends with </s>; only the reply and its </s> are learned (all other targets
+are -1). With the built-in instructions it ends with exact match on held-out ones, per kind of question.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from data.alpaca import END_OF_REPLY, Record, encode_example, read_records, render_prompt
+from data.world import KINDS, instructions, is_correct
+from models.nanoeuler.generate import Sampling, generate
+from models.nanoeuler.runs import Loaded, load_model, newest_run
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError, run_command
+from tinyforge.text import Tokenizer
+from tinyforge.train import checkpoint
+from tinyforge.train.batches import Examples, fingerprint
+from tinyforge.train.loop import Task, evaluate_nll, train
+from tinyforge.train.settings import Settings, parse, parser
+from tinyforge.train.sharded import Sharded
+
+DEFAULTS = Settings(out="runs/sft", steps=1500, batch_size=32, lr=2e-3, weight_decay=0.0)
+BUILT_IN_RECORDS = 30_000
+HELD_OUT_RECORDS = 300
+
+
+def encode(records: Sequence[Record], tokenizer: Tokenizer, seq_len: int, what: str) -> list[tuple[list[int], int]]:
+    """Records as ids with the prompt's length; says how many could not be used, and how many lost the end."""
+    encoded = [encode_example(tokenizer, r, seq_len) for r in records]
+    kept = [e for e in encoded if e is not None]
+    end = tokenizer.specials[END_OF_REPLY]
+    cut = sum(ids[-1] != end for ids, _ in kept)
+    empty = sum(not r.output.strip() for r in records)
+    print(f"{what}: {len(kept):,} examples of up to {seq_len} tokens; refused {empty} with an empty reply and "
+          f"{len(records) - len(kept) - empty} whose reply is cut away entirely; {cut} end early")  # fmt: skip
+    return kept
+
+
+def answer(loaded: Loaded, instruction: str, input: str, max_tokens: int = 40) -> str:
+    """The greedy reply."""
+    tokenizer = loaded.tokenizer
+    prompt = tokenizer.encode(render_prompt(instruction, input))
+    stop = frozenset(tokenizer.specials.values())
+    return tokenizer.decode(generate(loaded.model, prompt, Sampling(temperature=0.0, max_tokens=max_tokens), stop))
+
+
+def exact_match(loaded: Loaded, count: int, seed: int) -> dict[str, float]:
+    """Share of right greedy replies to `count` held-out built-in instructions, for each kind and overall."""
+    right: dict[str, list[bool]] = {kind: [] for kind in KINDS}
+    for example in instructions("val", count, seed):
+        right[example.kind].append(is_correct(example, answer(loaded, example.instruction, example.input)))
+    scores = {kind: float(np.mean(results)) for kind, results in right.items()}
+    return {**scores, "all": float(np.mean([r for results in right.values() for r in results]))}
+
+
+def base_of(settings: Settings, resume: bool) -> Path:
+    if resume:
+        return Path(settings.out)
+    base = Path(settings.base) if settings.base else newest_run(("pretrain",))
+    if base is None:
+        raise UserError("no pretrained run under runs/; run python recipes/pretrain.py first, or give --base DIR")
+    return checkpoint.latest(base)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    settings, resume = parse(parser(__doc__ or "", DEFAULTS, with_base=True), argv, DEFAULTS)
+    backend = get_backend(settings.backend, settings.precision, settings.workers)
+    loaded = load_model(base_of(settings, resume), backend)
+    model, tokenizer, config = loaded.model, loaded.tokenizer, loaded.model.config
+    settings = Settings(**{**settings.to_dict(), "workers": backend.workers})
+    print(f"base: {loaded.path}, {model.buffer.count:,} parameters; backend {backend.name}, {backend.workers} workers")
+    seq_len = settings.seq_len or config.context
+    if seq_len > config.context:
+        raise UserError(f"--seq-len is {seq_len}, the model's context is {config.context}; use at most that")
+
+    if settings.data:
+        records = read_records(settings.data, settings.encoding)
+        cut = max(1, len(records) // 20) if len(records) > 1 else 0
+        training, held_out = records[: len(records) - cut], records[len(records) - cut :] or records
+        print(f"data: {len(records):,} records; the last {cut} are held out")
+    else:
+        print(f"data: built in (no --data given), {BUILT_IN_RECORDS:,} instructions of {len(KINDS)} kinds")
+        training, held_out = ([Record(e.instruction, e.input, e.output) for e in instructions(split, n, settings.seed)]
+                              for split, n in (("train", BUILT_IN_RECORDS), ("val", HELD_OUT_RECORDS)))  # fmt: skip
+    encoded = encode(training, tokenizer, seq_len, "training")
+    data = Examples(encoded, config.mtp_heads, settings.seed)
+    held = encode(held_out, tokenizer, seq_len, "held out")
+
+    def evaluate(sharded: Sharded) -> dict[str, float]:
+        batches = (data.pad(held[i : i + settings.batch_size]) for i in range(0, len(held), settings.batch_size))
+        figures = {"val_bits_per_byte": evaluate_nll(sharded, batches, tokenizer.byte_lengths)}
+        if not settings.data:
+            figures["exact_match"] = exact_match(loaded, 5 * len(KINDS), settings.seed + 1)["all"]
+        return figures
+
+    def sample() -> str:
+        record = held_out[0]
+        asked = f"{record.instruction} {record.input}".strip().replace("\n", " ")
+        return f"  {asked} -> {answer(loaded, record.instruction, record.input)}"
+
+    accum, rows = settings.grad_accum, settings.batch_size
+    stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
+    task = Task(
+        model, tokenizer, tokenizer.byte_lengths, config.mtp_weights,
+        lambda step: [data.batch(step * accum + i, rows) for i in range(accum)], evaluate, sample,
+        {"kind": "sft", "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
+         "data_hash": fingerprint(stream)},
+    )  # fmt: skip
+    train(task, settings, backend, resume)
+    if not settings.data:
+        scores = exact_match(loaded, 20 * len(KINDS), settings.seed)
+        print("exact match on held-out instructions (greedy, 20 of each kind):")
+        for kind, score in scores.items():
+            print(f"  {kind:<14} {score:6.1%}")
+    print("next: python -m models.nanoeuler.chat")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

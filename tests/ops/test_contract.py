@@ -1,0 +1,248 @@
+"""The contract of `tinyforge/op.py`, held against every case of every op and model.
+
+What an op computes is checked elsewhere (test_values, test_gradcheck); here it is how it behaves: what it
+writes to, what it keeps, what it does with strides, sizes and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import models
+from tinyforge import ops
+from tinyforge.backends import Backend, get_backend
+from tinyforge.errors import UserError
+from tinyforge.op import Array, Op, Param, ParamBuffer, Stash
+
+FP64 = get_backend("numpy", "fp64", workers=1)
+FP32 = get_backend("numpy", "fp32", workers=1)
+SUMS = (ops.CrossEntropy, ops.LinearCrossEntropy, *models.ALL)
+"""Ops whose output is a sum over all rows, kept in float64 by contract."""
+
+Arrays = tuple[Array, ...]
+Case = tuple[type[Op], int]
+
+
+def cases(kind: type[Op], backend: Backend = FP64) -> list[tuple[Op, Arrays]]:
+    return list(kind.cases(backend, np.random.default_rng(0)))
+
+
+def every_case(kinds: tuple[type[Op], ...]) -> Iterator[Any]:
+    for kind in kinds:
+        for i, (_, inputs) in enumerate(cases(kind)):
+            yield pytest.param((kind, i), id=f"{kind.__name__}-{'x'.join(map(str, inputs[0].shape))}-{i}")
+
+
+def build(case: Case, backend: Backend = FP64) -> tuple[Op, Arrays, Arrays]:
+    """The op, its inputs, and a random upstream gradient for each of its outputs."""
+    kind, index = case
+    op, inputs = cases(kind, backend)[index]
+    rng = np.random.default_rng(1)
+    return op, inputs, tuple(np.asarray(rng.normal(size=y.shape), y.dtype) for y in outputs(op, inputs))
+
+
+def outputs(op: Op, inputs: Arrays, stash: Stash | None = None) -> Arrays:
+    y = op.forward(*inputs, stash=stash)
+    return y if isinstance(y, tuple) else (y,)
+
+
+def gradients(op: Op, inputs: Arrays, dy: Arrays, stash: Stash | None = None) -> list[Array]:
+    """Forward, then backward: the gradients of the float inputs. Those of parameters go into `grad`."""
+    stash = Stash() if stash is None else stash
+    outputs(op, inputs, stash)
+    dx = op.backward(dy if len(dy) > 1 else dy[0], stash)
+    assert len(stash) == 0, f"{op.name}: backward left records on the stash"
+    return [d for d in (dx if isinstance(dx, tuple) else (dx,)) if d is not None]
+
+
+def zero_grads(op: Op) -> None:
+    for p in op.params():
+        p.grad[...] = 0
+
+
+def same_bits(a: Array, b: Array) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@pytest.fixture(params=every_case((*ops.ALL, *models.ALL)))
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+def test_a_stash_changes_no_bit_of_the_output(case: Case) -> None:
+    op, inputs, _ = build(case)
+    for kept, dropped in zip(outputs(op, inputs, Stash()), outputs(op, inputs), strict=True):
+        assert same_bits(kept, dropped)
+
+
+def test_nothing_that_was_handed_in_is_written_to(case: Case) -> None:
+    op, inputs, dy = build(case)
+    given = [*inputs, *dy, *(p.value for p in op.params())]
+    copies = [a.copy() for a in given]
+    for a in (*inputs, *dy):
+        a.flags.writeable = False  # an in-place write raises where it happens
+    gradients(op, inputs, dy)
+    for a, copy in zip(given, copies, strict=True):
+        assert same_bits(a, copy)  # and so shows in the parameters, which stay writeable
+
+
+def test_a_gradient_for_each_floating_point_input_in_its_shape(case: Case) -> None:
+    op, inputs, dy = build(case)
+    found = gradients(op, inputs, dy)
+    assert [d.shape for d in found] == [x.shape for x in inputs if x.dtype.kind == "f"]
+    assert all(p.grad.shape == p.shape for p in op.params())
+
+
+def test_parameter_gradients_accumulate(case: Case) -> None:
+    op, inputs, dy = build(case)
+    zero_grads(op)
+    gradients(op, inputs, dy)
+    from_zero = [p.grad.copy() for p in op.params()]
+    rng = np.random.default_rng(2)
+    before = [rng.normal(size=p.shape) for p in op.params()]
+    for p, start in zip(op.params(), before, strict=True):
+        p.grad[...] = start
+    gradients(op, inputs, dy)
+    for p, start, added in zip(op.params(), before, from_zero, strict=True):
+        np.testing.assert_allclose(p.grad, start + added, rtol=1e-12, atol=1e-12, err_msg=p.name)
+
+
+def test_activation_gradients_are_assigned(case: Case) -> None:
+    op, inputs, dy = build(case)
+    first = [d.copy() for d in gradients(op, inputs, dy)]
+    for once, again in zip(first, gradients(op, inputs, dy), strict=True):
+        assert same_bits(once, again)
+
+
+def every_second(x: Array) -> Array:
+    """x as every second element of a larger array, the gaps NaN (or an id far out of range)."""
+    wide = np.full((*x.shape[:-1], 2 * x.shape[-1]), np.nan if x.dtype.kind == "f" else 2**30, x.dtype)
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+def transposed(x: Array) -> Array:
+    return np.ascontiguousarray(x.T).T
+
+
+def backwards(x: Array) -> Array:
+    """x read from its last row to its first: a negative stride."""
+    return x[::-1].copy()[::-1]
+
+
+@pytest.mark.parametrize("layout", [every_second, transposed, backwards], ids=lambda f: f.__name__)
+def test_strides_do_not_matter(case: Case, layout: Callable[[Array], Array]) -> None:
+    op, inputs, dy = build(case)
+    strided_inputs, strided_dy = tuple(map(layout, inputs)), tuple(map(layout, dy))
+    zero_grads(op)
+    wanted = [*outputs(op, inputs), *gradients(op, inputs, dy), *(p.grad.copy() for p in op.params())]
+    zero_grads(op)
+    got = [
+        *outputs(op, strided_inputs),
+        *gradients(op, strided_inputs, strided_dy),
+        *(p.grad.copy() for p in op.params()),
+    ]
+    for w, g in zip(wanted, got, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-12, atol=1e-12)
+
+
+class OnlyFloat32(Stash):
+    """Refuses a saved float64 array: where a precision is lost or doubled without anyone asking for it."""
+
+    def push(self, owner: Op, *saved: Any) -> None:
+        for a in saved:
+            assert getattr(a, "dtype", None) != np.float64, f"{owner.name} saves float64"
+        super().push(owner, *saved)
+
+
+def test_float32_stays_float32(case: Case) -> None:
+    op, inputs, dy = build(case, FP32)
+    exact, exact_inputs, exact_dy = build(case, FP64)
+    zero_grads(op)
+    zero_grads(exact)
+    got = outputs(op, inputs)
+    assert {y.dtype for y in got} == {np.dtype("float64" if case[0] in SUMS else "float32")}
+    dx = gradients(op, inputs, dy, OnlyFloat32())
+    assert {d.dtype for d in dx} <= {np.dtype("float32")}
+    found = [*got, *dx, *(p.grad for p in op.params())]
+    wanted = [
+        *outputs(exact, exact_inputs),
+        *gradients(exact, exact_inputs, exact_dy),
+        *(p.grad for p in exact.params()),
+    ]
+    for f, w in zip(found, wanted, strict=True):
+        scale = max(1.0, float(np.abs(w).max(initial=0.0)))
+        np.testing.assert_allclose(f, w, rtol=0, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("kind", ops.ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("rows", [0, 1])
+def test_no_rows_and_one_row(kind: type[Op], rows: int) -> None:
+    """Cutting the first axis cuts the result; no rows add nothing to the parameters."""
+    op, inputs, dy = build((kind, 0))
+    cut, rest = tuple(x[:rows] for x in inputs), tuple(x[rows:] for x in inputs)
+    summed = kind in SUMS
+    for whole, part in zip(outputs(op, inputs), outputs(op, cut), strict=True):
+        wanted = whole - op.forward(*rest) if summed else whole[:rows]
+        assert part.shape == wanted.shape
+        np.testing.assert_allclose(part, wanted, rtol=1e-12, atol=1e-12)
+    zero_grads(op)
+    dx = gradients(op, cut, dy if summed else tuple(d[:rows] for d in dy))
+    assert [d.shape for d in dx] == [x.shape for x in cut if x.dtype.kind == "f"]
+    assert all(np.isfinite(d).all() for d in dx)
+    for p in op.params():
+        assert bool(p.grad.any()) == (rows > 0), p.name
+
+
+@pytest.mark.parametrize("kind", ops.ALL, ids=lambda kind: kind.__name__)
+def test_records_belong_to_the_op_that_pushed_them(kind: type[Op]) -> None:
+    op, inputs, dy = build((kind, 0))
+    stranger = ops.Softmax(FP64, "stranger")
+    stash = Stash()
+    outputs(op, inputs, stash)
+    stranger.forward(np.ones((2, 3)), stash=stash)
+    with pytest.raises(RuntimeError, match=f"{op.name} popped the record of stranger"):
+        op.backward(dy if len(dy) > 1 else dy[0], stash)
+
+
+def test_an_empty_stash_cannot_be_popped(case: Case) -> None:
+    op, inputs, dy = build(case)
+    stash = Stash()
+    with pytest.raises(RuntimeError, match="pops an empty stash"):
+        op.backward(dy if len(dy) > 1 else dy[0], stash)
+    gradients(op, inputs, dy, stash)
+    with pytest.raises(RuntimeError, match="pops an empty stash"):  # a record is consumed once
+        op.backward(dy if len(dy) > 1 else dy[0], stash)
+
+
+def test_tying_is_handing_one_param_to_two_ops() -> None:
+    table = Param("table", (5, 3))
+    embedding, linear = ops.Embedding(table, FP64), ops.Linear(table, FP64)
+    buffer = ParamBuffer([*embedding.params(), *linear.params()], FP64)
+    assert buffer.params == [table] and buffer.count == 15
+    table.value[...] = np.arange(15.0).reshape(5, 3)
+    ids, dy, stash = np.array([4, 0, 4]), np.ones((3, 5)), Stash()
+    x = embedding.forward(ids, stash)
+    linear.forward(x, stash)
+    embedding.backward(linear.backward(dy, stash), stash)
+    wanted = np.tile(x.sum(axis=0), (5, 1))
+    wanted[0] += table.value.sum(axis=0)
+    wanted[4] += 2 * table.value.sum(axis=0)
+    np.testing.assert_allclose(table.grad, wanted, rtol=1e-15)
+
+
+def test_two_params_may_not_share_a_name() -> None:
+    with pytest.raises(ValueError, match="share a name.*'w'"):
+        ParamBuffer([Param("w", (2,)), Param("w", (2,))], FP64)
+
+
+def test_a_missing_kernel_is_said_when_the_op_is_built() -> None:
+    class Unwritten(Op):
+        kernels = ("unwritten_fwd",)
+
+    with pytest.raises(UserError, match="Unwritten: backend numpy has no kernel unwritten_fwd"):
+        Unwritten(FP64)

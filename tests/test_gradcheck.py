@@ -1,0 +1,333 @@
+"""The gradient checker: it passes every op and model as they are, and catches every fault seeded here.
+
+Both at the same tolerance. A checker that has never failed proves nothing: each fault below is a mistake
+easily made in writing a backward by hand, put into one kernel or one joint of a model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import models
+from models import CharMLP, NanoEuler
+from tinyforge import gradcheck, ops
+from tinyforge.backends import KERNELS, get_backend, override
+from tinyforge.errors import UserError
+from tinyforge.gradcheck import TOLERANCE, check_op, directional_error
+from tinyforge.op import Array, Op, Stash
+from tinyforge.ops.attention import TILE
+from tinyforge.ops.swiglu import sigmoid
+
+FP64 = get_backend("numpy", "fp64", workers=1)
+EVERYTHING: tuple[type[Op], ...] = (*ops.ALL, *models.ALL)
+
+Kernel = Callable[..., Any]
+
+
+def worst(kind: type[Op]) -> float:
+    return max(row.error for row in check_op(kind, FP64))
+
+
+@pytest.mark.parametrize("kind", EVERYTHING, ids=lambda kind: kind.__name__)
+def test_every_gradient_is_right(kind: type[Op]) -> None:
+    rows = check_op(kind, FP64)
+    assert [row for row in rows if not row.error <= TOLERANCE] == []
+    op, inputs = next(kind.cases(FP64, np.random.default_rng(0)))
+    floats = {f"input {i}" for i, x in enumerate(inputs) if x.dtype.kind == "f"}
+    assert floats | {p.name for p in op.params()} <= {row.name for row in rows}  # nothing is left out
+
+
+def test_the_tolerance_is_the_published_one() -> None:
+    assert TOLERANCE == 1e-8 and gradcheck.DIRECTIONS == 3
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`broken(right)` makes the kernel with the fault from the right one."""
+
+    op: type[Op]
+    what: str
+    kernel: str
+    broken: Callable[[Kernel], Kernel]
+
+
+def scaled(factor: float) -> Callable[[Kernel], Kernel]:
+    """The returned gradient times `factor`."""
+    return lambda right: lambda *a: right(*a) * factor
+
+
+def then(damage: Callable[..., None]) -> Callable[[Kernel], Kernel]:
+    """The right kernel, and then `damage` done to what it wrote into its arguments."""
+
+    def broken(right: Kernel) -> Kernel:
+        def kernel(*a: Any) -> Any:
+            result = right(*a)
+            damage(*a)
+            return result
+
+        return kernel
+
+    return broken
+
+
+def with_args(change: Callable[..., tuple[Any, ...]]) -> Callable[[Kernel], Kernel]:
+    """The right kernel on changed arguments."""
+    return lambda right: lambda *a: right(*change(*a))
+
+
+def no_tail(x: Array) -> Array:
+    """x with its last row lost."""
+    return np.concatenate([x[:-1], np.zeros_like(x[-1:])])
+
+
+def lost_repeats(dy: Array, ids: Array, dweight: Array) -> None:
+    dweight[ids] += dy  # NumPy keeps one of the rows that share an id
+
+
+def rmsnorm_without_mean(dy: Array, x: Array, rstd: Array, weight: Array, dweight: Array) -> Array:
+    dweight += (dy * x * rstd[..., None]).reshape(-1, x.shape[-1]).sum(axis=0)
+    return dy * weight * rstd[..., None]
+
+
+def swiglu_without_slope(dy: Array, gu: Array) -> Array:
+    gate, up = np.split(gu, 2, axis=-1)
+    return np.concatenate([dy * up * sigmoid(gate), dy * gate * sigmoid(gate)], axis=-1)
+
+
+def unmasked(right: Kernel) -> Kernel:
+    """The loss is right, but a position without a target gets the gradient of target 0."""
+    return lambda logits, targets: (right(logits, targets)[0], right(logits, np.maximum(targets, 0))[1])
+
+
+def shifted_residual(right: Kernel) -> Kernel:
+    def kernel(logits: Array, targets: Array) -> tuple[Array, Array]:
+        nll, residual = right(logits, targets)
+        return nll, np.roll(residual, 1, axis=0)
+
+    return kernel
+
+
+def drawn_anew(right: Kernel) -> Kernel:
+    step = itertools.count()
+    return lambda x, rate, key, _: right(x, rate, key, next(step))
+
+
+def zero(a: Array) -> None:
+    a[...] = 0
+
+
+def times(a: Array, factor: float) -> None:
+    a *= factor
+
+
+FAULTS = [
+    Fault(ops.Embedding, "repeated ids lost", "embedding_bwd", lambda _: lost_repeats),
+    Fault(ops.Embedding, "wrong row", "embedding_bwd",
+          with_args(lambda dy, ids, dw: (dy, (ids + 1) % len(dw), dw))),
+    Fault(ops.LearnedPositions, "last position lost", "positions_bwd",
+          with_args(lambda dy, dw: (dy[:, :-1], dw))),
+    Fault(ops.LearnedPositions, "wrong row", "positions_bwd",
+          with_args(lambda dy, dw: (dy[:, ::-1], dw))),
+    Fault(ops.Linear, "sign of dx", "linear_bwd", scaled(-1)),
+    Fault(ops.Linear, "dx 1 %", "linear_bwd", scaled(1.01)),
+    Fault(ops.Linear, "dW of the last row lost", "linear_bwd",
+          with_args(lambda dy, x, *w: (dy, no_tail(x), *w))),
+    Fault(ops.Linear, "dW 1 %", "linear_bwd", with_args(lambda dy, x, *w: (dy, x * 1.01, *w))),
+    Fault(ops.RMSNorm, "no mean term", "rmsnorm_bwd", lambda _: rmsnorm_without_mean),
+    Fault(ops.RMSNorm, "dw sign", "rmsnorm_bwd", then(lambda *a: times(a[-1], -1))),
+    Fault(ops.RMSNorm, "1 %", "rmsnorm_bwd", scaled(0.99)),
+    Fault(ops.AddRMSNorm, "no residual term", "add_rmsnorm_bwd", with_args(lambda dx, *a: (0 * dx, *a))),
+    Fault(ops.AddRMSNorm, "residual sign", "add_rmsnorm_bwd", with_args(lambda dx, *a: (-dx, *a))),
+    Fault(ops.LayerNorm, "r of another row", "layernorm_bwd",
+          with_args(lambda dy, xhat, rstd, *a: (dy, xhat, np.roll(rstd, 1), *a))),
+    Fault(ops.LayerNorm, "no term along xhat", "layernorm_bwd",
+          with_args(lambda dy, xhat, *a: (dy, xhat * 0, *a))),
+    Fault(ops.LayerNorm, "db 1 %", "layernorm_bwd", then(lambda *a: times(a[-1], 1.01))),
+    Fault(ops.RoPE, "turned the same way twice", "rope",
+          with_args(lambda x, cos, sin, *a: (x, cos, np.abs(sin), *a))),
+    Fault(ops.Attention, "no row sum of dO O", "attention_bwd",
+          with_args(lambda dy, q, k, v, out, *a: (dy, q, k, v, 0 * out, *a))),
+    Fault(ops.Attention, "sign of dq", "attention_bwd", then(lambda *a: times(a[-3], -1))),
+    Fault(ops.Attention, "dv 1 %", "attention_bwd", then(lambda *a: times(a[-1], 1.01))),
+    Fault(ops.Attention, "last key lost", "attention_bwd", then(lambda *a: zero(a[-2][:, -1:]))),
+    Fault(ops.Attention, "keys past the first tile lost", "attention_bwd",
+          then(lambda *a: zero(a[-2][:, TILE:]))),
+    Fault(ops.Attention, "log-sum-exp of another row", "attention_bwd",
+          with_args(lambda dy, q, k, v, out, lse, *a: (dy, q, k, v, out, np.roll(lse, 1, -1), *a))),
+    Fault(ops.SwiGLU, "no slope of the sigmoid", "swiglu_bwd", lambda _: swiglu_without_slope),
+    Fault(ops.SwiGLU, "1 %", "swiglu_bwd", scaled(1.01)),
+    Fault(ops.GELU, "slope of the other formula", "gelu_bwd", with_args(lambda dy, x, _: (dy, x, "tanh"))),
+    Fault(ops.GELU, "sign", "gelu_bwd", scaled(-1)),
+    Fault(ops.Softmax, "no sum term", "softmax_bwd", lambda _: lambda dy, y: dy * y),
+    Fault(ops.Softmax, "wrong row", "softmax_bwd", with_args(lambda dy, y: (dy, np.roll(y, 1, axis=0)))),
+    Fault(ops.Dropout, "mask drawn anew in backward", "dropout", drawn_anew),
+    Fault(ops.CrossEntropy, "sign", "cross_entropy_bwd", scaled(-1)),
+    Fault(ops.CrossEntropy, "1 %", "cross_entropy_bwd", scaled(1.01)),
+    Fault(ops.CrossEntropy, "masked tail not masked", "cross_entropy_fwd", unmasked),
+    Fault(ops.CrossEntropy, "wrong row", "cross_entropy_fwd", shifted_residual),
+    Fault(ops.LinearCrossEntropy, "upstream lost", "linear_cross_entropy_bwd",
+          with_args(lambda dnll, *a: (np.ones_like(dnll), *a))),
+    Fault(ops.LinearCrossEntropy, "head weights in the wrong order", "linear_cross_entropy_bwd",
+          with_args(lambda dnll, *a: (dnll[::-1], *a))),
+    Fault(ops.LinearCrossEntropy, "dW of the last row lost", "linear_cross_entropy_bwd",
+          with_args(lambda dnll, h, *a: (dnll, no_tail(h), *a))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.op.__name__}: {f.what}")
+def test_a_fault_in_a_kernel_is_caught(fault: Fault) -> None:
+    with override("numpy", **{fault.kernel: fault.broken(KERNELS["numpy"][fault.kernel])}):
+        assert worst(fault.op) > TOLERANCE
+
+
+def test_every_op_has_a_fault() -> None:
+    assert {fault.op for fault in FAULTS} == set(ops.ALL)
+
+
+def test_an_override_ends_with_its_block() -> None:
+    right = KERNELS["numpy"]["softmax_bwd"]
+    with pytest.raises(ZeroDivisionError), override("numpy", softmax_bwd=lambda dy, y: dy):
+        raise ZeroDivisionError
+    assert KERNELS["numpy"]["softmax_bwd"] is right
+
+
+def broken_backward(op: Op, broken: Callable[..., Any]) -> None:
+    """Let `broken(backward, dy, stash, **out)` stand for the backward of this one op."""
+    right = op.backward
+    op.backward = lambda dy, stash, **out: broken(right, dy, stash, **out)  # type: ignore[method-assign]
+
+
+def swapped_halves(x: Array) -> Array:
+    return np.roll(x, x.shape[-1] // 2, axis=-1)
+
+
+WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
+    (NanoEuler, "residual gradient lost at one joint", lambda m: broken_backward(
+        m.joints[0], lambda right, dy, stash: right((0.0 * dy[0], dy[1]), stash))),
+    (NanoEuler, "residual gradient counted twice", lambda m: broken_backward(
+        m.joints[0], lambda right, dy, stash: right((2 * dy[0], dy[1]), stash))),
+    (NanoEuler, "first norm's gradient lost", lambda m: broken_backward(
+        m.first_norm, lambda right, dy, stash: 0 * right(dy, stash))),
+    (NanoEuler, "q and k not turned back", lambda m: broken_backward(
+        m.blocks[0].rope, lambda right, dy, stash, out: (right(dy, stash), dy)[1])),
+    (NanoEuler, "gate and up gradients swapped", lambda m: broken_backward(
+        m.blocks[-1].swiglu, lambda right, dy, stash: swapped_halves(right(dy, stash)))),
+    (NanoEuler, "upstream of the later heads lost", lambda m: broken_backward(
+        m, lambda right, dy, stash: right(np.where(np.arange(len(dy)) > 0, 0, dy), stash))),
+    (CharMLP, "characters' gradients in the wrong order", lambda m: broken_backward(
+        m.embedding, lambda right, dy, stash: right(dy[:, ::-1], stash))),
+    (CharMLP, "gradient of the last layer 1 %", lambda m: broken_backward(
+        m.outer, lambda right, dy, stash: right(1.01 * dy, stash))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "miswire"), WIRING, ids=[f"{model.__name__}: {what}" for model, what, _ in WIRING]
+)
+def test_a_fault_in_a_models_wiring_is_caught(model: Any, what: str, miswire: Callable[[Any], None]) -> None:
+    class Miswired(model):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            miswire(self)
+
+    assert worst(Miswired) > TOLERANCE
+
+
+def test_a_fault_in_a_kernel_is_caught_through_the_whole_model() -> None:
+    with override("numpy", swiglu_bwd=swiglu_without_slope):
+        assert worst(NanoEuler) > TOLERANCE
+
+
+def test_a_record_left_on_the_stash_is_an_error() -> None:
+    class Untidy(ops.Softmax):
+        def forward(self, *inputs: Array, stash: Stash | None = None) -> Array:
+            if stash is not None:
+                stash.push(self, *inputs)
+            return super().forward(inputs[0], stash)
+
+    with pytest.raises(RuntimeError, match="Untidy: backward left 1 record"):
+        check_op(Untidy, FP64)
+
+
+def test_a_gradient_that_is_not_finite_is_a_failure() -> None:
+    with override("numpy", softmax_bwd=lambda dy, y: dy * np.nan):
+        assert worst(ops.Softmax) == np.inf
+
+
+def test_why_a_sum_is_no_loss() -> None:
+    """A softmax gradient three times too large passes with .sum() as the loss, not with random upstream.
+
+    The sum is 1 whatever x is, so the true gradient is 0, and so is any multiple of it.
+    """
+    rng = np.random.default_rng(0)
+    with override("numpy", softmax_bwd=scaled(3)(KERNELS["numpy"]["softmax_bwd"])):
+        op, x, stash = ops.Softmax(FP64), rng.normal(size=(1, 3)), Stash()
+        grad = op.backward(np.ones_like(op.forward(x, stash)), stash)
+        assert directional_error(lambda: float(op.forward(x).sum()), x, grad, rng) <= TOLERANCE
+        assert worst(ops.Softmax) > 0.5
+
+
+def test_a_wrong_gradient_is_measured_and_x_restored() -> None:
+    """L = sum(x^3) / 3, on which the stencil is exact: a gradient 1 % too large reads as nearly 0.01."""
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(3, 5)) + 2
+    start = x.copy()
+
+    def loss() -> float:
+        return float((x**3).sum() / 3)
+
+    assert directional_error(loss, x, x * x, rng) < 1e-10
+    assert 0.005 < directional_error(loss, x, 1.01 * x * x, rng) < 0.01
+    assert np.array_equal(x, start)
+
+
+LAST_LINE = re.compile(r"worst relative error (\d\.\de[+-]\d\d) over (\d+) ops, (\d+) cases")
+
+
+def test_the_command_prints_the_ledger_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "ledger.json"
+    assert gradcheck.main(["--json", str(target)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    last = LAST_LINE.fullmatch(lines[-1])
+    assert last is not None
+    ledger = json.loads(target.read_text(encoding="utf-8"))
+    count = sum(len(list(kind.cases(FP64, np.random.default_rng(0)))) for kind in EVERYTHING)
+    assert (int(last[2]), int(last[3])) == (len(EVERYTHING), count)
+    assert f"{ledger['worst']:.1e}" == last[1]
+    assert ledger["tolerance"] == TOLERANCE and ledger["worst"] == max(row["error"] for row in ledger["rows"])
+    assert len(ledger["rows"]) == len(lines) - 2  # a heading and the last line
+    for row, line in zip(ledger["rows"], lines[1:-1], strict=True):
+        assert line.split()[0] == row["op"] and row["name"] in line
+    whole_model = {row["name"] for row in ledger["rows"] if row["op"] == "NanoEuler"}
+    assert {"embedding.weight", "blocks.0.qkv.weight", "final_norm.weight", "heads.weight"} <= whole_model
+
+
+def test_the_command_fails_on_a_fault_and_marks_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with override("numpy", linear_bwd=scaled(1.01)(KERNELS["numpy"]["linear_bwd"])):
+        assert gradcheck.main(["--op", "linear"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == ["Linear", "Linear"]
+    assert "ABOVE 1e-08" in lines[1] and "ABOVE" not in lines[2]
+    assert LAST_LINE.fullmatch(lines[-1])
+
+
+def test_an_unknown_op_is_a_one_line_error() -> None:
+    with pytest.raises(UserError, match="no op is called 'Lineal'; known: .*Linear"):
+        gradcheck.main(["--op", "Lineal"])
+    command = [sys.executable, "-m", "tinyforge.gradcheck", "--op", "Lineal"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(gradcheck.__file__).parents[1])
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: no op is called 'Lineal'") and done.stderr.count("\n") == 1

@@ -1,0 +1,103 @@
+"""The random streams: known answers, statistics, and what restarting and forking promise."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tinyforge.rng import Stream, philox
+
+COUNT = 200_000
+
+# Counter, key and output of Philox 4x32-10 as published with Random123 (its kat_vectors file).
+KNOWN = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def words(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+@pytest.mark.parametrize(("counter", "key", "wanted"), KNOWN)
+def test_philox_gives_the_published_answers(counter: str, key: str, wanted: str) -> None:
+    k0, k1 = words(key)
+    blocks = philox(np.array([[0, 0, 0, 0], words(counter)], np.uint32), (k0, k1))
+    assert blocks[1].tolist() == words(wanted)
+    assert blocks.dtype == np.uint32
+
+
+def test_a_stream_is_philox_over_the_block_number() -> None:
+    """The 64-bit block number fills the two low words of the counter, across the carry too."""
+    stream = Stream(5, "here", position=2**32 - 1)
+    counter = np.array([[2**32 - 1, 0, 0, 0], [0, 1, 0, 0]], np.uint32)
+    assert stream.bits(8).tolist() == philox(counter, stream.key).reshape(-1).tolist()
+    assert stream.position == 2**32 + 1
+
+
+def test_uniform_is_uniform() -> None:
+    u = Stream(0, "uniform").uniform((COUNT,))
+    assert u.dtype == np.float64 and u.min() >= 0 and u.max() < 1
+    counts = np.histogram(u, bins=100, range=(0, 1))[0]
+    chi2 = float(((counts - COUNT / 100) ** 2 / (COUNT / 100)).sum())
+    assert 55 < chi2 < 160  # 99 degrees of freedom: outside by chance once in several thousand seeds
+    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 4 / COUNT**0.5
+    # 53 random bits: the low ones must move as well.
+    low = np.modf(u * 2.0**43)[0] * 1024
+    assert abs(low.mean() - 511.5) < 4 * 296 / COUNT**0.5
+
+
+def test_normal_is_normal() -> None:
+    z = Stream(1, "normal").normal((COUNT,))
+    for power, moment, deviation in ((1, 0, 1), (2, 1, 2**0.5), (3, 0, 15**0.5), (4, 3, 96**0.5)):
+        assert abs((z**power).mean() - moment) < 4 * deviation / COUNT**0.5, f"moment {power}"
+    assert abs((np.abs(z) < 1.959964).mean() - 0.95) < 0.002
+    # Box-Muller makes the second half from the same uniforms as the first; they must not be related.
+    assert abs(np.corrcoef(z[: COUNT // 2], z[COUNT // 2 :])[0, 1]) < 4 / (COUNT / 2) ** 0.5
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (5,), (2, 3), (3, 0, 2)])
+def test_any_shape_can_be_drawn(shape: tuple[int, ...]) -> None:
+    stream = Stream(2)
+    assert np.shape(stream.uniform(shape)) == shape
+    assert np.shape(stream.normal(shape)) == shape
+    assert np.isfinite(stream.normal(shape)).all()
+
+
+def test_a_position_restarts_the_stream() -> None:
+    stream = Stream(3, "data")
+    stream.normal((7,))
+    position = stream.position
+    after = stream.normal((11,)), stream.permutation(6)
+    stream.position = position
+    resumed = Stream(3, "data", position)
+    for again in (stream, resumed):
+        assert np.array_equal(again.normal((11,)), after[0])
+        assert np.array_equal(again.permutation(6), after[1])
+        assert again.position == stream.position
+    assert not np.array_equal(stream.normal((11,)), after[0])
+
+
+def test_forks_are_independent_and_need_no_order() -> None:
+    parent = Stream(4)
+    before = parent.position
+    a = parent.fork("a").uniform((COUNT,))
+    parent.uniform((3,))
+    b = parent.fork("b").uniform((COUNT,))
+    assert before == 0 and np.array_equal(parent.fork("a").uniform((COUNT,)), a)
+    assert abs(np.corrcoef(a, b)[0, 1]) < 4 / COUNT**0.5
+    names = itertools.product((0, 1), "ab", ("", "a", "b"))
+    assert len({Stream(seed).fork(outer).fork(inner).key for seed, outer, inner in names}) == 12
+
+
+def test_permutation_is_a_fair_permutation() -> None:
+    stream = Stream(5)
+    assert sorted(stream.permutation(1000).tolist()) == list(range(1000))
+    assert stream.permutation(0).size == 0 and stream.permutation(1).tolist() == [0]
+    orders = [tuple(stream.permutation(3).tolist()) for _ in range(1800)]
+    counts = [orders.count(order) for order in sorted(set(orders))]
+    assert len(counts) == 6 and min(counts) > 240 and max(counts) < 360  # 300 each, deviation 16

@@ -1,0 +1,1 @@
+"""What every recipe shares: batches, the sharded step, the loop, checkpoints, metrics, flags."""

@@ -1,0 +1,165 @@
+"""Checkpoints: a directory per step, whole or absent.
+
+    step-00000500/
+        model.safetensors       weights by parameter name
+        optimizer.safetensors   AdamW's moments, `m.` and `v.` + parameter name
+        tokenizer.json
+        meta.json               config, step, settings, seed, tokenizer hash, elapsed time
+        hashes.json             SHA-256 of each file above, written last
+
+Everything is written into a hidden directory beside it, synced to disk, and renamed. A run that is killed or meets a
+full disk leaves at most that hidden directory, which the next save removes; older checkpoints are not touched before
+the new one stands. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinyforge.errors import UserError
+
+FORMAT = 1
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and whose hashes hold."""
+
+    path: Path
+    meta: dict[str, Any]
+    weights: dict[str, np.ndarray]
+
+    def optimizer(self) -> dict[str, np.ndarray]:
+        return _tensors(self.path / "optimizer.safetensors")
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.path / "tokenizer.json"
+
+
+def save(
+    out: Path,
+    step: int,
+    weights: dict[str, np.ndarray],
+    optimizer: dict[str, np.ndarray],
+    tokenizer: Any,
+    meta: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write out/step-N, then remove all but the newest `keep` checkpoints (0 keeps all)."""
+    from safetensors.numpy import save as to_bytes
+
+    final = out / f"{_PREFIX}{step:08d}"
+    partial = out / f".partial-{final.name}"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for stale in out.glob(".partial-*"):
+            shutil.rmtree(stale)
+        partial.mkdir()
+        files = {
+            "model.safetensors": to_bytes(weights),
+            "optimizer.safetensors": to_bytes(optimizer),
+            "meta.json": (json.dumps({"format": FORMAT, **meta, "step": step}, indent=1) + "\n").encode(),
+        }
+        tokenizer.save(partial / "tokenizer.json")
+        hashes = {"tokenizer.json": _sha256((partial / "tokenizer.json").read_bytes())}
+        for name, data in files.items():
+            _write(partial / name, data)
+            hashes[name] = _sha256(data)
+        _write(partial / "hashes.json", (json.dumps(hashes, indent=1) + "\n").encode())
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(partial, final)
+        _sync_directory(out)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        left = steps(out)
+        stays = f"the last good checkpoint, {left[-1]}, is untouched" if left else "nothing was saved before"
+        raise UserError(
+            f"cannot save a checkpoint in {out}: {error.strerror or error}; {stays}. Free some space or choose "
+            "another --out, then go on with --resume"
+        ) from error
+    if keep > 0:
+        for old in steps(out)[:-keep]:
+            shutil.rmtree(old)
+    return final
+
+
+def steps(out: Path) -> list[Path]:
+    """The checkpoints in `out`, oldest first."""
+    return sorted(p for p in out.glob(_PREFIX + "*") if p.is_dir()) if out.is_dir() else []
+
+
+def latest(path: Path) -> Path:
+    """`path` itself if it is a checkpoint, else the newest checkpoint in it."""
+    if (path / "meta.json").is_file():
+        return path
+    found = steps(path)
+    if not found:
+        raise UserError(f"no checkpoint in {path}; train one first, e.g. python recipes/pretrain.py --out {path}")
+    return found[-1]
+
+
+def load(path: Path) -> Checkpoint:
+    """Read a checkpoint (or the newest in a run's directory), checking every file against its hash."""
+    path = latest(path)
+    hashes = _json(path / "hashes.json")
+    for name, wanted in hashes.items():
+        file = path / name
+        if not file.is_file():
+            raise UserError(f"checkpoint {path}: {name} is missing; use another checkpoint of the run")
+        got = _sha256(file.read_bytes())
+        if got != wanted:
+            raise UserError(
+                f"checkpoint {path}: {name} has SHA-256 {got[:12]}..., hashes.json says {wanted[:12]}...; "
+                "the file was altered or damaged, use another checkpoint of the run"
+            )
+    meta = _json(path / "meta.json")
+    if meta.get("format") != FORMAT:
+        raise UserError(f"checkpoint {path}: format {meta.get('format')}, this program reads {FORMAT}")
+    return Checkpoint(path, meta, _tensors(path / "model.safetensors"))
+
+
+def _tensors(file: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load as from_bytes
+
+    try:
+        return from_bytes(file.read_bytes())
+    except Exception as error:  # safetensors raises its own type, and OSError where the file cannot be read
+        raise UserError(f"cannot read {file}: {error}; use another checkpoint of the run") from error
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file}: {error}; use another checkpoint of the run") from error
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _write(file: Path, data: bytes) -> None:
+    with open(file, "wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    if os.name == "posix":
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,52 @@
+"""When a loss or gradient is not finite: which op made the first bad number?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tinyforge.op import Stash
+from tinyforge.train.sharded import Batch, Model
+
+
+class _NotFinite(Exception):
+    pass
+
+
+def first_nonfinite(model: Model, batch: Batch, scale: np.ndarray) -> str:
+    """Run the batch again with every op's results looked at; returns e.g. "forward of blocks.2.swiglu"."""
+    backend = model.ops()[0].backend
+    for op in model.ops():
+        for p in op.params():
+            if not np.isfinite(backend.to_numpy(p.value)).all():
+                return f"weight {p.name}"
+
+    def watched(function: Callable[..., Any], where: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            for array in result if isinstance(result, tuple) else (result,):
+                if array is not None and not np.isfinite(backend.to_numpy(array)).all():
+                    raise _NotFinite(where)
+            return result
+
+        return run
+
+    try:
+        for op in model.ops():
+            # Instance attributes shadow the class's methods; they are removed again below.
+            vars(op).update(
+                forward=watched(op.forward, f"forward of {op.name}"),
+                backward=watched(op.backward, f"backward of {op.name}"),
+            )
+        stash = Stash()
+        model.forward(backend.asarray(batch.ids), backend.asarray(batch.targets), stash)
+        model.backward(backend.asarray(scale), stash)
+    except _NotFinite as found:
+        return str(found)
+    finally:
+        for op in model.ops():
+            vars(op).pop("forward", None)
+            vars(op).pop("backward", None)
+    return "the sum of the gradients (every op's own results are finite)"

@@ -1,0 +1,211 @@
+"""The training loop: what pretraining and fine-tuning share.
+
+A recipe hands in a `Task`: where batches come from, how to evaluate, what to sample. The loop does the rest: sharded
+gradients, clipping, AdamW, the schedule, progress, metrics, checkpoints, signals, and the stop on a NaN.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.errors import UserError
+from tinyforge.op import ParamBuffer
+from tinyforge.ops.cross_entropy import head_scale
+from tinyforge.optim import AdamW, AdamWConfig, clip_scale, global_norm, learning_rate
+from tinyforge.train import checkpoint, metrics
+from tinyforge.train.diagnose import first_nonfinite
+from tinyforge.train.settings import Settings
+from tinyforge.train.sharded import Batch, Model, Sharded
+
+LN2 = float(np.log(2.0))
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a recipe brings to the loop.
+
+    batches(step): the micro-batches of that step, a pure function. evaluate(sharded): figures on held-out data, with
+    `val_bits_per_byte` among them. sample(): a few lines to show. meta: what else goes into meta.json.
+    """
+
+    model: Model
+    tokenizer: Any
+    byte_lengths: np.ndarray
+    head_weights: tuple[float, ...]
+    batches: Callable[[int], Sequence[Batch]]
+    evaluate: Callable[[Sharded], dict[str, float]]
+    sample: Callable[[], str]
+    meta: dict[str, Any]
+
+
+class _Signals:
+    """Ctrl-C and SIGTERM ask the loop to save and leave after the step; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def __enter__(self) -> _Signals:
+        self._old = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.received = number
+        signal.signal(number, self._old[number])
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+
+def bits_per_byte(nll: float, targets: np.ndarray, byte_lengths: np.ndarray) -> float:
+    """Head 0's summed nll in bits over the true bytes of the tokens it predicted (special tokens have none)."""
+    predicted = targets[..., 0]
+    return nll / LN2 / max(1, int(byte_lengths[predicted[predicted >= 0]].sum()))
+
+
+def evaluate_nll(sharded: Sharded, batches: Any, byte_lengths: np.ndarray) -> float:
+    """Bits per byte over all `batches`."""
+    nll = total_bytes = 0.0
+    for batch in batches:
+        nll += float(sharded.nll(batch)[0])
+        predicted = batch.targets[..., 0]
+        total_bytes += float(byte_lengths[predicted[predicted >= 0]].sum())
+    return nll / LN2 / max(1.0, total_bytes)
+
+
+def named(buffer: ParamBuffer, flat: Any, backend: Backend, prefix: str = "") -> dict[str, np.ndarray]:
+    """The parts of a flat array by parameter name, as NumPy copies: what a checkpoint stores."""
+    return {prefix + p.name: np.array(backend.to_numpy(buffer.view(flat, p))) for p in buffer.params}
+
+
+def load_named(
+    buffer: ParamBuffer, flat: Any, tensors: dict[str, np.ndarray], backend: Backend, source: Path, prefix: str = ""
+) -> None:
+    """The reverse of `named`, refusing missing tensors and wrong shapes."""
+    for p in buffer.params:
+        tensor = tensors.get(prefix + p.name)
+        if tensor is None or tensor.shape != p.shape:
+            got = "nothing" if tensor is None else tensor.shape
+            raise UserError(f"checkpoint {source}: {prefix + p.name} has {got}, the model wants {p.shape}")
+        buffer.view(flat, p)[...] = backend.asarray(tensor)
+
+
+def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Path:
+    """Run to the end of `settings`; returns the last checkpoint. Exits with 128 + number after a signal."""
+    from tqdm import tqdm
+
+    out = Path(settings.out)
+    buffer = task.model.buffer
+    sharded = Sharded(task.model, backend)
+    optimizer = AdamW(buffer, backend, AdamWConfig(weight_decay=settings.weight_decay))
+    step, before = 0, 0.0
+    if resume:
+        found = checkpoint.load(out)
+        _check_same(found, task)
+        load_named(buffer, buffer.values, found.weights, backend, found.path)
+        moments = found.optimizer()
+        for prefix, flat in (("m.", optimizer.m), ("v.", optimizer.v)):
+            load_named(buffer, flat, moments, backend, found.path, prefix)
+        step, before = found.meta["step"], found.meta["elapsed"]
+        optimizer.step_count = step
+        print(f"resuming at step {step} from {found.path}")
+    elif checkpoint.steps(out):
+        raise UserError(f"{out} already holds a run; continue it with --resume, or choose another --out")
+    log = metrics.Metrics(out, step)
+    start = time.perf_counter()
+    last_saved: Path | None = None
+
+    def elapsed() -> float:
+        return before + time.perf_counter() - start
+
+    def progress() -> float:
+        if settings.steps is not None:
+            return step / settings.steps
+        return elapsed() / (60.0 * (settings.minutes or 0.0))
+
+    def save() -> Path:
+        tensors = named(buffer, optimizer.m, backend, "m.") | named(buffer, optimizer.v, backend, "v.")
+        meta = {**task.meta, "settings": settings.to_dict(), "elapsed": round(elapsed(), 3)}
+        weights = named(buffer, buffer.values, backend)
+        return checkpoint.save(out, step, weights, tensors, task.tokenizer, meta, settings.keep)
+
+    def evaluate(bar: Any) -> None:
+        figures = task.evaluate(sharded)
+        log.write(step=step, seconds=round(elapsed(), 3), **figures)
+        shown = ", ".join(f"{k.replace('_', ' ')} {v:.3f}" for k, v in figures.items())
+        bar.write(f"step {step}: {shown}")
+        bar.write(task.sample())
+
+    bar = tqdm(total=settings.steps, initial=step, unit="step", dynamic_ncols=True, mininterval=0.5, file=sys.stderr)
+    with _Signals() as signals, bar:
+        evaluated = -1
+        while progress() < 1.0 and signals.received is None:
+            began = time.perf_counter()
+            batches = task.batches(step)
+            targets = np.concatenate([b.targets.reshape(-1, b.targets.shape[-1]) for b in batches])
+            scale = head_scale(targets, task.head_weights)
+            nll = sharded.gradients(batches, scale)
+            norm = global_norm(buffer.grads)
+            loss = float(nll @ scale)
+            if not (np.isfinite(loss) and np.isfinite(norm)):
+                bar.close()
+                _refuse_nonfinite(task, batches, scale, step, loss, norm, out)
+            lr = learning_rate(settings.schedule, progress(), settings.lr)
+            optimizer.step(lr, clip_scale(norm, settings.clip))
+            step += 1
+            bpb = bits_per_byte(float(nll[0]), targets, task.byte_lengths)
+            rate = sum(b.ids.size for b in batches) / (time.perf_counter() - began)
+            log.write(
+                step=step, loss=loss, bits_per_byte=bpb, lr=lr, grad_norm=norm, tokens_per_second=round(rate),
+                seconds=round(elapsed(), 3),
+            )  # fmt: skip
+            bar.update(1)
+            left = "" if settings.steps else f", {max(0.0, 60 * (settings.minutes or 0) - elapsed()):.0f} s left"
+            bar.set_postfix_str(f"loss {loss:.3f}, {bpb:.2f} bits/byte, {rate:,.0f} tokens/s{left}", refresh=False)
+            if step % settings.eval_every == 0:
+                evaluate(bar)
+                evaluated = step
+            if step % settings.save_every == 0:
+                last_saved = save()
+        if signals.received is None and evaluated != step:
+            evaluate(bar)
+    if last_saved is None or last_saved.name != f"step-{step:08d}":
+        last_saved = save()
+    metrics.plot(log.path, out / "loss.png")
+    if signals.received is not None:
+        print(f"\nstopped at step {step}; saved {last_saved}. Go on with --resume --out {out}", file=sys.stderr)
+        sys.exit(128 + signals.received)
+    print(f"{step} steps in {elapsed():.0f} s, peak memory {metrics.peak_memory_mib():.0f} MiB")
+    print(f"wrote {last_saved}, {log.path}, {out / 'loss.png'}")
+    return last_saved
+
+
+def _check_same(found: checkpoint.Checkpoint, task: Task) -> None:
+    for key, what in (("config", "config"), ("tokenizer_hash", "tokenizer"), ("data_hash", "data")):
+        if found.meta.get(key) != task.meta.get(key):
+            raise UserError(
+                f"--resume: {found.path} was made with another {what}; give the same {what}, or start a new run "
+                "with another --out"
+            )
+
+
+def _refuse_nonfinite(
+    task: Task, batches: Sequence[Batch], scale: np.ndarray, step: int, loss: float, norm: float, out: Path
+) -> None:
+    where = next((w for b in batches if "sum of the" not in (w := first_nonfinite(task.model, b, scale))),
+                 "the sum of the gradients")  # fmt: skip
+    left = checkpoint.steps(out)
+    good = f"the last good checkpoint is {left[-1]}" if left else "no checkpoint had been saved yet"
+    raise UserError(
+        f"step {step}: loss {loss}, gradient norm {norm}: the first number that is not finite came from {where}; "
+        f"{good}. Try a lower --lr or --clip"
+    )

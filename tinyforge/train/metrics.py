@@ -1,0 +1,77 @@
+"""What a run writes about itself: metrics.jsonl, one object a line, and loss.png drawn from it."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class Metrics:
+    """Appends to `out/metrics.jsonl`; a resumed run first drops the lines after the step it starts from."""
+
+    def __init__(self, out: Path, step: int) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.path = out / "metrics.jsonl"
+        rows = [row for row in read(self.path) if row["step"] <= step] if step else []
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def write(self, **row: Any) -> None:
+        with open(self.path, "a", encoding="utf-8") as f:
+            f.write(json.dumps(row) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a metrics file; the last may have been cut by a kill."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def plot(metrics: Path, target: Path) -> None:
+    """Training and held-out bits per byte against the step, and the learning rate below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = read(metrics)
+    train = [(r["step"], r["bits_per_byte"], r["lr"]) for r in rows if "lr" in r]
+    held_out = [(r["step"], r["val_bits_per_byte"]) for r in rows if "val_bits_per_byte" in r]
+    if not train:
+        return
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(4, 1), layout="constrained"
+    )
+    steps, loss, rates = zip(*train, strict=True)
+    top.plot(steps, loss, color="0.75", linewidth=0.8, label="training, one step")
+    smooth, average = [], loss[0]
+    for value in loss:
+        average = 0.95 * average + 0.05 * value
+        smooth.append(average)
+    top.plot(steps, smooth, color="C0", label="training, moving average")
+    if held_out:
+        top.plot(*zip(*held_out, strict=True), "o-", color="C3", markersize=4, label="held out")
+    # The first steps, from random weights, would squeeze the rest of the curve against the axis.
+    top.set_ylim(0.9 * min(min(loss), *(v for _, v in held_out), loss[0]), sorted(loss)[int(len(loss) * 0.98)] * 1.15)
+    top.set_ylabel("bits per byte")
+    top.grid(alpha=0.3)
+    top.legend()
+    bottom.plot(steps, rates, color="C2")
+    bottom.set_ylabel("learning rate")
+    bottom.set_xlabel("step")
+    bottom.grid(alpha=0.3)
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+def peak_memory_mib() -> float:
+    """The most memory this process has held, MiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)

@@ -1,0 +1,136 @@
+"""The flags that all recipes share, and the frozen settings they become."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tinyforge.errors import UserError
+from tinyforge.optim.schedules import SCHEDULES
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training run. They are stored in its checkpoints; `--resume` takes them from there.
+
+    steps: optimizer steps, or None to stop after `minutes`. seq_len: tokens a sequence. lr: peak learning rate.
+    eval_every, save_every: steps. keep: newest checkpoints kept (0: all). workers: shards of a batch; part of the
+    settings because the sum of gradients depends, in its last bits, on how the batch was cut.
+    """
+
+    config: str = "small"
+    set: tuple[str, ...] = ()
+    backend: str = "auto"
+    precision: str = "fp32"
+    data: tuple[str, ...] = ()
+    encoding: str = "utf-8"
+    tokenizer: str | None = None
+    base: str | None = None
+    out: str = ""
+    steps: int | None = None
+    minutes: float | None = None
+    batch_size: int = 16
+    grad_accum: int = 1
+    seq_len: int | None = None
+    lr: float = 4e-3
+    schedule: str = "wsd"
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    eval_every: int = 250
+    save_every: int = 500
+    keep: int = 2
+    workers: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# What may differ between a run and its continuation: none of it changes a step that was already planned.
+_FREE = {"out", "eval_every", "save_every", "keep", "backend"}
+
+
+def parser(description: str, defaults: Settings, with_base: bool) -> argparse.ArgumentParser:
+    """The recipes' command line. Defaults are applied later, to know which flags were given."""
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def flag(name: str, help: str, **options: Any) -> None:
+        default = getattr(defaults, name.replace("-", "_"))
+        shown = f" (default: {default})" if default not in (None, ()) else ""
+        p.add_argument(f"--{name}", default=None, help=help + shown, **options)
+
+    if with_base:
+        flag("base", "pretrained run or checkpoint to start from", metavar="DIR")
+    else:
+        flag("config", "preset (small, base, large) or a JSON file with the config's fields")
+        flag("set", "override fields of the config, e.g. --set dim=192 layers=6", nargs="+", metavar="KEY=VALUE")
+        flag("tokenizer", "tokenizer.json to use (default: train one on the data)", metavar="FILE")
+    flag("backend", "where to compute: auto, numpy")
+    flag("precision", "fp32 or fp64")
+    flag("data", "files or folders: text, parquet, Alpaca JSON (sft) (default: the built-in corpus)", nargs="+",
+         metavar="PATH")  # fmt: skip
+    flag("encoding", "encoding of text files")
+    flag("out", "directory of the run", metavar="DIR")
+    flag("steps", "optimizer steps", type=int)
+    flag("minutes", "stop after so many minutes instead; the schedule follows the clock", type=float)
+    flag("batch-size", "sequences a step and micro-batch", type=int)
+    flag("grad-accum", "micro-batches a step", type=int)
+    flag("seq-len", "tokens a sequence (default: the config's context)", type=int)
+    flag("lr", "peak learning rate", type=float)
+    flag("schedule", "learning-rate schedule", choices=SCHEDULES)
+    flag("weight-decay", "AdamW's decay of matrices, per unit of learning rate", type=float)
+    flag("clip", "limit on the gradient's norm, 0 for none", type=float)
+    flag("seed", "seed of weights, order and samples", type=int)
+    flag("eval-every", "steps between evaluations on held-out text", type=int)
+    flag("save-every", "steps between checkpoints", type=int)
+    flag("keep", "newest checkpoints kept, 0 for all", type=int)
+    flag("workers", "shards of a batch, each on a thread (default: one a core)", type=int)
+    p.add_argument("--resume", action="store_true", help="continue the run in --out from its newest checkpoint")
+    return p
+
+
+def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Settings) -> tuple[Settings, bool]:
+    """Settings from the command line, and whether to resume; fields are checked here, once."""
+    given = {name: value for name, value in vars(p.parse_args(argv)).items() if value is not None}
+    resume = given.pop("resume")
+    for name in ("data", "set"):
+        if name in given:
+            given[name] = tuple(given[name])
+    out = given.get("out", defaults.out)
+    if resume:
+        settings = _resumed(given, Path(out))
+    else:
+        if "minutes" in given and "steps" not in given:
+            given["steps"] = None
+        settings = Settings(**{**defaults.to_dict(), **given})
+    for name in ("batch_size", "grad_accum", "eval_every", "save_every", "lr"):
+        if getattr(settings, name) <= 0:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, wants a number above 0")
+    for name in ("steps", "minutes", "seq_len", "workers"):
+        value = getattr(settings, name)
+        if value is not None and value <= 0:
+            raise UserError(f"--{name.replace('_', '-')} is {value}, wants a number above 0")
+    if settings.steps is None and settings.minutes is None:
+        raise UserError("neither --steps nor --minutes is given; one of them must end the run")
+    return settings, resume
+
+
+def _resumed(given: dict[str, Any], out: Path) -> Settings:
+    from tinyforge.train import checkpoint
+
+    if not checkpoint.steps(out):
+        raise UserError(f"--resume: nothing to resume in {out}; start the run without --resume")
+    stored = checkpoint.load(out).meta["settings"]
+    known = {f.name for f in fields(Settings)}
+    stored = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
+    for name, value in given.items():
+        if name not in _FREE and stored.get(name) != value:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"--resume: {flag} is {value!r}, the run in {out} has {stored.get(name)!r}; "
+                f"drop {flag}, or start a new run with another --out"
+            )
+    return Settings(**{**stored, **given, "out": str(out)})
