@@ -219,7 +219,7 @@ class Teller:
     def pick(self, options: Sequence[T]) -> T:
         return options[int(self.rng.random() * len(options))]
 
-    def some(self, options: tuple[str, ...], n: int) -> list[str]:
+    def some(self, options: Sequence[str], n: int) -> list[str]:
         """n different options, in random order."""
         return self.rng.sample(options, n)
 
@@ -660,17 +660,32 @@ def is_correct(example: Instruction, reply: str) -> bool:
 # --- games, facts, arithmetic and questions as text -------------------------------------------------------------------------
 
 
+NEWS = (
+    "{p} has {x.a}", "{p} is {place} with {q}", "The {x.full} belongs to {p}", "{p} saw {q} {place}",
+    "{p} took the {x} of {q}", "The {x} of {p} is {x.colour}", "{q} gave {x.a} to {p}",
+)  # fmt: skip
+PASSING_ON = (
+    '"{s}," said {a}. "{s}?" asked {b}. "Yes," said {a}. "{s}."',
+    '{a} said to {b}, "{s}." So {b} said, "{s}."',
+    '"Do you know the news?" asked {a}. "{s}." "What? {s}?" said {b}.',
+)
+
+
 def game(t: Teller) -> str:
-    """An echo game or a song that grows: what was said is said again, word for word."""
-    a, b = t.people(2)
-    form = t.rng.random()
-    if form < 0.7:
+    """An echo game, a song that grows, or news that is passed on: what was said is said again, word for word."""
+    a, b, c, d = t.people(4)
+    form = t.pick(("echo", "echo", "news", "news", "song"))
+    if form == "echo":
         lines = [t.say(("{a} and {b} play echo.", "{b} says what {a} says."), a=a, b=b)]
         for _ in range(3):
-            pool = t.some(t.words.things, 3) + [person.name for person in t.people(3)]
-            words = " ".join(t.some(tuple(pool), 2 + int(t.rng.random() * 3)))
+            pool = t.some(t.words.things, 3) + [c.name, d.name, t.people(1)[0].name]
+            words = " ".join(t.some(pool, 2 + t.pick(range(3))))
             lines.append(f'{a} said, "{words}." {b} said, "{words}."')
         return " ".join(lines)
+    if form == "news":
+        items = t.items(2)
+        news = [t.say(NEWS, p=p, q=q, x=x, place=t.pick(PLACES)) for p, q, x in zip((c, d), (d, c), items, strict=True)]
+        return " ".join(t.say(PASSING_ON, a=p, b=q, s=s) for p, q, s in zip((a, b), (b, a), news, strict=True))
     things, place = [a_or_an(thing) for thing in t.some(t.words.things, 4)], t.pick(PLACES)
     return "\n".join(f"{a} and {b} sing: {listed(things[:n])} {place}." for n in range(1, 5))
 
@@ -746,7 +761,7 @@ def arithmetic(t: Teller) -> str:
 
 # Weights of the kinds of document; the last three are the practice of what the instructions ask.
 FORMS = (story, description, dialogue, game, quiz, lesson, arithmetic)
-FORM_WEIGHTS = (28, 9, 9, 16, 20, 4, 14)
+FORM_WEIGHTS = (22, 6, 6, 32, 20, 3, 11)
 
 
 # --- what callers use ------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from tinyforge.train.sharded import Sharded
 DEFAULTS = Settings(out="runs/pretrain", steps=2500)
 BUILT_IN_DOCUMENTS = 40_000
 HELD_OUT_DOCUMENTS = 1_000
-EVAL_TOKENS = 16_384  # while training; the last evaluation reads all held-out text, up to FINAL_EVAL_TOKENS
+EVAL_TOKENS = 16_384  # while training; at the end, all held-out text is read
 SEPARATOR = "<|endoftext|>"
 
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = Settings(**{**settings.to_dict(), "workers": backend.workers})
     print(f"config {settings.config}: dim {config.dim}, {config.layers} layers, {config.heads}/{config.kv_heads} heads, "
           f"context {config.context}, {config.mtp_heads} output heads")  # fmt: skip
-    print(f"backend {backend.name}, precision {settings.precision}, {backend.workers} workers (one a core unless set)")
+    print(f"backend {backend.name}, {settings.precision}, {backend.workers} workers (one a core unless --workers)")
 
     training, held_out = corpus(settings)
     if settings.tokenizer:
@@ -150,9 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
          "data_hash": fingerprint(streams[0])},
     )  # fmt: skip
     train(task, settings, backend, resume)
-    every = {"val_bits_per_byte": evaluate_nll(
-        Sharded(model, backend), held.in_order(settings.batch_size, len(streams[1])), tokenizer.byte_lengths)}  # fmt: skip
-    print(f"all held-out text: {every['val_bits_per_byte']:.3f} bits per byte")
+    everything = held.in_order(settings.batch_size, len(streams[1]))
+    final = evaluate_nll(Sharded(model, backend), everything, tokenizer.byte_lengths)
+    print(f"all held-out text: {final:.3f} bits per byte")
     print(f"next: python recipes/sft.py --base {out}")
     print(f"  or: python -m models.nanoeuler.chat --checkpoint {out} --prompt \"{opening}\"")
     return 0

@@ -88,10 +88,13 @@ def check(op: Op, inputs: Sequence[Any], rng: np.random.Generator) -> dict[str, 
     grads = op.backward(upstream[0] if single else upstream, stash)
     if len(stash):
         raise RuntimeError(f"{op.name}: backward left {len(stash)} records on the stash")
-    grads = grads if isinstance(grads, tuple) else (grads,)
+    if not isinstance(grads, tuple):
+        grads = (grads,) + (None,) * (len(inputs) - 1)  # the rest are ids or targets
     errors = {}
-    for i, (x, grad) in enumerate(zip(inputs, grads, strict=False)):
-        if getattr(x, "dtype", None) is not None and x.dtype.kind == "f":
+    for i, (x, grad) in enumerate(zip(inputs, grads, strict=True)):
+        if x.dtype.kind == "f":
+            if grad is None:
+                raise RuntimeError(f"{op.name}: backward returned no gradient for input {i}")
             errors[f"input {i}"] = directional_error(loss, x, grad, rng)
     for p in op.params():
         errors[p.name] = directional_error(loss, p.value, p.grad, rng)

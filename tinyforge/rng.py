@@ -62,7 +62,8 @@ class Stream:
     def uniform(self, shape: tuple[int, ...] = ()) -> np.ndarray:
         """float64 in [0, 1) with 53 random bits."""
         words = self.bits(2 * int(np.prod(shape))).astype(np.uint64)
-        return (((words[0::2] >> np.uint64(5)) << np.uint64(26)) + (words[1::2] >> np.uint64(6))).reshape(shape) * 2.0**-53
+        high, low = words[0::2] >> np.uint64(5), words[1::2] >> np.uint64(6)
+        return ((high << np.uint64(26)) + low).reshape(shape) * 2.0**-53
 
     def normal(self, shape: tuple[int, ...] = ()) -> np.ndarray:
         """float64 N(0, 1), by the method of Box and Muller (1958): two uniforms give two normals."""

@@ -55,7 +55,8 @@ class NanoEuler(Op):
         def gain(name: str) -> Param:
             return Param(f"{name}.weight", (config.dim,), fill=1.0, decay=False)
 
-        self.embedding = Embedding(Param("embedding.weight", (config.vocab, config.dim), std=0.02), backend, "embedding")
+        table = Param("embedding.weight", (config.vocab, config.dim), std=0.02)
+        self.embedding = Embedding(table, backend, "embedding")
         self.blocks = [Block(config, i, backend) for i in range(config.layers)]
         # One norm before the first block, one at each joint after it, the last of them the final norm.
         names = [f"blocks.{i}.norm{half}" for i in range(config.layers) for half in (1, 2)] + ["final_norm"]
@@ -126,8 +127,8 @@ class NanoEuler(Op):
         shapes = (
             (Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, mtp_heads=3, hidden=10,
                     mtp_weights=(1, 1, 1)), 2, 9),
-            (Config(dim=4, heads=1, kv_heads=1, layers=1, context=1, vocab=3, mtp_heads=1, hidden=1,
-                    mtp_weights=(1,), norm_eps=0.1), 1, 1),
+            (Config(dim=4, heads=1, kv_heads=1, layers=1, context=1, vocab=3, mtp_heads=1, hidden=3,
+                    mtp_weights=(1,), norm_eps=0.1), 3, 1),
             (Config(dim=12, heads=2, kv_heads=1, layers=3, context=132, vocab=7, mtp_heads=2, hidden=5,
                     mtp_weights=(1, 1)), 1, 131),
         )  # fmt: skip

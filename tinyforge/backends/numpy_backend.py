@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -41,6 +41,14 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+
+
+def row_blocks(rows: int, row_bytes: int, budget: int = 1 << 18) -> Iterator[slice]:
+    """Slices of range(rows) of about `budget` bytes: passes over one block after another find it in the core's cache,
+    where passes over the whole array would each read it from memory."""
+    step = max(1, budget // max(1, row_bytes))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
 
 
 class NumpyBackend(Backend):

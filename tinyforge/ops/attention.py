@@ -112,7 +112,9 @@ def attention_fwd(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         kb, vb = k[b].transpose(1, 0, 2), v[b].transpose(1, 0, 2)
         for rows, seen in tiles(queries, keys):
             qi = stack_group(q[b, rows], kv_heads, dim**-0.5)
-            top = total = acc = None
+            top: Array = None
+            total: Array = None
+            acc: Array = None
             for columns, shift in seen:
                 s = scores(qi, kb[:, columns], shift, group)
                 new_top = s.max(axis=-1, keepdims=True)

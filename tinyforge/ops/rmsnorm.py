@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.numpy_backend import numpy_kernel
+from tinyforge.backends.numpy_backend import numpy_kernel, row_blocks
 from tinyforge.op import Array, Op, Param, Stash, with_buffer
 
 
@@ -64,15 +64,18 @@ def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
 @numpy_kernel
 def rmsnorm_bwd(dy: Array, x: Array, rstd: Array, weight: Array, dweight: Array) -> Array:
     width = x.shape[-1]
-    xhat = x * rstd[..., None]
-    products = dy * xhat
-    # Both sums over `products` are matrix-vector products: BLAS makes one pass each, with no temporary.
-    rows = products.reshape(-1, width)
-    dweight += np.ones(len(rows), x.dtype) @ rows
-    mean = (rows @ weight).reshape(rstd.shape)
-    mean *= rstd / width
-    xhat *= mean[..., None]
-    dx = np.multiply(dy, weight, out=products)
-    dx *= rstd[..., None]
-    dx -= xhat
-    return dx
+    dys, xs, rs = dy.reshape(-1, width), x.reshape(-1, width), rstd.reshape(-1, 1)
+    dx = np.empty(xs.shape, x.dtype)
+    for part in row_blocks(len(xs), 3 * width * x.itemsize):
+        r, out = rs[part], dx[part]
+        xhat = xs[part] * r
+        np.multiply(dys[part], xhat, out=out)
+        # Both sums over dy * xhat are matrix-vector products: BLAS makes one pass each, with no temporary.
+        dweight += np.ones(len(out), x.dtype) @ out
+        mean = (out @ weight)[:, None]
+        mean /= x.dtype.type(width)
+        xhat *= mean
+        np.multiply(dys[part], weight, out=out)
+        out -= xhat
+        out *= r
+    return dx.reshape(x.shape)

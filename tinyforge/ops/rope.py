@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,7 @@ class RoPE(Op):
         angle = np.arange(positions)[:, None] * theta ** (-np.arange(0, head_dim, 2) / head_dim)
         self.cos, self.sin = backend.asarray(np.cos(angle)), backend.asarray(np.sin(angle))
 
-    def forward(
-        self, x: Array, stash: Stash | None = None, *, offset: int = 0, out: Array | None = None
-    ) -> Array:
+    def forward(self, x: Array, stash: Stash | None = None, *, offset: int = 0, out: Array | None = None) -> Array:
         rows = slice(offset, offset + x.shape[1])
         if stash is not None:
             stash.push(self, rows)
@@ -55,19 +54,29 @@ class RoPE(Op):
             yield cls(d, 16, rotated, backend, theta=100.0), (backend.asarray(rng.normal(size=(b, t, h, d))),)
 
 
+@lru_cache(maxsize=8)
+def quarter_turn(dim: int, dtype: Any) -> Array:
+    """The matrix R with x R = (-x_right, x_left): each pair turned by 90 degrees."""
+    half = np.eye(dim // 2)
+    zero = np.zeros_like(half)
+    return np.block([[zero, half], [-half, zero]]).astype(dtype)
+
+
 @numpy_kernel
 def rope(x: Array, cos: Array, sin: Array, rotated: int, out: Array | None) -> Array:
-    """cos, sin: (T, D/2)."""
-    if out is None:
-        out = np.empty(x.shape, x.dtype)
-        out[:, :, rotated:] = x[:, :, rotated:]
-    half = x.shape[-1] // 2
-    cos, sin = cos[:, None], sin[:, None]
-    left, right = x[:, :, :rotated, :half], x[:, :, :rotated, half:]
-    turned = right * sin
-    turned_right = left * sin
-    np.multiply(left, cos, out=out[:, :, :rotated, :half])
-    np.multiply(right, cos, out=out[:, :, :rotated, half:])
-    out[:, :, :rotated, :half] -= turned
-    out[:, :, :rotated, half:] += turned_right
+    """cos, sin: (T, D/2). y = x cos + (x R) sin, R a quarter turn: exact, since each entry of x R is one entry of x.
+
+    Whole rows of all heads at a time: loops over half a head (16 numbers in the small preset) cost NumPy three times
+    as much. Heads that are not turned have cos = 1 and sin = 0.
+    """
+    batch, length, heads, dim = x.shape
+    out = np.empty(x.shape, x.dtype) if out is None else out
+    cosines, sines = np.ones(x.shape[1:], x.dtype), np.zeros(x.shape[1:], x.dtype)
+    cosines[:, :rotated] = np.tile(cos, 2)[:, None]
+    sines[:, :rotated] = np.tile(sin, 2)[:, None]
+    for b in range(batch):
+        turned = (x[b].reshape(-1, dim) @ quarter_turn(dim, x.dtype)).reshape(length, heads, dim)
+        turned *= sines
+        np.multiply(x[b], cosines, out=out[b])
+        out[b] += turned
     return out

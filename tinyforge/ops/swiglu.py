@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.numpy_backend import numpy_kernel
+from tinyforge.backends.numpy_backend import numpy_kernel, row_blocks
 from tinyforge.op import Array, Op, Stash
 
 
@@ -38,38 +38,43 @@ class SwiGLU(Op):
             yield cls(backend), (backend.asarray(rng.normal(size=shape) * 2),)
 
 
-def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)) in a new array; exp overflows to inf for x below -88 in fp32, and 1 / inf = 0 is right."""
-    s = np.negative(x)
+def sigmoid_(x: Array) -> Array:
+    """1 / (1 + exp(-x)) in place; exp overflows to inf for x below -88 in fp32, and 1 / inf = 0 is right."""
+    np.negative(x, out=x)
     with np.errstate(over="ignore"):
-        np.exp(s, out=s)
-    s += 1
-    return np.reciprocal(s, out=s)
+        np.exp(x, out=x)
+    x += 1
+    return np.reciprocal(x, out=x)
 
 
 @numpy_kernel
 def swiglu_fwd(gu: Array) -> Array:
     half = gu.shape[-1] // 2
-    gate, up = gu[..., :half], gu[..., half:]
-    y = sigmoid(gate)
-    y *= gate
-    y *= up
-    return y
+    rows = gu.reshape(-1, 2 * half)
+    y = np.empty((len(rows), half), gu.dtype)
+    for part in row_blocks(len(rows), rows.itemsize * 2 * half):
+        gate, up, out = rows[part, :half], rows[part, half:], y[part]
+        np.copyto(out, gate)
+        sigmoid_(out)
+        out *= gate
+        out *= up
+    return y.reshape(*gu.shape[:-1], half)
 
 
 @numpy_kernel
 def swiglu_bwd(dy: Array, gu: Array) -> Array:
     half = gu.shape[-1] // 2
-    gate, up = gu[..., :half], gu[..., half:]
-    dgu = np.empty(gu.shape, gu.dtype)
-    dgate, dup = dgu[..., :half], dgu[..., half:]
-    s = sigmoid(gate)
-    silu = gate * s
-    np.multiply(dy, silu, out=dup)
-    # s (1 + g (1 - s)) = s + silu (1 - s) = s + silu - silu s
-    np.subtract(1, s, out=dgate)
-    dgate *= silu
-    dgate += s
-    dgate *= up
-    dgate *= dy
-    return dgu
+    rows, dys = gu.reshape(-1, 2 * half), dy.reshape(-1, half)
+    dgu = np.empty(rows.shape, gu.dtype)
+    for part in row_blocks(len(rows), rows.itemsize * 4 * half):
+        gate, up, dgate, dup = rows[part, :half], rows[part, half:], dgu[part, :half], dgu[part, half:]
+        s = sigmoid_(gate.copy())
+        silu = gate * s
+        np.multiply(dys[part], silu, out=dup)
+        # s (1 + g (1 - s)) = s + silu (1 - s)
+        slope = np.subtract(1, s)
+        slope *= silu
+        slope += s
+        slope *= up
+        np.multiply(slope, dys[part], out=dgate)
+    return dgu.reshape(gu.shape)

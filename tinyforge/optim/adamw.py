@@ -96,5 +96,5 @@ def global_norm(grads: Array) -> float:
 
 
 def clip_scale(norm: float, limit: float) -> float:
-    """The factor that brings a gradient of this norm within `limit`: min(1, limit / norm); limit 0 means no clipping."""
+    """min(1, limit / norm), the factor that brings a gradient within `limit`; limit 0 means no clipping."""
     return min(1.0, limit / norm) if limit > 0 and norm > 0 else 1.0

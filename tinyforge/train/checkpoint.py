@@ -62,7 +62,7 @@ def save(
     partial = out / f".partial-{final.name}"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for stale in out.glob(".partial-*"):
+        for stale in out.glob(f".partial-{_PREFIX}*"):
             shutil.rmtree(stale)
         partial.mkdir()
         files = {
@@ -76,21 +76,24 @@ def save(
             _write(partial / name, data)
             hashes[name] = _sha256(data)
         _write(partial / "hashes.json", (json.dumps(hashes, indent=1) + "\n").encode())
-        if final.exists():
-            shutil.rmtree(final)
         os.replace(partial, final)
         _sync_directory(out)
-    except OSError as error:
+    except (OSError, UserError) as error:
         shutil.rmtree(partial, ignore_errors=True)
+        # The tokenizer reports its own faults; what the system said is their cause.
+        cause = error.__cause__ if isinstance(error, UserError) else error
         left = steps(out)
         stays = f"the last good checkpoint, {left[-1]}, is untouched" if left else "nothing was saved before"
         raise UserError(
-            f"cannot save a checkpoint in {out}: {error.strerror or error}; {stays}. Free some space or choose "
-            "another --out, then go on with --resume"
+            f"cannot save a checkpoint in {out}: {getattr(cause, 'strerror', None) or error}; {stays}. Free some "
+            "space, then go on with --resume"
         ) from error
     if keep > 0:
         for old in steps(out)[:-keep]:
-            shutil.rmtree(old)
+            # Renamed first: a kill half-way leaves a hidden directory, never half a checkpoint.
+            doomed = out / f".partial-{old.name}"
+            os.replace(old, doomed)
+            shutil.rmtree(doomed)
     return final
 
 

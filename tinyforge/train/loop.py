@@ -145,7 +145,8 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
         bar.write(f"step {step}: {shown}")
         bar.write(task.sample())
 
-    bar = tqdm(total=settings.steps, initial=step, unit="step", dynamic_ncols=True, mininterval=0.5, file=sys.stderr)
+    pace = 0.5 if sys.stderr.isatty() else 20.0  # seconds between updates: a log file wants few lines
+    bar = tqdm(total=settings.steps, initial=step, unit="step", dynamic_ncols=True, mininterval=pace, maxinterval=pace)
     with _Signals() as signals, bar:
         evaluated = -1
         while progress() < 1.0 and signals.received is None:

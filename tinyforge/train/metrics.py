@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 from pathlib import Path
 from typing import Any
+
+from tinyforge.errors import UserError
 
 
 class Metrics:
     """Appends to `out/metrics.jsonl`; a resumed run first drops the lines after the step it starts from."""
 
     def __init__(self, out: Path, step: int) -> None:
-        out.mkdir(parents=True, exist_ok=True)
         self.path = out / "metrics.jsonl"
         rows = [row for row in read(self.path) if row["step"] <= step] if step else []
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        # Written beside and renamed: a kill here must not lose the rows that no later step writes again.
+        partial = out / ".partial-metrics.jsonl"
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            os.replace(partial, self.path)
+        except OSError as error:
+            raise UserError(
+                f"cannot write in {out}: {error.strerror}; choose another --out, or see to its permissions and space"
+            ) from error
 
     def write(self, **row: Any) -> None:
-        with open(self.path, "a", encoding="utf-8") as f:
-            f.write(json.dumps(row) + "\n")
+        try:
+            with open(self.path, "a", encoding="utf-8") as f:
+                f.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.path}: {error.strerror}; checkpoints are untouched. Free some space, then go on "
+                "with --resume"
+            ) from error
 
 
 def read(path: Path) -> list[dict[str, Any]]:
