@@ -5,8 +5,8 @@
 
 `documents` yields stories, descriptions, dialogue, facts and arithmetic to pretrain on; `instructions` yields
 questions in Alpaca's form, each with exactly one right answer. The two splits are disjoint by construction: the
-names in `HELD_OUT_NAMES`, the things in `HELD_OUT_THINGS` and the number pairs for which `held_out_pair` is true
-occur in "val" only, and "val" uses no other names, things or pairs. docs/corpus.md says what that does and does not show.
+names and things for which `held_out_word` is true and the number pairs for which `held_out_pair` is true occur in
+"val" only, and "val" uses no other names, things or pairs. docs/corpus.md says what that shows and what it does not.
 
 Text is made from templates. A beat is a tuple of variants of which one is picked (the empty one leaves the beat
 out); a family of stories is a tuple of beats; the roles (`{a}`, `{a.his}`, `{x.full}`) are filled once per story,
@@ -19,7 +19,7 @@ import argparse
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tinyforge.errors import UserError, run_command
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 # --- the words of the world ------------------------------------------------------------------------------------------
 
-# Names and things are made of two parts, a few dozen parts in all. The first part says little about the second, so to
-# write a name again a model must look it up in the text; it can not know it by heart. The ending tells girls from boys.
-NAME_STARTS = tuple("Ma Lo Ti Ra Be No Su Ka Da Ro Mi Pe Jo Li".split())
+# Names and things are made of two parts, a few dozen parts in all. The first part says little about the second, so a
+# model that writes a name again must have looked it up in the text. The ending of a name tells girls from boys.
+NAME_STARTS = tuple("Ma Lo Ti Ra Be No Su Ka Da Ro Mi Pe Jo Li Ga Fi Ne Va Bo Sa Te Ha".split())
 GIRL_ENDS = tuple("na ra la mi sa lia nia ta".split())
 BOY_ENDS = tuple("bin den ro mo vin ko lan bert".split())
 THING_STARTS = tuple("sun moon star rain snow wind sea tea wood hand rose milk".split())
@@ -79,8 +79,8 @@ OPPOSITES = (
 )  # fmt: skip
 
 LARGEST = 20  # every number of the world, results included, is in 0..LARGEST
-TWO_PEOPLE = 0.25  # share of the scenes to ask about that hold a second person, with other things
 LARGEST_STEP = 6  # the most that is added or taken away at once
+TWO_PEOPLE = 0.15  # share of the scenes to ask about that hold a second person, with another thing and place
 NUMBER_WORDS = tuple(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen twenty".split()
@@ -240,7 +240,7 @@ class Teller:
         nouns, colours = self.apart(self.words.things, n), self.some(COLOURS, n)
         return [Item(noun, colour, self.pick(("", "") + SIZES)) for noun, colour in zip(nouns, colours, strict=True)]
 
-    def say(self, variants: tuple[str, ...], **roles: object) -> str:
+    def say(self, variants: Sequence[str], **roles: object) -> str:
         """One of the variants, with its roles filled."""
         return self.pick(variants).format(**roles)
 
@@ -254,7 +254,12 @@ class Teller:
 Beats = tuple[tuple[str, ...], ...]
 
 LOST: Beats = (
-    ("{a} had {x.a}.", "The thing {a} loved most was {x.a}.", "{k} gave {a} {x.a}.", "{a} got {x.a} from {a.his} {kin}."),
+    (
+        "{a} had {x.a}.",
+        "The thing {a} loved most was {x.a}.",
+        "{k} gave {a} {x.a}.",
+        "{a} got {x.a} from {a.his} {kin}.",
+    ),
     ("", "{a.He} took it everywhere.", "{a.He} played with it all day.", "{a.He} kept it {spots[0]}."),
     ("But on {day} the {x} was gone.", "One morning {a} could not find the {x}.", "Then the {x} was lost."),
     (
@@ -322,7 +327,11 @@ HUNGER: Beats = (
     ("Then {b} came by with {food}.", "{a} met {b}, who had {food}.", "{b} was there too. {b} had {food}."),
     ('"I am so hungry," said {a}.', '"May I have some of your food?" asked {a}.', '"What do you have?" asked {a}.'),
     ('"I have {food}," said {b}. "You can have half."', '"Yes, let us share it," said {b}.', '"Here, eat," said {b}.'),
-    ("{b} cut the {foodname} in two.", "{b} gave half of the {foodname} to {a}.", "They sat down to eat the {foodname}."),
+    (
+        "{b} cut the {foodname} in two.",
+        "{b} gave half of the {foodname} to {a}.",
+        "They sat down to eat the {foodname}.",
+    ),
     ("{a} ate it all. It was good!", "{a} ate and was not hungry any more.", "The {foodname} was good and sweet."),
     ('"Thank you, {b}," said {a}.', "{a} thanked {b} and felt much better.", "{a} was full and happy."),
     (
@@ -335,15 +344,35 @@ HUNGER: Beats = (
 
 HELPING: Beats = (
     ("{a} was {place}.", "On {day}, {a} was {place}.", "{a} went for a walk with {b}."),
-    ('{a.He} heard a sound. "{Sound}!"', '"{Sound}!" said something. {a} stopped.', 'There was a sad sound: "{sound}".'),
+    (
+        '{a.He} heard a sound. "{Sound}!"',
+        '"{Sound}!" said something. {a} stopped.',
+        'There was a sad sound: "{sound}".',
+    ),
     ("It was a little {colour} {animal}.", "A {colour} {animal} was there.", "{a} saw a small {colour} {animal}."),
-    ("The {animal} was stuck {trap}.", "It was stuck {trap} and could not get out.", "The poor {animal} was stuck {trap}."),
+    (
+        "The {animal} was stuck {trap}.",
+        "It was stuck {trap} and could not get out.",
+        "The poor {animal} was stuck {trap}.",
+    ),
     ('"Do not be afraid," said {a}.', '"I will help you, little {animal}," said {a}.', "{a} wanted to help it."),
-    ("But {a} could not do it alone.", "{a.He} pulled and pulled, but {a.he} was not strong.", "It was too hard for {a}."),
+    (
+        "But {a} could not do it alone.",
+        "{a.He} pulled and pulled, but {a.he} was not strong.",
+        "It was too hard for {a}.",
+    ),
     ('So {a} called {b}. "Come and help me!"', '"{b}, please help!" {a} called.', "{a} ran to get {b}."),
     ("{b} came with a long rope.", "{b} came at once.", "{b} ran to help {a}."),
-    ("Together they got the {animal} out.", "They worked together, and soon the {animal} was free.", "They set it free."),
-    ('"{Sound}!" said the {animal}. It was happy.', "The {animal} was glad and ran home.", 'The {animal} said "{sound}".'),
+    (
+        "Together they got the {animal} out.",
+        "They worked together, and soon the {animal} was free.",
+        "They set it free.",
+    ),
+    (
+        '"{Sound}!" said the {animal}. It was happy.',
+        "The {animal} was glad and ran home.",
+        'The {animal} said "{sound}".',
+    ),
     ("", "{a} and {b} were glad too.", "From that day the {colour} {animal} was their friend."),
 )
 
@@ -381,7 +410,7 @@ STUCK_ANIMALS = ("cow", "dog", "cat", "duck", "sheep", "pig", "hen", "frog", "mo
 
 
 def story(t: Teller) -> str:
-    """A tiny story, 40 to 110 words: somebody wants something, something happens, it ends well for the one who wanted."""
+    """A tiny story, 40 to 110 words: somebody wants something, something happens, and it ends well."""
     beats = t.pick(FAMILIES)
     a, b = t.people(2)
     (x,) = t.items(1)
@@ -410,7 +439,11 @@ ROOM: Beats = (
     ("{a} likes the {x} best.", "Most of all {a} likes the {y}.", "{a.He} and {b} play with the {x}."),
 )
 PERSON: Beats = (
-    ("{a} is a {tall} {a.child}.", "{a} is a {a.child} who lives near {b}.", "Do you know {a}? {a.He} is a {tall} {a.child}."),
+    (
+        "{a} is a {tall} {a.child}.",
+        "{a} is a {a.child} who lives near {b}.",
+        "Do you know {a}? {a.He} is a {tall} {a.child}.",
+    ),
     ("{a.He} has {x.a} and {y.a}.", "{a.He} has two things: {x.a} and {y.a}."),
     ("{a.He} likes to play {place}.", "On {day} {a.he} is {place}.", "You can find {a.him} {place}."),
     ("The {x} is {x.colour}.", "The {y} is {y.colour}.", "{a.His} {x} is {x.colour}, and {a.his} {y} is {y.colour}."),
@@ -519,16 +552,16 @@ def ask_word_problem(t: Teller) -> Instruction:
     who, friend = t.people(2)
     noun = t.pick(t.words.things)
     a, b = t.pick(t.words.sums)
-    asked = ("How many {n}s does {w} have now?", "Now {w} has how many {n}s?")
+    gains = ("{f} gives {w.him} {b} more.", "{w.He} finds {b} more.", "{w.He} gets {b} more from {f}.")
+    losses = ("{w.He} gives {b} to {f}.", "{w.He} loses {b}.", "{f} takes {b} away.")
+    questions = ["How many {n}s does {w} have now?", "Now {w} has how many {n}s?"]
     if t.rng.random() < 0.5:
-        start, change, end = a, b, a + b
-        events = ("{f} gives {w.him} {b} more.", "{w.He} finds {b} more.", "{w.He} gets {b} more from {f}.")
+        start, end, events = a, a + b, gains
     else:
-        start, change, end = a + b, b, a
-        events = ("{w.He} gives {b} to {f}.", "{w.He} loses {b}.", "{f} takes {b} away.")
-        asked += ("How many {n}s are left with {w}?",)
-    told = f"{who} has {counted(start, noun)}. {t.say(events, f=friend, w=who, b=change)}"
-    return Instruction("word_problem", t.say(asked, n=noun, w=who), told, steps(start, end))
+        start, end, events = a + b, a, losses
+        questions.append("How many {n}s are left with {w}?")
+    told = f"{who} has {counted(start, noun)}. {t.say(events, f=friend, w=who, b=b)}"
+    return Instruction("word_problem", t.say(questions, n=noun, w=who), told, steps(start, end))
 
 
 def ask_compare(t: Teller) -> Instruction:
@@ -566,18 +599,17 @@ def scene(t: Teller) -> tuple[str, Character, Item, str]:
     return text, people[i], items[i], places[i]
 
 
+SCENE_QUESTIONS = {
+    "who": ("Who has the {x}?", "Say who has the {x}.", "Who is {place}?", "The {x} belongs to whom?"),
+    "where": ("Where is {p}?", "Where can I find {p}?", "Say where {p} is.", "Where is the {x}?"),
+    "colour": ("What colour is the {x}?", "Which colour does the {x} have?", "Say the colour of the {x}."),
+}
+
+
 def about_scene(t: Teller, kind: str, person: Character, item: Item, place: str) -> tuple[str, str]:
     """A question of this kind about a scene, and its answer."""
-    if kind == "who":
-        questions = ("Who has the {x}?", "Say who has the {x}.", "Who is {place}?", "The {x} belongs to whom?")
-        answer = person.name
-    elif kind == "where":
-        questions = ("Where is {p}?", "Where can I find {p}?", "Say where {p} is.", "Where is the {x}?")
-        answer = place
-    else:
-        questions = ("What colour is the {x}?", "Which colour does the {x} have?", "Say the colour of the {x}.")
-        answer = item.colour
-    return t.say(questions, p=person, x=item, place=place), answer
+    answers = {"who": person.name, "where": place, "colour": item.colour}
+    return t.say(SCENE_QUESTIONS[kind], p=person, x=item, place=place), answers[kind]
 
 
 def ask_scene(t: Teller, kind: str) -> Instruction:
@@ -587,7 +619,10 @@ def ask_scene(t: Teller, kind: str) -> Instruction:
 
 
 def ask_who(t: Teller) -> Instruction:
-    return ask_scene(t, "who")
+    # "It is Pelan", not "Pelan": at the start of a reply, with no space before it, a name is spelled in other tokens
+    # than in the text it must be copied from.
+    asked = ask_scene(t, "who")
+    return replace(asked, output=f"It is {asked.output}")
 
 
 def ask_where(t: Teller) -> Instruction:
@@ -634,7 +669,7 @@ def ask_repeat(t: Teller) -> Instruction:
     word = t.pick(t.words.things + t.words.girls + t.words.boys)
     times, times_word = t.pick(((1, "once"), (2, "twice"), (3, "three times")))
     variants = ("Say the word {w} {n}.", "Write {w} {n}.", "Repeat {w} {n}.", "Say {n}: {w}")
-    return Instruction("repeat", t.say(variants, w=word, n=times_word), "", " ".join([word] * times))
+    return Instruction("repeat", t.say(variants, w=word, n=times_word), "", " ".join(["OK:"] + [word] * times))
 
 
 ASK: dict[str, Callable[[Teller], Instruction]] = {
@@ -657,13 +692,18 @@ def is_correct(example: Instruction, reply: str) -> bool:
     return reply.strip() == example.output
 
 
-# --- games, facts, arithmetic and questions as text -------------------------------------------------------------------------
+# --- games, facts, arithmetic and questions as text ------------------------------------------------------------------
 
 
 NEWS = (
     "{p} has {x.a}", "{p} is {place} with {q}", "The {x.full} belongs to {p}", "{p} saw {q} {place}",
     "{p} took the {x} of {q}", "The {x} of {p} is {x.colour}", "{q} gave {x.a} to {p}",
 )  # fmt: skip
+ECHOES = (
+    '{a} said, "{words}." {b} said, "{words}."',
+    '{a} asked {b} to say {words}. "{words}," said {b}.',
+    'Now say {words}. "{words}!" said {b}.',
+)
 PASSING_ON = (
     '"{s}," said {a}. "{s}?" asked {b}. "Yes," said {a}. "{s}."',
     '{a} said to {b}, "{s}." So {b} said, "{s}."',
@@ -677,10 +717,10 @@ def game(t: Teller) -> str:
     form = t.pick(("echo", "echo", "news", "news", "song"))
     if form == "echo":
         lines = [t.say(("{a} and {b} play echo.", "{b} says what {a} says."), a=a, b=b)]
-        for _ in range(3):
+        for _ in range(4):
             pool = t.some(t.words.things, 3) + [c.name, d.name, t.people(1)[0].name]
-            words = " ".join(t.some(pool, 2 + t.pick(range(3))))
-            lines.append(f'{a} said, "{words}." {b} said, "{words}."')
+            words = " ".join(t.some(pool, 1 + t.pick(range(3))))
+            lines.append(t.say(ECHOES, a=a, b=b, words=words))
         return " ".join(lines)
     if form == "news":
         items = t.items(2)
@@ -697,7 +737,7 @@ def quiz(t: Teller) -> str:
     if t.rng.random() < 0.5:
         text, person, item, place = scene(t)
         lines.append(text)
-        for kind in t.some(("who", "where", "colour"), 3):
+        for kind in t.some(tuple(SCENE_QUESTIONS), 3):
             lines += about_scene(t, kind, person, item, place)
         return "\n".join(lines)
     for kind in t.rng.choices(KINDS, k=5):
@@ -715,8 +755,11 @@ def lesson(t: Teller) -> str:
         turns.append(
             t.say(
                 ('"{q}" asked {a}. "{S}," said {b}.', '{a} asked, "{q}" {b} said, "{S}."', '"{q}"\n"{S}!"'),
-                a=a, b=b, q=question, S=sentence(answer),
-            )  # fmt: skip
+                a=a,
+                b=b,
+                q=question,
+                S=sentence(answer),
+            )
         )
     return f"{a} and {b} {t.say(('talk', 'sit', 'play', 'meet'))} {t.pick(PLACES)}. {' '.join(turns)}"
 
@@ -749,7 +792,8 @@ def arithmetic(t: Teller) -> str:
         elif form < 0.75:
             p, q = t.pick(t.words.comparisons)
             more, less = max(p, q), min(p, q)
-            parts.append(t.say(("{m} is larger than {n}.", "{n} is smaller than {m}.", "{m} is more than {n}."), m=more, n=less))
+            variants = ("{m} is larger than {n}.", "{n} is smaller than {m}.", "{m} is more than {n}.")
+            parts.append(t.say(variants, m=more, n=less))
         elif form < 0.85:
             start = t.pick(range(LARGEST - 5))
             parts.append(f"Count on from {start}: {', '.join(str(n) for n in range(start, start + 6))}.")
@@ -759,7 +803,7 @@ def arithmetic(t: Teller) -> str:
     return t.pick((" ", "\n")).join(parts)
 
 
-# Weights of the kinds of document; the last three are the practice of what the instructions ask.
+# The kinds of document and their weights. The last three practise what the instructions ask, in other words.
 FORMS = (story, description, dialogue, game, quiz, lesson, arithmetic)
 FORM_WEIGHTS = (22, 6, 6, 32, 20, 3, 11)
 
@@ -798,7 +842,8 @@ def main() -> None:
         raise UserError(f"--n is {args.n}; wanted 1 or more. Try --n 5")
     if args.instructions:
         for example in instructions(args.split, args.n, args.seed):
-            print(f"[{example.kind}] {' | '.join(filter(None, (example.instruction, example.input)))} -> {example.output}")
+            question = " | ".join(filter(None, (example.instruction, example.input)))
+            print(f"[{example.kind}] {question} -> {example.output}")
     else:
         print("\n\n".join(documents(args.split, args.n, args.seed)))
 

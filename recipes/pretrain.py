@@ -11,6 +11,7 @@ part; your data: the last tenth) is never trained on and is what `val bits per b
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,9 +50,12 @@ def config_of(settings: Settings) -> Config:
         if not path.is_file():
             raise UserError(f"--config: {settings.config!r} is no preset ({', '.join(PRESETS)}) and no file")
         try:
-            config = Config.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise UserError(f"--config: {path} is not JSON: {error}") from error
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"--config: cannot read {path} as JSON: {error}; see to the file") from error
+        if not isinstance(values, dict):
+            raise UserError(f"--config: {path} holds a {type(values).__name__}, wants an object of the config's fields")
+        config = Config.from_dict(values)
     changes: dict[str, Any] = {}
     for item in settings.set:
         key, equals, value = item.partition("=")
@@ -136,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return {"val_bits_per_byte": evaluate_nll(sharded, batches, tokenizer.byte_lengths)}
 
     opening = held_out[0][:40].rsplit(" ", 1)[0] or held_out[0][:40]
+    # A character can take four tokens: half of the context is left for what follows.
+    opening = tokenizer.decode(tokenizer.encode(opening)[: max(1, config.context // 2)])
 
     def sample() -> str:
         ids = generate(model, tokenizer.encode(opening), Sampling(max_tokens=60), frozenset({end}))
@@ -154,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     final = evaluate_nll(Sharded(model, backend), everything, tokenizer.byte_lengths)
     print(f"all held-out text: {final:.3f} bits per byte")
     print(f"next: python recipes/sft.py --base {out}")
-    print(f"  or: python -m models.nanoeuler.chat --checkpoint {out} --prompt \"{opening}\"")
+    print(f"  or: python -m models.nanoeuler.chat --checkpoint {out} --prompt {shlex.quote(opening)}")
     return 0
 
 

@@ -50,9 +50,11 @@ def encode(records: Sequence[Record], tokenizer: Tokenizer, seq_len: int, what: 
 
 
 def answer(loaded: Loaded, instruction: str, input: str, max_tokens: int = 40) -> str:
-    """The greedy reply."""
+    """The greedy reply; empty if the prompt leaves no room for one."""
     tokenizer = loaded.tokenizer
     prompt = tokenizer.encode(render_prompt(instruction, input))
+    if len(prompt) >= loaded.model.config.context:
+        return ""
     stop = frozenset(tokenizer.specials.values())
     return tokenizer.decode(generate(loaded.model, prompt, Sampling(temperature=0.0, max_tokens=max_tokens), stop))
 
@@ -98,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     encoded = encode(training, tokenizer, seq_len, "training")
     data = Examples(encoded, config.mtp_heads, settings.seed)
     held = encode(held_out, tokenizer, seq_len, "held out")
+    if not held:
+        raise UserError(f"data: none of the {len(held_out)} held-out records fits {seq_len} tokens; give more records")
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         batches = (data.pad(held[i : i + settings.batch_size]) for i in range(0, len(held), settings.batch_size))

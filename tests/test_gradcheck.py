@@ -27,7 +27,7 @@ from tinyforge.errors import UserError
 from tinyforge.gradcheck import TOLERANCE, check_op, directional_error
 from tinyforge.op import Array, Op, Stash
 from tinyforge.ops.attention import TILE
-from tinyforge.ops.swiglu import sigmoid
+from tinyforge.ops.swiglu import sigmoid_
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 EVERYTHING: tuple[type[Op], ...] = (*ops.ALL, *models.ALL)
@@ -102,7 +102,7 @@ def rmsnorm_without_mean(dy: Array, x: Array, rstd: Array, weight: Array, dweigh
 
 def swiglu_without_slope(dy: Array, gu: Array) -> Array:
     gate, up = np.split(gu, 2, axis=-1)
-    return np.concatenate([dy * up * sigmoid(gate), dy * gate * sigmoid(gate)], axis=-1)
+    return np.concatenate([dy * up * sigmoid_(gate.copy()), dy * gate * sigmoid_(gate.copy())], axis=-1)
 
 
 def unmasked(right: Kernel) -> Kernel:

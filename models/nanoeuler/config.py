@@ -67,12 +67,23 @@ class Config:
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise UserError(f"config: unknown key {unknown[0]!r}; known: {', '.join(known)}")
+        for name, value in values.items():
+            if not _fits(value, getattr(self, name)):
+                wanted = {int: "a whole number", float: "a number", tuple: "a list of numbers"}
+                raise UserError(f"config: {name} is {value!r}, wants {wanted[type(getattr(self, name))]}")
         values = dict(values)
         if "mtp_weights" in values:
             values["mtp_weights"] = tuple(float(w) for w in values["mtp_weights"])
         elif "mtp_heads" in values:
             values["mtp_weights"] = tuple(0.5**k for k in range(int(values["mtp_heads"])))
         return replace(self, **values)
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """Whether a value from outside has the type of the field's default; an integer will do for a float."""
+    if isinstance(default, tuple):
+        return isinstance(value, list | tuple) and all(_fits(v, 0.0) for v in value)
+    return isinstance(value, int | float if isinstance(default, float) else int) and not isinstance(value, bool)
 
 
 PRESETS = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.op import Stash
+from tinyforge.op import Op, Stash
 from tinyforge.train.sharded import Batch, Model
 
 
@@ -18,17 +18,20 @@ class _NotFinite(Exception):
 def first_nonfinite(model: Model, batch: Batch, scale: np.ndarray) -> str:
     """Run the batch again with every op's results looked at; returns e.g. "forward of blocks.2.swiglu"."""
     backend = model.ops()[0].backend
+    model.buffer.grads[...] = 0  # what the batch that failed left there would be blamed on the first op
     for op in model.ops():
         for p in op.params():
             if not np.isfinite(backend.to_numpy(p.value)).all():
                 return f"weight {p.name}"
 
-    def watched(function: Callable[..., Any], where: str) -> Callable[..., Any]:
+    def watched(op: Op, method: str) -> Callable[..., Any]:
+        function = getattr(op, method)
+
         def run(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            for array in result if isinstance(result, tuple) else (result,):
+            for array in (*(result if isinstance(result, tuple) else (result,)), *(p.grad for p in op.params())):
                 if array is not None and not np.isfinite(backend.to_numpy(array)).all():
-                    raise _NotFinite(where)
+                    raise _NotFinite(f"{method} of {op.name}")
             return result
 
         return run
@@ -36,10 +39,7 @@ def first_nonfinite(model: Model, batch: Batch, scale: np.ndarray) -> str:
     try:
         for op in model.ops():
             # Instance attributes shadow the class's methods; they are removed again below.
-            vars(op).update(
-                forward=watched(op.forward, f"forward of {op.name}"),
-                backward=watched(op.backward, f"backward of {op.name}"),
-            )
+            vars(op).update(forward=watched(op, "forward"), backward=watched(op, "backward"))
         stash = Stash()
         model.forward(backend.asarray(batch.ids), backend.asarray(batch.targets), stash)
         model.backward(backend.asarray(scale), stash)

@@ -6,6 +6,7 @@ gradients, clipping, AdamW, the schedule, progress, metrics, checkpoints, signal
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -108,6 +109,7 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
     sharded = Sharded(task.model, backend)
     optimizer = AdamW(buffer, backend, AdamWConfig(weight_decay=settings.weight_decay))
     step, before = 0, 0.0
+    last_saved: Path | None = None
     if resume:
         found = checkpoint.load(out)
         _check_same(found, task)
@@ -117,12 +119,12 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
             load_named(buffer, flat, moments, backend, found.path, prefix)
         step, before = found.meta["step"], found.meta["elapsed"]
         optimizer.step_count = step
+        last_saved = found.path
         print(f"resuming at step {step} from {found.path}")
     elif checkpoint.steps(out):
         raise UserError(f"{out} already holds a run; continue it with --resume, or choose another --out")
     log = metrics.Metrics(out, step)
     start = time.perf_counter()
-    last_saved: Path | None = None
 
     def elapsed() -> float:
         return before + time.perf_counter() - start
@@ -136,6 +138,9 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
         tensors = named(buffer, optimizer.m, backend, "m.") | named(buffer, optimizer.v, backend, "v.")
         meta = {**task.meta, "settings": settings.to_dict(), "elapsed": round(elapsed(), 3)}
         weights = named(buffer, buffer.values, backend)
+        bad = next((name for name, value in weights.items() if not np.isfinite(value).all()), None)
+        if bad is not None:
+            raise UserError(f"step {step}: weight {bad} is not finite; {_last_good(out)}. Try a lower --lr or --clip")
         return checkpoint.save(out, step, weights, tensors, task.tokenizer, meta, settings.keep)
 
     def evaluate(bar: Any) -> None:
@@ -148,8 +153,8 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
     pace = 0.5 if sys.stderr.isatty() else 20.0  # seconds between updates: a log file wants few lines
     bar = tqdm(total=settings.steps, initial=step, unit="step", dynamic_ncols=True, mininterval=pace, maxinterval=pace)
     with _Signals() as signals, bar:
-        evaluated = -1
-        while progress() < 1.0 and signals.received is None:
+        done = progress() >= 1.0
+        while not done and signals.received is None:
             began = time.perf_counter()
             batches = task.batches(step)
             targets = np.concatenate([b.targets.reshape(-1, b.targets.shape[-1]) for b in batches])
@@ -163,6 +168,7 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
             lr = learning_rate(settings.schedule, progress(), settings.lr)
             optimizer.step(lr, clip_scale(norm, settings.clip))
             step += 1
+            done = progress() >= 1.0
             bpb = bits_per_byte(float(nll[0]), targets, task.byte_lengths)
             rate = sum(b.ids.size for b in batches) / (time.perf_counter() - began)
             log.write(
@@ -172,14 +178,12 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
             bar.update(1)
             left = "" if settings.steps else f", {max(0.0, 60 * (settings.minutes or 0) - elapsed()):.0f} s left"
             bar.set_postfix_str(f"loss {loss:.3f}, {bpb:.2f} bits/byte, {rate:,.0f} tokens/s{left}", refresh=False)
-            if step % settings.eval_every == 0:
+            # Evaluation comes before the save: what is resumed has its figures in the metrics already.
+            if step % settings.eval_every == 0 or done:
                 evaluate(bar)
-                evaluated = step
-            if step % settings.save_every == 0:
+            if step % settings.save_every == 0 or done or signals.received is not None:
                 last_saved = save()
-        if signals.received is None and evaluated != step:
-            evaluate(bar)
-    if last_saved is None or last_saved.name != f"step-{step:08d}":
+    if last_saved is None:
         last_saved = save()
     metrics.plot(log.path, out / "loss.png")
     if signals.received is not None:
@@ -191,8 +195,9 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
 
 
 def _check_same(found: checkpoint.Checkpoint, task: Task) -> None:
+    given = json.loads(json.dumps(task.meta))  # as the checkpoint has it: a tuple is a list there
     for key, what in (("config", "config"), ("tokenizer_hash", "tokenizer"), ("data_hash", "data")):
-        if found.meta.get(key) != task.meta.get(key):
+        if found.meta.get(key) != given.get(key):
             raise UserError(
                 f"--resume: {found.path} was made with another {what}; give the same {what}, or start a new run "
                 "with another --out"
@@ -204,9 +209,12 @@ def _refuse_nonfinite(
 ) -> None:
     where = next((w for b in batches if "sum of the" not in (w := first_nonfinite(task.model, b, scale))),
                  "the sum of the gradients")  # fmt: skip
-    left = checkpoint.steps(out)
-    good = f"the last good checkpoint is {left[-1]}" if left else "no checkpoint had been saved yet"
     raise UserError(
         f"step {step}: loss {loss}, gradient norm {norm}: the first number that is not finite came from {where}; "
-        f"{good}. Try a lower --lr or --clip"
+        f"{_last_good(out)}. Try a lower --lr or --clip"
     )
+
+
+def _last_good(out: Path) -> str:
+    left = checkpoint.steps(out)
+    return f"the last good checkpoint is {left[-1]}" if left else "no checkpoint had been saved yet"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -107,15 +108,21 @@ def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Sett
             given["steps"] = None
         settings = Settings(**{**defaults.to_dict(), **given})
     for name in ("batch_size", "grad_accum", "eval_every", "save_every", "lr"):
-        if getattr(settings, name) <= 0:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, wants a number above 0")
+        _check(name, getattr(settings, name), above_zero=True)
+    for name in ("weight_decay", "clip", "keep"):
+        _check(name, getattr(settings, name), above_zero=False)
     for name in ("steps", "minutes", "seq_len", "workers"):
-        value = getattr(settings, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name.replace('_', '-')} is {value}, wants a number above 0")
+        if getattr(settings, name) is not None:
+            _check(name, getattr(settings, name), above_zero=True)
     if settings.steps is None and settings.minutes is None:
         raise UserError("neither --steps nor --minutes is given; one of them must end the run")
     return settings, resume
+
+
+def _check(name: str, value: float, above_zero: bool) -> None:
+    if not (0 <= value < math.inf) or (above_zero and value == 0):
+        wanted = "above 0" if above_zero else "of 0 or more"
+        raise UserError(f"--{name.replace('_', '-')} is {value}, wants a number {wanted}")
 
 
 def _resumed(given: dict[str, Any], out: Path) -> Settings:

@@ -1,0 +1,327 @@
+"""Time one training step of NanoEuler: forward, backward, clipping, AdamW.
+
+    python bench/train_step.py                                                  ours alone
+    python bench/train_step.py --batch-size 16 --seq-len 128 --peer torch       next to PyTorch, eager and compiled
+    python bench/train_step.py --peer torch --json result.json                  and everything as one JSON object
+
+All contenders start from the same weights, see the same random tokens, and must agree on the loss of the first steps
+before any is timed. They then take turns in one process, a few steps each, so that a machine that gets slower or
+faster in between does so for all of them; the first step of each turn is not counted. Time on an idle machine all the
+same: another busy process slows the contenders unequally. Peak memory is that of a child process that does nothing but
+the steps of one contender.
+
+FLOP convention: 6 N per token, N the parameters without the input embedding, plus causal attention: two products of
+2 D FLOP per query head and pair of positions s <= t, three times (forward, and twice that in backward), recomputation
+not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+# The repository root is where models/, recipes/ and tinyforge/ are.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from models.nanoeuler.config import Config
+from models.nanoeuler.model import NanoEuler
+from recipes.pretrain import config_of
+from tinyforge.backends import Backend, get_backend
+from tinyforge.errors import UserError, run_command
+from tinyforge.ops.cross_entropy import head_scale
+from tinyforge.optim import AdamW, clip_scale, global_norm
+from tinyforge.train.batches import PackedTokens
+from tinyforge.train.metrics import peak_memory_mib
+from tinyforge.train.settings import Settings
+from tinyforge.train.sharded import Batch, Sharded
+
+OURS, EAGER, COMPILED = "tinyforge", "torch eager", "torch compiled"
+LR, CLIP = 1e-3, 1.0
+BATCHES = 8  # distinct ones, visited in turn
+PARITY_STEPS = 3  # the second and third loss depend on the gradients, the clipping and AdamW too
+PARITY_TOLERANCE = 1e-4  # nats
+TURN = 5  # counted steps before the next contender's turn
+MEMORY_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is timed. workers: threads of ours. threads: of PyTorch. steps: counted for each contender."""
+
+    config: Config
+    batch_size: int
+    seq_len: int
+    steps: int
+    backend: str
+    precision: str
+    workers: int
+    threads: int
+
+    def batches(self) -> list[Batch]:
+        """Random tokens, windowed as pretraining does it."""
+        windows = BATCHES * self.batch_size + 2
+        tokens = np.random.default_rng(0).integers(0, self.config.vocab, windows * self.seq_len)
+        data = PackedTokens(tokens, self.seq_len, self.config.mtp_heads, seed=0)
+        return [data.batch(i, self.batch_size) for i in range(BATCHES)]
+
+
+class Contender(Protocol):
+    def step(self, index: int) -> float:
+        """One step on batch `index` modulo BATCHES; returns the loss before it."""
+
+
+class Ours:
+    """The step of `tinyforge.train.loop`, without its logging."""
+
+    def __init__(self, options: Options, backend: Backend) -> None:
+        self.batches = options.batches()
+        self.head_weights = options.config.mtp_weights
+        self.model = NanoEuler(options.config, backend)
+        self.model.initialise(seed=0)
+        self.sharded = Sharded(self.model, backend)
+        self.optimizer = AdamW(self.model.buffer, backend)
+
+    def step(self, index: int) -> float:
+        batch = self.batches[index % BATCHES]
+        scale = head_scale(batch.targets, self.head_weights)
+        nll = self.sharded.gradients([batch], scale)
+        self.optimizer.step(LR, clip_scale(global_norm(self.model.buffer.grads), CLIP))
+        return float(nll @ scale)
+
+
+def torch_peer(options: Options, compiled: bool) -> Any:
+    # Here and not at the top: torch is needed, and its memory counted, only when it is the peer.
+    from bench.torch_peer import TorchPeer
+
+    dtype = np.dtype({"fp32": "float32", "fp64": "float64"}[options.precision])
+    return TorchPeer(
+        options.config, options.batches(), dtype=dtype, threads=options.threads, lr=LR, clip=CLIP, compiled=compiled
+    )
+
+
+def peak_memory(name: str, options: Options) -> float:
+    """Peak memory in MiB of a child process that takes MEMORY_STEPS steps of one contender."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
+        return child.submit(_steps_only, name, options).result()
+
+
+def _steps_only(name: str, options: Options) -> float:
+    contender: Contender
+    if name == OURS:
+        contender = Ours(options, get_backend(options.backend, options.precision, options.workers))
+    else:
+        contender = torch_peer(options, compiled=False)
+    for i in range(MEMORY_STEPS):
+        contender.step(i)
+    return peak_memory_mib()
+
+
+def check_parity(contenders: dict[str, Contender]) -> dict[str, Any]:
+    """Take the first steps, which also warm up; raises if a peer's loss is not ours."""
+    losses = {name: [c.step(i) for i in range(PARITY_STEPS)] for name, c in contenders.items()}
+    # np.max hands on a NaN, which is then not within the tolerance.
+    worst = float(np.max([np.abs(np.subtract(theirs, losses[OURS])) for theirs in losses.values()]))
+    if not worst <= PARITY_TOLERANCE:
+        raise RuntimeError(f"parity: losses differ by {worst:.2g} nats, wanted {PARITY_TOLERANCE:g}: {losses}")
+    return {"losses": losses, "worst_difference": worst, "tolerance": PARITY_TOLERANCE}
+
+
+def take_turns(contenders: dict[str, Contender], steps: int) -> dict[str, list[float]]:
+    """Seconds of each of `steps` counted steps, by contender."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    index = PARITY_STEPS
+    for done in range(0, steps, TURN):
+        counted = min(TURN, steps - done)
+        for name, contender in contenders.items():
+            # Finds its data in no cache, and the last contender's threads perhaps still spinning: not counted.
+            contender.step(index)
+            for i in range(counted):
+                start = time.perf_counter()
+                contender.step(index + 1 + i)
+                seconds[name].append(time.perf_counter() - start)
+        index += 1 + counted
+    return seconds
+
+
+def flop_per_step(config: Config, parameters: int, batch_size: int, seq_len: int) -> float:
+    """See the convention at the top."""
+    matrices = 6 * (parameters - config.vocab * config.dim) * seq_len
+    pairs = seq_len * (seq_len + 1) / 2
+    attention = 3 * 2 * 2 * config.head_dim * config.heads * config.layers * pairs
+    return batch_size * (matrices + attention)
+
+
+def matmul_peak(backend: Backend, size: int = 1024, repeats: int = 10) -> float:
+    """GFLOP/s of the best of `repeats` rounds in which each worker multiplies two square matrices."""
+    a = backend.asarray(np.random.default_rng(0).normal(size=(size, size)))
+    outs = [backend.empty(a.shape) for _ in range(backend.workers)]
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        backend.map(lambda out: backend.xp.matmul(a, a, out=out), outs)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 * backend.workers / best / 1e9
+
+
+def cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def measure(options: Options, peer: str | None) -> dict[str, Any]:
+    """Everything that is printed, as a JSON object. Times in ms, memory in MiB."""
+    config = options.config
+    load_average = os.getloadavg()[0]
+    # First, while this process is small: Linux counts a parent's peak at the start of a child as the child's own.
+    memory = {name: peak_memory(name, options) for name in ((OURS, EAGER) if peer else (OURS,))}
+    backend = get_backend(options.backend, options.precision, options.workers)
+    ours = Ours(options, backend)
+    contenders: dict[str, Contender] = {OURS: ours}
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    if peer:
+        weights = {p.name: backend.to_numpy(p.value) for p in ours.model.buffer.params}
+        for name in (EAGER, COMPILED):
+            contenders[name] = torch_peer(options, compiled=name == COMPILED)
+            contenders[name].load(weights)  # type: ignore[attr-defined]
+        versions["torch"] = sys.modules["torch"].__version__
+    parity = check_parity(contenders) if peer else None
+    if not peer:
+        for i in range(PARITY_STEPS):
+            ours.step(i)
+    peak_before = matmul_peak(backend)
+    seconds = take_turns(contenders, options.steps)
+    peak = max(peak_before, matmul_peak(backend))
+    parameters = ours.model.buffer.count
+    tokens = options.batch_size * options.seq_len
+    flop = flop_per_step(config, parameters, options.batch_size, options.seq_len)
+    base = median(seconds[OURS])
+    results = {
+        name: {
+            "median_ms": 1e3 * median(times),
+            "min_ms": 1e3 * min(times),
+            "tokens_per_second": tokens / median(times),
+            "gflop_per_second": flop / median(times) / 1e9,
+            "of_matmul_peak": flop / median(times) / 1e9 / peak,
+            "ours_over_this": base / median(times),
+            "peak_memory_mib": memory.get(name),
+            "step_ms": [1e3 * t for t in times],
+        }
+        for name, times in seconds.items()
+    }
+    return {
+        "device": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), "load_average_before": load_average},
+        "versions": versions,
+        "threads": {"ours": options.workers, "torch": options.threads if peer else None},
+        "backend": backend.name,
+        "precision": options.precision,
+        "config": config.to_dict(),
+        "parameters": parameters,
+        "batch_size": options.batch_size,
+        "seq_len": options.seq_len,
+        "counted_steps": options.steps,
+        "gflop_per_step": flop / 1e9,
+        "flop_convention": "6 N per token, N without the input embedding, plus causal attention; no recomputation",
+        "matmul_peak_gflop_per_second": peak,
+        "parity": parity,
+        "results": results,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The figures of `measure` for people."""
+    device, threads, parity = found["device"], found["threads"], found["parity"]
+    tokens = found["batch_size"] * found["seq_len"]
+    torch_threads = f", torch {threads['torch']}" if threads["torch"] else ""
+    rows = [
+        ("device", f"{device['cpu']}, {device['cores']} cores"),
+        ("load average", f"{device['load_average_before']:.2f} over the minute before the start"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
+        ("threads", f"ours {threads['ours']} (workers, single-threaded BLAS){torch_threads}"),
+        ("precision", f"{found['precision']}, backend {found['backend']}"),
+        ("parameters", f"{found['parameters']:,}"),
+        ("batch", f"{found['batch_size']} x {found['seq_len']} = {tokens:,} random tokens"),
+        ("steps", f"{found['counted_steps']} counted each, in turns of {TURN}, after {PARITY_STEPS} to warm up"),
+        ("FLOP", f"{found['gflop_per_step']:.2f} GFLOP a step: {found['flop_convention']}"),
+        ("matmul peak", f"{found['matmul_peak_gflop_per_second']:.0f} GFLOP/s, measured, NumPy on the same threads"),
+    ]
+    if parity:
+        worst, wanted = parity["worst_difference"], parity["tolerance"]
+        rows.append(
+            ("parity", f"losses of the first {PARITY_STEPS} steps agree to {worst:.1e} nats (wanted {wanted:g})")
+        )
+    lines = [f"{name:<13} {value}" for name, value in rows]
+    lines += ["", f"{'':<15} {'median ms':>9} {'min ms':>8} {'tokens/s':>9} {'GFLOP/s':>8} {'of peak':>8} "
+                  f"{'ours/this':>9} {'peak MiB':>9}"]  # fmt: skip
+    for name, r in found["results"].items():
+        memory = f"{r['peak_memory_mib']:.0f}" if r["peak_memory_mib"] else "-"
+        lines.append(
+            f"{name:<15} {r['median_ms']:>9.1f} {r['min_ms']:>8.1f} {r['tokens_per_second']:>9,.0f} "
+            f"{r['gflop_per_second']:>8.1f} {r['of_matmul_peak']:>8.0%} {r['ours_over_this']:>9.2f} {memory:>9}"
+        )
+    return "\n".join(lines)
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    for name in ("batch_size", "seq_len", "steps", "workers", "threads"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise UserError(f"--{name.replace('_', '-')} is {value}, wants a number above 0")
+    config = config_of(Settings(config=args.config))
+    seq_len = args.seq_len or config.context
+    if seq_len > config.context:
+        raise UserError(f"--seq-len is {seq_len}, the config's context is {config.context}; use at most that")
+    if args.peer == "torch" and importlib.util.find_spec("torch") is None:
+        raise UserError("--peer torch: PyTorch is not installed; pip install torch, or leave out --peer")
+    if args.json and args.json != "-" and not Path(args.json).resolve().parent.is_dir():
+        raise UserError(f"--json: {args.json} is in a folder that does not exist; make it first")
+    workers = args.workers or len(os.sched_getaffinity(0))
+    get_backend(args.backend, args.precision, workers)  # refuses names it does not know, before a child meets them
+    return Options(
+        config, args.batch_size, seq_len, args.steps, args.backend, args.precision, workers, args.threads or workers
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--config", default="small", help="preset (small, base, large) or a JSON file (default: small)")
+    p.add_argument("--batch-size", type=int, default=16, help="sequences a step (default: 16)")
+    p.add_argument("--seq-len", type=int, help="tokens a sequence (default: the config's context)")
+    p.add_argument("--steps", type=int, default=30, help="counted steps for each contender (default: 30)")
+    p.add_argument("--peer", choices=("torch",), help="time PyTorch too")
+    p.add_argument("--backend", default="auto", help="ours: auto, numpy (default: auto)")
+    p.add_argument("--precision", default="fp32", help="fp32 or fp64 (default: fp32)")
+    p.add_argument("--workers", type=int, help="threads of ours (default: one a core)")
+    p.add_argument("--threads", type=int, help="threads of PyTorch (default: as many as --workers)")
+    p.add_argument("--json", nargs="?", const="-", metavar="FILE",
+                   help="all figures as JSON to FILE; without FILE to stdout, and the table to stderr")  # fmt: skip
+    args = p.parse_args(argv)
+    found = measure(options_of(args), args.peer)
+    print(table(found), file=sys.stderr if args.json == "-" else sys.stdout)
+    if args.json == "-":
+        print(json.dumps(found, indent=2))
+    elif args.json:
+        try:
+            Path(args.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--json: cannot write {args.json}: {error.strerror}; choose another file") from error
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

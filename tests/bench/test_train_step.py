@@ -1,0 +1,100 @@
+"""The benchmark runs without PyTorch, counts FLOP as it says, and refuses a peer that computes something else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.train_step import EAGER, OURS, Options, Ours, check_parity, flop_per_step, main, table, torch_peer
+from models.nanoeuler.config import Config
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError
+
+TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=12, vocab=19, mtp_heads=2, hidden=24,
+              mtp_weights=(1.0, 0.5))  # fmt: skip
+FLAGS = ["--batch-size", "2", "--seq-len", "16", "--steps", "2", "--workers", "1"]
+
+
+def test_it_times_our_step_and_writes_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err.strip() == table(found)
+    assert found["parameters"] == 1_053_824
+    assert found["parity"] is None and list(found["results"]) == [OURS]
+    result = found["results"][OURS]
+    assert len(result["step_ms"]) == 2
+    assert result["min_ms"] == min(result["step_ms"]) > 0
+    assert result["tokens_per_second"] == pytest.approx(2 * 16 / result["median_ms"] * 1e3)
+    assert result["of_matmul_peak"] * found["matmul_peak_gflop_per_second"] == pytest.approx(result["gflop_per_second"])
+    assert result["peak_memory_mib"] > 20  # NumPy alone takes more
+
+
+def test_json_goes_to_a_file_and_the_table_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "result.json"
+    assert main([*FLAGS, "--json", str(target)]) == 0
+    assert capsys.readouterr().out.strip() == table(json.loads(target.read_text(encoding="utf-8")))
+
+
+def test_flop_of_a_model_small_enough_to_count_by_hand() -> None:
+    # One layer, dim 4, hidden 6, one head of each kind, vocab 5, one output head, T = 3, no embedding, norms included.
+    config = Config(dim=4, heads=1, kv_heads=1, layers=1, context=3, vocab=5, mtp_heads=1, hidden=6, mtp_weights=(1.0,))
+    without_embedding = 3 * 4 * 4 + 4 * 4 + 2 * 6 * 4 + 4 * 6 + 3 * 4 + 5 * 4
+    scores_and_values = 2 * (2 * 4) * (1 + 2 + 3)
+    expected = 6 * without_embedding * 3 + 3 * scores_and_values
+    assert flop_per_step(config, without_embedding + 5 * 4, batch_size=1, seq_len=3) == expected
+    assert flop_per_step(config, without_embedding + 5 * 4, batch_size=2, seq_len=3) == 2 * expected
+
+
+class Fixed:
+    """A contender whose losses are known."""
+
+    def __init__(self, *losses: float) -> None:
+        self.losses = losses
+
+    def step(self, index: int) -> float:
+        return self.losses[index]
+
+
+@pytest.mark.parametrize("third", [1.0002, 0.9998, float("nan")])
+def test_a_peer_whose_loss_drifts_away_is_not_timed(third: float) -> None:
+    with pytest.raises(RuntimeError, match="parity"):
+        check_parity({OURS: Fixed(3.0, 2.0, 1.0), EAGER: Fixed(3.0, 2.0, third)})
+
+
+def test_a_peer_that_agrees_passes() -> None:
+    parity = check_parity({OURS: Fixed(3.0, 2.0, 1.0), EAGER: Fixed(3.0, 2.00005, 1.0)})
+    assert parity["worst_difference"] == pytest.approx(5e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps", "0"], "--steps is 0"),
+        (["--seq-len", "129"], "--seq-len is 129, the config's context is 128"),
+        (["--config", "huge"], "'huge' is no preset"),
+        (["--precision", "fp8"], "precision 'fp8' is not available"),
+        (["--json", "no/such/folder/result.json"], "folder that does not exist"),
+        (["--peer", "torch"], "PyTorch is not installed; pip install torch"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UserError) as caught:
+        main(flags)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_torch_peer_takes_the_same_steps_in_float64() -> None:
+    pytest.importorskip("torch")
+    options = Options(TINY, 3, 12, steps=1, backend="numpy", precision="fp64", workers=1, threads=1)
+    backend = get_backend("numpy", "fp64", 1)
+    ours = Ours(options, backend)
+    peer: Any = torch_peer(options, compiled=False)
+    peer.load({p.name: p.value for p in ours.model.buffer.params})
+    for index in range(5):
+        assert peer.step(index) == pytest.approx(ours.step(index), abs=1e-9)

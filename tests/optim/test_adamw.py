@@ -1,0 +1,115 @@
+"""AdamW against its formula written out per parameter; clipping; schedules at their ends and between."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from tinyforge.backends import get_backend
+from tinyforge.op import Param, ParamBuffer
+from tinyforge.optim import SCHEDULES, AdamW, AdamWConfig, clip_scale, global_norm, learning_rate
+
+CONFIG = AdamWConfig(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
+
+
+def some_buffer(precision: str, workers: int) -> tuple[ParamBuffer, AdamW]:
+    """A matrix larger than what is updated at a time, a small one, and a norm, which is not decayed."""
+    backend = get_backend("numpy", precision, workers)
+    params = [
+        Param("norm", (7,), fill=1.0, decay=False),
+        Param("large", (190, 211), std=0.5),
+        Param("small", (3, 5), std=0.5),
+    ]
+    buffer = ParamBuffer(params, backend)
+    rng = np.random.default_rng(0)
+    for p in params:
+        p.value[...] = rng.normal(size=p.shape)
+    return buffer, AdamW(buffer, backend, CONFIG)
+
+
+def naive_step(w: np.ndarray, m: np.ndarray, v: np.ndarray, g: np.ndarray, t: int, lr: float, decay: float) -> None:
+    """The paper's lines, in float64, in place."""
+    m[...] = CONFIG.beta1 * m + (1 - CONFIG.beta1) * g
+    v[...] = CONFIG.beta2 * v + (1 - CONFIG.beta2) * g**2
+    corrected_m, corrected_v = m / (1 - CONFIG.beta1**t), v / (1 - CONFIG.beta2**t)
+    w[...] = w - lr * decay * w - lr * corrected_m / (np.sqrt(corrected_v) + CONFIG.eps)
+
+
+@pytest.mark.parametrize(("precision", "rtol"), [("fp64", 1e-13), ("fp32", 3e-6)])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_five_steps_follow_the_formula(precision: str, rtol: float, workers: int) -> None:
+    buffer, optimizer = some_buffer(precision, workers)
+    naive = {p.name: (p.value.astype(np.float64), np.zeros(p.shape), np.zeros(p.shape)) for p in buffer.params}
+    rng = np.random.default_rng(1)
+    for t in range(1, 6):
+        lr, grad_scale = 0.1 / t, 0.5
+        for p in buffer.params:
+            p.grad[...] = rng.normal(size=p.shape)
+            g = p.grad.astype(np.float64) * grad_scale
+            naive_step(*naive[p.name], g, t, lr, 0.0 if p.name == "norm" else CONFIG.weight_decay)
+        optimizer.step(lr, grad_scale)
+    assert optimizer.step_count == 5
+    for p in buffer.params:
+        w, m, v = naive[p.name]
+        np.testing.assert_allclose(p.value, w, rtol=rtol, atol=rtol, err_msg=p.name)
+        np.testing.assert_allclose(buffer.view(optimizer.m, p), m, rtol=rtol, atol=rtol, err_msg=p.name)
+        np.testing.assert_allclose(buffer.view(optimizer.v, p), v, rtol=rtol, atol=rtol, err_msg=p.name)
+
+
+def test_workers_do_not_change_a_bit() -> None:
+    results = []
+    for workers in (1, 2, 5):
+        buffer, optimizer = some_buffer("fp32", workers)
+        buffer.grads[...] = np.random.default_rng(2).normal(size=buffer.grads.shape)
+        optimizer.step(0.01)
+        results.append(buffer.values.tobytes())
+    assert len(set(results)) == 1
+
+
+def test_without_a_gradient_only_matrices_shrink() -> None:
+    buffer, optimizer = some_buffer("fp64", 1)
+    before = {p.name: p.value.copy() for p in buffer.params}
+    optimizer.step(lr=0.5)
+    for p in buffer.params:
+        shrink = 1.0 if p.name == "norm" else 1 - 0.5 * CONFIG.weight_decay
+        np.testing.assert_allclose(p.value, shrink * before[p.name], rtol=1e-15, err_msg=p.name)
+
+
+def test_the_norm_is_that_of_all_gradients_and_clipping_brings_it_to_the_limit() -> None:
+    buffer, _ = some_buffer("fp32", 1)
+    buffer.grads[...] = np.random.default_rng(3).normal(size=buffer.grads.shape)
+    norm = global_norm(buffer.grads)
+    assert norm == pytest.approx(math.sqrt(float((buffer.grads.astype(np.float64) ** 2).sum())), rel=1e-6)
+    assert global_norm(buffer.grads * np.float32(clip_scale(norm, 1.0))) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_clipping_leaves_what_is_within_the_limit() -> None:
+    assert clip_scale(2.0, 1.0) == 0.5
+    assert clip_scale(0.5, 1.0) == clip_scale(1.0, 1.0) == 1.0
+    assert clip_scale(100.0, 0.0) == 1.0  # no limit
+    assert clip_scale(0.0, 1.0) == 1.0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_warm_up_is_linear_and_never_zero(schedule: str) -> None:
+    rates = [learning_rate(schedule, p, 2.0, warmup=0.1) for p in (0.0, 0.025, 0.05, 0.1)]
+    assert 0 < rates[0] < 0.05
+    assert rates[1:] == pytest.approx([0.5, 1.0, 2.0])
+
+
+def test_schedules_between_and_at_the_end() -> None:
+    def rates(schedule: str, *progress: float) -> list[float]:
+        return [learning_rate(schedule, p, 2.0, warmup=0.1, decay=0.4, floor=0.05) for p in progress]
+
+    assert rates("constant", 0.1, 0.5, 1.0, 1.5) == [2.0] * 4
+    # Half-way from 0.1 to 1, a cosine is half-way from 2 to its floor of 0.1, and stays at the floor past the end.
+    assert rates("cosine", 0.1, 0.55, 1.0, 1.5) == pytest.approx([2.0, 1.05, 0.1, 0.1])
+    assert rates("cosine", 0.325) == pytest.approx([0.1 + 1.9 * (1 + math.sqrt(0.5)) / 2])
+    assert rates("wsd", 0.1, 0.6, 0.8, 1.0, 1.5) == pytest.approx([2.0, 2.0, 1.05, 0.1, 0.1])
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown schedule 'linear'; known: wsd, cosine, constant"):
+        learning_rate("linear", 0.5, 1.0)

@@ -1,0 +1,120 @@
+"""Batches: what is predicted from what, what is seen how often, and that nothing depends on what came before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tinyforge.errors import UserError
+from tinyforge.train.batches import Examples, PackedTokens, check_ids, fingerprint, shifted_targets
+from tinyforge.train.sharded import Batch
+
+
+def same(a: Batch, b: Batch) -> bool:
+    return np.array_equal(a.ids, b.ids) and np.array_equal(a.targets, b.targets)
+
+
+def test_head_k_predicts_k_tokens_further_and_nothing_past_the_end() -> None:
+    targets = shifted_targets(np.array([[10, 11, 12, 13, 14]]), length=4, heads=3)
+    assert targets.shape == (1, 4, 3) and targets.dtype == np.int32
+    assert targets[0].tolist() == [[11, 12, 13], [12, 13, 14], [13, 14, -1], [14, -1, -1]]
+
+
+def test_a_window_predicts_what_the_text_says() -> None:
+    """Token i of the stream is i: every target can be checked from its input."""
+    length, heads = 103, 3
+    data = PackedTokens(np.arange(length), seq_len=10, heads=heads, seed=0)
+    for index in range(12):
+        batch = data.batch(index, size=3)
+        assert batch.ids.shape == (3, 10) and batch.targets.shape == (3, 10, heads)
+        wanted = batch.ids[..., None] + 1 + np.arange(heads)
+        assert np.array_equal(batch.targets, np.where(wanted < length, wanted, -1))
+        assert (batch.targets[..., 0] >= 0).all()
+
+
+@pytest.mark.parametrize("length", [31, 40, 47, 101])
+def test_each_epoch_shows_each_window_once(length: int) -> None:
+    data = PackedTokens(np.arange(length), seq_len=10, heads=1, seed=3)
+    orders = []
+    for epoch in range(3):
+        starts = [int(data.batch(epoch * data.windows + i, 1).ids[0, 0]) for i in range(data.windows)]
+        assert np.array_equal(np.diff(sorted(starts)), [10] * (data.windows - 1))
+        assert 0 <= min(starts) and max(starts) + 10 < length
+        orders.append(tuple(starts))
+    assert len(set(orders)) == 3 or data.windows < 3
+
+
+def test_a_batch_depends_on_the_seed_and_the_step_alone() -> None:
+    tokens = np.random.default_rng(0).integers(0, 9, 400)
+    forward = PackedTokens(tokens, 8, 2, seed=5)
+    batches = [forward.batch(i, 4) for i in range(40)]
+    backward = PackedTokens(tokens, 8, 2, seed=5)
+    assert all(same(backward.batch(i, 4), batches[i]) for i in reversed(range(40)))
+    other = PackedTokens(tokens, 8, 2, seed=6)
+    assert not same(other.batch(0, 4), batches[0])
+
+
+def test_evaluation_predicts_each_token_once() -> None:
+    tokens = np.arange(50)
+    data = PackedTokens(tokens, seq_len=8, heads=2, seed=0)
+    predicted = np.concatenate([b.targets[..., 0].ravel() for b in data.in_order(size=2, limit=50)])
+    assert predicted[predicted >= 0].tolist() == list(range(1, 50))
+    limited = np.concatenate([b.targets[..., 0].ravel() for b in data.in_order(size=2, limit=20)])
+    assert limited[limited >= 0].tolist() == list(range(1, 21))
+    assert all((b.ids >= 0).all() for b in data.in_order(size=3, limit=50))
+
+
+def test_a_corpus_shorter_than_a_sequence_is_refused() -> None:
+    PackedTokens(np.arange(9), seq_len=8, heads=2, seed=0)
+    with pytest.raises(UserError, match="8 tokens, one training sequence takes 9; give more text or a smaller"):
+        PackedTokens(np.arange(8), seq_len=8, heads=2, seed=0)
+
+
+def test_only_the_reply_is_learned() -> None:
+    data = Examples([([1, 2, 3, 40, 50], 3), ([1, 2, 60], 2)], heads=2, seed=0)
+    batch = data.pad(data.examples)
+    assert batch.ids.tolist() == [[1, 2, 3, 40], [1, 2, 60, 0]]
+    assert batch.targets[0].tolist() == [[-1, -1], [-1, 40], [40, 50], [50, -1]]
+    assert batch.targets[1].tolist() == [[-1, 60], [60, -1], [-1, -1], [-1, -1]]
+
+
+def test_examples_come_once_an_epoch_in_an_order_of_the_seed() -> None:
+    """70 examples of lengths 2..11 in batches of 4: 17 full ones, and two examples wait for another epoch."""
+    examples = [([i] * (2 + i % 10), 1) for i in range(70)]
+    data = Examples(examples, heads=1, seed=1)
+    batches = [data.batch(i, 4) for i in range(34)]
+    for epoch in (batches[:17], batches[17:]):
+        seen = [int(row[0]) for b in epoch for row in b.ids]
+        assert len(seen) == len(set(seen)) == 68
+    again = Examples(examples, heads=1, seed=1)
+    assert all(same(again.batch(i, 4), batches[i]) for i in reversed(range(34)))
+    assert not same(Examples(examples, heads=1, seed=2).batch(0, 4), batches[0])
+    assert not all(same(a, b) for a, b in zip(batches[:17], batches[17:], strict=True))
+
+
+def test_fewer_examples_than_a_batch_make_a_small_batch() -> None:
+    data = Examples([([1, 2], 1), ([3, 4], 1)], heads=1, seed=0)
+    assert sorted(data.batch(5, 32).ids[:, 0].tolist()) == [1, 3]
+
+
+def test_no_example_at_all_is_refused() -> None:
+    with pytest.raises(UserError, match="no example left to train on"):
+        Examples([], heads=1, seed=0)
+
+
+@pytest.mark.parametrize(("ids", "named"), [([0, 5, 10], 10), ([0, -1], -1)])
+def test_ids_outside_the_vocabulary_are_refused(ids: list[int], named: int) -> None:
+    with pytest.raises(UserError, match=f"token id {named} is outside the vocabulary of 10"):
+        check_ids(np.array(ids), vocab=10)
+
+
+def test_ids_within_the_vocabulary_pass() -> None:
+    check_ids(np.array([0, 9]), vocab=10)
+    check_ids(np.array([], np.int32), vocab=10)
+
+
+def test_the_fingerprint_sees_one_changed_token() -> None:
+    tokens = np.arange(10, dtype=np.int32)
+    changed = tokens.copy()
+    changed[7] = 0
+    assert fingerprint(tokens) == fingerprint(tokens.copy()) != fingerprint(changed)

@@ -1,0 +1,182 @@
+"""The loop: it learns, it stops on the first bad number and names its source, and it picks up where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.nanoeuler import Config, NanoEuler
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError
+from tinyforge.text import Tokenizer
+from tinyforge.train import checkpoint, metrics
+from tinyforge.train.batches import PackedTokens
+from tinyforge.train.loop import Task, bits_per_byte, evaluate_nll, train
+from tinyforge.train.settings import Settings
+from tinyforge.train.sharded import Sharded
+
+CONFIG = Config(dim=16, heads=4, kv_heads=2, layers=3, context=16, vocab=257, mtp_heads=2, hidden=10,
+                mtp_weights=(1, 0.5))  # fmt: skip
+TOKENIZER = Tokenizer([], ["<|endoftext|>"])
+TOKENS = np.array(TOKENIZER.encode("the cat sat on the mat and the dog sat on the cat. " * 20), np.int32)
+
+
+class Trial:
+    """A tiny model and its task; `at_step` is called with the number of each step before it."""
+
+    def __init__(self, out: Path, at_step: Callable[[Trial, int], None] | None = None, **settings: Any) -> None:
+        plan = {"steps": 6, "save_every": 2, "eval_every": 3, "batch_size": 4, "keep": 0, "lr": 1e-2}
+        self.settings = Settings(**{"out": str(out), **plan, **settings})
+        self.backend = get_backend("numpy", "fp32", workers=1)
+        self.model = NanoEuler(CONFIG, self.backend)
+        self.model.initialise(0)
+        data = PackedTokens(TOKENS, 16, 2, seed=0)
+
+        def batches(step: int) -> list[Any]:
+            if at_step is not None:
+                at_step(self, step)
+            return [data.batch(step, 4)]
+
+        def evaluate(sharded: Sharded) -> dict[str, float]:
+            held = data.in_order(4, 200)
+            return {"val_bits_per_byte": evaluate_nll(sharded, held, TOKENIZER.byte_lengths)}
+
+        self.task = Task(self.model, TOKENIZER, TOKENIZER.byte_lengths, CONFIG.mtp_weights, batches, evaluate,
+                         lambda: "a sample", {"kind": "pretrain", "config": CONFIG.to_dict()})  # fmt: skip
+
+    def train(self, resume: bool = False) -> Path:
+        return train(self.task, self.settings, self.backend, resume)
+
+
+def spoil(op: Any, kernel: str, where: int | None = None) -> None:
+    """Put a NaN in what `kernel` returns to this op, or in its argument number `where`."""
+    good = getattr(op.k, kernel)
+
+    def bad(*args: Any) -> Any:
+        result = good(*args)
+        spoilt = args[where] if where is not None else result[0] if isinstance(result, tuple) else result
+        spoilt.flat[-1] = np.nan
+        return result
+
+    setattr(op.k, kernel, bad)
+
+
+def steps_of(out: Path, key: str) -> list[int]:
+    return [row["step"] for row in metrics.read(out / "metrics.jsonl") if key in row]
+
+
+def test_a_run_learns_and_leaves_what_it_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = Trial(tmp_path, steps=40, save_every=20, eval_every=15).train()
+    assert last == tmp_path / "step-00000040"
+    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step-00000020", "step-00000040"]
+    assert steps_of(tmp_path, "loss") == list(range(1, 41))
+    assert steps_of(tmp_path, "val_bits_per_byte") == [15, 30, 40]
+    rows = metrics.read(tmp_path / "metrics.jsonl")
+    assert rows[-1]["val_bits_per_byte"] < 0.6 * rows[0]["bits_per_byte"]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "a sample" in capsys.readouterr().out
+
+
+FAULTS: dict[str, tuple[Callable[[NanoEuler], None], str]] = {
+    "a kernel's forward": (lambda m: spoil(m.blocks[1].swiglu, "swiglu_fwd"), "forward of blocks.1.swiglu"),
+    "a kernel's backward": (lambda m: spoil(m.blocks[2].attention, "attention_bwd", 6), "backward of blocks.2.attention"),
+    "a weight's gradient": (lambda m: spoil(m.blocks[0].qkv, "linear_bwd", 3), "backward of blocks.0.qkv"),
+    "a weight": (lambda m: m.blocks[1].down.weight.value.fill(np.inf), "weight blocks.1.down.weight"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_a_nan_stops_the_run_and_names_its_source(tmp_path: Path, fault: str) -> None:
+    """Steps 0 to 4 are good, step 5 makes the NaN: the checkpoint of step 4 stays, and nothing is saved after it."""
+    do_harm, source = FAULTS[fault]
+
+    def at_step(trial: Trial, step: int) -> None:
+        if step == 5:
+            do_harm(trial.model)
+
+    trial = Trial(tmp_path, at_step)
+    with pytest.raises(UserError) as caught:
+        trial.train()
+    message = str(caught.value)
+    assert message.startswith("step 5: loss ") and "\n" not in message
+    assert f"came from {source}; the last good checkpoint is {tmp_path / 'step-00000004'}." in message
+    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step-00000002", "step-00000004"]
+    assert all(np.isfinite(w).all() for w in checkpoint.load(tmp_path).weights.values())
+    assert steps_of(tmp_path, "loss") == [1, 2, 3, 4, 5]
+    healthy = Trial(tmp_path)
+    assert healthy.train(resume=True).name == "step-00000006"
+    assert steps_of(tmp_path, "loss") == [1, 2, 3, 4, 5, 6]
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    """The last update of a run can ruin the weights with no later step to notice."""
+    trial = Trial(tmp_path, lambda trial, step: trial.model.buffer.grads.fill(0))
+    trial.train()
+    ruined = Trial(tmp_path, steps=7)
+    step = ruined.task.batches
+
+    def last(number: int) -> Any:
+        batches = step(number)
+        object.__setattr__(ruined.settings, "lr", float("inf"))
+        return batches
+
+    object.__setattr__(ruined.task, "batches", last)
+    with np.errstate(all="ignore"), pytest.raises(UserError, match="step 7: weight .* is not finite"):
+        ruined.train(resume=True)
+    assert checkpoint.latest(tmp_path).name == "step-00000006"
+
+
+def test_resume_drops_what_was_written_after_the_checkpoint(tmp_path: Path) -> None:
+    whole = Trial(tmp_path / "whole")
+    whole.train()
+
+    def interrupt(trial: Trial, step: int) -> None:
+        if step == 5:
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        Trial(tmp_path / "cut", interrupt).train()
+    log = tmp_path / "cut" / "metrics.jsonl"
+    log.write_text(log.read_text(encoding="utf-8") + '{"step": 6, "lo', encoding="utf-8")
+    resumed = Trial(tmp_path / "cut")
+    resumed.train(resume=True)
+    assert np.array_equal(resumed.model.buffer.values, whole.model.buffer.values)
+    for key in ("loss", "val_bits_per_byte"):
+        assert steps_of(tmp_path / "cut", key) == steps_of(tmp_path / "whole", key)
+
+
+def test_metrics_keep_complete_lines_up_to_the_step(tmp_path: Path) -> None:
+    log = metrics.Metrics(tmp_path, 0)
+    for step in range(1, 6):
+        log.write(step=step, loss=1 / step)
+    assert [row["step"] for row in metrics.read(metrics.Metrics(tmp_path, 3).path)] == [1, 2, 3]
+    assert metrics.read(metrics.Metrics(tmp_path, 0).path) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_does_not_start_over_another(tmp_path: Path) -> None:
+    Trial(tmp_path).train()
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(UserError, match="already holds a run; continue it with --resume, or choose another --out"):
+        Trial(tmp_path).train()
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_minutes_end_a_run_by_the_clock(tmp_path: Path) -> None:
+    """A thousandth of a minute is not over before the first step, and is after a few hundred."""
+    last = Trial(tmp_path, steps=None, minutes=0.001).train()
+    step = int(last.name.removeprefix("step-"))
+    assert step >= 1 and steps_of(tmp_path, "loss") == list(range(1, step + 1))
+    assert steps_of(tmp_path, "val_bits_per_byte")[-1] == step
+    assert checkpoint.load(last).meta["elapsed"] >= 0.06
+
+
+def test_bits_per_byte_counts_true_bytes() -> None:
+    """Three predicted tokens of 1, 3 and 0 bytes (a special one), with 8 bits of surprise between them: 2 a byte."""
+    targets = np.array([[0, 5], [1, 5], [2, -1], [-1, 5]])
+    assert bits_per_byte(8 * np.log(2), targets, np.array([1, 3, 0, 9, 9, 9])) == pytest.approx(2.0)

@@ -1,0 +1,67 @@
+"""Gradients over shards and micro-batches: the sum, whoever computed it, and the same bits each time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from models.nanoeuler import Config, NanoEuler
+from tinyforge.backends import get_backend
+from tinyforge.ops.cross_entropy import head_scale
+from tinyforge.train.sharded import Batch, Sharded
+
+CONFIG = Config(dim=16, heads=4, kv_heads=2, layers=2, context=12, vocab=13, mtp_heads=2, hidden=10,
+                mtp_weights=(1, 0.5))  # fmt: skip
+
+
+def batch(rows: int, seed: int = 0) -> Batch:
+    """Random ids and targets; rows differ in how many targets they have."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, CONFIG.vocab, (rows, 12), dtype=np.int32)
+    return Batch(ids, rng.integers(-6, CONFIG.vocab, (rows, 12, 2), dtype=np.int32).clip(-1))
+
+
+def gradients(batches: list[Batch], workers: int, precision: str = "fp64") -> tuple[np.ndarray, np.ndarray]:
+    backend = get_backend("numpy", precision, workers)
+    model = NanoEuler(CONFIG, backend)
+    model.initialise(seed=4)
+    model.buffer.grads[...] = 7  # what an earlier step left there must not count
+    scale = head_scale(np.concatenate([b.targets for b in batches]), CONFIG.mtp_weights)
+    nll = Sharded(model, backend).gradients(batches, scale)
+    return nll, model.buffer.grads.copy()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 6])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_do_not_change_the_gradient(rows: int, workers: int) -> None:
+    """One row on three workers leaves two with nothing to do; five rows do not divide evenly."""
+    nll, grads = gradients([batch(rows)], workers=1)
+    sharded_nll, sharded_grads = gradients([batch(rows)], workers)
+    np.testing.assert_allclose(sharded_nll, nll, rtol=1e-12)
+    assert np.abs(sharded_grads - grads).max() <= 1e-12 * np.abs(grads).max()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_micro_batches_make_one_large_batch(workers: int) -> None:
+    parts = [batch(4, seed) for seed in range(3)]
+    whole = Batch(np.concatenate([p.ids for p in parts]), np.concatenate([p.targets for p in parts]))
+    nll, grads = gradients([whole], workers=1)
+    accumulated_nll, accumulated = gradients(parts, workers)
+    np.testing.assert_allclose(accumulated_nll, nll, rtol=1e-12)
+    assert np.abs(accumulated - grads).max() <= 1e-12 * np.abs(grads).max()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_same_seed_gives_the_same_bits(workers: int) -> None:
+    runs = [gradients([batch(6), batch(5, 1)], workers, "fp32") for _ in range(5)]
+    assert len({nll.tobytes() for nll, _ in runs}) == 1
+    assert len({grads.tobytes() for _, grads in runs}) == 1
+
+
+def test_evaluation_sums_what_training_sums() -> None:
+    backend = get_backend("numpy", "fp64", 3)
+    model = NanoEuler(CONFIG, backend)
+    model.initialise(seed=4)
+    for rows in (2, 5):
+        nll, _ = gradients([batch(rows)], workers=1)
+        np.testing.assert_allclose(Sharded(model, backend).nll(batch(rows)), nll, rtol=1e-12)
