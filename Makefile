@@ -7,6 +7,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 BENCH_FLAGS ?= --config small
+DEMO := runs/demo
 
 RUN := $(VENV)/bin/python
 
@@ -16,25 +17,26 @@ RUN := $(VENV)/bin/python
 
 # What the demo asks the fine-tuned model, one quoted string each. Held-out names and numbers: it saw none of these.
 QUESTIONS := \
-	"How much is 11 plus 4?" \
-	"Carla asks: Which day is next after Sunday?" \
-	"Which is larger, 2 or 18?" \
-	"Say the word Damon three times."
+	"How much is 13 plus 2?" \
+	"Sunia asks: Which day is next after Sunday?" \
+	"Which is larger, 1 or 12?" \
+	"Say the word Liko three times."
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
 
 demo: $(VENV)/.stamp-run ## pretrain, fine-tune and question a small model: minutes on a CPU
 	@echo "Three parts: pretraining on the built-in corpus, fine-tuning on its instructions, questions."
-	@echo "It runs on the CPU, needs no network from here on, and writes to runs/."
-	@printf '\n1. Pretraining: python recipes/pretrain.py\n'
-	$(RUN) recipes/pretrain.py
-	@printf '\n2. Fine-tuning: python recipes/sft.py\n'
-	$(RUN) recipes/sft.py
+	@echo "It runs on the CPU, needs no network from here on, and writes to $(DEMO), where an older demo is removed."
+	@rm -rf $(DEMO)
+	@printf '\n1. Pretraining\n'
+	$(RUN) recipes/pretrain.py --out $(DEMO)/pretrain
+	@printf '\n2. Fine-tuning\n'
+	$(RUN) recipes/sft.py --base $(DEMO)/pretrain --out $(DEMO)/sft
 	@printf '\n3. Questions: python -m models.nanoeuler.chat --prompt "..."\n'
 	@for question in $(QUESTIONS); do \
 		printf '\n> %s\n' "$$question"; \
-		$(RUN) -m models.nanoeuler.chat --prompt "$$question" || exit 1; \
+		$(RUN) -m models.nanoeuler.chat --checkpoint $(DEMO)/sft --prompt "$$question" || exit 1; \
 	done
 	@printf '\nTo go on asking: %s -m models.nanoeuler.chat\n' "$(RUN)"
 
