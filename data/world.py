@@ -94,7 +94,7 @@ def held_out_pair(a: int, b: int) -> bool:
     for the comparison of a with b. About one pair in eight is held out; nothing but the two numbers enters.
     """
     low, high = sorted((a, b))
-    return zlib.crc32(f"pair {low} {high}".encode()) % 8 == 0
+    return zlib.crc32(f"{low} {high}".encode()) % 8 == 0
 
 
 @dataclass(frozen=True)
@@ -435,7 +435,7 @@ ROOM: Beats = (
     ("There is {x.a} {spots[0]}.", "{x.A} is {spots[0]}.", "You can see {x.a} {spots[0]}."),
     ("There is {y.a} {spots[1]}.", "{y.A} is {spots[1]}.", "{a.He} has {y.a} too. It is {spots[1]}."),
     ("The {x} is {x.colour} and the {y} is {y.colour}.", "The {x} came from {b}.", "The {y} came from {a.his} {kin}."),
-    ("", "A {z.colour} {z} is {spots[2]}.", "{z.A} is {spots[2]}."),
+    ("", "{z.A} is {spots[2]}.", "Look, {z.a} is {spots[2]} too."),
     ("{a} likes the {x} best.", "Most of all {a} likes the {y}.", "{a.He} and {b} play with the {x}."),
 )
 PERSON: Beats = (
@@ -668,8 +668,8 @@ def ask_fact(t: Teller) -> Instruction:
 def ask_repeat(t: Teller) -> Instruction:
     word = t.pick(t.words.things + t.words.girls + t.words.boys)
     times, times_word = t.pick(((1, "once"), (2, "twice"), (3, "three times")))
-    variants = ("Say the word {w} {n}.", "Write {w} {n}.", "Repeat {w} {n}.", "Say {n}: {w}")
-    return Instruction("repeat", t.say(variants, w=word, n=times_word), "", " ".join(["OK:"] + [word] * times))
+    variants = ("Say the word {n}.", "Write this word {n}.", "Repeat the word {n}.", "Say this {n}.")
+    return Instruction("repeat", t.say(variants, n=times_word), word, " ".join([word] * times))
 
 
 ASK: dict[str, Callable[[Teller], Instruction]] = {

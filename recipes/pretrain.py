@@ -99,8 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(settings.out)
     backend = get_backend(settings.backend, settings.precision, settings.workers)
     settings = Settings(**{**settings.to_dict(), "workers": backend.workers})
-    print(f"config {settings.config}: dim {config.dim}, {config.layers} layers, {config.heads}/{config.kv_heads} heads, "
-          f"context {config.context}, {config.mtp_heads} output heads")  # fmt: skip
+    print(f"config {settings.config}: dim {config.dim}, {config.layers} layers, {config.heads}/{config.kv_heads} "
+          f"heads, context {config.context}, {config.mtp_heads} output heads")  # fmt: skip
     print(f"backend {backend.name}, {settings.precision}, {backend.workers} workers (one a core unless --workers)")
 
     training, held_out = corpus(settings)

@@ -77,7 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(loaded, args.prompt, sampling)
         return 0
     if not sys.stdin.isatty():
-        say(loaded, sys.stdin.read().strip(), sampling)
+        try:
+            text = sys.stdin.read().strip()
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"standard input is not {error.encoding} text at byte {error.start}; convert it to {error.encoding}"
+            ) from error
+        say(loaded, text, sampling)
         return 0
     print("Ctrl-C ends a reply; Ctrl-D or /bye leaves.", file=sys.stderr)
     while True:

@@ -31,7 +31,7 @@ def load_model(path: Path, backend: Backend) -> Loaded:
     tokenizer = Tokenizer.load(found.tokenizer_path)
     config = Config.from_dict(found.meta["config"])
     if tokenizer.hash() != found.meta["tokenizer_hash"]:
-        raise UserError(f"checkpoint {found.path}: tokenizer.json is not the one the model was trained with; use another")
+        raise UserError(f"checkpoint {found.path}: tokenizer.json is not the one it was trained with; use another")
     if tokenizer.vocab_size != config.vocab:
         raise UserError(
             f"checkpoint {found.path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab}; "

@@ -39,7 +39,7 @@ def test_each_epoch_shows_each_window_once(length: int) -> None:
     for epoch in range(3):
         starts = [int(data.batch(epoch * data.windows + i, 1).ids[0, 0]) for i in range(data.windows)]
         assert np.array_equal(np.diff(sorted(starts)), [10] * (data.windows - 1))
-        assert 0 <= min(starts) and max(starts) + 10 < length
+        assert min(starts) >= 0 and max(starts) + 10 < length
         orders.append(tuple(starts))
     assert len(set(orders)) == 3 or data.windows < 3
 

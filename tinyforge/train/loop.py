@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,8 @@ class _Signals:
         self.received: int | None = None
 
     def __enter__(self) -> _Signals:
-        self._old = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+        self._old = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def _note(self, number: int, frame: Any) -> None:
@@ -152,7 +154,9 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
 
     pace = 0.5 if sys.stderr.isatty() else 20.0  # seconds between updates: a log file wants few lines
     bar = tqdm(total=settings.steps, initial=step, unit="step", dynamic_ncols=True, mininterval=pace, maxinterval=pace)
-    with _Signals() as signals, bar:
+    with _Signals() as signals, bar, warnings.catch_warnings():
+        # Each step is checked for numbers that are not finite, and the message names their source.
+        warnings.simplefilter("ignore", RuntimeWarning)
         done = progress() >= 1.0
         while not done and signals.received is None:
             began = time.perf_counter()
