@@ -592,7 +592,7 @@ def scene(t: Teller) -> tuple[str, Character, Item, str]:
         "{p} has {x.a}. {p.He} is {place}.",
         "{p} is {place}. {p.He} has {x.a}.",
         "{p} is {place} with {x.a}.",
-        "{x.A} belongs to {p}. {p.He} is {place}.",
+        "{x.A} is with {p}. {p.He} is {place}.",
     )
     text = " ".join(t.say(told, p=p, x=x, place=at) for p, x, at in zip(people, items, places, strict=True))
     i = t.pick(range(n))
@@ -600,7 +600,7 @@ def scene(t: Teller) -> tuple[str, Character, Item, str]:
 
 
 SCENE_QUESTIONS = {
-    "who": ("Who has the {x}?", "Say who has the {x}.", "Who is {place}?", "The {x} belongs to whom?"),
+    "who": ("Who has the {x}?", "Say who has the {x}.", "Who is {place}?", "With whom is the {x}?"),
     "where": ("Where is {p}?", "Where can I find {p}?", "Say where {p} is.", "Where is the {x}?"),
     "colour": ("What colour is the {x}?", "Which colour does the {x} have?", "Say the colour of the {x}."),
 }

@@ -22,6 +22,9 @@ def run_command(main: Callable[[], int | None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        sys.exit(130)
     except BrokenPipeError:
         # The reader of our output went away (`... | head`): not our fault, and not worth a traceback.
         sys.stderr.close()
