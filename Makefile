@@ -20,7 +20,7 @@ QUESTIONS := \
 	"How much is 13 plus 2?" \
 	"Sunia asks: Which day is next after Sunday?" \
 	"Which is larger, 1 or 12?" \
-	"Say the word Liko three times."
+	"Help Rosa. What is the opposite of cold?"
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
