@@ -69,8 +69,8 @@ class ParamBuffer:
             offset += -(-p.size // _ALIGN) * _ALIGN
             if p.decay:
                 self.decay_end = offset
-        self.values = backend.zeros((offset,)) if values is None else values
-        self.grads = backend.zeros((offset,))
+        self.values = backend.shared_zeros((offset,)) if values is None else values
+        self.grads = backend.shared_zeros((offset,))
         for p in self.params:
             p.value, p.grad = self.view(self.values, p), self.view(self.grads, p)
 

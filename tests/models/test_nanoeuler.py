@@ -39,9 +39,7 @@ class Weightless(NumpyBackend):
         return np.broadcast_to(self.dtype.type(0), shape)
 
 
-@pytest.mark.parametrize(
-    ("preset", "count"), [("small", 1_053_824), ("base", 116_417_280), ("large", 267_428_864)]
-)
+@pytest.mark.parametrize(("preset", "count"), [("small", 1_053_824), ("base", 116_417_280), ("large", 267_428_864)])
 def test_presets_have_the_published_sizes(preset: str, count: int) -> None:
     config = PRESETS[preset]
     model = NanoEuler(config, Weightless("fp32", workers=1))

@@ -97,9 +97,7 @@ def assert_same_run(out: Path, whole: Path) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "seed"), [("pretrain.py", 1), ("sft.py", 2)])
-def test_kill_9_at_random_moments(
-    recipe: str, seed: int, folder: Path, uninterrupted: Callable[[str], Path]
-) -> None:
+def test_kill_9_at_random_moments(recipe: str, seed: int, folder: Path, uninterrupted: Callable[[str], Path]) -> None:
     whole, out, random_ = uninterrupted(recipe), folder / f"killed-{recipe}", random.Random(seed)
     process = start(recipe, folder, *FIRST[recipe], "--out", out)
     time.sleep(random_.uniform(0.1, 0.6))  # while it prepares

@@ -62,9 +62,7 @@ def generated_text(characters: int, seed: int) -> str:
     text, size = [], 0
     while size < characters:
         sentence = " ".join(rng.choices(words, weights, k=rng.randint(3, 12)))
-        sentence += rng.choice(
-            [".", "!\n", " 12 ", f" {rng.randint(0, 9999)}, ", "...  ", "\n\n", " aaaaaaa "]
-        )
+        sentence += rng.choice([".", "!\n", " 12 ", f" {rng.randint(0, 9999)}, ", "...  ", "\n\n", " aaaaaaa "])
         text.append(sentence)
         size += len(sentence)
     return "".join(text)
@@ -153,9 +151,7 @@ def assigned_text(rng: random.Random, length: int) -> str:
     """Random characters of known category, so that another library's newer Unicode tables cannot disagree."""
     known = [c for c in random_unicode(rng, 2 * length) if unicodedata.category(c) not in ("Cn", "Co")]
     spaces = "  \n\t\r\u00a0\u2009\u3000\x1c\x1f'"
-    return "".join(
-        chain.from_iterable(zip(known[:length], rng.choices(["", *spaces], k=length), strict=False))
-    )
+    return "".join(chain.from_iterable(zip(known[:length], rng.choices(["", *spaces], k=length), strict=False)))
 
 
 def test_pattern_equals_the_regex_package() -> None:
@@ -286,9 +282,7 @@ def test_specials_are_last_and_never_come_from_text(tokenizer: Tokenizer) -> Non
 def test_byte_ids_and_token_bytes(tokenizer: Tokenizer) -> None:
     assert [tokenizer.token_bytes(byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
     for index, (left, right) in enumerate(tokenizer.merges):
-        assert tokenizer.token_bytes(256 + index) == tokenizer.token_bytes(left) + tokenizer.token_bytes(
-            right
-        )
+        assert tokenizer.token_bytes(256 + index) == tokenizer.token_bytes(left) + tokenizer.token_bytes(right)
         assert tokenizer.byte_lengths[256 + index] == len(tokenizer.token_bytes(256 + index))
 
 
@@ -297,9 +291,7 @@ def test_decode_takes_numpy_ids(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(np.array(ids, dtype=np.uint16)) == "the sheing 12"
 
 
-def test_a_full_cache_changes_nothing(
-    tokenizer: Tokenizer, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_cache_changes_nothing(tokenizer: Tokenizer, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = tokenizer.encode(text)
     monkeypatch.setattr(bpe, "CACHE_ENTRIES", 10)
     fresh = Tokenizer(tokenizer.merges, tuple(tokenizer.specials))
@@ -372,9 +364,7 @@ def test_gpt2_survives_saving(gpt2: Tokenizer, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda pattern: pattern.replace(f"[{bpe.WHITE_SPACE}]", r"\s").replace(
-            f"[^{bpe.WHITE_SPACE}", r"[^\s"
-        ),
+        lambda pattern: pattern.replace(f"[{bpe.WHITE_SPACE}]", r"\s").replace(f"[^{bpe.WHITE_SPACE}", r"[^\s"),
         lambda pattern: "(?i)" + pattern,
         lambda pattern: pattern.replace("'ve|", ""),
         lambda pattern: pattern.replace(f"(?![^{bpe.WHITE_SPACE}])", ""),
@@ -475,9 +465,7 @@ def test_training_faults() -> None:
     # a+b, ab+c, " "+abc: then both pieces are one token.
     assert "got 3 possible merges, wanted 42; ask for vocab_size 261" in message
     assert Tokenizer.train(["abc abc"], 261, progress=False).encode("abc abc") == [257, 258]
-    assert "distinct" in user_error(
-        lambda: Tokenizer.train(["abc"], 258, specials=("a", "a"), progress=False)
-    )
+    assert "distinct" in user_error(lambda: Tokenizer.train(["abc"], 258, specials=("a", "a"), progress=False))
     assert "none empty" in user_error(lambda: Tokenizer([], [""]))
 
 
@@ -538,9 +526,7 @@ def test_missing_files_and_folders(tokenizer: Tokenizer, tmp_path: Path) -> None
 
 def test_gpt2_files_that_do_not_fit(tmp_path: Path) -> None:
     encoder, merges = tmp_path / "encoder.json", tmp_path / "vocab.bpe"
-    spelt = [chr(b) for b in bpe.GPT2_PRINTABLE] + [
-        chr(256 + n) for n in range(256 - len(bpe.GPT2_PRINTABLE))
-    ]
+    spelt = [chr(b) for b in bpe.GPT2_PRINTABLE] + [chr(256 + n) for n in range(256 - len(bpe.GPT2_PRINTABLE))]
     ids = {token: id for id, token in enumerate([*spelt, "ab", "\u0120ab", "<|endoftext|>"])}
     encoder.write_text(json.dumps(ids))
     merges.write_text("#version: 0.2\na b\n\u0120 ab\n", encoding="utf-8")

@@ -44,7 +44,7 @@ KERNELS: dict[str, dict[str, Callable[..., Any]]] = {"numpy": {}}
 class Backend:
     """An array module, a precision and a column of the kernel table.
 
-    workers: how many shards of a batch may run at once (threads on a CPU, one on a GPU).
+    workers: how many shards of a batch may run at once (processes on a CPU, one on a GPU).
     """
 
     name: str
@@ -73,6 +73,10 @@ class Backend:
     def zeros(self, shape: tuple[int, ...]) -> Any:
         return self.xp.zeros(shape, self.dtype)
 
+    def shared_zeros(self, shape: tuple[int, ...]) -> Any:
+        """Zeros that the backend's workers see too: for parameters and gradients."""
+        return self.zeros(shape)
+
     def asarray(self, array: Any) -> Any:
         """`array` on this backend: floats in its dtype, integers as int32."""
         kind = np.asarray(array).dtype.kind
@@ -82,7 +86,7 @@ class Backend:
         raise NotImplementedError
 
     def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-        """function over items, at most `workers` at a time; results in the order of the items."""
+        """function over items on `workers` threads; results in the order of the items."""
         raise NotImplementedError
 
 

@@ -2,9 +2,9 @@
 
 Where the speed comes from. NumPy runs an elementwise function on one core, and a large matrix product on all of
 them; a training step spends about as long in the first as in the second. So a batch is cut into one shard per core,
-each shard runs the whole forward and backward in a thread of its own with single-threaded BLAS (NumPy lets go of the
-interpreter lock inside array functions), and the shards' gradients are added in a fixed order. Half a batch also
-fits a core's cache better than a whole one. docs/performance.md has the measurements.
+each shard runs the whole forward and backward in a worker of its own (`workers.py`) with single-threaded BLAS, and
+the shards' gradients are added in a fixed order. Kernels make few passes over memory, in blocks that fit a core's
+cache, and lay data out so that reductions and broadcasts go along whole rows. docs/performance.md has the measurements.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend, kernel
+from tinyforge.backends.workers import shared_zeros
 
 numpy_kernel = kernel("numpy")
 
@@ -43,7 +44,7 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
-def row_blocks(rows: int, row_bytes: int, budget: int = 1 << 18) -> Iterator[slice]:
+def row_blocks(rows: int, row_bytes: int, budget: int = 1 << 20) -> Iterator[slice]:
     """Slices of range(rows) of about `budget` bytes: passes over one block after another find it in the core's cache,
     where passes over the whole array would each read it from memory."""
     step = max(1, budget // max(1, row_bytes))
@@ -51,8 +52,15 @@ def row_blocks(rows: int, row_bytes: int, budget: int = 1 << 18) -> Iterator[sli
         yield slice(start, min(start + step, rows))
 
 
+def exp_needs_shift(x: np.ndarray) -> bool:
+    """Whether a softmax of x must subtract the maximum first. Within +-60 exp neither overflows nor vanishes, in fp32
+    too, and neither do its sums; softmax is the same function with and without the shift, and one pass over all of x
+    here saves two that go row by row."""
+    return x.size > 0 and bool(x.max() > 60 or x.min() < -60)
+
+
 class NumpyBackend(Backend):
-    """NumPy arrays in memory; `workers` threads share a step (all cores unless told otherwise)."""
+    """NumPy arrays in memory; `workers` share a step (as many as there are cores unless told otherwise)."""
 
     name = "numpy"
     xp = np
@@ -62,6 +70,9 @@ class NumpyBackend(Backend):
         pin_blas_to_one_thread()
         keep_freed_memory()
         self._pool = ThreadPoolExecutor(self.workers - 1) if self.workers > 1 else None
+
+    def shared_zeros(self, shape: tuple[int, ...]) -> np.ndarray:
+        return shared_zeros(shape, self.dtype)
 
     def to_numpy(self, array: Any) -> np.ndarray:
         return np.asarray(array)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.numpy_backend import numpy_kernel, row_blocks
+from tinyforge.backends.numpy_backend import numpy_kernel
 from tinyforge.op import Array, Op, Param, Stash, with_buffer
 
 
@@ -64,18 +64,14 @@ def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
 @numpy_kernel
 def rmsnorm_bwd(dy: Array, x: Array, rstd: Array, weight: Array, dweight: Array) -> Array:
     width = x.shape[-1]
-    dys, xs, rs = dy.reshape(-1, width), x.reshape(-1, width), rstd.reshape(-1, 1)
-    dx = np.empty(xs.shape, x.dtype)
-    for part in row_blocks(len(xs), 3 * width * x.itemsize):
-        r, out = rs[part], dx[part]
-        xhat = xs[part] * r
-        np.multiply(dys[part], xhat, out=out)
-        # Both sums over dy * xhat are matrix-vector products: BLAS makes one pass each, with no temporary.
-        dweight += np.ones(len(out), x.dtype) @ out
-        mean = (out @ weight)[:, None]
-        mean /= x.dtype.type(width)
-        xhat *= mean
-        np.multiply(dys[part], weight, out=out)
-        out -= xhat
-        out *= r
+    dys, xs, rs = dy.reshape(-1, width), x.reshape(-1, width), rstd.reshape(-1)
+    product = dys * xs
+    # Both sums over dy * x are matrix-vector products: BLAS makes one pass each, with no temporary.
+    dweight += rs @ product
+    mean = product @ weight
+    mean *= rs * rs
+    mean /= x.dtype.type(width)
+    dx = np.multiply(dys, weight)
+    dx -= np.multiply(xs, mean[:, None], out=product)
+    dx *= rs[:, None]
     return dx.reshape(x.shape)

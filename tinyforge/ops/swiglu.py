@@ -38,13 +38,7 @@ class SwiGLU(Op):
             yield cls(backend), (backend.asarray(rng.normal(size=shape) * 2),)
 
 
-def sigmoid_(x: Array) -> Array:
-    """1 / (1 + exp(-x)) in place; exp overflows to inf for x below -88 in fp32, and 1 / inf = 0 is right."""
-    np.negative(x, out=x)
-    with np.errstate(over="ignore"):
-        np.exp(x, out=x)
-    x += 1
-    return np.reciprocal(x, out=x)
+# s(g) = (1 + tanh(g / 2)) / 2: unlike exp(-g), tanh overflows nowhere.
 
 
 @numpy_kernel
@@ -54,9 +48,10 @@ def swiglu_fwd(gu: Array) -> Array:
     y = np.empty((len(rows), half), gu.dtype)
     for part in row_blocks(len(rows), rows.itemsize * 2 * half):
         gate, up, out = rows[part, :half], rows[part, half:], y[part]
-        np.copyto(out, gate)
-        sigmoid_(out)
-        out *= gate
+        halved = gate * gate.dtype.type(0.5)
+        np.tanh(halved, out=out)
+        out += 1
+        out *= halved
         out *= up
     return y.reshape(*gu.shape[:-1], half)
 
@@ -67,14 +62,16 @@ def swiglu_bwd(dy: Array, gu: Array) -> Array:
     rows, dys = gu.reshape(-1, 2 * half), dy.reshape(-1, half)
     dgu = np.empty(rows.shape, gu.dtype)
     for part in row_blocks(len(rows), rows.itemsize * 4 * half):
-        gate, up, dgate, dup = rows[part, :half], rows[part, half:], dgu[part, :half], dgu[part, half:]
-        s = sigmoid_(gate.copy())
-        silu = gate * s
+        up, dgate, dup = rows[part, half:], dgu[part, :half], dgu[part, half:]
+        silu = rows[part, :half] * gu.dtype.type(0.5)
+        s = np.tanh(silu)
+        s += 1
+        silu *= s
+        s *= gu.dtype.type(0.5)
         np.multiply(dys[part], silu, out=dup)
-        # s (1 + g (1 - s)) = s + silu (1 - s)
-        slope = np.subtract(1, s)
-        slope *= silu
-        slope += s
-        slope *= up
-        np.multiply(slope, dys[part], out=dgate)
+        # s (1 + g (1 - s)) = s - s silu + silu
+        s -= s * silu
+        s += silu
+        s *= up
+        np.multiply(dys[part], s, out=dgate)
     return dgu.reshape(gu.shape)

@@ -257,9 +257,7 @@ class Tokenizer:
         self.byte_order = byte_order
         special_texts = list(specials)
         if not all(special_texts) or len(set(special_texts)) < len(special_texts):
-            raise UserError(
-                f"special tokens: got {special_texts}, wanted distinct texts, none empty; name each once"
-            )
+            raise UserError(f"special tokens: got {special_texts}, wanted distinct texts, none empty; name each once")
 
         order = BYTE_ORDERS[byte_order]
         vocab = [bytes([byte]) for byte in order]
@@ -344,8 +342,7 @@ class Tokenizer:
             left, _, right = line.partition(" ")
             if left not in ids or right not in ids:
                 raise UserError(
-                    f"{vocab_bpe} line {number}: got {line!r}, wanted two earlier tokens; "
-                    "get GPT-2's vocab.bpe again"
+                    f"{vocab_bpe} line {number}: got {line!r}, wanted two earlier tokens; get GPT-2's vocab.bpe again"
                 )
             ids[left + right] = 256 + len(merges)
             merges.append((ids[left], ids[right]))
@@ -442,9 +439,7 @@ class Tokenizer:
         byte_order, specials, merges = (content.get(key) for key in ("byte_order", "specials", "merges"))
         damaged = "the file is damaged, train the tokenizer again"
         if not isinstance(byte_order, str) or byte_order not in BYTE_ORDERS:
-            raise UserError(
-                f"{path}: byte_order {byte_order!r} is none of {', '.join(BYTE_ORDERS)}; {damaged}"
-            )
+            raise UserError(f"{path}: byte_order {byte_order!r} is none of {', '.join(BYTE_ORDERS)}; {damaged}")
         if not isinstance(specials, list) or not all(isinstance(text, str) for text in specials):
             raise UserError(f"{path}: specials is not a list of texts; {damaged}")
         if not isinstance(merges, list) or not all(_is_pair(merge) for merge in merges):
@@ -465,18 +460,14 @@ def _read_text(path: str | Path) -> str:
     except OSError as error:
         raise UserError(f"cannot read the tokenizer file {path}: {error.strerror}; check the path") from error
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 at byte {error.start}, so no tokenizer; check the path"
-        ) from error
+        raise UserError(f"{path} is not UTF-8 at byte {error.start}, so no tokenizer; check the path") from error
 
 
 def _read_json(path: str | Path) -> dict[str, Any]:
     try:
         content = json.loads(_read_text(path))
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{path} is not JSON (line {error.lineno}: {error.msg}); get or make the file again"
-        ) from error
+        raise UserError(f"{path} is not JSON (line {error.lineno}: {error.msg}); get or make the file again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: got a JSON {type(content).__name__}, wanted an object; check the path")
     return content

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tinyforge.backends.workers import worker_pids
 from tinyforge.errors import UserError
 
 
@@ -89,6 +90,10 @@ def plot(metrics: Path, target: Path) -> None:
 
 
 def peak_memory_mib() -> float:
-    """The most memory this process has held, MiB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+    """The most memory that this process and its workers have held, MiB: the sum of their own peaks, so pages that
+    they share are counted in each."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+    for status in (Path(f"/proc/{pid}/status") for pid in worker_pids()):
+        lines = (line.split() for line in status.read_text(encoding="ascii").splitlines())
+        peak += sum(int(words[1]) for words in lines if words and words[0] == "VmHWM:") / (1 << 10)
+    return peak

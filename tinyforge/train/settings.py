@@ -88,7 +88,7 @@ def parser(description: str, defaults: Settings, with_base: bool) -> argparse.Ar
     flag("eval-every", "steps between evaluations on held-out text", type=int)
     flag("save-every", "steps between checkpoints", type=int)
     flag("keep", "newest checkpoints kept, 0 for all", type=int)
-    flag("workers", "shards of a batch, each on a thread (default: one a core)", type=int)
+    flag("workers", "shards of a batch, each in a process (default: one a core)", type=int)
     p.add_argument("--resume", action="store_true", help="continue the run in --out from its newest checkpoint")
     return p
 

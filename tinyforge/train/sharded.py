@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from tinyforge.backends import Backend
+from tinyforge.backends.workers import Worker
 from tinyforge.op import Array, Op, ParamBuffer, Stash
 
 
@@ -32,31 +34,23 @@ class Model(Protocol):
 
 
 class Sharded:
-    """A model and its replicas, one per worker. Replicas read the model's weights and own their gradients."""
+    """A model and its replicas, one per worker. Replicas read the model's weights and own their gradients.
+
+    The caller takes the first shard of every batch itself and the workers the others at the same time, each in a
+    process of its own (`backends/workers.py`): weights and gradients lie in memory that all of them share.
+    """
 
     def __init__(self, model: Model, backend: Backend) -> None:
         self.backend = backend
         self.replicas = [model] + [model.replica() for _ in range(backend.workers - 1)]
+        self.workers = [Worker(partial(_shard_sum, r, backend)) for r in self.replicas[1:]]
 
     def gradients(self, batches: Sequence[Batch], scale: np.ndarray) -> np.ndarray:
         """Set the model's gradients to those of sum_k scale[k] nll[k] over all `batches`; returns nll: (K,) float64.
 
         `scale` is the loss's weight for each head over the whole step, see `ops.cross_entropy.head_scale`.
         """
-
-        def work(index: int) -> np.ndarray:
-            model = self.replicas[index]
-            model.buffer.grads[...] = 0
-            total = np.zeros(len(scale))
-            for batch in batches:
-                ids, targets = self._shard(batch, index)
-                if len(ids):
-                    stash = Stash()
-                    total += self.backend.to_numpy(model.forward(ids, targets, stash))
-                    model.backward(self.backend.asarray(scale), stash)
-            return total
-
-        nll = self._run(work)
+        nll = self._sum(batches, scale)
         grads = self.replicas[0].buffer.grads
         for replica in self.replicas[1:]:
             grads += replica.buffer.grads
@@ -64,19 +58,33 @@ class Sharded:
 
     def nll(self, batch: Batch) -> np.ndarray:
         """Summed negative log-likelihood per head, (K,) float64; nothing is saved."""
+        return self._sum([batch], None)
 
-        def work(index: int) -> np.ndarray:
-            ids, targets = self._shard(batch, index)
-            if not len(ids):
-                return np.zeros(batch.targets.shape[-1])
-            return self.backend.to_numpy(self.replicas[index].forward(ids, targets)).astype(np.float64)
+    def _sum(self, batches: Sequence[Batch], scale: np.ndarray | None) -> np.ndarray:
+        for i, worker in enumerate(self.workers, start=1):
+            worker.send(([self._shard(b, i) for b in batches], scale))
+        first = _shard_sum(self.replicas[0], self.backend, ([self._shard(b, 0) for b in batches], scale))
+        return np.asarray(sum((worker.receive() for worker in self.workers), first))
 
-        return self._run(work)
-
-    def _run(self, work: Any) -> np.ndarray:
-        return np.asarray(sum(self.backend.map(work, list(range(len(self.replicas))))))
-
-    def _shard(self, batch: Batch, index: int) -> tuple[Array, Array]:
+    def _shard(self, batch: Batch, index: int) -> Batch:
         workers, rows = len(self.replicas), len(batch.ids)
         part = slice(rows * index // workers, rows * (index + 1) // workers)
-        return self.backend.asarray(batch.ids[part]), self.backend.asarray(batch.targets[part])
+        return Batch(batch.ids[part], batch.targets[part])
+
+
+def _shard_sum(model: Model, backend: Backend, request: tuple[Sequence[Batch], np.ndarray | None]) -> np.ndarray:
+    """The nll of one worker's part of all batches; with a scale, its model's gradients are set too."""
+    batches, scale = request
+    nll: np.ndarray = np.zeros(batches[0].targets.shape[-1])
+    if scale is not None:
+        model.buffer.grads[...] = 0
+    # A number that is not finite stops the run by name (train/loop.py); NumPy's own warnings would only precede that.
+    with np.errstate(all="ignore"):
+        for batch in batches:
+            if len(batch.ids):
+                stash = Stash() if scale is not None else None
+                ids, targets = backend.asarray(batch.ids), backend.asarray(batch.targets)
+                nll += backend.to_numpy(model.forward(ids, targets, stash))
+                if stash is not None:
+                    model.backward(backend.asarray(scale), stash)
+    return nll

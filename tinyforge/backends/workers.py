@@ -1,0 +1,117 @@
+"""Workers that compute beside the caller: forked processes, or threads where a process cannot be forked.
+
+Why processes: NumPy lets go of the interpreter lock inside an array function and takes it again at its end, some
+thousand times in a training step. With two threads that made the elementwise half of a step a third slower than the
+same work in two processes (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import numpy as np
+
+from tinyforge.errors import UserError
+
+_pids: set[int] = set()  # forked and not yet ended
+
+# On macOS a forked child may not call the system's libraries, BLAS among them; Windows has no fork.
+CAN_FORK = sys.platform == "linux"
+
+
+def shared_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Zeros in memory that forked workers share: what one process writes, all of them read."""
+    count = int(np.prod(shape))
+    return np.frombuffer(mmap.mmap(-1, max(1, count * dtype.itemsize)), dtype, count).reshape(shape)
+
+
+def worker_pids() -> list[int]:
+    """The process ids of the workers that are running."""
+    return sorted(_pids)
+
+
+class ForkedWorker:
+    """A child process that answers each request with answer(request), in order.
+
+    It sees all objects as they were when it was made, and arrays of `shared_zeros` as they are. It ends when the
+    caller lets go of it or dies: its end of the pipe closes then.
+    """
+
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
+        self._pipe, theirs = Pipe()
+        pid = os.fork()
+        if pid == 0:
+            self._pipe.close()
+            _serve(theirs, answer)
+        theirs.close()
+        _pids.add(pid)
+        self.close = weakref.finalize(self, _end, self._pipe, pid)
+
+    def send(self, request: Any) -> None:
+        self._talk(self._pipe.send, request)
+
+    def receive(self) -> Any:
+        result = self._talk(self._pipe.recv)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _talk(self, step: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return step(*args)
+        except (EOFError, OSError) as error:
+            raise UserError(
+                "a worker process died (the kernel kills one when memory runs out); the last checkpoint is intact: "
+                "go on with --resume and --workers 1 or a smaller --batch-size"
+            ) from error
+
+
+def _serve(pipe: Connection, answer: Callable[[Any], Any]) -> None:
+    """The child's whole life. It leaves by _exit: the caller's buffered output and exit handlers are not its own."""
+    # Ctrl-C reaches every process of a terminal; the caller decides what becomes of the step, and then lets go.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        while True:
+            request = pipe.recv()
+            try:
+                result = answer(request)
+            except Exception as error:
+                result = error
+            pipe.send(result)
+    finally:
+        os._exit(0)
+
+
+def _end(pipe: Connection, pid: int) -> None:
+    pipe.close()
+    _pids.discard(pid)
+    os.waitpid(pid, 0)
+
+
+class ThreadWorker:
+    """The same on a thread."""
+
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
+        self._answer = answer
+        self._pool = ThreadPoolExecutor(1)
+        self._pending: Future[Any] | None = None
+        self.close = self._pool.shutdown
+
+    def send(self, request: Any) -> None:
+        self._pending = self._pool.submit(self._answer, request)
+
+    def receive(self) -> Any:
+        assert self._pending is not None, "receive without send"
+        return self._pending.result()
+
+
+Worker = ForkedWorker if CAN_FORK else ThreadWorker
