@@ -29,10 +29,11 @@ T = TypeVar("T")
 # --- the words of the world ------------------------------------------------------------------------------------------
 
 # Names and things are made of two parts, a few dozen parts in all. The first part says little about the second, so a
-# model that writes a name again must have looked it up in the text. The ending of a name tells girls from boys.
-NAME_STARTS = tuple("Ma Lo Ti Ra Be No Su Ka Da Ro Mi Pe Jo Li Ga Fi Ne Va Bo Sa Te Ha".split())
-GIRL_ENDS = tuple("na ra la mi sa lia nia ta".split())
-BOY_ENDS = tuple("bin den ro mo vin ko lan bert".split())
+# model that writes a name again must have looked it up in the text. The parts are chosen so that a tokenizer that has
+# seen only training text cuts a held-out word at the same place: after the consonant, and at the space.
+NAME_STARTS = tuple("B D F G H J K L M N P R S T V Z".split())
+GIRL_ENDS = tuple("ara ina ola emi usa elia ania ita".split())  # the ending tells girls from boys
+BOY_ENDS = tuple("abin oden iro omo evin iko ulan obert".split())
 THING_STARTS = tuple("sun moon star rain snow wind sea tea wood hand rose milk".split())
 TOY_ENDS = tuple("kite boat drum lamp bell".split())  # what can break and be mended
 THING_ENDS = TOY_ENDS + tuple("ball hat cup bag key book".split())
@@ -43,9 +44,14 @@ def held_out_word(word: str) -> bool:
     return zlib.crc32(f"word {word}".encode()) % 8 == 0
 
 
-def _joined(starts: tuple[str, ...], ends: tuple[str, ...], held_out: bool) -> tuple[str, ...]:
-    words = (start + end for start in starts for end in ends)
-    return tuple(word for word in words if held_out_word(word) == held_out)
+def _names(ends: tuple[str, ...], held_out: bool) -> tuple[str, ...]:
+    names = (start + end for start in NAME_STARTS for end in ends)
+    return tuple(name for name in names if held_out_word(name) == held_out)
+
+
+def _things(ends: tuple[str, ...], held_out: bool) -> tuple[str, ...]:
+    things = (f"{start} {end}" for start in THING_STARTS for end in ends)
+    return tuple(thing for thing in things if held_out_word(thing) == held_out)
 
 
 FOODS = tuple("apple pear plum bun cake pie egg nut carrot cookie lemon banana".split())
@@ -113,10 +119,10 @@ def _words(held_out: bool) -> Words:
     numbers = range(LARGEST + 1)
     pairs = [(a, b) for a in numbers for b in numbers if held_out_pair(a, b) == held_out]
     return Words(
-        girls=_joined(NAME_STARTS, GIRL_ENDS, held_out),
-        boys=_joined(NAME_STARTS, BOY_ENDS, held_out),
-        toys=_joined(THING_STARTS, TOY_ENDS, held_out),
-        things=_joined(THING_STARTS, THING_ENDS, held_out),
+        girls=_names(GIRL_ENDS, held_out),
+        boys=_names(BOY_ENDS, held_out),
+        toys=_things(TOY_ENDS, held_out),
+        things=_things(THING_ENDS, held_out),
         sums=tuple((a, b) for a, b in pairs if a + b <= LARGEST and 1 <= b <= LARGEST_STEP),
         comparisons=tuple((a, b) for a, b in pairs if a != b),
     )
@@ -224,10 +230,11 @@ class Teller:
         return self.rng.sample(options, n)
 
     def apart(self, words: tuple[str, ...], n: int) -> list[str]:
-        """n names or things that share neither beginning nor ending, so that one part is enough to tell them apart."""
+        """n names or things that share no part, so that one part is enough to tell them apart."""
         while True:
             chosen = self.some(words, n)
-            if len({word[:2] for word in chosen}) == n == len({word[-2:] for word in chosen}):
+            parts = [word.split() if " " in word else [word[0], word[1:]] for word in chosen]
+            if len({start for start, _ in parts}) == n == len({end for _, end in parts}):
                 return chosen
 
     def people(self, n: int) -> list[Character]:
@@ -619,8 +626,7 @@ def ask_scene(t: Teller, kind: str) -> Instruction:
 
 
 def ask_who(t: Teller) -> Instruction:
-    # "It is Pelan", not "Pelan": at the start of a reply, with no space before it, a name is spelled in other tokens
-    # than in the text it must be copied from.
+    # "It is Mara", not "Mara": with a space before it, a name is spelled in the tokens of the text it is copied from.
     asked = ask_scene(t, "who")
     return replace(asked, output=f"It is {asked.output}")
 
@@ -668,7 +674,7 @@ def ask_fact(t: Teller) -> Instruction:
 def ask_repeat(t: Teller) -> Instruction:
     word = t.pick(t.words.things + t.words.girls + t.words.boys)
     times, times_word = t.pick(((1, "once"), (2, "twice"), (3, "three times")))
-    variants = ("Say the word {n}.", "Write this word {n}.", "Repeat the word {n}.", "Say this {n}.")
+    variants = ("Say this {n}.", "Write this {n}.", "Repeat this {n}.", "Say {n} what stands here.")
     return Instruction("repeat", t.say(variants, n=times_word), word, " ".join([word] * times))
 
 
@@ -718,8 +724,9 @@ def game(t: Teller) -> str:
     if form == "echo":
         lines = [t.say(("{a} and {b} play echo.", "{b} says what {a} says."), a=a, b=b)]
         for _ in range(4):
-            pool = t.some(t.words.things, 3) + [c.name, d.name, t.people(1)[0].name]
-            words = " ".join(t.some(pool, 1 + t.pick(range(3))))
+            pool = t.some(t.words.things, 3) + t.some(t.words.girls + t.words.boys, 4)
+            pool += t.some(FOODS + COLOURS + tuple(SOUNDS), 4)
+            words = " ".join(t.some(pool, 1 + t.pick(range(5))))
             lines.append(t.say(ECHOES, a=a, b=b, words=words))
         return " ".join(lines)
     if form == "news":
@@ -805,7 +812,7 @@ def arithmetic(t: Teller) -> str:
 
 # The kinds of document and their weights. The last three practise what the instructions ask, in other words.
 FORMS = (story, description, dialogue, game, quiz, lesson, arithmetic)
-FORM_WEIGHTS = (22, 6, 6, 32, 20, 3, 11)
+FORM_WEIGHTS = (16, 5, 5, 40, 20, 3, 11)
 
 
 # --- what callers use ------------------------------------------------------------------------------------------------

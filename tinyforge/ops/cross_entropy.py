@@ -11,8 +11,8 @@ from tinyforge.backends import Backend
 from tinyforge.backends.numpy_backend import exp_needs_shift, numpy_kernel, row_blocks
 from tinyforge.op import Array, Op, Param, Stash, with_buffer
 
-CHUNK_BYTES = 1 << 20
-"""Logits of one head in work at once on NumPy: what stays in a core's cache between the passes over them."""
+CHUNK_BYTES = 1 << 21
+"""Logits in work at once on NumPy: what stays in a core's cache between the passes over them."""
 
 
 class CrossEntropy(Op):
@@ -88,7 +88,7 @@ class LinearCrossEntropy(Op):
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         # The last case spans several chunks, the last of them partly filled.
-        many = 2 * (CHUNK_BYTES // (8 * 1024)) + 5
+        many = 2 * (CHUNK_BYTES // (8 * 2 * 1024)) + 5
         for n, heads, vocab, dim in ((6, 3, 5, 4), (1, 1, 2, 1), (9, 4, 7, 3), (many, 2, 1024, 3)):
             op = with_buffer(cls(Param("weight", (heads, vocab, dim), std=1.0), backend), backend, rng)
             h = rng.normal(size=(n, dim))
@@ -146,23 +146,34 @@ def cross_entropy_bwd(dnll: Array, residual: Array) -> Array:
     return np.ascontiguousarray(scaled.transpose(2, 0, 1))
 
 
+def chunks(rows: int, weight: Array) -> Iterator[slice]:
+    """Slices of `rows` whose logits take about CHUNK_BYTES."""
+    return row_blocks(rows, weight.shape[0] * weight.shape[1] * weight.itemsize, CHUNK_BYTES)
+
+
 @numpy_kernel
-def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Array | None]:
-    heads, vocab, _ = weight.shape
-    blocks = list(row_blocks(len(h), vocab * h.itemsize, CHUNK_BYTES))
-    residual = np.empty((heads, vocab, len(h)), h.dtype) if keep else None
+def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, list[Array]]:
+    heads, vocab, dim = weight.shape
+    residual = []
     nll = np.zeros(heads, np.float64)
-    for k in range(heads):
-        for part in blocks:
-            logits = np.matmul(weight[k], h[part].T, out=None if residual is None else residual[k, :, part])
-            nll[k] += softmax_residual_(logits[None], targets[part, k : k + 1])[0]
+    for part in chunks(len(h), weight):
+        logits = (weight.reshape(-1, dim) @ h[part].T).reshape(heads, vocab, -1)
+        nll += softmax_residual_(logits, targets[part])
+        if keep:
+            residual.append(logits)
     return nll, residual
 
 
 @numpy_kernel
-def linear_cross_entropy_bwd(dnll: Array, h: Array, residual: Array, weight: Array, dweight: Array) -> Array:
+def linear_cross_entropy_bwd(dnll: Array, h: Array, residual: list[Array], weight: Array, dweight: Array) -> Array:
     scale = dnll.astype(h.dtype)[:, None, None]
     # dnll goes onto the small matrices, W and dW, so that the large one is read twice and never written.
-    rows = residual.reshape(weight.shape[0] * weight.shape[1], len(h))
-    dweight += (rows @ h).reshape(weight.shape) * scale
-    return rows.T @ (weight * scale).reshape(-1, weight.shape[-1])
+    scaled = (weight * scale).reshape(-1, weight.shape[-1])
+    dscaled = np.zeros(scaled.shape, h.dtype)
+    dh = np.empty(h.shape, h.dtype)
+    for part, logits in zip(chunks(len(h), weight), residual, strict=True):
+        rows = logits.reshape(len(scaled), -1)
+        dscaled += rows @ h[part]
+        np.matmul(rows.T, scaled, out=dh[part])
+    dweight += dscaled.reshape(weight.shape) * scale
+    return dh
