@@ -18,9 +18,9 @@ RUN := $(VENV)/bin/python
 # What the demo asks the fine-tuned model, one quoted string each. Held-out names and numbers: it saw none of these.
 QUESTIONS := \
 	"How much is 13 plus 2?" \
-	"Sunia asks: Which day is next after Sunday?" \
+	"Pemi asks: Which day is next after Sunday?" \
 	"Which is larger, 1 or 12?" \
-	"Help Rosa. What is the opposite of cold?"
+	"Help Fobert. What is the opposite of cold?"
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'

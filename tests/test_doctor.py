@@ -1,0 +1,101 @@
+"""The doctor names what is missing and the command that brings it; only what the CPU needs makes it fail."""
+
+import importlib.metadata
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tinyforge import doctor
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+def fake_cupy(driver: int = 13020, compute: tuple[int, int] = (9, 0), broken: str = "") -> Any:
+    """What the doctor asks of CuPy, with answers of our choice."""
+
+    def answer(part: str, value: Any) -> Any:
+        def call(*_: Any) -> Any:
+            if part == broken:
+                raise CUDARuntimeError(f"{part} failed")
+            return value
+
+        return call
+
+    card = {"major": compute[0], "minor": compute[1], "name": b"Card", "totalGlobalMem": 80 << 30}
+    runtime = SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError, driverGetVersion=answer("driver", driver), getDeviceCount=answer("count", 1),
+        runtimeGetVersion=answer("runtime", 13010), getDeviceProperties=answer("card", card),
+    )  # fmt: skip
+    nvrtc = SimpleNamespace(getVersion=answer("nvrtc", (13, 1)))
+    return SimpleNamespace(__version__="14.2.0", cuda=SimpleNamespace(runtime=runtime, nvrtc=nvrtc))
+
+
+def with_cupy(monkeypatch: pytest.MonkeyPatch, module: Any, names: tuple[str, ...] = ("cupy-cuda13x",)) -> None:
+    builds = [SimpleNamespace(metadata={"Name": name}) for name in names]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: builds)
+    monkeypatch.setattr(doctor, "version_of", lambda package: "1.0")
+    monkeypatch.setitem(sys.modules, "cupy", module)
+
+
+def trouble(findings: list[doctor.Finding]) -> list[str]:
+    return [str(f) for f in findings if not f.ok]
+
+
+def test_it_is_well_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main([]) == 0
+    assert "training on the CPU: works" in capsys.readouterr().out
+
+
+def test_a_missing_package_fails_with_the_command_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "version_of", lambda package: None if package == "duckdb" else "1.0")
+    assert doctor.main([]) == 1
+    out = capsys.readouterr().out
+    assert "MISSING  duckdb" in out and "pip install duckdb" in out and "training on the CPU: see above" in out
+
+
+def test_no_cupy_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: [])
+    (finding,) = doctor.gpu()
+    assert finding.ok is None and finding.fix == doctor.INSTALL_GPU
+
+
+def test_two_builds_of_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cupy(monkeypatch, fake_cupy(), ("cupy-cuda12x", "cupy-cuda13x"))
+    (line,) = trouble(doctor.gpu())
+    assert "several builds" in line and "pip uninstall cupy-cuda12x cupy-cuda13x" in line
+
+
+def test_cupy_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cupy(monkeypatch, None)  # None in sys.modules makes the import fail
+    (line,) = trouble(doctor.gpu())
+    assert "cannot be imported" in line and "again" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"broken": "nvrtc"}, 'pip install "cupy-cuda13x[ctk]"'),
+        ({"broken": "count"}, "none that CUDA can use (count failed)"),
+        ({"driver": 12080}, "for CUDA 12.8; CuPy is built for 13.1"),
+        ({"compute": (7, 5)}, "bf16 kernels want sm_80"),
+    ],
+)
+def test_what_is_wrong_with_the_gpu_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], said: str
+) -> None:
+    with_cupy(monkeypatch, fake_cupy(**settings))
+    (line,) = trouble(doctor.gpu())
+    assert said in line and "\n" not in line
+
+
+def test_a_gpu_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cupy(monkeypatch, fake_cupy())
+    findings = doctor.gpu()
+    assert not trouble(findings)
+    assert "Card, 80 GiB, sm_90" in str(findings[-1])
