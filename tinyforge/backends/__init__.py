@@ -49,6 +49,8 @@ class Backend:
 
     name: str
     xp: Any
+    recomputes: bool = False
+    """Whether models make cheap activations again in backward instead of keeping them: for a GPU's small memory."""
 
     def __init__(self, precision: str, workers: int) -> None:
         policy = PRECISIONS.get(precision)

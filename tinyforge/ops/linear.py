@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ from tinyforge.op import Array, Op, Param, Stash, with_buffer
 class Linear(Op):
     """y = x W^T
 
-    x: (..., I); W: (O, I); y: (..., O). Saves x.
+    x: (..., I); W: (O, I); y: (..., O). Saves x; or `again`, a function that makes x once more from what other ops
+    have saved anyway: memory for the price of that function (Chen et al., "Training Deep Nets with Sublinear Memory
+    Cost", 2016).
 
     backward: dx = dy W, dW += dy^T x, with all leading axes folded into one.
     """
@@ -29,14 +31,14 @@ class Linear(Op):
     def params(self) -> list[Param]:
         return [self.weight]
 
-    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+    def forward(self, x: Array, stash: Stash | None = None, *, again: Callable[[], Array] | None = None) -> Array:
         if stash is not None:
-            stash.push(self, x)
+            stash.push(self, again or (lambda: x))
         return self.k.linear_fwd(x, self.weight.value)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (x,) = stash.pop(self)
-        return self.k.linear_bwd(dy, x, self.weight.value, self.weight.grad)
+        return self.k.linear_bwd(dy, x(), self.weight.value, self.weight.grad)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
