@@ -35,7 +35,7 @@ from tinyforge.train.loop import Task, evaluate_nll, train
 from tinyforge.train.settings import Settings, parse, parser
 from tinyforge.train.sharded import Sharded
 
-DEFAULTS = Settings(out="runs/pretrain", steps=2500)
+DEFAULTS = Settings(out="runs/pretrain", steps=2300)
 BUILT_IN_DOCUMENTS = 40_000
 HELD_OUT_DOCUMENTS = 1_000
 EVAL_TOKENS = 16_384  # while training; at the end, all held-out text is read

@@ -32,7 +32,7 @@ from tinyforge.train.loop import Task, evaluate_nll, train
 from tinyforge.train.settings import Settings, parse, parser
 from tinyforge.train.sharded import Sharded
 
-DEFAULTS = Settings(out="runs/sft", steps=1500, batch_size=32, lr=2e-3, weight_decay=0.0)
+DEFAULTS = Settings(out="runs/sft", steps=1400, batch_size=32, lr=2e-3, weight_decay=0.0)
 BUILT_IN_RECORDS = 30_000
 HELD_OUT_RECORDS = 300
 
