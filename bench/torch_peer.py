@@ -34,6 +34,7 @@ class Block(torch.nn.Module):
         """x: (B, T, C); cos, sin: (T, 1, D/2)."""
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.head_dim))
         qk, v = qkv.split([self.heads[0] + self.heads[1], self.heads[2]], dim=2)
+        cos, sin = cos.to(qk.dtype), sin.to(qk.dtype)
         left, right = qk.chunk(2, dim=-1)
         qk = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
         q, k = qk.split(self.heads[:2], dim=2)
@@ -74,17 +75,22 @@ class NanoEuler(torch.nn.Module):
 
 
 class TorchPeer:
-    """Training steps on the CPU with `threads` threads, eager or through torch.compile (its default mode)."""
+    """Training steps on `device`, eager or through torch.compile (its default mode); on a CPU with `threads` threads.
+
+    precision: "bf16" is autocast over float32 weights, with TF32 allowed for what stays in float32.
+    """
 
     def __init__(
-        self, config: Config, batches: Sequence[Batch], *, dtype: np.dtype, threads: int, lr: float, clip: float,
-        compiled: bool,
+        self, config: Config, batches: Sequence[Batch], *, precision: str, device: str, threads: int, lr: float,
+        clip: float, compiled: bool,
     ) -> None:  # fmt: skip
         torch.set_num_threads(threads)
-        kind = {"float32": torch.float32, "float64": torch.float64}[dtype.name]
-        self.model = NanoEuler(config).to(kind)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision in ("tf32", "bf16")
+        self.device = torch.device(device)
+        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
+        self.model = NanoEuler(config).to(self.device, torch.float64 if precision == "fp64" else torch.float32)
         self.forward = torch.compile(self.model) if compiled else self.model
-        self.batches = [(torch.from_numpy(b.ids).long(), torch.from_numpy(b.targets).long()) for b in batches]
+        self.batches = [tuple(torch.from_numpy(a).long().to(self.device) for a in (b.ids, b.targets)) for b in batches]
         self.clip = clip
         ours = AdamWConfig()
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
@@ -97,11 +103,12 @@ class TorchPeer:
         own = self.model.state_dict()
         self.model.load_state_dict({name: torch.from_numpy(w).reshape(own[name].shape) for name, w in weights.items()})
 
-    def step(self, index: int) -> float:
-        """One step on a batch; returns the loss before it."""
-        loss = self.forward(*self.batches[index % len(self.batches)])
+    def step(self, index: int) -> float | torch.Tensor:
+        """One step on a batch; returns the loss before it, on a GPU without waiting for it."""
+        with self.autocast:
+            loss = self.forward(*self.batches[index % len(self.batches)])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+        return loss.item() if self.device.type == "cpu" else loss.detach()

@@ -27,6 +27,7 @@ from data.world import documents
 from models.nanoeuler.config import PRESETS, Config
 from models.nanoeuler.generate import Sampling, generate
 from models.nanoeuler.model import NanoEuler
+from models.nanoeuler.plan import check_fits, print_plan
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError, run_command
 from tinyforge.text import Tokenizer
@@ -37,6 +38,7 @@ from tinyforge.train.sharded import Sharded
 
 DEFAULTS = Settings(out="runs/pretrain", steps=2300)
 BUILT_IN_DOCUMENTS = 40_000
+BUILT_IN_VOCAB = 2048  # the built-in world has few words: 2,473 ids are all that can be learned from it
 HELD_OUT_DOCUMENTS = 1_000
 EVAL_TOKENS = 16_384  # while training; at the end, all held-out text is read
 SEPARATOR = "<|endoftext|>"
@@ -94,14 +96,25 @@ def pack(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    settings, resume = parse(parser(__doc__ or "", DEFAULTS, with_base=False), argv, DEFAULTS)
+    settings, resume, plan_only = parse(parser(__doc__ or "", DEFAULTS, with_base=False), argv, DEFAULTS)
     config = config_of(settings)
+    chosen = settings.data or settings.tokenizer or any(item.startswith("vocab=") for item in settings.set)
+    if config.vocab > BUILT_IN_VOCAB and not chosen:
+        print(f"vocab {config.vocab} -> {BUILT_IN_VOCAB}: the built-in corpus has too few words; give --data for more")
+        config = config.override({"vocab": BUILT_IN_VOCAB})
+    seq_len = settings.seq_len or config.context
+    if seq_len > config.context:
+        raise UserError(f"--seq-len is {seq_len}, the config's context is {config.context}; use at most that")
+    if plan_only:
+        print_plan(config, settings.precision, settings.batch_size, seq_len)
+        return 0
     out = Path(settings.out)
-    backend = get_backend(settings.backend, settings.precision, settings.workers)
+    backend = get_backend(settings.backend, settings.precision, settings.workers, settings.device)
     settings = Settings(**{**settings.to_dict(), "workers": backend.workers})
     print(f"config {settings.config}: dim {config.dim}, {config.layers} layers, {config.heads}/{config.kv_heads} "
           f"heads, context {config.context}, {config.mtp_heads} output heads")  # fmt: skip
-    print(f"backend {backend.name}, {settings.precision}, {backend.workers} workers (one a core unless --workers)")
+    print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
+    check_fits(config, backend, settings.batch_size, seq_len)
 
     training, held_out = corpus(settings)
     if settings.tokenizer:
@@ -122,9 +135,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"tokenizer: {tokenizer.vocab_size} ids, {size / max(1, len(streams[0]) - len(training)):.2f} bytes a token")
     print(f"training text: {size:,} bytes, {len(streams[0]):,} tokens; held out: {len(streams[1]):,} tokens")
 
-    seq_len = settings.seq_len or config.context
-    if seq_len > config.context:
-        raise UserError(f"--seq-len is {seq_len}, the config's context is {config.context}; use at most that")
     data = PackedTokens(streams[0], seq_len, config.mtp_heads, settings.seed)
     held = PackedTokens(streams[1], min(seq_len, max(1, len(streams[1]) - 1)), config.mtp_heads, settings.seed)
     model = NanoEuler(config, backend)

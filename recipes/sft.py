@@ -22,7 +22,8 @@ import numpy as np
 from data.alpaca import END_OF_REPLY, Record, encode_example, read_records, render_prompt
 from data.world import KINDS, instructions, is_correct
 from models.nanoeuler.generate import Sampling, generate
-from models.nanoeuler.runs import Loaded, load_model, newest_run
+from models.nanoeuler.plan import check_fits, print_plan
+from models.nanoeuler.runs import Loaded, load_model, newest_run, saved_config
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError, run_command
 from tinyforge.text import Tokenizer
@@ -78,15 +79,22 @@ def base_of(settings: Settings, resume: bool) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    settings, resume = parse(parser(__doc__ or "", DEFAULTS, with_base=True), argv, DEFAULTS)
-    backend = get_backend(settings.backend, settings.precision, settings.workers)
-    loaded = load_model(base_of(settings, resume), backend)
-    model, tokenizer, config = loaded.model, loaded.tokenizer, loaded.model.config
-    settings = Settings(**{**settings.to_dict(), "workers": backend.workers})
-    print(f"base: {loaded.path}, {model.buffer.count:,} parameters; backend {backend.name}, {backend.workers} workers")
+    settings, resume, plan_only = parse(parser(__doc__ or "", DEFAULTS, with_base=True), argv, DEFAULTS)
+    base = base_of(settings, resume)
+    config = saved_config(base)
     seq_len = settings.seq_len or config.context
     if seq_len > config.context:
         raise UserError(f"--seq-len is {seq_len}, the model's context is {config.context}; use at most that")
+    if plan_only:
+        print_plan(config, settings.precision, settings.batch_size, seq_len)
+        return 0
+    backend = get_backend(settings.backend, settings.precision, settings.workers, settings.device)
+    check_fits(config, backend, settings.batch_size, seq_len)
+    loaded = load_model(base, backend)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    settings = Settings(**{**settings.to_dict(), "workers": backend.workers})
+    print(f"base: {loaded.path}, {model.buffer.count:,} parameters")
+    print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
 
     if settings.data:
         records = read_records(settings.data, settings.encoding)

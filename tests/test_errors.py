@@ -27,3 +27,15 @@ def test_one_line_and_a_status(
 def test_a_bug_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         run_command(lambda: 1 // 0)
+
+
+def test_memory_that_runs_out_is_one_line_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def too_much() -> None:
+        raise MemoryError("Out of memory allocating 1,024 bytes\n(allocated so far: 7 bytes).")
+
+    with pytest.raises(SystemExit) as left:
+        run_command(too_much)
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and error.count("\n") == 1
+    assert error.startswith("error: out of memory: Out of memory allocating 1,024 bytes (allocated so far: 7 bytes).;")
+    assert "the last checkpoint is intact" in error and "--batch-size" in error

@@ -22,6 +22,11 @@ def run_command(main: Callable[[], int | None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except MemoryError as error:  # NumPy's, and CuPy's for a GPU
+        cause = " ".join(str(error).split()) or "no memory is left"
+        print(f"error: out of memory: {cause}; the last checkpoint is intact. Use a smaller --batch-size (with "
+              "--grad-accum for as large a step), or a smaller --seq-len", file=sys.stderr)  # fmt: skip
+        sys.exit(2)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)

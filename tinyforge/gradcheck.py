@@ -48,13 +48,22 @@ class Row:
     error: float
 
 
-def directional_error(loss: Callable[[], float], x: Array, grad: Array, rng: np.random.Generator) -> float:
-    """The worst relative error of `grad` along DIRECTIONS random directions. `loss` reads x, which is restored."""
+def directional_error(
+    loss: Callable[[], float],
+    x: Array,
+    grad: Array,
+    rng: np.random.Generator,
+    asarray: Callable[[np.ndarray], Array] = np.asarray,
+) -> float:
+    """The worst relative error of `grad` along DIRECTIONS random directions. `loss` reads x, which is restored.
+
+    asarray: brings a direction to where x is.
+    """
     start, worst = x.copy(), 0.0
     typical = float(np.sqrt((grad * grad).sum() / max(grad.size, 1)))
     for _ in range(DIRECTIONS):
-        direction = rng.normal(size=x.shape)
-        direction /= max(float(np.sqrt((direction * direction).sum())), 1e-300)
+        drawn = np.asarray(rng.normal(size=x.shape))
+        direction = asarray(drawn / max(float(np.sqrt((drawn * drawn).sum())), 1e-300))
         values = []
         for multiple in (-2, -1, 1, 2):
             x[...] = start + (multiple * STEP) * direction
@@ -76,7 +85,8 @@ def check(op: Op, inputs: Sequence[Any], rng: np.random.Generator) -> dict[str, 
         result = op.forward(*inputs, stash=stash)
         return (result,) if single else result
 
-    upstream = tuple(np.asarray(rng.normal(size=y.shape)) for y in outputs())
+    asarray = op.backend.asarray
+    upstream = tuple(asarray(np.asarray(rng.normal(size=y.shape))) for y in outputs())
 
     def loss() -> float:
         return float(sum((u * y).sum() for u, y in zip(upstream, outputs(), strict=True)))
@@ -95,9 +105,9 @@ def check(op: Op, inputs: Sequence[Any], rng: np.random.Generator) -> dict[str, 
         if x.dtype.kind == "f":
             if grad is None:
                 raise RuntimeError(f"{op.name}: backward returned no gradient for input {i}")
-            errors[f"input {i}"] = directional_error(loss, x, grad, rng)
+            errors[f"input {i}"] = directional_error(loss, x, grad, rng, asarray)
     for p in op.params():
-        errors[p.name] = directional_error(loss, p.value, p.grad, rng)
+        errors[p.name] = directional_error(loss, p.value, p.grad, rng, asarray)
     return errors
 
 
@@ -128,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--op", metavar="NAME", help="only this op or model (default: all)")
     parser.add_argument("--backend", default="numpy", help="backend whose kernels are checked (default: numpy)")
+    parser.add_argument("--device", type=int, help="number of the GPU (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of inputs and directions (default: 0)")
     parser.add_argument("--json", metavar="FILE", help="also write the ledger as JSON")
     args = parser.parse_args(argv)
@@ -138,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = [kind for kind in chosen if kind.__name__.lower() == args.op.lower()]
         if not chosen:
             raise UserError(f"no op is called {args.op!r}; known: {', '.join(names)}")
-    backend = get_backend(args.backend, "fp64", workers=1)
+    backend = get_backend(args.backend, "fp64", workers=1, device=args.device)
     rows: list[Row] = []
     print(f"{'op':<20} {'with respect to':<26} {'cases':>5}  worst relative error")
     for kind in chosen:

@@ -51,8 +51,10 @@ class Param:
 class ParamBuffer:
     """All parameters of a model in one flat buffer, all gradients in another: one optimizer call updates everything.
 
-    Decayed parameters come first, so that weight decay is the slice `[:decay_end]`. Handing in `values` makes a
-    second model that reads the same weights but owns its gradients: a worker of data-parallel training.
+    `values` are the weights as the ops read them; `masters` are the same in the precision in which they are learned
+    and saved: the same array, except in bf16. Decayed parameters come first, so that weight decay is the slice
+    `[:decay_end]`. Handing in `values` makes a second model that reads the same weights but owns its gradients: a
+    worker of data-parallel training.
     """
 
     def __init__(self, params: Iterable[Param], backend: Backend, values: Array = None) -> None:
@@ -69,8 +71,12 @@ class ParamBuffer:
             offset += -(-p.size // _ALIGN) * _ALIGN
             if p.decay:
                 self.decay_end = offset
+        self._backend = backend
         self.values = backend.shared_zeros((offset,)) if values is None else values
-        self.grads = backend.shared_zeros((offset,))
+        self.masters = self.values
+        if values is None and backend.master_dtype != backend.dtype:
+            self.masters = backend.shared_zeros((offset,), backend.master_dtype)
+        self.grads = backend.shared_zeros((offset,), backend.master_dtype)
         for p in self.params:
             p.value, p.grad = self.view(self.values, p), self.view(self.grads, p)
 
@@ -82,7 +88,17 @@ class ParamBuffer:
         """Fill every value from its own named stream: adding a parameter never changes another's start."""
         for p in self.params:
             noise = stream.fork(p.name).normal(p.shape) if p.std else 0.0
-            p.value[...] = p.fill + p.std * noise
+            self.set_master(p, p.fill + p.std * noise)
+        self.publish()
+
+    def set_master(self, param: Param, value: Any) -> None:
+        """Give a parameter's master weights another value; `publish` when all are set."""
+        self.view(self.masters, param)[...] = self._backend.asarray(value, self._backend.master_dtype)
+
+    def publish(self) -> None:
+        """Round the master weights to the values that the ops read."""
+        if self.masters is not self.values:
+            self.values[...] = self.masters
 
     @property
     def count(self) -> int:
@@ -149,5 +165,6 @@ def with_buffer(op: Op, backend: Backend, rng: np.random.Generator, std: float =
     """Give `op`'s parameters a buffer of their own with random values: what `cases` needs before a check."""
     buffer = ParamBuffer(op.params(), backend)
     for p in buffer.params:
-        p.value[...] = backend.asarray(rng.normal(size=p.shape) * std + p.fill)
+        buffer.set_master(p, rng.normal(size=p.shape) * std + p.fill)
+    buffer.publish()
     return op

@@ -25,6 +25,11 @@ class Loaded:
     path: Path
 
 
+def saved_config(path: Path) -> Config:
+    """The config of a checkpoint's model."""
+    return Config.from_dict(checkpoint.load(path).meta["config"])
+
+
 def load_model(path: Path, backend: Backend) -> Loaded:
     """The model of a checkpoint, or of the newest checkpoint in a run's directory."""
     found = checkpoint.load(path)
@@ -38,7 +43,7 @@ def load_model(path: Path, backend: Backend) -> Loaded:
             "use another checkpoint of the run"
         )
     model = NanoEuler(config, backend)
-    load_named(model.buffer, model.buffer.values, found.weights, backend, found.path)
+    load_named(model.buffer, model.buffer.masters, found.weights, backend, found.path)
     return Loaded(model, tokenizer, found.meta, found.path)
 
 

@@ -36,7 +36,7 @@ def batch(rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
 class Weightless(NumpyBackend):
     """Every buffer is one zero read at every place: a model of any size is built in no memory."""
 
-    def shared_zeros(self, shape: tuple[int, ...]) -> Any:
+    def shared_zeros(self, shape: tuple[int, ...], dtype: np.dtype | None = None) -> Any:
         return np.broadcast_to(self.dtype.type(0), shape)
 
 

@@ -113,6 +113,21 @@ def test_a_nan_stops_the_run_and_names_its_source(tmp_path: Path, fault: str) ->
     assert steps_of(tmp_path, "loss") == [1, 2, 3, 4, 5, 6]
 
 
+def test_looking_at_the_loss_now_and_then_changes_nothing_else(tmp_path: Path) -> None:
+    """As on a device, where each look waits: every fourth step, and wherever the run evaluates, saves or ends."""
+    each, fourth = Trial(tmp_path / "each", steps=11), Trial(tmp_path / "fourth", steps=11)
+    fourth.backend.read_every = 4
+    each.train()
+    fourth.train()
+    assert np.array_equal(each.model.buffer.values, fourth.model.buffer.values)
+    timed = {"seconds", "tokens_per_second"}
+    rows = [
+        [{k: v for k, v in row.items() if k not in timed} for row in metrics.read(tmp_path / name / "metrics.jsonl")]
+        for name in ("each", "fourth")
+    ]
+    assert rows[0] == rows[1] and steps_of(tmp_path / "fourth", "loss") == list(range(1, 12))
+
+
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     """The last update of a run can ruin the weights with no later step to notice."""
     Trial(tmp_path).train()

@@ -7,6 +7,7 @@ same signature on every backend; a second backend is a second column of the tabl
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,10 +22,15 @@ from tinyforge.errors import UserError
 
 @dataclass(frozen=True)
 class Precision:
-    """How numbers are kept: `storage` for activations and gradients, on the backends named."""
+    """How numbers are kept, on the backends named.
+
+    storage: activations, their gradients, and the weights as the ops read them. master: the weights that the optimizer
+    updates, its moments, the gradients of parameters, and what ops keep of sums over a row.
+    """
 
     name: str
     storage: str
+    master: str
     backends: tuple[str, ...]
     meaning: str
 
@@ -32,25 +38,40 @@ class Precision:
 PRECISIONS = {
     p.name: p
     for p in (
-        Precision("fp64", "float64", ("numpy",), "float64 everywhere: for checking"),
-        Precision("fp32", "float32", ("numpy",), "float32 everywhere"),
+        Precision("fp64", "float64", "float64", ("numpy", "cupy"), "float64 everywhere: for checking"),
+        Precision("fp32", "float32", "float32", ("numpy", "cupy"), "float32 everywhere"),
+        Precision("tf32", "float32", "float32", ("cupy",), "float32, matrix products by TF32 tensor cores"),
+        Precision("bf16", "bfloat16", "float32", ("cupy",), "bf16 storage, sums and master weights in float32"),
     )
 }
 
-KERNELS: dict[str, dict[str, Callable[..., Any]]] = {"numpy": {}}
+KERNELS: dict[str, dict[str, Callable[..., Any]]] = {"numpy": {}, "cupy": {}, "phantom": {}}
 """The table: KERNELS[backend][kernel name] is the function. Filled by the decorators in the ops' own files."""
+
+
+def dtype_of(name: str) -> np.dtype:
+    """The NumPy dtype of that name; bfloat16 comes from ml_dtypes."""
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError as error:
+        raise UserError("precision bf16 needs the package ml_dtypes: pip install ml_dtypes") from error
+    return np.dtype(bfloat16)
 
 
 class Backend:
     """An array module, a precision and a column of the kernel table.
 
-    workers: how many shards of a batch may run at once (processes on a CPU, one on a GPU).
+    dtype, master_dtype: see `Precision`. workers: how many shards of a batch may run at once (processes on a CPU, one
+    on a GPU). read_every: steps between two looks at the loss; each look waits for the device. recomputes: whether
+    models make cheap activations again in backward instead of keeping them.
     """
 
     name: str
     xp: Any
+    read_every: int = 1
     recomputes: bool = False
-    """Whether models make cheap activations again in backward instead of keeping them: for a GPU's small memory."""
 
     def __init__(self, precision: str, workers: int) -> None:
         policy = PRECISIONS.get(precision)
@@ -58,7 +79,7 @@ class Backend:
             known = ", ".join(p.name for p in PRECISIONS.values() if self.name in p.backends)
             raise UserError(f"precision {precision!r} is not available on backend {self.name}; use one of: {known}")
         self.precision = policy
-        self.dtype = np.dtype(policy.storage)
+        self.dtype, self.master_dtype = dtype_of(policy.storage), dtype_of(policy.master)
         self.workers = workers
 
     def bind(self, owner: str, names: tuple[str, ...]) -> SimpleNamespace:
@@ -72,17 +93,29 @@ class Backend:
     def empty(self, shape: tuple[int, ...]) -> Any:
         return self.xp.empty(shape, self.dtype)
 
-    def zeros(self, shape: tuple[int, ...]) -> Any:
-        return self.xp.zeros(shape, self.dtype)
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype | None = None) -> Any:
+        return self.xp.zeros(shape, self.dtype if dtype is None else dtype)
 
-    def shared_zeros(self, shape: tuple[int, ...]) -> Any:
+    def shared_zeros(self, shape: tuple[int, ...], dtype: np.dtype | None = None) -> Any:
         """Zeros that the backend's workers see too: for parameters and gradients."""
-        return self.zeros(shape)
+        return self.zeros(shape, dtype)
 
-    def asarray(self, array: Any) -> Any:
-        """`array` on this backend: floats in its dtype, integers as int32."""
-        kind = np.asarray(array).dtype.kind
-        return self.xp.asarray(array, dtype=self.dtype if kind == "f" else np.int32)
+    def asarray(self, array: Any, dtype: np.dtype | None = None) -> Any:
+        """`array` on this backend: floats in its dtype, integers as int32, or what is asked for."""
+        if dtype is None:
+            dtype = self.dtype if np.asarray(array).dtype.kind == "f" else np.dtype(np.int32)
+        return self.xp.asarray(array, dtype=dtype)
+
+    def describe(self) -> str:
+        """What computes, for people."""
+        return f"{self.workers} workers (one a core unless --workers)"
+
+    def synchronize(self) -> None:
+        """Wait until everything that was asked for is computed."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the device's own memory: used, held, free, total; nothing where it has none of its own."""
+        return {}
 
     def to_numpy(self, array: Any) -> np.ndarray:
         raise NotImplementedError
@@ -118,10 +151,43 @@ def override(backend: str, **replacements: Callable[..., Any]) -> Iterator[None]
         table.update(saved)
 
 
-def get_backend(name: str = "auto", precision: str = "fp32", workers: int | None = None) -> Backend:
-    """The backend called `name`; `auto` takes the best that this machine has."""
+def get_backend(
+    name: str = "auto", precision: str = "fp32", workers: int | None = None, device: int | None = None
+) -> Backend:
+    """The backend called `name`; `auto` takes the best that this machine has: a GPU if there is one.
+
+    workers: for NumPy. device: the number of the GPU, for CuPy.
+    """
     from tinyforge.backends.numpy_backend import NumpyBackend
 
-    if name in ("auto", "numpy"):
+    if name not in ("auto", "numpy", "cupy"):
+        raise UserError(f"unknown backend {name!r}; known: auto, numpy, cupy")
+    if name == "auto":
+        name = "cupy" if gpu_is_there() else "numpy"
+    if name == "numpy":
         return NumpyBackend(precision, workers)
-    raise UserError(f"unknown backend {name!r}; known: auto, numpy")
+    if importlib.util.find_spec("cupy") is None:
+        raise UserError(
+            'backend cupy: CuPy is not installed; pip install "cupy-cuda13x[ctk]" ml_dtypes, or use --backend numpy'
+        )
+    try:
+        from tinyforge.backends.cupy_backend import CupyBackend
+    except ImportError as error:
+        cause = str(error).strip().splitlines()[0]
+        raise UserError(
+            f'backend cupy: CuPy does not load ({cause}); pip install --force-reinstall "cupy-cuda13x[ctk]", or use '
+            "--backend numpy"
+        ) from error
+    return CupyBackend(precision, device)
+
+
+def gpu_is_there() -> bool:
+    """Whether CuPy is installed and finds a GPU. Asks without noise: `auto` must work on any machine."""
+    if importlib.util.find_spec("cupy") is None:
+        return False
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount() > 0
+    except Exception:  # a CuPy that does not load, a driver that is too old: --backend cupy says which
+        return False

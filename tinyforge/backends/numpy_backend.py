@@ -71,8 +71,8 @@ class NumpyBackend(Backend):
         keep_freed_memory()
         self._pool = ThreadPoolExecutor(self.workers - 1) if self.workers > 1 else None
 
-    def shared_zeros(self, shape: tuple[int, ...]) -> np.ndarray:
-        return shared_zeros(shape, self.dtype)
+    def shared_zeros(self, shape: tuple[int, ...], dtype: np.dtype | None = None) -> np.ndarray:
+        return shared_zeros(shape, self.dtype if dtype is None else dtype)
 
     def to_numpy(self, array: Any) -> np.ndarray:
         return np.asarray(array)

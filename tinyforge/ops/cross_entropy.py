@@ -152,20 +152,20 @@ def chunks(rows: int, weight: Array) -> Iterator[slice]:
 
 
 @numpy_kernel
-def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, list[Array]]:
+def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Array | None]:
     heads, vocab, dim = weight.shape
-    residual = []
+    residual = []  # a contiguous block a chunk
     nll = np.zeros(heads, np.float64)
     for part in chunks(len(h), weight):
         logits = (weight.reshape(-1, dim) @ h[part].T).reshape(heads, vocab, -1)
         nll += softmax_residual_(logits, targets[part])
         if keep:
             residual.append(logits)
-    return nll, residual
+    return nll, residual if keep else None
 
 
 @numpy_kernel
-def linear_cross_entropy_bwd(dnll: Array, h: Array, residual: list[Array], weight: Array, dweight: Array) -> Array:
+def linear_cross_entropy_bwd(dnll: Array, h: Array, residual: Array, weight: Array, dweight: Array) -> Array:
     scale = dnll.astype(h.dtype)[:, None, None]
     # dnll goes onto the small matrices, W and dW, so that the large one is read twice and never written.
     scaled = (weight * scale).reshape(-1, weight.shape[-1])

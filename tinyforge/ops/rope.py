@@ -36,7 +36,8 @@ class RoPE(Op):
             raise ValueError(f"RoPE: head_dim is {head_dim}, wants an even number: it turns pairs")
         self.rotated = rotated
         angle = np.arange(positions)[:, None] * theta ** (-np.arange(0, head_dim, 2) / head_dim)
-        self.cos, self.sin = backend.asarray(np.cos(angle)), backend.asarray(np.sin(angle))
+        self.cos, self.sin = (backend.asarray(f(angle), backend.master_dtype) for f in (np.cos, np.sin))
+        self.minus_sin = -self.sin
 
     def forward(self, x: Array, stash: Stash | None = None, *, offset: int = 0, out: Array | None = None) -> Array:
         rows = slice(offset, offset + x.shape[1])
@@ -46,7 +47,7 @@ class RoPE(Op):
 
     def backward(self, dy: Array, stash: Stash, *, out: Array | None = None) -> Array:
         (rows,) = stash.pop(self)
-        return self.k.rope(dy, self.cos[rows], -self.sin[rows], self.rotated, out)
+        return self.k.rope(dy, self.cos[rows], self.minus_sin[rows], self.rotated, out)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

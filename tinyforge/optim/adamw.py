@@ -40,18 +40,29 @@ class AdamW:
         self.buffer = buffer
         self.backend = backend
         self.config = config or AdamWConfig()
-        self.m, self.v = backend.zeros(buffer.values.shape), backend.zeros(buffer.values.shape)
+        self.m, self.v = (backend.zeros(buffer.values.shape, backend.master_dtype) for _ in range(2))
         self.step_count = 0
-        self.k = backend.bind("AdamW", ("adamw_",))
+        self.k = backend.bind("AdamW", ("adamw_", "clip_factor"))
+        self._factor: Any = 1.0
 
-    def step(self, lr: float, grad_scale: float = 1.0) -> None:
+    def clip(self, limit: float) -> tuple[Any, Any]:
+        """The gradient's norm, and the factor for `step` that brings it within `limit` (0: no limit).
+
+        On a GPU both are numbers in its memory: asking for their values waits for the device, `step` does not. There,
+        from the first norm that is not finite, the factor is NaN, and a step with it changes nothing: whoever looks at
+        the norms later finds the weights as they were before that step.
+        """
+        norm, self._factor = self.k.clip_factor(self.buffer.grads, limit, self._factor)
+        return norm, self._factor
+
+    def step(self, lr: float, grad_scale: Any = 1.0) -> None:
         self.step_count += 1
         cut, size = self.buffer.decay_end, self.buffer.values.size
         config = self.config
 
         def update(part: tuple[slice, float]) -> None:
             where, decay = part
-            flat = (self.buffer.values, self.m, self.v, self.buffer.grads)
+            flat = (self.buffer.values, self.buffer.masters, self.m, self.v, self.buffer.grads)
             self.k.adamw_(*(a[where] for a in flat), self.step_count, lr, decay, grad_scale, config)
 
         halves = self.backend.workers
@@ -62,16 +73,17 @@ class AdamW:
 
 @numpy_kernel
 def adamw_(
-    values: Array, m: Array, v: Array, grads: Array, step: int, lr: float, decay: float, grad_scale: float, config: Any
-) -> None:
-    """Updates values, m, v in place; all flat and of one size."""
-    kind = values.dtype.type
+    values: Array, masters: Array, m: Array, v: Array, grads: Array, step: int, lr: float, decay: float,
+    grad_scale: Any, config: Any,
+) -> None:  # fmt: skip
+    """Updates values, masters, m, v in place; all flat and of one size. values: masters, rounded; here the same."""
+    kind = masters.dtype.type
     rate = kind(lr / (1 - config.beta1**step))
     root = kind((1 - config.beta2**step) ** -0.5)
     shrink = kind(1 - lr * decay)
-    g, scratch = np.empty(CHUNK, values.dtype), np.empty(CHUNK, values.dtype)
-    for start in range(0, values.size, CHUNK):
-        w, m1, m2 = values[start : start + CHUNK], m[start : start + CHUNK], v[start : start + CHUNK]
+    g, scratch = np.empty(CHUNK, masters.dtype), np.empty(CHUNK, masters.dtype)
+    for start in range(0, masters.size, CHUNK):
+        w, m1, m2 = masters[start : start + CHUNK], m[start : start + CHUNK], v[start : start + CHUNK]
         a, b = g[: w.size], scratch[: w.size]
         np.multiply(grads[start : start + CHUNK], kind(grad_scale), out=a)
         m1 *= kind(config.beta1)
@@ -88,6 +100,13 @@ def adamw_(
         a *= rate
         w *= shrink
         w -= a
+
+
+@numpy_kernel
+def clip_factor(grads: Array, limit: float, previous: Any) -> tuple[Any, Any]:
+    """The norm and the factor of `AdamW.clip`; previous: the factor of the step before."""
+    norm = global_norm(grads)
+    return norm, clip_scale(norm, limit)
 
 
 def global_norm(grads: Array) -> float:

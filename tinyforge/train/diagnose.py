@@ -42,7 +42,7 @@ def first_nonfinite(model: Model, batch: Batch, scale: np.ndarray) -> str:
             vars(op).update(forward=watched(op, "forward"), backward=watched(op, "backward"))
         stash = Stash()
         model.forward(backend.asarray(batch.ids), backend.asarray(batch.targets), stash)
-        model.backward(backend.asarray(scale), stash)
+        model.backward(backend.asarray(scale, backend.master_dtype), stash)
     except _NotFinite as found:
         return str(found)
     finally:

@@ -22,7 +22,7 @@ from tinyforge.backends import Backend
 from tinyforge.errors import UserError
 from tinyforge.op import ParamBuffer
 from tinyforge.ops.cross_entropy import head_scale
-from tinyforge.optim import AdamW, AdamWConfig, clip_scale, global_norm, learning_rate
+from tinyforge.optim import AdamW, AdamWConfig, learning_rate
 from tinyforge.train import checkpoint, metrics
 from tinyforge.train.diagnose import first_nonfinite
 from tinyforge.train.settings import Settings
@@ -47,6 +47,24 @@ class Task:
     evaluate: Callable[[Sharded], dict[str, float]]
     sample: Callable[[], str]
     meta: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that was taken, or is about to be. nll and norm may still be under way on a device."""
+
+    number: int
+    batches: Sequence[Batch]
+    targets: np.ndarray
+    scale: np.ndarray
+    nll: Any
+    norm: Any
+    lr: float
+
+    def read(self, backend: Backend) -> tuple[float, float, float]:
+        """Loss, gradient norm, and head 0's nll; waits for the device."""
+        nll = backend.to_numpy(self.nll)
+        return float(nll @ self.scale), float(self.norm), float(nll[0])
 
 
 class _Signals:
@@ -99,7 +117,9 @@ def load_named(
         if tensor is None or tensor.shape != p.shape:
             got = "nothing" if tensor is None else tensor.shape
             raise UserError(f"checkpoint {source}: {prefix + p.name} has {got}, the model wants {p.shape}")
-        buffer.view(flat, p)[...] = backend.asarray(tensor)
+        buffer.view(flat, p)[...] = backend.asarray(tensor, flat.dtype)
+    if flat is buffer.masters:
+        buffer.publish()
 
 
 def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Path:
@@ -115,7 +135,7 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
     if resume:
         found = checkpoint.load(out)
         _check_same(found, task)
-        load_named(buffer, buffer.values, found.weights, backend, found.path)
+        load_named(buffer, buffer.masters, found.weights, backend, found.path)
         moments = found.optimizer()
         for prefix, flat in (("m.", optimizer.m), ("v.", optimizer.v)):
             load_named(buffer, flat, moments, backend, found.path, prefix)
@@ -139,7 +159,7 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
     def save() -> Path:
         tensors = named(buffer, optimizer.m, backend, "m.") | named(buffer, optimizer.v, backend, "v.")
         meta = {**task.meta, "settings": settings.to_dict(), "elapsed": round(elapsed(), 3)}
-        weights = named(buffer, buffer.values, backend)
+        weights = named(buffer, buffer.masters, backend)
         bad = next((name for name, value in weights.items() if not np.isfinite(value).all()), None)
         if bad is not None:
             raise UserError(f"step {step}: weight {bad} is not finite; {_last_good(out)}. Try a lower --lr or --clip")
@@ -158,42 +178,68 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
         # Each step is checked for numbers that are not finite, and the message names their source.
         warnings.simplefilter("ignore", RuntimeWarning)
         done = progress() >= 1.0
-        while not done and signals.received is None:
+        unread: list[_Step] = []
+        began = time.perf_counter()
+
+        def check(taken: _Step) -> tuple[float, float, float]:
+            loss, norm, first = taken.read(backend)
+            if not (np.isfinite(loss) and np.isfinite(norm)):
+                bar.close()
+                _refuse_nonfinite(task, taken.batches, taken.scale, taken.number, loss, norm, out)
+            return loss, norm, first
+
+        def report() -> None:
+            """Look at the steps since the last look, and write them down."""
+            nonlocal began
+            backend.synchronize()
+            rate = sum(b.ids.size for taken in unread for b in taken.batches) / (time.perf_counter() - began)
+            for taken in unread:
+                loss, norm, first = check(taken)
+                bpb = bits_per_byte(first, taken.targets, task.byte_lengths)
+                log.write(
+                    step=taken.number + 1, loss=loss, bits_per_byte=bpb, lr=taken.lr, grad_norm=norm,
+                    tokens_per_second=round(rate), seconds=round(elapsed(), 3),
+                )  # fmt: skip
+            left = "" if settings.steps else f", {max(0.0, 60 * (settings.minutes or 0) - elapsed()):.0f} s left"
+            bar.set_postfix_str(f"loss {loss:.3f}, {bpb:.2f} bits/byte, {rate:,.0f} tokens/s{left}", refresh=False)
+            unread.clear()
             began = time.perf_counter()
+
+        while not done and signals.received is None:
             batches = task.batches(step)
             targets = np.concatenate([b.targets.reshape(-1, b.targets.shape[-1]) for b in batches])
             scale = head_scale(targets, task.head_weights)
             nll = sharded.gradients(batches, scale)
-            norm = global_norm(buffer.grads)
-            loss = float(nll @ scale)
-            if not (np.isfinite(loss) and np.isfinite(norm)):
-                bar.close()
-                _refuse_nonfinite(task, batches, scale, step, loss, norm, out)
+            norm, factor = optimizer.clip(settings.clip)
             lr = learning_rate(settings.schedule, progress(), settings.lr)
-            optimizer.step(lr, clip_scale(norm, settings.clip))
+            unread.append(_Step(step, batches, targets, scale, nll, norm, lr))
+            if backend.read_every == 1:
+                check(unread[-1])  # before the weights change; a device keeps them by itself, see AdamW.clip
+            optimizer.step(lr, factor)
             step += 1
             done = progress() >= 1.0
-            bpb = bits_per_byte(float(nll[0]), targets, task.byte_lengths)
-            rate = sum(b.ids.size for b in batches) / (time.perf_counter() - began)
-            log.write(
-                step=step, loss=loss, bits_per_byte=bpb, lr=lr, grad_norm=norm, tokens_per_second=round(rate),
-                seconds=round(elapsed(), 3),
-            )  # fmt: skip
             bar.update(1)
-            left = "" if settings.steps else f", {max(0.0, 60 * (settings.minutes or 0) - elapsed()):.0f} s left"
-            bar.set_postfix_str(f"loss {loss:.3f}, {bpb:.2f} bits/byte, {rate:,.0f} tokens/s{left}", refresh=False)
+            stops = (backend.read_every, settings.eval_every, settings.save_every)
+            if done or signals.received is not None or any(step % every == 0 for every in stops):
+                report()
             # Evaluation comes before the save: what is resumed has its figures in the metrics already.
             if step % settings.eval_every == 0 or done:
                 evaluate(bar)
             if step % settings.save_every == 0 or done or signals.received is not None:
+                if unread:  # the signal came after the look above
+                    report()
                 last_saved = save()
+            if not unread:
+                began = time.perf_counter()  # evaluating and saving are not training
     if last_saved is None:
         last_saved = save()
     metrics.plot(log.path, out / "loss.png")
     if signals.received is not None:
         print(f"\nstopped at step {step}; saved {last_saved}. Go on with --resume --out {out}", file=sys.stderr)
         sys.exit(128 + signals.received)
-    print(f"{step} steps in {elapsed():.0f} s, peak memory {metrics.peak_memory_mib():.0f} MiB")
+    held = backend.memory().get("held")
+    on_gpu = f", {held / 2**20:.0f} MiB on the GPU" if held else ""
+    print(f"{step} steps in {elapsed():.0f} s, peak memory {metrics.peak_memory_mib():.0f} MiB{on_gpu}")
     print(f"wrote {last_saved}, {log.path}, {out / 'loss.png'}")
     return last_saved
 

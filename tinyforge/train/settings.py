@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tinyforge.errors import UserError
 from tinyforge.optim.schedules import SCHEDULES
@@ -25,6 +25,7 @@ class Settings:
     config: str = "small"
     set: tuple[str, ...] = ()
     backend: str = "auto"
+    device: int | None = None
     precision: str = "fp32"
     data: tuple[str, ...] = ()
     encoding: str = "utf-8"
@@ -51,7 +52,7 @@ class Settings:
 
 
 # What may differ between a run and its continuation: none of it changes a step that was already planned.
-_FREE = {"out", "eval_every", "save_every", "keep", "backend"}
+_FREE = {"out", "eval_every", "save_every", "keep", "backend", "device"}
 
 
 def parser(description: str, defaults: Settings, with_base: bool) -> argparse.ArgumentParser:
@@ -69,8 +70,9 @@ def parser(description: str, defaults: Settings, with_base: bool) -> argparse.Ar
         flag("config", "preset (small, base, large) or a JSON file with the config's fields")
         flag("set", "override fields of the config, e.g. --set dim=192 layers=6", nargs="+", metavar="KEY=VALUE")
         flag("tokenizer", "tokenizer.json to use (default: train one on the data)", metavar="FILE")
-    flag("backend", "where to compute: auto, numpy")
-    flag("precision", "fp32 or fp64")
+    flag("backend", "where to compute: numpy, cupy (an NVIDIA GPU), or auto, which takes a GPU if there is one")
+    flag("device", "number of the GPU, as CUDA counts the visible ones (default: 0)", type=int)
+    flag("precision", "fp32, fp64, and on a GPU tf32 or bf16")
     flag("data", "files or folders: text, parquet, Alpaca JSON (sft) (default: the built-in corpus)", nargs="+",
          metavar="PATH")  # fmt: skip
     flag("encoding", "encoding of text files")
@@ -90,13 +92,22 @@ def parser(description: str, defaults: Settings, with_base: bool) -> argparse.Ar
     flag("keep", "newest checkpoints kept, 0 for all", type=int)
     flag("workers", "shards of a batch, each in a process (default: one a core)", type=int)
     p.add_argument("--resume", action="store_true", help="continue the run in --out from its newest checkpoint")
+    p.add_argument("--plan", action="store_true", help="print what a step needs in a GPU's memory, and leave")
     return p
 
 
-def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Settings) -> tuple[Settings, bool]:
-    """Settings from the command line, and whether to resume; fields are checked here, once."""
+class Command(NamedTuple):
+    """What was asked for. plan: only the memory's plan is wanted."""
+
+    settings: Settings
+    resume: bool
+    plan: bool
+
+
+def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Settings) -> Command:
+    """The command line; the settings' fields are checked here, once."""
     given = {name: value for name, value in vars(p.parse_args(argv)).items() if value is not None}
-    resume = given.pop("resume")
+    resume, plan = given.pop("resume"), given.pop("plan")
     for name in ("data", "set"):
         if name in given:
             given[name] = tuple(given[name])
@@ -116,7 +127,7 @@ def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Sett
             _check(name, getattr(settings, name), above_zero=True)
     if settings.steps is None and settings.minutes is None:
         raise UserError("neither --steps nor --minutes is given; one of them must end the run")
-    return settings, resume
+    return Command(settings, resume, plan)
 
 
 def _check(name: str, value: float, above_zero: bool) -> None:

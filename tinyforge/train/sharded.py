@@ -45,10 +45,11 @@ class Sharded:
         self.replicas = [model] + [model.replica() for _ in range(backend.workers - 1)]
         self.workers = [Worker(partial(_shard_sum, r, backend)) for r in self.replicas[1:]]
 
-    def gradients(self, batches: Sequence[Batch], scale: np.ndarray) -> np.ndarray:
+    def gradients(self, batches: Sequence[Batch], scale: np.ndarray) -> Array:
         """Set the model's gradients to those of sum_k scale[k] nll[k] over all `batches`; returns nll: (K,) float64.
 
-        `scale` is the loss's weight for each head over the whole step, see `ops.cross_entropy.head_scale`.
+        `scale` is the loss's weight for each head over the whole step, see `ops.cross_entropy.head_scale`. On a GPU
+        nll stays there: this returns before it is computed, and `backend.to_numpy` waits for it.
         """
         nll = self._sum(batches, scale)
         grads = self.replicas[0].buffer.grads
@@ -58,13 +59,13 @@ class Sharded:
 
     def nll(self, batch: Batch) -> np.ndarray:
         """Summed negative log-likelihood per head, (K,) float64; nothing is saved."""
-        return self._sum([batch], None)
+        return self.backend.to_numpy(self._sum([batch], None))
 
-    def _sum(self, batches: Sequence[Batch], scale: np.ndarray | None) -> np.ndarray:
+    def _sum(self, batches: Sequence[Batch], scale: np.ndarray | None) -> Array:
         for i, worker in enumerate(self.workers, start=1):
             worker.send(([self._shard(b, i) for b in batches], scale))
         first = _shard_sum(self.replicas[0], self.backend, ([self._shard(b, 0) for b in batches], scale))
-        return np.asarray(sum((worker.receive() for worker in self.workers), first))
+        return sum((worker.receive() for worker in self.workers), first)
 
     def _shard(self, batch: Batch, index: int) -> Batch:
         workers, rows = len(self.replicas), len(batch.ids)
@@ -72,19 +73,19 @@ class Sharded:
         return Batch(batch.ids[part], batch.targets[part])
 
 
-def _shard_sum(model: Model, backend: Backend, request: tuple[Sequence[Batch], np.ndarray | None]) -> np.ndarray:
+def _shard_sum(model: Model, backend: Backend, request: tuple[Sequence[Batch], np.ndarray | None]) -> Array:
     """The nll of one worker's part of all batches; with a scale, its model's gradients are set too."""
     batches, scale = request
-    nll: np.ndarray = np.zeros(batches[0].targets.shape[-1])
+    nll = backend.zeros((batches[0].targets.shape[-1],), np.dtype(np.float64))
     if scale is not None:
-        model.buffer.grads[...] = 0
+        model.buffer.grads.fill(0)
     # A number that is not finite stops the run by name (train/loop.py); NumPy's own warnings would only precede that.
     with np.errstate(all="ignore"):
         for batch in batches:
             if len(batch.ids):
                 stash = Stash() if scale is not None else None
                 ids, targets = backend.asarray(batch.ids), backend.asarray(batch.targets)
-                nll += backend.to_numpy(model.forward(ids, targets, stash))
+                nll += model.forward(ids, targets, stash)
                 if stash is not None:
-                    model.backward(backend.asarray(scale), stash)
+                    model.backward(backend.asarray(scale, backend.master_dtype), stash)
     return nll

@@ -1,0 +1,323 @@
+"""Time attention on a GPU: forward and backward, ours next to PyTorch's FlashAttention.
+
+    python bench/attention.py                                           ours alone, the shapes of NanoEuler
+    python bench/attention.py --peer torch                              next to SDPA's flash kernels
+    python bench/attention.py --shapes 8x2048 --heads 16 --peer torch   other shapes: BATCHxTOKENS
+    python bench/attention.py --peer torch --json result.json           and everything as one JSON object
+
+Both get the same random numbers as views of one packed qkv tensor, and their outputs and gradients must agree before
+either is timed. Times are those of the GPU, by CUDA events around each call, the median of --repeats: calls are queued
+behind work that keeps the GPU busy meanwhile, so that the host's launch time does not count for either. Calls rotate
+among sets of inputs that together exceed the cache, and the two take turns, a few calls each.
+
+FLOP convention: causal, 4 D FLOP per query head and pair of positions s <= t in forward (two products), 2.5 times that
+in backward (five products; what a kernel computes twice does not count).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+# The repository root is where tinyforge/ is.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from tinyforge.backends import Backend, get_backend
+from tinyforge.errors import UserError, run_command
+from tinyforge.ops import Attention
+
+OURS, TORCH = "tinyforge", "torch flash"
+CACHE_BYTES = 512 << 20  # the sets of inputs together: several times the cache of any GPU
+TURN = 10  # timed calls before the other's turn
+WARM_UP = 3
+TOLERANCE = 2e-2  # of the relative difference between ours and the peer's: a few roundings to bf16
+BUSY_FLOATS, BUSY_ROUNDS = 1 << 28, 10  # some milliseconds of additions ahead of each turn
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    dim: int
+
+    @property
+    def forward_flop(self) -> float:
+        """See the convention at the top."""
+        pairs = self.tokens * (self.tokens + 1) / 2
+        return 4.0 * self.dim * self.heads * pairs * self.batch
+
+    @property
+    def elements(self) -> int:
+        """Of qkv, its gradient, the output and the output's gradient."""
+        return self.batch * self.tokens * self.dim * 2 * (2 * self.heads + 2 * self.kv_heads)
+
+
+def random_set(shape: Shape, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """A packed qkv and the gradient of the output."""
+    rng = np.random.default_rng(seed)
+    heads = shape.heads + 2 * shape.kv_heads
+    qkv = rng.standard_normal((shape.batch, shape.tokens, heads, shape.dim), np.float32)
+    return qkv, rng.standard_normal((shape.batch, shape.tokens, shape.heads, shape.dim), np.float32)
+
+
+class Contender(Protocol):
+    def forward(self, i: int) -> Any:
+        """The output on set i."""
+
+    def backward(self, i: int) -> Any:
+        """The gradients of q, k and v on set i."""
+
+    def timed(self, call: Callable[[int], Any], calls: Sequence[int]) -> list[float]:
+        """Microseconds on the GPU of call(i) for each i."""
+
+    def to_numpy(self, x: Any) -> np.ndarray: ...
+
+
+class Ours:
+    """The two kernels as the op calls them: gradients go into one packed array that is there already."""
+
+    def __init__(self, shape: Shape, backend: Backend, sets: int) -> None:
+        import cupy
+
+        self.cupy = cupy
+        self.k = backend.bind("bench", Attention.kernels)
+        self.saved = []
+        for i in range(sets):
+            qkv, dy = (backend.asarray(x) for x in random_set(shape, i))
+            parts = self._split(qkv, shape)
+            dqkv = backend.empty(qkv.shape)
+            self.saved.append((dy, *parts, *self.k.attention_fwd(*parts), *self._split(dqkv, shape)))
+
+    @staticmethod
+    def _split(x: Any, shape: Shape) -> tuple[Any, Any, Any]:
+        kv = shape.heads + shape.kv_heads
+        return x[:, :, : shape.heads], x[:, :, shape.heads : kv], x[:, :, kv:]
+
+    def forward(self, i: int) -> Any:
+        return self.k.attention_fwd(*self.saved[i][1:4])[0]
+
+    def backward(self, i: int) -> Any:
+        self.k.attention_bwd(*self.saved[i])
+        return self.saved[i][6:]
+
+    def timed(self, call: Callable[[int], Any], calls: Sequence[int]) -> list[float]:
+        events = [(self.cupy.cuda.Event(), self.cupy.cuda.Event()) for _ in calls]
+        busy = self.cupy.zeros(BUSY_FLOATS, np.float32)
+        for _ in range(BUSY_ROUNDS):
+            busy += 1
+        for i, (start, stop) in zip(calls, events, strict=True):
+            start.record()
+            call(i)
+            stop.record()
+        events[-1][1].synchronize()
+        return [1e3 * self.cupy.cuda.get_elapsed_time(*pair) for pair in events]
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        return self.cupy.asnumpy(self.cupy.ascontiguousarray(x)).astype(np.float32)
+
+
+class Torch:
+    """torch.nn.functional.scaled_dot_product_attention, held to its flash kernels."""
+
+    def __init__(self, shape: Shape, sets: int) -> None:
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        self.torch = torch
+        self.flash = lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+        self.saved = []
+        for i in range(sets):
+            qkv, dy = (torch.from_numpy(x).to("cuda", torch.bfloat16) for x in random_set(shape, i))
+            sizes = [shape.heads, shape.kv_heads, shape.kv_heads]
+            parts = [x.transpose(1, 2).detach().requires_grad_() for x in qkv.split(sizes, dim=2)]
+            self.saved.append((parts, self._attention(parts), dy.transpose(1, 2)))
+
+    def _attention(self, parts: list[Any]) -> Any:
+        with self.flash():
+            return self.torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+
+    def forward(self, i: int) -> Any:
+        with self.torch.no_grad():
+            return self._attention(self.saved[i][0]).transpose(1, 2)
+
+    def backward(self, i: int) -> Any:
+        parts, out, dy = self.saved[i]
+        return [x.transpose(1, 2) for x in self.torch.autograd.grad(out, parts, dy, retain_graph=True)]
+
+    def timed(self, call: Callable[[int], Any], calls: Sequence[int]) -> list[float]:
+        event = self.torch.cuda.Event
+        events = [(event(enable_timing=True), event(enable_timing=True)) for _ in calls]
+        busy = self.torch.zeros(BUSY_FLOATS, device="cuda")
+        for _ in range(BUSY_ROUNDS):
+            busy += 1
+        for i, (start, stop) in zip(calls, events, strict=True):
+            start.record()
+            call(i)
+            stop.record()
+        events[-1][1].synchronize()
+        return [1e3 * start.elapsed_time(stop) for start, stop in events]
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        return x.float().cpu().numpy()
+
+
+def check_parity(contenders: dict[str, Contender]) -> float:
+    """The largest relative difference between the contenders' outputs and gradients; raises if that is too much."""
+    results = [[c.to_numpy(x) for x in (c.forward(0), *c.backward(0))] for c in contenders.values()]
+    differences = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(*results, strict=True)]
+    worst = float(np.max(differences))  # hands on a NaN, which is then not within the tolerance
+    if not worst <= TOLERANCE:
+        raise RuntimeError(f"parity: out, dq, dk, dv differ by {differences}, wanted {TOLERANCE:g}")
+    return worst
+
+
+def take_turns(contenders: dict[str, Contender], what: str, sets: int, repeats: int) -> dict[str, list[float]]:
+    """Microseconds of `repeats` calls of each contender."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for done in range(0, repeats, TURN):
+        for name, contender in contenders.items():
+            counted = min(TURN, repeats - done)
+            calls = [(done + i) % sets for i in range(WARM_UP + counted)]
+            times[name] += contender.timed(getattr(contender, what), calls)[WARM_UP:]
+    return times
+
+
+def measure(shapes: Sequence[Shape], backend: Backend, peer: str | None, repeats: int) -> dict[str, Any]:
+    """Everything that is printed, as a JSON object. Times in microseconds."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+    versions = {"python": platform.python_version(), "cupy": cupy.__version__}
+    results = []
+    for shape in shapes:
+        sets = max(2, -(-CACHE_BYTES // (shape.elements * backend.dtype.itemsize)))
+        contenders: dict[str, Contender] = {OURS: Ours(shape, backend, sets)}
+        if peer:
+            contenders[TORCH] = Torch(shape, sets)
+            versions["torch"] = sys.modules["torch"].__version__
+        found: dict[str, Any] = {"shape": asdict(shape), "sets": sets}
+        found["worst_difference"] = check_parity(contenders) if peer else None
+        flop = {"forward": shape.forward_flop, "backward": 2.5 * shape.forward_flop}
+        for what in flop:
+            for name, times in take_turns(contenders, what, sets, repeats).items():
+                middle = median(times)
+                found.setdefault(name, {})[what] = {
+                    "median_us": middle,
+                    "min_us": min(times),
+                    "tflop_per_second": flop[what] / middle / 1e6,
+                    "us": times,
+                }
+        for name in contenders:
+            total = sum(found[name][what]["median_us"] for what in flop)
+            found[name]["both"] = {"median_us": total, "tflop_per_second": sum(flop.values()) / total / 1e6}
+        if peer:
+            found["ours_over_peer"] = {
+                what: found[OURS][what]["median_us"] / found[TORCH][what]["median_us"] for what in (*flop, "both")
+            }
+        results.append(found)
+        del contenders
+        cupy.get_default_memory_pool().free_all_blocks()
+    return {
+        "device": properties["name"].decode(),
+        "versions": versions,
+        "precision": backend.precision.name,
+        "repeats": repeats,
+        "flop_convention": "causal: 4 D FLOP per query head and visible pair in forward, 2.5 times that in backward",
+        "results": results,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The figures of `measure` for people."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    lines = [
+        f"device       {found['device']}",
+        f"versions     {versions}",
+        f"precision    {found['precision']}",
+        f"calls        {found['repeats']} timed each, in turns of {TURN}, medians",
+        f"FLOP         {found['flop_convention']}",
+        "",
+        f"{'batch x tokens, heads':<24} {'':<12} {'forward us':>10} {'TFLOP/s':>8} {'backward us':>12} {'TFLOP/s':>8} "
+        f"{'both us':>9} {'TFLOP/s':>8}",
+    ]
+    for result in found["results"]:
+        shape = Shape(**result["shape"])
+        label = f"{shape.batch} x {shape.tokens}, {shape.heads}/{shape.kv_heads} of {shape.dim}"
+        for name in (n for n in (OURS, TORCH) if n in result):
+            cells = [
+                (result[name][what]["median_us"], result[name][what]["tflop_per_second"])
+                for what in ("forward", "backward", "both")
+            ]
+            (f, f_rate), (b, b_rate), (both, rate) = cells
+            lines.append(
+                f"{label:<24} {name:<12} {f:>10.1f} {f_rate:>8.0f} {b:>12.1f} {b_rate:>8.0f} {both:>9.1f} {rate:>8.0f}"
+            )
+        if "ours_over_peer" in result:
+            r = result["ours_over_peer"]
+            lines.append(
+                f"{'':<24} {'ours/torch':<12} {r['forward']:>10.2f} {'':>8} {r['backward']:>12.2f} {'':>8} "
+                f"{r['both']:>9.2f}   (results differ by {result['worst_difference']:.1e})"
+            )
+    return "\n".join(lines)
+
+
+def shapes_of(args: argparse.Namespace) -> list[Shape]:
+    for name in ("heads", "kv_heads", "head_dim", "repeats"):
+        if getattr(args, name) <= 0:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants a number above 0")
+    if args.heads % args.kv_heads:
+        raise UserError(f"--heads {args.heads} does not divide among --kv-heads {args.kv_heads}; use a multiple")
+    shapes = []
+    for text in args.shapes.split(","):
+        batch, _, tokens = text.partition("x")
+        if not (batch.isdigit() and tokens.isdigit() and int(batch) and int(tokens)):
+            raise UserError(f"--shapes: {text!r} is no shape, wants BATCHxTOKENS such as 32x512, several with commas")
+        shapes.append(Shape(int(batch), int(tokens), args.heads, args.kv_heads, args.head_dim))
+    return shapes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--shapes", default="32x512,16x1024", help="BATCHxTOKENS, with commas (default: %(default)s)")
+    p.add_argument("--heads", type=int, default=12, help="query heads (default: %(default)s)")
+    p.add_argument("--kv-heads", type=int, default=4, help="key and value heads (default: %(default)s)")
+    p.add_argument("--head-dim", type=int, default=64, help="size of a head (default: %(default)s)")
+    p.add_argument("--precision", default="bf16", help="bf16, tf32, fp32 or fp64 (default: %(default)s)")
+    p.add_argument("--repeats", type=int, default=50, help="timed calls of each (default: %(default)s)")
+    p.add_argument("--peer", choices=("torch",), help="time PyTorch too (bf16: its flash kernels know no other)")
+    p.add_argument("--json", nargs="?", const="-", metavar="FILE",
+                   help="all figures as JSON to FILE; without FILE to stdout, and the table to stderr")  # fmt: skip
+    args = p.parse_args(argv)
+    shapes = shapes_of(args)
+    if args.peer and args.precision != "bf16":
+        raise UserError(f"--peer torch: its flash kernels take bf16, not {args.precision}; leave out --precision")
+    if args.peer and importlib.util.find_spec("torch") is None:
+        raise UserError("--peer torch: PyTorch is not installed; pip install torch, or leave out --peer")
+    if args.json and args.json != "-" and not Path(args.json).resolve().parent.is_dir():
+        raise UserError(f"--json: {args.json} is in a folder that does not exist; make it first")
+    found = measure(shapes, get_backend("cupy", args.precision), args.peer, args.repeats)
+    print(table(found), file=sys.stderr if args.json == "-" else sys.stdout)
+    if args.json == "-":
+        print(json.dumps(found, indent=2))
+    elif args.json:
+        try:
+            Path(args.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--json: cannot write {args.json}: {error.strerror}; choose another file") from error
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,228 @@
+"""Bandwidth of the elementwise and reduction kernels, beside that of a copy on the same device.
+
+    python bench/ops.py                       M = 16384 tokens, the sizes of NanoEuler base, bf16
+    python bench/ops.py --precision fp32 --json result.json
+
+These kernels are bound by memory: their time is the bytes that they must move (each input read once, each output
+written once) over the bandwidth. The ceiling is measured, not taken from a data sheet: a copy of 2 GiB. Starting and
+draining the device takes a microsecond or two, which a copy of 50 MB feels as a kernel does: the last column compares
+with a copy of as many bytes.
+
+Each kernel is timed by CUDA events around `REPEATS` launches in a row, over sets of arrays that together are
+larger than the L2 cache, and the median of `ROUNDS` such rounds is taken. The launches queue up behind a kernel that
+only waits, so that the device then takes one after the other: Python's time for a launch is shown beside, not in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from models.nanoeuler.config import PRESETS
+from tinyforge.backends import KERNELS, Backend, get_backend
+from tinyforge.errors import UserError, run_command
+from tinyforge.optim import AdamWConfig
+
+REPEATS, ROUNDS, WARM_UP = 20, 7, 3
+CACHE_BYTES = 256 << 20  # several times the L2 of any GPU so far
+COPY_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Job:
+    """A launch, and the bytes that it must move. `launch` takes the number of the array set to use."""
+
+    name: str
+    launch: Callable[[int], Any]
+    bytes: int
+
+
+WAIT = r"""
+extern "C" __global__ void wait(long long nanoseconds) {
+    long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    while (now - start < nanoseconds);
+}
+"""
+
+
+def event_ms(xp: Any, launch: Callable[[int], Any]) -> tuple[float, float]:
+    """Milliseconds of one launch, on the device and in Python, the mean over REPEATS in a row."""
+    start, stop = xp.cuda.Event(), xp.cuda.Event()
+    xp.RawKernel(WAIT, "wait")((1,), (1,), (np.int64(4_000_000),))
+    start.record()
+    began = time.perf_counter()
+    for i in range(REPEATS):
+        launch(i)
+    queued = time.perf_counter() - began
+    stop.record()
+    stop.synchronize()
+    return xp.cuda.get_elapsed_time(start, stop) / REPEATS, 1e3 * queued / REPEATS
+
+
+def timed(xp: Any, launch: Callable[[int], Any]) -> tuple[float, float]:
+    for i in range(WARM_UP):
+        launch(i)
+    device, host = zip(*(event_ms(xp, launch) for _ in range(ROUNDS)), strict=True)
+    return median(device), median(host)
+
+
+def copy_bandwidth(xp: Any) -> float:
+    """Bytes a second, read and written together."""
+    source = xp.random.randint(0, 255, COPY_BYTES, dtype=np.uint8)
+    target = xp.empty_like(source)
+    ms, _ = timed(xp, lambda i: target.data.copy_from_device_async(source.data, COPY_BYTES))
+    return 2 * COPY_BYTES / ms * 1e3
+
+
+def copy_ms(xp: Any, size: int, room: Any) -> float:
+    """Milliseconds of a copy that reads and writes `size` bytes together, each time at another place in `room`."""
+    half = size // 2 // 512 * 512
+    source, target = room
+    places = max(1, source.nbytes // half)
+
+    def copy(i: int) -> None:
+        start = i % places * half
+        (target.data + start).copy_from_device_async(source.data + start, half)
+
+    return timed(xp, copy)[0]
+
+
+def jobs(backend: Backend, tokens: int) -> list[Job]:
+    """Each kernel at NanoEuler base's sizes, on random numbers."""
+    config, xp, k = PRESETS["base"], backend.xp, KERNELS["cupy"]
+    dim, hidden, vocab, heads = config.dim, config.hidden, config.vocab, config.mtp_heads
+    size, wide = backend.dtype.itemsize, backend.master_dtype.itemsize
+    rng = xp.random.default_rng(0)
+
+    def normal(*shape: int, dtype: Any = None) -> Any:
+        return rng.standard_normal(shape, np.float32).astype(dtype or backend.dtype)
+
+    def sets(row_bytes: int, *widths: int) -> list[tuple[Any, ...]]:
+        """Sets of arrays (tokens, width), enough of them to leave the cache."""
+        count = max(1, -(-CACHE_BYTES // (tokens * row_bytes)))
+        return [tuple(normal(tokens, w) for w in widths) for _ in range(count)]
+
+    found: list[Job] = []
+
+    def add(name: str, row_bytes: int, widths: tuple[int, ...], call: Callable[..., Any], extra: int = 0) -> None:
+        arrays = sets(row_bytes, *widths)
+        found.append(Job(name, lambda i: call(*arrays[i % len(arrays)]), tokens * row_bytes + extra))
+
+    gain, dgain = normal(dim), backend.zeros((dim,), backend.master_dtype)
+    bias, dbias = normal(dim), backend.zeros((dim,), backend.master_dtype)
+    rstd = xp.abs(normal(tokens, dtype=backend.master_dtype)) + 0.5
+    c, h = dim * size, hidden * size
+    add("rmsnorm_fwd", 2 * c + wide, (dim,), lambda x: k["rmsnorm_fwd"](x, gain, 1e-5))
+    add("rmsnorm_bwd", 3 * c + wide, (dim,) * 2, lambda dy, x: k["rmsnorm_bwd"](dy, x, rstd, gain, dgain))
+    add("add_rmsnorm_fwd", 4 * c + wide, (dim,) * 2, lambda a, b: k["add_rmsnorm_fwd"](a, b, gain, 1e-5))
+    add("add_rmsnorm_bwd", 4 * c + wide, (dim,) * 3,
+        lambda dx, dy, x: k["add_rmsnorm_bwd"](dx, dy, x, rstd, gain, dgain))  # fmt: skip
+    add("layernorm_fwd", 3 * c + wide, (dim,), lambda x: k["layernorm_fwd"](x, gain, bias, 1e-5))
+    add("layernorm_bwd", 3 * c + wide, (dim,) * 2,
+        lambda dy, x: k["layernorm_bwd"](dy, x, rstd, gain, dgain, dbias))  # fmt: skip
+    add("softmax_fwd", 2 * c, (dim,), k["softmax_fwd"])
+    add("softmax_bwd", 3 * c, (dim,) * 2, k["softmax_bwd"])
+    add("swiglu_fwd", 3 * h, (2 * hidden,), k["swiglu_fwd"])
+    add("swiglu_bwd", 5 * h, (hidden, 2 * hidden), k["swiglu_bwd"])
+    add("gelu_fwd", 2 * h, (hidden,), lambda x: k["gelu_fwd"](x, "tanh"))
+    add("gelu_bwd", 3 * h, (hidden,) * 2, lambda dy, x: k["gelu_bwd"](dy, x, "tanh"))
+    add("dropout", 2 * h, (hidden,), lambda x: k["dropout"](x, 0.1, (1, 2), 3))
+
+    length, turned, all_heads = 512, config.heads + config.kv_heads, config.heads + 2 * config.kv_heads
+    angle = normal(length, config.head_dim // 2, dtype=backend.master_dtype)
+
+    def rope(x: Any) -> Any:
+        packed = x.reshape(-1, length, all_heads, config.head_dim)
+        return k["rope"](packed, angle, angle, turned, packed)
+
+    add("rope (in place)", 2 * turned * config.head_dim * size, (all_heads * config.head_dim,), rope)
+
+    ids = xp.random.randint(0, vocab, tokens).astype(np.int32)
+    table, dtable = normal(vocab, dim), backend.zeros((vocab, dim), backend.master_dtype)
+    add("embedding_fwd", 2 * c + 4, (1,), lambda _: k["embedding_fwd"](ids, table))
+    add("embedding_bwd", c + 4, (dim,), lambda dy: k["embedding_bwd"](dy, ids, dtable), 2 * dtable.nbytes)
+    positions, dpositions = normal(length, dim), backend.zeros((length, dim), backend.master_dtype)
+    add("positions_fwd", 2 * c, (dim,), lambda x: k["positions_fwd"](x.reshape(-1, length, dim), positions))
+    add("positions_bwd", c, (dim,), lambda dy: k["positions_bwd"](dy.reshape(-1, length, dim), dpositions))
+
+    from tinyforge.ops.cross_entropy_cuda import softmax_residual_
+
+    targets = xp.random.randint(0, vocab, (tokens, heads)).astype(np.int32)
+    nll = xp.empty((tokens, heads), backend.master_dtype)
+    # In place: what is a residual after the first launch is read as logits by the next, which is as good for timing.
+    add("softmax_residual", 2 * heads * vocab * size + heads * (4 + wide), (heads * vocab,),
+        lambda z: softmax_residual_(z.reshape(-1, vocab), targets, nll, write=True))  # fmt: skip
+
+    count = 116_417_280
+    flat = [normal(count, dtype=backend.master_dtype) for _ in range(2)]
+    flat += [xp.abs(normal(count, dtype=backend.master_dtype)) for _ in range(2)]
+    values = flat[0] if backend.dtype == backend.master_dtype else normal(count)
+    factor = xp.ones((), np.float64)
+    per = 7 * wide + (size if values is not flat[0] else 0)
+    found.append(Job("adamw", lambda i: k["adamw_"](values, *flat[:1], *flat[2:], flat[1], 3, 1e-3, 0.1, factor,
+                                                     AdamWConfig()), count * per))  # fmt: skip
+    found.append(Job("gradient norm", lambda i: k["clip_factor"](flat[1], 1.0, factor), count * wide))
+    return found
+
+
+def measure(backend: Any, tokens: int) -> dict[str, Any]:
+    xp = backend.xp
+    copy = copy_bandwidth(xp)
+    room = [xp.random.randint(0, 255, COPY_BYTES, dtype=np.uint8) for _ in range(2)]
+    rows = []
+    for job in jobs(backend, tokens):
+        ms, host = timed(xp, job.launch)
+        bandwidth = job.bytes / ms * 1e3
+        row = {"kernel": job.name, "us": 1e3 * ms, "bytes": job.bytes, "gb_per_second": bandwidth / 1e9}
+        row |= {"of_copy": bandwidth / copy, "of_copy_of_this_size": copy_ms(xp, job.bytes, room) / ms}
+        rows.append(row | {"python_us": 1e3 * host})
+    return {
+        "device": backend.describe(), "precision": backend.precision.name, "tokens": tokens,
+        "copy_gb_per_second": copy / 1e9, "rows": rows,
+    }  # fmt: skip
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = [
+        f"{found['device']}; {found['precision']}, {found['tokens']:,} tokens, sizes of NanoEuler base",
+        f"copy on the device: {found['copy_gb_per_second']:,.0f} GB/s, read and written together", "",
+        f"{'kernel':<18} {'us':>8} {'MB':>8} {'GB/s':>7} {'of copy':>8} {'Python us':>10} {'same size':>10}",
+    ]  # fmt: skip
+    for r in found["rows"]:
+        lines.append(f"{r['kernel']:<18} {r['us']:>8.1f} {r['bytes'] / 1e6:>8.1f} {r['gb_per_second']:>7,.0f} "
+                     f"{r['of_copy']:>8.0%} {r['python_us']:>10.1f} "
+                     f"{r['of_copy_of_this_size']:>10.0%}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--tokens", type=int, default=16384, help="rows, a multiple of 512 (default: 16384)")
+    p.add_argument("--precision", default="bf16", help="bf16, fp32 or fp64 (default: bf16)")
+    p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
+    p.add_argument("--json", metavar="FILE", help="all figures as JSON to FILE")
+    args = p.parse_args(argv)
+    if args.tokens <= 0 or args.tokens % 512:
+        raise UserError(f"--tokens is {args.tokens}, wants a multiple of 512")
+    found = measure(get_backend("cupy", args.precision, device=args.device), args.tokens)
+    print(table(found))
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,76 @@
+"""Kernels are found, specialised and compiled without a GPU: NVRTC comes from pip, and needs no driver."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tinyforge.backends import compile as kernels
+
+FILES = kernels.kernel_files()
+
+
+def nvrtc() -> Any:
+    """CuPy's door to NVRTC, if CUDA's compiler is installed behind it."""
+    found = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is not installed")
+    try:
+        found.getVersion()
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f'NVRTC is not installed (pip install "cupy-cuda13x[ctk]"): {error}')
+    return found
+
+
+@pytest.fixture
+def compiler() -> Any:
+    return nvrtc()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("file", FILES)
+def test_every_variant_compiles_and_keeps_its_promise(file: str, arch: str, compiler: Any) -> None:
+    listed = kernels.variants(file)
+    assert listed, f"{file}: no line `// compile:` says how it is specialised"
+    spilled = []
+    for macros in listed:
+        if macros.get("arch", arch).rstrip("a") != arch:  # made for another architecture
+            continue
+        log = kernels.compile_to_cubin(file, macros, arch)
+        assert "Used" in log, f"no report on registers: {log}"
+        if any(map(int, re.findall(r"(\d+) bytes spill", log))):
+            spilled.append(kernels.describe(file, macros))
+    assert not (kernels.promises_no_spills(file) and spilled)
+
+
+def test_the_files_of_the_package_are_found() -> None:
+    assert {"ops/rmsnorm.cu", "ops/cross_entropy.cu", "optim/adamw.cu"} <= set(FILES)
+
+
+def test_headers_are_pasted_in_and_lines_keep_their_numbers() -> None:
+    text = kernels.specialise("ops/swiglu.cu", (("SCALAR", "float"), ("VEC", 4)))
+    assert text.startswith('#define SCALAR float\n#define VEC 4\n#line 1 "tinyforge/ops/swiglu.cu"\n')
+    assert "#include" not in text and '#line 1 "tinyforge/ops/common.cuh"' in text
+    source = (kernels.files("tinyforge") / "ops/swiglu.cu").read_text(encoding="utf-8").split("\n")
+    number, after = re.search(r'#line (\d+) "tinyforge/ops/swiglu.cu"\n(?!//)([^\n]*)', text).groups()  # type: ignore
+    assert source[int(number) - 1] == after
+
+
+def test_variants_are_every_combination_of_each_line() -> None:
+    found = kernels.variants("ops/rmsnorm.cu")
+    assert {"SCALAR": "bf16", "VEC": "8", "PER": "3"} in found
+    assert {"SCALAR": "double", "VEC": "1", "PER": "0"} in found
+    assert len({tuple(v.items()) for v in found}) == len(found)
+
+
+def test_kernels_of_a_file_are_listed() -> None:
+    assert kernels.entries("ops/swiglu.cu") == ["swiglu_fwd", "swiglu_bwd"]
+    assert "embedding_bwd" in kernels.entries("ops/embedding.cu")
+
+
+def test_an_error_names_the_file_the_macros_and_the_line(compiler: Any) -> None:
+    with pytest.raises(kernels.KernelError) as caught:
+        kernels.compile_to_cubin("ops/swiglu.cu", {"SCALAR": "float", "VEC": "nonsense"}, "sm_80")
+    message = str(caught.value)
+    assert message.startswith("tinyforge/ops/swiglu.cu with SCALAR=float VEC=nonsense does not compile for sm_80:\n")
+    assert re.search(r'tinyforge/ops/swiglu\.cu\(\d+\): error: identifier "nonsense" is undefined', message)

@@ -1,0 +1,267 @@
+"""Attention on the GPU against the NumPy reference in float64: values, gradients, layouts, determinism, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinyforge.errors import UserError
+from tinyforge.ops import attention as reference
+from tinyforge.ops.attention import Attention
+
+pytestmark = pytest.mark.gpu
+
+cp = pytest.importorskip("cupy", reason="needs CuPy")
+ml_dtypes = pytest.importorskip("ml_dtypes", reason="needs ml_dtypes")
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+LENGTHS = (1, 7, 63, 65, 200)
+HEADS = ((3, 3), (6, 2), (4, 1))  # groups of 1, 3 and 4 query heads a kv head
+POISON = 1e30
+
+
+def has_gpu() -> bool:
+    try:
+        return cp.cuda.runtime.getDeviceCount() > 0
+    except cp.cuda.runtime.CUDARuntimeError:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> None:
+    if not has_gpu():
+        pytest.skip("needs a CUDA GPU")
+
+
+@pytest.fixture(params=("best", "mma.sync"))
+def tensor_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once with the kernels that this GPU gets, once with those that every GPU from sm_80 on can run."""
+    if request.param == "mma.sync":
+        if not kernels().has_wgmma():
+            pytest.skip("this GPU has no other")
+        monkeypatch.setattr(kernels(), "has_wgmma", lambda: False)
+
+
+def kernels() -> Any:
+    from tinyforge.ops import attention_cuda
+
+    return attention_cuda
+
+
+def rounded(x: Any, dtype: Any) -> Any:
+    """float64 numbers that `dtype` can hold: what both sides are given."""
+    return np.asarray(x).astype(dtype).astype(np.float64)
+
+
+def random_inputs(rng: Any, b: int, t: int, heads: int, kv_heads: int, d: int, dtype: Any) -> tuple[Any, Any]:
+    """A packed qkv and an upstream gradient."""
+    qkv = rounded(rng.normal(size=(b, t, heads + 2 * kv_heads, d)), dtype)
+    return qkv, rounded(rng.normal(size=(b, t, heads, d)), dtype)
+
+
+def split(x: Any, heads: int, kv_heads: int) -> tuple[Any, Any, Any]:
+    return x[:, :, :heads], x[:, :, heads : heads + kv_heads], x[:, :, heads + kv_heads :]
+
+
+def upload(x: Any, dtype: Any) -> Any:
+    return cp.asarray(np.ascontiguousarray(x).astype(dtype))
+
+
+def download(x: Any) -> Any:
+    return cp.asnumpy(cp.ascontiguousarray(x)).astype(np.float64)
+
+
+def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
+    return upload(np.full(shape, POISON), dtype)
+
+
+def run(qkv: Any, dy: Any, heads: int, kv_heads: int, dtype: Any) -> dict[str, Any]:
+    """Forward and backward on the GPU; the gradients land in one poisoned dqkv."""
+    parts = split(upload(qkv, dtype), heads, kv_heads)
+    out, lse = kernels().attention_fwd(*parts)
+    dqkv = poisoned(qkv.shape, dtype)
+    kernels().attention_bwd(upload(dy, dtype), *parts, out, lse, *split(dqkv, heads, kv_heads))
+    return {"out": out, "lse": lse, "dqkv": dqkv}
+
+
+def expected(qkv: Any, dy: Any, heads: int, kv_heads: int) -> dict[str, Any]:
+    parts = split(qkv, heads, kv_heads)
+    out, lse = reference.attention_fwd(*parts)
+    dqkv = np.empty_like(qkv)
+    reference.attention_bwd(dy, *parts, out, lse, *split(dqkv, heads, kv_heads))
+    return {"out": out, "lse": lse, "dqkv": dqkv}
+
+
+def error(got: Any, wanted: Any) -> float:
+    return float(np.linalg.norm(download(got) - wanted) / max(np.linalg.norm(wanted), 1e-300))
+
+
+def unfused_bf16(qkv: Any, dy: Any, heads: int, kv_heads: int) -> dict[str, Any]:
+    """Attention one product at a time, each result rounded to bf16: the precision that a user of bf16 expects."""
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in split(qkv, heads, kv_heads))
+    group, scale, t = heads // kv_heads, qkv.shape[-1] ** -0.5, qkv.shape[1]
+    k, v, do = np.repeat(k, group, 1), np.repeat(v, group, 1), dy.transpose(0, 2, 1, 3)
+    s = rounded(q @ k.swapaxes(-1, -2), BF16) * scale
+    s[..., np.triu(np.ones((t, t), bool), 1)] = -np.inf
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    p = rounded(p / p.sum(axis=-1, keepdims=True), BF16)
+    o = rounded(p @ v, BF16)
+    dp = rounded(do @ v.swapaxes(-1, -2), BF16)
+    ds = rounded(p * (dp - (do * o).sum(axis=-1, keepdims=True)), BF16)
+    dq, dk, dv = scale * ds @ k, scale * ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do
+    dk, dv = (x.reshape(x.shape[0], kv_heads, group, t, -1).sum(axis=2) for x in (dk, dv))
+    dqkv = np.concatenate([x.transpose(0, 2, 1, 3) for x in (dq, dk, dv)], axis=2)
+    return {"out": o.transpose(0, 2, 1, 3), "dqkv": rounded(dqkv, BF16)}
+
+
+@pytest.mark.parametrize("heads,kv_heads", HEADS)
+@pytest.mark.parametrize("d", (32, 64, 128))
+@pytest.mark.parametrize("dtype,tolerance", ((np.float64, 1e-13), (np.float32, 2e-6)))
+def test_plain_kernels_match_numpy(dtype: Any, tolerance: float, d: int, heads: int, kv_heads: int) -> None:
+    rng = np.random.default_rng()
+    for t in LENGTHS:
+        qkv, dy = random_inputs(rng, 2, t, heads, kv_heads, d, dtype)
+        got, want = run(qkv, dy, heads, kv_heads, dtype), expected(qkv, dy, heads, kv_heads)
+        for name in want:
+            assert error(got[name], want[name]) <= tolerance, (name, t)
+
+
+@pytest.mark.parametrize("d", (1, 2, 6, 80))
+def test_plain_kernels_take_any_head_size_up_to_128(d: int) -> None:
+    qkv, dy = random_inputs(np.random.default_rng(), 2, 131, 4, 2, d, np.float64)
+    got, want = run(qkv, dy, 4, 2, np.float64), expected(qkv, dy, 4, 2)
+    for name in want:
+        assert error(got[name], want[name]) <= 1e-13, name
+
+
+@pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("heads,kv_heads", HEADS)
+@pytest.mark.parametrize("d", (32, 64, 128))
+def test_bf16_is_no_worse_than_twice_unfused_bf16(d: int, heads: int, kv_heads: int) -> None:
+    rng = np.random.default_rng()
+    for t in LENGTHS:
+        qkv, dy = random_inputs(rng, 2, t, heads, kv_heads, d, BF16)
+        got, want = run(qkv, dy, heads, kv_heads, BF16), expected(qkv, dy, heads, kv_heads)
+        plain = unfused_bf16(qkv, dy, heads, kv_heads)
+        assert error(got["lse"], want["lse"]) <= 1e-5, t
+        for name in plain:
+            allowed = 2 * np.linalg.norm(plain[name] - want[name]) / np.linalg.norm(want[name])
+            assert error(got[name], want[name]) <= allowed, (name, t)
+
+
+@pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("dtype,tolerance", ((np.float64, 1e-13), (np.float32, 2e-6), (BF16, 6e-3)))
+@pytest.mark.parametrize("d", (32, 64, 128))
+def test_a_cache_longer_than_the_queries(d: int, dtype: Any, tolerance: float) -> None:
+    rng = np.random.default_rng()
+    for queries, keys in ((1, 1), (1, 100), (5, 64), (65, 200), (130, 131)):
+        q = rounded(rng.normal(size=(2, queries, 6, d)), dtype)
+        cache = rounded(rng.normal(size=(2, 256, 4, d)), dtype)  # k and v of a preallocated cache, not yet full
+        on_gpu = upload(cache, dtype)
+        got = kernels().attention_fwd(upload(q, dtype), on_gpu[:, :keys, :2], on_gpu[:, :keys, 2:])
+        want = reference.attention_fwd(q, cache[:, :keys, :2], cache[:, :keys, 2:])
+        assert error(got[0], want[0]) <= tolerance, (queries, keys)
+        assert error(got[1], want[1]) <= min(tolerance, 1e-5), (queries, keys)
+
+
+@pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("dtype", (np.float64, np.float32, BF16))
+def test_two_runs_give_the_same_bits(dtype: Any) -> None:
+    qkv, dy = random_inputs(np.random.default_rng(), 3, 333, 6, 2, 64, dtype)
+    first, second = (run(qkv, dy, 6, 2, dtype) for _ in range(2))
+    for name in first:
+        assert cp.asnumpy(first[name]).tobytes() == cp.asnumpy(second[name]).tobytes(), name
+
+
+@pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("dtype", (np.float64, BF16))
+def test_the_future_changes_no_bit(dtype: Any) -> None:
+    qkv, dy = random_inputs(np.random.default_rng(), 1, 150, 4, 2, 32, dtype)
+    changed = qkv.copy()
+    changed[:, 100:] = rounded(5.0, dtype)
+    first, second = run(qkv, dy, 4, 2, dtype), run(changed, dy, 4, 2, dtype)
+    assert cp.asnumpy(first["out"][:, :100]).tobytes() == cp.asnumpy(second["out"][:, :100]).tobytes()
+
+
+@pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("dtype", (np.float32, BF16))
+def test_large_scores_do_not_overflow(dtype: Any) -> None:
+    qkv, dy = random_inputs(np.random.default_rng(), 1, 200, 4, 2, 64, dtype)
+    qkv[:, :, :6] *= 32  # scores of some thousands, far beyond what exp() holds
+    got = run(qkv, dy, 4, 2, dtype)
+    assert all(np.isfinite(download(x)).all() for x in got.values())
+    assert error(got["out"], expected(qkv, dy, 4, 2)["out"]) <= (1e-3 if dtype is np.float32 else 1e-2)
+
+
+@pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("dtype", (np.float64, BF16))
+def test_nothing_is_written_beside_the_gradients(dtype: Any) -> None:
+    heads, kv_heads, t, d = 4, 2, 77, 32
+    qkv, dy = random_inputs(np.random.default_rng(), 2, t, heads, kv_heads, d, dtype)
+    wide = poisoned((2, t + 3, heads + 2 * kv_heads + 1, d), dtype)  # rows and a head beside the ones to fill
+    parts = split(upload(qkv, dtype), heads, kv_heads)
+    out, lse = kernels().attention_fwd(*parts)
+    inner = wide[:, :t, : heads + 2 * kv_heads]
+    kernels().attention_bwd(upload(dy, dtype), *parts, out, lse, *split(inner, heads, kv_heads))
+    assert error(inner, expected(qkv, dy, heads, kv_heads)["dqkv"]) <= (1e-13 if dtype is np.float64 else 6e-3)
+    beside = download(wide)
+    assert (beside[:, t:] == rounded(POISON, dtype)).all()
+    assert (beside[:, :, heads + 2 * kv_heads :] == rounded(POISON, dtype)).all()
+
+
+@pytest.mark.parametrize("dtype", (np.float64, np.float32, BF16))
+def test_no_tokens(dtype: Any) -> None:
+    got = run(np.zeros((2, 0, 8, 32)), np.zeros((2, 0, 4, 32)), 4, 2, dtype)
+    assert got["out"].shape == (2, 0, 4, 32) and got["lse"].shape == (2, 4, 0)
+
+
+def test_memory_is_linear_in_length() -> None:
+    t = 8192
+    pool = cp.cuda.MemoryPool()
+    with cp.cuda.using_allocator(pool.malloc):
+        qkv, dqkv = (cp.zeros((1, t, 3, 32), np.float32) for _ in range(2))
+        dy = cp.zeros((1, t, 1, 32), np.float32)
+        out, lse = kernels().attention_fwd(*split(qkv, 1, 1))
+        kernels().attention_bwd(dy, *split(qkv, 1, 1), out, lse, *split(dqkv, 1, 1))
+        assert pool.total_bytes() < 12 * t * 32 * 4  # one matrix of scores alone would be 256 MB
+
+
+def test_head_sizes_without_a_kernel_are_refused() -> None:
+    for d, dtype, wanted in ((48, BF16, "32, 64, 128"), (256, np.float32, "1 to 128")):
+        x = upload(np.zeros((1, 4, 3, d)), dtype)
+        with pytest.raises(UserError, match=wanted) as refusal:
+            kernels().attention_fwd(*split(x, 1, 1))
+        assert str(d) in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_layouts_that_kernels_cannot_read_are_refused() -> None:
+    x = upload(np.zeros((1, 4, 3, 64)), BF16)
+    with pytest.raises(ValueError, match="heads side by side"):
+        kernels().attention_fwd(*split(x[..., ::2], 1, 1))
+    with pytest.raises(ValueError, match="16 bytes"):
+        flat = upload(np.zeros(4 * 3 * 64 + 1), BF16)
+        kernels().attention_fwd(*split(flat[1:].reshape(1, 4, 3, 64), 1, 1))
+
+
+def test_hopper_runs_its_own_kernels() -> None:
+    """That CuPy hands -arch=sm_90a on is documented nowhere."""
+    if not kernels().has_wgmma():
+        pytest.skip("needs a GPU of compute capability 9.0")
+    assert kernels().tensor_core("FORWARD", 64, True).kernel.name == "attention_fwd_wgmma"
+    assert kernels().tensor_core("FORWARD", 32, True).kernel.name == "attention_fwd_mma"
+
+
+def test_a_seeded_fault_shows() -> None:
+    """What the other tests would see of a kernel that forgets the scale in dk: the tolerance is no formality."""
+    qkv, dy = random_inputs(np.random.default_rng(), 1, 65, 3, 1, 64, np.float64)
+    want = expected(qkv, dy, 3, 1)["dqkv"]
+    wrong = run(qkv, dy, 3, 1, np.float64)["dqkv"]
+    wrong[:, :, 3] *= 8.0
+    assert error(wrong, want) > 1e-2
+
+
+def test_the_op_declares_what_the_table_holds() -> None:
+    for name in Attention.kernels:
+        assert callable(getattr(kernels(), name))

@@ -1,0 +1,319 @@
+"""Every CUDA kernel against the NumPy one of the same name: float64 and float32 by their difference, bf16 by its error.
+
+bf16 errors are measured against float64, on inputs that bf16 holds exactly, and may be at most twice those of the plain
+computation: float32 arithmetic, results rounded to bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinyforge import ops
+from tinyforge.backends import KERNELS, Backend, dtype_of, get_backend
+from tinyforge.op import Param, Stash, with_buffer
+from tinyforge.optim import AdamWConfig
+from tinyforge.rng import Stream
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+TOLERANCE = {"fp64": 1e-12, "fp32": 2e-6}
+Rng = np.random.Generator
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An argument in the storage type."""
+
+    value: np.ndarray
+
+
+@dataclass(frozen=True)
+class Master:
+    """An argument in the precision of sums; `out` if the kernel adds to it."""
+
+    value: np.ndarray
+    out: bool = False
+
+
+def backend_of(precision: str) -> Backend:
+    return get_backend("cupy", precision)
+
+
+def normal(rng: Rng, *shape: int) -> np.ndarray:
+    return rng.normal(size=shape)
+
+
+def act(rng: Rng, *shape: int) -> Activation:
+    return Activation(normal(rng, *shape))
+
+
+def acc(rng: Rng, *shape: int) -> Master:
+    return Master(normal(rng, *shape), out=True)
+
+
+def some_rstd(rng: Rng, n: int) -> Master:
+    return Master(rng.uniform(0.5, 2, n))
+
+
+def angles(rng: Rng, *shape: int) -> Master:
+    return Master(rng.uniform(-1, 1, shape))
+
+
+def tokens(rng: Rng, n: int, vocab: int) -> np.ndarray:
+    """Ids of which one is as frequent as in text, and some never come."""
+    ids = rng.integers(0, vocab, n).astype(np.int32)
+    ids[rng.random(n) < 0.3] = vocab // 2
+    ids[ids == vocab - 1] = 0
+    return ids
+
+
+# Arguments of each kernel for n rows of width c.
+ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
+    "rmsnorm_fwd": lambda r, n, c: (act(r, n, c), act(r, c), 1e-5),
+    "rmsnorm_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c), some_rstd(r, n), act(r, c), acc(r, c)),
+    "add_rmsnorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), 1e-5),
+    "add_rmsnorm_bwd": lambda r, n, c: (
+        act(r, n, c), act(r, n, c), act(r, n, c), some_rstd(r, n), act(r, c), acc(r, c)),
+    "layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, c), act(r, c), 1e-5),
+    "layernorm_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c), some_rstd(r, n), act(r, c), acc(r, c), acc(r, c)),
+    "softmax_fwd": lambda r, n, c: (act(r, n, c),),
+    "softmax_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
+    "swiglu_fwd": lambda r, n, c: (act(r, n, 2 * c),),
+    "swiglu_bwd": lambda r, n, c: (act(r, n, c), act(r, n, 2 * c)),
+    "gelu_fwd": lambda r, n, c: (act(r, n, c), "tanh"),
+    "gelu_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c), "erf"),
+    "rope": lambda r, n, c: (act(r, 2, n, 5, 2 * c), angles(r, n, c), angles(r, n, c), 3, None),
+    "dropout": lambda r, n, c: (act(r, n, c), 0.3, Stream(1).key, 7),
+    "positions_fwd": lambda r, n, c: (act(r, 3, n, c), act(r, n + 1, c)),
+    "positions_bwd": lambda r, n, c: (act(r, 3, n, c), acc(r, n + 1, c)),
+    "embedding_fwd": lambda r, n, c: (tokens(r, n, 37), act(r, 37, c)),
+    "embedding_bwd": lambda r, n, c: (act(r, n, c), tokens(r, n, 37), acc(r, 37, c)),
+    "linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c)),
+    "linear_bwd": lambda r, n, c: (act(r, n, 24), act(r, n, c), act(r, 24, c), acc(r, 24, c)),
+}  # fmt: skip
+
+# A lane's vectors: none (odd widths), one, three (four, six, eight), and rows too wide for registers.
+SHAPES = [(1, 1), (7, 33), (3, 8), (5, 128), (65, 768), (19, 1024), (4, 4096), (3000, 64)]
+ARRAYS = (Activation, Master)
+
+
+def run(kernel: Callable[..., Any], arguments: tuple[Any, ...], place: Callable[[Any], Any]) -> list[Any]:
+    """All results, written arguments included."""
+    placed = [place(a) for a in arguments]
+    result = kernel(*placed)
+    results = list(result) if isinstance(result, tuple) else [] if result is None else [result]
+    return results + [p for p, a in zip(placed, arguments, strict=True) if isinstance(a, Master) and a.out]
+
+
+def on_numpy(dtype: Any) -> Callable[[Any], Any]:
+    return lambda a: a.value.astype(dtype) if isinstance(a, ARRAYS) else a
+
+
+def on_gpu(backend: Backend) -> Callable[[Any], Any]:
+    def place(a: Any) -> Any:
+        if isinstance(a, Activation):
+            return backend.asarray(a.value)
+        if isinstance(a, Master):
+            return backend.asarray(a.value, backend.master_dtype)
+        return backend.asarray(a) if isinstance(a, np.ndarray) else a
+
+    return place
+
+
+def error(got: np.ndarray, wanted: np.ndarray) -> float:
+    """|got - wanted| / |wanted|; infinite if anything is not finite."""
+    found = np.linalg.norm(np.float64(got) - wanted) / max(np.linalg.norm(wanted), 1e-30)
+    return float(found) if np.isfinite(found) else np.inf
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_a_kernel_computes_what_numpy_computes(name: str, precision: str) -> None:
+    backend = backend_of(precision)
+    for n, c in SHAPES:
+        arguments = ARGUMENTS[name](np.random.default_rng([n, c]), n, c)
+        wanted = run(KERNELS["numpy"][name], arguments, on_numpy(np.float64))
+        got = run(KERNELS["cupy"][name], arguments, on_gpu(backend))
+        assert len(got) == len(wanted)
+        for g, w in zip(got, wanted, strict=True):
+            assert g.dtype == backend.dtype and g.shape == w.shape
+            assert error(backend.to_numpy(g), w) <= TOLERANCE[precision] * (8 if name == "layernorm_fwd" else 1), (n, c)
+
+
+def rounded(a: Any) -> Any:
+    """Activations as bf16 holds them."""
+    return Activation(a.value.astype(dtype_of("bfloat16")).astype(np.float64)) if isinstance(a, Activation) else a
+
+
+def add_then_rmsnorm(residual: np.ndarray, delta: np.ndarray, weight: np.ndarray, eps: float) -> Any:
+    """The sum is stored, and so rounded, before it is normalised."""
+    x = (residual + delta).astype(dtype_of("bfloat16")).astype(np.float32)
+    return (x, *KERNELS["numpy"]["rmsnorm_fwd"](x, weight, eps))
+
+
+PLAIN = {"add_rmsnorm_fwd": add_then_rmsnorm}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_bf16_is_as_exact_as_it_can_be(name: str) -> None:
+    backend, bf16 = backend_of("bf16"), dtype_of("bfloat16")
+    for n, c in SHAPES[1:]:
+        arguments = tuple(map(rounded, ARGUMENTS[name](np.random.default_rng([n, c]), n, c)))
+        wanted = run(KERNELS["numpy"][name], arguments, on_numpy(np.float64))
+        plain = run(PLAIN.get(name, KERNELS["numpy"][name]), arguments, on_numpy(np.float32))
+        got = run(KERNELS["cupy"][name], arguments, on_gpu(backend))
+        for g, p, w in zip(got, plain, wanted, strict=True):
+            assert g.dtype in (backend.dtype, backend.master_dtype) and g.shape == w.shape
+            allowed = 2 * error(p.astype(bf16).astype(np.float32), w)
+            assert error(backend.to_numpy(g), w) <= max(allowed, 1e-7), (n, c)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_bits_every_time(name: str, precision: str) -> None:
+    backend = backend_of(precision)
+    arguments = ARGUMENTS[name](np.random.default_rng(0), 5000, 96)
+    runs = [run(KERNELS["cupy"][name], arguments, on_gpu(backend)) for _ in range(3)]
+    for results in zip(*runs, strict=True):
+        assert len({backend.to_numpy(r).tobytes() for r in results}) == 1
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_dropout_keeps_what_numpy_keeps(precision: str) -> None:
+    backend = backend_of(precision)
+    for size in (1, 5, 8, 4096, 100_003):
+        wanted = KERNELS["numpy"]["dropout"](np.ones(size), 0.4, Stream(3).key, 2) != 0
+        for x in (backend.asarray(np.ones(size)), backend.asarray(np.ones(size + 1))[1:]):  # the second is not aligned
+            got = backend.to_numpy(KERNELS["cupy"]["dropout"](x, 0.4, Stream(3).key, 2)) != 0
+            assert np.array_equal(got, wanted)
+
+
+def loss_case(kind: Any, backend: Backend, vocab: int, seed: int) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(seed)
+    n, heads, dim = 37, 3, 40
+    targets = rng.integers(-1, vocab, (n, heads)).astype(np.int32)
+    if kind is ops.CrossEntropy:
+        return kind(backend), rounded(Activation(3 * normal(rng, n, heads, vocab))).value, targets
+    op = with_buffer(kind(Param("weight", (heads, vocab, dim), std=1.0), backend), backend, rng)
+    op.weight.value[...] = backend.asarray(rounded(Activation(0.2 * normal(rng, heads, vocab, dim))).value)
+    return op, rounded(act(rng, n, dim)).value, targets
+
+
+@pytest.mark.parametrize("kind", [ops.CrossEntropy, ops.LinearCrossEntropy])
+@pytest.mark.parametrize("vocab", [1, 5, 96, 512, 4096, 8192, 8195, 40_000])
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_losses(kind: Any, vocab: int, precision: str) -> None:
+    """The residual is laid out otherwise on the two backends; what goes in and comes out is the same."""
+    dnll = np.array([0.5, -2.0, 1e-4])
+
+    def results(backend: Backend) -> list[np.ndarray]:
+        op, x, targets = loss_case(kind, backend, vocab, seed=vocab)
+        stash = Stash()
+        nll = op.forward(backend.asarray(x), backend.asarray(targets), stash)
+        again = op.forward(backend.asarray(x), backend.asarray(targets))
+        assert backend.name == "numpy" or np.array_equal(backend.to_numpy(again), backend.to_numpy(nll))
+        dx, _ = op.backward(backend.asarray(dnll, backend.master_dtype), stash)
+        return [backend.to_numpy(a) for a in (nll, dx, *(p.grad for p in op.params()))]
+
+    wanted = results(get_backend("numpy", "fp64", 1))
+    for got, w in zip(results(backend_of(precision)), wanted, strict=True):
+        assert got.shape == w.shape
+        scale = np.linalg.norm(w)
+        tolerance = {"fp64": 1e-12, "fp32": 5e-6, "bf16": 1e-2}[precision]
+        assert np.linalg.norm(got - w) <= tolerance * scale + (1e-9 if vocab == 1 else 0)
+
+
+def test_many_tokens_of_one_id() -> None:
+    """More matches than a block lists at a time, and ids that start at an odd address."""
+    backend = backend_of("fp64")
+    rng = np.random.default_rng(0)
+    dy, ids = normal(rng, 9001, 6), rng.integers(0, 3, 9002).astype(np.int32)
+    ids[rng.random(9002) < 0.7] = 1
+    wanted, got = np.zeros((4, 6)), backend.zeros((4, 6))
+    KERNELS["numpy"]["embedding_bwd"](dy, ids[1:], wanted)
+    KERNELS["cupy"]["embedding_bwd"](backend.asarray(dy), backend.asarray(ids)[1:], got)
+    assert error(backend.to_numpy(got), wanted) < 1e-13
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_adamw_and_the_norm(precision: str) -> None:
+    backend, reference = backend_of(precision), get_backend("numpy", "fp64", 1)
+    rng, config = np.random.default_rng(1), AdamWConfig()
+    size = 100_000
+    start, grads = normal(rng, size), normal(rng, size)
+    w = start.copy()
+    m, v = np.zeros(size), np.zeros(size)
+    master = backend.asarray(start, backend.master_dtype)
+    values = master if backend.dtype == backend.master_dtype else backend.zeros((size,))
+    moments = [backend.zeros((size,), backend.master_dtype) for _ in range(2)]
+    numpy, cupy = KERNELS["numpy"], KERNELS["cupy"]
+    factor: Any = 1.0
+    for step in (1, 2, 3):
+        g = grads * step
+        norm, wanted_factor = numpy["clip_factor"](g, 1.0, 1.0)
+        numpy["adamw_"](w, w, m, v, g, step, 1e-2, 0.1, wanted_factor, config)
+        on_device = backend.asarray(g, backend.master_dtype)
+        got_norm, factor = cupy["clip_factor"](on_device, 1.0, factor)
+        assert float(got_norm) == pytest.approx(norm, rel=1e-6) and float(factor) == pytest.approx(1 / norm, rel=1e-6)
+        cupy["adamw_"](values, master, *moments, on_device, step, 1e-2, 0.1, factor, config)
+    tolerance = 1e-12 if precision == "fp64" else 1e-6
+    for got, wanted in ((master, w), (moments[0], m), (moments[1], v)):
+        assert error(backend.to_numpy(got), wanted) <= tolerance
+    assert np.array_equal(backend.to_numpy(values), backend.to_numpy(master.astype(backend.dtype)))
+    assert reference.dtype == np.float64
+
+
+def test_a_norm_that_is_not_finite_stops_all_further_steps() -> None:
+    backend, cupy = backend_of("fp32"), KERNELS["cupy"]
+    size = 64
+    good = backend.asarray(np.ones(size))
+    bad = good.copy()
+    bad[5] = np.inf
+    arrays = [backend.asarray(np.full(size, x)) for x in (1.0, 0.0, 0.0)]
+    factor: Any = 1.0
+    changed = []
+    for grads in (good, bad, good):
+        _, factor = cupy["clip_factor"](grads, 0.0, factor)
+        before = [a.copy() for a in arrays]
+        cupy["adamw_"](arrays[0], *arrays, grads, 1, 1e-2, 0.1, factor, AdamWConfig())
+        changed.append(any(bool((a != b).any()) for a, b in zip(arrays, before, strict=True)))
+    assert changed == [True, False, False]
+
+
+def test_rope_in_place_and_elsewhere() -> None:
+    backend = backend_of("fp32")
+    rng = np.random.default_rng(2)
+    arguments = [backend.asarray(normal(rng, *s)) for s in ((2, 5, 4, 16), (5, 8), (5, 8))]
+    rope = KERNELS["cupy"]["rope"]
+    wanted = rope(*arguments, 3, None)
+    elsewhere, in_place, gaps = arguments[0] * 0, arguments[0].copy(), backend.zeros((2, 5, 4, 32))[..., ::2]
+    assert rope(*arguments, 3, elsewhere) is elsewhere
+    assert rope(in_place, *arguments[1:], 3, in_place) is in_place
+    assert rope(*arguments, 3, gaps) is gaps
+    for got in (elsewhere, in_place, gaps):
+        assert np.array_equal(backend.to_numpy(got), backend.to_numpy(wanted))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_strides_do_not_matter(name: str) -> None:
+    backend = backend_of("fp64")
+    arguments = ARGUMENTS[name](np.random.default_rng(3), 6, 10)
+
+    def spread(a: Any) -> Any:
+        placed = on_gpu(backend)(a)
+        if not isinstance(a, Activation) or placed.ndim < 2:  # parameters are never strided
+            return placed
+        wide = backend.xp.full((*placed.shape[:-1], 2 * placed.shape[-1]), np.nan)
+        wide[..., ::2] = placed
+        return wide[..., ::2]
+
+    if name in ("linear_fwd", "linear_bwd", "positions_fwd", "embedding_fwd"):
+        pytest.skip("the last argument of two axes is a weight; test_contract covers the inputs")
+    wanted = run(KERNELS["cupy"][name], arguments, on_gpu(backend))
+    for got, w in zip(run(KERNELS["cupy"][name], arguments, spread), wanted, strict=True):
+        assert np.array_equal(backend.to_numpy(got), backend.to_numpy(w))

@@ -1,0 +1,179 @@
+"""Whole models on the GPU: gradients against NumPy's and finite differences, precisions, determinism, training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import models
+from models.nanoeuler import Config, NanoEuler
+from models.nanoeuler.generate import Sampling, generate
+from models.nanoeuler.runs import load_model
+from tinyforge import ops
+from tinyforge.backends import KERNELS, get_backend, override
+from tinyforge.backends.compile import kernel_files
+from tinyforge.errors import UserError
+from tinyforge.gradcheck import TOLERANCE, check_op
+from tinyforge.op import Op
+from tinyforge.ops.cross_entropy import head_scale
+from tinyforge.text import Tokenizer
+from tinyforge.train import checkpoint, metrics
+from tinyforge.train.batches import PackedTokens
+from tinyforge.train.loop import Task, evaluate_nll, train
+from tinyforge.train.settings import Settings
+from tinyforge.train.sharded import Batch, Sharded
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = Config(dim=128, heads=4, kv_heads=2, layers=3, context=96, vocab=301, mtp_heads=3, hidden=152,
+                mtp_weights=(1, 0.5, 0.25))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", (*ops.ALL, *models.ALL), ids=lambda kind: kind.__name__)
+def test_every_gradient_against_finite_differences(kind: type[Op]) -> None:
+    rows = check_op(kind, get_backend("cupy", "fp64"))
+    assert [row for row in rows if not row.error <= TOLERANCE] == []
+
+
+FAULTS = {
+    "rmsnorm_bwd": ops.RMSNorm, "add_rmsnorm_bwd": ops.AddRMSNorm, "layernorm_bwd": ops.LayerNorm, "rope": ops.RoPE,
+    "swiglu_bwd": ops.SwiGLU, "gelu_bwd": ops.GELU, "softmax_bwd": ops.Softmax, "linear_bwd": ops.Linear,
+    "cross_entropy_bwd": ops.CrossEntropy, "linear_cross_entropy_bwd": ops.LinearCrossEntropy,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", FAULTS)
+def test_a_gradient_that_is_one_percent_off_is_caught(kernel: str) -> None:
+    backend = get_backend("cupy", "fp64")
+    right, calls = KERNELS["cupy"][kernel], iter(range(10**9))
+
+    def wrong(*arguments: Any) -> Any:
+        # RoPE's forward and backward are one kernel: some calls must be right for others to contradict them.
+        factor = 1.01 if kernel != "rope" or next(calls) % 2 else 1.0
+        return right(*arguments) * factor
+
+    with override("cupy", **{kernel: wrong}):
+        assert max(row.error for row in check_op(FAULTS[kernel], backend)) > TOLERANCE
+
+
+def gradients(backend_name: str, precision: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    backend = get_backend(backend_name, precision, workers=1)
+    model = NanoEuler(CONFIG, backend)
+    model.initialise(seed=3)
+    rng = np.random.default_rng(5)
+    ids = rng.integers(0, CONFIG.vocab, (4, 96), dtype=np.int32)
+    batch = Batch(ids, rng.integers(-1, CONFIG.vocab, (4, 96, 3), dtype=np.int32))
+    nll = Sharded(model, backend).gradients([batch], head_scale(batch.targets, CONFIG.mtp_weights))
+    return backend.to_numpy(nll), {p.name: backend.to_numpy(p.grad).copy() for p in model.buffer.params}
+
+
+# tf32 and bf16 are measured against float64 as well: 10 and 7 bits of mantissa, over the depth of the model.
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-5), ("tf32", 1e-2), ("bf16", 5e-2)])
+def test_gradients_are_those_of_numpy(precision: str, tolerance: float) -> None:
+    wanted_nll, wanted = gradients("numpy", precision if precision in ("fp64", "fp32") else "fp64")
+    nll, got = gradients("cupy", precision)
+    np.testing.assert_allclose(nll, wanted_nll, rtol=tolerance)
+    for name, w in wanted.items():
+        assert np.linalg.norm(got[name] - w) <= tolerance * np.linalg.norm(w), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_seed_gives_the_same_bits(precision: str) -> None:
+    runs = [gradients("cupy", precision) for _ in range(3)]
+    assert len({nll.tobytes() for nll, _ in runs}) == 1
+    for name in runs[0][1]:
+        assert len({grads[name].tobytes() for _, grads in runs}) == 1, name
+
+
+TOKENIZER = Tokenizer([], ["<|endoftext|>"])
+TINY = Config(dim=64, heads=2, kv_heads=1, layers=2, context=32, vocab=257, mtp_heads=2, hidden=40,
+              mtp_weights=(1, 0.5))  # fmt: skip
+TOKENS = np.array(TOKENIZER.encode("the cat sat on the mat and the dog sat on the cat. " * 20), np.int32)
+
+
+class Trial:
+    def __init__(self, out: Path, **settings: Any) -> None:
+        plan = {"steps": 25, "save_every": 7, "eval_every": 12, "batch_size": 4, "keep": 0, "lr": 1e-2}
+        self.settings = Settings(**{"out": str(out), "backend": "cupy", "precision": "bf16", **plan, **settings})
+        self.backend = get_backend("cupy", self.settings.precision)
+        self.model = NanoEuler(TINY, self.backend)
+        self.model.initialise(0)
+        self.data = PackedTokens(TOKENS, 32, 2, seed=0)
+        meta = {"kind": "pretrain", "config": TINY.to_dict(), "tokenizer_hash": TOKENIZER.hash()}
+        self.task = Task(self.model, TOKENIZER, TOKENIZER.byte_lengths, TINY.mtp_weights, self.batches, self.evaluate,
+                         lambda: "a sample", meta)  # fmt: skip
+
+    def batches(self, step: int) -> list[Batch]:
+        return [self.data.batch(2 * step, 4), self.data.batch(2 * step + 1, 4)]
+
+    def evaluate(self, sharded: Sharded) -> dict[str, float]:
+        return {"val_bits_per_byte": evaluate_nll(sharded, self.data.in_order(4, 200), TOKENIZER.byte_lengths)}
+
+    def train(self, resume: bool = False) -> Path:
+        return train(self.task, self.settings, self.backend, resume)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_learns_resumes_bit_for_bit_and_is_read_on_the_cpu(tmp_path: Path, precision: str) -> None:
+    whole, again = (Trial(tmp_path / name, precision=precision) for name in ("whole", "again"))
+    last = whole.train()
+    again.train()
+    # A run that is cut off after step 14: that checkpoint, and a log that is ahead of it.
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "whole" / "step-00000014").rename(tmp_path / "cut" / "step-00000014")
+    log = (tmp_path / "whole" / "metrics.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "cut" / "metrics.jsonl").write_text(log, encoding="utf-8")
+    resumed = Trial(tmp_path / "cut", precision=precision)
+    resumed.train(resume=True)
+    for other in (again, resumed):
+        for name in ("masters", "values"):
+            a, b = (whole.backend.to_numpy(getattr(t.model.buffer, name)) for t in (whole, other))
+            assert a.tobytes() == b.tobytes()
+    rows = [row for row in metrics.read(tmp_path / "whole" / "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 26)) and rows[-1]["loss"] < 0.6 * rows[0]["loss"]
+
+    weights = checkpoint.load(last).weights
+    assert {w.dtype for w in weights.values()} == {np.dtype(np.float32)}
+    on_cpu = load_model(last, get_backend("numpy", "fp32", workers=1))
+    evaluated = evaluate_nll(Sharded(on_cpu.model, on_cpu.model.backend), whole.data.in_order(4, 200),
+                             TOKENIZER.byte_lengths)  # fmt: skip
+    assert evaluated == pytest.approx(whole.evaluate(Sharded(whole.model, whole.backend))["val_bits_per_byte"],
+                                      rel=1e-5 if precision == "fp32" else 2e-2)  # fmt: skip
+    on_gpu = load_model(last, get_backend("cupy", "fp32"))
+    text = [list(generate(m.model, TOKENIZER.encode("the cat"), Sampling(temperature=0, max_tokens=12)))
+            for m in (on_cpu, on_gpu)]  # fmt: skip
+    assert text[0] == text[1] and len(text[0]) == 12
+
+
+def test_a_nan_stops_the_run_and_leaves_the_weights_before_it(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, save_every=100)
+    good = trial.batches
+    op = trial.model.blocks[1].swiglu
+    right = op.k.swiglu_bwd
+
+    def poisoned(*arguments: Any) -> Any:
+        result = right(*arguments)
+        result[0, 0, 0] = np.nan
+        return result
+
+    def batches(step: int) -> list[Batch]:
+        if step == 13:
+            op.k.swiglu_bwd = poisoned
+        return good(step)
+
+    object.__setattr__(trial.task, "batches", batches)
+    with pytest.raises(UserError, match="step 13: .* came from backward of blocks.1.swiglu"):
+        trial.train()
+    assert np.isfinite(trial.backend.to_numpy(trial.model.buffer.masters)).all()
+
+
+def test_the_kernel_files_are_found_as_package_data() -> None:
+    assert {f"ops/{n}.cu" for n in ("rmsnorm", "swiglu", "cross_entropy", "embedding")} <= set(kernel_files())
+
+
+def test_a_device_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(UserError, match="--device is 99, visible GPUs are 0 to"):
+        get_backend("cupy", "fp32", device=99)

@@ -1,0 +1,95 @@
+"""The plan of a step's memory: what is known of it without a GPU. tests/gpu compares it with the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.nanoeuler import PRESETS, Config, NanoEuler
+from models.nanoeuler.plan import OUTSIDE, check_fits, gib, plan_step
+from tinyforge.backends import KERNELS, get_backend
+from tinyforge.backends.phantom import METER, Phantom, PhantomBackend, new
+from tinyforge.errors import UserError
+
+TINY = Config(dim=64, heads=4, kv_heads=2, layers=2, context=256, vocab=128, mtp_heads=2, hidden=96,
+              mtp_weights=(1, 0.5))  # fmt: skip
+# Per token and layer, in elements: qkv, attention's result, gate and up, two residual sums; the statistics are float32.
+SAVED = 8 * 16 + 64 + 2 * 96 + 2 * 64
+STATISTICS = 4 + 2  # the log-sum-exp of 4 heads, 2 norms
+
+
+def test_memory_counts_while_anything_refers_to_it() -> None:
+    start = METER.now
+    array = new((1000, 100), np.float32)
+    assert METER.now - start == 400_384  # in granules of 512 bytes
+    view = array[10:20].reshape(-1)
+    del array
+    assert METER.now - start == 400_384
+    total = view + view  # arithmetic makes another
+    assert isinstance(total, Phantom) and METER.now - start == 400_384 + 4_096
+    del view, total
+    assert METER.now == start
+
+
+@pytest.mark.parametrize(
+    ("precision", "size", "wide"), [("bf16", 2, 4), ("fp32", 4, 4), ("tf32", 4, 4), ("fp64", 8, 8)]
+)
+def test_the_parts_are_what_the_formulas_say(precision: str, size: int, wide: int) -> None:
+    plan = plan_step(TINY, precision, 8, 256)
+    tokens = 8 * 256
+    count = NanoEuler(TINY, get_backend("numpy", "fp64", workers=1)).buffer.values.size
+    masters = 0 if size == wide else wide
+    tables = TINY.layers * 3 * 256 * 8 * wide  # RoPE's: cos, sin, -sin
+    assert plan.weights == pytest.approx(count * (size + masters + wide) + tables, rel=0.02)
+    assert plan.moments == pytest.approx(count * 2 * wide, rel=0.02)
+    layers = TINY.layers * (SAVED * size + STATISTICS * wide)
+    # Outside the layers: ids and targets, the embedding and its norm, the last normed stream, the heads' residual.
+    rest = 4 * (1 + 2) + (2 * 64 + 2 * 128) * size + wide
+    assert plan.saved == pytest.approx(tokens * (layers + rest), rel=0.02)
+    assert plan.peak > plan.weights + plan.moments + plan.saved
+
+
+def test_memory_grows_with_the_tokens_alone() -> None:
+    one, two, three = (plan_step(PRESETS["base"], "bf16", rows, 512) for rows in (8, 16, 24))
+    assert three.saved - two.saved == two.saved - one.saved
+    assert one.weights == three.weights
+
+
+def test_every_kernel_of_the_model_has_a_phantom() -> None:
+    assert set(KERNELS["phantom"]) <= set(KERNELS["numpy"])
+    NanoEuler(TINY, PhantomBackend("bf16"))  # binds them all
+
+
+class Small:
+    """A device with so much free memory."""
+
+    precision = get_backend("numpy", "fp32", workers=1).precision
+
+    def __init__(self, free: int | None) -> None:
+        self.free = free
+
+    def memory(self) -> dict[str, int]:
+        return {} if self.free is None else {"free": self.free}
+
+
+def test_what_does_not_fit_is_refused_with_the_batch_that_does() -> None:
+    fits = plan_step(TINY, "fp32", 5, 256).peak + OUTSIDE
+    device: Any = Small(fits)
+    check_fits(TINY, device, 5, 256)
+    check_fits(TINY, Small(None), 10**6, 256)  # type: ignore[arg-type]  # a CPU has no memory of its own
+    with pytest.raises(UserError) as refusal:
+        check_fits(TINY, device, 64, 256)
+    needed = gib(plan_step(TINY, "fp32", 64, 256).peak + OUTSIDE)
+    assert str(refusal.value) == (
+        f"64 x 256 tokens in fp32 need {needed} on the GPU, {gib(fits)} are free; --batch-size 5 fits, with "
+        "--grad-accum for as large a step"
+    )
+    with pytest.raises(UserError, match="not even --batch-size 1 fits"):
+        check_fits(TINY, Small(OUTSIDE), 64, 256)  # type: ignore[arg-type]
+
+
+def test_an_unknown_precision() -> None:
+    with pytest.raises(UserError, match="'fp8' is not one of: fp64, fp32, tf32, bf16"):
+        plan_step(TINY, "fp8", 1, 8)

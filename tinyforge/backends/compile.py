@@ -1,0 +1,164 @@
+"""From a .cu file of this package to a kernel: find it, specialise it by macros, compile it at first use.
+
+A kernel is written once, over macros such as SCALAR (double, float, bf16) and VEC (elements of a 16-byte access), and
+compiled by NVRTC for each combination that is asked for:
+
+    load("ops/rmsnorm.cu", "rmsnorm_fwd", SCALAR="float", VEC=4)
+
+Each file lists the combinations that are used in its head, so that all of them can be compiled ahead of time, and on
+a machine without a GPU, to see that they build and what they cost in registers:
+
+    // compile: SCALAR=double|float|bf16 VEC=1          every combination of the values; several lines add up
+    // spills: none                                     no variant may spill registers to memory
+
+CuPy keeps what was compiled on disk (~/.cupy/kernel_cache), under a hash of the source text. Headers
+(`#include "ops/common.cuh"`) are pasted into that text, so that a change in one of them is seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from tinyforge.errors import UserError
+
+FOLDERS = ("ops", "optim")
+INSTALL = 'pip install "cupy-cuda13x[ctk]" ml_dtypes'
+OPTIONS = ("-std=c++17",)
+
+_INCLUDE = re.compile(r'^#include "([\w/.]+\.cuh)"$', re.MULTILINE)
+_VARIANTS = re.compile(r"^// compile:(.*)$", re.MULTILINE)
+_NO_SPILLS = re.compile(r"^// spills: none$", re.MULTILINE)
+
+_ENTRY = re.compile(r'^extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?(?!__)(\w+)\(', re.MULTILINE)
+
+Macros = Mapping[str, int | str]
+
+
+class KernelError(RuntimeError):
+    """A kernel that does not compile: names the file and the macros and carries NVRTC's log."""
+
+
+def kernel_files() -> list[str]:
+    """Every .cu of the package, e.g. "ops/rmsnorm.cu"."""
+    root = files("tinyforge")
+    return sorted(f"{d}/{f.name}" for d in FOLDERS for f in root.joinpath(d).iterdir() if f.name.endswith(".cu"))
+
+
+@cache
+def read(file: str) -> str:
+    """The text of a .cu file of the package, headers pasted in; errors still point at the files as they are."""
+    text = files("tinyforge").joinpath(file).read_text(encoding="utf-8")
+
+    def paste(found: re.Match[str]) -> str:
+        line = text.count("\n", 0, found.start()) + 2
+        return f'#line 1 "tinyforge/{found[1]}"\n{read(found[1])}\n#line {line} "tinyforge/{file}"'
+
+    return _INCLUDE.sub(paste, text)
+
+
+@cache
+def specialise(file: str, macros: tuple[tuple[str, int | str], ...]) -> str:
+    """The text that is compiled: the macros as #define lines, then the file."""
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros)
+    return f'{defines}#line 1 "tinyforge/{file}"\n{read(file)}'
+
+
+def variants(file: str) -> list[dict[str, str]]:
+    """The macros of every specialisation that the head of `file` lists."""
+    found = []
+    for line in _VARIANTS.findall(read(file)):
+        keys, values = zip(*(item.split("=", 1) for item in line.split()), strict=True)
+        found += [dict(zip(keys, chosen, strict=True)) for chosen in itertools.product(*(v.split("|") for v in values))]
+    return found
+
+
+def promises_no_spills(file: str) -> bool:
+    return _NO_SPILLS.search(read(file)) is not None
+
+
+@cache
+def load(file: str, entry: str, shared_bytes: int = 0, *, arch: str = "", **macros: int | str) -> Any:
+    """The kernel `entry` of a .cu file of this package, as a cupy.RawKernel; compiled here, the first time.
+
+    shared_bytes: the dynamic shared memory of its launches, where that is above 48 KB. arch: for what needs a feature
+    of one architecture, e.g. "sm_90a", in place of the device's own.
+    """
+    import cupy
+
+    code = specialise(file, tuple(sorted(macros.items())))
+    options = OPTIONS + ((f"-arch={arch}",) if arch else ())
+    kernel = cupy.RawKernel(code, entry, options=options)
+    try:
+        kernel.compile()
+        if shared_bytes > 48 << 10:
+            kernel.max_dynamic_shared_size_bytes = shared_bytes
+    except cupy.cuda.compiler.CompileException as error:
+        raise KernelError(f"{describe(file, macros)} does not compile:\n{error.get_message()}") from error
+    except RuntimeError as error:
+        if "nvrtc" in str(error).lower() and "load" in str(error).lower():
+            raise UserError(f"NVRTC, CUDA's compiler at run time, is not found: {INSTALL}") from error
+        raise KernelError(f"{describe(file, macros)}, kernel {entry}: {error}") from error
+    return kernel
+
+
+def describe(file: str, macros: Macros) -> str:
+    """ "tinyforge/ops/rmsnorm.cu with SCALAR=float VEC=4"."""
+    return f"tinyforge/{file} with {' '.join(f'{k}={v}' for k, v in macros.items()) or 'no macros'}"
+
+
+def entries(file: str) -> list[str]:
+    """The kernels that a file defines."""
+    return _ENTRY.findall(read(file))
+
+
+def warm_up() -> int:
+    """Compile every specialisation of every file now; returns how many. TINYFORGE_WARMUP=1 does it at the start."""
+    import cupy
+
+    count, capability = 0, cupy.cuda.Device().compute_capability
+    for file in kernel_files():
+        for macros in variants(file):
+            arch = macros.pop("arch", "")
+            if arch in ("", f"sm_{capability}a"):
+                options = OPTIONS + ((f"-arch={arch}",) if arch else ())
+                cupy.RawModule(code=specialise(file, tuple(sorted(macros.items()))), options=options).compile()
+                count += 1
+    return count
+
+
+def warm_up_wanted() -> bool:
+    return os.environ.get("TINYFORGE_WARMUP", "") not in ("", "0")
+
+
+def compile_to_cubin(file: str, macros: Macros, arch: str) -> str:
+    """Compile for `arch` ("sm_80") without a GPU; returns the log, with each kernel's registers and spills."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    macros = dict(macros)
+    arch = str(macros.pop("arch", "")) or arch
+    code = specialise(file, tuple(sorted(macros.items())))
+    # As CuPy compiles it, and the report of the assembler.
+    options = (*OPTIONS, f"-arch={arch}", "-ftz=true", "--ptxas-options=-v", f"-I{_headers()}")
+    program = nvrtc.createProgram(code, file, (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            raise KernelError(f"{describe(file, macros)} does not compile for {arch}:\n{log}") from error
+        return nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _headers() -> str:
+    """Where CUDA's own headers are (cuda_bf16.h and its like), for the kernels that include them."""
+    from cuda import pathfinder
+
+    return pathfinder.find_nvidia_header_directory("cudart") or "."

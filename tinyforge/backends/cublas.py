@@ -1,0 +1,101 @@
+"""Matrix products on the GPU: one wrapper for all of them, over the gemmEx that CuPy carries.
+
+cupy.matmul does not take bf16 with more than two axes, cannot accumulate, and cannot write float32 from bf16 factors;
+gemmEx does all of it. float64, float32, float32 by TF32 tensor cores (inside `tensor_float32`), and bf16: products of
+bf16 are exact in float32, and are summed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import cupy
+import numpy as np
+from cupy.cuda import device
+from cupy_backends.cuda.libs import cublas
+
+from tinyforge.op import Array
+
+# cublasOperation_t, cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t
+_N, _T = 0, 1
+_TYPES = {"float32": 0, "float64": 1, "bfloat16": 14}
+
+
+@cache
+def _type(dtype: np.dtype) -> int:
+    if dtype.name not in _TYPES:
+        raise TypeError(f"gemm: no product of arrays of {dtype}; use float64, float32 or bfloat16")
+    return _TYPES[dtype.name]
+
+
+_COMPUTE_32F, _COMPUTE_TF32, _COMPUTE_64F = 68, 77, 70
+_DEFAULT_ALGORITHM = -1
+
+# alpha and beta are read through addresses: the numbers must live as long as the module.
+_NUMBERS = np.array([0.0, 1.0], np.float32), np.array([0.0, 1.0], np.float64)
+_FLOAT32, _FLOAT64 = (numbers.dtype for numbers in _NUMBERS)
+_ZERO, _ONE = ({n.dtype: n[i:].ctypes.data for n in _NUMBERS} for i in range(2))
+
+_tf32 = False
+
+
+@contextmanager
+def tensor_float32() -> Iterator[None]:
+    """Inside, float32 products may round their factors to TF32 (10 bits of mantissa)."""
+    global _tf32
+    before, _tf32 = _tf32, True
+    try:
+        yield
+    finally:
+        _tf32 = before
+
+
+def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = False, transpose_b: bool = False,
+         accumulate: bool = False) -> Array:  # fmt: skip
+    """out = a b, or out += a b with `accumulate`; either factor transposed by flag.
+
+    a, b: 2-D, of one dtype, their rows contiguous (a slice of columns will do). out: 2-D, that dtype, or float32 for
+    bf16 factors; made if not given.
+    """
+    m, k = a.shape[::-1] if transpose_a else a.shape
+    rows_b, n = b.shape[::-1] if transpose_b else b.shape
+    if a.dtype != b.dtype or rows_b != k:
+        raise ValueError(f"gemm: {a.dtype} {m} x {k} by {b.dtype} {rows_b} x {n}")
+    if out is None:
+        if accumulate:
+            raise ValueError("gemm: nothing to accumulate into; give out=")
+        out = cupy.ndarray((m, n), a.dtype)
+    elif out.shape != (m, n) or (out.dtype != a.dtype and (_type(a.dtype), out.dtype) != (14, _FLOAT32)):
+        raise ValueError(f"gemm: out is {out.dtype} {out.shape}, wants {(m, n)} of {a.dtype}")
+    if m == 0 or n == 0:
+        return out
+    if k == 0:
+        if not accumulate:
+            out.fill(0)
+        return out
+    kind = _FLOAT64 if a.dtype == _FLOAT64 else _FLOAT32
+    compute = _COMPUTE_64F if kind is _FLOAT64 else _COMPUTE_32F
+    if _tf32 and a.dtype == _FLOAT32:
+        compute = _COMPUTE_TF32
+    # cuBLAS counts down columns. A row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors change
+    # places and each keeps its own flag.
+    cublas.gemmEx(
+        device.get_cublas_handle(), _T if transpose_b else _N, _T if transpose_a else _N, n, m, k,
+        _ONE[kind], b.data.ptr, _type(b.dtype), _leading(b), a.data.ptr, _type(a.dtype),
+        _leading(a), (_ONE if accumulate else _ZERO)[kind], out.data.ptr, _type(out.dtype),
+        _leading(out), compute, _DEFAULT_ALGORITHM,
+    )  # fmt: skip
+    return out
+
+
+def _leading(x: Array) -> int:
+    """The distance between rows, in elements."""
+    if x.ndim != 2:
+        raise ValueError(f"gemm: an array of {x.ndim} axes, wants 2")
+    rows, columns = x.shape
+    step, inner = x.strides
+    if (columns > 1 and inner != x.itemsize) or (rows > 1 and (step < columns * x.itemsize or step % x.itemsize)):
+        raise ValueError(f"gemm: {x.dtype} of shape {x.shape} with strides {x.strides}; rows must be contiguous")
+    return step // x.itemsize if rows > 1 else max(1, columns)

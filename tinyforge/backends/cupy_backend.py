@@ -1,0 +1,216 @@
+"""The CuPy backend: arrays in the memory of one GPU, kernels of our own in CUDA (the .cu files beside the ops).
+
+A kernel is launched by a function with the same name and signature as the NumPy one, in a file beside the op:
+`ops/rmsnorm_cuda.py` launches `ops/rmsnorm.cu`. What they all need is here: the storage type as a macro, how wide an
+access may be, how many blocks a launch takes. Launches return at once; nothing here waits for the device except
+`to_numpy`. Importing this module needs CuPy; making a `CupyBackend` needs a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import cupy
+import numpy as np
+
+from tinyforge.backends import Backend, kernel
+from tinyforge.backends.compile import INSTALL, load, warm_up, warm_up_wanted
+from tinyforge.backends.cublas import tensor_float32
+from tinyforge.errors import UserError
+from tinyforge.op import Array
+
+cupy_kernel = kernel("cupy")
+
+FLOAT64 = np.dtype(np.float64)
+_SCALARS = {"float64": "double", "float32": "float", "bfloat16": "bf16"}
+_WIDE: dict[str, np.dtype] = {"float64": FLOAT64, "float32": np.dtype(np.float32), "bfloat16": np.dtype(np.float32)}
+_IN_REGISTERS = {"float64": (), "float32": (1, 3, 6, 8), "bfloat16": (1, 3, 4)}
+_MAX_BLOCKS = 2**31 - 1
+
+
+def new(shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """An array that is not filled. A launch costs Python some ten microseconds, of which cupy.empty would add some."""
+    return cupy.ndarray(shape, dtype)
+
+
+@cache
+def scalar(dtype: np.dtype) -> str:
+    """The macro SCALAR for arrays of this dtype."""
+    name = _SCALARS.get(dtype.name)
+    if name is None:
+        raise TypeError(f"no kernel for arrays of {dtype}; use float64, float32 or bfloat16")
+    return name
+
+
+@cache
+def wide(dtype: np.dtype) -> np.dtype:
+    """The dtype that kernels compute in and keep statistics in: float32 for bf16."""
+    return _WIDE[dtype.name]
+
+
+def contiguous(x: Array) -> Array:
+    """x itself, or a copy where it has gaps: kernels see an address and no strides."""
+    return x if x.flags.c_contiguous else cupy.ascontiguousarray(x)
+
+
+def vector(width: int, *arrays: Array) -> int:
+    """Elements of a 16-byte access where rows of `width` and all addresses allow it, else 1. First array: storage."""
+    count = 16 // arrays[0].itemsize
+    return count if width % count == 0 and all(a.data.ptr % 16 == 0 for a in arrays) else 1
+
+
+@cache
+def vectors_a_lane(width: int, vec: int, dtype: np.dtype) -> int:
+    """The macro PER for rows of `width` taken by a warp: vectors in a lane's registers, 0 where they are too many."""
+    if vec == 1:
+        return 0
+    needed = -(-width // (32 * vec))
+    return next((n for n in _IN_REGISTERS[dtype.name] if n >= needed), 0)
+
+
+def blocks(threads: int, per_block: int = 256) -> tuple[int]:
+    """The grid for so many threads."""
+    if threads > _MAX_BLOCKS:
+        raise ValueError(f"{threads} threads in one launch, at most {_MAX_BLOCKS}; use a smaller batch")
+    return (-(-threads // per_block),)
+
+
+@cache
+def processors() -> int:
+    """Multiprocessors of the device."""
+    return cupy.cuda.Device().attributes["MultiProcessorCount"]
+
+
+def add_columns(partial: Array, out: Array, first: int = 0) -> None:
+    """out[c] += the sum of column first + c of partial, in a fixed order."""
+    (count, stride), width = partial.shape, out.size
+    launch = load("ops/columns.cu", "add_columns", SCALAR=scalar(partial.dtype))
+    numbers = map(np.int32, (count, stride, first, width))
+    launch(blocks(width, 32), (32, 32), (partial, out, *numbers))
+
+
+class CupyBackend(Backend):
+    """CuPy arrays on the GPU number `device` (as CUDA counts the visible ones), used by this process alone."""
+
+    name = "cupy"
+    xp = cupy
+    read_every = 10
+    recomputes = True
+
+    def __init__(self, precision: str = "fp32", device: int | None = None) -> None:
+        super().__init__(precision, workers=1)
+        if importlib.util.find_spec("ml_dtypes") is None:
+            raise UserError("backend cupy: the package ml_dtypes is missing; pip install ml_dtypes")
+        self.device = cupy.cuda.Device(_usable_device(device))
+        self.device.use()
+        import tinyforge.ops as ops
+        import tinyforge.optim as optim
+
+        for package in (ops, optim):
+            for module in pkgutil.iter_modules(package.__path__):
+                if module.name.endswith("_cuda"):
+                    importlib.import_module(f"{package.__name__}.{module.name}")
+        if warm_up_wanted():
+            warm_up()
+
+    def bind(self, owner: str, names: tuple[str, ...]) -> SimpleNamespace:
+        kernels = super().bind(owner, names)
+        if self.precision.name == "tf32":
+            return SimpleNamespace(**{name: _with_tf32(function) for name, function in vars(kernels).items()})
+        return kernels
+
+    def asarray(self, array: Any, dtype: np.dtype | None = None) -> Array:
+        """As on any backend; a NumPy array is copied by way of pinned memory, without waiting for the device."""
+        if not isinstance(array, cupy.ndarray):
+            array = np.asarray(array)
+        if dtype is None:
+            dtype = self.dtype if array.dtype.kind in "fV" else np.dtype(np.int32)  # bf16 is of kind V
+        return cupy.asarray(array.astype(dtype, copy=False))
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        """A NumPy array; bf16 as float32, which holds it exactly. Waits for the device."""
+        host = cupy.asnumpy(array)
+        return host.astype(np.float32) if host.dtype.name == "bfloat16" else host
+
+    def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
+        return [function(item) for item in items]
+
+    def synchronize(self) -> None:
+        self.device.synchronize()
+
+    def describe(self) -> str:
+        """The device, for people: "NVIDIA H200 (GPU 0), 140 GiB, CUDA 13.0"."""
+        properties = cupy.cuda.runtime.getDeviceProperties(self.device.id)
+        return (
+            f"{properties['name'].decode()} (GPU {self.device.id}), {properties['totalGlobalMem'] / 2**30:.0f} GiB, "
+            f"CUDA {_version(cupy.cuda.runtime.runtimeGetVersion())}"
+        )
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: `used` by arrays now, `held` by CuPy's pool (the most ever used, and gaps), `free` and `total`."""
+        pool = cupy.get_default_memory_pool()
+        free, total = cupy.cuda.runtime.memGetInfo()
+        return {"used": pool.used_bytes(), "held": pool.total_bytes(), "free": free, "total": total}
+
+
+class PeakMemory(cupy.cuda.MemoryHook):
+    """Inside `with PeakMemory() as peak:`, peak.bytes is the most that arrays have used at one time."""
+
+    name = "PeakMemory"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = cupy.get_default_memory_pool()
+        self.bytes = self.pool.used_bytes()
+
+    def malloc_postprocess(self, **of_the_allocation: Any) -> None:
+        self.bytes = max(self.bytes, self.pool.used_bytes())
+
+
+def _with_tf32(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        with tensor_float32():
+            return function(*args)
+
+    return run
+
+
+def _usable_device(wanted: int | None) -> int:
+    """The number of the GPU to use, or a UserError that says what is missing."""
+    runtime = cupy.cuda.runtime
+    driver, built_for = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    if driver == 0:
+        raise UserError("backend cupy: no NVIDIA driver is running here; install one, or use --backend numpy")
+    if driver // 1000 < built_for // 1000:
+        raise UserError(
+            f"backend cupy: this CuPy is built for CUDA {_version(built_for)}, the driver supports "
+            f"{_version(driver)}; update the driver, or {INSTALL.replace('13x', f'{driver // 1000}x')}"
+        )
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        raise UserError(f"backend cupy: CUDA finds no GPU ({error}); use --backend numpy") from error
+    if count == 0:
+        raise UserError("backend cupy: no GPU is visible (see CUDA_VISIBLE_DEVICES); use --backend numpy")
+    if wanted is not None and not 0 <= wanted < count:
+        raise UserError(f"--device is {wanted}, visible GPUs are 0 to {count - 1}")
+    number = wanted or 0
+    major = runtime.getDeviceProperties(number)["major"]
+    if major < 8:
+        raise UserError(
+            f"backend cupy: GPU {number} has compute capability {major}.x, the kernels want 8.0 (Ampere) or newer; "
+            "choose another --device, or use --backend numpy"
+        )
+    return number
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"

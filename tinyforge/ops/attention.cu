@@ -1,0 +1,774 @@
+// Causal grouped-query attention, forward and backward (FlashAttention): no T x T matrix in memory, no atomics.
+//
+// Two families of kernels, chosen by macros, and a third with Hopper's own instructions in attention_hopper.cu:
+//
+//   REAL=float or double, HEAD_DIM up to 128           the reference on the GPU, and what gradient checks run
+//     attention_fwd_plain      out, lse                     one block: ROWS queries of one head
+//     attention_bwd_q_plain    dq, and the statistics       one block: ROWS queries of one head
+//     attention_bwd_kv_plain   dk, dv                       one block: ROWS keys of one kv head
+//   PART=FORWARD, BACKWARD_Q or BACKWARD_KV, HEAD_DIM 32, 64 or 128     bf16, mma.sync, sm_80 and up
+//     attention_fwd_mma        out, lse                     one warp: OWN queries of one head
+//     attention_bwd_q_mma      dq, and the statistics       one warp: OWN queries of one head
+//     attention_bwd_kv_mma     dk, dv                       one warp: OWN keys of one kv head
+//
+// The idea. A block keeps its own rows on the chip and streams the rows of the other side past them, a tile at a time.
+// Forward: scores of a tile, running maximum and sum (online softmax), P V into the output's accumulators. Backward
+// has no use for the maximum: P = exp(S - lse) at once. It runs twice over the pairs. The first kernel owns queries:
+// it takes delta = rowsum(dO * O), keeps (lse, delta) of each row for the second kernel, and sums dQ = dS K. The
+// second owns keys and streams the queries of every head that reads them, so that the sum over a group of heads stays
+// in registers: dV = P^T dO, dK = dS^T Q. That is seven products where five would do, if dQ were added up in memory
+// by atomics; in return the sums have one order, and two runs give the same bits.
+//
+// A query at position t of the last T of S positions sees keys 0 .. t + (S - T). Tensors are (batch, token, head, dim)
+// with heads side by side; token and batch strides are arguments, so that q, k, v are views of one packed tensor.
+//
+// Grid, block, shared memory: above each kernel. Blocks of the same sequence and kv head differ in y, the longest come
+// first: the short ones fill the gaps at the end.
+//
+// Registers (sm_90), none spilled: plain 118 to 128 in float at head size 64; mma.sync at 64: forward 246 (two blocks
+// of four warps on a multiprocessor), backward_q 128 (four), backward_kv 252 (two).
+//
+// Tried, at 16 x 1024 tokens, 12/4 heads of 64, on an H200, in us:
+//   forward       32 rows a warp 101; 16 rows, three blocks 107; 16 rows, eight warps 110; tiles of 128 keys 122
+//   backward_q    16 rows a warp, four blocks, pieces of 16 keys 133, of 32 keys with three blocks 141; 32 rows a warp
+//                 142: twice the fragments from shared memory are cheaper than half the warps; fetching `out` for
+//                 delta only after dO had come: 20 more
+//   backward_kv   32 keys a warp 164, of 16 keys in pieces of 32 queries 177. All eight fragments of k and v of a row
+//                 tile in registers: 167, spills; k's four: 164, spills on sm_80; three: 168; none: 175. Pieces
+//                 unrolled twice: 174
+//   A tile of dO and q streamed as 32 rows instead of 64: 173. Stalls are then the fixed latencies between dependent
+//   instructions (ncu: 2.4 of 5.7 cycles an instruction), with the tensor pipe at 52 %: more warps, not more bandwidth.
+//
+// compile: REAL=float HEAD_DIM=32|64 ROWS=64
+// compile: REAL=float HEAD_DIM=128 ROWS=32
+// compile: REAL=double HEAD_DIM=32|64|128 ROWS=32
+// compile: PART=FORWARD HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 BLOCKS=2
+// compile: PART=FORWARD HEAD_DIM=128 ROW_TILES=1 WORKERS=8 TILE=64 BLOCKS=1
+// compile: PART=BACKWARD_Q HEAD_DIM=32|64 ROW_TILES=1 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=4
+// compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2
+// compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=2 HELD=3
+// compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0
+// spills: none
+
+#define WORKER_WARPS 1
+#include "ops/attention.cuh"
+
+#ifdef REAL
+// ------------------------------------------------------------------------------------------------- the plain kernels
+//
+// 256 threads as 16 x 16. A thread computes a PER x PER piece of a tile of scores: rows ty + 16 i, columns tx + 16 j.
+// The strided pieces let the 16 threads of a row read 16 different rows of the other operand at once, 16 bytes each;
+// rows are VEC elements longer than needed, so that these reads fall into different banks.
+
+constexpr int THREADS = 256;
+constexpr int PLAIN_BLOCKS = sizeof(REAL) == 8 && D > 64 ? 1 : 2;              // on a multiprocessor: shared memory
+constexpr int PER = ROWS / 16;
+constexpr int VEC = 16 / sizeof(REAL);
+constexpr int PADDED = ceil_div(D, 16) * 16;                                   // dims, zeros behind the last
+constexpr int DIMS = PADDED / 16;                                              // that a thread accumulates
+constexpr int WIDE = DIMS % VEC == 0 ? VEC : DIMS % 2 == 0 ? 2 : 1;            // of them side by side
+constexpr int LINE = PADDED + VEC;                                             // a row of q, k, v, dO in shared memory
+constexpr int SCORE_LINE = ROWS + VEC;                                         // a row of scores
+constexpr int TILE = ROWS * LINE;
+
+struct alignas(16) Pack {
+    REAL at[VEC];
+};
+struct alignas(WIDE * sizeof(REAL)) Dims {
+    REAL at[WIDE];
+};
+
+using Scores = REAL[PER][PER];
+using Sums = REAL[PER][DIMS];
+
+struct Place {
+    int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    __device__ int row(int i) const { return ty + 16 * i; }
+    __device__ int column(int j) const { return tx + 16 * j; }
+    __device__ int dim(int c) const { return (c / WIDE * 16 + tx) * WIDE + c % WIDE; }
+};
+
+// ROWS rows of global memory, from `first` on, zeros behind row `stop`.
+__device__ void load_tile(REAL *tile, const REAL *from, i64 token, int first, int stop, REAL scale = 1) {
+    constexpr int STEP = D % VEC == 0 ? VEC : 1;
+    constexpr int PER_ROW = PADDED / STEP;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < ROWS * PER_ROW; i += THREADS) {
+        const int row = i / PER_ROW, d = i % PER_ROW * STEP;
+        const bool there = first + row < stop && d < D;
+        if constexpr (STEP == VEC) {
+            Pack x = {};
+            if (there) x = *reinterpret_cast<const Pack *>(from + (first + row) * token + d);
+            for (int e = 0; e < VEC; ++e) x.at[e] *= scale;
+            *reinterpret_cast<Pack *>(tile + row * LINE + d) = x;
+        } else {
+            tile[row * LINE + d] = there ? from[(first + row) * token + d] * scale : 0;
+        }
+    }
+}
+
+// out += a b^T over the dims.
+__device__ void add_scores(Scores &out, const REAL *a, const REAL *b, Place at) {
+#pragma unroll 1
+    for (int d = 0; d < PADDED; d += VEC) {
+        Pack x[PER], y[PER];
+        for (int i = 0; i < PER; ++i) x[i] = *reinterpret_cast<const Pack *>(a + at.row(i) * LINE + d);
+        for (int j = 0; j < PER; ++j) y[j] = *reinterpret_cast<const Pack *>(b + at.column(j) * LINE + d);
+        for (int e = 0; e < VEC; ++e)
+            for (int i = 0; i < PER; ++i)
+                for (int j = 0; j < PER; ++j) out[i][j] += x[i].at[e] * y[j].at[e];
+    }
+}
+
+// out += p m, p being (rows, ROWS) in shared memory and m (ROWS, dims).
+__device__ void add_product(Sums &out, const REAL *p, const REAL *m, Place at) {
+#pragma unroll 1
+    for (int n = 0; n < ROWS; n += VEC) {
+        Pack x[PER];
+        for (int i = 0; i < PER; ++i) x[i] = *reinterpret_cast<const Pack *>(p + at.row(i) * SCORE_LINE + n);
+        for (int e = 0; e < VEC; ++e)
+            for (int c = 0; c < DIMS; c += WIDE) {
+                const Dims y = *reinterpret_cast<const Dims *>(m + (n + e) * LINE + at.dim(c));
+                for (int i = 0; i < PER; ++i)
+                    for (int w = 0; w < WIDE; ++w) out[i][c + w] += x[i].at[e] * y.at[w];
+            }
+    }
+}
+
+// The 16 threads of a row are half a warp: what they write for themselves to read needs no barrier of the block.
+__device__ void store_scores(REAL *p, const Scores &x, Place at) {
+    __syncwarp();
+    for (int i = 0; i < PER; ++i)
+        for (int j = 0; j < PER; ++j) p[at.row(i) * SCORE_LINE + at.column(j)] = x[i][j];
+    __syncwarp();
+}
+
+__device__ REAL row_sum(REAL x) {
+    for (int lane = 1; lane < 16; lane *= 2) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+__device__ REAL row_max(REAL x) {
+    for (int lane = 1; lane < 16; lane *= 2) x = fmax(x, __shfl_xor_sync(~0u, x, lane));
+    return x;
+}
+
+__device__ void store_rows(REAL *to, i64 token, int first, int stop, const Sums &x, REAL scale, Place at) {
+    for (int i = 0; i < PER; ++i)
+        for (int c = 0; c < DIMS; ++c)
+            if (first + at.row(i) < stop && at.dim(c) < D)
+                to[(first + at.row(i)) * token + at.dim(c)] = x[i][c] * scale;
+}
+
+// Grid (batch * heads, tiles of queries); shared: q, k, v, scores. Longest blocks first: they are the last queries.
+extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
+attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, REAL *lse, i64 q_batch, i64 q_token,
+                    i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
+                    i64 kv_heads) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    REAL *const q_tile = reinterpret_cast<REAL *>(shared);
+    REAL *const k_tile = q_tile + TILE, *const v_tile = k_tile + TILE, *const p_tile = v_tile + TILE;
+    const Place at;
+    const int batch = blockIdx.x / heads, head = blockIdx.x % heads, kv_head = head / (heads / kv_heads);
+    const int first = (gridDim.y - 1 - blockIdx.y) * ROWS, ahead = keys - queries;
+    const int seen = min_int(keys, first + ROWS + ahead);
+    q += batch * q_batch + head * D;
+    k += batch * k_batch + kv_head * D;
+    v += batch * v_batch + kv_head * D;
+    out += batch * queries * heads * D + head * D;
+    lse += (batch * heads + head) * queries;
+
+    load_tile(q_tile, q, q_token, first, queries, 1 / sqrt(REAL(D)));
+    Sums sums = {};
+    REAL top[PER], total[PER];
+    for (int i = 0; i < PER; ++i) top[i] = minus_infinity(), total[i] = 0;
+    for (int key = 0; key < seen; key += ROWS) {
+        __syncthreads(); // the last tile has been read
+        load_tile(k_tile, k, k_token, key, keys);
+        load_tile(v_tile, v, v_token, key, keys);
+        __syncthreads();
+        Scores s = {};
+        add_scores(s, q_tile, k_tile, at);
+        for (int i = 0; i < PER; ++i) {
+            // Key 0 is in the first tile and every row sees it: top is finite from there on.
+            REAL most = top[i], sum = 0;
+            for (int j = 0; j < PER; ++j) {
+                if (key + at.column(j) > first + at.row(i) + ahead) s[i][j] = minus_infinity();
+                most = fmax(most, s[i][j]);
+            }
+            most = row_max(most);
+            const REAL shrink = exp(top[i] - most); // what was summed under the old maximum
+            for (int j = 0; j < PER; ++j) sum += s[i][j] = exp(s[i][j] - most);
+            total[i] = total[i] * shrink + row_sum(sum);
+            top[i] = most;
+            for (int c = 0; c < DIMS; ++c) sums[i][c] *= shrink;
+        }
+        store_scores(p_tile, s, at);
+        add_product(sums, p_tile, v_tile, at);
+    }
+    for (int i = 0; i < PER; ++i) {
+        for (int c = 0; c < DIMS; ++c) sums[i][c] /= total[i];
+        if (at.tx == 0 && first + at.row(i) < queries) lse[first + at.row(i)] = top[i] + log(total[i]);
+    }
+    store_rows(out, heads * D, first, queries, sums, 1, at);
+}
+
+// Grid (batch * heads, tiles of queries); shared: q, dO, k, v, dS. stats: (batch, head, query) pairs (lse, delta).
+extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
+attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *v, const REAL *out, const REAL *lse,
+                      REAL *stats, REAL *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
+                      i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    REAL *const q_tile = reinterpret_cast<REAL *>(shared);
+    REAL *const dy_tile = q_tile + TILE, *const k_tile = dy_tile + TILE, *const v_tile = k_tile + TILE;
+    REAL *const ds_tile = v_tile + TILE;
+    const Place at;
+    const int batch = blockIdx.x / heads, head = blockIdx.x % heads, kv_head = head / (heads / kv_heads);
+    const int first = (gridDim.y - 1 - blockIdx.y) * ROWS, seen = min_int(queries, first + ROWS);
+    const REAL scale = 1 / sqrt(REAL(D));
+    q += batch * q_batch + head * D;
+    k += batch * k_batch + kv_head * D;
+    v += batch * v_batch + kv_head * D;
+    dq += batch * dq_batch + head * D;
+    dy += batch * queries * heads * D + head * D;
+    out += batch * queries * heads * D + head * D;
+    lse += (batch * heads + head) * queries;
+    stats += (batch * heads + head) * queries * 2;
+
+    load_tile(q_tile, q, q_token, first, queries, scale);
+    load_tile(dy_tile, dy, heads * D, first, queries);
+    load_tile(k_tile, out, heads * D, first, queries); // where keys go later
+    __syncthreads();
+    REAL row_lse[PER], delta[PER];
+    for (int i = 0; i < PER; ++i) {
+        const int row = at.row(i), t = first + row;
+        REAL sum = 0;
+        for (int d = at.tx; d < D; d += 16) sum += dy_tile[row * LINE + d] * k_tile[row * LINE + d];
+        delta[i] = row_sum(sum);
+        row_lse[i] = t < queries ? lse[t] : 0;
+        if (at.tx == 0 && t < queries) stats[2 * t] = row_lse[i], stats[2 * t + 1] = delta[i];
+    }
+    Sums sums = {};
+    for (int key = 0; key < seen; key += ROWS) {
+        __syncthreads();
+        load_tile(k_tile, k, k_token, key, queries);
+        load_tile(v_tile, v, v_token, key, queries);
+        __syncthreads();
+        Scores s = {}, dp = {};
+        add_scores(s, q_tile, k_tile, at);
+        add_scores(dp, dy_tile, v_tile, at);
+        for (int i = 0; i < PER; ++i)
+            for (int j = 0; j < PER; ++j) {
+                const bool seen_by_row = key + at.column(j) <= first + at.row(i);
+                s[i][j] = seen_by_row ? exp(s[i][j] - row_lse[i]) * (dp[i][j] - delta[i]) : 0;
+            }
+        store_scores(ds_tile, s, at);
+        add_product(sums, ds_tile, k_tile, at);
+    }
+    store_rows(dq, dq_token, first, queries, sums, scale, at);
+}
+
+// Grid (batch * kv heads, tiles of keys); shared: k, v, q, dO, P^T and dS^T. Longest blocks first: the first keys.
+extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
+attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *v, const REAL *stats, REAL *dk,
+                       REAL *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
+                       i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads,
+                       i64 kv_heads) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    REAL *const k_tile = reinterpret_cast<REAL *>(shared);
+    REAL *const v_tile = k_tile + TILE, *const q_tile = v_tile + TILE, *const dy_tile = q_tile + TILE;
+    REAL *const p_tile = dy_tile + TILE;
+    const Place at;
+    const int batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads, group = heads / kv_heads;
+    const int first = blockIdx.y * ROWS;
+    const REAL scale = 1 / sqrt(REAL(D));
+    k += batch * k_batch + kv_head * D;
+    v += batch * v_batch + kv_head * D;
+
+    load_tile(k_tile, k, k_token, first, queries, scale);
+    load_tile(v_tile, v, v_token, first, queries);
+    Sums dk_sums = {}, dv_sums = {};
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
+        for (int query = first; query < queries; query += ROWS) {
+            __syncthreads();
+            load_tile(q_tile, q + batch * q_batch + head * D, q_token, query, queries);
+            load_tile(dy_tile, dy + (batch * queries * heads + head) * D, heads * D, query, queries);
+            __syncthreads();
+            Scores p = {}, ds = {};
+            add_scores(p, k_tile, q_tile, at); // rows are keys, columns queries
+            add_scores(ds, v_tile, dy_tile, at);
+            for (int j = 0; j < PER; ++j) {
+                const int t = query + at.column(j);
+                const REAL *const stat = stats + 2 * ((batch * heads + head) * queries + min_int(t, queries - 1));
+                for (int i = 0; i < PER; ++i) {
+                    const bool seen_by_query = first + at.row(i) <= t && t < queries;
+                    p[i][j] = seen_by_query ? exp(p[i][j] - stat[0]) : 0;
+                    ds[i][j] = p[i][j] * (ds[i][j] - stat[1]);
+                }
+            }
+            store_scores(p_tile, p, at);
+            add_product(dv_sums, p_tile, dy_tile, at);
+            store_scores(p_tile, ds, at);
+            add_product(dk_sums, p_tile, q_tile, at);
+        }
+    store_rows(dk + batch * dk_batch + kv_head * D, dk_token, first, queries, dk_sums, scale, at);
+    store_rows(dv + batch * dv_batch + kv_head * D, dv_token, first, queries, dv_sums, 1, at);
+}
+
+#else
+// ------------------------------------------------------------------------------------------ the tensor-core kernels
+//
+// The unit of work is a warp that owns OWN = 16 ROW_TILES rows: every fragment of the streamed side that it fetches
+// from shared memory feeds ROW_TILES products. With two of them ldmatrix moves half the bytes, with one there are
+// registers for twice the warps; which is better differs by kernel, see above.
+//
+// Fragments of mma.m16n8k16, with g = lane / 4 and c = 2 (lane % 4): a thread holds
+//   A (16 x 16): a[0] = (g, c..c+1), a[1] = (g + 8, c..), a[2] = (g, c + 8..), a[3] = (g + 8, c + 8..)
+//   B (16 x 8):  b[0] = (c..c+1, g), b[1] = (c + 8.., g)
+//   C (16 x 8):  c[0..1] = (g, c..c+1), c[2..3] = (g + 8, c..c+1)
+// Two C side by side have the layout of an A: scores turn into the left operand of the next product in registers.
+
+__device__ inline void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#if PART == FORWARD
+// Grid (batch * kv heads, ceil(units / WORKERS)); shared: q of each warp (later its output), two stages of k and v.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lse, i64 q_batch, i64 q_token,
+                  i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
+                  i64 kv_heads) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 q_tile = base + warp * WARP_BYTES, stages = base + WORKERS * WARP_BYTES;
+    const Unit unit(queries, heads, kv_heads, warp);
+    const int ahead = keys - queries, seen_by_block = unit.last_of_block + ahead + 1;
+    const int seen_by_all = unit.first + ahead + 1; // keys that the first row sees
+    const int seen = unit.idle ? 0 : min_int(keys, seen_by_all + OWN - 1);
+    k += unit.batch * k_batch + unit.kv_head * D;
+    v += unit.batch * v_batch + unit.kv_head * D;
+
+    if (!unit.idle)
+        load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
+    copy_commit();
+    load_rows<TILE, THREADS>(stages, k, k_token, 0, keys, thread);
+    load_rows<TILE, THREADS>(stages + TILE_BYTES, v, v_token, 0, keys, thread);
+    copy_commit();
+    copy_wait<1>();
+    __syncwarp();
+    u32 q_part[ROW_TILES][STEPS][4];
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) load_matrix(q_part[m][step], piece(q_tile, m * 16, step, lane));
+
+    const float scale = rsqrtf(float(D)) * LOG2E; // exponentials are powers of two
+    float sums[ROW_TILES][D / 8][4] = {};
+    float top[ROW_TILES][2], total[ROW_TILES][2];
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) top[m][half] = minus_infinity(), total[m][half] = 0;
+
+    u32 stage = 0;
+    for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
+        copy_wait<0>();
+        __syncthreads(); // this tile is there, and nobody reads the other stage any more
+        if (key + TILE < seen_by_block) {
+            const u32 next = stages + (stage ^ 1) * 2 * TILE_BYTES;
+            load_rows<TILE, THREADS>(next, k, k_token, key + TILE, keys, thread);
+            load_rows<TILE, THREADS>(next + TILE_BYTES, v, v_token, key + TILE, keys, thread);
+            copy_commit();
+        }
+        if (key >= seen) continue;
+        const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
+
+        float s[ROW_TILES][TILE / 8][4] = {};
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int n = 0; n < TILE / 16; ++n) {
+                u32 b[4];
+                load_matrix(b, piece_of_rows(k_tile, n * 16, step, lane));
+#pragma unroll
+                for (int m = 0; m < ROW_TILES; ++m) {
+                    multiply_add(s[m][2 * n], q_part[m][step], b[0], b[1]);
+                    multiply_add(s[m][2 * n + 1], q_part[m][step], b[2], b[3]);
+                }
+            }
+        if (key + TILE > seen_by_all) { // the diagonal crosses this tile
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                for (int n = 0; n < TILE / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int column = key + n * 8 + lane % 4 * 2 + i % 2;
+                        if (column >= seen_by_all + m * 16 + i / 2 * 8 + lane / 4) s[m][n][i] = minus_infinity();
+                    }
+        }
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                // Key 0 is in the first tile and every row sees it: top is finite from there on.
+                float most = s[m][0][2 * half];
+#pragma unroll
+                for (int n = 0; n < TILE / 8; ++n)
+                    most = fmaxf(most, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+                most = fmaxf(top[m][half], most * scale);
+                const float shrink = exp2_fast(top[m][half] - most); // what was summed under the old maximum
+                top[m][half] = most;
+                float sum = 0;
+#pragma unroll
+                for (int n = 0; n < TILE / 8; ++n)
+#pragma unroll
+                    for (int i = 2 * half; i < 2 * half + 2; ++i)
+                        sum += s[m][n][i] = exp2_fast(fmaf(s[m][n][i], scale, -most));
+                total[m][half] = total[m][half] * shrink + sum; // of this thread's columns; the four meet at the end
+#pragma unroll
+                for (int n = 0; n < D / 8; ++n) sums[m][n][2 * half] *= shrink, sums[m][n][2 * half + 1] *= shrink;
+            }
+#pragma unroll
+        for (int step = 0; step < TILE / 16; ++step) {
+            u32 p[ROW_TILES][4];
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    p[m][i] = pack(s[m][2 * step + i / 2][i % 2 * 2], s[m][2 * step + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+            for (int n = 0; n < STEPS; ++n) {
+                u32 b[4];
+                load_matrix_transposed(b, piece(v_tile, step * 16, n, lane));
+#pragma unroll
+                for (int m = 0; m < ROW_TILES; ++m) {
+                    multiply_add(sums[m][2 * n], p[m], b[0], b[1]);
+                    multiply_add(sums[m][2 * n + 1], p[m], b[2], b[3]);
+                }
+            }
+        }
+    }
+    if (unit.idle) return;
+    lse += (unit.batch * heads + unit.head) * queries;
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum = total[m][half];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const int t = unit.first + m * 16 + half * 8 + lane / 4;
+            if (lane % 4 == 0 && t < queries) lse[t] = top[m][half] / LOG2E + logf(sum);
+            total[m][half] = 1 / sum;
+        }
+    store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, unit.first, queries, sums, total,
+               q_tile, lane);
+}
+#endif
+
+#if PART == BACKWARD_Q
+// Grid as forward's; shared: q and dO of each warp, two stages of k and v, statistics of each warp's rows.
+// stats: (batch, head, query) pairs (lse in powers of two, delta), for the other kernel.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const float *lse,
+                    float2 *stats, bf16 *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
+                    i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 q_tile = base + warp * 2 * WARP_BYTES, dy_tile = q_tile + WARP_BYTES;
+    const u32 stages = base + WORKERS * 2 * WARP_BYTES;
+    float2 *const row_stats =
+        reinterpret_cast<float2 *>(shared + WORKERS * 2 * WARP_BYTES + 4 * TILE_BYTES) + warp * OWN;
+    const Unit unit(queries, heads, kv_heads, warp);
+    const int seen_by_block = unit.last_of_block + 1, seen_by_all = unit.first + 1;
+    const int seen = unit.idle ? 0 : min_int(queries, seen_by_all + OWN - 1);
+    k += unit.batch * k_batch + unit.kv_head * D;
+    v += unit.batch * v_batch + unit.kv_head * D;
+    const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
+
+    uint4 out_part[WARP_ROWS * CHUNKS / 32] = {}; // CHUNKS threads a row; on its way together with the rest
+    if (!unit.idle) {
+        load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
+        load_rows<OWN, 32>(dy_tile, dy + first_output, row_of_outputs, unit.first, queries, lane);
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
+            const int t = unit.first + (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS;
+            if (t < queries)
+                out_part[i] = *reinterpret_cast<const uint4 *>(out + first_output + t * row_of_outputs + chunk * 8);
+        }
+    }
+    copy_commit();
+    load_rows<TILE, THREADS>(stages, k, k_token, 0, queries, thread);
+    load_rows<TILE, THREADS>(stages + TILE_BYTES, v, v_token, 0, queries, thread);
+    copy_commit();
+    copy_wait<1>();
+    __syncwarp();
+
+    u32 q_part[ROW_TILES][STEPS][4], dy_part[ROW_TILES][STEPS][4];
+    float row_lse[ROW_TILES][2], delta[ROW_TILES][2];
+    if (!unit.idle) {
+        const i64 first_row = (unit.batch * heads + unit.head) * queries;
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
+            const int row = (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS, t = unit.first + row;
+            const float sum = row_product(dy_tile + swizzled(row, chunk), out_part[i]);
+            if (chunk == 0) {
+                const float2 stat = {t < queries ? lse[first_row + t] * LOG2E : 0, sum};
+                row_stats[row] = stat;
+                if (t < queries) stats[first_row + t] = stat;
+            }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 stat = row_stats[m * 16 + half * 8 + lane / 4];
+                row_lse[m][half] = stat.x, delta[m][half] = stat.y;
+            }
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                load_matrix(q_part[m][step], piece(q_tile, m * 16, step, lane));
+                load_matrix(dy_part[m][step], piece(dy_tile, m * 16, step, lane));
+            }
+        }
+    }
+
+    const float scale = rsqrtf(float(D));
+    float sums[ROW_TILES][D / 8][4] = {};
+    u32 stage = 0;
+    for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
+        copy_wait<0>();
+        __syncthreads();
+        if (key + TILE < seen_by_block) {
+            const u32 next = stages + (stage ^ 1) * 2 * TILE_BYTES;
+            load_rows<TILE, THREADS>(next, k, k_token, key + TILE, queries, thread);
+            load_rows<TILE, THREADS>(next + TILE_BYTES, v, v_token, key + TILE, queries, thread);
+            copy_commit();
+        }
+        const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
+#pragma unroll UNROLL
+        for (int part = 0; part < TILE; part += PIECE) {
+            if (key + part >= seen) break;
+            float s[ROW_TILES][PIECE / 8][4] = {}, dp[ROW_TILES][PIECE / 8][4] = {};
+#pragma unroll
+            for (int n = 0; n < PIECE / 16; ++n)
+#pragma unroll
+                for (int step = 0; step < STEPS; ++step) {
+                    u32 b[4], c[4];
+                    load_matrix(b, piece_of_rows(k_tile, part + n * 16, step, lane));
+                    load_matrix(c, piece_of_rows(v_tile, part + n * 16, step, lane));
+#pragma unroll
+                    for (int m = 0; m < ROW_TILES; ++m) {
+                        multiply_add(s[m][2 * n], q_part[m][step], b[0], b[1]);
+                        multiply_add(s[m][2 * n + 1], q_part[m][step], b[2], b[3]);
+                        multiply_add(dp[m][2 * n], dy_part[m][step], c[0], c[1]);
+                        multiply_add(dp[m][2 * n + 1], dy_part[m][step], c[2], c[3]);
+                    }
+                }
+            if (key + part + PIECE > seen_by_all) {
+#pragma unroll
+                for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                    for (int n = 0; n < PIECE / 8; ++n)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            const int column = key + part + n * 8 + lane % 4 * 2 + i % 2;
+                            if (column >= seen_by_all + m * 16 + i / 2 * 8 + lane / 4) s[m][n][i] = minus_infinity();
+                        }
+            }
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                for (int n = 0; n < PIECE / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float p = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[m][i / 2]));
+                        s[m][n][i] = p * (dp[m][n][i] - delta[m][i / 2]);
+                    }
+#pragma unroll
+            for (int step = 0; step < PIECE / 16; ++step) {
+                u32 ds[ROW_TILES][4];
+#pragma unroll
+                for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        ds[m][i] = pack(s[m][2 * step + i / 2][i % 2 * 2], s[m][2 * step + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+                for (int n = 0; n < STEPS; ++n) {
+                    u32 b[4];
+                    load_matrix_transposed(b, piece(k_tile, part + step * 16, n, lane));
+#pragma unroll
+                    for (int m = 0; m < ROW_TILES; ++m) {
+                        multiply_add(sums[m][2 * n], ds[m], b[0], b[1]);
+                        multiply_add(sums[m][2 * n + 1], ds[m], b[2], b[3]);
+                    }
+                }
+            }
+        }
+    }
+    if (unit.idle) return;
+    float scales[ROW_TILES][2];
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) scales[m][0] = scales[m][1] = scale;
+    store_rows(dq + unit.batch * dq_batch + unit.head * D, dq_token, unit.first, queries, sums, scales, q_tile, lane);
+}
+#endif
+
+#if PART == BACKWARD_KV
+// Grid (batch * kv heads, ceil(keys / (WORKERS * OWN))); shared: k and v of each warp, two stages of q and dO with the
+// statistics of their rows. Longest blocks first: the first keys. HELD: of the left operands' 2 STEPS fragments (k's,
+// then v's), so many stay in registers; the others are fetched again for every piece of queries.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const float2 *stats, bf16 *dk,
+                     bf16 *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
+                     i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads, i64 kv_heads) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    constexpr int STAGE_BYTES = 2 * TILE_BYTES + TILE * 8;
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 k_tile = base + warp * 2 * WARP_BYTES, v_tile = k_tile + WARP_BYTES;
+    const u32 stages = base + WORKERS * 2 * WARP_BYTES;
+    const int batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads, group = heads / kv_heads;
+    const int first_of_block = blockIdx.y * WORKERS * OWN, first = first_of_block + warp * OWN;
+    const bool idle = first >= queries;
+    q += batch * q_batch + kv_head * group * D;
+    dy += (batch * queries * heads + kv_head * group) * D;
+    stats += (batch * heads + kv_head * group) * queries;
+
+    // Tiles of queries, head after head: `head` and `query` of the tile in work, `next_` of the one on its way.
+    const int start = first_of_block / TILE * TILE;
+    int next_head = 0, next_query = start;
+    const auto load_next = [&](u32 to) {
+        load_rows<TILE, THREADS>(to, q + next_head * D, q_token, next_query, queries, thread);
+        load_rows<TILE, THREADS>(to + TILE_BYTES, dy + next_head * D, heads * D, next_query, queries, thread);
+        if (thread < TILE) {
+            const bool there = next_query + thread < queries;
+            const float2 *const from = stats + next_head * queries + next_query + thread;
+            copy_async_8(to + 2 * TILE_BYTES + thread * 8, there ? from : stats, there);
+        }
+        copy_commit();
+        next_query += TILE;
+        if (next_query >= queries) next_query = start, ++next_head;
+    };
+
+    load_rows<OWN, 32>(k_tile, k + batch * k_batch + kv_head * D, k_token, first, queries, lane);
+    load_rows<OWN, 32>(v_tile, v + batch * v_batch + kv_head * D, v_token, first, queries, lane);
+    copy_commit();
+    load_next(stages);
+    copy_wait<1>();
+    __syncwarp();
+    u32 k_part[ROW_TILES][STEPS][4], v_part[ROW_TILES][STEPS][4];
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            if (step < HELD) load_matrix(k_part[m][step], piece(k_tile, m * 16, step, lane));
+            if (STEPS + step < HELD) load_matrix(v_part[m][step], piece(v_tile, m * 16, step, lane));
+        }
+
+    const float scale = rsqrtf(float(D));
+    float dk_sums[ROW_TILES][D / 8][4] = {}, dv_sums[ROW_TILES][D / 8][4] = {};
+    u32 stage = 0;
+    for (int head = 0; head < group; ++head)
+        for (int query = start; query < queries; query += TILE, stage ^= 1) {
+            copy_wait<0>();
+            __syncthreads();
+            if (next_head < group) load_next(stages + (stage ^ 1) * STAGE_BYTES);
+            if (idle) continue;
+            const u32 q_tile = stages + stage * STAGE_BYTES, dy_tile = q_tile + TILE_BYTES;
+            const u32 stats_tile = dy_tile + TILE_BYTES;
+#pragma unroll UNROLL
+            for (int part = 0; part < TILE; part += PIECE) {
+                if (query + part + PIECE <= first) continue; // all of them before this warp's keys
+                // Rows are keys, columns queries: P^T and dS^T are left operands as they come.
+                float p[ROW_TILES][PIECE / 8][4] = {}, ds[ROW_TILES][PIECE / 8][4] = {};
+#pragma unroll
+                for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+                    for (int m = 0; m < ROW_TILES; ++m) {
+                        if (step >= HELD) load_matrix(k_part[m][step], piece(k_tile, m * 16, step, lane));
+                        if (STEPS + step >= HELD) load_matrix(v_part[m][step], piece(v_tile, m * 16, step, lane));
+                    }
+#pragma unroll
+                    for (int n = 0; n < PIECE / 16; ++n) {
+                        u32 b[4], c[4];
+                        load_matrix(b, piece_of_rows(q_tile, part + n * 16, step, lane));
+                        load_matrix(c, piece_of_rows(dy_tile, part + n * 16, step, lane));
+#pragma unroll
+                        for (int m = 0; m < ROW_TILES; ++m) {
+                            multiply_add(p[m][2 * n], k_part[m][step], b[0], b[1]);
+                            multiply_add(p[m][2 * n + 1], k_part[m][step], b[2], b[3]);
+                            multiply_add(ds[m][2 * n], v_part[m][step], c[0], c[1]);
+                            multiply_add(ds[m][2 * n + 1], v_part[m][step], c[2], c[3]);
+                        }
+                    }
+                }
+                if (query + part < first + OWN - 1) { // the diagonal crosses this piece
+#pragma unroll
+                    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                        for (int n = 0; n < PIECE / 8; ++n)
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) {
+                                const int t = query + part + n * 8 + lane % 4 * 2 + i % 2;
+                                if (first + m * 16 + i / 2 * 8 + lane / 4 > t) p[m][n][i] = minus_infinity();
+                            }
+                }
+#pragma unroll
+                for (int n = 0; n < PIECE / 8; ++n) {
+                    float row[4]; // lse, delta, lse, delta of two queries
+                    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                                 : "=f"(row[0]), "=f"(row[1]), "=f"(row[2]), "=f"(row[3])
+                                 : "r"(stats_tile + (part + n * 8 + lane % 4 * 2) * 8)
+                                 : "memory");
+#pragma unroll
+                    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale * LOG2E, -row[i % 2 * 2]));
+                            ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - row[i % 2 * 2 + 1]);
+                        }
+                }
+#pragma unroll
+                for (int step = 0; step < PIECE / 16; ++step) {
+                    u32 a[ROW_TILES][4], c[ROW_TILES][4];
+#pragma unroll
+                    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            const int n = 2 * step + i / 2, pair = i % 2 * 2;
+                            a[m][i] = pack(p[m][n][pair], p[m][n][pair + 1]);
+                            c[m][i] = pack(ds[m][n][pair], ds[m][n][pair + 1]);
+                        }
+#pragma unroll
+                    for (int n = 0; n < STEPS; ++n) {
+                        u32 b[4], d[4];
+                        load_matrix_transposed(b, piece(dy_tile, part + step * 16, n, lane));
+                        load_matrix_transposed(d, piece(q_tile, part + step * 16, n, lane));
+#pragma unroll
+                        for (int m = 0; m < ROW_TILES; ++m) {
+                            multiply_add(dv_sums[m][2 * n], a[m], b[0], b[1]);
+                            multiply_add(dv_sums[m][2 * n + 1], a[m], b[2], b[3]);
+                            multiply_add(dk_sums[m][2 * n], c[m], d[0], d[1]);
+                            multiply_add(dk_sums[m][2 * n + 1], c[m], d[2], d[3]);
+                        }
+                    }
+                }
+            }
+        }
+    if (idle) return;
+    float scales[ROW_TILES][2], ones[ROW_TILES][2];
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) scales[m][0] = scales[m][1] = scale, ones[m][0] = ones[m][1] = 1;
+    store_rows(dk + batch * dk_batch + kv_head * D, dk_token, first, queries, dk_sums, scales, k_tile, lane);
+    store_rows(dv + batch * dv_batch + kv_head * D, dv_token, first, queries, dv_sums, ones, v_tile, lane);
+}
+#endif
+#endif

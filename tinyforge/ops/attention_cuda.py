@@ -1,0 +1,148 @@
+"""Attention on a CUDA GPU: chooses a kernel of attention.cu, its grid and its shared memory, and launches it.
+
+float32 and float64 run the plain kernels, bfloat16 the tensor-core ones: those of attention_hopper.cu where they run,
+else those of attention.cu. The heads of these files list the tile sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import cupy as cp
+import ml_dtypes
+import numpy as np
+
+from tinyforge.backends.compile import load, variants
+from tinyforge.backends.cupy_backend import cupy_kernel
+from tinyforge.errors import UserError
+from tinyforge.op import Array
+
+FILE, WGMMA_FILE = "ops/attention.cu", "ops/attention_hopper.cu"
+ENTRIES = {"FORWARD": "attention_fwd", "BACKWARD_Q": "attention_bwd_q", "BACKWARD_KV": "attention_bwd_kv"}
+HEAD_SIZES, WGMMA_HEAD_SIZES = (32, 64, 128), (64,)
+PLAIN_LIMIT = 128
+PLAIN_THREADS = 256
+REALS = {np.dtype("float32"): "float", np.dtype("float64"): "double"}
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Launch(NamedTuple):
+    """A kernel and what its launches have in common.
+
+    rows: queries or keys of a worker, workers: of a block. A plain kernel's block is one worker.
+    """
+
+    kernel: Callable[..., None]
+    rows: int
+    workers: int
+    threads: int
+    shared: int
+
+    def __call__(self, columns: int, rows: int, group: int, *args: Any) -> None:
+        """columns: pairs of a sequence and a head; rows: queries or keys of each, in `group` heads."""
+        blocks = -(-(-(-rows // self.rows) * group) // self.workers)
+        self.kernel((columns, blocks), (self.threads,), args, shared_mem=self.shared)
+
+
+@cache
+def plain(entry: str, dtype: Any, dim: int, tiles: int) -> Launch:
+    """tiles: of rows of q, k, v or dO that a block holds at a time; it holds one of scores besides."""
+    if not 1 <= dim <= PLAIN_LIMIT:
+        raise UserError(f"attention on cupy: head size {dim}, wanted 1 to {PLAIN_LIMIT}; use that, or --backend numpy")
+    # 64 rows where they fit the 99 KB of shared memory of the smallest GPUs.
+    rows = 64 if dtype.itemsize == 4 and dim <= 64 else 32
+    vector = 16 // dtype.itemsize
+    line = -(-dim // 16) * 16 + vector
+    shared = (tiles * rows * line + rows * (rows + vector)) * dtype.itemsize
+    kernel = load(FILE, entry, shared, REAL=REALS[dtype], HEAD_DIM=dim, ROWS=rows)
+    return Launch(kernel, rows, 1, PLAIN_THREADS, shared)
+
+
+@cache
+def has_wgmma() -> bool:
+    """Whether attention_hopper.cu runs here: its instructions belong to this one architecture."""
+    return bool(cp.cuda.Device().compute_capability == "90")
+
+
+@cache
+def tensor_core(part: str, dim: int, wgmma: bool) -> Launch:
+    """The kernel of a part (a key of ENTRIES) for bf16. wgmma: Hopper's own, for the head sizes that have it."""
+    if dim not in HEAD_SIZES:
+        sizes = ", ".join(map(str, HEAD_SIZES))
+        raise UserError(f"attention in bf16: head size {dim}, wanted one of {sizes}; use that, or --precision fp32")
+    file = WGMMA_FILE if wgmma and dim in WGMMA_HEAD_SIZES else FILE
+    macros = next(v for v in variants(file) if v.get("PART") == part and v["HEAD_DIM"] == str(dim))
+    return tensor_core_launch(file, part, macros)
+
+
+def tensor_core_launch(file: str, part: str, macros: Mapping[str, int | str]) -> Launch:
+    instruction, warps = ("wgmma", 4) if file == WGMMA_FILE else ("mma", 1)
+    workers, tile, dim = int(macros["WORKERS"]), int(macros["TILE"]), int(macros["HEAD_DIM"])
+    own = 16 * int(macros.get("ROW_TILES", 1)) * warps
+    # Each worker's own rows of one tensor or two, two stages of two streamed ones; in backward a pair of statistics
+    # for each query that is held or streamed.
+    rows = workers * own * (1 if part == "FORWARD" else 2) + 4 * tile
+    pairs = {"FORWARD": 0, "BACKWARD_Q": workers * own, "BACKWARD_KV": 2 * tile}[part]
+    shared = rows * dim * 2 + pairs * 8
+    kernel = load(file, f"{ENTRIES[part]}_{instruction}", shared, **macros)
+    return Launch(kernel, own, workers, workers * warps * 32, shared)
+
+
+def strides(name: str, x: Array) -> tuple[int, int]:
+    """Elements from sequence to sequence and from token to token; refuses layouts that the kernels cannot read."""
+    batch, tokens, heads, dim = x.shape
+    size = x.itemsize
+    sequence, token, head, one = x.strides
+    if one != size or (heads > 1 and head != dim * size):
+        raise ValueError(f"attention: {name} has strides {x.strides}, wanted heads side by side: {dim * size}, {size}")
+    if dim * size % 16 == 0 and (x.data.ptr | (token if tokens > 1 else 0) | (sequence if batch > 1 else 0)) % 16:
+        raise ValueError(f"attention: {name} at {x.data.ptr:#x} with strides {x.strides}, wanted multiples of 16 bytes")
+    if tokens * token >= size << 31:
+        raise ValueError(f"attention: {name} spans {tokens * token} bytes a sequence, wanted less than {size << 31}")
+    return sequence // size, token // size
+
+
+@cupy_kernel
+def attention_fwd(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """q: (B, T, Hq, D); k, v: (B, S, Hkv, D), S >= T; returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
+    batch, queries, heads, dim = q.shape
+    keys, kv_heads = k.shape[1:3]
+    out = cp.empty(q.shape, q.dtype)
+    lse = cp.empty((batch, heads, queries), np.float32 if q.dtype == BF16 else q.dtype)
+    if not out.size:
+        return out, lse
+    args = (q, k, v, out, lse, *strides("q", q), *strides("k", k), *strides("v", v), queries, keys, heads, kv_heads)
+    if q.dtype == BF16:
+        tensor_core("FORWARD", dim, has_wgmma())(batch * kv_heads, queries, heads // kv_heads, *args)
+    else:
+        plain("attention_fwd_plain", q.dtype, dim, 3)(batch * heads, queries, 1, *args)
+    return out, lse
+
+
+@cupy_kernel
+def attention_bwd(
+    dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dq: Array, dk: Array, dv: Array
+) -> None:
+    """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
+    batch, queries, heads, dim = q.shape
+    keys, kv_heads = k.shape[1:3]
+    if keys != queries:
+        raise ValueError(f"attention_bwd: {queries} queries and {keys} keys, wanted as many: decoding has no backward")
+    if not out.size:
+        return
+    dy = cp.ascontiguousarray(dy)
+    stats = cp.empty((batch, heads, queries, 2), lse.dtype)
+    inputs = (*strides("q", q), *strides("k", k), *strides("v", v))
+    sizes = (queries, heads, kv_heads)
+    q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *strides("dq", dq), *sizes)
+    kv_args = (dy, q, k, v, stats, dk, dv, *inputs, *strides("dk", dk), *strides("dv", dv), *sizes)
+    # In this order: the first writes the statistics that the second reads.
+    if q.dtype == BF16:
+        group = heads // kv_heads
+        tensor_core("BACKWARD_Q", dim, has_wgmma())(batch * kv_heads, queries, group, *q_args)
+        tensor_core("BACKWARD_KV", dim, has_wgmma())(batch * kv_heads, queries, 1, *kv_args)
+    else:
+        plain("attention_bwd_q_plain", q.dtype, dim, 4)(batch * heads, queries, 1, *q_args)
+        plain("attention_bwd_kv_plain", q.dtype, dim, 4)(batch * kv_heads, queries, 1, *kv_args)

@@ -1,0 +1,463 @@
+// FlashAttention in bf16 for Hopper (sm_90a): attention.cu's tensor-core kernels with wgmma in place of mma.sync.
+//
+//   PART=FORWARD       attention_fwd_wgmma       out, lse                   one warpgroup: 64 queries of one head
+//   PART=BACKWARD_Q    attention_bwd_q_wgmma     dq, and the statistics     one warpgroup: 64 queries of one head
+//   PART=BACKWARD_KV   attention_bwd_kv_wgmma    dk, dv                     one warpgroup: 64 keys of one kv head
+//
+// The idea is attention.cu's, and so are the units of work, the statistics and the order of the sums. What changes is
+// who fetches operands: wgmma reads them from shared memory by itself, once for the 64 rows of a warpgroup, where every
+// warp of 16 or 32 rows had to bring the same fragments through its registers. Only head size 64: a row is then 128
+// bytes, the width of the swizzle that wgmma knows, and that swizzle is the one of `swizzled`.
+//
+// A block is one warpgroup; blocks do not wait for each other, so that one's exponentials run under another's products.
+// Shared memory 40 KB (forward), 48.5 KB (backward_q), 49 KB (backward_kv). Registers, none spilled: 115, 125, 168; so
+// four, four and three blocks on a multiprocessor.
+//
+// Tried, at 16 x 1024 tokens, 12/4 heads of 64, on an H200, in us:
+//   forward       one warpgroup a block 82; two 85; three, the heads of a group on the same keys, 105: the barrier at
+//                 each tile costs more than the shared fetches save. Tiles of 128 keys 84 to 89
+//   backward_q    one warpgroup, four blocks 95; three blocks 105; three warpgroups a block 130
+//   backward_kv   P kept in float beside its bf16 pairs: 200 registers, two blocks, 130; unpacked from the pairs, as
+//                 here, three blocks, 115. Three warpgroups a block 145
+//   left operands in registers from before the loop: the assembler of CUDA 13.0 takes their registers for P inside the
+//                 loop, and the second tile's scores are wrong. Read from shared memory they also leave 16 to 32
+//                 registers free, which is a block more.
+//
+// compile: arch=sm_90a PART=FORWARD|BACKWARD_Q HEAD_DIM=64 WORKERS=1 TILE=64 BLOCKS=4
+// compile: arch=sm_90a PART=BACKWARD_KV HEAD_DIM=64 WORKERS=1 TILE=64 BLOCKS=3
+// spills: none
+
+#define WORKER_WARPS 4
+#define ROW_TILES 1
+#include "ops/attention.cuh"
+
+static_assert(D == 64, "a row is one line of the 128-byte swizzle");
+static_assert(TILE % 64 == 0, "a piece is 64 rows");
+
+using u64 = unsigned long long;
+
+// How wgmma finds a matrix in shared memory: its address, the way from 8 rows to the next 8 (1024 bytes, both strides
+// alike), and the 128-byte swizzle, which counts from multiples of 1024.
+__device__ inline u64 matrix(u32 address) { return 1ull << 62 | 64ull << 32 | 64ull << 16 | (address & 0x3ffff) >> 4; }
+// 16 columns further, for a product over the row: 32 bytes. 16 rows further, for a product over the rows: 2048.
+__device__ inline u64 columns(u64 matrix, int step) { return matrix + step * 2; }
+__device__ inline u64 rows(u64 matrix, int step) { return matrix + step * 128; }
+
+// The 32 accumulators of a thread as operands of one instruction.
+#define FOUR(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define ACCUMULATORS FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)
+#define ACCUMULATOR_NAMES                                                                                              \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                          \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+
+// d (+)= a b^T for one warpgroup: d is 64 x 64, a and b 64 x 16 in shared memory. `add` 0 overwrites d. Asynchronous:
+// operands are not to be touched before `multiply_wait`.
+__device__ inline void multiply_rows(float (&d)[8][4], u64 a, u64 b, int add) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "setp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        ACCUMULATOR_NAMES ", %32, %33, p, 1, 1, 0, 0;}"
+        : ACCUMULATORS
+        : "l"(a), "l"(b), "r"(add));
+}
+// d += a b: a 64 x 16 in registers, b 16 x 64 in shared memory.
+__device__ inline void multiply_add(float (&d)[8][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "setp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        ACCUMULATOR_NAMES ", {%32, %33, %34, %35}, %36, p, 1, 1, 1;}"
+        : ACCUMULATORS
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
+}
+
+__device__ inline void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> __device__ inline void multiply_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// For the compiler: what is read of d from here on is what the products left there.
+__device__ inline void settled(float (&d)[8][4]) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(d[n][i])::"memory");
+}
+// Lets wgmma see what this thread's copies wrote.
+__device__ inline void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// d = a b^T over the row: 64 rows of one tile and 64 of another.
+__device__ inline void scores(float (&d)[8][4], u32 a_tile, u32 b_tile) {
+    const u64 a = matrix(a_tile), b = matrix(b_tile);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) multiply_rows(d, columns(a, step), columns(b, step), step > 0);
+}
+// d += p b over the 64 rows of a tile, p being rounded scores.
+__device__ inline void accumulate(float (&d)[8][4], const u32 (&p)[4][4], u32 tile) {
+    const u64 b = matrix(tile);
+#pragma unroll
+    for (int step = 0; step < 4; ++step) multiply_add(d, p[step], rows(b, step));
+}
+// The accumulators of 64 columns as four left operands of 16.
+__device__ inline void pack_scores(u32 (&p)[4][4], const float (&s)[8][4]) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int n = 2 * step + i / 2, pair = i % 2 * 2;
+            p[step][i] = pack(s[n][pair], s[n][pair + 1]);
+        }
+}
+
+struct Thread {
+    int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, worker = warp / 4;
+    int slab = warp % 4 * WARP_ROWS; // the first of the warp's rows among the worker's 64
+    int row = slab + lane / 4;       // this thread holds row and row + 8 of them
+    int column = lane % 4 * 2;       // of every 8: column and column + 1
+};
+
+#if PART == FORWARD
+// Grid (batch * kv heads, ceil(units / WORKERS)); shared: two stages of k and v, q of each warp (later its output).
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lse, i64 q_batch, i64 q_token,
+                    i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
+                    i64 kv_heads) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const Thread at;
+    const u32 stages = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 q_tile = stages + 4 * TILE_BYTES + at.worker * OWN_BYTES, q_rows = q_tile + at.slab * ROW_BYTES;
+    const Unit unit(queries, heads, kv_heads, at.worker);
+    const int ahead = keys - queries, seen_by_block = unit.last_of_block + ahead + 1;
+    const int seen_by_all = unit.first + ahead + 1; // keys that the first row sees
+    const int seen = unit.idle ? 0 : min_int(keys, seen_by_all + OWN - 1);
+    const int first = unit.first + at.slab;
+    k += unit.batch * k_batch + unit.kv_head * D;
+    v += unit.batch * v_batch + unit.kv_head * D;
+
+    if (!unit.idle)
+        load_rows<WARP_ROWS, 32>(q_rows, q + unit.batch * q_batch + unit.head * D, q_token, first, queries, at.lane);
+    load_rows<TILE, THREADS>(stages, k, k_token, 0, keys, at.thread);
+    load_rows<TILE, THREADS>(stages + TILE_BYTES, v, v_token, 0, keys, at.thread);
+    copy_commit();
+
+    const float scale = rsqrtf(float(D)) * LOG2E; // exponentials are powers of two
+    float sums[1][8][4] = {};
+    float top[2] = {minus_infinity(), minus_infinity()}, total[1][2] = {};
+    u32 stage = 0;
+    for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
+        copy_wait<0>();
+        shared_fence();
+        __syncthreads(); // this tile is there, and nobody reads the other stage any more
+        if (key + TILE < seen_by_block) {
+            const u32 next = stages + (stage ^ 1) * 2 * TILE_BYTES;
+            load_rows<TILE, THREADS>(next, k, k_token, key + TILE, keys, at.thread);
+            load_rows<TILE, THREADS>(next + TILE_BYTES, v, v_token, key + TILE, keys, at.thread);
+            copy_commit();
+        }
+        const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
+#pragma unroll
+        for (int part = 0; part < TILE; part += 64) {
+            if (key + part >= seen) break;
+            float s[8][4];
+            multiply_fence();
+            scores(s, q_tile, k_tile + part * ROW_BYTES);
+            multiply_commit();
+            multiply_wait<0>(); // the last piece's product too
+            settled(s);
+            if (key + part + 64 > seen_by_all) { // the diagonal crosses this piece
+#pragma unroll
+                for (int n = 0; n < 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (key + part + n * 8 + at.column + i % 2 >= seen_by_all + at.row + i / 2 * 8)
+                            s[n][i] = minus_infinity();
+            }
+            settled(sums[0]);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                // Key 0 is in the first tile and every row sees it: top is finite from there on.
+                float most = s[0][2 * half];
+#pragma unroll
+                for (int n = 0; n < 8; ++n) most = fmaxf(most, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+                most = fmaxf(top[half], most * scale);
+                const float shrink = exp2_fast(top[half] - most); // what was summed under the old maximum
+                top[half] = most;
+                float sum = 0;
+#pragma unroll
+                for (int n = 0; n < 8; ++n)
+#pragma unroll
+                    for (int i = 2 * half; i < 2 * half + 2; ++i)
+                        sum += s[n][i] = exp2_fast(fmaf(s[n][i], scale, -most));
+                total[0][half] = total[0][half] * shrink + sum; // of this thread's columns; the four meet at the end
+#pragma unroll
+                for (int n = 0; n < 8; ++n) sums[0][n][2 * half] *= shrink, sums[0][n][2 * half + 1] *= shrink;
+            }
+            u32 p[4][4];
+            pack_scores(p, s);
+            multiply_fence();
+            accumulate(sums[0], p, v_tile + part * ROW_BYTES);
+            multiply_commit();
+        }
+        multiply_wait<0>(); // before others may overwrite the tile
+    }
+    __syncthreads(); // q's place is the output's now
+    if (unit.idle) return;
+    settled(sums[0]);
+    lse += (unit.batch * heads + unit.head) * queries;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float sum = total[0][half];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const int t = unit.first + at.row + half * 8;
+        if (at.column == 0 && t < queries) lse[t] = top[half] / LOG2E + logf(sum);
+        total[0][half] = 1 / sum;
+    }
+    store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, first, queries, sums, total, q_rows,
+               at.lane);
+}
+#endif
+
+#if PART == BACKWARD_Q
+// Grid as forward's; shared: two stages of k and v, q and dO of each warp, statistics of each warp's rows.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const float *lse,
+                      float2 *stats, bf16 *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
+                      i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const Thread at;
+    const u32 stages = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 q_tile = stages + 4 * TILE_BYTES + at.worker * 2 * OWN_BYTES, dy_tile = q_tile + OWN_BYTES;
+    const u32 q_rows = q_tile + at.slab * ROW_BYTES, dy_rows = dy_tile + at.slab * ROW_BYTES;
+    float2 *const row_stats =
+        reinterpret_cast<float2 *>(shared + 4 * TILE_BYTES + WORKERS * 2 * OWN_BYTES) + at.warp * WARP_ROWS;
+    const Unit unit(queries, heads, kv_heads, at.worker);
+    const int seen_by_block = unit.last_of_block + 1, seen_by_all = unit.first + 1;
+    const int seen = unit.idle ? 0 : min_int(queries, seen_by_all + OWN - 1);
+    const int first = unit.first + at.slab;
+    k += unit.batch * k_batch + unit.kv_head * D;
+    v += unit.batch * v_batch + unit.kv_head * D;
+    const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
+
+    uint4 out_part[WARP_ROWS * CHUNKS / 32] = {}; // CHUNKS threads a row; on its way together with the rest
+    if (!unit.idle) {
+        load_rows<WARP_ROWS, 32>(q_rows, q + unit.batch * q_batch + unit.head * D, q_token, first, queries, at.lane);
+        load_rows<WARP_ROWS, 32>(dy_rows, dy + first_output, row_of_outputs, first, queries, at.lane);
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
+            const int t = first + (i * 32 + at.lane) / CHUNKS, chunk = at.lane % CHUNKS;
+            if (t < queries)
+                out_part[i] = *reinterpret_cast<const uint4 *>(out + first_output + t * row_of_outputs + chunk * 8);
+        }
+    }
+    copy_commit();
+    load_rows<TILE, THREADS>(stages, k, k_token, 0, queries, at.thread);
+    load_rows<TILE, THREADS>(stages + TILE_BYTES, v, v_token, 0, queries, at.thread);
+    copy_commit();
+    copy_wait<1>();
+    __syncwarp();
+
+    float row_lse[2], delta[2];
+    if (!unit.idle) {
+        const i64 first_row = (unit.batch * heads + unit.head) * queries;
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
+            const int row = (i * 32 + at.lane) / CHUNKS, chunk = at.lane % CHUNKS, t = first + row;
+            const float sum = row_product(dy_rows + swizzled(row, chunk), out_part[i]);
+            if (chunk == 0) {
+                const float2 stat = {t < queries ? lse[first_row + t] * LOG2E : 0, sum};
+                row_stats[row] = stat;
+                if (t < queries) stats[first_row + t] = stat;
+            }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float2 stat = row_stats[half * 8 + at.lane / 4];
+            row_lse[half] = stat.x, delta[half] = stat.y;
+        }
+    }
+
+    const float scale = rsqrtf(float(D));
+    float sums[1][8][4] = {};
+    u32 stage = 0;
+    for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
+        copy_wait<0>();
+        shared_fence();
+        __syncthreads();
+        if (key + TILE < seen_by_block) {
+            const u32 next = stages + (stage ^ 1) * 2 * TILE_BYTES;
+            load_rows<TILE, THREADS>(next, k, k_token, key + TILE, queries, at.thread);
+            load_rows<TILE, THREADS>(next + TILE_BYTES, v, v_token, key + TILE, queries, at.thread);
+            copy_commit();
+        }
+        const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
+#pragma unroll
+        for (int part = 0; part < TILE; part += 64) {
+            if (key + part >= seen) break;
+            float s[8][4], dp[8][4];
+            multiply_fence();
+            scores(s, q_tile, k_tile + part * ROW_BYTES);
+            multiply_commit();
+            scores(dp, dy_tile, v_tile + part * ROW_BYTES);
+            multiply_commit();
+            multiply_wait<1>();
+            settled(s);
+            if (key + part + 64 > seen_by_all) {
+#pragma unroll
+                for (int n = 0; n < 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (key + part + n * 8 + at.column + i % 2 >= seen_by_all + at.row + i / 2 * 8)
+                            s[n][i] = minus_infinity();
+            }
+#pragma unroll
+            for (int n = 0; n < 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s[n][i] = exp2_fast(fmaf(s[n][i], scale * LOG2E, -row_lse[i / 2]));
+            multiply_wait<0>();
+            settled(dp);
+#pragma unroll
+            for (int n = 0; n < 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s[n][i] *= dp[n][i] - delta[i / 2];
+            u32 ds[4][4];
+            pack_scores(ds, s);
+            multiply_fence();
+            accumulate(sums[0], ds, k_tile + part * ROW_BYTES);
+            multiply_commit();
+        }
+        multiply_wait<0>();
+    }
+    __syncthreads();
+    if (unit.idle) return;
+    settled(sums[0]);
+    const float scales[1][2] = {{scale, scale}};
+    store_rows(dq + unit.batch * dq_batch + unit.head * D, dq_token, first, queries, sums, scales, q_rows, at.lane);
+}
+#endif
+
+#if PART == BACKWARD_KV
+// (lse, delta) of two queries.
+__device__ inline float4 stats_of_two(u32 place) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(place)
+                 : "memory");
+    return x;
+}
+
+// Grid (batch * kv heads, ceil(keys / (64 * WORKERS))); shared: two stages of q and dO, k and v of each warp, two
+// stages of statistics. Longest blocks first: the first keys.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const float2 *stats, bf16 *dk,
+                       bf16 *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
+                       i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads, i64 kv_heads) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const Thread at;
+    const u32 stages = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 k_tile = stages + 4 * TILE_BYTES + at.worker * 2 * OWN_BYTES, v_tile = k_tile + OWN_BYTES;
+    const u32 k_rows = k_tile + at.slab * ROW_BYTES, v_rows = v_tile + at.slab * ROW_BYTES;
+    const u32 all_stats = stages + 4 * TILE_BYTES + WORKERS * 2 * OWN_BYTES;
+    const int batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads, group = heads / kv_heads;
+    const int first_of_block = blockIdx.y * WORKERS * OWN, first_of_worker = first_of_block + at.worker * OWN;
+    const int first = first_of_worker + at.slab;
+    q += batch * q_batch + kv_head * group * D;
+    dy += (batch * queries * heads + kv_head * group) * D;
+    stats += (batch * heads + kv_head * group) * queries;
+
+    // Tiles of queries, head after head; `next_` is the one to fetch.
+    const int start = first_of_block / TILE * TILE;
+    int next_head = 0, next_query = start;
+    const auto load_next = [&](int stage) {
+        const u32 to = stages + stage * 2 * TILE_BYTES;
+        load_rows<TILE, THREADS>(to, q + next_head * D, q_token, next_query, queries, at.thread);
+        load_rows<TILE, THREADS>(to + TILE_BYTES, dy + next_head * D, heads * D, next_query, queries, at.thread);
+        if (at.thread < TILE) {
+            const bool there = next_query + at.thread < queries;
+            const float2 *const from = stats + next_head * queries + next_query + at.thread;
+            copy_async_8(all_stats + (stage * TILE + at.thread) * 8, there ? from : stats, there);
+        }
+        copy_commit();
+        next_query += TILE;
+        if (next_query >= queries) next_query = start, ++next_head;
+    };
+
+    load_rows<WARP_ROWS, 32>(k_rows, k + batch * k_batch + kv_head * D, k_token, first, queries, at.lane);
+    load_rows<WARP_ROWS, 32>(v_rows, v + batch * v_batch + kv_head * D, v_token, first, queries, at.lane);
+    load_next(0);
+    const float scale = rsqrtf(float(D));
+    float dk_sums[1][8][4] = {}, dv_sums[1][8][4] = {};
+    int stage = 0;
+    for (int head = 0; head < group; ++head)
+        for (int query = start; query < queries; query += TILE, stage ^= 1) {
+            copy_wait<0>();
+            shared_fence();
+            __syncthreads();
+            if (next_head < group) load_next(stage ^ 1);
+            const u32 q_tile = stages + stage * 2 * TILE_BYTES, dy_tile = q_tile + TILE_BYTES;
+#pragma unroll
+            for (int part = 0; part < TILE; part += 64) {
+                if (query + part + 64 <= first_of_worker) continue; // all of them before these keys
+                if (query + part >= queries) break;
+                // Rows are keys, columns queries: P^T and dS^T are left operands as they come. For dS, P is unpacked
+                // from the bf16 pairs that dV's product reads: 32 registers less, and a third warpgroup fits.
+                float p[8][4], ds[8][4];
+                multiply_fence();
+                scores(p, k_tile, q_tile + part * ROW_BYTES);
+                multiply_commit();
+                scores(ds, v_tile, dy_tile + part * ROW_BYTES);
+                multiply_commit();
+                multiply_wait<1>();
+                settled(p);
+                if (query + part < first_of_worker + OWN - 1) { // the diagonal crosses this piece
+#pragma unroll
+                    for (int n = 0; n < 8; ++n)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i)
+                            if (first_of_worker + at.row + i / 2 * 8 > query + part + n * 8 + at.column + i % 2)
+                                p[n][i] = minus_infinity();
+                }
+                const u32 row_stats = all_stats + (stage * TILE + part + at.column) * 8;
+#pragma unroll
+                for (int n = 0; n < 8; ++n) {
+                    const float4 two = stats_of_two(row_stats + n * 64);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        p[n][i] = exp2_fast(fmaf(p[n][i], scale * LOG2E, i % 2 ? -two.z : -two.x));
+                }
+                u32 a[4][4], c[4][4];
+                pack_scores(a, p);
+                multiply_fence();
+                accumulate(dv_sums[0], a, dy_tile + part * ROW_BYTES);
+                multiply_commit();
+                multiply_wait<1>();
+                settled(ds);
+#pragma unroll
+                for (int n = 0; n < 8; ++n) {
+                    const float4 two = stats_of_two(row_stats + n * 64); // again: registers are scarcer than time
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const u32 pair = a[n / 2][n % 2 * 2 + i / 2];
+                        ds[n][i] = (i % 2 ? high(pair) : low(pair)) * (ds[n][i] - (i % 2 ? two.w : two.y));
+                    }
+                }
+                pack_scores(c, ds);
+                multiply_fence();
+                accumulate(dk_sums[0], c, q_tile + part * ROW_BYTES);
+                multiply_commit();
+                multiply_wait<0>();
+            }
+        }
+    __syncthreads();
+    settled(dk_sums[0]);
+    settled(dv_sums[0]);
+    const float scales[1][2] = {{scale, scale}}, ones[1][2] = {{1, 1}};
+    store_rows(dk + batch * dk_batch + kv_head * D, dk_token, first, queries, dk_sums, scales, k_rows, at.lane);
+    store_rows(dv + batch * dv_batch + kv_head * D, dv_token, first, queries, dv_sums, ones, v_rows, at.lane);
+}
+#endif

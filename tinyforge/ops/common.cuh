@@ -1,0 +1,132 @@
+// What the kernels share: number types, accesses of up to 16 bytes, sums and maxima in a fixed order.
+//
+// A file is compiled for one storage type, SCALAR: double, float or bf16. Arithmetic is done in Wide<SCALAR>: the same
+// type, but float for bf16, whose 8 bits of mantissa are for keeping numbers and not for adding them up.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// NVRTC has no <math.h> macros.
+#define INFINITY __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fffffff)
+
+// The upper half of a float. Own type, own conversions: CUDA's header for it takes longer to compile than a kernel.
+struct bf16 {
+    unsigned short bits;
+};
+
+template <class T>
+struct WideOf {
+    typedef T type;
+};
+template <>
+struct WideOf<bf16> {
+    typedef float type;
+};
+template <class T>
+using Wide = typename WideOf<T>::type;
+
+__device__ __forceinline__ double widen(double x) { return x; }
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(bf16 x) { return __uint_as_float(u32(x.bits) << 16); }
+
+__device__ __forceinline__ void narrow(double x, double &to) { to = x; }
+__device__ __forceinline__ void narrow(float x, float &to) { to = x; }
+__device__ __forceinline__ void narrow(float x, bf16 &to) {
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));  // to nearest, ties to even
+}
+
+// x as it will be read back after being stored as a T.
+template <class T>
+__device__ __forceinline__ Wide<T> rounded(Wide<T> x) {
+    T stored;
+    narrow(x, stored);
+    return widen(stored);
+}
+
+// N elements that move in one access (two, where they are more than 16 bytes). Aligned addresses are the caller's duty.
+template <class T, int N>
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
+    T v[N];
+};
+
+template <int N, class T>
+__device__ __forceinline__ Pack<T, N> load(const T *from) {
+    return *reinterpret_cast<const Pack<T, N> *>(from);
+}
+template <int N, class T>
+__device__ __forceinline__ void store(T *to, const Pack<T, N> &pack) {
+    *reinterpret_cast<Pack<T, N> *>(to) = pack;
+}
+
+// The same for what is not read again soon: such lines leave the L2 cache first.
+template <class T, int N>
+__device__ __forceinline__ void store_streaming(T *to, const Pack<T, N> &pack) {
+    if constexpr (sizeof(pack) == 16) {
+        __stcs(reinterpret_cast<uint4 *>(to), *reinterpret_cast<const uint4 *>(&pack));
+    } else {
+        store(to, pack);
+    }
+}
+
+// exp(x) and 1 / x for results that are stored as a T: where that is bf16, by the hardware's own approximations, some
+// hundred times as exact as what is stored.
+template <class T>
+__device__ __forceinline__ Wide<T> exp_for(Wide<T> x) {
+    return exp(x);
+}
+template <>
+__device__ __forceinline__ float exp_for<bf16>(float x) {
+    return __expf(x);
+}
+template <class T>
+__device__ __forceinline__ Wide<T> inverse_for(Wide<T> x) {
+    return Wide<T>(1) / x;
+}
+template <>
+__device__ __forceinline__ float inverse_for<bf16>(float x) {
+    return __fdividef(1.0f, x);
+}
+
+template <class A>
+__device__ __forceinline__ A largest(A a, A b) {
+    return a > b ? a : b;
+}
+
+// Over the 32 lanes of a warp; every lane gets the result. Partners add the same two numbers, so all agree bit for bit.
+template <class A>
+__device__ __forceinline__ A warp_sum(A x) {
+#pragma unroll
+    for (int gap = 16; gap; gap /= 2) x += __shfl_xor_sync(~0u, x, gap);
+    return x;
+}
+template <class A>
+__device__ __forceinline__ A warp_max(A x) {
+#pragma unroll
+    for (int gap = 16; gap; gap /= 2) x = largest(x, __shfl_xor_sync(~0u, x, gap));
+    return x;
+}
+
+// Over a block of up to 32 full warps, one-dimensional; every thread gets the result. `scratch` holds 32 numbers and is
+// free again when the function returns.
+template <class A>
+__device__ __forceinline__ A block_sum(A x, A *scratch) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    x = warp_sum(x);
+    if (lane == 0) scratch[warp] = x;
+    __syncthreads();
+    x = warp_sum(lane < warps ? scratch[lane] : A(0));
+    __syncthreads();
+    return x;
+}
+template <class A>
+__device__ __forceinline__ A block_max(A x, A *scratch) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    x = warp_max(x);
+    if (lane == 0) scratch[warp] = x;
+    __syncthreads();
+    x = warp_max(scratch[lane < warps ? lane : 0]);
+    __syncthreads();
+    return x;
+}

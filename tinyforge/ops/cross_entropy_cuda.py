@@ -1,0 +1,100 @@
+"""Launches cross_entropy.cu, and the matrix products of the fused loss around it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tinyforge.backends.compile import load
+from tinyforge.backends.cublas import gemm
+from tinyforge.backends.cupy_backend import FLOAT64, blocks, contiguous, cupy_kernel, new, scalar, vector, wide
+from tinyforge.op import Array
+
+FILE = "ops/cross_entropy.cu"
+CHUNK = 4096
+"""Tokens whose logits are in work at once; without a stash no more of them exist."""
+
+_IN_REGISTERS = {"float64": (), "float32": (1, 4, 8), "bfloat16": (1, 2, 4)}
+
+
+def softmax_residual_(logits: Array, targets: Array, nll: Array, write: bool) -> None:
+    """Rows of logits, (..., V), into their residuals (with `write`); nll: one number a row."""
+    vocab = logits.shape[-1]
+    vec = vector(vocab, logits)
+    vectors = vocab // vec
+    threads = min(256, -(-vectors // 32) * 32)
+    needed = -(-vectors // threads)
+    kept = _IN_REGISTERS[logits.dtype.name] if vec > 1 else ()
+    per = next((n for n in kept if n >= needed), 0)
+    launch = load(FILE, "softmax_residual", SCALAR=scalar(logits.dtype), VEC=vec, PER=per)
+    launch((targets.size,), (threads,), (logits, targets, nll, np.int32(vocab), np.int32(write)))
+
+
+def sum_heads(nll: Array) -> Array:
+    """(N, K) to (K,) float64."""
+    tokens, heads = nll.shape
+    out = new((heads,), FLOAT64)
+    launch = load(FILE, "sum_heads", SCALAR=scalar(nll.dtype), VEC=1, PER=0)
+    launch((heads,), (1024,), (nll, out, np.int32(tokens), np.int32(heads)))
+    return out
+
+
+def scale_heads(x: Array, scale: Array, part: int) -> Array:
+    """x with scale[k] on the numbers of head k: `part` of them in a row, head after head."""
+    y = new(x.shape, x.dtype)
+    if x.size:
+        vec = vector(part, x, y)
+        launch = load(FILE, "scale_heads", SCALAR=scalar(x.dtype), VEC=vec, PER=0)
+        counts = (x.size // vec, part // vec, len(scale))
+        launch(blocks(x.size // vec), (256,), (x, scale.astype(wide(x.dtype), copy=False), y, *map(np.uint32, counts)))
+    return y
+
+
+def add_scaled_heads(x: Array, scale: Array, y: Array) -> None:
+    """y[k] += scale[k] x[k]; x and y in the precision of sums."""
+    part = x[0].size
+    vec = vector(part, x, y)
+    launch = load(FILE, "add_scaled_heads", SCALAR=scalar(x.dtype), VEC=vec, PER=0)
+    counts = (x.size // vec, part // vec, len(scale))
+    launch(blocks(x.size // vec), (256,), (x, scale.astype(x.dtype, copy=False), y, *map(np.uint32, counts)))
+
+
+@cupy_kernel
+def cross_entropy_fwd(logits: Array, targets: Array) -> tuple[Array, Array]:
+    residual, targets = logits.copy(order="C"), contiguous(targets)
+    nll = new(targets.shape, wide(logits.dtype))
+    if targets.size:
+        softmax_residual_(residual, targets, nll, write=True)
+    return sum_heads(nll), residual
+
+
+@cupy_kernel
+def cross_entropy_bwd(dnll: Array, residual: Array) -> Array:
+    return scale_heads(residual, dnll, residual.shape[-1])
+
+
+@cupy_kernel
+def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Array | None]:
+    h, targets = contiguous(h), contiguous(targets)
+    heads, vocab, dim = weight.shape
+    tokens = len(h)
+    nll = new((tokens, heads), wide(h.dtype))
+    # The same chunks with and without a stash: cuBLAS may sum in another order for another number of rows.
+    residual = new((tokens if keep else min(tokens, CHUNK), heads * vocab), h.dtype)
+    for start in range(0, tokens, CHUNK):
+        part = slice(start, min(start + CHUNK, tokens))
+        logits = residual[part] if keep else residual[: part.stop - start]
+        gemm(h[part], weight.reshape(heads * vocab, dim), logits, transpose_b=True)
+        softmax_residual_(logits.reshape(-1, vocab), targets[part], nll[part], write=keep)
+    return sum_heads(nll), residual if keep else None
+
+
+@cupy_kernel
+def linear_cross_entropy_bwd(dnll: Array, h: Array, residual: Array, weight: Array, dweight: Array) -> Array:
+    h = contiguous(h)
+    heads, vocab, dim = weight.shape
+    # dnll goes onto the small matrices, W and dW: the large one is read twice and never written.
+    unscaled = gemm(residual, h, new((heads * vocab, dim), dweight.dtype), transpose_a=True)
+    if len(h):
+        add_scaled_heads(unscaled.reshape(weight.shape), dnll, dweight)
+    del unscaled
+    return gemm(residual, scale_heads(weight, dnll, vocab * dim).reshape(heads * vocab, dim))

@@ -1,0 +1,59 @@
+// dropout: y[i] = x[i] / (1 - p) where the i-th random word is at least p 2^32, else 0.
+//
+// Kernels:  dropout     forward, and backward with dy in place of x
+//
+// Idea. Philox is a function of a counter and a key, not a state that moves on: block b of four words is philox(b,
+// step). A thread makes the words of its own elements, the same bits as tinyforge/rng.py, and nothing is stored.
+// Grid: a thread for each vector of VEC elements. Block: 256 threads. No shared memory.
+// Bound by memory for bf16 (ten rounds for four elements stay just below it).
+//
+// Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+//
+// compile: SCALAR=double VEC=1|2
+// compile: SCALAR=float VEC=1|4
+// compile: SCALAR=bf16 VEC=1|8
+// spills: none
+
+#include "ops/common.cuh"
+
+typedef SCALAR T;
+typedef Wide<T> A;
+
+__device__ __forceinline__ uint4 philox(u32 c0, u32 c1, u32 k0, u32 k1) {
+    u32 c2 = 0, c3 = 0;
+#pragma unroll
+    for (int round = 0; round < 10; round++) {
+        const u64 p0 = u64(c0) * 0xD2511F53u, p1 = u64(c2) * 0xCD9E8D57u;
+        c0 = u32(p1 >> 32) ^ c1 ^ k0;
+        c2 = u32(p0 >> 32) ^ c3 ^ k1;
+        c1 = u32(p1);
+        c3 = u32(p0);
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return make_uint4(c0, c1, c2, c3);
+}
+
+extern "C" __global__ void __launch_bounds__(256) dropout(
+    const T *x, T *y, u32 total, u32 key0, u32 key1, u32 step, u32 threshold, A scale
+) {
+    const u32 i = blockIdx.x * 256 + threadIdx.x;
+    if (i >= total) return;
+    Pack<T, VEC> p = load<VEC>(x + i64(i) * VEC);
+#pragma unroll
+    for (int first = 0; first < VEC; first += 4) {
+        const i64 element = i64(i) * VEC + first;
+        const uint4 words = philox(u32(element / 4), step, key0, key1);
+        const u32 word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int j = 0; j < (VEC < 4 ? VEC : 4); j++) {
+            // With fewer than four elements a thread starts somewhere inside a block of words.
+            const u32 bits = VEC < 4 ? (VEC == 2 ? (element % 4 ? word[2 + j] : word[j])
+                                                 : (element % 4 < 2 ? (element % 2 ? word[1] : word[0])
+                                                                    : (element % 2 ? word[3] : word[2])))
+                                     : word[j];
+            narrow(bits >= threshold ? widen(p.v[first + j]) * scale : A(0), p.v[first + j]);
+        }
+    }
+    store(y + i64(i) * VEC, p);
+}

@@ -1,0 +1,33 @@
+"""Launches positions.cu."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tinyforge.backends.compile import load
+from tinyforge.backends.cupy_backend import blocks, contiguous, cupy_kernel, new, scalar, vector
+from tinyforge.op import Array
+
+FILE = "ops/positions.cu"
+
+
+@cupy_kernel
+def positions_fwd(x: Array, weight: Array) -> Array:
+    x = contiguous(x)
+    y = new(x.shape, x.dtype)
+    if x.size:
+        vec = vector(x.shape[-1], x, weight, y)
+        sequence = x[0].size // vec
+        launch = load(FILE, "positions_fwd", SCALAR=scalar(x.dtype), VEC=vec)
+        launch(blocks(x.size // vec), (256,), (x, weight, y, np.uint32(x.size // vec), np.uint32(sequence)))
+    return y
+
+
+@cupy_kernel
+def positions_bwd(dy: Array, dweight: Array) -> None:
+    dy = contiguous(dy)
+    if dy.size:
+        vec = vector(dy.shape[-1], dy, dweight)
+        sequence = dy[0].size // vec
+        launch = load(FILE, "positions_bwd", SCALAR=scalar(dy.dtype), VEC=vec)
+        launch(blocks(sequence), (256,), (dy, dweight, np.uint32(sequence), np.int32(len(dy))))

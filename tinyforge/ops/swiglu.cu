@@ -1,0 +1,58 @@
+// swiglu: y = silu(g) u with silu(g) = g s, s = 1 / (1 + exp(-g)).
+//
+// Kernels:  swiglu_fwd     y from gate and up, the two halves of a row
+//           swiglu_bwd     dgate and dup from dy, gate and up; s is computed again and not kept
+//
+// Idea. One thread takes one vector of VEC elements: of the gate, and of up at the same place in the other half.
+// Nothing is shared between threads. Grid: a thread for each vector of y. Block: 256 threads. No shared memory.
+// Bound by memory: 3 halves of a row of traffic forward, 5 backward; the exponential and the quotient of each element
+// are the hardware's approximations for bf16.
+//
+// Tried, backward, on an H200 (2048 wide, 16,384 rows, bf16; a copy of 2 GiB moves 4,280 GB/s). Ordinary stores of 16
+// bytes: 111 us, 3,020 GB/s, the same without any exponential, so it was not arithmetic. Streaming stores: 81 us, 4,130
+// GB/s. Accesses of 8 bytes: 80 us. Fewer blocks that walk over many vectors: 115 us.
+//
+// compile: SCALAR=double VEC=1|2
+// compile: SCALAR=float VEC=1|4
+// compile: SCALAR=bf16 VEC=1|8
+// spills: none
+
+#include "ops/common.cuh"
+
+typedef SCALAR T;
+typedef Wide<T> A;
+
+// exp(-g) overflows to infinity for g far below 0, and 1 / infinity is the 0 that s tends to.
+__device__ __forceinline__ A sigmoid(A g) { return inverse_for<T>(A(1) + exp_for<T>(-g)); }
+
+extern "C" __global__ void __launch_bounds__(256) swiglu_fwd(const T *gu, T *y, u32 total, u32 half) {
+    const u32 i = blockIdx.x * 256 + threadIdx.x;
+    if (i >= total) return;
+    const u32 row = i / half;  // total and half count vectors
+    const T *at = gu + (i64(i) + i64(row) * half) * VEC;
+    const Pack<T, VEC> gate = load<VEC>(at), up = load<VEC>(at + i64(half) * VEC);
+    Pack<T, VEC> out;
+#pragma unroll
+    for (int j = 0; j < VEC; j++) {
+        const A g = widen(gate.v[j]);
+        narrow(g * sigmoid(g) * widen(up.v[j]), out.v[j]);
+    }
+    store(y + i64(i) * VEC, out);
+}
+
+extern "C" __global__ void __launch_bounds__(256) swiglu_bwd(const T *dy, const T *gu, T *dgu, u32 total, u32 half) {
+    const u32 i = blockIdx.x * 256 + threadIdx.x;
+    if (i >= total) return;
+    const u32 row = i / half;
+    const i64 at = (i64(i) + i64(row) * half) * VEC, beside = at + i64(half) * VEC;
+    const Pack<T, VEC> gate = load<VEC>(gu + at), up = load<VEC>(gu + beside), d = load<VEC>(dy + i64(i) * VEC);
+    Pack<T, VEC> dgate, dup;
+#pragma unroll
+    for (int j = 0; j < VEC; j++) {
+        const A g = widen(gate.v[j]), s = sigmoid(g), silu = g * s, upstream = widen(d.v[j]);
+        narrow(upstream * widen(up.v[j]) * (s + silu * (A(1) - s)), dgate.v[j]);
+        narrow(upstream * silu, dup.v[j]);
+    }
+    store_streaming(dgu + at, dgate);
+    store_streaming(dgu + beside, dup);
+}

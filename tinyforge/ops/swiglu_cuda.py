@@ -1,0 +1,35 @@
+"""Launches swiglu.cu."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tinyforge.backends.compile import load
+from tinyforge.backends.cupy_backend import blocks, contiguous, cupy_kernel, new, scalar, vector
+from tinyforge.op import Array
+
+FILE = "ops/swiglu.cu"
+
+
+@cupy_kernel
+def swiglu_fwd(gu: Array) -> Array:
+    gu = contiguous(gu)
+    half = gu.shape[-1] // 2
+    y = new((*gu.shape[:-1], half), gu.dtype)
+    if y.size:
+        vec = vector(half, gu, y)
+        launch = load(FILE, "swiglu_fwd", SCALAR=scalar(gu.dtype), VEC=vec)
+        launch(blocks(y.size // vec), (256,), (gu, y, np.uint32(y.size // vec), np.uint32(half // vec)))
+    return y
+
+
+@cupy_kernel
+def swiglu_bwd(dy: Array, gu: Array) -> Array:
+    dy, gu = contiguous(dy), contiguous(gu)
+    half = gu.shape[-1] // 2
+    dgu = new(gu.shape, gu.dtype)
+    if dy.size:
+        vec = vector(half, gu, dy, dgu)
+        launch = load(FILE, "swiglu_bwd", SCALAR=scalar(gu.dtype), VEC=vec)
+        launch(blocks(dy.size // vec), (256,), (dy, gu, dgu, np.uint32(dy.size // vec), np.uint32(half // vec)))
+    return dgu

@@ -1,0 +1,47 @@
+"""Launches adamw.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+
+from tinyforge.backends.compile import load
+from tinyforge.backends.cupy_backend import FLOAT64, blocks, cupy_kernel, new, processors, scalar
+from tinyforge.op import Array
+
+FILE = "optim/adamw.cu"
+VEC = 4  # as in adamw.cu
+
+
+@cupy_kernel
+def adamw_(
+    values: Array, masters: Array, m: Array, v: Array, grads: Array, step: int, lr: float, decay: float,
+    grad_scale: Any, config: Any,
+) -> None:  # fmt: skip
+    if masters.size % VEC:
+        raise ValueError(f"adamw_: {masters.size} weights, wants a multiple of {VEC}, as ParamBuffer pads them")
+    if not masters.size:
+        return
+    kind, vectors = masters.dtype.type, masters.size // VEC
+    rate, root = lr / (1 - config.beta1**step), (1 - config.beta2**step) ** -0.5
+    numbers = (config.beta1, config.beta2, config.eps, rate, root, 1 - lr * decay)
+    # A null pointer where the weights that the ops read are the masters themselves.
+    rounded = np.uintp(0) if values.data.ptr == masters.data.ptr else values
+    factor = grad_scale if isinstance(grad_scale, cupy.ndarray) else cupy.asarray(np.float64(grad_scale))
+    launch = load(FILE, "adamw", SCALAR=scalar(values.dtype))
+    launch(blocks(vectors), (256,), (rounded, masters, m, v, grads, factor, np.int64(vectors), *map(kind, numbers)))
+
+
+@cupy_kernel
+def clip_factor(grads: Array, limit: float, previous: Any) -> tuple[Any, Any]:
+    count = 4 * processors()
+    partial, state = new((count,), FLOAT64), new((2,), FLOAT64)
+    dtype = scalar(grads.dtype)
+    sums = load(FILE, "square_sums", SCALAR=dtype)
+    sums((count,), (256,), (grads, partial, np.int64(grads.size // VEC)))
+    before = previous if isinstance(previous, cupy.ndarray) else np.uintp(0)
+    finish = load(FILE, "finish_norm", SCALAR=dtype)
+    finish((1,), (256,), (partial, before, state, np.int32(count), np.float64(limit)))
+    return state[0], state[1]
