@@ -167,6 +167,8 @@ FAULTS = [
           with_args(lambda dy, q, k, v, out, lse, *a: (dy, q, k, v, out, np.roll(lse, 1, -1), *a))),
     Fault(ops.SwiGLU, "no slope of the sigmoid", "swiglu_bwd", lambda _: swiglu_without_slope),
     Fault(ops.SwiGLU, "1 %", "swiglu_bwd", scaled(1.01)),
+    Fault(ops.SwiGLULinear, "sign", "swiglu_linear_bwd", scaled(-1)),
+    Fault(ops.SwiGLULinear, "dW 1 %", "swiglu_linear_bwd", then(lambda *a: times(a[-1], 1.01))),
     Fault(ops.GELU, "slope of the other formula", "gelu_bwd", with_args(lambda dy, x, _: (dy, x, "tanh"))),
     Fault(ops.GELU, "sign", "gelu_bwd", scaled(-1)),
     Fault(ops.Softmax, "no sum term", "softmax_bwd", lambda _: lambda dy, y: dy * y),
@@ -222,7 +224,7 @@ WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
     (NanoEuler, "q and k not turned back", lambda m: broken_backward(
         m.blocks[0].rope, lambda right, dy, stash, out: (right(dy, stash), dy)[1])),
     (NanoEuler, "gate and up gradients swapped", lambda m: broken_backward(
-        m.blocks[-1].swiglu, lambda right, dy, stash: swapped_halves(right(dy, stash)))),
+        m.blocks[-1].down, lambda right, dy, stash: swapped_halves(right(dy, stash)))),
     (NanoEuler, "upstream of the later heads lost", lambda m: broken_backward(
         m, lambda right, dy, stash: right(np.where(np.arange(len(dy)) > 0, 0, dy), stash))),
     (CharMLP, "characters' gradients in the wrong order", lambda m: broken_backward(
@@ -245,7 +247,11 @@ def test_a_fault_in_a_models_wiring_is_caught(model: Any, what: str, miswire: Ca
 
 
 def test_a_fault_in_a_kernel_is_caught_through_the_whole_model() -> None:
-    with override("numpy", swiglu_bwd=swiglu_without_slope):
+    def without_slope(dy: Array, gu: Array, weight: Array, dweight: Array) -> Array:
+        KERNELS["numpy"]["linear_bwd"](dy, KERNELS["numpy"]["swiglu_fwd"](gu), weight, dweight)
+        return swiglu_without_slope(dy @ weight, gu)
+
+    with override("numpy", swiglu_linear_bwd=without_slope):
         assert worst(NanoEuler) > TOLERANCE
 
 

@@ -66,7 +66,7 @@ def advance(model: NanoEuler, ids: Array, cache: KVCache) -> Array:
             qkv[:, :, : c.heads], cache.keys[i][:, : cache.length], cache.values[i][:, : cache.length]
         )
         x, h = model.joints[2 * i].forward(x, block.out.forward(a.reshape(x.shape)))
-        x, h = model.joints[2 * i + 1].forward(x, block.down.forward(block.swiglu.forward(block.gate_up.forward(h))))
+        x, h = model.joints[2 * i + 1].forward(x, block.down.forward(block.gate_up.forward(h)))
     return h
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from models.nanoeuler.config import Config
 from tinyforge.backends import Backend
 from tinyforge.op import Array, Op, Param, ParamBuffer, Stash, with_buffer
-from tinyforge.ops import AddRMSNorm, Attention, Embedding, Linear, LinearCrossEntropy, RMSNorm, RoPE, SwiGLU
+from tinyforge.ops import AddRMSNorm, Attention, Embedding, Linear, LinearCrossEntropy, RMSNorm, RoPE, SwiGLULinear
 from tinyforge.rng import Stream
 
 
@@ -37,15 +37,15 @@ class Block:
         self.attention = Attention(config.heads, config.kv_heads, backend, f"{at}attention")
         self.out = linear("out", dim, dim, residual_std)
         self.gate_up = linear("gate_up", 2 * config.hidden, dim, std)
-        self.swiglu = SwiGLU(backend, f"{at}swiglu")
-        self.down = linear("down", dim, config.hidden, residual_std)
+        down = Param(f"{at}down.weight", (dim, config.hidden), std=residual_std)
+        self.down = SwiGLULinear(down, backend, f"{at}down")
 
 
 class NanoEuler(Op):
     """nll[k] = sum of -log p(token t+1+k | tokens 0..t) over the positions that have a target
 
     ids: (B, T) int32; targets: (B, T, K) int32, -1 for none; nll: (K,). Block, with h the normed stream:
-        x = x + out(attention(rope(qkv(norm1(x)))));   x = x + down(swiglu(gate_up(norm2(x))))
+        x = x + out(attention(rope(qkv(norm1(x)))));   x = x + down(gate_up(norm2(x))), where down begins with SwiGLU
     then a final norm and K output heads. Handing in `values` shares another model's weights (see ParamBuffer).
     """
 
@@ -87,15 +87,14 @@ class NanoEuler(Op):
             a = block.out.forward(a.reshape(x.shape), stash)
             x, h = self.joints[2 * i].forward(x, a, stash)
             gu = block.gate_up.forward(h, stash, again=self._again(self.joints[2 * i].normed, x))
-            f = block.swiglu.forward(gu, stash)
-            f = block.down.forward(f, stash, again=self._again(block.swiglu.forward, gu))
+            f = block.down.forward(gu, stash)
             x, h = self.joints[2 * i + 1].forward(x, f, stash)
             normed = self.joints[2 * i + 1].normed
         return h
 
     def _again(self, function: Callable[[Array], Array], x: Array) -> Callable[[], Array] | None:
-        """Recomputation, where the backend asks for it: one more pass of the norms and of SwiGLU saves a third of what
-        a layer would keep."""
+        """Recomputation, where the backend asks for it: one more pass of the norms saves a sixth of what a layer would
+        keep."""
         return partial(function, x) if self.backend.recomputes else None
 
     def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Array:
@@ -108,9 +107,8 @@ class NanoEuler(Op):
         for i in reversed(range(self.config.layers)):
             block, joint = self.blocks[i], self.joints[2 * i + 1]
             dx, df = joint.backward((dx, dh), stash)
-            df = block.down.backward(df, stash)
-            df = block.swiglu.backward(df, stash)
-            dh = block.gate_up.backward(df, stash)
+            dgu = block.down.backward(df, stash)
+            dh = block.gate_up.backward(dgu, stash)
             dx, da = self.joints[2 * i].backward((dx, dh), stash)
             da = block.out.backward(da, stash)
             dqkv = block.attention.backward(da.reshape(*da.shape[:-1], -1, self.config.head_dim), stash)
@@ -124,7 +122,7 @@ class NanoEuler(Op):
         ops: list[Op] = [self.embedding, self.first_norm]
         for i, b in enumerate(self.blocks):
             ops += [b.qkv, b.rope, b.attention, b.out, self.joints[2 * i]]
-            ops += [b.gate_up, b.swiglu, b.down, self.joints[2 * i + 1]]
+            ops += [b.gate_up, b.down, self.joints[2 * i + 1]]
         return [*ops, self.heads]
 
     def params(self) -> list[Param]:

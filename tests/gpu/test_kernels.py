@@ -95,6 +95,8 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "embedding_bwd": lambda r, n, c: (act(r, n, c), tokens(r, n, 37), acc(r, 37, c)),
     "linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c)),
     "linear_bwd": lambda r, n, c: (act(r, n, 24), act(r, n, c), act(r, 24, c), acc(r, 24, c)),
+    "swiglu_linear_fwd": lambda r, n, c: (act(r, n, 2 * c), act(r, 24, c)),
+    "swiglu_linear_bwd": lambda r, n, c: (act(r, n, 24), act(r, n, 2 * c), act(r, 24, c), acc(r, 24, c)),
 }  # fmt: skip
 
 # A lane's vectors: none (odd widths), one, three (four, six, eight), and rows too wide for registers.

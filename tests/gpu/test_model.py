@@ -41,6 +41,7 @@ def test_every_gradient_against_finite_differences(kind: type[Op]) -> None:
 FAULTS = {
     "rmsnorm_bwd": ops.RMSNorm, "add_rmsnorm_bwd": ops.AddRMSNorm, "layernorm_bwd": ops.LayerNorm, "rope": ops.RoPE,
     "swiglu_bwd": ops.SwiGLU, "gelu_bwd": ops.GELU, "softmax_bwd": ops.Softmax, "linear_bwd": ops.Linear,
+    "swiglu_linear_bwd": ops.SwiGLULinear,
     "cross_entropy_bwd": ops.CrossEntropy, "linear_cross_entropy_bwd": ops.LinearCrossEntropy,
 }  # fmt: skip
 
@@ -151,8 +152,8 @@ def test_a_run_learns_resumes_bit_for_bit_and_is_read_on_the_cpu(tmp_path: Path,
 def test_a_nan_stops_the_run_and_leaves_the_weights_before_it(tmp_path: Path) -> None:
     trial = Trial(tmp_path, save_every=100)
     good = trial.batches
-    op = trial.model.blocks[1].swiglu
-    right = op.k.swiglu_bwd
+    op = trial.model.blocks[1].down
+    right = op.k.swiglu_linear_bwd
 
     def poisoned(*arguments: Any) -> Any:
         result = right(*arguments)
@@ -161,11 +162,11 @@ def test_a_nan_stops_the_run_and_leaves_the_weights_before_it(tmp_path: Path) ->
 
     def batches(step: int) -> list[Batch]:
         if step == 13:
-            op.k.swiglu_bwd = poisoned
+            op.k.swiglu_linear_bwd = poisoned
         return good(step)
 
     object.__setattr__(trial.task, "batches", batches)
-    with pytest.raises(UserError, match="step 13: .* came from backward of blocks.1.swiglu"):
+    with pytest.raises(UserError, match="step 13: .* came from backward of blocks.1.down"):
         trial.train()
     assert np.isfinite(trial.backend.to_numpy(trial.model.buffer.masters)).all()
 

@@ -310,3 +310,14 @@ def test_extreme_values_stay_finite(name: str, backend: Backend) -> None:
     assert np.isfinite(dx[0] if isinstance(dx, tuple) else dx).all()
     if name.endswith("CrossEntropy"):
         close(y, [2e4 + math.log(2) + 2e4], 1e-6)
+
+
+def test_swiglu_linear_is_swiglu_then_linear(rng: np.random.Generator) -> None:
+    gu, dy = rng.normal(size=(2, 3, 10)), rng.normal(size=(2, 3, 4))
+    fused = with_buffer(ops.SwiGLULinear(Param("w", (4, 5), std=1.0), FP64), FP64, rng)
+    swiglu, linear = ops.SwiGLU(FP64), with_buffer(ops.Linear(Param("w", (4, 5), std=1.0), FP64), FP64, rng)
+    linear.weight.value[...] = fused.weight.value
+    stash, apart = Stash(), Stash()
+    close(fused.forward(gu, stash), linear.forward(swiglu.forward(gu, apart), apart))
+    close(fused.backward(dy, stash), swiglu.backward(linear.backward(dy, apart), apart))
+    close(fused.weight.grad, linear.weight.grad)

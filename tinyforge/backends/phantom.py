@@ -171,13 +171,16 @@ def attention_bwd(
 
 
 @phantom_kernel
-def swiglu_fwd(gu: Array) -> Array:
-    return new((*gu.shape[:-1], gu.shape[-1] // 2), gu.dtype)
+def swiglu_linear_fwd(gu: Array, weight: Array) -> Array:
+    hidden = new((*gu.shape[:-1], weight.shape[1]), gu.dtype)
+    return linear_fwd(hidden, weight)
 
 
 @phantom_kernel
-def swiglu_bwd(dy: Array, gu: Array) -> Array:
-    return new(gu.shape, gu.dtype)
+def swiglu_linear_bwd(dy: Array, gu: Array, weight: Array, dweight: Array) -> Array:
+    hidden = new((*gu.shape[:-1], weight.shape[1]), gu.dtype)
+    dhidden = new(hidden.shape, hidden.dtype)
+    return new(gu.shape, dhidden.dtype)
 
 
 @phantom_kernel

@@ -14,14 +14,15 @@ from tinyforge.ops.rmsnorm import RMSNorm
 from tinyforge.ops.rope import RoPE
 from tinyforge.ops.softmax import Softmax
 from tinyforge.ops.swiglu import SwiGLU
+from tinyforge.ops.swiglu_linear import SwiGLULinear
 
 ALL: tuple[type[Op], ...] = (
-    Embedding, LearnedPositions, Linear, RMSNorm, AddRMSNorm, LayerNorm, RoPE, Attention, SwiGLU, GELU, Softmax,
-    Dropout, CrossEntropy, LinearCrossEntropy,
+    Embedding, LearnedPositions, Linear, RMSNorm, AddRMSNorm, LayerNorm, RoPE, Attention, SwiGLU, SwiGLULinear, GELU,
+    Softmax, Dropout, CrossEntropy, LinearCrossEntropy,
 )  # fmt: skip
 """Every op, in the order of the gradient-check ledger."""
 
 __all__ = [
     "ALL", "AddRMSNorm", "Attention", "CrossEntropy", "Dropout", "Embedding", "GELU", "LayerNorm", "LearnedPositions",
-    "Linear", "LinearCrossEntropy", "RMSNorm", "RoPE", "Softmax", "SwiGLU",
+    "Linear", "LinearCrossEntropy", "RMSNorm", "RoPE", "Softmax", "SwiGLU", "SwiGLULinear",
 ]  # fmt: skip

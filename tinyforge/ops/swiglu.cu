@@ -1,7 +1,8 @@
 // swiglu: y = silu(g) u with silu(g) = g s, s = 1 / (1 + exp(-g)).
 //
 // Kernels:  swiglu_fwd     y from gate and up, the two halves of a row
-//           swiglu_bwd     dgate and dup from dy, gate and up; s is computed again and not kept
+//           swiglu_bwd     dgate and dup from dy, gate and up; s is computed again and not kept; and y once more, where
+//                          the caller gives room for it: the linear map behind needs it, and gate and up are at hand
 //
 // Idea. One thread takes one vector of VEC elements: of the gate, and of up at the same place in the other half.
 // Nothing is shared between threads. Grid: a thread for each vector of y. Block: 256 threads. No shared memory.
@@ -40,19 +41,23 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_fwd(const T *gu, T *y, 
     store(y + i64(i) * VEC, out);
 }
 
-extern "C" __global__ void __launch_bounds__(256) swiglu_bwd(const T *dy, const T *gu, T *dgu, u32 total, u32 half) {
+extern "C" __global__ void __launch_bounds__(256) swiglu_bwd(
+    const T *dy, const T *gu, T *dgu, T *y, u32 total, u32 half
+) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;
     const u32 row = i / half;
     const i64 at = (i64(i) + i64(row) * half) * VEC, beside = at + i64(half) * VEC;
     const Pack<T, VEC> gate = load<VEC>(gu + at), up = load<VEC>(gu + beside), d = load<VEC>(dy + i64(i) * VEC);
-    Pack<T, VEC> dgate, dup;
+    Pack<T, VEC> dgate, dup, out;
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
         const A g = widen(gate.v[j]), s = sigmoid(g), silu = g * s, upstream = widen(d.v[j]);
         narrow(upstream * widen(up.v[j]) * (s + silu * (A(1) - s)), dgate.v[j]);
         narrow(upstream * silu, dup.v[j]);
+        narrow(silu * widen(up.v[j]), out.v[j]);
     }
     store_streaming(dgu + at, dgate);
     store_streaming(dgu + beside, dup);
+    if (y) store(y + i64(i) * VEC, out);
 }

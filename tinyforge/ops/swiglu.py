@@ -57,7 +57,8 @@ def swiglu_fwd(gu: Array) -> Array:
 
 
 @numpy_kernel
-def swiglu_bwd(dy: Array, gu: Array) -> Array:
+def swiglu_bwd(dy: Array, gu: Array, hidden: Array | None = None) -> Array:
+    """dgu; with `hidden`, which has the shape of y, y is written there once more."""
     half = gu.shape[-1] // 2
     rows, dys = gu.reshape(-1, 2 * half), dy.reshape(-1, half)
     dgu = np.empty(rows.shape, gu.dtype)
@@ -67,6 +68,8 @@ def swiglu_bwd(dy: Array, gu: Array) -> Array:
         s = np.tanh(silu)
         s += 1
         silu *= s
+        if hidden is not None:
+            np.multiply(silu, up, out=hidden[part])
         s *= gu.dtype.type(0.5)
         np.multiply(dys[part], silu, out=dup)
         # s (1 + g (1 - s)) = s - s silu + silu

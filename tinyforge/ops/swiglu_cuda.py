@@ -24,12 +24,13 @@ def swiglu_fwd(gu: Array) -> Array:
 
 
 @cupy_kernel
-def swiglu_bwd(dy: Array, gu: Array) -> Array:
+def swiglu_bwd(dy: Array, gu: Array, hidden: Array | None = None) -> Array:
     dy, gu = contiguous(dy), contiguous(gu)
     half = gu.shape[-1] // 2
     dgu = new(gu.shape, gu.dtype)
     if dy.size:
-        vec = vector(half, gu, dy, dgu)
+        vec = vector(half, gu, dy, dgu, *(() if hidden is None else (hidden,)))
         launch = load(FILE, "swiglu_bwd", SCALAR=scalar(gu.dtype), VEC=vec)
-        launch(blocks(dy.size // vec), (256,), (dy, gu, dgu, np.uint32(dy.size // vec), np.uint32(half // vec)))
+        counts = (np.uint32(dy.size // vec), np.uint32(half // vec))
+        launch(blocks(dy.size // vec), (256,), (dy, gu, dgu, np.uintp(0) if hidden is None else hidden, *counts))
     return dgu

@@ -16,7 +16,7 @@ class _NotFinite(Exception):
 
 
 def first_nonfinite(model: Model, batch: Batch, scale: np.ndarray) -> str:
-    """Run the batch again with every op's results looked at; returns e.g. "forward of blocks.2.swiglu"."""
+    """Run the batch again with every op's results looked at; returns e.g. "forward of blocks.2.down"."""
     backend = model.ops()[0].backend
     model.buffer.grads[...] = 0  # what the batch that failed left there would be blamed on the first op
     for op in model.ops():
