@@ -338,8 +338,8 @@ def options_of(args: argparse.Namespace) -> Options:
             raise UserError(f"--{name.replace('_', '-')} is {value}, wants a number above 0")
     config = config_of(Settings(config=args.config))
     seq_len = args.seq_len or config.context
-    if seq_len > config.context:
-        raise UserError(f"--seq-len is {seq_len}, the config's context is {config.context}; use at most that")
+    # RoPE has no parameters: the context can be any length here.
+    config = config.override({"context": max(seq_len, config.context)})
     if args.peer == "torch" and importlib.util.find_spec("torch") is None:
         raise UserError("--peer torch: PyTorch is not installed; pip install torch, or leave out --peer")
     if args.json and args.json != "-" and not Path(args.json).resolve().parent.is_dir():
@@ -357,7 +357,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", default="small", help="preset (small, base, large) or a JSON file (default: small)")
     p.add_argument("--batch-size", type=int, default=16, help="sequences a step (default: 16)")
-    p.add_argument("--seq-len", type=int, help="tokens a sequence (default: the config's context)")
+    p.add_argument(
+        "--seq-len", type=int, help="tokens a sequence (default: the config's context, which a longer one lengthens)"
+    )
     p.add_argument("--steps", type=int, default=30, help="counted steps for each contender (default: 30)")
     p.add_argument("--peer", choices=("torch",), help="time PyTorch too")
     p.add_argument("--backend", default="auto", help="ours: auto, numpy, cupy (default: auto)")

@@ -75,7 +75,6 @@ def test_a_peer_that_agrees_passes() -> None:
     ("flags", "message"),
     [
         (["--steps", "0"], "--steps is 0"),
-        (["--seq-len", "129"], "--seq-len is 129, the config's context is 128"),
         (["--config", "huge"], "'huge' is no preset"),
         (["--precision", "fp8"], "precision 'fp8' is not available"),
         (["--json", "no/such/folder/result.json"], "folder that does not exist"),

@@ -10,7 +10,7 @@ import pytest
 
 from tinyforge import ops
 from tinyforge.backends import Backend, get_backend
-from tinyforge.op import Array, Op, Param, ParamBuffer, Stash
+from tinyforge.op import Array, Op, Param, ParamBuffer, Stash, with_buffer
 from tinyforge.ops.attention import TILE
 from tinyforge.ops.cross_entropy import CHUNK_BYTES, head_scale, masked_targets
 from tinyforge.rng import Stream
