@@ -56,6 +56,7 @@ from tinyforge.train.settings import Settings
 from tinyforge.train.sharded import Batch, Sharded
 
 OURS, EAGER, COMPILED = "tinyforge", "torch eager", "torch compiled"
+PEERS = {"torch": (EAGER, COMPILED), "torch-eager": (EAGER,)}
 LR, CLIP = 1e-3, 1.0
 BATCHES = 8  # distinct ones, visited in turn
 PARITY_STEPS = 3  # the second and third loss depend on the gradients, the clipping and AdamW too
@@ -235,8 +236,9 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     config = options.config
     load_average = os.getloadavg()[0]
     # First, while this process is small: Linux counts a parent's peak at the start of a child as the child's own.
-    measured = (OURS, EAGER, COMPILED) if options.backend == "cupy" else (OURS, EAGER)
-    memory = {name: peak_memory(name, options) for name in (measured if peer else (OURS,))}
+    peers = PEERS[peer] if peer else ()
+    measured = [name for name in (OURS, *peers) if options.backend == "cupy" or name != COMPILED]
+    memory = {name: peak_memory(name, options) for name in measured}
     backend = options.make_backend()
     ours = Ours(options, backend)
     contenders: dict[str, Contender] = {OURS: ours}
@@ -244,7 +246,7 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     if peer:
         buffer = ours.model.buffer
         weights = {p.name: backend.to_numpy(buffer.view(buffer.masters, p)) for p in buffer.params}
-        for name in (EAGER, COMPILED):
+        for name in peers:
             contenders[name] = torch_peer(options, compiled=name == COMPILED)
             contenders[name].load(weights)  # type: ignore[attr-defined]
         versions["torch"] = sys.modules["torch"].__version__
@@ -340,8 +342,8 @@ def options_of(args: argparse.Namespace) -> Options:
     seq_len = args.seq_len or config.context
     # RoPE has no parameters: the context can be any length here.
     config = config.override({"context": max(seq_len, config.context)})
-    if args.peer == "torch" and importlib.util.find_spec("torch") is None:
-        raise UserError("--peer torch: PyTorch is not installed; pip install torch, or leave out --peer")
+    if args.peer and importlib.util.find_spec("torch") is None:
+        raise UserError(f"--peer {args.peer}: PyTorch is not installed; pip install torch, or leave out --peer")
     if args.json and args.json != "-" and not Path(args.json).resolve().parent.is_dir():
         raise UserError(f"--json: {args.json} is in a folder that does not exist; make it first")
     workers = args.workers or len(os.sched_getaffinity(0))
@@ -361,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seq-len", type=int, help="tokens a sequence (default: the config's context, which a longer one lengthens)"
     )
     p.add_argument("--steps", type=int, default=30, help="counted steps for each contender (default: 30)")
-    p.add_argument("--peer", choices=("torch",), help="time PyTorch too")
+    p.add_argument("--peer", choices=tuple(PEERS), help="time PyTorch too, eager and compiled, or eager alone")
     p.add_argument("--backend", default="auto", help="ours: auto, numpy, cupy (default: auto)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
     p.add_argument("--precision", default="fp32", help="fp32, fp64, and on a GPU tf32 or bf16 (default: fp32)")

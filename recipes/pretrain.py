@@ -106,10 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if seq_len > config.context:
         raise UserError(f"--seq-len is {seq_len}, the config's context is {config.context}; use at most that")
     if plan_only:
-        print_plan(config, settings.precision, settings.batch_size, seq_len)
+        print_plan(config, settings.precision, settings.batch_size, seq_len, settings.recompute)
         return 0
     out = Path(settings.out)
     backend = get_backend(settings.backend, settings.precision, settings.workers, settings.device)
+    backend.recomputes = settings.recompute
     settings = Settings(**{**settings.to_dict(), "workers": backend.workers})
     print(f"config {settings.config}: dim {config.dim}, {config.layers} layers, {config.heads}/{config.kv_heads} "
           f"heads, context {config.context}, {config.mtp_heads} output heads")  # fmt: skip

@@ -86,9 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if seq_len > config.context:
         raise UserError(f"--seq-len is {seq_len}, the model's context is {config.context}; use at most that")
     if plan_only:
-        print_plan(config, settings.precision, settings.batch_size, seq_len)
+        print_plan(config, settings.precision, settings.batch_size, seq_len, settings.recompute)
         return 0
     backend = get_backend(settings.backend, settings.precision, settings.workers, settings.device)
+    backend.recomputes = settings.recompute
     check_fits(config, backend, settings.batch_size, seq_len)
     loaded = load_model(base, backend)
     model, tokenizer = loaded.model, loaded.tokenizer

@@ -41,11 +41,12 @@ def gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB"
 
 
-def plan_step(config: Config, precision: str, batch_size: int, seq_len: int) -> Plan:
+def plan_step(config: Config, precision: str, batch_size: int, seq_len: int, recompute: bool = False) -> Plan:
     """Run one step on arrays without memory and read the meter."""
     start = METER.now
     METER.peak = start
     backend = PhantomBackend(precision)
+    backend.recomputes = recompute
     model = NanoEuler(config, backend)
     weights = METER.now - start
     optimizer = AdamW(model.buffer, backend)
@@ -61,9 +62,9 @@ def plan_step(config: Config, precision: str, batch_size: int, seq_len: int) -> 
     return Plan(weights, ready - weights, saved, METER.peak - start)
 
 
-def print_plan(config: Config, precision: str, batch_size: int, seq_len: int) -> None:
-    print(f"a step of {batch_size} x {seq_len} tokens in {precision} on a GPU:")
-    print(plan_step(config, precision, batch_size, seq_len))
+def print_plan(config: Config, precision: str, batch_size: int, seq_len: int, recompute: bool) -> None:
+    print(f"a step of {batch_size} x {seq_len} tokens in {precision} on a GPU{', recomputing' if recompute else ''}:")
+    print(plan_step(config, precision, batch_size, seq_len, recompute))
 
 
 def check_fits(config: Config, backend: Backend, batch_size: int, seq_len: int) -> None:
@@ -72,21 +73,22 @@ def check_fits(config: Config, backend: Backend, batch_size: int, seq_len: int) 
     if free is None:
         return
 
-    def fits(rows: int) -> bool:
-        return plan_step(config, backend.precision.name, rows, seq_len).peak + OUTSIDE <= free
+    def needed(rows: int, recompute: bool = backend.recomputes) -> int:
+        return plan_step(config, backend.precision.name, rows, seq_len, recompute).peak + OUTSIDE
 
-    if fits(batch_size):
+    if needed(batch_size) <= free:
         return
     low, high = 0, batch_size  # low fits, high does not
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    needed = plan_step(config, backend.precision.name, batch_size, seq_len).peak + OUTSIDE
-    fix = (
-        f"--batch-size {low} fits, with --grad-accum for as large a step" if low
-        else "not even --batch-size 1 fits; use a smaller --config or --seq-len, or --precision bf16"
-    )  # fmt: skip
+        low, high = (middle, high) if needed(middle) <= free else (low, middle)
+    if needed(batch_size, recompute=True) <= free:
+        fix = "--recompute makes it fit"
+    elif low:
+        fix = f"--batch-size {low} fits, with --grad-accum for as large a step"
+    else:
+        fix = "not even --batch-size 1 fits; use a smaller --config or --seq-len, or --precision bf16"
     raise UserError(
-        f"{batch_size} x {seq_len} tokens in {backend.precision.name} need {gib(needed)} on the GPU, "
+        f"{batch_size} x {seq_len} tokens in {backend.precision.name} need {gib(needed(batch_size))} on the GPU, "
         f"{gib(free)} are free; {fix}"
     )

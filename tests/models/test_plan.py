@@ -15,8 +15,8 @@ from tinyforge.errors import UserError
 
 TINY = Config(dim=64, heads=4, kv_heads=2, layers=2, context=256, vocab=128, mtp_heads=2, hidden=96,
               mtp_weights=(1, 0.5))  # fmt: skip
-# Per token and layer, in elements: qkv, attention's result, gate and up, two residual sums; the statistics are float32.
-SAVED = 8 * 16 + 64 + 2 * 96 + 2 * 64
+# Per token and layer, in elements: qkv, attention's result, gate and up, two sums and their norms; statistics float32.
+SAVED = 8 * 16 + 64 + 2 * 96 + 4 * 64
 STATISTICS = 4 + 2  # the log-sum-exp of 4 heads, 2 norms
 
 
@@ -49,6 +49,8 @@ def test_the_parts_are_what_the_formulas_say(precision: str, size: int, wide: in
     rest = 4 * (1 + 2) + (2 * 64 + 2 * 128) * size + wide
     assert plan.saved == pytest.approx(tokens * (layers + rest), rel=0.02)
     assert plan.peak > plan.weights + plan.moments + plan.saved
+    spared = plan.saved - plan_step(TINY, precision, 8, 256, recompute=True).saved
+    assert spared == pytest.approx(tokens * TINY.layers * 2 * 64 * size, rel=0.02)
 
 
 def test_memory_grows_with_the_tokens_alone() -> None:
@@ -66,6 +68,7 @@ class Small:
     """A device with so much free memory."""
 
     precision = get_backend("numpy", "fp32", workers=1).precision
+    recomputes = False
 
     def __init__(self, free: int | None) -> None:
         self.free = free
@@ -86,6 +89,9 @@ def test_what_does_not_fit_is_refused_with_the_batch_that_does() -> None:
         f"64 x 256 tokens in fp32 need {needed} on the GPU, {gib(fits)} are free; --batch-size 5 fits, with "
         "--grad-accum for as large a step"
     )
+    with_recomputation = plan_step(TINY, "fp32", 64, 256, recompute=True).peak + OUTSIDE
+    with pytest.raises(UserError, match="; --recompute makes it fit"):
+        check_fits(TINY, Small(with_recomputation), 64, 256)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="not even --batch-size 1 fits"):
         check_fits(TINY, Small(OUTSIDE), 64, 256)  # type: ignore[arg-type]
 

@@ -19,9 +19,9 @@ from data.world import documents
 from tinyforge.train import checkpoint, metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, SAVE_EVERY = 60, 3
+STEPS, SAVE_EVERY = 200, 3
 SHAPE = ["dim=32", "heads=4", "kv_heads=2", "layers=1", "hidden=48", "vocab=300"]
-PLAN = ["--steps", STEPS, "--save-every", SAVE_EVERY, "--eval-every", 20, "--batch-size", 4, "--workers", 2]
+PLAN = ["--steps", STEPS, "--save-every", SAVE_EVERY, "--eval-every", 50, "--batch-size", 4, "--workers", 2]
 
 
 def start(recipe: str, folder: Path, *flags: object) -> subprocess.Popen[bytes]:

@@ -65,7 +65,7 @@ class Backend:
 
     dtype, master_dtype: see `Precision`. workers: how many shards of a batch may run at once (processes on a CPU, one
     on a GPU). read_every: steps between two looks at the loss; each look waits for the device. recomputes: whether
-    models make cheap activations again in backward instead of keeping them.
+    models make cheap activations again in backward instead of keeping them (--recompute).
     """
 
     name: str

@@ -102,7 +102,6 @@ class CupyBackend(Backend):
     name = "cupy"
     xp = cupy
     read_every = 10
-    recomputes = True
 
     def __init__(self, precision: str = "fp32", device: int | None = None) -> None:
         super().__init__(precision, workers=1)

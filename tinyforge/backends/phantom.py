@@ -82,7 +82,6 @@ class PhantomBackend(Backend):
 
     name = "phantom"
     xp = np
-    recomputes = True
 
     def __init__(self, precision: str) -> None:
         policy = PRECISIONS.get(precision)

@@ -26,6 +26,7 @@ class Settings:
     set: tuple[str, ...] = ()
     backend: str = "auto"
     device: int | None = None
+    recompute: bool = False
     precision: str = "fp32"
     data: tuple[str, ...] = ()
     encoding: str = "utf-8"
@@ -52,7 +53,7 @@ class Settings:
 
 
 # What may differ between a run and its continuation: none of it changes a step that was already planned.
-_FREE = {"out", "eval_every", "save_every", "keep", "backend", "device"}
+_FREE = {"out", "eval_every", "save_every", "keep", "backend", "device", "recompute"}
 
 
 def parser(description: str, defaults: Settings, with_base: bool) -> argparse.ArgumentParser:
@@ -91,6 +92,8 @@ def parser(description: str, defaults: Settings, with_base: bool) -> argparse.Ar
     flag("save-every", "steps between checkpoints", type=int)
     flag("keep", "newest checkpoints kept, 0 for all", type=int)
     flag("workers", "shards of a batch, each in a process (default: one a core)", type=int)
+    p.add_argument("--recompute", action="store_true", default=None,
+                   help="make norms again in backward: a tenth less memory, 2 %% slower, the same bits")  # fmt: skip
     p.add_argument("--resume", action="store_true", help="continue the run in --out from its newest checkpoint")
     p.add_argument("--plan", action="store_true", help="print what a step needs in a GPU's memory, and leave")
     return p
