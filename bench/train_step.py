@@ -15,9 +15,7 @@ On a GPU a turn is timed as a whole, from an idle device to an idle device, and 
 follow each other without waiting, as in training. PyTorch's batches lie on the device from the start, ours are uploaded
 in the step. Peak memory is what arrays took on the device at most, without the libraries' own.
 
-FLOP convention: 6 N per token, N the parameters without the input embedding, plus causal attention: two products of
-2 D FLOP per query head and pair of positions s <= t, three times (forward, and twice that in backward), recomputation
-not counted.
+FLOP are counted as NanoEuler.flop_per_token does it, the same for all contenders.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from models.nanoeuler.config import Config
-from models.nanoeuler.model import NanoEuler
+from models.nanoeuler.model import FLOP_CONVENTION, NanoEuler
 from models.nanoeuler.plan import plan_step
 from recipes.pretrain import config_of
 from tinyforge.backends import Backend, get_backend
@@ -183,47 +181,6 @@ def take_turns(contenders: dict[str, Contender], steps: int, backend: Backend) -
     return seconds
 
 
-def flop_per_step(config: Config, parameters: int, batch_size: int, seq_len: int) -> float:
-    """See the convention at the top."""
-    matrices = 6 * (parameters - config.vocab * config.dim) * seq_len
-    pairs = seq_len * (seq_len + 1) / 2
-    attention = 3 * 2 * 2 * config.head_dim * config.heads * config.layers * pairs
-    return batch_size * (matrices + attention)
-
-
-def matmul_peak(backend: Backend, size: int = 1024, repeats: int = 10) -> float:
-    """GFLOP/s of the best of `repeats` rounds in which each worker multiplies two square matrices."""
-    if backend.name == "cupy":
-        return gpu_matmul_peak(backend)
-    a = backend.asarray(np.random.default_rng(0).normal(size=(size, size)))
-    outs = [backend.empty(a.shape) for _ in range(backend.workers)]
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        backend.map(lambda out: backend.xp.matmul(a, a, out=out), outs)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 * backend.workers / best / 1e9
-
-
-def gpu_matmul_peak(backend: Backend, size: int = 8192, rounds: int = 3, repeats: int = 5) -> float:
-    """GFLOP/s of the best of `rounds` of products of two square matrices of random numbers, in the precision in use."""
-    from contextlib import nullcontext
-
-    from tinyforge.backends.cublas import gemm, tensor_float32
-
-    a = backend.asarray(np.random.default_rng(0).standard_normal((size, size), np.float32))
-    out, best = backend.empty(a.shape), float("inf")
-    with tensor_float32() if backend.precision.name == "tf32" else nullcontext():
-        for _ in range(rounds):
-            backend.synchronize()
-            start = time.perf_counter()
-            for _ in range(repeats):
-                gemm(a, a, out)
-            backend.synchronize()
-            best = min(best, (time.perf_counter() - start) / repeats)
-    return 2 * size**3 / best / 1e9
-
-
 def cpu_model() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -254,12 +211,12 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     if not peer:
         for i in range(PARITY_STEPS):
             ours.step(i)
-    peak_before = matmul_peak(backend)
+    peak_before = backend.matmul_peak()
     seconds = take_turns(contenders, options.steps, backend)
-    peak = max(peak_before, matmul_peak(backend))
+    peak = max(peak_before, backend.matmul_peak()) / 1e9
     parameters = ours.model.buffer.count
     tokens = options.batch_size * options.seq_len
-    flop = flop_per_step(config, parameters, options.batch_size, options.seq_len)
+    flop = ours.model.flop_per_token(options.seq_len) * tokens
     base = median(seconds[OURS])
     results = {
         name: {
@@ -290,7 +247,7 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         "planned_peak_mib": plan_step(config, options.precision, options.batch_size, options.seq_len).peak / 2**20
         if backend.name == "cupy"
         else None,
-        "flop_convention": "6 N per token, N without the input embedding, plus causal attention; no recomputation",
+        "flop_convention": FLOP_CONVENTION,
         "matmul_peak_gflop_per_second": peak,
         "parity": parity,
         "results": results,

@@ -26,7 +26,7 @@ from data.local import read_documents
 from data.world import documents
 from models.nanoeuler.config import PRESETS, Config
 from models.nanoeuler.generate import Sampling, generate
-from models.nanoeuler.model import NanoEuler
+from models.nanoeuler.model import FLOP_CONVENTION, NanoEuler
 from models.nanoeuler.plan import check_fits, print_plan
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError, run_command
@@ -165,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda step: [data.batch(step * accum + i, rows) for i in range(accum)], evaluate, sample,
         {"kind": "pretrain", "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
          "data_hash": fingerprint(streams[0])},
+        model.flop_per_token(seq_len), FLOP_CONVENTION,
     )  # fmt: skip
     train(task, settings, backend, resume)
     everything = held.in_order(settings.batch_size, len(streams[1]))

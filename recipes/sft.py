@@ -22,6 +22,7 @@ import numpy as np
 from data.alpaca import END_OF_REPLY, Record, encode_example, read_records, render_prompt
 from data.world import KINDS, instructions, is_correct
 from models.nanoeuler.generate import Sampling, generate
+from models.nanoeuler.model import FLOP_CONVENTION
 from models.nanoeuler.plan import check_fits, print_plan
 from models.nanoeuler.runs import Loaded, load_model, newest_run, saved_config
 from tinyforge.backends import get_backend
@@ -131,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda step: [data.batch(step * accum + i, rows) for i in range(accum)], evaluate, sample,
         {"kind": "sft", "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
          "data_hash": fingerprint(stream)},
+        model.flop_per_token(seq_len), FLOP_CONVENTION,
     )  # fmt: skip
     train(task, settings, backend, resume)
     if not settings.data:

@@ -17,6 +17,8 @@ from tinyforge.op import Array, Op, Param, ParamBuffer, Stash, with_buffer
 from tinyforge.ops import AddRMSNorm, Attention, Embedding, Linear, LinearCrossEntropy, RMSNorm, RoPE, SwiGLULinear
 from tinyforge.rng import Stream
 
+FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and causal attention; no recomputation"
+
 
 class Block:
     """The ops of one layer; the norms stand at the joints, where a residual is added, and so belong to the model."""
@@ -116,6 +118,16 @@ class NanoEuler(Op):
             dh = block.qkv.backward(dqkv.reshape(*da.shape[:-1], -1), stash)
         dx = dx + self.first_norm.backward(dh, stash)
         self.embedding.backward(dx, stash)
+
+    def flop_per_token(self, seq_len: int) -> float:
+        """Floating-point operations of a training step, per token, by FLOP_CONVENTION.
+
+        Attention: two products of 2 D FLOP per query head and pair of positions s <= t in forward, twice that in
+        backward; a token has (seq_len + 1) / 2 pairs on average.
+        """
+        c = self.config
+        pairs = (seq_len + 1) / 2
+        return 6 * (self.buffer.count - c.vocab * c.dim) + 3 * 2 * 2 * c.head_dim * c.heads * c.layers * pairs
 
     def ops(self) -> list[Op]:
         """Every op, in the order of forward."""

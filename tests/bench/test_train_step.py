@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.train_step import EAGER, OURS, Options, Ours, check_parity, flop_per_step, main, table, torch_peer
+from bench.train_step import EAGER, OURS, Options, Ours, check_parity, main, table, torch_peer
 from models.nanoeuler.config import Config
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
@@ -38,16 +38,6 @@ def test_json_goes_to_a_file_and_the_table_to_stdout(tmp_path: Path, capsys: pyt
     target = tmp_path / "result.json"
     assert main([*FLAGS, "--json", str(target)]) == 0
     assert capsys.readouterr().out.strip() == table(json.loads(target.read_text(encoding="utf-8")))
-
-
-def test_flop_of_a_model_small_enough_to_count_by_hand() -> None:
-    # One layer, dim 4, hidden 6, one head of each kind, vocab 5, one output head, T = 3, no embedding, norms included.
-    config = Config(dim=4, heads=1, kv_heads=1, layers=1, context=3, vocab=5, mtp_heads=1, hidden=6, mtp_weights=(1.0,))
-    without_embedding = 3 * 4 * 4 + 4 * 4 + 2 * 6 * 4 + 4 * 6 + 3 * 4 + 5 * 4
-    scores_and_values = 2 * (2 * 4) * (1 + 2 + 3)
-    expected = 6 * without_embedding * 3 + 3 * scores_and_values
-    assert flop_per_step(config, without_embedding + 5 * 4, batch_size=1, seq_len=3) == expected
-    assert flop_per_step(config, without_embedding + 5 * 4, batch_size=2, seq_len=3) == 2 * expected
 
 
 class Fixed:

@@ -197,3 +197,11 @@ def test_recomputation_gives_the_same_bits_from_less_memory() -> None:
     rows = ids.size * 8
     saved = TINY.layers * rows * 2 * TINY.dim  # the results of two norms, float64
     assert kept[0] - kept[1] == pytest.approx(saved, rel=0.02)
+
+
+def test_flop_of_a_model_small_enough_to_count_by_hand() -> None:
+    # One layer, dim 4, hidden 6, one head of each kind, vocab 5, one output head, T = 3, no embedding, norms included.
+    config = Config(dim=4, heads=1, kv_heads=1, layers=1, context=3, vocab=5, mtp_heads=1, hidden=6, mtp_weights=(1.0,))
+    without_embedding = 3 * 4 * 4 + 4 * 4 + 2 * 6 * 4 + 4 * 6 + 3 * 4 + 5 * 4
+    scores_and_values = 2 * (2 * 4) * (1 + 2 + 3)
+    assert NanoEuler(config, FP64).flop_per_token(3) * 3 == 6 * without_embedding * 3 + 3 * scores_and_values

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,26 @@ def test_a_run_learns_and_leaves_what_it_should(tmp_path: Path, capsys: pytest.C
     assert rows[-1]["val_bits_per_byte"] < 0.6 * rows[0]["bits_per_byte"]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "a sample" in capsys.readouterr().out
+
+
+def test_the_share_of_the_peak_is_what_the_numbers_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = Trial(tmp_path)
+    trial.task = replace(trial.task, flop_per_token=1e6, flop_convention="by hand")
+    monkeypatch.setattr(trial.backend, "matmul_peak", lambda: 1e12)
+    trial.train()
+    rates = [row["tokens_per_second"] for row in metrics.read(tmp_path / "metrics.jsonl") if "loss" in row]
+    found = re.search(r"median ([\d,]+) tokens/s: ([\d,]+) GFLOP/s, (\d+)% of the 1,000 .* in fp32 \(by hand\)",
+                      capsys.readouterr().out)  # fmt: skip
+    assert found is not None
+    tokens, gflop, share = (float(number.replace(",", "")) for number in found.groups())
+    assert tokens == pytest.approx(np.median(rates), abs=1)
+    assert gflop == pytest.approx(tokens / 1e3, abs=1) and share == pytest.approx(tokens / 1e4, abs=1)
+
+
+def test_the_peak_of_a_matrix_product_is_measured() -> None:
+    assert 1e8 < get_backend("numpy", "fp32", workers=1).matmul_peak(size=256, rounds=2) < 1e14
 
 
 # What is done to the model, and whom the error must name.

@@ -117,6 +117,10 @@ class Backend:
         """Bytes of the device's own memory: used, held, free, total; nothing where it has none of its own."""
         return {}
 
+    def matmul_peak(self) -> float:
+        """FLOP/s of the best of some rounds of large matrix products of random numbers: measured, not looked up."""
+        raise NotImplementedError
+
     def to_numpy(self, array: Any) -> np.ndarray:
         raise NotImplementedError
 

@@ -12,7 +12,9 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ import numpy as np
 
 from tinyforge.backends import Backend, kernel
 from tinyforge.backends.compile import INSTALL, load, warm_up, warm_up_wanted
-from tinyforge.backends.cublas import tensor_float32
+from tinyforge.backends.cublas import gemm, tensor_float32
 from tinyforge.errors import UserError
 from tinyforge.op import Array
 
@@ -151,6 +153,19 @@ class CupyBackend(Backend):
             f"{properties['name'].decode()} (GPU {self.device.id}), {properties['totalGlobalMem'] / 2**30:.0f} GiB, "
             f"CUDA {_version(cupy.cuda.runtime.runtimeGetVersion())}"
         )
+
+    def matmul_peak(self, size: int = 8192, rounds: int = 3) -> float:
+        a = self.asarray(np.random.default_rng(0).standard_normal((size, size), np.float32))
+        out, repeats, best = self.empty(a.shape), 5, float("inf")
+        with tensor_float32() if self.precision.name == "tf32" else nullcontext():
+            for _ in range(rounds):
+                self.synchronize()
+                start = time.perf_counter()
+                for _ in range(repeats):
+                    gemm(a, a, out)
+                self.synchronize()
+                best = min(best, (time.perf_counter() - start) / repeats)
+        return 2 * size**3 / best
 
     def memory(self) -> dict[str, int]:
         """Bytes: `used` by arrays now, `held` by CuPy's pool (the most ever used, and gaps), `free` and `total`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -83,3 +84,15 @@ class NumpyBackend(Backend):
         # The calling thread takes the first item itself: one thread fewer, and no idle wait.
         later = [self._pool.submit(function, item) for item in items[1:]]
         return [function(items[0])] + [future.result() for future in later]
+
+    def matmul_peak(self, size: int = 1024, rounds: int = 5) -> float:
+        a = np.random.default_rng(0).normal(size=(size, size)).astype(self.dtype)
+        outs = [np.empty_like(a) for _ in range(self.workers)]
+        best = min(_seconds(lambda: self.map(lambda out: np.matmul(a, a, out=out), outs)) for _ in range(rounds))
+        return 2 * size**3 * self.workers / best
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

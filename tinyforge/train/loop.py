@@ -37,6 +37,7 @@ class Task:
 
     batches(step): the micro-batches of that step, a pure function. evaluate(sharded): figures on held-out data, with
     `val_bits_per_byte` among them. sample(): a few lines to show. meta: what else goes into meta.json.
+    flop_per_token, counted as flop_convention says: for the share of the machine's peak that training reached.
     """
 
     model: Model
@@ -47,6 +48,8 @@ class Task:
     evaluate: Callable[[Sharded], dict[str, float]]
     sample: Callable[[], str]
     meta: dict[str, Any]
+    flop_per_token: float = 0.0
+    flop_convention: str = ""
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,7 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
         warnings.simplefilter("ignore", RuntimeWarning)
         done = progress() >= 1.0
         unread: list[_Step] = []
+        rates: list[float] = []
         began = time.perf_counter()
 
         def check(taken: _Step) -> tuple[float, float, float]:
@@ -193,6 +197,7 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
             nonlocal began
             backend.synchronize()
             rate = sum(b.ids.size for taken in unread for b in taken.batches) / (time.perf_counter() - began)
+            rates.append(rate)
             for taken in unread:
                 loss, norm, first = check(taken)
                 bpb = bits_per_byte(first, taken.targets, task.byte_lengths)
@@ -241,7 +246,21 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
     on_gpu = f", {held / 2**20:.0f} MiB on the GPU" if held else ""
     print(f"{step} steps in {elapsed():.0f} s, peak memory {metrics.peak_memory_mib():.0f} MiB{on_gpu}")
     print(f"wrote {last_saved}, {log.path}, {out / 'loss.png'}")
+    if rates and task.flop_per_token:
+        _print_utilisation(task, backend, float(np.median(rates)))
     return last_saved
+
+
+def _print_utilisation(task: Task, backend: Backend, tokens_per_second: float) -> None:
+    try:
+        peak = backend.matmul_peak() / 1e9
+    except MemoryError:  # the model fills the device; what it trained is saved
+        return
+    achieved = tokens_per_second * task.flop_per_token / 1e9
+    print(
+        f"median {tokens_per_second:,.0f} tokens/s: {achieved:,.0f} GFLOP/s, {achieved / peak:.0%} of the {peak:,.0f} "
+        f"that a matrix product reaches here in {backend.precision.name} ({task.flop_convention})"
+    )
 
 
 def _check_same(found: checkpoint.Checkpoint, task: Task) -> None:
