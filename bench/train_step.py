@@ -137,8 +137,9 @@ def _steps_only(name: str, options: Options) -> float:
             contender.step(i)
 
     if options.backend != "cupy":
-        take_steps(Ours(options, options.make_backend()) if name == OURS else torch_peer(options, compiled=False))
-        return peak_memory_mib()
+        contender = Ours(options, options.make_backend()) if name == OURS else torch_peer(options, compiled=False)
+        take_steps(contender)
+        return peak_memory_mib()  # before the contender goes, and its workers with it
     if name == OURS:
         backend = options.make_backend()
         from tinyforge.backends.cupy_backend import PeakMemory
