@@ -65,7 +65,7 @@ MEMORY_STEPS = 5
 
 @dataclass(frozen=True)
 class Options:
-    """What is timed. workers: threads of ours. threads: of PyTorch. steps: counted for each contender."""
+    """What is timed. workers: processes of ours. threads: of PyTorch. steps: counted for each contender."""
 
     config: Config
     batch_size: int
@@ -325,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--backend", default="auto", help="ours: auto, numpy, cupy (default: auto)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
     p.add_argument("--precision", default="fp32", help="fp32, fp64, and on a GPU tf32 or bf16 (default: fp32)")
-    p.add_argument("--workers", type=int, help="threads of ours (default: one a core)")
+    p.add_argument("--workers", type=int, help="processes of ours, one BLAS thread each (default: one a core)")
     p.add_argument("--threads", type=int, help="threads of PyTorch (default: as many as --workers)")
     p.add_argument("--json", nargs="?", const="-", metavar="FILE",
                    help="all figures as JSON to FILE; without FILE to stdout, and the table to stderr")  # fmt: skip
