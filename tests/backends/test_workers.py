@@ -80,6 +80,15 @@ def test_a_worker_ends_when_it_is_let_go() -> None:
 
 
 @forks
+def test_letting_go_does_not_wait_for_work_under_way() -> None:
+    worker = ForkedWorker(time.sleep)
+    worker.send(60)
+    start = time.monotonic()
+    worker.close()
+    assert time.monotonic() - start < 5
+
+
+@forks
 def test_workers_end_when_their_maker_is_killed() -> None:
     code = (
         "import time; from tinyforge.backends.workers import ForkedWorker, worker_pids\n"

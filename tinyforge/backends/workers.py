@@ -94,6 +94,7 @@ def _serve(pipe: Connection, answer: Callable[[Any], Any]) -> None:
 def _end(pipe: Connection, pid: int) -> None:
     pipe.close()
     _pids.discard(pid)
+    os.kill(pid, signal.SIGKILL)  # it may be in the middle of a long step, whose result nobody wants any more
     os.waitpid(pid, 0)
 
 
