@@ -9,6 +9,11 @@ the edge of a piece.
     ids = tokenizer.encode("Once upon a time")
     assert tokenizer.decode(ids) == "Once upon a time"
 
+The same from the command line (`--help` says more):
+
+    python -m tinyforge.text.bpe train book.txt --vocab-size 4096 --out tokenizer.json
+    python -m tinyforge.text.bpe inspect "Once upon a time" --tokenizer tokenizer.json
+
 Token ids: 0..255 the bytes, then one id per merge in the order learned, then the special tokens.
 
 Sources: Gage, "A New Algorithm for Data Compression" (1994); Sennrich, Haddow, Birch, "Neural Machine
@@ -331,12 +336,12 @@ class Tokenizer:
         spelt as a visible character. Raises UserError when a file cannot be read or the two do not belong
         together.
         """
-        encoder = _read_json(encoder_json)
+        encoder = read_json(encoder_json)
         # A printable byte is spelt as itself, the n-th of the others as the character 256 + n.
         spelt = [*GPT2_PRINTABLE, *range(256, 512 - len(GPT2_PRINTABLE))]
         ids = {chr(code): index for index, code in enumerate(spelt)}
         merges: list[Pair] = []
-        for number, line in enumerate(_read_text(vocab_bpe).split("\n"), start=1):
+        for number, line in enumerate(read_text(vocab_bpe).split("\n"), start=1):
             if not line or (number == 1 and line.startswith("#version")):
                 continue
             left, _, right = line.partition(" ")
@@ -429,7 +434,7 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a file that `save` wrote. Raises UserError, naming the file, when it is missing or damaged."""
-        content = _read_json(path)
+        content = read_json(path)
         for key, wanted in (("format", FORMAT), ("version", VERSION), ("pattern", PATTERN)):
             if content.get(key) != wanted:
                 raise UserError(
@@ -454,7 +459,8 @@ def _is_pair(merge: object) -> bool:
     return isinstance(merge, list) and len(merge) == 2 and all(type(token) is int for token in merge)
 
 
-def _read_text(path: str | Path) -> str:
+def read_text(path: str | Path) -> str:
+    """Text of a tokenizer file in UTF-8. Raises UserError when it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -463,11 +469,19 @@ def _read_text(path: str | Path) -> str:
         raise UserError(f"{path} is not UTF-8 at byte {error.start}, so no tokenizer; check the path") from error
 
 
-def _read_json(path: str | Path) -> dict[str, Any]:
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a tokenizer file. Raises UserError when it cannot be read or is no object."""
     try:
-        content = json.loads(_read_text(path))
+        content = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON (line {error.lineno}: {error.msg}); get or make the file again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: got a JSON {type(content).__name__}, wanted an object; check the path")
     return content
+
+
+if __name__ == "__main__":
+    from tinyforge.errors import run_command
+    from tinyforge.text.command import main
+
+    run_command(main)
