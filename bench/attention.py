@@ -17,8 +17,6 @@ in backward (five products; what a kernel computes twice does not count).
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -32,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
+from bench.report import add_json_flag, check_before, publish
 from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import UserError, run_command
 from tinyforge.ops import Attention
@@ -297,25 +296,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--precision", default="bf16", help="bf16, tf32, fp32 or fp64 (default: %(default)s)")
     p.add_argument("--repeats", type=int, default=50, help="timed calls of each (default: %(default)s)")
     p.add_argument("--peer", choices=("torch",), help="time PyTorch too (bf16: its flash kernels know no other)")
-    p.add_argument("--json", nargs="?", const="-", metavar="FILE",
-                   help="all figures as JSON to FILE; without FILE to stdout, and the table to stderr")  # fmt: skip
+    add_json_flag(p)
     args = p.parse_args(argv)
     shapes = shapes_of(args)
     if args.peer and args.precision != "bf16":
         raise UserError(f"--peer torch: its flash kernels take bf16, not {args.precision}; leave out --precision")
-    if args.peer and importlib.util.find_spec("torch") is None:
-        raise UserError("--peer torch: PyTorch is not installed; pip install torch, or leave out --peer")
-    if args.json and args.json != "-" and not Path(args.json).resolve().parent.is_dir():
-        raise UserError(f"--json: {args.json} is in a folder that does not exist; make it first")
+    check_before(args.json, args.peer)
     found = measure(shapes, get_backend("cupy", args.precision), args.peer, args.repeats)
-    print(table(found), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json == "-":
-        print(json.dumps(found, indent=2))
-    elif args.json:
-        try:
-            Path(args.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--json: cannot write {args.json}: {error.strerror}; choose another file") from error
+    publish(found, table(found), args.json)
     return 0
 
 

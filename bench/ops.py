@@ -16,7 +16,6 @@ only waits, so that the device then takes one after the other: Python's time for
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
+from bench.report import add_json_flag, check_before, publish
 from models.nanoeuler.config import PRESETS
 from tinyforge.backends import KERNELS, Backend, get_backend
 from tinyforge.errors import UserError, run_command
@@ -213,14 +213,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--tokens", type=int, default=16384, help="rows, a multiple of 512 (default: 16384)")
     p.add_argument("--precision", default="bf16", help="bf16, fp32 or fp64 (default: bf16)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
-    p.add_argument("--json", metavar="FILE", help="all figures as JSON to FILE")
+    add_json_flag(p)
     args = p.parse_args(argv)
     if args.tokens <= 0 or args.tokens % 512:
         raise UserError(f"--tokens is {args.tokens}, wants a multiple of 512")
+    check_before(args.json)
     found = measure(get_backend("cupy", args.precision, device=args.device), args.tokens)
-    print(table(found))
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    publish(found, table(found), args.json)
     return 0
 
 

@@ -21,8 +21,6 @@ FLOP are counted as NanoEuler.flop_per_token does it, the same for all contender
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import multiprocessing
 import os
 import platform
@@ -40,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
+from bench.report import add_json_flag, check_before, publish
 from models.nanoeuler.config import Config
 from models.nanoeuler.model import FLOP_CONVENTION, NanoEuler
 from models.nanoeuler.plan import plan_step
@@ -300,10 +299,7 @@ def options_of(args: argparse.Namespace) -> Options:
     seq_len = args.seq_len or config.context
     # RoPE has no parameters: the context can be any length here.
     config = config.override({"context": max(seq_len, config.context)})
-    if args.peer and importlib.util.find_spec("torch") is None:
-        raise UserError(f"--peer {args.peer}: PyTorch is not installed; pip install torch, or leave out --peer")
-    if args.json and args.json != "-" and not Path(args.json).resolve().parent.is_dir():
-        raise UserError(f"--json: {args.json} is in a folder that does not exist; make it first")
+    check_before(args.json, args.peer)
     workers = args.workers or len(os.sched_getaffinity(0))
     # Refuses names it does not know before a child meets them, and says what `auto` is.
     backend = get_backend(args.backend, args.precision, workers, args.device)
@@ -327,18 +323,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--precision", default="fp32", help="fp32, fp64, and on a GPU tf32 or bf16 (default: fp32)")
     p.add_argument("--workers", type=int, help="processes of ours, one BLAS thread each (default: one a core)")
     p.add_argument("--threads", type=int, help="threads of PyTorch (default: as many as --workers)")
-    p.add_argument("--json", nargs="?", const="-", metavar="FILE",
-                   help="all figures as JSON to FILE; without FILE to stdout, and the table to stderr")  # fmt: skip
+    add_json_flag(p)
     args = p.parse_args(argv)
     found = measure(options_of(args), args.peer)
-    print(table(found), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json == "-":
-        print(json.dumps(found, indent=2))
-    elif args.json:
-        try:
-            Path(args.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--json: cannot write {args.json}: {error.strerror}; choose another file") from error
+    publish(found, table(found), args.json)
     return 0
 
 

@@ -27,13 +27,12 @@ from data.world import documents
 from models.nanoeuler.config import PRESETS, Config
 from models.nanoeuler.generate import Sampling, generate
 from models.nanoeuler.model import FLOP_CONVENTION, NanoEuler
-from models.nanoeuler.plan import check_fits, print_plan
-from tinyforge.backends import get_backend
+from models.nanoeuler.plan import check_fits, print_plan, sequence_length
 from tinyforge.errors import UserError, run_command
 from tinyforge.text import Tokenizer
 from tinyforge.train.batches import PackedTokens, check_ids, fingerprint
 from tinyforge.train.loop import Task, evaluate_nll, train
-from tinyforge.train.settings import Settings, parse, parser
+from tinyforge.train.settings import Settings, open_backend, parse, parser
 from tinyforge.train.sharded import Sharded
 
 DEFAULTS = Settings(out="runs/pretrain", steps=2300)
@@ -102,16 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.vocab > BUILT_IN_VOCAB and not chosen:
         print(f"vocab {config.vocab} -> {BUILT_IN_VOCAB}: the built-in corpus has too few words; give --data for more")
         config = config.override({"vocab": BUILT_IN_VOCAB})
-    seq_len = settings.seq_len or config.context
-    if seq_len > config.context:
-        raise UserError(f"--seq-len is {seq_len}, the config's context is {config.context}; use at most that")
+    seq_len = sequence_length(config, settings.seq_len)
     if plan_only:
         print_plan(config, settings.precision, settings.batch_size, seq_len, settings.recompute)
         return 0
     out = Path(settings.out)
-    backend = get_backend(settings.backend, settings.precision, settings.workers, settings.device)
-    backend.recomputes = settings.recompute
-    settings = Settings(**{**settings.to_dict(), "workers": backend.workers})
+    backend, settings = open_backend(settings)
     print(f"config {settings.config}: dim {config.dim}, {config.layers} layers, {config.heads}/{config.kv_heads} "
           f"heads, context {config.context}, {config.mtp_heads} output heads")  # fmt: skip
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")

@@ -21,17 +21,17 @@ import numpy as np
 
 from data.alpaca import END_OF_REPLY, Record, encode_example, read_records, render_prompt
 from data.world import KINDS, instructions, is_correct
+from models.nanoeuler.config import Config
 from models.nanoeuler.generate import Sampling, generate
 from models.nanoeuler.model import FLOP_CONVENTION
-from models.nanoeuler.plan import check_fits, print_plan
-from models.nanoeuler.runs import Loaded, load_model, newest_run, saved_config
-from tinyforge.backends import get_backend
+from models.nanoeuler.plan import check_fits, print_plan, sequence_length
+from models.nanoeuler.runs import Loaded, build_model, newest_run
 from tinyforge.errors import UserError, run_command
 from tinyforge.text import Tokenizer
 from tinyforge.train import checkpoint
 from tinyforge.train.batches import Examples, fingerprint
 from tinyforge.train.loop import Task, evaluate_nll, train
-from tinyforge.train.settings import Settings, parse, parser
+from tinyforge.train.settings import Settings, open_backend, parse, parser
 from tinyforge.train.sharded import Sharded
 
 DEFAULTS = Settings(out="runs/sft", steps=1400, batch_size=32, lr=2e-3, weight_decay=0.0)
@@ -81,20 +81,16 @@ def base_of(settings: Settings, resume: bool) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only = parse(parser(__doc__ or "", DEFAULTS, with_base=True), argv, DEFAULTS)
-    base = base_of(settings, resume)
-    config = saved_config(base)
-    seq_len = settings.seq_len or config.context
-    if seq_len > config.context:
-        raise UserError(f"--seq-len is {seq_len}, the model's context is {config.context}; use at most that")
+    base = checkpoint.load(base_of(settings, resume))
+    config = Config.from_dict(base.meta["config"])
+    seq_len = sequence_length(config, settings.seq_len)
     if plan_only:
         print_plan(config, settings.precision, settings.batch_size, seq_len, settings.recompute)
         return 0
-    backend = get_backend(settings.backend, settings.precision, settings.workers, settings.device)
-    backend.recomputes = settings.recompute
+    backend, settings = open_backend(settings)
     check_fits(config, backend, settings.batch_size, seq_len)
-    loaded = load_model(base, backend)
+    loaded = build_model(base, backend)
     model, tokenizer = loaded.model, loaded.tokenizer
-    settings = Settings(**{**settings.to_dict(), "workers": backend.workers})
     print(f"base: {loaded.path}, {model.buffer.count:,} parameters")
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
 

@@ -62,6 +62,13 @@ def plan_step(config: Config, precision: str, batch_size: int, seq_len: int, rec
     return Plan(weights, ready - weights, saved, METER.peak - start)
 
 
+def sequence_length(config: Config, asked: int | None) -> int:
+    """Tokens a sequence: what --seq-len asks for, or the whole context."""
+    if asked is not None and asked > config.context:
+        raise UserError(f"--seq-len is {asked}, the config's context is {config.context}; use at most that")
+    return asked or config.context
+
+
 def print_plan(config: Config, precision: str, batch_size: int, seq_len: int, recompute: bool) -> None:
     print(f"a step of {batch_size} x {seq_len} tokens in {precision} on a GPU{', recomputing' if recompute else ''}:")
     print(plan_step(config, precision, batch_size, seq_len, recompute))

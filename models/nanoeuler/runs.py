@@ -25,14 +25,13 @@ class Loaded:
     path: Path
 
 
-def saved_config(path: Path) -> Config:
-    """The config of a checkpoint's model."""
-    return Config.from_dict(checkpoint.load(path).meta["config"])
-
-
 def load_model(path: Path, backend: Backend) -> Loaded:
     """The model of a checkpoint, or of the newest checkpoint in a run's directory."""
-    found = checkpoint.load(path)
+    return build_model(checkpoint.load(path), backend)
+
+
+def build_model(found: checkpoint.Checkpoint, backend: Backend) -> Loaded:
+    """The model of a checkpoint that has been read."""
     tokenizer = Tokenizer.load(found.tokenizer_path)
     config = Config.from_dict(found.meta["config"])
     if tokenizer.hash() != found.meta["tokenizer_hash"]:

@@ -53,13 +53,6 @@ def row_blocks(rows: int, row_bytes: int, budget: int = 1 << 20) -> Iterator[sli
         yield slice(start, min(start + step, rows))
 
 
-def exp_needs_shift(x: np.ndarray) -> bool:
-    """Whether a softmax of x must subtract the maximum first. Within +-60 exp neither overflows nor vanishes, in fp32
-    too, and neither do its sums; softmax is the same function with and without the shift, and one pass over all of x
-    here saves two that go row by row."""
-    return x.size > 0 and bool(x.max() > 60 or x.min() < -60)
-
-
 class NumpyBackend(Backend):
     """NumPy arrays in memory; `workers` share a step (as many as there are cores unless told otherwise)."""
 

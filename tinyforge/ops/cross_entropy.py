@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.numpy_backend import exp_needs_shift, numpy_kernel, row_blocks
+from tinyforge.backends.numpy_backend import numpy_kernel, row_blocks
 from tinyforge.op import Array, Op, Param, Stash, with_buffer
 
 CHUNK_BYTES = 1 << 21
@@ -111,6 +111,13 @@ def head_scale(targets: np.ndarray, weights: tuple[float, ...]) -> np.ndarray:
     """
     counts = (targets >= 0).reshape(-1, targets.shape[-1]).sum(axis=0)
     return np.asarray(weights) / sum(weights) / np.maximum(counts, 1) * (counts > 0)
+
+
+def exp_needs_shift(x: Array) -> bool:
+    """Whether a softmax of x must subtract the maximum first. Within +-60 exp neither overflows nor vanishes, in fp32
+    too, and neither do its sums; softmax is the same function with and without the shift, and one pass over all of x
+    here saves two that go row by row."""
+    return x.size > 0 and bool(x.max() > 60 or x.min() < -60)
 
 
 def softmax_residual_(logits: Array, targets: Array) -> Array:

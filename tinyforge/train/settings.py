@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import UserError
 from tinyforge.optim.schedules import SCHEDULES
 
@@ -131,6 +132,13 @@ def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Sett
     if settings.steps is None and settings.minutes is None:
         raise UserError("neither --steps nor --minutes is given; one of them must end the run")
     return Command(settings, resume, plan)
+
+
+def open_backend(settings: Settings) -> tuple[Backend, Settings]:
+    """The backend that is asked for, and the settings with its number of workers, on which a run's last bits depend."""
+    backend = get_backend(settings.backend, settings.precision, settings.workers, settings.device)
+    backend.recomputes = settings.recompute
+    return backend, Settings(**{**settings.to_dict(), "workers": backend.workers})
 
 
 def _check(name: str, value: float, above_zero: bool) -> None:
