@@ -220,7 +220,9 @@ WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
     (NanoEuler, "residual gradient counted twice", lambda m: broken_backward(
         m.joints[0], lambda right, dy, stash: right((2 * dy[0], dy[1]), stash))),
     (NanoEuler, "first norm's gradient lost", lambda m: broken_backward(
-        m.first_norm, lambda right, dy, stash: 0 * right(dy, stash))),
+        m.first_norm, lambda right, dy, stash, residual: (right(dy, stash), residual)[1])),
+    (NanoEuler, "residual gradient lost at the first norm", lambda m: broken_backward(
+        m.first_norm, lambda right, dy, stash, residual: right(dy, stash))),
     (NanoEuler, "q and k not turned back", lambda m: broken_backward(
         m.blocks[0].rope, lambda right, dy, stash, out: (right(dy, stash), dy)[1])),
     (NanoEuler, "gate and up gradients swapped", lambda m: broken_backward(

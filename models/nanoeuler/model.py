@@ -116,7 +116,7 @@ class NanoEuler(Op):
             dqkv = block.attention.backward(da.reshape(*da.shape[:-1], -1, self.config.head_dim), stash)
             dqkv = block.rope.backward(dqkv, stash, out=dqkv)
             dh = block.qkv.backward(dqkv.reshape(*da.shape[:-1], -1), stash)
-        dx = dx + self.first_norm.backward(dh, stash)
+        dx = self.first_norm.backward(dh, stash, residual=dx)
         self.embedding.backward(dx, stash)
 
     def flop_per_token(self, seq_len: int) -> float:

@@ -63,6 +63,12 @@ def test_variants_are_every_combination_of_each_line() -> None:
     assert len({tuple(v.items()) for v in found}) == len(found)
 
 
+def test_a_launcher_reads_the_constants_of_its_kernel() -> None:
+    assert kernels.constant("ops/rows.cuh", "STAGES") >= 1
+    with pytest.raises(kernels.KernelError, match="embedding.cu has no line `#define STAGES <number>`"):
+        kernels.constant("ops/embedding.cu", "STAGES")
+
+
 def test_kernels_of_a_file_are_listed() -> None:
     assert kernels.entries("ops/swiglu.cu") == ["swiglu_fwd", "swiglu_bwd"]
     assert "embedding_bwd" in kernels.entries("ops/embedding.cu")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.ops import attention as reference
 from tinyforge.ops.attention import Attention
@@ -17,7 +20,8 @@ cp = pytest.importorskip("cupy", reason="needs CuPy")
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="needs ml_dtypes")
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-LENGTHS = (1, 7, 63, 65, 200)
+TF32 = "tf32"  # where a dtype is asked for: float32, with products that may round their factors
+LENGTHS = (1, 7, 17, 63, 65, 127, 200)
 HEADS = ((3, 3), (6, 2), (4, 1))  # groups of 1, 3 and 4 query heads a kv head
 POISON = 1e30
 
@@ -50,9 +54,26 @@ def kernels() -> Any:
     return attention_cuda
 
 
+def storage(dtype: Any) -> Any:
+    return np.float32 if isinstance(dtype, str) else dtype
+
+
+def products(dtype: Any) -> AbstractContextManager[None]:
+    """Kernels called inside compute as `dtype` says."""
+    from tinyforge.backends.cublas import tensor_float32
+
+    return tensor_float32() if isinstance(dtype, str) else nullcontext()
+
+
 def rounded(x: Any, dtype: Any) -> Any:
     """float64 numbers that `dtype` can hold: what both sides are given."""
-    return np.asarray(x).astype(dtype).astype(np.float64)
+    return np.asarray(x).astype(storage(dtype)).astype(np.float64)
+
+
+def to_tf32(x: Any) -> Any:
+    """float64 numbers with the 10 bits of mantissa that a factor of a TF32 product has."""
+    bits = np.ascontiguousarray(x).astype(np.float32).view(np.uint32)
+    return ((bits + 0x1000) & 0xFFFFE000).astype(np.uint32).view(np.float32).astype(np.float64)
 
 
 def random_inputs(rng: Any, b: int, t: int, heads: int, kv_heads: int, d: int, dtype: Any) -> tuple[Any, Any]:
@@ -66,7 +87,7 @@ def split(x: Any, heads: int, kv_heads: int) -> tuple[Any, Any, Any]:
 
 
 def upload(x: Any, dtype: Any) -> Any:
-    return cp.asarray(np.ascontiguousarray(x).astype(dtype))
+    return cp.asarray(np.ascontiguousarray(x).astype(storage(dtype)))
 
 
 def download(x: Any) -> Any:
@@ -80,9 +101,10 @@ def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
 def run(qkv: Any, dy: Any, heads: int, kv_heads: int, dtype: Any) -> dict[str, Any]:
     """Forward and backward on the GPU; the gradients land in one poisoned dqkv."""
     parts = split(upload(qkv, dtype), heads, kv_heads)
-    out, lse = kernels().attention_fwd(*parts)
     dqkv = poisoned(qkv.shape, dtype)
-    kernels().attention_bwd(upload(dy, dtype), *parts, out, lse, *split(dqkv, heads, kv_heads))
+    with products(dtype):
+        out, lse = kernels().attention_fwd(*parts)
+        kernels().attention_bwd(upload(dy, dtype), *parts, out, lse, *split(dqkv, heads, kv_heads))
     return {"out": out, "lse": lse, "dqkv": dqkv}
 
 
@@ -98,22 +120,38 @@ def error(got: Any, wanted: Any) -> float:
     return float(np.linalg.norm(download(got) - wanted) / max(np.linalg.norm(wanted), 1e-300))
 
 
-def unfused_bf16(qkv: Any, dy: Any, heads: int, kv_heads: int) -> dict[str, Any]:
-    """Attention one product at a time, each result rounded to bf16: the precision that a user of bf16 expects."""
-    q, k, v = (x.transpose(0, 2, 1, 3) for x in split(qkv, heads, kv_heads))
+def unfused(
+    qkv: Any, dy: Any, heads: int, kv_heads: int, factor: Callable[[Any], Any], result: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """Attention one product at a time, factors and results rounded: the precision that a user of it expects."""
+    q, k, v = (factor(x.transpose(0, 2, 1, 3)) for x in split(qkv, heads, kv_heads))
     group, scale, t = heads // kv_heads, qkv.shape[-1] ** -0.5, qkv.shape[1]
-    k, v, do = np.repeat(k, group, 1), np.repeat(v, group, 1), dy.transpose(0, 2, 1, 3)
-    s = rounded(q @ k.swapaxes(-1, -2), BF16) * scale
+    k, v, dy = np.repeat(k, group, 1), np.repeat(v, group, 1), dy.transpose(0, 2, 1, 3)
+    s = result(q @ k.swapaxes(-1, -2)) * scale
     s[..., np.triu(np.ones((t, t), bool), 1)] = -np.inf
     p = np.exp(s - s.max(axis=-1, keepdims=True))
-    p = rounded(p / p.sum(axis=-1, keepdims=True), BF16)
-    o = rounded(p @ v, BF16)
-    dp = rounded(do @ v.swapaxes(-1, -2), BF16)
-    ds = rounded(p * (dp - (do * o).sum(axis=-1, keepdims=True)), BF16)
-    dq, dk, dv = scale * ds @ k, scale * ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do
+    p = result(p / p.sum(axis=-1, keepdims=True))
+    o = result(factor(p) @ v)
+    dp = result(factor(dy) @ v.swapaxes(-1, -2))
+    ds = factor(result(p * (dp - (dy * o).sum(axis=-1, keepdims=True))))
+    dq, dk, dv = scale * ds @ k, scale * ds.swapaxes(-1, -2) @ q, factor(p).swapaxes(-1, -2) @ factor(dy)
     dk, dv = (x.reshape(x.shape[0], kv_heads, group, t, -1).sum(axis=2) for x in (dk, dv))
     dqkv = np.concatenate([x.transpose(0, 2, 1, 3) for x in (dq, dk, dv)], axis=2)
-    return {"out": o.transpose(0, 2, 1, 3), "dqkv": rounded(dqkv, BF16)}
+    return {"out": o.transpose(0, 2, 1, 3), "dqkv": result(dqkv)}
+
+
+def unfused_bf16(qkv: Any, dy: Any, heads: int, kv_heads: int) -> dict[str, Any]:
+    return unfused(qkv, dy, heads, kv_heads, lambda x: x, lambda x: rounded(x, BF16))  # factors are bf16 as they come
+
+
+def unfused_tf32(qkv: Any, dy: Any, heads: int, kv_heads: int) -> dict[str, Any]:
+    return unfused(qkv, dy, heads, kv_heads, to_tf32, lambda x: rounded(x, np.float32))
+
+
+def assert_no_worse_than_twice(plain: dict[str, Any], got: dict[str, Any], want: dict[str, Any], t: int) -> None:
+    for name in plain:
+        allowed = 2 * np.linalg.norm(plain[name] - want[name]) / np.linalg.norm(want[name])
+        assert error(got[name], want[name]) <= allowed, (name, t)
 
 
 @pytest.mark.parametrize("heads,kv_heads", HEADS)
@@ -144,15 +182,39 @@ def test_bf16_is_no_worse_than_twice_unfused_bf16(d: int, heads: int, kv_heads: 
     for t in LENGTHS:
         qkv, dy = random_inputs(rng, 2, t, heads, kv_heads, d, BF16)
         got, want = run(qkv, dy, heads, kv_heads, BF16), expected(qkv, dy, heads, kv_heads)
-        plain = unfused_bf16(qkv, dy, heads, kv_heads)
         assert error(got["lse"], want["lse"]) <= 1e-5, t
-        for name in plain:
-            allowed = 2 * np.linalg.norm(plain[name] - want[name]) / np.linalg.norm(want[name])
-            assert error(got[name], want[name]) <= allowed, (name, t)
+        assert_no_worse_than_twice(unfused_bf16(qkv, dy, heads, kv_heads), got, want, t)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("heads,kv_heads", (*HEADS, (4, 2)))
+@pytest.mark.parametrize("d", (32, 64, 128))
+def test_tf32_is_no_worse_than_twice_unfused_tf32(d: int, heads: int, kv_heads: int) -> None:
+    rng = np.random.default_rng()
+    for t in LENGTHS:
+        qkv, dy = random_inputs(rng, 2, t, heads, kv_heads, d, TF32)
+        got, want = run(qkv, dy, heads, kv_heads, TF32), expected(qkv, dy, heads, kv_heads)
+        assert np.abs(download(got["lse"]) - want["lse"]).max() <= 5e-3, t  # scores of some units, to 2^-11
+        assert_no_worse_than_twice(unfused_tf32(qkv, dy, heads, kv_heads), got, want, t)
+
+
+@pytest.mark.parametrize("d", (64, 80))
+def test_only_tf32_rounds_and_only_where_it_has_kernels(d: int) -> None:
+    qkv, dy = random_inputs(np.random.default_rng(), 2, 100, 4, 2, d, np.float32)
+    want = expected(qkv, dy, 4, 2)
+    for precision in ("fp32", "tf32"):
+        k = get_backend("cupy", precision).bind("test", Attention.kernels)
+        parts = split(upload(qkv, np.float32), 4, 2)
+        out, lse = k.attention_fwd(*parts)
+        dqkv = poisoned(qkv.shape, np.float32)
+        k.attention_bwd(upload(dy, np.float32), *parts, out, lse, *split(dqkv, 4, 2))
+        for name, got in (("out", out), ("dqkv", dqkv)):
+            rounds = error(got, want[name]) > 1e-5
+            assert rounds == (precision == "tf32" and d == 64), (precision, name)
 
 
 @pytest.mark.usefixtures("tensor_cores")
-@pytest.mark.parametrize("dtype,tolerance", ((np.float64, 1e-13), (np.float32, 2e-6), (BF16, 6e-3)))
+@pytest.mark.parametrize("dtype,tolerance", ((np.float64, 1e-13), (np.float32, 2e-6), (TF32, 1e-3), (BF16, 6e-3)))
 @pytest.mark.parametrize("d", (32, 64, 128))
 def test_a_cache_longer_than_the_queries(d: int, dtype: Any, tolerance: float) -> None:
     rng = np.random.default_rng()
@@ -160,14 +222,15 @@ def test_a_cache_longer_than_the_queries(d: int, dtype: Any, tolerance: float) -
         q = rounded(rng.normal(size=(2, queries, 6, d)), dtype)
         cache = rounded(rng.normal(size=(2, 256, 4, d)), dtype)  # k and v of a preallocated cache, not yet full
         on_gpu = upload(cache, dtype)
-        got = kernels().attention_fwd(upload(q, dtype), on_gpu[:, :keys, :2], on_gpu[:, :keys, 2:])
+        with products(dtype):
+            got = kernels().attention_fwd(upload(q, dtype), on_gpu[:, :keys, :2], on_gpu[:, :keys, 2:])
         want = reference.attention_fwd(q, cache[:, :keys, :2], cache[:, :keys, 2:])
         assert error(got[0], want[0]) <= tolerance, (queries, keys)
-        assert error(got[1], want[1]) <= min(tolerance, 1e-5), (queries, keys)
+        assert error(got[1], want[1]) <= (tolerance if dtype is TF32 else min(tolerance, 1e-5)), (queries, keys)
 
 
 @pytest.mark.usefixtures("tensor_cores")
-@pytest.mark.parametrize("dtype", (np.float64, np.float32, BF16))
+@pytest.mark.parametrize("dtype", (np.float64, np.float32, TF32, BF16))
 def test_two_runs_give_the_same_bits(dtype: Any) -> None:
     qkv, dy = random_inputs(np.random.default_rng(), 3, 333, 6, 2, 64, dtype)
     first, second = (run(qkv, dy, 6, 2, dtype) for _ in range(2))
@@ -176,7 +239,7 @@ def test_two_runs_give_the_same_bits(dtype: Any) -> None:
 
 
 @pytest.mark.usefixtures("tensor_cores")
-@pytest.mark.parametrize("dtype", (np.float64, BF16))
+@pytest.mark.parametrize("dtype", (np.float64, TF32, BF16))
 def test_the_future_changes_no_bit(dtype: Any) -> None:
     qkv, dy = random_inputs(np.random.default_rng(), 1, 150, 4, 2, 32, dtype)
     changed = qkv.copy()
@@ -186,9 +249,10 @@ def test_the_future_changes_no_bit(dtype: Any) -> None:
 
 
 @pytest.mark.usefixtures("tensor_cores")
-@pytest.mark.parametrize("dtype", (np.float32, BF16))
+@pytest.mark.parametrize("dtype", (np.float32, TF32, BF16))
 def test_large_scores_do_not_overflow(dtype: Any) -> None:
     qkv, dy = random_inputs(np.random.default_rng(), 1, 200, 4, 2, 64, dtype)
+    qkv = to_tf32(qkv)  # else rounding alone would change scores so large, and all that follows
     qkv[:, :, :6] *= 32  # scores of some thousands, far beyond what exp() holds
     got = run(qkv, dy, 4, 2, dtype)
     assert all(np.isfinite(download(x)).all() for x in got.values())
@@ -196,22 +260,40 @@ def test_large_scores_do_not_overflow(dtype: Any) -> None:
 
 
 @pytest.mark.usefixtures("tensor_cores")
-@pytest.mark.parametrize("dtype", (np.float64, BF16))
-def test_nothing_is_written_beside_the_gradients(dtype: Any) -> None:
+@pytest.mark.parametrize("dtype,tolerance", ((np.float64, 1e-13), (TF32, 1e-3), (BF16, 6e-3)))
+def test_nothing_is_written_beside_the_gradients(dtype: Any, tolerance: float) -> None:
     heads, kv_heads, t, d = 4, 2, 77, 32
     qkv, dy = random_inputs(np.random.default_rng(), 2, t, heads, kv_heads, d, dtype)
     wide = poisoned((2, t + 3, heads + 2 * kv_heads + 1, d), dtype)  # rows and a head beside the ones to fill
     parts = split(upload(qkv, dtype), heads, kv_heads)
-    out, lse = kernels().attention_fwd(*parts)
     inner = wide[:, :t, : heads + 2 * kv_heads]
-    kernels().attention_bwd(upload(dy, dtype), *parts, out, lse, *split(inner, heads, kv_heads))
-    assert error(inner, expected(qkv, dy, heads, kv_heads)["dqkv"]) <= (1e-13 if dtype is np.float64 else 6e-3)
+    with products(dtype):
+        out, lse = kernels().attention_fwd(*parts)
+        kernels().attention_bwd(upload(dy, dtype), *parts, out, lse, *split(inner, heads, kv_heads))
+    assert error(inner, expected(qkv, dy, heads, kv_heads)["dqkv"]) <= tolerance
     beside = download(wide)
     assert (beside[:, t:] == rounded(POISON, dtype)).all()
     assert (beside[:, :, heads + 2 * kv_heads :] == rounded(POISON, dtype)).all()
 
 
-@pytest.mark.parametrize("dtype", (np.float64, np.float32, BF16))
+@pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("dtype", (np.float64, TF32, BF16))
+def test_nothing_is_read_beside_the_inputs(dtype: Any) -> None:
+    heads, kv_heads, t, d = 4, 2, 77, 64
+    qkv, dy = random_inputs(np.random.default_rng(), 2, t, heads, kv_heads, d, dtype)
+    wide = np.full((2, t + 60, heads + 2 * kv_heads + 1, d), np.nan)
+    wide[:, :t, : heads + 2 * kv_heads] = qkv
+    parts = split(upload(wide, dtype)[:, :t, : heads + 2 * kv_heads], heads, kv_heads)
+    dqkv = poisoned(qkv.shape, dtype)
+    with products(dtype):
+        out, lse = kernels().attention_fwd(*parts)
+        kernels().attention_bwd(upload(dy, dtype), *parts, out, lse, *split(dqkv, heads, kv_heads))
+    for name, found in run(qkv, dy, heads, kv_heads, dtype).items():
+        got = {"out": out, "lse": lse, "dqkv": dqkv}[name]
+        assert cp.asnumpy(got).tobytes() == cp.asnumpy(found).tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", (np.float64, np.float32, TF32, BF16))
 def test_no_tokens(dtype: Any) -> None:
     got = run(np.zeros((2, 0, 8, 32)), np.zeros((2, 0, 4, 32)), 4, 2, dtype)
     assert got["out"].shape == (2, 0, 4, 32) and got["lse"].shape == (2, 4, 0)
@@ -249,15 +331,16 @@ def test_hopper_runs_its_own_kernels() -> None:
     """That CuPy hands -arch=sm_90a on is documented nowhere."""
     if not kernels().has_wgmma():
         pytest.skip("needs a GPU of compute capability 9.0")
-    assert kernels().tensor_core("FORWARD", 64, True).kernel.name == "attention_fwd_wgmma"
-    assert kernels().tensor_core("FORWARD", 32, True).kernel.name == "attention_fwd_mma"
+    for d, name in ((64, "attention_fwd_wgmma"), (32, "attention_fwd_mma")):
+        assert kernels().tensor_core(kernels().tensor_core_file(BF16, d), "FORWARD", d).kernel.name == name
 
 
-def test_a_seeded_fault_shows() -> None:
+@pytest.mark.parametrize("dtype", (np.float64, TF32))
+def test_a_seeded_fault_shows(dtype: Any) -> None:
     """What the other tests would see of a kernel that forgets the scale in dk: the tolerance is no formality."""
-    qkv, dy = random_inputs(np.random.default_rng(), 1, 65, 3, 1, 64, np.float64)
+    qkv, dy = random_inputs(np.random.default_rng(), 1, 65, 3, 1, 64, dtype)
     want = expected(qkv, dy, 3, 1)["dqkv"]
-    wrong = run(qkv, dy, 3, 1, np.float64)["dqkv"]
+    wrong = run(qkv, dy, 3, 1, dtype)["dqkv"]
     wrong[:, :, 3] *= 8.0
     assert error(wrong, want) > 1e-2
 

@@ -90,7 +90,7 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "rope": lambda r, n, c: (act(r, 2, n, 5, 2 * c), angles(r, n, c), angles(r, n, c), 3, None),
     "dropout": lambda r, n, c: (act(r, n, c), 0.3, Stream(1).key, 7),
     "positions_fwd": lambda r, n, c: (act(r, 3, n, c), act(r, n + 1, c)),
-    "positions_bwd": lambda r, n, c: (act(r, 3, n, c), acc(r, n + 1, c)),
+    "positions_bwd": lambda r, n, c: (act(r, 19, n, c), acc(r, n + 1, c)),
     "embedding_fwd": lambda r, n, c: (tokens(r, n, 37), act(r, 37, c)),
     "embedding_bwd": lambda r, n, c: (act(r, n, c), tokens(r, n, 37), acc(r, 37, c)),
     "linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c)),
@@ -101,7 +101,14 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
 
 # A lane's vectors: none (odd widths), one, three (four, six, eight), and rows too wide for registers.
 SHAPES = [(1, 1), (7, 33), (3, 8), (5, 128), (65, 768), (19, 1024), (4, 4096), (3000, 64)]
+# Rows of which a warp takes several, one more or one less than others, and more than are under way at a time.
+MANY_ROWS = [(9001, 200), (9001, 768), (9001, 1024)]
+OVER_MANY_ROWS = ("rmsnorm_bwd", "add_rmsnorm_bwd", "layernorm_bwd")
 ARRAYS = (Activation, Master)
+
+
+def shapes(name: str) -> list[tuple[int, int]]:
+    return SHAPES + (MANY_ROWS if name in OVER_MANY_ROWS else [])
 
 
 def run(kernel: Callable[..., Any], arguments: tuple[Any, ...], place: Callable[[Any], Any]) -> list[Any]:
@@ -137,7 +144,7 @@ def error(got: np.ndarray, wanted: np.ndarray) -> float:
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_a_kernel_computes_what_numpy_computes(name: str, precision: str) -> None:
     backend = backend_of(precision)
-    for n, c in SHAPES:
+    for n, c in shapes(name):
         arguments = ARGUMENTS[name](np.random.default_rng([n, c]), n, c)
         wanted = run(KERNELS["numpy"][name], arguments, on_numpy(np.float64))
         got = run(KERNELS["cupy"][name], arguments, on_gpu(backend))
@@ -164,7 +171,7 @@ PLAIN = {"add_rmsnorm_fwd": add_then_rmsnorm}
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_bf16_is_as_exact_as_it_can_be(name: str) -> None:
     backend, bf16 = backend_of("bf16"), dtype_of("bfloat16")
-    for n, c in SHAPES[1:]:
+    for n, c in shapes(name)[1:]:
         arguments = tuple(map(rounded, ARGUMENTS[name](np.random.default_rng([n, c]), n, c)))
         wanted = run(KERNELS["numpy"][name], arguments, on_numpy(np.float64))
         plain = run(PLAIN.get(name, KERNELS["numpy"][name]), arguments, on_numpy(np.float32))
@@ -230,16 +237,42 @@ def test_losses(kind: Any, vocab: int, precision: str) -> None:
         assert np.linalg.norm(got - w) <= tolerance * scale + (1e-9 if vocab == 1 else 0)
 
 
-def test_many_tokens_of_one_id() -> None:
-    """More matches than a block lists at a time, and ids that start at an odd address."""
+# Rows that end just before, at and just after the length at which they are cut into pieces, empty ones, and long ones
+# from and to all kinds of places; rows of several blocks of the sort; more tokens than a warp looks at in one go.
+LENGTHS = [32, 33, 0, 31, 64, 65, 1, 9000, 3, 2, 96, 97, 127, 129, 0, 0, *range(50), 4096, 5000]
+
+
+@pytest.mark.parametrize(
+    ("precision", "width"),
+    [("fp64", 6), ("fp64", 5), ("fp32", 4), ("fp32", 2056), ("bf16", 768), ("bf16", 33), ("bf16", 2064)],
+)
+def test_embedding_rows_of_any_number_of_tokens(precision: str, width: int) -> None:
+    backend = backend_of(precision)
+    rng = np.random.default_rng(0)
+    ids = rng.permutation(np.repeat(np.arange(len(LENGTHS)), LENGTHS)).astype(np.int32)
+    dy, start = rounded(act(rng, len(ids), width)).value, normal(rng, len(LENGTHS), width)
+    wanted = start.copy()
+    KERNELS["numpy"]["embedding_bwd"](dy, ids, wanted)
+    on_device, after_another = backend.asarray(dy), backend.asarray(np.append(0, ids))[1:]  # an odd address
+    found = []
+    for _ in range(3):
+        got = backend.asarray(start, backend.master_dtype)
+        KERNELS["cupy"]["embedding_bwd"](on_device, after_another, got)
+        found.append(backend.to_numpy(got))
+    assert error(found[0], wanted) <= (1e-13 if precision == "fp64" else 2e-6)
+    assert len({f.tobytes() for f in found}) == 1
+
+
+@pytest.mark.parametrize("id", [0, 36])
+def test_embedding_of_one_token_alone(id: int) -> None:
     backend = backend_of("fp64")
     rng = np.random.default_rng(0)
-    dy, ids = normal(rng, 9001, 6), rng.integers(0, 3, 9002).astype(np.int32)
-    ids[rng.random(9002) < 0.7] = 1
-    wanted, got = np.zeros((4, 6)), backend.zeros((4, 6))
-    KERNELS["numpy"]["embedding_bwd"](dy, ids[1:], wanted)
-    KERNELS["cupy"]["embedding_bwd"](backend.asarray(dy), backend.asarray(ids)[1:], got)
-    assert error(backend.to_numpy(got), wanted) < 1e-13
+    for count in (1, 31, 32, 33, 1000, 40_000):
+        dy, wanted = normal(rng, count, 3), np.zeros((37, 3))
+        wanted[id] = dy.sum(axis=0)
+        got = backend.zeros((37, 3))
+        KERNELS["cupy"]["embedding_bwd"](backend.asarray(dy), backend.asarray(np.full(count, id)), got)
+        assert error(backend.to_numpy(got), wanted) < 1e-12
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])

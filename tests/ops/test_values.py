@@ -237,6 +237,17 @@ def test_add_rmsnorm_is_the_add_then_rmsnorm(rng: np.random.Generator) -> None:
     close(fused.weight.grad, plain.weight.grad)
 
 
+def test_rmsnorm_takes_the_gradient_of_the_stream_along(rng: np.random.Generator) -> None:
+    x, dx, dy = rng.normal(size=(3, 3, 5, 6))
+    op, stash = ops.RMSNorm(param("gain", rng.normal(size=6)), FP64), Stash()
+    op.forward(x, stash)
+    alone = op.backward(dy, stash)
+    gradient = op.weight.grad.copy()
+    op.forward(x, stash)
+    assert np.array_equal(op.backward(dy, stash, residual=dx), alone + dx)
+    close(op.weight.grad, 2 * gradient)
+
+
 def test_embedding_linear_and_positions(rng: np.random.Generator) -> None:
     table, weight, x = rng.normal(size=(5, 3)), rng.normal(size=(4, 3)), rng.normal(size=(2, 5, 3))
     ids = np.array([[4, 0, 4], [1, 1, 1]], np.int32)

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,12 @@ def dtype_of(name: str) -> np.dtype:
     except ImportError as error:
         raise UserError("precision bf16 needs the package ml_dtypes: pip install ml_dtypes") from error
     return np.dtype(bfloat16)
+
+
+@cache
+def wide(dtype: np.dtype) -> np.dtype:
+    """What arrays of `dtype` are summed in, and statistics of their rows kept in: float32, or float64 for float64."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 class Backend:

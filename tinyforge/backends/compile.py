@@ -78,6 +78,14 @@ def variants(file: str) -> list[dict[str, str]]:
     return found
 
 
+def constant(file: str, name: str) -> int:
+    """The number after `#define name` in a file: what a launcher needs to know of its kernel stands in one place."""
+    found = re.search(rf"^#define {name} (\d+)", read(file), re.MULTILINE)
+    if found is None:
+        raise KernelError(f"tinyforge/{file} has no line `#define {name} <number>`")
+    return int(found[1])
+
+
 def promises_no_spills(file: str) -> bool:
     return _NO_SPILLS.search(read(file)) is not None
 

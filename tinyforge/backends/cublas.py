@@ -43,13 +43,18 @@ _tf32 = False
 
 @contextmanager
 def tensor_float32() -> Iterator[None]:
-    """Inside, float32 products may round their factors to TF32 (10 bits of mantissa)."""
+    """Inside, products of float32 may round their factors to TF32 (10 bits of mantissa): of matrices, in attention."""
     global _tf32
     before, _tf32 = _tf32, True
     try:
         yield
     finally:
         _tf32 = before
+
+
+def allows_tf32(dtype: np.dtype) -> bool:
+    """Whether products of this dtype may round their factors to TF32 now: float32 inside `tensor_float32`."""
+    return _tf32 and dtype == _FLOAT32
 
 
 def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = False, transpose_b: bool = False,
@@ -77,7 +82,7 @@ def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = Fa
         return out
     kind = _FLOAT64 if a.dtype == _FLOAT64 else _FLOAT32
     compute = _COMPUTE_64F if kind is _FLOAT64 else _COMPUTE_32F
-    if _tf32 and a.dtype == _FLOAT32:
+    if allows_tf32(a.dtype):
         compute = _COMPUTE_TF32
     # cuBLAS counts down columns. A row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors change
     # places and each keeps its own flag.

@@ -32,7 +32,6 @@ cupy_kernel = kernel("cupy")
 
 FLOAT64 = np.dtype(np.float64)
 _SCALARS = {"float64": "double", "float32": "float", "bfloat16": "bf16"}
-_WIDE: dict[str, np.dtype] = {"float64": FLOAT64, "float32": np.dtype(np.float32), "bfloat16": np.dtype(np.float32)}
 _IN_REGISTERS = {"float64": (), "float32": (1, 3, 6, 8), "bfloat16": (1, 3, 4)}
 _MAX_BLOCKS = 2**31 - 1
 
@@ -49,12 +48,6 @@ def scalar(dtype: np.dtype) -> str:
     if name is None:
         raise TypeError(f"no kernel for arrays of {dtype}; use float64, float32 or bfloat16")
     return name
-
-
-@cache
-def wide(dtype: np.dtype) -> np.dtype:
-    """The dtype that kernels compute in and keep statistics in: float32 for bf16."""
-    return _WIDE[dtype.name]
 
 
 def contiguous(x: Array) -> Array:
@@ -90,12 +83,12 @@ def processors() -> int:
     return cupy.cuda.Device().attributes["MultiProcessorCount"]
 
 
-def add_columns(partial: Array, out: Array, first: int = 0) -> None:
-    """out[c] += the sum of column first + c of partial, in a fixed order."""
-    (count, stride), width = partial.shape, out.size
+def add_columns(partial: Array, out: Array, second: Array | None = None) -> None:
+    """out += the sum over the rows of partial, in a fixed order; the columns past out's size go to `second`."""
+    count, columns = partial.shape
     launch = load("ops/columns.cu", "add_columns", SCALAR=scalar(partial.dtype))
-    numbers = map(np.int32, (count, stride, first, width))
-    launch(blocks(width, 32), (32, 32), (partial, out, *numbers))
+    numbers = map(np.int32, (count, columns, out.size))
+    launch(blocks(columns, 32), (32, 32), (partial, out, out if second is None else second, *numbers))
 
 
 class CupyBackend(Backend):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.backends import PRECISIONS, Backend, kernel
+from tinyforge.backends import PRECISIONS, Backend, kernel, wide
 from tinyforge.errors import UserError
 from tinyforge.op import Array
 
@@ -104,11 +104,6 @@ class PhantomBackend(Backend):
 
     def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
         return [function(item) for item in items]
-
-
-def wide(dtype: np.dtype) -> np.dtype:
-    """What statistics are kept in: float32 for bf16."""
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 @phantom_kernel

@@ -1,6 +1,7 @@
 // Causal grouped-query attention, forward and backward (FlashAttention): no T x T matrix in memory, no atomics.
 //
-// Two families of kernels, chosen by macros, and a third with Hopper's own instructions in attention_hopper.cu:
+// Two families of kernels, chosen by macros, a third with Hopper's own instructions in attention_hopper.cu, a fourth
+// for float32 with products in TF32 in attention_tf32.cu:
 //
 //   REAL=float or double, HEAD_DIM up to 128           the reference on the GPU, and what gradient checks run
 //     attention_fwd_plain      out, lse                     one block: ROWS queries of one head

@@ -1,7 +1,9 @@
-// What the kernels of attention.cu and attention_hopper.cu share: the bf16 pieces of FlashAttention.
+// What the kernels of attention.cu, attention_hopper.cu and attention_tf32.cu share: the pieces of FlashAttention on
+// tensor cores.
 //
 // A worker (one warp with mma.sync, a warpgroup of four with wgmma) owns OWN rows, and each of its warps WARP_ROWS of
-// them. Macros: HEAD_DIM, WORKERS of a block, WORKER_WARPS, ROW_TILES (16 rows each) of a warp, TILE rows streamed.
+// them. Macros: HEAD_DIM, WORKERS of a block, WORKER_WARPS, ROW_TILES (16 rows each) of a warp, TILE rows streamed;
+// TF32 for numbers in float, else they are bf16.
 
 using i64 = long long;
 using u32 = unsigned int;
@@ -21,12 +23,19 @@ struct bf16 { // only moved; numbers are unpacked from pairs
     unsigned short bits;
 };
 
+#ifdef TF32
+using Number = float;
+#else
+using Number = bf16;
+#endif
+
 constexpr int THREADS = WORKERS * WORKER_WARPS * 32;
 constexpr int WARP_ROWS = ROW_TILES * 16;          // rows that a warp owns
 constexpr int OWN = WORKER_WARPS * WARP_ROWS;      // rows that a worker owns
-constexpr int STEPS = D / 16;                      // products along a row
-constexpr int CHUNKS = D / 8;                      // pieces of 16 bytes of a row
-constexpr int ROW_BYTES = D * 2;
+constexpr int ROW_BYTES = D * sizeof(Number);
+constexpr int STEPS = ROW_BYTES / 32;              // products along a row: each takes 32 bytes of it
+constexpr int CHUNKS = ROW_BYTES / 16;             // pieces of 16 bytes of a row
+constexpr int CHUNK = 16 / sizeof(Number);         // numbers of such a piece
 constexpr int TILE_BYTES = TILE * ROW_BYTES;       // of a streamed tile
 constexpr int WARP_BYTES = WARP_ROWS * ROW_BYTES;  // of a warp's rows
 constexpr int OWN_BYTES = OWN * ROW_BYTES;         // of a worker's
@@ -35,7 +44,7 @@ constexpr float LOG2E = 1.4426950408889634f;
 // A row of A or of transposed B is 8 pieces of 16 bytes at the same column of 8 rows. Exclusive or with the row puts
 // the 8 into different banks, for stores as well; it needs no padding.
 __device__ inline u32 swizzled(int row, int chunk) {
-    const int turn = D == 32 ? row / 2 % 4 : row % 8;
+    const int turn = ROW_BYTES == 64 ? row / 2 % 4 : row % 8;
     return row * ROW_BYTES + ((chunk ^ turn) << 4);
 }
 
@@ -56,27 +65,14 @@ __device__ inline void load_matrix(u32 (&x)[4], u32 from) {
                  : "r"(from)
                  : "memory");
 }
-__device__ inline void load_matrix_transposed(u32 (&x)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(from)
-                 : "memory");
-}
 __device__ inline float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ inline u32 pack(float low, float high) {
-    u32 x;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-    return x;
-}
-__device__ inline float low(u32 x) { return __uint_as_float(x << 16); }
-__device__ inline float high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 
-// Where a lane finds its row of the 16 x 16 piece at (row, 16 * step); row is a multiple of 8, so that the turn is the
-// lane's alone and a step is one exclusive or.
+// Where a lane finds its row of the piece of 16 rows x 32 bytes at (row, 32 * step); row is a multiple of 8, so that
+// the turn is the lane's alone and a step is one exclusive or.
 // As A, or transposed as two B side by side: rows by lane % 16, then the columns.
 __device__ inline u32 piece(u32 tile, int row, int step, int lane) {
     return tile + row * ROW_BYTES + (swizzled(lane % 16, lane / 16) ^ (step * 32));
@@ -88,11 +84,11 @@ __device__ inline u32 piece_of_rows(u32 tile, int row, int step, int lane) {
 
 // COUNT rows from row `first` on into a swizzled tile, zeros from row `stop` on.
 template <int COUNT, int BY>
-__device__ inline void load_rows(u32 tile, const bf16 *from, int token, int first, int stop, int thread) {
+__device__ inline void load_rows(u32 tile, const Number *from, int token, int first, int stop, int thread) {
     static_assert(BY % CHUNKS == 0, "whole rows");
     const int row = thread / CHUNKS, chunk = thread % CHUNKS;
     const u32 to = tile + swizzled(row, chunk);
-    int offset = (first + row) * token + chunk * 8;
+    int offset = (first + row) * token + chunk * CHUNK;
 #pragma unroll
     for (int i = 0; i < ceil_div(COUNT * CHUNKS, BY); ++i) {
         constexpr int ROWS = BY / CHUNKS; // in one go
@@ -104,6 +100,40 @@ __device__ inline void load_rows(u32 tile, const bf16 *from, int token, int firs
         offset += ROWS * token;
     }
 }
+
+// Queries are dealt to workers as units: OWN positions of one head, the heads of a group one after the other at the
+// same positions. A block's workers then need nearly the same keys, whatever the group: little is wasted at the
+// diagonal, and the keys and values of a group are fetched once for all its heads.
+struct Unit {
+    int batch, kv_head, head, first; // first: of its positions
+    int last_of_block;               // the highest position in the block
+    bool idle;                       // more workers than units: only helps to load
+    __device__ Unit(int queries, int heads, int kv_heads, int worker) {
+        const int group = heads / kv_heads, units = ceil_div(queries, OWN) * group;
+        const int start = (gridDim.y - 1 - blockIdx.y) * WORKERS; // longest blocks first
+        batch = blockIdx.x / kv_heads;
+        kv_head = blockIdx.x % kv_heads;
+        head = kv_head * group + (start + worker) % group;
+        first = (start + worker) / group * OWN;
+        last_of_block = min_int(queries, (min_int(start + WORKERS, units) - 1) / group * OWN + OWN) - 1;
+        idle = start + worker >= units;
+    }
+};
+
+#ifndef TF32
+__device__ inline void load_matrix_transposed(u32 (&x)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from)
+                 : "memory");
+}
+__device__ inline u32 pack(float low, float high) {
+    u32 x;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+__device__ inline float low(u32 x) { return __uint_as_float(x << 16); }
+__device__ inline float high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 
 // Sums of a warp's rows, scaled, as bf16: through the warp's own part of shared memory, so that 16-byte stores result.
 __device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, const float (&x)[ROW_TILES][D / 8][4],
@@ -145,23 +175,5 @@ __device__ inline float row_product(u32 place, uint4 y) {
     for (int lane = 1; lane < CHUNKS; lane *= 2) sum += __shfl_xor_sync(~0u, sum, lane);
     return sum;
 }
-
-// Queries are dealt to workers as units: OWN positions of one head, the heads of a group one after the other at the
-// same positions. A block's workers then need nearly the same keys, whatever the group: little is wasted at the
-// diagonal, and the keys and values of a group are fetched once for all its heads.
-struct Unit {
-    int batch, kv_head, head, first; // first: of its positions
-    int last_of_block;               // the highest position in the block
-    bool idle;                       // more workers than units: only helps to load
-    __device__ Unit(int queries, int heads, int kv_heads, int worker) {
-        const int group = heads / kv_heads, units = ceil_div(queries, OWN) * group;
-        const int start = (gridDim.y - 1 - blockIdx.y) * WORKERS; // longest blocks first
-        batch = blockIdx.x / kv_heads;
-        kv_head = blockIdx.x % kv_heads;
-        head = kv_head * group + (start + worker) % group;
-        first = (start + worker) / group * OWN;
-        last_of_block = min_int(queries, (min_int(start + WORKERS, units) - 1) / group * OWN + OWN) - 1;
-        idle = start + worker >= units;
-    }
-};
+#endif
 #endif

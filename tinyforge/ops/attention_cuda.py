@@ -1,7 +1,8 @@
 """Attention on a CUDA GPU: chooses a kernel of attention.cu, its grid and its shared memory, and launches it.
 
-float32 and float64 run the plain kernels, bfloat16 the tensor-core ones: those of attention_hopper.cu where they run,
-else those of attention.cu. The heads of these files list the tile sizes.
+float64 and float32 run the plain kernels of attention.cu, float32 inside `tensor_float32` those of attention_tf32.cu,
+bfloat16 those of attention_hopper.cu where they run, else attention.cu's with tensor cores. The heads of these files
+list the tile sizes.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import ml_dtypes
 import numpy as np
 
 from tinyforge.backends.compile import load, variants
+from tinyforge.backends.cublas import allows_tf32
 from tinyforge.backends.cupy_backend import cupy_kernel
 from tinyforge.errors import UserError
 from tinyforge.op import Array
 
-FILE, WGMMA_FILE = "ops/attention.cu", "ops/attention_hopper.cu"
+FILE, WGMMA_FILE, TF32_FILE = "ops/attention.cu", "ops/attention_hopper.cu", "ops/attention_tf32.cu"
+INSTRUCTIONS = {FILE: "mma", WGMMA_FILE: "wgmma", TF32_FILE: "tf32"}
 ENTRIES = {"FORWARD": "attention_fwd", "BACKWARD_Q": "attention_bwd_q", "BACKWARD_KV": "attention_bwd_kv"}
 HEAD_SIZES, WGMMA_HEAD_SIZES = (32, 64, 128), (64,)
 PLAIN_LIMIT = 128
@@ -66,27 +69,34 @@ def has_wgmma() -> bool:
     return bool(cp.cuda.Device().compute_capability == "90")
 
 
+def tensor_core_file(dtype: Any, dim: int) -> str | None:
+    """The file whose tensor-core kernels are to run, None for the plain kernels."""
+    if dtype == BF16:
+        return WGMMA_FILE if has_wgmma() and dim in WGMMA_HEAD_SIZES else FILE
+    return TF32_FILE if allows_tf32(dtype) and dim in HEAD_SIZES else None
+
+
 @cache
-def tensor_core(part: str, dim: int, wgmma: bool) -> Launch:
-    """The kernel of a part (a key of ENTRIES) for bf16. wgmma: Hopper's own, for the head sizes that have it."""
+def tensor_core(file: str, part: str, dim: int) -> Launch:
+    """The kernel of a part (a key of ENTRIES) in a file of `tensor_core_file`."""
     if dim not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
         raise UserError(f"attention in bf16: head size {dim}, wanted one of {sizes}; use that, or --precision fp32")
-    file = WGMMA_FILE if wgmma and dim in WGMMA_HEAD_SIZES else FILE
     macros = next(v for v in variants(file) if v.get("PART") == part and v["HEAD_DIM"] == str(dim))
     return tensor_core_launch(file, part, macros)
 
 
 def tensor_core_launch(file: str, part: str, macros: Mapping[str, int | str]) -> Launch:
-    instruction, warps = ("wgmma", 4) if file == WGMMA_FILE else ("mma", 1)
+    warps = 4 if file == WGMMA_FILE else 1  # of a worker
+    itemsize = 4 if file == TF32_FILE else 2
     workers, tile, dim = int(macros["WORKERS"]), int(macros["TILE"]), int(macros["HEAD_DIM"])
     own = 16 * int(macros.get("ROW_TILES", 1)) * warps
     # Each worker's own rows of one tensor or two, two stages of two streamed ones; in backward a pair of statistics
     # for each query that is held or streamed.
     rows = workers * own * (1 if part == "FORWARD" else 2) + 4 * tile
     pairs = {"FORWARD": 0, "BACKWARD_Q": workers * own, "BACKWARD_KV": 2 * tile}[part]
-    shared = rows * dim * 2 + pairs * 8
-    kernel = load(file, f"{ENTRIES[part]}_{instruction}", shared, **macros)
+    shared = rows * dim * itemsize + pairs * 8
+    kernel = load(file, f"{ENTRIES[part]}_{INSTRUCTIONS[file]}", shared, **macros)
     return Launch(kernel, own, workers, workers * warps * 32, shared)
 
 
@@ -114,8 +124,8 @@ def attention_fwd(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     if not out.size:
         return out, lse
     args = (q, k, v, out, lse, *strides("q", q), *strides("k", k), *strides("v", v), queries, keys, heads, kv_heads)
-    if q.dtype == BF16:
-        tensor_core("FORWARD", dim, has_wgmma())(batch * kv_heads, queries, heads // kv_heads, *args)
+    if file := tensor_core_file(q.dtype, dim):
+        tensor_core(file, "FORWARD", dim)(batch * kv_heads, queries, heads // kv_heads, *args)
     else:
         plain("attention_fwd_plain", q.dtype, dim, 3)(batch * heads, queries, 1, *args)
     return out, lse
@@ -139,10 +149,10 @@ def attention_bwd(
     q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *strides("dq", dq), *sizes)
     kv_args = (dy, q, k, v, stats, dk, dv, *inputs, *strides("dk", dk), *strides("dv", dv), *sizes)
     # In this order: the first writes the statistics that the second reads.
-    if q.dtype == BF16:
+    if file := tensor_core_file(q.dtype, dim):
         group = heads // kv_heads
-        tensor_core("BACKWARD_Q", dim, has_wgmma())(batch * kv_heads, queries, group, *q_args)
-        tensor_core("BACKWARD_KV", dim, has_wgmma())(batch * kv_heads, queries, 1, *kv_args)
+        tensor_core(file, "BACKWARD_Q", dim)(batch * kv_heads, queries, group, *q_args)
+        tensor_core(file, "BACKWARD_KV", dim)(batch * kv_heads, queries, 1, *kv_args)
     else:
         plain("attention_bwd_q_plain", q.dtype, dim, 4)(batch * heads, queries, 1, *q_args)
         plain("attention_bwd_kv_plain", q.dtype, dim, 4)(batch * kv_heads, queries, 1, *kv_args)

@@ -1,12 +1,13 @@
 // columns: the second half of a sum over rows.
 //
-// Kernels:  add_columns    out[c] += sum over i of partial[i, first + c]
+// Kernels:  add_columns    out[c] += sum over i of partial[i, c], and the columns past out's last go to `second`
 //
 // Idea. The gradient of a norm's gain is a sum over all tokens. The kernels that make it leave one partial sum per
 // block; this one adds those in a fixed order, where atomics would add them in the order in which blocks happen to end.
+// LayerNorm's two, of gain and bias, lie side by side and take one launch: at this size a launch is what costs.
 // Grid: a block for 32 columns. Block: 32 x 32 threads; warp y takes rows y, y + 32, ..., then warp 0 adds the 32 sums.
 // Shared memory: 32 x 33 numbers (the 33rd column keeps a column's numbers in different banks).
-// Bound by latency: a megabyte or two, microseconds.
+// Bound by latency: a megabyte or two, microseconds. So BATCH loads of a thread are under way at a time.
 //
 // compile: SCALAR=double|float
 // spills: none
@@ -15,18 +16,33 @@
 
 typedef SCALAR A;
 
-extern "C" __global__ void add_columns(const A *partial, A *out, int count, int stride, int first, int width) {
+#define BATCH 9
+
+extern "C" __global__ void __launch_bounds__(1024) add_columns(
+    const A *partial, A *out, A *second, int count, int columns, int width
+) {
     __shared__ A sums[32][33];
     const int column = blockIdx.x * 32 + threadIdx.x;
     A sum = 0;
-    if (column < width) {
-#pragma unroll 4
-        for (int i = threadIdx.y; i < count; i += 32) sum += partial[i64(i) * stride + first + column];
+    if (column < columns) {
+        for (int first = threadIdx.y; first < count; first += 32 * BATCH) {
+            A some[BATCH];
+#pragma unroll
+            for (int k = 0; k < BATCH; k++) {
+                const int i = first + 32 * k;
+                some[k] = i < count ? partial[i64(i) * columns + column] : A(0);
+            }
+#pragma unroll
+            for (int k = 0; k < BATCH; k++) sum += some[k];
+        }
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     // Turned by 90 degrees, each column's 32 sums lie in one warp.
     sum = warp_sum(sums[threadIdx.x][threadIdx.y]);
     const int mine = blockIdx.x * 32 + threadIdx.y;
-    if (threadIdx.x == 0 && mine < width) out[mine] += sum;
+    if (threadIdx.x == 0 && mine < columns) {
+        A *to = mine < width ? out + mine : second + (mine - width);
+        *to += sum;
+    }
 }

@@ -70,6 +70,23 @@ __device__ __forceinline__ void store_streaming(T *to, const Pack<T, N> &pack) {
     }
 }
 
+// What another block of the same kernel has written: from the L2 cache, past this multiprocessor's own, which may be
+// old.
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> load_from_l2(const Pack<T, N> *from) {
+    Pack<T, N> pack;
+    if constexpr (sizeof(pack) % 16 == 0) {
+#pragma unroll
+        for (int i = 0; i < sizeof(pack) / 16; i++) {
+            reinterpret_cast<uint4 *>(&pack)[i] = __ldcg(reinterpret_cast<const uint4 *>(from) + i);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) pack.v[i] = __ldcg(from->v + i);
+    }
+    return pack;
+}
+
 // exp(x) and 1 / x for results that are stored as a T: where that is bf16, by the hardware's own approximations, some
 // hundred times as exact as what is stored.
 template <class T>
@@ -106,6 +123,17 @@ __device__ __forceinline__ A warp_max(A x) {
 #pragma unroll
     for (int gap = 16; gap; gap /= 2) x = largest(x, __shfl_xor_sync(~0u, x, gap));
     return x;
+}
+
+// The sum of x over the lanes before this one.
+__device__ __forceinline__ int sum_before(int x) {
+    int sum = x;
+#pragma unroll
+    for (int gap = 1; gap < 32; gap *= 2) {
+        const int left = __shfl_up_sync(~0u, sum, gap);
+        if (threadIdx.x % 32 >= gap) sum += left;
+    }
+    return sum - x;
 }
 
 // Over a block of up to 32 full warps, one-dimensional; every thread gets the result. `scratch` holds 32 numbers and is

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from tinyforge.backends import wide
 from tinyforge.backends.compile import load
 from tinyforge.backends.cublas import gemm
-from tinyforge.backends.cupy_backend import FLOAT64, blocks, contiguous, cupy_kernel, new, scalar, vector, wide
+from tinyforge.backends.cupy_backend import FLOAT64, blocks, contiguous, cupy_kernel, new, scalar, vector
 from tinyforge.op import Array
 
 FILE = "ops/cross_entropy.cu"

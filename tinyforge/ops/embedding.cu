@@ -1,17 +1,24 @@
 // embedding: y[n] = W[ids[n]]; dW[v] += sum of dy[n] over the n with ids[n] = v.
 //
 // Kernels:  embedding_fwd     a thread for each vector of y
-//           embedding_bwd     a block for each row of W
+//           embedding_order   the tokens in the order of their ids
+//           embedding_bwd     dW, from the tokens in that order
 //
-// Idea of backward. Adding dy[n] to row ids[n] with atomics gives other bits in each run. Turned round, each row of W
-// asks which tokens are its own: its block reads all ids (64 KB for 16,384 of them, from cache after the first block)
-// and lists the matches in an order that depends on nothing but the ids. Most rows have none and end there. The eight
-// warps then take every eighth match, columns side by side, and their eight sums are added in order.
-// Grid: one block for each vocabulary row. Block: 32 x 8 threads.
-// Shared memory: LIST matches at a time, 8 KB, and a tile of 8 x 32 VEC sums.
-// Bound: rows x ids comparisons from L2; for 4,096 x 16,384 about the time of reading dy once or twice.
+// Idea of backward. Adding dy[n] to row ids[n] with atomics gives other bits in each run. So the tokens are sorted
+// first, by a counting sort that keeps equal ids in their order. A block of embedding_order looks for SHELF rows of W:
+// it reads all ids (64 KB for 16,384 of them, from cache after the first block), counts those of its own rows, one
+// count for each warp's share of the tokens, and those of earlier rows, which is where its part of the order begins; on
+// a second reading it puts the tokens there. No block waits for another, and nothing is read back by the host.
+// embedding_bwd then reads dy once. A block takes a row of W and adds that row's tokens. A row of more than PIECE
+// tokens (in text the commonest have hundreds) is cut where the order's index is a multiple of PIECE; each piece is
+// summed by a block of its own, and the block that ends last adds the pieces, in order, to dW: which block that is
+// differs from run to run, what it adds does not.
+// Grid: embedding_order a block for SHELF rows; embedding_bwd a block for each row, behind one for each possible piece,
+// and as many side by side as a row's vectors need. Block: 32 x 32 threads; embedding_bwd a thread a vector.
+// Bound by memory: dy, and dW read and written.
 //
-// Dropped: sorting the ids on the device (CuPy's sort waits for the stream, and a step has no other wait).
+// Dropped: CuPy's sort (it waits for the stream, and a step has no other wait); one kernel in which each row's block
+// looks through all ids itself, 4,096 x 64 KB from L2: 55 us.
 //
 // compile: SCALAR=double VEC=1|2
 // compile: SCALAR=float VEC=1|4
@@ -23,7 +30,10 @@
 typedef SCALAR T;
 typedef Wide<T> A;
 
-#define LIST 2048
+#define SHELF 32  // as many as warps: each looks after the counts of one row
+#define SCAN 16   // ids of a lane under way at a time
+#define PIECE 32
+#define BATCH 4  // rows of dy of a thread under way at a time
 
 extern "C" __global__ void __launch_bounds__(256) embedding_fwd(
     const int *ids, const T *table, T *y, u32 total, u32 vectors
@@ -34,85 +44,133 @@ extern "C" __global__ void __launch_bounds__(256) embedding_fwd(
     store(y + i64(i) * VEC, load<VEC>(table + (i64(ids[n]) * vectors + (i - n * vectors)) * VEC));
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) embedding_bwd(
-    const T *dy, const int *ids, A *dtable, int tokens, int width
+// Calls use(row, n, equal, all) for each token n of this warp's share whose id is first + row, row < SHELF, in the
+// order of tokens; equal: the lanes that hold the same id, all: those that hold one at all. Returns how many of the
+// lane's ids are less than first.
+template <class Use>
+__device__ __forceinline__ int each_match(const int *ids, int tokens, int first, Use use) {
+    const int share = (tokens + 1023) / 1024 * 32, begin = threadIdx.y * share, end = min(tokens, begin + share);
+    int below = 0;
+    for (int n = begin + threadIdx.x; n < begin + share; n += 32 * SCAN) {
+        int row[SCAN];
+#pragma unroll
+        for (int k = 0; k < SCAN; k++) row[k] = n + 32 * k < end ? ids[n + 32 * k] - first : SHELF;
+#pragma unroll
+        for (int k = 0; k < SCAN; k++) {
+            below += row[k] < 0;
+            const bool found = row[k] >= 0 && row[k] < SHELF;
+            const u32 all = __ballot_sync(~0u, found);
+            if (all) {
+                if (found) use(row[k], n + 32 * k, __match_any_sync(all, row[k]), all);
+                __syncwarp();  // what one lane counts here, another goes on from
+            }
+        }
+    }
+    return below;
+}
+
+// order: the tokens; those of row r are order[starts[r]] up to order[starts[r + 1] - 1]. done: set to 0, `columns` a
+// row.
+extern "C" __global__ void __launch_bounds__(1024) embedding_order(
+    int *order, int *starts, int *done, const int *ids, int tokens, int rows, int columns
 ) {
-    __shared__ int list[LIST];
-    __shared__ int counts[8];
-    __shared__ A sums[8][VEC][32];
-    const int row = blockIdx.x, lane = threadIdx.x, warp = threadIdx.y, thread = warp * 32 + lane;
-
-    // Thread t looks at ids 4t .. 4t+3, then 1024 further on, and so on.
-    int mine = 0;
-    const int whole = tokens / 4;
-    for (int i = thread; i < whole; i += 256) {
-        const int4 id = reinterpret_cast<const int4 *>(ids)[i];
-        mine += (id.x == row) + (id.y == row) + (id.z == row) + (id.w == row);
-    }
-    for (int n = whole * 4 + thread; n < tokens; n += 256) mine += ids[n] == row;
-
-    // The place of this thread's first match in the block's list: a sum over the threads before it.
-    int before = mine;
-#pragma unroll
-    for (int gap = 1; gap < 32; gap *= 2) {
-        const int left = __shfl_up_sync(~0u, before, gap);
-        if (lane >= gap) before += left;
-    }
-    if (lane == 31) counts[warp] = before;
-    before -= mine;
+    __shared__ int place[SHELF][33];  // for each row and each warp's share: how many, then where the next one goes
+    __shared__ int scratch[32];
+    const int lane = threadIdx.x, warp = threadIdx.y, first = blockIdx.x * SHELF;
+    place[warp][lane] = 0;
     __syncthreads();
-    int matches = 0;
-    for (int w = 0; w < 8; w++) {
-        if (w < warp) before += counts[w];
-        matches += counts[w];
-    }
+    int below = each_match(ids, tokens, first, [&](int row, int, u32 equal, u32) {
+        if (lane == __ffs(equal) - 1) place[row][warp] += __popc(equal);
+    });
+    below = warp_sum(below);
+    if (lane == 0) scratch[warp] = below;
+    __syncthreads();
+    below = warp_sum(scratch[lane]);
 
-    const int vectors = width / VEC;
-    for (int start = 0; start < matches; start += LIST) {
-        if (mine && before < start + LIST && before + mine > start) {
-            int place = before - start;
-            for (int i = thread; i < whole; i += 256) {
-                const int4 id = reinterpret_cast<const int4 *>(ids)[i];
-                const int found[4] = {id.x == row, id.y == row, id.z == row, id.w == row};
+    // Now warp and lane stand for a row and a share. Counts become places by a sum over all rows and shares before.
+    const int count = place[warp][lane];
+    const int before = sum_before(count);
+    __syncthreads();
+    if (lane == 31) scratch[warp] = before + count;
+    __syncthreads();
+    const int start = below + __shfl_sync(~0u, sum_before(scratch[lane]), warp);
+    place[warp][lane] = start + before;
+    const int row = first + warp;
+    if (lane == 0 && row < rows) {
+        starts[row] = start;
+        for (int c = 0; c < columns; c++) done[i64(c) * rows + row] = 0;
+    }
+    if (row == 0 && lane == 0) starts[rows] = tokens;
+    __syncthreads();
+
+    each_match(ids, tokens, first, [&](int row, int n, u32 equal, u32 all) {
+        const int at = place[row][warp];
+        __syncwarp(all);
+        if (lane == __ffs(equal) - 1) place[row][warp] = at + __popc(equal);
+        order[at + __popc(equal & ((1u << lane) - 1))] = n;
+    });
+}
+
+// partial: a row for each piece, two for each multiple of PIECE: 2 k for the piece that begins there in the middle of a
+// row of W, 2 k + 1 for the one in which a row of W begins.
+extern "C" __global__ void __launch_bounds__(256, 4) embedding_bwd(
+    A *dtable, A *partial, int *done, const T *dy, const int *ids, const int *order, const int *starts, int pieces,
+    int rows, int vectors
+) {
+    __shared__ bool last;
+    const int v = blockIdx.y * blockDim.x + threadIdx.x;
+    const bool inside = blockIdx.x < pieces;
+    int from = (blockIdx.x + 1) * PIECE;
+    const int row = inside ? ids[order[from]] : blockIdx.x - pieces;
+    const int start = starts[row], end = starts[row + 1];
+    const bool whole = end - start <= PIECE;
+    if (start == end || (inside && (whole || from == start))) return;
+    if (!inside) from = start;
+    const int to = whole ? end : min(end, (from / PIECE + 1) * PIECE);
+
+    Pack<A, VEC> *const target = reinterpret_cast<Pack<A, VEC> *>(dtable) + i64(row) * vectors + v;
+    Pack<A, VEC> sum = {}, total = {};
+    if (v < vectors) {
+        if (whole) total = *target;  // ahead of its use
+        for (int i = from; i < to; i += BATCH) {
+            Pack<T, VEC> d[BATCH];
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    if (found[j]) {
-                        if (place >= 0 && place < LIST) list[place] = i * 4 + j;
-                        place++;
-                    }
-                }
+            for (int k = 0; k < BATCH; k++) {
+                // Past the end the last one again, from cache: no branch keeps the loads from being under way together.
+                d[k] = load<VEC>(dy + (i64(order[min(i + k, to - 1)]) * vectors + v) * VEC);
             }
-            for (int n = whole * 4 + thread; n < tokens; n += 256) {
-                if (ids[n] == row) {
-                    if (place >= 0 && place < LIST) list[place] = n;
-                    place++;
-                }
+#pragma unroll
+            for (int k = 0; k < BATCH; k++) {
+#pragma unroll
+                for (int j = 0; j < VEC; j++) sum.v[j] += i + k < to ? widen(d[k].v[j]) : A(0);
             }
         }
+    }
+    const int head = start / PIECE, tail = (end - 1) / PIECE;
+    if (!whole) {
+        const int slot = inside ? 2 * (from / PIECE) : 2 * head + 1;
+        Pack<A, VEC> *const slots = reinterpret_cast<Pack<A, VEC> *>(partial) + v;
+        if (v < vectors) slots[i64(slot) * vectors] = sum;
+        __threadfence();
         __syncthreads();
-        const int listed = min(LIST, matches - start);
-        for (int first = 0; first < vectors; first += 32) {
-            const int v = first + lane;
-            A sum[VEC];
-#pragma unroll
-            for (int j = 0; j < VEC; j++) sum[j] = 0;
-            if (v < vectors) {
+        if (threadIdx.x == 0) last = atomicAdd(done + i64(blockIdx.y) * rows + row, 1) == tail - head;
+        __syncthreads();
+        if (!last) return;
+        __threadfence();
+        if (v < vectors) {
+            total = *target;
+            sum = load_from_l2(slots + i64(2 * head + 1) * vectors);
 #pragma unroll 4
-                for (int i = warp; i < listed; i += 8) {
-                    const Pack<T, VEC> d = load<VEC>(dy + (i64(list[i]) * vectors + v) * VEC);
+            for (int k = head + 1; k <= tail; k++) {
+                const Pack<A, VEC> piece = load_from_l2(slots + i64(2 * k) * vectors);
 #pragma unroll
-                    for (int j = 0; j < VEC; j++) sum[j] += widen(d.v[j]);
-                }
+                for (int j = 0; j < VEC; j++) sum.v[j] += piece.v[j];
             }
-#pragma unroll
-            for (int j = 0; j < VEC; j++) sums[warp][j][lane] = sum[j];
-            __syncthreads();
-            if (warp < VEC && v < vectors) {
-                A total = sums[0][warp][lane];
-                for (int w = 1; w < 8; w++) total += sums[w][warp][lane];
-                dtable[i64(row) * width + v * VEC + warp] += total;
-            }
-            __syncthreads();
         }
+    }
+    if (v < vectors) {
+#pragma unroll
+        for (int j = 0; j < VEC; j++) total.v[j] += sum.v[j];
+        *target = total;
     }
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from tinyforge.backends.compile import load
+from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cupy_backend import blocks, contiguous, cupy_kernel, new, scalar, vector
 from tinyforge.op import Array
 
 FILE = "ops/embedding.cu"
+SHELF, PIECE = constant(FILE, "SHELF"), constant(FILE, "PIECE")
 
 
 @cupy_kernel
@@ -26,8 +27,17 @@ def embedding_fwd(ids: Array, weight: Array) -> Array:
 def embedding_bwd(dy: Array, ids: Array, dweight: Array) -> None:
     dy, ids = contiguous(dy), contiguous(ids)
     rows, width = dweight.shape
-    if dy.size:
-        if ids.data.ptr % 16:
-            ids = ids.copy()  # ids are read four at a time
-        launch = load(FILE, "embedding_bwd", SCALAR=scalar(dy.dtype), VEC=vector(width, dy))
-        launch((rows,), (32, 8), (dy, ids, dweight, np.int32(ids.size), np.int32(width)))
+    tokens = ids.size
+    if not dy.size:
+        return
+    vec = vector(width, dy, dweight)
+    vectors = width // vec
+    threads = min(256, -(-vectors // 32) * 32)
+    columns, pieces = -(-vectors // threads), (tokens - 1) // PIECE
+    order, starts, done = (new((n,), ids.dtype) for n in (tokens, rows + 1, columns * rows))
+    partial = new((2 * (pieces + 1), width), dweight.dtype)
+    macros = {"SCALAR": scalar(dy.dtype), "VEC": vec}
+    sort, launch = load(FILE, "embedding_order", **macros), load(FILE, "embedding_bwd", **macros)
+    sort(blocks(rows, SHELF), (32, 32), (order, starts, done, ids, *map(np.int32, (tokens, rows, columns))))
+    counts = map(np.int32, (pieces, rows, vectors))
+    launch((pieces + rows, columns), (threads,), (dweight, partial, done, dy, ids, order, starts, *counts))

@@ -4,13 +4,12 @@
 //           layernorm_bwd        dx, partial sums of dw and db
 //           layernorm_columns    partial sums of dw and db alone, for rows that do not fit in registers
 //
-// Idea. As rmsnorm.cu: a warp takes a row and keeps it in registers, sums are shuffles, dw and db stay in registers
-// over all rows of a warp. The variance is taken of x - mean(x), in a second pass over the registers: E[x^2] - E[x]^2
-// loses all digits where the mean is large.
+// Idea. As rmsnorm.cu: a warp takes a row, sums are shuffles, dw and db stay in registers over all rows of a warp, and
+// the rows to come are on their way to shared memory meanwhile (rows.cuh). The variance is taken of x - mean(x), in a
+// second pass over the registers: E[x^2] - E[x]^2 loses all digits where the mean is large.
 //   g = dy w     dx = r (g - mean(g) - xhat mean(g xhat))     dw = sum of dy xhat     db = sum of dy
-// Grid: forward a warp for each row; backward a fixed number of blocks. Block: 32 x 8 threads.
-// Shared memory: backward, two rows of sums. Bound by memory: three rows of traffic either way.
-// PER = 0 is for any width: it reads the row again, mostly from cache.
+// Grid: forward a warp for each row; backward a fixed number of blocks. Block: 32 x WARPS threads.
+// Bound by memory: three rows of traffic either way.
 //
 // compile: SCALAR=double|float|bf16 VEC=1 PER=0
 // compile: SCALAR=double VEC=2 PER=0
@@ -18,182 +17,89 @@
 // compile: SCALAR=bf16 VEC=8 PER=0|1|3|4
 // spills: none
 
-#include "ops/common.cuh"
-
-typedef SCALAR T;
-typedef Wide<T> A;
+#include "ops/rows.cuh"
 
 extern "C" __global__ void layernorm_fwd(
     const T *x, const T *weight, const T *bias, T *y, T *xhat, A *rstd, int rows, int width, A eps
 ) {
-    const int row = blockIdx.x * blockDim.y + threadIdx.y, lane = threadIdx.x, vectors = width / VEC;
+    const int row = blockIdx.x * blockDim.y + threadIdx.y, vectors = width / VEC;
     if (row >= rows) return;
     const i64 at = i64(row) * width;
+    const Row in(x + at, vectors);
     A sum = 0, square = 0;
-#if PER
-    A kept[PER][VEC];
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-        const int v = i * 32 + lane;
-        if (v < vectors) {
-            const Pack<T, VEC> p = load<VEC>(x + at + v * VEC);
-#pragma unroll
-            for (int j = 0; j < VEC; j++) sum += kept[i][j] = widen(p.v[j]);
-        }
-    }
-    const A mean = warp_sum(sum) / A(width);
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-        if (i * 32 + lane < vectors) {
-#pragma unroll
-            for (int j = 0; j < VEC; j++) {
-                kept[i][j] -= mean;
-                square += kept[i][j] * kept[i][j];
-            }
-        }
-    }
-#else
-    for (int v = lane; v < vectors; v += 32) {
-        const Pack<T, VEC> p = load<VEC>(x + at + v * VEC);
+    each_vector(vectors, [&](int i, int v) {
+        const Vector p = in(i, v);
 #pragma unroll
         for (int j = 0; j < VEC; j++) sum += widen(p.v[j]);
-    }
+    });
     const A mean = warp_sum(sum) / A(width);
-    for (int v = lane; v < vectors; v += 32) {
-        const Pack<T, VEC> p = load<VEC>(x + at + v * VEC);
+    each_vector(vectors, [&](int i, int v) {
+        const Vector p = in(i, v);
 #pragma unroll
         for (int j = 0; j < VEC; j++) {
             const A d = widen(p.v[j]) - mean;
             square += d * d;
         }
-    }
-#endif
+    });
     const A r = A(1) / sqrt(warp_sum(square) / A(width) + eps);
-    if (lane == 0) rstd[row] = r;
-#if PER
+    if (threadIdx.x == 0) rstd[row] = r;
+    each_vector(vectors, [&](int i, int v) {
+        const Vector p = in(i, v), w = load<VEC>(weight + v * VEC), b = load<VEC>(bias + v * VEC);
+        Vector out, hat;
 #pragma unroll
-    for (int i = 0; i < PER; i++) {
-        const int v = i * 32 + lane;
-        if (v < vectors) {
-#else
-    for (int v = lane; v < vectors; v += 32) {
-        {
-            const Pack<T, VEC> p = load<VEC>(x + at + v * VEC);
-#endif
-            const Pack<T, VEC> w = load<VEC>(weight + v * VEC), b = load<VEC>(bias + v * VEC);
-            Pack<T, VEC> out, hat;
-#pragma unroll
-            for (int j = 0; j < VEC; j++) {
-#if PER
-                const A h = kept[i][j] * r;
-#else
-                const A h = (widen(p.v[j]) - mean) * r;
-#endif
-                narrow(h, hat.v[j]);
-                narrow(h * widen(w.v[j]) + widen(b.v[j]), out.v[j]);
-            }
-            store(xhat + at + v * VEC, hat);
-            store(y + at + v * VEC, out);
+        for (int j = 0; j < VEC; j++) {
+            const A h = (widen(p.v[j]) - mean) * r;
+            narrow(h, hat.v[j]);
+            narrow(h * widen(w.v[j]) + widen(b.v[j]), out.v[j]);
         }
-    }
+        store(xhat + at + v * VEC, hat);
+        store(y + at + v * VEC, out);
+    });
 }
 
 // partial: (blocks, 2 width): dw, then db. With PER = 0 it is not touched, and layernorm_columns makes it.
-extern "C" __global__ void __launch_bounds__(256) layernorm_bwd(
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) layernorm_bwd(
     const T *dy, const T *xhat, const A *rstd, const T *weight, T *dx, A *partial, int rows, int width
 ) {
-    const int lane = threadIdx.x, vectors = width / VEC, stride = gridDim.x * blockDim.y;
+    const int vectors = width / VEC;
+    RowStream<2> in({dy, xhat}, rows, width);
+    const Row gain(weight, vectors);
 #if PER
-    __shared__ A sums[2][PER * 32 * VEC];
-    A dweight[PER][VEC], dbias[PER][VEC];
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-#pragma unroll
-        for (int j = 0; j < VEC; j++) dweight[i][j] = dbias[i][j] = 0;
-    }
+    Pack<A, VEC> dweight[PER] = {}, dbias[PER] = {};
 #endif
-    for (int row = blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += stride) {
-        const i64 at = i64(row) * width;
+    A coming = in.row < rows ? rstd[in.row] : A(0);
+    for (; in.ready(); in.next()) {
+        const A r = coming;
+        if (in.row + in.stride < rows) coming = rstd[in.row + in.stride];  // as far ahead of its use as the row
         A sum = 0, along = 0;
-#if PER
-        Pack<T, VEC> up[PER], hat[PER];
-#pragma unroll
-        for (int i = 0; i < PER; i++) {
-            const int v = i * 32 + lane;
-            if (v < vectors) {
-                up[i] = load<VEC>(dy + at + v * VEC);
-                hat[i] = load<VEC>(xhat + at + v * VEC);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < PER; i++) {
-            const int v = i * 32 + lane;
-            if (v < vectors) {
-                const Pack<T, VEC> w = load<VEC>(weight + v * VEC);
-#pragma unroll
-                for (int j = 0; j < VEC; j++) {
-                    const A d = widen(up[i].v[j]), h = widen(hat[i].v[j]), g = d * widen(w.v[j]);
-                    dweight[i][j] += d * h;
-                    dbias[i][j] += d;
-                    sum += g;
-                    along += g * h;
-                }
-            }
-        }
-#else
-        for (int v = lane; v < vectors; v += 32) {
-            const Pack<T, VEC> up = load<VEC>(dy + at + v * VEC), hat = load<VEC>(xhat + at + v * VEC);
-            const Pack<T, VEC> w = load<VEC>(weight + v * VEC);
+        each_vector(vectors, [&](int i, int v) {
+            const Vector up = in(0, i, v), hat = in(1, i, v), w = gain(i, v);
 #pragma unroll
             for (int j = 0; j < VEC; j++) {
-                const A g = widen(up.v[j]) * widen(w.v[j]);
+                const A d = widen(up.v[j]), h = widen(hat.v[j]), g = d * widen(w.v[j]);
+#if PER
+                dweight[i].v[j] += d * h;
+                dbias[i].v[j] += d;
+#endif
                 sum += g;
-                along += g * widen(hat.v[j]);
+                along += g * h;
             }
-        }
-#endif
-        const A r = rstd[row], mean = warp_sum(sum) / A(width), mean_along = warp_sum(along) / A(width);
-#if PER
+        });
+        const A mean = warp_sum(sum) / A(width), mean_along = warp_sum(along) / A(width);
+        each_vector(vectors, [&](int i, int v) {
+            const Vector up = in(0, i, v), hat = in(1, i, v), w = gain(i, v);
+            Vector out;
 #pragma unroll
-        for (int i = 0; i < PER; i++) {
-            const int v = i * 32 + lane;
-            if (v < vectors) {
-                const Pack<T, VEC> d = up[i], h = hat[i];
-#else
-        for (int v = lane; v < vectors; v += 32) {
-            {
-                const Pack<T, VEC> d = load<VEC>(dy + at + v * VEC), h = load<VEC>(xhat + at + v * VEC);
-#endif
-                const Pack<T, VEC> w = load<VEC>(weight + v * VEC);
-                Pack<T, VEC> out;
-#pragma unroll
-                for (int j = 0; j < VEC; j++) {
-                    narrow(r * (widen(d.v[j]) * widen(w.v[j]) - mean - widen(h.v[j]) * mean_along), out.v[j]);
-                }
-                store(dx + at + v * VEC, out);
+            for (int j = 0; j < VEC; j++) {
+                narrow(r * (widen(up.v[j]) * widen(w.v[j]) - mean - widen(hat.v[j]) * mean_along), out.v[j]);
             }
-        }
+            store(dx + i64(in.row) * width + v * VEC, out);
+        });
     }
 #if PER
-    for (int turn = 0; turn < blockDim.y; turn++) {
-        if (threadIdx.y == turn) {
-#pragma unroll
-            for (int i = 0; i < PER; i++) {
-#pragma unroll
-                for (int j = 0; j < VEC; j++) {
-                    const int slot = (i * VEC + j) * 32 + lane;
-                    sums[0][slot] = dweight[i][j] + (turn ? sums[0][slot] : A(0));
-                    sums[1][slot] = dbias[i][j] + (turn ? sums[1][slot] : A(0));
-                }
-            }
-        }
-        __syncthreads();
-    }
-    for (int column = threadIdx.y * 32 + lane; column < width; column += blockDim.y * 32) {
-        const int v = column / VEC, slot = (v / 32 * VEC + column % VEC) * 32 + v % 32;
-        partial[i64(blockIdx.x) * 2 * width + column] = sums[0][slot];
-        partial[i64(blockIdx.x) * 2 * width + width + column] = sums[1][slot];
-    }
+    A *mine = partial + i64(blockIdx.x) * 2 * width;
+    add_warps(dweight, mine, width);
+    add_warps(dbias, mine + width, width);
 #endif
 }
 

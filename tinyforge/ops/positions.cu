@@ -1,10 +1,13 @@
 // positions: y[b, t] = x[b, t] + P[t].
 //
 // Kernels:  positions_fwd     y
-//           positions_bwd     dP[t] += sum over b of dy[b, t], one batch row after the other: a fixed order
+//           positions_bwd     dP[t] += sum over b of dy[b, t], in a fixed order
 //
-// Idea. Elementwise; a sequence is one long row of T C numbers, and P's first T rows are another.
-// Grid: a thread for each vector of y (backward: of dP). Block: 256 threads. No shared memory. Bound by memory.
+// Idea. Elementwise; a sequence is one long row of T C numbers, and P's first T rows are another. Backward: warp y of a
+// block takes batch rows y, y + 8, ..., and the eight sums are added in order. With a thread for each vector of dP, and
+// all batch rows in turn, there would be too few threads to keep the memory busy.
+// Grid: a thread for each vector of y; backward a block for 32 vectors of dP. Block: 256 threads; backward 32 x 8.
+// Shared memory: backward, the eight sums. Bound by memory.
 //
 // compile: SCALAR=double VEC=1|2
 // compile: SCALAR=float VEC=1|4
@@ -29,14 +32,25 @@ extern "C" __global__ void __launch_bounds__(256) positions_fwd(
 }
 
 extern "C" __global__ void __launch_bounds__(256) positions_bwd(const T *dy, A *dtable, u32 sequence, int batch) {
-    const u32 i = blockIdx.x * 256 + threadIdx.x;
-    if (i >= sequence) return;
-    Pack<A, VEC> sum = load<VEC>(dtable + i64(i) * VEC);
+    __shared__ Pack<A, VEC> sums[8][32];
+    const u32 i = blockIdx.x * 32 + threadIdx.x, thread = threadIdx.y * 32 + threadIdx.x;
+    const u32 number = blockIdx.x * 32 * VEC + thread;  // of dP, to which this thread will add
+    const bool mine = thread < 32 * VEC && number < sequence * VEC;
+    A total = mine ? dtable[number] : A(0);
+    Pack<A, VEC> sum = {};
+    if (i < sequence) {
 #pragma unroll 4
-    for (int b = 0; b < batch; b++) {
-        const Pack<T, VEC> d = load<VEC>(dy + (i64(b) * sequence + i) * VEC);
+        for (int b = threadIdx.y; b < batch; b += 8) {
+            const Pack<T, VEC> d = load<VEC>(dy + (i64(b) * sequence + i) * VEC);
 #pragma unroll
-        for (int j = 0; j < VEC; j++) sum.v[j] += widen(d.v[j]);
+            for (int j = 0; j < VEC; j++) sum.v[j] += widen(d.v[j]);
+        }
     }
-    store(dtable + i64(i) * VEC, sum);
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (mine) {
+#pragma unroll
+        for (int y = 0; y < 8; y++) total += sums[y][thread / VEC].v[thread % VEC];
+        dtable[number] = total;
+    }
 }

@@ -30,4 +30,4 @@ def positions_bwd(dy: Array, dweight: Array) -> None:
         vec = vector(dy.shape[-1], dy, dweight)
         sequence = dy[0].size // vec
         launch = load(FILE, "positions_bwd", SCALAR=scalar(dy.dtype), VEC=vec)
-        launch(blocks(sequence), (256,), (dy, dweight, np.uint32(sequence), np.int32(len(dy))))
+        launch(blocks(sequence, 32), (32, 8), (dy, dweight, np.uint32(sequence), np.int32(len(dy))))

@@ -20,11 +20,13 @@ class RMSNorm(Op):
     backward, with xhat = x * r:
         dw += sum over rows of dy * xhat
         dx  = r * (dy * w - xhat * mean(dy * w * xhat))
+    backward(..., residual=g) adds g, a gradient that x has from elsewhere, in the same pass: where x is also a residual
+    stream that goes on unchanged.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
 
-    kernels = ("rmsnorm_fwd", "rmsnorm_bwd")
+    kernels = ("rmsnorm_fwd", "rmsnorm_bwd", "add_rmsnorm_bwd")
 
     def __init__(self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
         super().__init__(backend, name)
@@ -40,8 +42,10 @@ class RMSNorm(Op):
             stash.push(self, x, rstd)
         return y
 
-    def backward(self, dy: Array, stash: Stash) -> Array:
+    def backward(self, dy: Array, stash: Stash, residual: Array = None) -> Array:
         x, rstd = stash.pop(self)
+        if residual is not None:
+            return self.k.add_rmsnorm_bwd(residual, dy, x, rstd, self.weight.value, self.weight.grad)
         return self.k.rmsnorm_bwd(dy, x, rstd, self.weight.value, self.weight.grad)
 
     @classmethod

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from tinyforge.backends import wide
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import blocks, contiguous, cupy_kernel, new, scalar, vector, wide
+from tinyforge.backends.cupy_backend import blocks, contiguous, cupy_kernel, new, scalar, vector
 from tinyforge.op import Array
 
 

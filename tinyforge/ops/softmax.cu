@@ -2,10 +2,11 @@
 //
 // Kernels:  softmax_fwd, softmax_bwd
 //
-// Idea. A warp takes a row and keeps it in registers (as rmsnorm.cu): the maximum, the sum and the quotient need three
-// passes, of which only the first and last touch memory.
+// Idea. A warp takes a row and keeps it in registers (rows.cuh): the maximum, the sum and the quotient need three
+// passes, of which only the first and last touch memory. The exponential is taken twice, which is less than what memory
+// takes: keeping it would be twice the registers in bf16.
 // Grid: a warp for each row. Block: 32 x 8 threads. No shared memory. Bound by memory: two rows of traffic forward,
-// three backward. PER = 0 is for any width: it reads the row again, mostly from cache.
+// three backward.
 //
 // compile: SCALAR=double|float|bf16 VEC=1 PER=0
 // compile: SCALAR=double VEC=2 PER=0
@@ -13,115 +14,51 @@
 // compile: SCALAR=bf16 VEC=8 PER=0|1|3|4
 // spills: none
 
-#include "ops/common.cuh"
-
-typedef SCALAR T;
-typedef Wide<T> A;
+#include "ops/rows.cuh"
 
 extern "C" __global__ void softmax_fwd(const T *x, T *y, int rows, int width) {
-    const int row = blockIdx.x * blockDim.y + threadIdx.y, lane = threadIdx.x, vectors = width / VEC;
+    const int row = blockIdx.x * blockDim.y + threadIdx.y, vectors = width / VEC;
     if (row >= rows) return;
     const i64 at = i64(row) * width;
+    const Row in(x + at, vectors);
     A top = -INFINITY, sum = 0;
-#if PER
-    A kept[PER][VEC];
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-        const int v = i * 32 + lane;
-        if (v < vectors) {
-            const Pack<T, VEC> p = load<VEC>(x + at + v * VEC);
-#pragma unroll
-            for (int j = 0; j < VEC; j++) top = largest(top, kept[i][j] = widen(p.v[j]));
-        }
-    }
-    top = warp_max(top);
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-        if (i * 32 + lane < vectors) {
-#pragma unroll
-            for (int j = 0; j < VEC; j++) sum += kept[i][j] = exp_for<T>(kept[i][j] - top);
-        }
-    }
-#else
-    for (int v = lane; v < vectors; v += 32) {
-        const Pack<T, VEC> p = load<VEC>(x + at + v * VEC);
+    each_vector(vectors, [&](int i, int v) {
+        const Vector p = in(i, v);
 #pragma unroll
         for (int j = 0; j < VEC; j++) top = largest(top, widen(p.v[j]));
-    }
+    });
     top = warp_max(top);
-    for (int v = lane; v < vectors; v += 32) {
-        const Pack<T, VEC> p = load<VEC>(x + at + v * VEC);
+    each_vector(vectors, [&](int i, int v) {
+        const Vector p = in(i, v);
 #pragma unroll
         for (int j = 0; j < VEC; j++) sum += exp_for<T>(widen(p.v[j]) - top);
-    }
-#endif
+    });
     const A scale = A(1) / warp_sum(sum);
-#if PER
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-        const int v = i * 32 + lane;
-        if (v < vectors) {
-            Pack<T, VEC> out;
-#pragma unroll
-            for (int j = 0; j < VEC; j++) narrow(kept[i][j] * scale, out.v[j]);
-            store(y + at + v * VEC, out);
-        }
-    }
-#else
-    for (int v = lane; v < vectors; v += 32) {
-        Pack<T, VEC> p = load<VEC>(x + at + v * VEC);
+    each_vector(vectors, [&](int i, int v) {
+        Vector p = in(i, v);
 #pragma unroll
         for (int j = 0; j < VEC; j++) narrow(exp_for<T>(widen(p.v[j]) - top) * scale, p.v[j]);
         store(y + at + v * VEC, p);
-    }
-#endif
+    });
 }
 
 extern "C" __global__ void softmax_bwd(const T *dy, const T *y, T *dx, int rows, int width) {
-    const int row = blockIdx.x * blockDim.y + threadIdx.y, lane = threadIdx.x, vectors = width / VEC;
+    const int row = blockIdx.x * blockDim.y + threadIdx.y, vectors = width / VEC;
     if (row >= rows) return;
     const i64 at = i64(row) * width;
+    const Row up(dy + at, vectors), share(y + at, vectors);
     A along = 0;
-#if PER
-    Pack<T, VEC> up[PER], p[PER];
+    each_vector(vectors, [&](int i, int v) {
+        const Vector d = up(i, v), p = share(i, v);
 #pragma unroll
-    for (int i = 0; i < PER; i++) {
-        const int v = i * 32 + lane;
-        if (v < vectors) {
-            up[i] = load<VEC>(dy + at + v * VEC);
-            p[i] = load<VEC>(y + at + v * VEC);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-        if (i * 32 + lane < vectors) {
-#pragma unroll
-            for (int j = 0; j < VEC; j++) along += widen(up[i].v[j]) * widen(p[i].v[j]);
-        }
-    }
-#else
-    for (int v = lane; v < vectors; v += 32) {
-        const Pack<T, VEC> up = load<VEC>(dy + at + v * VEC), p = load<VEC>(y + at + v * VEC);
-#pragma unroll
-        for (int j = 0; j < VEC; j++) along += widen(up.v[j]) * widen(p.v[j]);
-    }
-#endif
+        for (int j = 0; j < VEC; j++) along += widen(d.v[j]) * widen(p.v[j]);
+    });
     along = warp_sum(along);
-#if PER
+    each_vector(vectors, [&](int i, int v) {
+        const Vector d = up(i, v), p = share(i, v);
+        Vector out;
 #pragma unroll
-    for (int i = 0; i < PER; i++) {
-        const int v = i * 32 + lane;
-        if (v < vectors) {
-            const Pack<T, VEC> d = up[i], q = p[i];
-#else
-    for (int v = lane; v < vectors; v += 32) {
-        {
-            const Pack<T, VEC> d = load<VEC>(dy + at + v * VEC), q = load<VEC>(y + at + v * VEC);
-#endif
-            Pack<T, VEC> out;
-#pragma unroll
-            for (int j = 0; j < VEC; j++) narrow(widen(q.v[j]) * (widen(d.v[j]) - along), out.v[j]);
-            store(dx + at + v * VEC, out);
-        }
-    }
+        for (int j = 0; j < VEC; j++) narrow(widen(p.v[j]) * (widen(d.v[j]) - along), out.v[j]);
+        store(dx + at + v * VEC, out);
+    });
 }

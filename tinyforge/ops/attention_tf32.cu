@@ -1,0 +1,522 @@
+// FlashAttention in float32 with products in TF32 (mma.sync, sm_80 and up): attention.cu's kernels for wider numbers.
+//
+//   PART=FORWARD       attention_fwd_tf32       out, lse                   one warp: OWN queries of one head
+//   PART=BACKWARD_Q    attention_bwd_q_tf32     dq, and the statistics     one warp: OWN queries of one head
+//   PART=BACKWARD_KV   attention_bwd_kv_tf32    dk, dv                     one warp: OWN keys of one kv head
+//
+// The idea is attention.cu's, and so are the units of work, the statistics and the order of the kernels. Numbers are
+// float32 everywhere but in the factors of products, which are rounded to 10 bits of mantissa, to nearest. A warp
+// rounds its own rows once, where they lie in shared memory; scores once, where they arise; streamed rows at each
+// fetch: to do it once a block would cost a pass over the tile and a barrier. delta is taken from dO before that is
+// rounded.
+//
+// Fragments of mma.m16n8k8, with g = lane / 4 and c = lane % 4: a lane holds
+//   A (16 x 8): a[0] = (g, c), a[1] = (g + 8, c), a[2] = (g, c + 4), a[3] = (g + 8, c + 4)
+//   B (8 x 8):  b[0] = (c, g), b[1] = (c + 4, g)
+//   C (16 x 8): c[0..1] = (g, 2c..2c + 1), c[2..3] = (g + 8, 2c..2c + 1)
+//
+// Scores, a product along rows: ldmatrix hands a lane one number of four bytes as readily as two of two bytes, so A and
+// B come as in bf16.
+//
+// The products with scores run across rows, and ldmatrix cannot transpose numbers of four bytes. So the sums are kept
+// transposed, sums^T += tile^T P^T, with scores as the right operand. Half a C, (g, 2c..2c + 1), then stands where B
+// wants the rows c and c + 4 of column g. But a product stays the same when the columns of A and the rows of B change
+// places alike: key 2c counts as row c, key 2c + 1 as row c + 4, and a pair of accumulators is a B as it lies, without
+// a shuffle or a move. A reads the rows 2c and 2c + 1 of the tile to match. The order of A's own rows is free as well:
+// the dims 2n and 2n + 1 count as rows n and n + 8, so that a[0..1] and a[2..3] are one 8-byte load each. Half a warp
+// reads two pieces of 16 bytes of each of four rows of one parity; the swizzle puts these into all banks, once.
+//
+// At head size 64: forward 251 registers and 64 KB of shared memory, backward_q 246 and 97 KB, backward_kv 251 and 96.5
+// KB (sm_90), none spilled: two blocks of four warps on a multiprocessor of Hopper. Of the backward kernels one block
+// where it has 164 KB (sm_80). Every variant fits into 99 KB.
+//
+// Tried, at head size 64 for sm_90, from what the assembler makes of it:
+//   sums not transposed, P as A, tiles read by 16 bytes: each rounded number is moved into its pair; 823 instructions
+//                 after S in the loop of backward_kv, 655 as here
+//   cvt.rna       a comparison and an addition; cvt.rn, which sm_80 does not have, is one instruction
+//   backward_kv   steps of scores unrolled by eight: 12 bytes spilled; by four, as here, 251 registers; by one, 248.
+//                 S and dP before P's product, as in bf16: 255 registers; unrolled by two, 68 bytes spilled
+//   forward       three blocks, nothing held: 72 bytes spilled
+//
+// compile: PART=FORWARD HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=32 PIECE=32 HELD=8 UNROLL=8 BLOCKS=2
+// compile: PART=FORWARD HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=32 HELD=16 UNROLL=16 BLOCKS=2
+// compile: PART=BACKWARD_Q HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=32 PIECE=32 HELD=4 UNROLL=8 BLOCKS=2
+// compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=16 PIECE=16 HELD=0 UNROLL=4 BLOCKS=2
+// compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=32 PIECE=32 HELD=0 UNROLL=4 BLOCKS=2
+// compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=16 PIECE=16 HELD=0 UNROLL=4 BLOCKS=2
+// spills: none
+
+#define WORKER_WARPS 1
+#define TF32
+#include "ops/attention.cuh"
+
+static_assert(HELD == 0 || UNROLL * 8 >= D, "registers are not counted through");
+static_assert(TILE % PIECE == 0 && PIECE % 16 == 0, "a tile is whole pieces");
+
+// x as TF32, to nearest. One instruction since sm_90; before, two, and ties go away from zero.
+__device__ inline u32 rounded(float x) {
+    u32 y;
+#if __CUDA_ARCH__ >= 900
+    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+#else
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+#endif
+    return y;
+}
+
+__device__ inline float as_factor(float x) { return __uint_as_float(rounded(x)); }
+
+__device__ inline void load_four(float (&x)[4], u32 from) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(from)
+                 : "memory");
+}
+__device__ inline void load_two(float &x, float &y, u32 from) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(from) : "memory");
+}
+__device__ inline void store_rounded(u32 to, const float (&x)[4]) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(rounded(x[0])), "r"(rounded(x[1])),
+                 "r"(rounded(x[2])), "r"(rounded(x[3]))
+                 : "memory");
+}
+
+__device__ inline void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Fragments of a warp's own rows that stay in registers: of q or k, then of dO or v.
+constexpr int HELD_OF_FIRST = HELD < STEPS ? HELD : STEPS, HELD_OF_SECOND = HELD - HELD_OF_FIRST;
+
+using Scores = float[ROW_TILES][PIECE / 8][4];
+using Sums = float[D / 16][2 * ROW_TILES][4]; // transposed: 16 dims by 8 rows
+using Held = u32[ROW_TILES][STEPS][4];
+
+// A warp's own rows, rounded where they lie.
+__device__ inline void round_rows(u32 tile, int lane) {
+#pragma unroll
+    for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
+        float x[4];
+        load_four(x, tile + (i * 32 + lane) * 16);
+        store_rounded(tile + (i * 32 + lane) * 16, x);
+    }
+    __syncwarp();
+}
+
+// The first COUNT left operands of a warp's own rows.
+template <int COUNT> __device__ inline void hold(Held &held, u32 own, int lane) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int step = 0; step < COUNT; ++step)
+            load_matrix(held[m][step], piece(own + step / 4 * 128, m * 16, step % 4, lane));
+}
+
+// s += a b^T: the warp's own rows and PIECE rows of a streamed tile. The first COUNT fragments of a are held.
+template <int COUNT>
+__device__ inline void add_scores(Scores &s, const Held &held, u32 own, u32 rows, int lane) {
+#pragma unroll UNROLL
+    for (int step = 0; step < STEPS; ++step) {
+        u32 a[ROW_TILES][4];
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m) {
+            if (step >= COUNT) load_matrix(a[m], piece(own + step / 4 * 128, m * 16, step % 4, lane));
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (step < COUNT) a[m][i] = held[m][step][i];
+        }
+#pragma unroll
+        for (int n = 0; n < PIECE / 16; ++n) {
+            u32 b[4];
+            load_matrix(b, piece_of_rows(rows + step / 4 * 128, n * 16, step % 4, lane));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) b[i] = rounded(__uint_as_float(b[i]));
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; ++m) {
+                multiply_add(s[m][2 * n], a[m], b[0], b[1]);
+                multiply_add(s[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// sums += b^T p^T over PIECE rows b of a streamed tile, in the order that the top explains; p is rounded.
+__device__ inline void add_product(Sums &sums, const Scores &p, u32 rows, int lane) {
+    const int row = lane % 4 * 2, column = lane / 4 % 2 * 8;
+    const u32 even = rows + swizzled(row, lane / 8) + column, odd = rows + swizzled(row + 1, lane / 8) + column;
+#pragma unroll
+    for (int step = 0; step < PIECE / 8; ++step)
+#pragma unroll
+        for (int n = 0; n < D / 16; ++n) {
+            const u32 at = step * 8 * ROW_BYTES + n / 2 * 128;
+            float x[4]; // two dims of two rows
+            load_two(x[0], x[1], (even ^ n % 2 * 64) + at);
+            load_two(x[2], x[3], (odd ^ n % 2 * 64) + at);
+            u32 a[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = rounded(x[i]);
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    multiply_add(sums[n][2 * m + half], a, __float_as_uint(p[m][step][2 * half]),
+                                 __float_as_uint(p[m][step][2 * half + 1]));
+        }
+}
+
+// Scales 8 own rows of the sums, which are columns there, by a number that the four lanes of a row of scores hold.
+__device__ inline void scale_columns(Sums &sums, int i, float by, int lane) {
+    const float even = __shfl_sync(~0u, by, lane % 4 * 8), odd = __shfl_sync(~0u, by, lane % 4 * 8 + 4);
+#pragma unroll
+    for (int n = 0; n < D / 16; ++n)
+        sums[n][i][0] *= even, sums[n][i][1] *= odd, sums[n][i][2] *= even, sums[n][i][3] *= odd;
+}
+
+// Minus infinity for the scores of keys (columns) that a query (row) must not see; the first row sees `seen` of them.
+__device__ inline void hide_future(Scores &s, int seen, int lane) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < PIECE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (n * 8 + lane % 4 * 2 + i % 2 >= seen + m * 16 + i / 2 * 8 + lane / 4) s[m][n][i] = minus_infinity();
+}
+
+// Sums of a warp's rows, scaled, straight to memory: 8 lanes write 64 bytes of a row.
+__device__ inline void store_rows(float *to, i64 token, int first, int stop, const Sums &x, float scale, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i)
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            const int t = first + i * 8 + lane % 4 * 2 + odd;
+            if (t >= stop) continue;
+#pragma unroll
+            for (int n = 0; n < D / 16; ++n)
+                reinterpret_cast<float2 *>(to + t * token)[n * 8 + lane / 4] =
+                    make_float2(x[n][i][odd] * scale, x[n][i][2 + odd] * scale);
+        }
+}
+
+#if PART == FORWARD
+// Grid (batch * kv heads, ceil(units / WORKERS)); shared: q of each warp, two stages of k and v. HELD: of q's STEPS
+// fragments, so many stay in registers; the others are fetched again for every piece of keys.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, float *lse, i64 q_batch, i64 q_token,
+                   i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
+                   i64 kv_heads) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 q_tile = base + warp * WARP_BYTES, stages = base + WORKERS * WARP_BYTES;
+    const Unit unit(queries, heads, kv_heads, warp);
+    const int ahead = keys - queries, seen_by_block = unit.last_of_block + ahead + 1;
+    const int seen_by_all = unit.first + ahead + 1; // keys that the first row sees
+    const int seen = unit.idle ? 0 : min_int(keys, seen_by_all + OWN - 1);
+    k += unit.batch * k_batch + unit.kv_head * D;
+    v += unit.batch * v_batch + unit.kv_head * D;
+
+    if (!unit.idle)
+        load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
+    copy_commit();
+    load_rows<TILE, THREADS>(stages, k, k_token, 0, keys, thread);
+    load_rows<TILE, THREADS>(stages + TILE_BYTES, v, v_token, 0, keys, thread);
+    copy_commit();
+    copy_wait<1>();
+    __syncwarp();
+    round_rows(q_tile, lane);
+    Held q_held;
+    hold<HELD_OF_FIRST>(q_held, q_tile, lane);
+
+    const float scale = rsqrtf(float(D)) * LOG2E; // exponentials are powers of two
+    Sums sums = {};
+    float top[ROW_TILES][2], total[ROW_TILES][2];
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) top[m][half] = minus_infinity(), total[m][half] = 0;
+
+    u32 stage = 0;
+    for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
+        copy_wait<0>();
+        __syncthreads(); // this tile is there, and nobody reads the other stage any more
+        if (key + TILE < seen_by_block) {
+            const u32 next = stages + (stage ^ 1) * 2 * TILE_BYTES;
+            load_rows<TILE, THREADS>(next, k, k_token, key + TILE, keys, thread);
+            load_rows<TILE, THREADS>(next + TILE_BYTES, v, v_token, key + TILE, keys, thread);
+            copy_commit();
+        }
+        const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
+#pragma unroll 1
+        for (int part = 0; part < TILE; part += PIECE) {
+            if (key + part >= seen) break;
+            Scores s = {};
+            add_scores<HELD_OF_FIRST>(s, q_held, q_tile, k_tile + part * ROW_BYTES, lane);
+            // The diagonal crosses this piece.
+            if (key + part + PIECE > seen_by_all) hide_future(s, seen_by_all - key - part, lane);
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    // Key 0 is in the first piece and every row sees it: top is finite from there on.
+                    float most = s[m][0][2 * half];
+#pragma unroll
+                    for (int n = 0; n < PIECE / 8; ++n)
+                        most = fmaxf(most, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+                    most = fmaxf(top[m][half], most * scale);
+                    const float shrink = exp2_fast(top[m][half] - most); // what was summed under the old maximum
+                    top[m][half] = most;
+                    float sum = 0;
+#pragma unroll
+                    for (int n = 0; n < PIECE / 8; ++n)
+#pragma unroll
+                        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+                            const float p = exp2_fast(fmaf(s[m][n][i], scale, -most));
+                            sum += p;
+                            s[m][n][i] = as_factor(p);
+                        }
+                    total[m][half] = total[m][half] * shrink + sum; // of this lane's columns; the four meet at the end
+                    scale_columns(sums, 2 * m + half, shrink, lane);
+                }
+            add_product(sums, s, v_tile + part * ROW_BYTES, lane);
+        }
+    }
+    if (unit.idle) return;
+    lse += (unit.batch * heads + unit.head) * queries;
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum = total[m][half];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const int t = unit.first + m * 16 + half * 8 + lane / 4;
+            if (lane % 4 == 0 && t < queries) lse[t] = top[m][half] / LOG2E + logf(sum);
+            scale_columns(sums, 2 * m + half, 1 / sum, lane);
+        }
+    store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, unit.first, queries, sums, 1, lane);
+}
+#endif
+
+#if PART == BACKWARD_Q
+// Grid as forward's; shared: q and dO of each warp, two stages of k and v, statistics of each warp's rows.
+// stats: (batch, head, query) pairs (lse in powers of two, delta), for the other kernel. HELD: as above, of q's and
+// then dO's fragments.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const float *v, const float *out,
+                     const float *lse, float2 *stats, float *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token,
+                     i64 v_batch, i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 q_tile = base + warp * 2 * WARP_BYTES, dy_tile = q_tile + WARP_BYTES;
+    const u32 stages = base + WORKERS * 2 * WARP_BYTES;
+    float2 *const row_stats =
+        reinterpret_cast<float2 *>(shared + WORKERS * 2 * WARP_BYTES + 4 * TILE_BYTES) + warp * OWN;
+    const Unit unit(queries, heads, kv_heads, warp);
+    const int seen_by_block = unit.last_of_block + 1, seen_by_all = unit.first + 1;
+    const int seen = unit.idle ? 0 : min_int(queries, seen_by_all + OWN - 1);
+    k += unit.batch * k_batch + unit.kv_head * D;
+    v += unit.batch * v_batch + unit.kv_head * D;
+    const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
+
+    float4 out_part[WARP_ROWS * CHUNKS / 32] = {}; // CHUNKS threads a row; on its way together with the rest
+    if (!unit.idle) {
+        load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
+        load_rows<OWN, 32>(dy_tile, dy + first_output, row_of_outputs, unit.first, queries, lane);
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
+            const int t = unit.first + (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS;
+            const float *const from = out + first_output + t * row_of_outputs + chunk * CHUNK;
+            if (t < queries) out_part[i] = *reinterpret_cast<const float4 *>(from);
+        }
+    }
+    copy_commit();
+    load_rows<TILE, THREADS>(stages, k, k_token, 0, queries, thread);
+    load_rows<TILE, THREADS>(stages + TILE_BYTES, v, v_token, 0, queries, thread);
+    copy_commit();
+    copy_wait<1>();
+    __syncwarp();
+
+    Held q_held, dy_held;
+    float row_lse[ROW_TILES][2], delta[ROW_TILES][2];
+    if (!unit.idle) {
+        const i64 first_row = (unit.batch * heads + unit.head) * queries;
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
+            const int row = (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS, t = unit.first + row;
+            float x[4]; // of dO, before it is rounded
+            load_four(x, dy_tile + swizzled(row, chunk));
+            float sum = x[0] * out_part[i].x + x[1] * out_part[i].y + x[2] * out_part[i].z + x[3] * out_part[i].w;
+#pragma unroll
+            for (int other = 1; other < CHUNKS; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
+            if (chunk == 0) {
+                const float2 stat = {t < queries ? lse[first_row + t] * LOG2E : 0, sum};
+                row_stats[row] = stat;
+                if (t < queries) stats[first_row + t] = stat;
+            }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 stat = row_stats[m * 16 + half * 8 + lane / 4];
+                row_lse[m][half] = stat.x, delta[m][half] = stat.y;
+            }
+        round_rows(q_tile, lane);
+        round_rows(dy_tile, lane);
+        hold<HELD_OF_FIRST>(q_held, q_tile, lane);
+        hold<HELD_OF_SECOND>(dy_held, dy_tile, lane);
+    }
+
+    const float scale = rsqrtf(float(D));
+    Sums sums = {};
+    u32 stage = 0;
+    for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
+        copy_wait<0>();
+        __syncthreads();
+        if (key + TILE < seen_by_block) {
+            const u32 next = stages + (stage ^ 1) * 2 * TILE_BYTES;
+            load_rows<TILE, THREADS>(next, k, k_token, key + TILE, queries, thread);
+            load_rows<TILE, THREADS>(next + TILE_BYTES, v, v_token, key + TILE, queries, thread);
+            copy_commit();
+        }
+        const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
+#pragma unroll 1
+        for (int part = 0; part < TILE; part += PIECE) {
+            if (key + part >= seen) break;
+            Scores s = {}, dp = {};
+            add_scores<HELD_OF_FIRST>(s, q_held, q_tile, k_tile + part * ROW_BYTES, lane);
+            add_scores<HELD_OF_SECOND>(dp, dy_held, dy_tile, v_tile + part * ROW_BYTES, lane);
+            if (key + part + PIECE > seen_by_all) hide_future(s, seen_by_all - key - part, lane);
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                for (int n = 0; n < PIECE / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float p = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[m][i / 2]));
+                        s[m][n][i] = as_factor(p * (dp[m][n][i] - delta[m][i / 2]));
+                    }
+            add_product(sums, s, k_tile + part * ROW_BYTES, lane);
+        }
+    }
+    if (unit.idle) return;
+    store_rows(dq + unit.batch * dq_batch + unit.head * D, dq_token, unit.first, queries, sums, scale, lane);
+}
+#endif
+
+#if PART == BACKWARD_KV
+// Grid (batch * kv heads, ceil(keys / (WORKERS * OWN))); shared: k and v of each warp, two stages of q and dO with the
+// statistics of their rows. Longest blocks first: the first keys. HELD: as above, of k's and then v's fragments.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+attention_bwd_kv_tf32(const float *dy, const float *q, const float *k, const float *v, const float2 *stats, float *dk,
+                      float *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
+                      i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads, i64 kv_heads) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    constexpr int STAGE_BYTES = 2 * TILE_BYTES + TILE * 8;
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 k_tile = base + warp * 2 * WARP_BYTES, v_tile = k_tile + WARP_BYTES;
+    const u32 stages = base + WORKERS * 2 * WARP_BYTES;
+    const int batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads, group = heads / kv_heads;
+    const int first_of_block = blockIdx.y * WORKERS * OWN, first = first_of_block + warp * OWN;
+    const bool idle = first >= queries;
+    q += batch * q_batch + kv_head * group * D;
+    dy += (batch * queries * heads + kv_head * group) * D;
+    stats += (batch * heads + kv_head * group) * queries;
+
+    // Tiles of queries, head after head: `head` and `query` of the tile in work, `next_` of the one on its way.
+    const int start = first_of_block / TILE * TILE;
+    int next_head = 0, next_query = start;
+    const auto load_next = [&](u32 to) {
+        load_rows<TILE, THREADS>(to, q + next_head * D, q_token, next_query, queries, thread);
+        load_rows<TILE, THREADS>(to + TILE_BYTES, dy + next_head * D, heads * D, next_query, queries, thread);
+        static_assert(TILE <= THREADS, "a thread a pair");
+        if (thread < TILE) {
+            const bool there = next_query + thread < queries;
+            const float2 *const from = stats + next_head * queries + next_query + thread;
+            copy_async_8(to + 2 * TILE_BYTES + thread * 8, there ? from : stats, there);
+        }
+        copy_commit();
+        next_query += TILE;
+        if (next_query >= queries) next_query = start, ++next_head;
+    };
+
+    load_rows<OWN, 32>(k_tile, k + batch * k_batch + kv_head * D, k_token, first, queries, lane);
+    load_rows<OWN, 32>(v_tile, v + batch * v_batch + kv_head * D, v_token, first, queries, lane);
+    copy_commit();
+    load_next(stages);
+    copy_wait<1>();
+    __syncwarp();
+    round_rows(k_tile, lane);
+    round_rows(v_tile, lane);
+    Held k_held, v_held;
+    hold<HELD_OF_FIRST>(k_held, k_tile, lane);
+    hold<HELD_OF_SECOND>(v_held, v_tile, lane);
+
+    const float scale = rsqrtf(float(D));
+    Sums dk_sums = {}, dv_sums = {};
+    u32 stage = 0;
+    for (int head = 0; head < group; ++head)
+        for (int query = start; query < queries; query += TILE, stage ^= 1) {
+            copy_wait<0>();
+            __syncthreads();
+            if (next_head < group) load_next(stages + (stage ^ 1) * STAGE_BYTES);
+            if (idle) continue;
+            const u32 q_tile = stages + stage * STAGE_BYTES, dy_tile = q_tile + TILE_BYTES;
+            const u32 stats_tile = dy_tile + TILE_BYTES;
+#pragma unroll 1
+            for (int part = 0; part < TILE; part += PIECE) {
+                if (query + part + PIECE <= first) continue; // all of them before this warp's keys
+                // Rows are keys, columns queries: P^T and dS^T are left operands as they come.
+                Scores p = {}, ds = {};
+                add_scores<HELD_OF_FIRST>(p, k_held, k_tile, q_tile + part * ROW_BYTES, lane);
+                if (query + part < first + OWN - 1) { // the diagonal crosses this piece
+#pragma unroll
+                    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                        for (int n = 0; n < PIECE / 8; ++n)
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) {
+                                const int t = query + part + n * 8 + lane % 4 * 2 + i % 2;
+                                if (first + m * 16 + i / 2 * 8 + lane / 4 > t) p[m][n][i] = minus_infinity();
+                            }
+                }
+                const u32 row_stats = stats_tile + (part + lane % 4 * 2) * 8; // lse, delta, lse, delta of two queries
+#pragma unroll
+                for (int n = 0; n < PIECE / 8; ++n) {
+                    float row[4];
+                    load_four(row, row_stats + n * 64);
+#pragma unroll
+                    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i)
+                            p[m][n][i] = as_factor(exp2_fast(fmaf(p[m][n][i], scale * LOG2E, -row[i % 2 * 2])));
+                }
+                add_product(dv_sums, p, dy_tile + part * ROW_BYTES, lane);
+                add_scores<HELD_OF_SECOND>(ds, v_held, v_tile, dy_tile + part * ROW_BYTES, lane);
+#pragma unroll
+                for (int n = 0; n < PIECE / 8; ++n) {
+                    float row[4];
+                    load_four(row, row_stats + n * 64);
+#pragma unroll
+                    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i)
+                            ds[m][n][i] = as_factor(p[m][n][i] * (ds[m][n][i] - row[i % 2 * 2 + 1]));
+                }
+                add_product(dk_sums, ds, q_tile + part * ROW_BYTES, lane);
+            }
+        }
+    if (idle) return;
+    store_rows(dk + batch * dk_batch + kv_head * D, dk_token, first, queries, dk_sums, scale, lane);
+    store_rows(dv + batch * dv_batch + kv_head * D, dv_token, first, queries, dv_sums, 1, lane);
+}
+#endif
