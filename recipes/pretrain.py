@@ -2,10 +2,12 @@
 
     python recipes/pretrain.py                                  the built-in corpus, small preset, minutes on a CPU
     python recipes/pretrain.py --data books/ --minutes 30       your own text
+    python recipes/pretrain.py --data shards --mix books=0.7 web=0.3        token shards (python -m data.shards)
     python recipes/pretrain.py --resume                         go on with runs/pretrain
 
 Documents are packed into one stream, each followed by <|endoftext|>. Held-out text (built-in corpus: its own val
-part; your data: the last tenth) is never trained on and is what `val bits per byte` is measured on.
+part; token shards: their val split; your data: the last tenth) is never trained on and is what `val bits per byte` is
+measured on.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from models.nanoeuler.model import FLOP_CONVENTION, NanoEuler
 from models.nanoeuler.plan import check_fits, print_plan, sequence_length
 from tinyforge.errors import UserError, run_command
 from tinyforge.text import Tokenizer
+from tinyforge.text.shards import SEPARATOR, Shards
 from tinyforge.train.batches import PackedTokens, check_ids, fingerprint
-from tinyforge.train.loop import Task, evaluate_nll, train
+from tinyforge.train.corpus import Corpus, HeldOut, find_shards, open_corpus, opening_of
+from tinyforge.train.loop import Task, train
 from tinyforge.train.settings import Settings, open_backend, parse, parser
 from tinyforge.train.sharded import Sharded
 
@@ -40,7 +44,6 @@ BUILT_IN_DOCUMENTS = 40_000
 BUILT_IN_VOCAB = 2048  # the built-in world has few words: 2,473 ids are all that can be learned from it
 HELD_OUT_DOCUMENTS = 1_000
 EVAL_TOKENS = 16_384  # while training; at the end, all held-out text is read
-SEPARATOR = "<|endoftext|>"
 
 
 def config_of(settings: Settings) -> Config:
@@ -67,7 +70,7 @@ def config_of(settings: Settings) -> Config:
     return config.override(changes)
 
 
-def corpus(settings: Settings) -> tuple[list[str], list[str]]:
+def documents_of(settings: Settings) -> tuple[list[str], list[str]]:
     """Training and held-out documents."""
     if not settings.data:
         print(f"corpus: built in (no --data given), {BUILT_IN_DOCUMENTS:,} documents of a small world")
@@ -94,25 +97,9 @@ def pack(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
     return np.array([i for text in texts for i in (*tokenizer.encode(text), end)], dtype=np.int32)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    settings, resume, plan_only = parse(parser(__doc__ or "", DEFAULTS, with_base=False), argv, DEFAULTS)
-    config = config_of(settings)
-    chosen = settings.data or settings.tokenizer or any(item.startswith("vocab=") for item in settings.set)
-    if config.vocab > BUILT_IN_VOCAB and not chosen:
-        print(f"vocab {config.vocab} -> {BUILT_IN_VOCAB}: the built-in corpus has too few words; give --data for more")
-        config = config.override({"vocab": BUILT_IN_VOCAB})
-    seq_len = sequence_length(config, settings.seq_len)
-    if plan_only:
-        print_plan(config, settings.precision, settings.batch_size, seq_len, settings.recompute)
-        return 0
-    out = Path(settings.out)
-    backend, settings = open_backend(settings)
-    print(f"config {settings.config}: dim {config.dim}, {config.layers} layers, {config.heads}/{config.kv_heads} "
-          f"heads, context {config.context}, {config.mtp_heads} output heads")  # fmt: skip
-    print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
-    check_fits(config, backend, settings.batch_size, seq_len)
-
-    training, held_out = corpus(settings)
+def corpus_of_text(settings: Settings, config: Config, seq_len: int) -> Corpus:
+    """Plain text, or the built-in corpus: the tokenizer is trained here, and the ids are held in memory."""
+    training, held_out = documents_of(settings)
     if settings.tokenizer:
         tokenizer = Tokenizer.load(settings.tokenizer)
         if tokenizer.vocab_size != config.vocab:
@@ -130,24 +117,71 @@ def main(argv: Sequence[str] | None = None) -> int:
     size = sum(len(t.encode("utf-8", "surrogatepass")) for t in training)
     print(f"tokenizer: {tokenizer.vocab_size} ids, {size / max(1, len(streams[0]) - len(training)):.2f} bytes a token")
     print(f"training text: {size:,} bytes, {len(streams[0]):,} tokens; held out: {len(streams[1]):,} tokens")
-
     data = PackedTokens(streams[0], seq_len, config.mtp_heads, settings.seed)
     held = PackedTokens(streams[1], min(seq_len, max(1, len(streams[1]) - 1)), config.mtp_heads, settings.seed)
+    parts = (HeldOut("text", held, 1),)
+    return Corpus(tokenizer, data, len(streams[0]), parts, opening_of(held_out[0]), fingerprint(streams[0]))
+
+
+def config_for(shards: Shards, config: Config, settings: Settings) -> Config:
+    """The config with the vocabulary of the shards' tokenizer, unless the user asked for another."""
+    tokenizer = shards.tokenizer
+    if settings.tokenizer and Tokenizer.load(settings.tokenizer).hash() != tokenizer.hash():
+        raise UserError(
+            f"--tokenizer: {settings.tokenizer} is not the one that {settings.data[0]} was made with; drop the flag, "
+            f"or make the shards with python -m data.shards --tokenizer {settings.tokenizer}"
+        )
+    if config.vocab == tokenizer.vocab_size:
+        return config
+    if settings.config not in PRESETS or any(item.startswith("vocab=") for item in settings.set):
+        raise UserError(
+            f"config: vocab is {config.vocab}, the tokenizer of {settings.data[0]} has {tokenizer.vocab_size} ids; use "
+            f"--set vocab={tokenizer.vocab_size}, or shards made with a tokenizer of {config.vocab}"
+        )
+    print(f"vocab {config.vocab} -> {tokenizer.vocab_size}: what the tokenizer of the shards has")
+    return config.override({"vocab": tokenizer.vocab_size})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    settings, resume, plan_only = parse(parser(__doc__ or "", DEFAULTS, with_base=False), argv, DEFAULTS)
+    config = config_of(settings)
+    shards = find_shards(settings)
+    if shards:
+        config = config_for(shards, config, settings)
+    chosen = settings.data or settings.tokenizer or any(item.startswith("vocab=") for item in settings.set)
+    if config.vocab > BUILT_IN_VOCAB and not chosen:
+        print(f"vocab {config.vocab} -> {BUILT_IN_VOCAB}: the built-in corpus has too few words; give --data for more")
+        config = config.override({"vocab": BUILT_IN_VOCAB})
+    seq_len = sequence_length(config, settings.seq_len)
+    if plan_only:
+        print_plan(config, settings.precision, settings.batch_size, seq_len, settings.recompute)
+        return 0
+    out = Path(settings.out)
+    backend, settings = open_backend(settings)
+    print(f"config {settings.config}: dim {config.dim}, {config.layers} layers, {config.heads}/{config.kv_heads} "
+          f"heads, context {config.context}, {config.mtp_heads} output heads")  # fmt: skip
+    print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
+    check_fits(config, backend, settings.batch_size, seq_len)
+
+    if shards:
+        corpus = open_corpus(shards, settings, seq_len, config.mtp_heads)
+    else:
+        corpus = corpus_of_text(settings, config, seq_len)
+    tokenizer = corpus.tokenizer
     model = NanoEuler(config, backend)
     model.initialise(settings.seed)
     per_step = settings.batch_size * settings.grad_accum * seq_len
     print(f"model: {model.buffer.count:,} parameters, seed {settings.seed}")
     length = f"{settings.steps:,} steps" if settings.steps else f"{settings.minutes:g} minutes"
-    total = f", {settings.steps * per_step / len(streams[0]):.1f} times through the text" if settings.steps else ""
+    total = f", {settings.steps * per_step / corpus.tokens:.1f} times through the text" if settings.steps else ""
     print(f"plan: {length} of {per_step:,} tokens{total}; {settings.schedule} schedule, peak rate {settings.lr:g}")
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
-        batches = held.in_order(settings.batch_size, EVAL_TOKENS)
-        return {"val_bits_per_byte": evaluate_nll(sharded, batches, tokenizer.byte_lengths)}
+        overall, by_source = corpus.evaluate(sharded, settings.batch_size, EVAL_TOKENS)
+        return {"val_bits_per_byte": overall, **{f"val_bits_per_byte_{name}": bpb for name, bpb in by_source.items()}}
 
-    opening = held_out[0][:40].rsplit(" ", 1)[0] or held_out[0][:40]
     # A character can take four tokens: half of the context is left for what follows.
-    opening = tokenizer.decode(tokenizer.encode(opening)[: max(1, config.context // 2)])
+    opening = tokenizer.decode(tokenizer.encode(corpus.opening)[: max(1, config.context // 2)])
 
     def sample() -> str:
         ids = generate(model, tokenizer.encode(opening), Sampling(max_tokens=60), frozenset({end}))
@@ -157,14 +191,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     accum, rows = settings.grad_accum, settings.batch_size
     task = Task(
         model, tokenizer, tokenizer.byte_lengths, config.mtp_weights,
-        lambda step: [data.batch(step * accum + i, rows) for i in range(accum)], evaluate, sample,
+        lambda step: [corpus.batches.batch(step * accum + i, rows) for i in range(accum)], evaluate, sample,
         {"kind": "pretrain", "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
-         "data_hash": fingerprint(streams[0])},
+         "data_hash": corpus.hash},
         model.flop_per_token(seq_len), FLOP_CONVENTION,
     )  # fmt: skip
     train(task, settings, backend, resume)
-    everything = held.in_order(settings.batch_size, len(streams[1]))
-    final = evaluate_nll(Sharded(model, backend), everything, tokenizer.byte_lengths)
+    final, by_source = corpus.evaluate(Sharded(model, backend), settings.batch_size)
+    for name, figure in by_source.items():
+        print(f"held-out text of {name}: {figure:.3f} bits per byte")
     print(f"all held-out text: {final:.3f} bits per byte")
     print(f"next: python recipes/sft.py --base {out}")
     print(f"  or: python -m models.nanoeuler.chat --checkpoint {out} --prompt {shlex.quote(opening)}")

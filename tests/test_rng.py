@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tinyforge.rng import Stream, philox
+from tinyforge.rng import Stream, permute, philox
 
 COUNT = 200_000
 
@@ -101,3 +101,29 @@ def test_permutation_is_a_fair_permutation() -> None:
     orders = [tuple(stream.permutation(3).tolist()) for _ in range(1800)]
     counts = [orders.count(order) for order in sorted(set(orders))]
     assert len(counts) == 6 and min(counts) > 240 and max(counts) < 360  # 300 each, deviation 16
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 97, 1000, 65537])
+def test_permute_takes_each_number_once(n: int) -> None:
+    assert sorted(permute(np.arange(n), n, Stream(1, "order")).tolist()) == list(range(n))
+
+
+def test_permute_needs_only_what_is_asked_for() -> None:
+    """Parts of a permutation are those of the whole, and of 10^15 numbers a part is as easily had."""
+    whole = permute(np.arange(5000), 5000, Stream(2))
+    asked = np.array([4999, 0, 17, 2500])
+    assert permute(asked, 5000, Stream(2, position=9)).tolist() == whole[asked].tolist()
+    assert permute(asked, 5000, Stream(3)).tolist() != whole[asked].tolist()
+    far = permute(np.arange(1000), 10**15, Stream(2))
+    assert len(set(far.tolist())) == 1000 and far.min() >= 0 and 9 * 10**14 < far.max() < 10**15
+
+
+def test_permute_looks_random() -> None:
+    """Means over many seeds of where a number goes and what goes where: uniform to 6 standard deviations."""
+    n, seeds = 50, 600
+    table = np.array([permute(np.arange(n), n, Stream(seed, "order")) for seed in range(seeds)])
+    counts = np.array([np.bincount(column, minlength=n) for column in table.T])
+    deviation = (counts - seeds / n) / np.sqrt(seeds / n * (1 - 1 / n))
+    assert np.abs(deviation).max() < 6
+    followers = np.bincount((table[:, 1:] - table[:, :-1]).ravel() % n, minlength=n)[1:]
+    assert np.abs(followers / followers.mean() - 1).max() < 0.25

@@ -10,12 +10,14 @@ Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+_FEISTEL_ROUNDS = 6
 
 
 def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
@@ -75,3 +77,37 @@ class Stream:
     def permutation(self, n: int) -> np.ndarray:
         """A random order of range(n): the ranks of n uniforms."""
         return np.argsort(self.uniform((n,)), kind="stable")
+
+
+def permute(index: np.ndarray, n: int, stream: Stream) -> np.ndarray:
+    """Where a random permutation of range(n) takes each of `index`: what `Stream.permutation(n)[index]` is for.
+
+    index: (k,) integers in [0, n); returns (k,) int64. Neither time nor memory depends on n: the permutation is a
+    Feistel network over pairs (l, r), l below a and r below b, with a b just above n. Each round adds a random function
+    of one half to the other, which can be undone, so all rounds together are a permutation of the a b pairs. A result
+    of n or more is put through again until it is below: a walk along its cycle, which returns to [0, n) since it began
+    there. `stream` is read at no position; its key alone counts. Of fewer than ten numbers or so, not all orders are
+    equally likely.
+
+    Source: Black, Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002).
+    """
+    a = math.isqrt(n - 1) + 1
+    b = -(-n // a)
+    out = np.array(index, np.int64)
+    todo = np.arange(len(out))
+    while len(todo):
+        left, right = out[todo] // b, out[todo] % b
+        for number in range(0, _FEISTEL_ROUNDS, 2):
+            left = (left + _round(right, number, stream) % a) % a
+            right = (right + _round(left, number + 1, stream) % b) % b
+        out[todo] = left * b + right
+        todo = todo[out[todo] >= n]
+    return out
+
+
+def _round(half: np.ndarray, number: int, stream: Stream) -> np.ndarray:
+    """A random function of `half`, (k,) int64 in [0, 2^62): one block of Philox for each."""
+    counter = np.zeros((len(half), 4), np.uint32)
+    counter[:, 0], counter[:, 1], counter[:, 2] = half & 0xFFFFFFFF, half >> 32, number
+    words = philox(counter, stream.key).astype(np.int64)
+    return words[:, 0] << 30 | words[:, 1] >> 2

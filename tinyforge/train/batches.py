@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Protocol
 
 import numpy as np
 
 from tinyforge.errors import UserError
-from tinyforge.rng import Stream
+from tinyforge.rng import Stream, permute
 from tinyforge.train.sharded import Batch
+
+
+class Tokens(Protocol):
+    """A sequence of ids: a NumPy array, or `tinyforge.text.shards.TokenSequence`."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, where: slice, /) -> np.ndarray: ...
 
 
 def shifted_targets(tokens: np.ndarray, length: int, heads: int) -> np.ndarray:
@@ -17,8 +27,25 @@ def shifted_targets(tokens: np.ndarray, length: int, heads: int) -> np.ndarray:
 
     Past the end of `tokens` the target is -1.
     """
-    padded = np.pad(tokens, ((0, 0), (0, max(0, length + heads - tokens.shape[1]))), constant_values=-1)
-    return np.stack([padded[:, 1 + k : 1 + k + length] for k in range(heads)], axis=-1).astype(np.int32)
+    targets = np.full((len(tokens), length, heads), -1, np.int32)
+    for k in range(heads):
+        known = tokens[:, 1 + k : 1 + k + length]
+        targets[:, : known.shape[1], k] = known
+    return targets
+
+
+def _windows_batch(rows: Sequence[np.ndarray], seq_len: int, heads: int) -> Batch:
+    """Windows of up to seq_len + heads ids; what a row lacks is -1 as a target."""
+    tokens = np.full((len(rows), seq_len + heads), -1, np.int32)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = row
+    return Batch(np.maximum(tokens[:, :seq_len], 0), shifted_targets(tokens, seq_len, heads))
+
+
+def _draw_offset(stream: Stream, length: int, windows: int, seq_len: int) -> int:
+    """Where the first of an epoch's windows begins."""
+    room = max(1, min(seq_len, length - windows * seq_len))
+    return int(stream.uniform() * room)
 
 
 class PackedTokens:
@@ -27,7 +54,7 @@ class PackedTokens:
     Each epoch shifts the cuts by a random offset and visits the windows in a random order, both drawn from the seed.
     """
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, heads: int, seed: int) -> None:
+    def __init__(self, tokens: Tokens, seq_len: int, heads: int, seed: int) -> None:
         if len(tokens) < seq_len + 1:
             raise UserError(
                 f"corpus: {len(tokens)} tokens, one training sequence takes {seq_len + 1}; "
@@ -47,27 +74,107 @@ class PackedTokens:
             epoch, position = divmod(number, self.windows)
             self._enter(epoch)
             start = self._offset + self._order[position] * self.seq_len
-            row = self.tokens[start : start + self.seq_len + self.heads]
-            rows.append(np.pad(row, (0, self.seq_len + self.heads - len(row)), constant_values=-1))
-        tokens = np.stack(rows).astype(np.int32)
-        return Batch(np.maximum(tokens[:, : self.seq_len], 0), shifted_targets(tokens, self.seq_len, self.heads))
+            rows.append(self.tokens[start : start + self.seq_len + self.heads])
+        return _windows_batch(rows, self.seq_len, self.heads)
 
     def _enter(self, epoch: int) -> None:
         if epoch != self._epoch:
             stream = Stream(self.seed, f"windows/{epoch}")
-            room = max(1, min(self.seq_len, len(self.tokens) - self.windows * self.seq_len))
-            self._offset = int(stream.uniform() * room)
+            self._offset = _draw_offset(stream, len(self.tokens), self.windows, self.seq_len)
             self._order = stream.permutation(self.windows)
             self._epoch = epoch
 
     def in_order(self, size: int, limit: int) -> Iterator[Batch]:
         """Up to `limit` tokens from the start, each predicted once: for evaluation."""
-        tokens = self.tokens[: limit + 1].astype(np.int32)
-        starts = list(range(0, len(tokens) - 1, self.seq_len))
+        last = min(limit, len(self.tokens) - 1)
+        starts = range(0, last, self.seq_len)
         for i in range(0, len(starts), size):
-            rows = [tokens[s : s + self.seq_len + 1] for s in starts[i : i + size]]
-            block = np.stack([np.pad(r, (0, self.seq_len + 1 - len(r)), constant_values=-1) for r in rows])
+            # One id beyond a window is its last target; more heads than one have none here.
+            rows = [self.tokens[s : min(s + self.seq_len, last) + 1] for s in starts[i : i + size]]
+            block = np.full((len(rows), self.seq_len + 1), -1, np.int32)
+            for number, row in enumerate(rows):
+                block[number, : len(row)] = row
             yield Batch(np.maximum(block[:, : self.seq_len], 0), shifted_targets(block, self.seq_len, self.heads))
+
+
+class _Source:
+    """The windows of one source of a mixture: as `PackedTokens`, but never a whole epoch's order at once.
+
+    10^11 tokens are 200 million windows. To draw an order of them all takes over a minute and gigabytes; `permute`
+    takes half a microsecond for each that is asked for, `BLOCK` at a time: most of a small call is overhead.
+    """
+
+    BLOCK = 4096
+
+    def __init__(self, name: str, tokens: Tokens, seq_len: int, heads: int, seed: int) -> None:
+        if len(tokens) < seq_len + 1:
+            raise UserError(
+                f"source {name}: {len(tokens):,} tokens to train on, one training sequence takes {seq_len + 1:,}; "
+                "leave it out (--mix names the sources to read), or use a smaller --seq-len"
+            )
+        self.name, self.tokens, self.seq_len, self.heads, self.seed = name, tokens, seq_len, heads, seed
+        self.windows = max(1, len(tokens) // seq_len - 1)
+        self._made = (-1, -1)
+
+    def row(self, number: int) -> np.ndarray:
+        """The source's number-th window since the start of the run, up to seq_len + heads ids."""
+        epoch, position = divmod(number, self.windows)
+        block, place = divmod(position, self.BLOCK)
+        if self._made != (epoch, block):
+            stream = Stream(self.seed, f"windows/{self.name}/{epoch}")
+            self._offset = _draw_offset(stream, len(self.tokens), self.windows, self.seq_len)
+            wanted = np.arange(block * self.BLOCK, min((block + 1) * self.BLOCK, self.windows))
+            order = permute(wanted, self.windows, stream.fork("order"))
+            self._starts = (self._offset + order * self.seq_len).tolist()
+            self._made = (epoch, block)
+        start = self._starts[place]
+        return self.tokens[start : start + self.seq_len + self.heads]
+
+
+class MixedTokens:
+    """Several sources, each cut into windows of `seq_len` with epochs of its own, mixed by weight.
+
+    sources: ids by name. weights: positive, by the same names; only their ratios count. After any number n of windows,
+    a source of share w has had n w of them to within K - 1 windows, K being the number of sources: nothing is sampled.
+    Raises UserError for a source too short for one window.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, Tokens], weights: Mapping[str, Fraction], seq_len: int, heads: int, seed: int
+    ) -> None:
+        self.seq_len, self.heads = seq_len, heads
+        self.sources = [_Source(name, tokens, seq_len, heads, seed) for name, tokens in sources.items()]
+        # Whole numbers: the position of a window far into a run is exact only without rounding.
+        unit = math.lcm(*(Fraction(weights[s.name]).denominator for s in self.sources))
+        self.weights = [int(weights[s.name] * unit) for s in self.sources]
+
+    def batch(self, index: int, size: int) -> Batch:
+        """The index-th batch of `size` windows."""
+        rows = []
+        for number in range(index * size, (index + 1) * size):
+            source, place = self.locate(number)
+            rows.append(self.sources[source].row(place))
+        return _windows_batch(rows, self.seq_len, self.heads)
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """Which source the run's window `number` is of, and how many of that source came before.
+
+        Of the first n windows, floor(n w0 / W) are of source 0: Bresenham's line, and as even as a line. Those that are
+        left, counted among themselves, are divided in the same way between source 1 and the rest, and so on.
+        """
+        left = sum(self.weights)
+        for source, weight in enumerate(self.weights):
+            before = number * weight // left
+            if (number + 1) * weight // left > before:
+                return source, before
+            number -= before
+            left -= weight
+        raise AssertionError("the last source takes every window that is left")
+
+    def epochs(self, windows: int) -> dict[str, float]:
+        """How often each source is read through in the first `windows` windows."""
+        total = sum(self.weights)
+        return {s.name: windows * w / total / s.windows for s, w in zip(self.sources, self.weights, strict=True)}
 
 
 class Examples:

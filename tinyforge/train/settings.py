@@ -30,6 +30,7 @@ class Settings:
     recompute: bool = False
     precision: str = "fp32"
     data: tuple[str, ...] = ()
+    mix: tuple[str, ...] = ()
     encoding: str = "utf-8"
     tokenizer: str | None = None
     base: str | None = None
@@ -75,8 +76,11 @@ def parser(description: str, defaults: Settings, with_base: bool) -> argparse.Ar
     flag("backend", "where to compute: numpy, cupy (an NVIDIA GPU), or auto, which takes a GPU if there is one")
     flag("device", "number of the GPU, as CUDA counts the visible ones (default: 0)", type=int)
     flag("precision", "fp32, fp64, and on a GPU tf32 or bf16")
-    flag("data", "files or folders: text, parquet, Alpaca JSON (sft) (default: the built-in corpus)", nargs="+",
-         metavar="PATH")  # fmt: skip
+    flag("data", "files or folders: text, parquet, token shards (pretrain), Alpaca JSON (sft) (default: the built-in "
+         "corpus)", nargs="+", metavar="PATH")  # fmt: skip
+    if not with_base:
+        flag("mix", "shares of the shards' sources, e.g. --mix books=0.7 web=0.3 (default: by their tokens)", nargs="+",
+             metavar="NAME=WEIGHT")  # fmt: skip
     flag("encoding", "encoding of text files")
     flag("out", "directory of the run", metavar="DIR")
     flag("steps", "optimizer steps", type=int)
@@ -112,7 +116,7 @@ def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Sett
     """The command line; the settings' fields are checked here, once."""
     given = {name: value for name, value in vars(p.parse_args(argv)).items() if value is not None}
     resume, plan = given.pop("resume"), given.pop("plan")
-    for name in ("data", "set"):
+    for name in ("data", "mix", "set"):
         if name in given:
             given[name] = tuple(given[name])
     out = given.get("out", defaults.out)

@@ -1,0 +1,407 @@
+"""A corpus folder as token shards: the last step before pretraining.
+
+    python -m data.shards --corpus corpus --out shards                       a tokenizer of 4096 ids is trained
+    python -m data.shards --corpus corpus --out shards --tokenizer FILE      or one that is there is used
+    python recipes/pretrain.py --data shards
+
+Every document of corpus/train and corpus/val becomes its ids and <|endoftext|>, in the order of the corpus. A run that
+is stopped, by kill -9 too, goes on with the same command: whole shards are kept, and what comes out has the same bytes
+as that of a run that was not stopped. docs/shards.md describes the format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tinyforge.errors import UserError, run_command
+from tinyforge.text import Tokenizer
+from tinyforge.text.shards import (
+    MANIFEST,
+    SEPARATOR,
+    SHARD_TOKENS,
+    SPLITS,
+    TOKENIZER,
+    Part,
+    ShardFile,
+    Shards,
+    ShardWriter,
+    Source,
+    TokenSequence,
+    bytes_per_id,
+    describe,
+    open_shards,
+    read_header,
+    sha256_of,
+    shard_name,
+    write_json,
+    write_manifest,
+)
+
+CORPUS = "corpus.json"
+UNFINISHED = ".unfinished.json"  # the settings of a run that has not ended: its shards may only be gone on with by them
+VOCAB_SIZE = 4096
+SAMPLE_BYTES = 100_000_000
+SCAN = 1 << 24  # ids looked at together
+ROWS = 64  # documents fetched together
+
+
+# --- the corpus -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CorpusSource:
+    """A source of a corpus folder. files, documents, bytes: by split."""
+
+    name: str
+    licence: str
+    files: dict[str, list[Path]]
+    documents: dict[str, int]
+    bytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus folder whose files are what its corpus.json says. sha256: of corpus.json."""
+
+    sources: list[CorpusSource]
+    sha256: str
+
+
+def read_corpus(folder: Path) -> Corpus:
+    """Reads corpus.json and checks the parquet files that it lists against their size and SHA-256.
+
+    Raises UserError for a folder that is not whole, another format, and a file that is missing, altered or outside.
+    """
+    path = folder / CORPUS
+    remedy = "make the corpus again with python -m data.corpus"
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}), and it is what says that a corpus is whole; {remedy}, or "
+            "give another --corpus"
+        ) from None
+    try:
+        content = json.loads(raw)
+        if (content["format"], content["version"]) != ("tinyforge-corpus", 1):
+            raise UserError(
+                f"{path}: got format {content['format']!r} version {content['version']!r}, this program reads "
+                f"'tinyforge-corpus' version 1; {remedy}"
+            )
+        listed = {str(f["file"]): (int(f["bytes"]), str(f["sha256"])) for f in content["files"]}
+        sources = [_corpus_source(folder, entry, listed) for entry in content["sources"]]
+        if len({source.name for source in sources}) < len(sources):
+            raise ValueError("two sources of one name")
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: not as data.corpus writes it ({type(error).__name__}: {error}); {remedy}") from None
+
+    def check(file: Path) -> None:
+        size, sha256 = listed[file.relative_to(folder).as_posix()]
+        if not file.is_file():
+            raise UserError(f"{file}: is in {CORPUS} and missing; {remedy}")
+        if file.stat().st_size != size:
+            raise UserError(f"{file}: got {file.stat().st_size:,} bytes, {CORPUS} says {size:,}; {remedy}")
+        if (got := sha256_of(file)) != sha256:
+            raise UserError(f"{file}: got SHA-256 {got[:12]}..., {CORPUS} says {sha256[:12]}...; {remedy}")
+
+    files = [file for source in sources for split in SPLITS for file in source.files[split]]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(check, files))
+    if not any(source.documents["train"] for source in sources):
+        raise UserError(f"{path}: no documents to train on; {remedy} from more text")
+    return Corpus(sources, sha256_of(path))
+
+
+def _corpus_source(folder: Path, entry: dict[str, Any], listed: dict[str, tuple[int, str]]) -> CorpusSource:
+    name = str(entry["name"])
+    if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+        raise ValueError(f"source name {name!r} wants letters, digits, '_', '.' and '-'")
+    # The number is part of the pattern: the files of "web-new" are not those of "web".
+    files = {s: sorted(f for f in listed if re.fullmatch(rf"{s}/{re.escape(name)}-\d+\.parquet", f)) for s in SPLITS}
+    return CorpusSource(
+        name, str(entry["licence"]), {s: [folder / file for file in files[s]] for s in SPLITS},
+        {s: int(entry[s]["documents"]) for s in SPLITS}, {s: int(entry[s]["bytes"]) for s in SPLITS},
+    )  # fmt: skip
+
+
+def read_texts(files: Sequence[Path], skip: int = 0, below: str | None = None) -> Iterator[str]:
+    """The texts of parquet files in order, without the first `skip`; `below`: only where md5(id) is less.
+
+    Rows are streamed on one thread, which keeps their order: memory is that of a row group, whatever the files hold.
+    """
+    import duckdb
+
+    where = "WHERE md5(id) < $below" if below else ""
+    file: Path | None = None
+    try:
+        with duckdb.connect(config={"threads": 1}) as connection:
+            for file in files:
+                # DuckDB expands `*`, `?` and `[` in a path; a class of one character stands for itself.
+                literal = {"path": re.sub(r"[*?[]", r"[\g<0>]", str(file))}
+                query = "SELECT num_rows FROM parquet_file_metadata($path)"
+                rows = connection.execute(query, literal).fetchall()[0][0]
+                if skip >= rows:
+                    skip -= rows
+                    continue
+                query = f"SELECT text FROM read_parquet($path, hive_partitioning = false) {where} OFFSET {skip}"
+                connection.execute(query, literal | ({"below": below} if below else {}))
+                skip = 0
+                while batch := connection.fetchmany(ROWS):
+                    for (text,) in batch:
+                        yield text
+    except duckdb.Error as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{file}: not the parquet of a corpus ({reason}); run python -m data.corpus again") from None
+
+
+# --- from texts to shards ---------------------------------------------------------------------------------------------
+
+
+class Made(NamedTuple):
+    """The shards, and of the run that made them the bytes of text that it encoded and the seconds that this took."""
+
+    shards: Shards
+    bytes: int
+    seconds: float
+
+
+def make_shards(
+    corpus: Path,
+    out: Path,
+    vocab_size: int = VOCAB_SIZE,
+    tokenizer: Path | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    sample_bytes: int = SAMPLE_BYTES,
+    workers: int | None = None,
+    progress: bool = False,
+) -> Made:
+    """Write the token shards of a corpus folder; goes on where an interrupted run with the same settings stopped.
+
+    tokenizer: a file to use; without one a tokenizer of `vocab_size` ids is trained on all training text, or where
+    that is larger on a sample of some `sample_bytes`, chosen by the hash of each document's id. workers: processes that
+    encode (None: all cores); the result does not depend on it. Raises UserError for bad input, a folder that holds
+    something else, and a full disk.
+    """
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
+    found = read_corpus(corpus)
+    settings = {
+        "corpus_sha256": found.sha256,
+        "shard_tokens": shard_tokens,
+        "tokenizer": {"vocab_size": vocab_size, "sample_bytes": sample_bytes} if given is None else given.hash(),
+    }
+    if (out / MANIFEST).exists():
+        _check_settings(out / MANIFEST, settings)
+        (out / UNFINISHED).unlink(missing_ok=True)  # a kill came between the two
+        return Made(open_shards([out], progress), 0, 0.0)
+    _begin(out, settings)
+    if given is None and (out / TOKENIZER).exists():
+        chosen = load_tokenizer(out / TOKENIZER)
+    else:
+        chosen = given or _train(found, vocab_size, sample_bytes, progress)
+        partial = out / f".partial-{TOKENIZER}"
+        chosen.save(partial)
+        os.replace(partial, out / TOKENIZER)
+    from tqdm import tqdm
+
+    start = time.perf_counter()
+    total = sum(source.bytes[split] for source in found.sources for split in SPLITS)
+    with tqdm(total=total, desc="encoding", unit="B", unit_scale=True, disable=not progress) as bar:
+        sources, encoded = [], 0
+        for source in found.sources:
+            parts = {}
+            for split in SPLITS:
+                parts[split], size = _encode(source, split, out, chosen, shard_tokens, workers, bar)
+                encoded += size
+            sources.append(Source(source.name, source.licence, **parts))
+    write_manifest(out, chosen, sources, settings)
+    (out / UNFINISHED).unlink()
+    return Made(Shards([out]), encoded, time.perf_counter() - start)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    tokenizer = Tokenizer.load(path)
+    if SEPARATOR not in tokenizer.specials:
+        raise UserError(f"{path}: the tokenizer has no special token {SEPARATOR}, which ends a document; use another")
+    return tokenizer
+
+
+def _begin(out: Path, settings: dict[str, Any]) -> None:
+    """Makes or enters the folder, and removes what a killed run left half-written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: cannot make the folder {out} ({error.strerror}); choose another") from None
+    if (out / UNFINISHED).exists():
+        _check_settings(out / UNFINISHED, settings)
+    elif any(not path.name.startswith(".partial-") for path in out.iterdir()):
+        raise UserError(f"--out: {out} holds other files and no shards begun here; choose another folder")
+    for stale in out.glob(".partial-*"):
+        stale.unlink()
+    write_json(out / UNFINISHED, {"settings": settings})
+
+
+def _check_settings(path: Path, settings: dict[str, Any]) -> None:
+    try:
+        there = json.loads(path.read_text(encoding="utf-8"))["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); remove the folder {path.parent} and run again") from None
+    for key, value in settings.items():
+        if there.get(key) != value:
+            raise UserError(
+                f"--out: {path.parent} holds shards with {key} {there.get(key)!r}, asked for is {value!r}; give the "
+                "same settings, or another --out"
+            )
+
+
+def _train(corpus: Corpus, vocab_size: int, sample_bytes: int, progress: bool) -> Tokenizer:
+    total = sum(source.bytes["train"] for source in corpus.sources)
+    share = min(1.0, sample_bytes / max(1, total))
+    below = None if share == 1.0 else f"{int(share * 16**8):08x}"
+    texts = (text for source in corpus.sources for text in read_texts(source.files["train"], below=below))
+    first = next(texts, None)
+    if first is None:
+        raise UserError(f"--sample-bytes: {sample_bytes:,} of {total:,} bytes take in no whole document; give more")
+    return Tokenizer.train(chain([first], texts), vocab_size, progress=progress)
+
+
+def _encode(
+    source: CorpusSource, split: str, out: Path, tokenizer: Tokenizer, shard_tokens: int, workers: int | None, bar: Any
+) -> tuple[Part, int]:
+    """One split of one source, the files of an earlier run first; and the bytes of text that were left to encode."""
+    end = np.array([tokenizer.specials[SEPARATOR]], np.dtype(f"u{bytes_per_id(tokenizer.vocab_size)}"))
+    kept, complete = _kept_shards(out, source.name, split, tokenizer, shard_tokens)
+    documents, size, begun = _count([out / file.file for file in kept], tokenizer)
+    before = size
+    bar.update(size)
+    writer = ShardWriter(out, source.name, split, tokenizer, shard_tokens, kept)
+    if not complete:
+        for ids in _encode_many(tokenizer, read_texts(source.files[split], skip=documents), workers):
+            # The document at the border: its first ids, and what they spell, are in the files that were kept.
+            ids = np.concatenate([ids, end])[begun:]
+            writer.append(ids)
+            length = int(tokenizer.byte_lengths[ids].sum())
+            documents, size, begun = documents + 1, size + length, 0
+            bar.update(length)
+    files = writer.close()
+    if documents != source.documents[split]:
+        raise UserError(
+            f"{source.name}: got {documents:,} documents of {split}, {CORPUS} says {source.documents[split]:,}; make "
+            f"the corpus again with python -m data.corpus, and remove {out}"
+        )
+    return Part(documents, sum(f.tokens for f in files), size, files), size - before
+
+
+def _encode_many(tokenizer: Tokenizer, texts: Iterable[str], workers: int | None) -> Iterator[np.ndarray]:
+    """The ids of each text in order, on all cores where the tokenizer can."""
+    encode_many = getattr(tokenizer, "encode_many", None)
+    if encode_many is not None:
+        return encode_many(texts, workers=workers)
+    dtype = np.dtype(f"u{bytes_per_id(tokenizer.vocab_size)}")
+    return (np.array(tokenizer.encode(text), dtype) for text in texts)
+
+
+def _kept_shards(
+    out: Path, source: str, split: str, tokenizer: Tokenizer, shard_tokens: int
+) -> tuple[list[ShardFile], bool]:
+    """The whole shards of an earlier run, and if they are all there will be: the last is shorter than the others."""
+    kept: list[ShardFile] = []
+    complete = False
+    while not complete and (path := out / shard_name(source, split, len(kept))).exists():
+        try:
+            header = read_header(path)
+        except UserError:
+            break
+        wanted = (tokenizer.hash(), sum(file.tokens for file in kept))
+        if (header.tokenizer_hash, header.first) != wanted or header.tokens > shard_tokens:
+            break
+        kept.append(describe(path))
+        complete = header.tokens < shard_tokens
+    names = {file.file for file in kept}
+    for path in out.iterdir():
+        if path.name not in names and re.fullmatch(rf"{re.escape(source)}-{split}-\d+\.bin", path.name):
+            path.unlink()
+    return kept, complete
+
+
+def _count(paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[int, int, int]:
+    """What whole shards hold: documents that end in them, bytes of text, and ids of the document that goes on."""
+    ids = TokenSequence(paths)
+    end = tokenizer.specials[SEPARATOR]
+    documents = size = after = 0
+    for start in range(0, len(ids), SCAN):
+        chunk = ids[start : start + SCAN]
+        ends = np.flatnonzero(chunk == end)
+        documents += len(ends)
+        size += int(tokenizer.byte_lengths[chunk].sum())
+        after = len(chunk) - 1 - int(ends[-1]) if len(ends) else after + len(chunk)
+    return documents, size, after
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def table(shards: Shards) -> str:
+    """Documents, tokens and bytes per token of every source and split."""
+    rows = [f"{'source':<20} {'split':<6} {'documents':>12} {'tokens':>15} {'bytes of text':>17} {'bytes/token':>11}"]
+    for source in shards.sources.values():
+        for split in SPLITS:
+            part = getattr(source, split)
+            ratio = f"{part.bytes / part.tokens:.3f}" if part.tokens else "-"
+            rows.append(
+                f"{source.name:<20} {split:<6} {part.documents:>12,} {part.tokens:>15,} {part.bytes:>17,} {ratio:>11}"
+            )
+    return "\n".join(rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m data.shards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--corpus", required=True, metavar="DIR", help="a folder that data.corpus made")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the shards")
+    parser.add_argument("--vocab-size", type=int, metavar="N",
+                        help=f"ids of the tokenizer that is trained (default: {VOCAB_SIZE})")  # fmt: skip
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use instead of training one")
+    parser.add_argument("--sample-bytes", type=int, default=SAMPLE_BYTES, metavar="N",
+                        help="text to train the tokenizer on, at most (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N",
+                        help="ids a file (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that encode (default: one a core)")
+    args = parser.parse_args(argv)
+    for name in ("sample_bytes", "shard_tokens", "workers"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}, wants a number of 1 or more")
+    if args.tokenizer and args.vocab_size:
+        raise UserError("--vocab-size is of a tokenizer to be trained, and --tokenizer names one; give one of the two")
+    made = make_shards(
+        Path(args.corpus), Path(args.out), args.vocab_size or VOCAB_SIZE,
+        Path(args.tokenizer) if args.tokenizer else None,
+        args.shard_tokens, args.sample_bytes, args.workers, sys.stderr.isatty(),
+    )  # fmt: skip
+    print(table(made.shards))
+    if made.bytes:
+        rate = made.bytes / made.seconds / 1e6
+        print(f"encoded {made.bytes:,} bytes in {made.seconds:.1f} s, {rate:.1f} MB/s with "
+              f"{args.workers or os.cpu_count()} workers")  # fmt: skip
+    else:
+        print(f"{args.out}: these shards were whole already; every file was checked")
+    print(f"next: python recipes/pretrain.py --data {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
