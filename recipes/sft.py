@@ -34,7 +34,7 @@ from tinyforge.train.loop import Task, evaluate_nll, train
 from tinyforge.train.settings import Settings, open_backend, parse, parser
 from tinyforge.train.sharded import Sharded
 
-DEFAULTS = Settings(out="runs/sft", steps=1400, batch_size=32, lr=2e-3, weight_decay=0.0)
+DEFAULTS = Settings(out="runs/sft", steps=1400, lr=2e-3, weight_decay=0.0)
 BUILT_IN_RECORDS = 30_000
 HELD_OUT_RECORDS = 300
 
@@ -104,13 +104,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         training, held_out = ([Record(e.instruction, e.input, e.output) for e in instructions(split, n, settings.seed)]
                               for split, n in (("train", BUILT_IN_RECORDS), ("val", HELD_OUT_RECORDS)))  # fmt: skip
     encoded = encode(training, tokenizer, seq_len, "training")
-    data = Examples(encoded, config.mtp_heads, settings.seed)
+    data = Examples(encoded, seq_len, config.mtp_heads, settings.seed)
     held = encode(held_out, tokenizer, seq_len, "held out")
     if not held:
         raise UserError(f"data: none of the {len(held_out)} held-out records fits {seq_len} tokens; give more records")
 
+    accum, rows = settings.grad_accum, settings.batch_size
+
     def evaluate(sharded: Sharded) -> dict[str, float]:
-        batches = (data.pad(held[i : i + settings.batch_size]) for i in range(0, len(held), settings.batch_size))
+        batches = (data.pad([[e] for e in held[i : i + rows]]) for i in range(0, len(held), rows))
         figures = {"val_bits_per_byte": evaluate_nll(sharded, batches, tokenizer.byte_lengths)}
         if not settings.data:
             figures["exact_match"] = exact_match(loaded, 5 * len(KINDS), settings.seed + 1)["all"]
@@ -121,7 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = f"{record.instruction} {record.input}".strip().replace("\n", " ")
         return f"  {asked} -> {answer(loaded, record.instruction, record.input)}"
 
-    accum, rows = settings.grad_accum, settings.batch_size
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
     task = Task(
         model, tokenizer, tokenizer.byte_lengths, config.mtp_weights,

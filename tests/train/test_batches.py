@@ -70,36 +70,50 @@ def test_a_corpus_shorter_than_a_sequence_is_refused() -> None:
         PackedTokens(np.arange(8), seq_len=8, heads=2, seed=0)
 
 
-def test_only_the_reply_is_learned() -> None:
-    data = Examples([([1, 2, 3, 40, 50], 3), ([1, 2, 60], 2)], heads=2, seed=0)
-    batch = data.pad(data.examples)
-    assert batch.ids.tolist() == [[1, 2, 3, 40], [1, 2, 60, 0]]
-    assert batch.targets[0].tolist() == [[-1, -1], [-1, 40], [40, 50], [50, -1]]
-    assert batch.targets[1].tolist() == [[-1, 60], [60, -1], [-1, -1], [-1, -1]]
+def test_only_the_replies_are_learned() -> None:
+    """The second row holds two examples: the end of the first reply does not look into the second prompt."""
+    first, second, third = ([1, 2, 3, 40, 50, 60, 70], 3), ([1, 2, 60], 2), ([4, 80, 90], 1)
+    data = Examples([first, second, third], seq_len=6, heads=2, seed=0)
+    batch = data.pad([[first], [second, third]])
+    assert batch.ids.tolist() == [[1, 2, 3, 40, 50, 60], [1, 2, 60, 4, 80, 90]]
+    assert batch.targets[0].tolist() == [[-1, -1], [-1, 40], [40, 50], [50, 60], [60, 70], [70, -1]]
+    assert batch.targets[1].tolist() == [[-1, 60], [60, -1], [-1, 80], [80, 90], [90, -1], [-1, -1]]
 
 
 def test_examples_come_once_an_epoch_in_an_order_of_the_seed() -> None:
-    """70 examples of lengths 2..11 in batches of 4: 17 full ones, and two examples wait for another epoch."""
+    """70 examples of 2 to 11 tokens in rows of up to 20."""
     examples = [([i] * (2 + i % 10), 1) for i in range(70)]
-    data = Examples(examples, heads=1, seed=1)
-    batches = [data.batch(i, 4) for i in range(34)]
-    for epoch in (batches[:17], batches[17:]):
-        seen = [int(row[0]) for b in epoch for row in b.ids]
-        assert len(seen) == len(set(seen)) == 68
-    again = Examples(examples, heads=1, seed=1)
-    assert all(same(again.batch(i, 4), batches[i]) for i in reversed(range(34)))
-    assert not same(Examples(examples, heads=1, seed=2).batch(0, 4), batches[0])
-    assert not all(same(a, b) for a, b in zip(batches[:17], batches[17:], strict=True))
+    data = Examples(examples, seq_len=19, heads=1, seed=1)
+    batches = [data.batch(i, 4) for i in range(40)]
+    first_epoch: list[int] = []
+    for batch in batches:
+        assert batch.ids.shape[0] == 4 and batch.ids.shape[1] <= 19
+        seen = {int(i) for i in batch.ids.ravel()}
+        if seen & set(first_epoch) - {0}:
+            break
+        first_epoch += seen
+    # What is missing was in rows too few for a batch.
+    assert len(set(first_epoch)) > 70 - 4 * 20 / 2
+    again = Examples(examples, seq_len=19, heads=1, seed=1)
+    assert all(same(again.batch(i, 4), batches[i]) for i in reversed(range(40)))
+    assert not same(Examples(examples, seq_len=19, heads=1, seed=2).batch(0, 4), batches[0])
+    assert not same(batches[0], batches[len(batches) // 2])
+
+
+def test_rows_are_full() -> None:
+    data = Examples([([i] * (2 + i % 10), 1) for i in range(700)], seq_len=49, heads=1, seed=1)
+    tokens = sum(int((data.batch(i, 8).ids > 0).sum()) for i in range(8))
+    assert tokens > 0.85 * 8 * 8 * 49
 
 
 def test_fewer_examples_than_a_batch_make_a_small_batch() -> None:
-    data = Examples([([1, 2], 1), ([3, 4], 1)], heads=1, seed=0)
+    data = Examples([([1, 2], 1), ([3, 4], 1)], seq_len=2, heads=1, seed=0)
     assert sorted(data.batch(5, 32).ids[:, 0].tolist()) == [1, 3]
 
 
 def test_no_example_at_all_is_refused() -> None:
     with pytest.raises(UserError, match="no example left to train on"):
-        Examples([], heads=1, seed=0)
+        Examples([], seq_len=8, heads=1, seed=0)
 
 
 @pytest.mark.parametrize(("ids", "named"), [([0, 5, 10], 10), ([0, -1], -1)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Protocol
@@ -178,48 +179,59 @@ class MixedTokens:
 
 
 class Examples:
-    """Prompts with replies, one example a row, targets -1 on the prompt: only the reply and its end are learned.
+    """Prompts with replies, as many to a row as fit, one after the other like the turns of a conversation.
 
-    To waste little on padding, each epoch's random order is sorted by length within pools of `POOL` batches.
+    Targets are -1 on the prompts: only the replies and their ends are learned. The first example of a row is learned
+    alone, the others behind earlier ones, so that a model knows both the first question and those that follow. Each
+    epoch deals the examples out in another order. A row has at most `seq_len` + 1 tokens.
     """
 
-    POOL = 16
-
-    def __init__(self, examples: Sequence[tuple[list[int], int]], heads: int, seed: int) -> None:
+    def __init__(self, examples: Sequence[tuple[list[int], int]], seq_len: int, heads: int, seed: int) -> None:
         if not examples:
             raise UserError("no example left to train on; check that the records have replies and fit --seq-len")
         self.examples = examples
+        self.seq_len = seq_len
         self.heads = heads
         self.seed = seed
-        self._epoch = -1
+        self._ends: dict[int, list[int]] = {}  # by batch size: the number of batches up to the end of each epoch
+        self._dealt: tuple[int, list[list[int]]] = (-1, [])
 
     def batch(self, index: int, size: int) -> Batch:
-        per_epoch = max(1, len(self.examples) // size)
-        epoch, position = divmod(index, per_epoch)
-        if epoch != self._epoch:
-            self._batches, self._epoch = self._arrange(epoch, size), epoch
-        return self.pad([self.examples[i] for i in self._batches[position]])
+        """The index-th batch of `size` rows, or of fewer if there are no more in an epoch."""
+        ends = self._ends.setdefault(size, [])
+        while not ends or ends[-1] <= index:
+            ends.append((ends[-1] if ends else 0) + max(1, len(self._rows(len(ends))) // size))
+        epoch = bisect_right(ends, index)
+        first = size * (index - (ends[epoch - 1] if epoch else 0))
+        return self.pad([[self.examples[i] for i in row] for row in self._rows(epoch)[first : first + size]])
 
-    def _arrange(self, epoch: int, size: int) -> list[np.ndarray]:
-        stream = Stream(self.seed, f"examples/{epoch}")
-        order = stream.permutation(len(self.examples))
-        lengths = np.array([len(ids) for ids, _ in self.examples])
-        batches: list[np.ndarray] = []
-        for start in range(0, len(order), size * self.POOL):
-            pool = order[start : start + size * self.POOL]
-            pool = pool[np.argsort(lengths[pool], kind="stable")]
-            batches += [pool[i : i + size] for i in range(0, len(pool), size)]
-        if len(batches) > 1 and len(batches[-1]) < size:
-            batches.pop()  # the ragged end of the epoch; another order next time
-        return [batches[i] for i in stream.permutation(len(batches))]
+    def _rows(self, epoch: int) -> list[list[int]]:
+        """The rows of an epoch. The ragged end, which makes no batch, has another order next time."""
+        if self._dealt[0] != epoch:
+            rows: list[list[int]] = []
+            room = 0
+            for i in Stream(self.seed, f"examples/{epoch}").permutation(len(self.examples)).tolist():
+                length = len(self.examples[i][0])
+                if length > room:
+                    rows.append([])
+                    room = self.seq_len + 1
+                rows[-1].append(i)
+                room -= length
+            self._dealt = (epoch, rows)
+        return self._dealt[1]
 
-    def pad(self, chosen: Sequence[tuple[list[int], int]]) -> Batch:
-        longest = max(len(ids) for ids, _ in chosen)
-        tokens = np.full((len(chosen), longest), -1, np.int32)
+    def pad(self, rows: Sequence[Sequence[tuple[list[int], int]]]) -> Batch:
+        """Rows of examples as one batch, as long as the longest."""
+        longest = max(sum(len(ids) for ids, _ in row) for row in rows)
+        tokens = np.full((len(rows), longest), -1, np.int32)
         answers = tokens.copy()
-        for row, (ids, prompt) in enumerate(chosen):
-            tokens[row, : len(ids)] = ids
-            answers[row, prompt : len(ids)] = ids[prompt:]
+        for r, row in enumerate(rows):
+            start = 0
+            for ids, prompt in row:
+                stop = start + len(ids)
+                tokens[r, start:stop] = ids
+                answers[r, start + prompt : stop] = ids[prompt:]
+                start = stop
         return Batch(np.maximum(tokens[:, :-1], 0), shifted_targets(answers, longest - 1, self.heads))
 
 
