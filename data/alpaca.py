@@ -1,27 +1,48 @@
-"""Instructions with replies in Alpaca's form: reading them, and laying them out as tokens.
+"""Instructions with replies in Alpaca's form: getting and cleaning them, reading them, laying them out as tokens.
 
+    python -m data.alpaca --out alpaca                     # fetch the 52,002 records of Stanford Alpaca
+    python -m data.alpaca --out alpaca alpaca.zip          # a file that you have: .json, .jsonl or a zip of one
+    python recipes/sft.py --data alpaca/alpaca.json
     records = read_records(["alpaca.json"])
     encode_example(tokenizer, records[0], seq_len=128)  ->  (ids, prompt_length)
 
 The format is that of Stanford Alpaca (Taori et al., 2023): objects with the string fields `instruction`,
-`input` (often empty) and `output`, in one JSON array or one a line.
+`input` (often empty) and `output`, in one JSON array or one a line. They were written by a language model, and it
+shows: some replies are empty, some inputs are the words "no input", and some replies run on into the next task.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.local import read_text
-from tinyforge.errors import UserError
+from data.download import Downloader, check_url
+from data.files import locked, sha256_of, write_fault, write_json, zip_members
+from data.local import decode_text, read_text
+from data.source import MANIFEST, InputFile, Refusal, print_refused, write_manifest
+from tinyforge.errors import UserError, run_command
 
 if TYPE_CHECKING:
     from tinyforge.text import Tokenizer
 
 END_OF_REPLY = "</s>"
+HOST = "https://raw.githubusercontent.com"
+PATH = "tatsu-lab/stanford_alpaca/main/alpaca_data.json"
+LICENCE = "CC BY-NC 4.0"
+
+# What the generator wrote where nothing should stand: "<noinput>", "No input required.", "(no input)", "N/A".
+_NO_INPUT = re.compile(
+    r"\W*(?:no\s*inputs?e?(?: (?:required|needed|necessary|provided|given))?|none|n/a)\W*", re.IGNORECASE
+)
+_NO_OUTPUT = re.compile(r"\W*no\s*(?:in|out)put\W*", re.IGNORECASE)
+# "7. Instruction: ..." within a reply: the generator went on with the next task of its list.
+_NEXT_TASK = re.compile(r"^\s*\d+\s*\.\s*(?:Instruction|Input|Output):", re.IGNORECASE | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -74,21 +95,28 @@ def encode_example(tokenizer: Tokenizer, record: Record, seq_len: int) -> tuple[
 
 def _read_file(path: Path, encoding: str) -> list[Record]:
     text = read_text(path, encoding)
+    records: list[Record] = []
+    for line, value in _scan_file(path, text):
+        record = _to_record(value)
+        if isinstance(record, str):
+            raise UserError(f"{path}: record {len(records)} (counted from 0), line {line}: {record}")
+        records.append(record)
+    return records
+
+
+def _scan_file(path: Path, text: str) -> Iterator[tuple[int, object]]:
+    """As `_scan`, with the UserError of an empty file and of malformed JSON."""
     if not text.strip():
         raise UserError(f"{path}: is empty, wanted Alpaca records; give another file")
-    records: list[Record] = []
+    number = 0
     try:
-        for line, value in _scan(text):
-            record = _to_record(value)
-            if isinstance(record, str):
-                raise UserError(f"{path}: record {len(records)} (counted from 0), line {line}: {record}")
-            records.append(record)
+        for number, found in enumerate(_scan(text), 1):  # noqa: B007 (the record that comes next, when one is malformed)
+            yield found
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{path}: record {len(records)} (counted from 0), line {error.lineno}, column {error.colno}: "
+            f"{path}: record {number} (counted from 0), line {error.lineno}, column {error.colno}: "
             f"malformed JSON ({error.msg}), wanted an array of records or one a line; mend it there"
         ) from None
-    return records
 
 
 def _scan(text: str) -> Iterator[tuple[int, object]]:
@@ -149,3 +177,129 @@ def _has_utf8(text: str) -> bool:
 def _show(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+# --- cleaning --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What came of a file of records."""
+
+    path: Path  # of the clean records, as one JSON array
+    records: int
+    emptied: int  # inputs that only said that there is none
+    refused: tuple[Refusal, ...]
+
+
+def clean(value: Record) -> Record | str:
+    """The record as it should be, or why it is left out. An input that says that there is none becomes empty."""
+    if not value.output.strip():
+        return "empty output"
+    if _NO_OUTPUT.fullmatch(value.output):
+        return "the output says that there is none"
+    if _NEXT_TASK.search(value.output):
+        return "the output runs on into another task"
+    return replace(value, input="") if _NO_INPUT.fullmatch(value.input) else value
+
+
+def make_instructions(
+    out: Path,
+    path: Path | None = None,
+    base_url: str = HOST,
+    encoding: str = "utf-8",
+    downloader: Downloader | None = None,
+) -> Cleaned:
+    """Write the clean records of a file, or of the published one if `path` is None, to `out`/alpaca.json.
+
+    A record that is malformed, has an empty reply, or is the same as an earlier one is among `refused`, and why.
+    `out`/source.json, written last, says where they came from. Raises UserError for a file that is missing, is not to
+    be had or is no list of records, if no record came out, and where the disk is full or may not be written.
+    """
+    with locked(out):
+        url = path.name if path else check_url(f"{base_url.rstrip('/')}/{PATH}")
+        if path is None:
+            path = (downloader or Downloader()).fetch(url, out / "raw" / "alpaca_data.json").path
+        kept: dict[Record, int] = {}
+        refused: list[Refusal] = []
+        emptied = 0
+        for number, record in enumerate(_read_each(path, encoding)):
+            cleaned = clean(record) if isinstance(record, Record) else record
+            if isinstance(cleaned, Record) and cleaned in kept:
+                cleaned = f"the same as record {kept[cleaned]}"
+            if isinstance(cleaned, Record):
+                kept[cleaned] = number
+                emptied += cleaned != record
+            else:
+                refused.append(Refusal(f"{path.name}:{number}", cleaned))
+        if not kept:
+            first = f"; {refused[0].record}: {refused[0].reason}" if refused else ""
+            raise UserError(f"{path}: no record of use, wanted Alpaca records{first}")
+        target = out / "alpaca.json"
+        try:  # a new alpaca.json is never seen beside the old source.json
+            (out / MANIFEST).unlink(missing_ok=True)
+        except OSError as error:
+            raise write_fault(out, error) from None
+        write_json(target, [asdict(record) for record in kept])
+        instructions = {
+            "file": target.name,
+            "bytes": target.stat().st_size,
+            "sha256": sha256_of(target),
+            "records": len(kept),
+            "emptied_inputs": emptied,
+        }
+        inputs = [InputFile(url, path.stat().st_size, sha256_of(path))]
+        write_manifest(out, "alpaca", LICENCE, inputs, refused, instructions=instructions)
+    return Cleaned(target, len(kept), emptied, tuple(refused))
+
+
+def _read_each(path: Path, encoding: str) -> Iterator[Record | str]:
+    """Every record of a file, or what is wrong with it. In JSON lines a malformed line does not stop those after it."""
+    text = _read_zipped(path, encoding) if path.suffix.lower() == ".zip" else read_text(path, encoding)
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        whole = None
+    if isinstance(whole, list) or text.lstrip().startswith("["):
+        yield from (_to_record(value) for _, value in _scan_file(path, text))
+    elif whole is not None and "\n" in text.strip():
+        raise UserError(f"{path}: got {_show(whole)} as JSON, wanted a list of records, or one record a line")
+    else:
+        for line in filter(str.strip, text.split("\n")):
+            try:
+                yield _to_record(json.loads(line))
+            except ValueError as error:
+                yield f"malformed JSON ({error}), wanted one record a line; mend it there"
+
+
+def _read_zipped(path: Path, encoding: str) -> str:
+    members = [member for member in zip_members(path) if member.name.lower().endswith((".json", ".jsonl"))]
+    if len(members) != 1:
+        raise UserError(f"{path}: {len(members)} .json files in it, wanted one; unpack it and name the file")
+    return decode_text(members[0].read(), encoding, f"{path}: {members[0].name}")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m data.alpaca", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="records that you have; none: fetch them")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for alpaca.json and source.json")
+    parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")
+    parser.add_argument("--encoding", default="utf-8", help="of the file (default utf-8)")
+    args = parser.parse_args(arguments)
+    cleaned = make_instructions(args.out, args.file, args.base_url, args.encoding)
+    print(f"{cleaned.records:,} records in {cleaned.path}; {cleaned.emptied:,} inputs that only said so are empty now; "
+          f"{len(cleaned.refused):,} left out:")  # fmt: skip
+    reasons = Counter(re.sub(r"\d+", "N", refusal.reason) for refusal in cleaned.refused)
+    for reason, count in reasons.most_common():
+        print(f"{count:>7,}  {reason}")
+    print_refused(cleaned.refused)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

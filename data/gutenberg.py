@@ -1,6 +1,8 @@
-"""Books of Project Gutenberg: the licence and the credits go, the book stays.
+"""Books of Project Gutenberg: fetched, the licence and the credits taken off, the book kept.
 
-    python -m data.gutenberg books.zip 84.txt more/ --out books    # cleaned text, one file a book
+    python -m data.gutenberg --out books                             # the classics listed in data/gutenberg.csv
+    python -m data.gutenberg --out books --numbers 84 1342           # by number
+    python -m data.gutenberg --out books books.zip 84.txt more/      # files that you have; nothing is fetched
     clean(Path("84.txt").read_bytes())  ->  Book(body="Frankenstein; ...", title="Frankenstein", ...)
 
 A file as published is a header, a START marker, the book, an END marker and a licence of some 18 kB, the same in
@@ -12,21 +14,23 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import errno
-import os
+import csv
+import hashlib
 import re
-import sys
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from data.download import Downloader, FetchError, Job, check_url
+from data.files import files_in, locked, read_file, zip_members
+from data.source import Document, Source, SourceWriter, print_refused, read_source, reason_of
 from tinyforge.errors import UserError, run_command
 
-MAX_BYTES = 64 << 20  # of one book; the largest novels have 4 MB
-MAX_RATIO = 100  # unpacked to packed; text packs 3 to 5 times, a zip bomb 1000
+LIST = Path(__file__).with_name("gutenberg.csv")
+# The mirrors are Project Gutenberg's own, made for programs; the web site, meant for people, comes last.
+MIRRORS = ("https://gutenberg.pglaf.org", "https://aleph.gutenberg.org", "https://www.gutenberg.org")
+LICENCE = "public domain in the USA; without Project Gutenberg's name and licence"
 
 
 @dataclass(frozen=True)
@@ -304,187 +308,197 @@ def _first_line(text: str) -> str:
     return text.lstrip().split("\n", 1)[0].strip()
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- from files to a source ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Source:
-    """A file to clean: where it is, for messages, the name of its output, and how to get its bytes."""
+class Entry:
+    """A file to clean: what to call it, the name that its document gets, and how to get its bytes."""
 
     place: str
     name: str
     read: Callable[[], bytes]
+    url: str | None = None  # where it was fetched from
+    number: int | None = None  # the one that was asked for
 
 
-def find_sources(path: Path, skip: Path | None = None) -> Iterator[Source]:
+def listed_numbers() -> list[int]:
+    """The numbers of the classics in data/gutenberg.csv."""
+    with open(LIST, encoding="utf-8", newline="") as file:
+        return [int(row["number"]) for row in csv.DictReader(file)]
+
+
+def book_urls(base: str, number: int) -> list[str]:
+    """Where a book may be on a host, best first: the generated UTF-8 file, then as it was posted.
+
+    `files/` is the layout of www.gutenberg.org; mirrors have the posted files under one folder a digit (`1/3/4/1342`).
+    """
+    digits = "/".join(str(number)[:-1]) or "0"
+    posted = [f"{number}-0.txt", f"{number}-8.txt", f"{number}.txt"]
+    folders = [f"files/{number}", f"{digits}/{number}"]
+    paths = [f"cache/epub/{number}/pg{number}.txt", *(f"{folder}/{name}" for folder in folders for name in posted)]
+    return [check_url(f"{base.rstrip('/')}/{path}") for path in paths]
+
+
+def make_source(
+    out: Path,
+    inputs: Sequence[Path] = (),
+    numbers: Sequence[int] | None = None,
+    base_urls: Sequence[str] = MIRRORS,
+    keep_copyrighted: bool = False,
+    downloader: Downloader | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Source:
+    """Clean books into the source folder `out`.
+
+    inputs:    .txt files, folders of them and zip archives. If there are any, nothing is fetched.
+    numbers:   of the books to fetch into `out`/raw; None for those of data/gutenberg.csv.
+    base_urls: hosts to fetch from, tried in turn for each book.
+    report:    gets a table, one line for each file.
+
+    A book that cannot be had, read or cleaned is among `refused` in what is returned, with the reason; so is one that
+    its header says is under copyright, unless `keep_copyrighted`. Raises UserError if no book came out, for a bad URL,
+    and where the disk is full or may not be written; an older source in `out` is then as it was.
+    """
+    with locked(out), SourceWriter(out, "gutenberg", LICENCE) as writer:
+        if inputs:
+            entries = _local(inputs, out, writer)
+        else:
+            numbers = listed_numbers() if numbers is None else list(dict.fromkeys(numbers))
+            entries = _fetched(numbers, base_urls, out / "raw", downloader or Downloader(), writer)
+        report(f"{'number':>6}  {'title':<40}  {'before':>10}  {'after':>10}  what was cut, or why it was refused")
+        for entry in entries:
+            try:
+                raw = entry.read()
+            except UserError as fault:
+                writer.refuse(entry.place, reason_of(fault))
+                continue
+            book = clean(raw)
+            writer.add_input(entry.url or entry.place, len(raw), hashlib.sha256(raw).hexdigest())
+            if reason := _why_not(entry, book, keep_copyrighted):
+                writer.refuse(entry.place, reason)
+            else:
+                assert book.body is not None
+                page = f"https://www.gutenberg.org/ebooks/{book.number}" if book.number is not None else ""
+                writer.add(Document(id=entry.name, text=book.body, title=book.title, url=page))
+            report(_row(entry, book, len(raw), reason))
+        if not writer.documents:
+            raise UserError(_nothing(inputs, writer))
+    return read_source(out)
+
+
+def _why_not(entry: Entry, book: Book, keep_copyrighted: bool) -> str:
+    if book.body is None:
+        return book.reason
+    if entry.number is not None and book.number not in (None, entry.number):
+        return f"is number {book.number}, wanted {entry.number}"
+    if book.copyrighted and not keep_copyrighted:
+        return "its header says that it is under copyright; read its terms, and pass --keep-copyrighted to have it"
+    return ""
+
+
+def _nothing(inputs: Sequence[Path], writer: SourceWriter) -> str:
+    if not writer.refused:
+        return f"{inputs[0]}: no .txt file there; name the books, a folder or a zip of them"
+    first = writer.refused[0]
+    return f"no book came out of {len(writer.refused)} tried; the first, {first.record}: {first.reason}"
+
+
+def _fetched(
+    numbers: Sequence[int], base_urls: Sequence[str], raw: Path, downloader: Downloader, writer: SourceWriter
+) -> Iterator[Entry]:
+    jobs = [
+        Job(tuple(url for base in base_urls for url in book_urls(base, number)), raw / f"{number}.txt")
+        for number in numbers
+    ]
+    for number, job, fetched in zip(numbers, jobs, downloader.fetch_all(jobs), strict=True):
+        if isinstance(fetched, FetchError):
+            writer.refuse(job.path.name, reason_of(fetched))
+        else:
+            yield Entry(job.path.name, str(number), partial(read_file, job.path), fetched.url, number)
+
+
+def _local(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Iterator[Entry]:
+    """Every file under the inputs. What is wrong with an input is counted as refused, and does not stop the others."""
+    places: dict[str, str] = {}
+    for path in inputs:
+        try:
+            entries = list(find_entries(path, skip=out))
+        except UserError as fault:
+            writer.refuse(path.name, reason_of(fault))
+            continue
+        for entry in entries:
+            if entry.name in places:
+                writer.refuse(entry.place, f"named like {places[entry.name]}; rename one or use another --out")
+                continue
+            places[entry.name] = entry.place
+            yield entry
+
+
+def find_entries(path: Path, skip: Path | None = None) -> Iterator[Entry]:
     """The .txt files in a folder (without hidden ones, and without the folder `skip`) or a zip, or the one file.
 
-    Nothing is unpacked to the disk. An archive is refused as a whole, by a UserError, if it is damaged or has a
-    member whose path leads out of the folder or that says it unpacks to too much.
+    Nothing is unpacked to the disk. UserError for an archive that is damaged, or not to be trusted.
     """
     if path.is_dir():
-        for file in sorted(path.rglob("*.txt")):
-            hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-            if file.is_file() and not hidden and not (skip and skip.resolve() in file.resolve().parents):
-                yield Source(str(file), file.stem, partial(_read_file, file))
+        for file in files_in(path):
+            if file.suffix.lower() == ".txt" and not (skip and skip.resolve() in file.resolve().parents):
+                place = f"{path.name}/{file.relative_to(path).as_posix()}"
+                yield Entry(place, file.stem, partial(read_file, file))
     elif path.suffix.lower() == ".zip":
-        yield from _sources_in_zip(path)
-    elif path.exists():
-        yield Source(str(path), path.stem, partial(_read_file, path))
+        for member in zip_members(path):
+            inner = PurePosixPath(member.name)
+            if inner.suffix.lower() == ".txt":
+                yield Entry(f"{path.name}: {member.name}", inner.stem, member.read)
     else:
-        raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}")
+        yield Entry(path.name, path.stem, partial(read_file, path))
 
 
-def _sources_in_zip(path: Path) -> Iterator[Source]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = [member for member in archive.infolist() if not member.is_dir()]
-        packed = path.stat().st_size
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}") from None
-    except zipfile.BadZipFile as error:
-        raise UserError(f"{path}: not a readable zip archive ({error}); get it again") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
-    for member in members:
-        name = member.orig_filename.replace("\\", "/")
-        if name.startswith("/") or re.match(r"[A-Za-z]:", name) or ".." in PurePosixPath(name).parts:
-            raise UserError(
-                f"{path}: member {member.orig_filename!r} leads out of its folder; do not trust this archive"
-            )
-        if member.file_size > MAX_BYTES or member.file_size > MAX_RATIO * max(member.compress_size, 1000):
-            raise UserError(
-                f"{path}: member {member.filename!r} unpacks from {member.compress_size:,} to {member.file_size:,}, "
-                f"wanted {MAX_BYTES:,} and {MAX_RATIO} times at most; do not trust this archive"
-            )
-    total = sum(member.file_size for member in members)
-    if total > MAX_RATIO * max(packed, 1000):  # members may share their packed bytes
-        raise UserError(
-            f"{path}: {packed:,} bytes unpack to {total:,}, wanted {MAX_RATIO} times at most; do not trust this archive"
-        )
-    for member in members:
-        inner = PurePosixPath(member.filename)
-        hidden = any(part.startswith((".", "__MACOSX")) for part in inner.parts)
-        if inner.suffix.lower() == ".txt" and not hidden:
-            yield Source(f"{path}: {member.filename}", inner.stem, partial(_read_member, path, member))
+def _row(entry: Entry, book: Book, size: int, reason: str) -> str:
+    number = str(book.number) if book.number is not None else "-"
+    title = book.title or entry.name
+    title = "".join(char if char.isprintable() else "?" for char in title)
+    title = title if len(title) <= 40 else title[:37] + "..."
+    if reason:
+        return f"{number:>6}  {title:<40}  {size:>10,}  {'-':>10}  REFUSED: {reason} ({entry.place})"
+    assert book.body is not None
+    notes = ", ".join(book.cut) + f"; {book.encoding}" + ("; COPYRIGHTED, see its terms" if book.copyrighted else "")
+    return f"{number:>6}  {title:<40}  {size:>10,}  {len(book.body.encode()):>10,}  {notes}"
 
 
-def _read_member(path: Path, member: zipfile.ZipInfo) -> bytes:
-    try:
-        with zipfile.ZipFile(path) as archive, archive.open(member) as file:
-            return file.read(MAX_BYTES)  # zipfile stops at the size that is declared, then compares the checksum
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{path}: member {member.filename!r} is damaged or is not the {member.file_size:,} bytes it says "
-            f"({reason}); get the archive again"
-        ) from None
-    except (RuntimeError, NotImplementedError) as error:  # encrypted, or an unknown compression
-        raise UserError(
-            f"{path}: member {member.filename!r} cannot be unpacked ({error}); unpack it yourself"
-        ) from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
-
-
-def _read_file(path: Path) -> bytes:
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise UserError(f"{path}: {path.stat().st_size:,} bytes, wanted {MAX_BYTES:,} at most; is it one book?")
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
-
-
-def write_book(path: Path, body: str) -> None:
-    """Write beside `path` and rename, so that a book there is always whole. UserError if it cannot be written."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(beside, "wb") as file:
-            file.write(body.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"{path}: the disk is full; make room and run again, whole books are kept") from None
-        raise UserError(f"{path}: cannot be written ({error.strerror}); check --out") from None
-    finally:
-        beside.unlink(missing_ok=True)
+# --- the command -----------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m data.gutenberg", description="Clean plain-text books of Project Gutenberg."
+        prog="python -m data.gutenberg", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("inputs", nargs="+", type=Path, metavar="FILE_OR_FOLDER_OR_ZIP")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the cleaned books")
+    parser.add_argument(
+        "inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER_OR_ZIP", help="books to clean; none: fetch them"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
+    parser.add_argument(
+        "--numbers", type=int, nargs="+", metavar="N", help="books to fetch (default: data/gutenberg.csv)"
+    )
+    parser.add_argument("--base-url", action="append", metavar="URL", help="a mirror; may be repeated (default: "
+                        f"{', '.join(MIRRORS)})")  # fmt: skip
+    parser.add_argument(
+        "--keep-copyrighted", action="store_true", help="keep books whose header says so; read their terms"
+    )
     args = parser.parse_args(arguments)
-    out: Path = args.out
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be made ({error.strerror}); name a folder") from None
-    for path in args.inputs:
-        folder = path if path.is_dir() else path.parent
-        if path.suffix.lower() != ".zip" and folder.resolve() == out.resolve():
-            raise UserError(f"--out {out}: holds the input {path}, which would be overwritten; name another folder")
-
-    print(f"{'number':>6}  {'title':<40}  {'before':>10}  {'after':>10}  what was cut, or why it was refused")
-    faults: list[str] = []
-    written = refused = before = after = 0
-    for source, raw in _read_all(args.inputs, out, faults):
-        book = clean(raw)
-        if book.body is not None:
-            write_book(out / f"{source.name}.txt", book.body)
-            written, before, after = written + 1, before + len(raw), after + len(book.body.encode())
-        else:
-            refused += 1
-        print(_row(source, book, len(raw)), flush=True)
-    print(
-        f"{written} books in {out}, {before:,} bytes before, {after:,} after; "
-        f"{refused} refused, {len(faults)} unreadable"
-    )
-    for fault in faults[:-1]:
-        print(f"error: {fault}", file=sys.stderr)
-    if faults:
-        raise UserError(faults[-1])
-    if not written and not refused:
-        raise UserError(f"{args.inputs[0]}: no .txt file there; name the books, a folder or a zip of them")
-    return 1 if refused else 0
-
-
-def _read_all(paths: Sequence[Path], out: Path, faults: list[str]) -> Iterator[tuple[Source, bytes]]:
-    """Every file that can be read; what is wrong with the others is added to `faults`, and does not stop them."""
-    places: dict[str, str] = {}
-    for path in paths:
-        try:
-            sources = list(find_sources(path, skip=out))
-        except UserError as error:
-            faults.append(str(error))
-            continue
-        for source in sources:
-            if source.name in places:
-                faults.append(f"{source.place}: named like {places[source.name]}; rename one or use another --out")
-                continue
-            places[source.name] = source.place
-            try:
-                raw = source.read()
-            except UserError as error:
-                faults.append(str(error))
-                continue
-            yield source, raw
-
-
-def _row(source: Source, book: Book, size: int) -> str:
-    number = str(book.number) if book.number is not None else "-"
-    title = book.title or source.name
-    title = "".join(char if char.isprintable() else "?" for char in title)
-    title = title if len(title) <= 40 else title[:37] + "..."
-    if book.body is None:
-        return f"{number:>6}  {title:<40}  {size:>10,}  {'-':>10}  REFUSED: {book.reason} ({source.place})"
-    notes = ", ".join(book.cut) + f"; {book.encoding}" + ("; COPYRIGHTED, see its terms" if book.copyrighted else "")
-    return f"{number:>6}  {title:<40}  {size:>10,}  {len(book.body.encode()):>10,}  {notes}"
+    if args.inputs and (args.numbers or args.base_url):
+        raise UserError(
+            f"{args.inputs[0]}: got files and --numbers or --base-url, wanted one of them; files are not fetched"
+        )
+    if args.numbers and min(args.numbers) < 1:
+        raise UserError(f"--numbers {min(args.numbers)}: wanted 1 or more; a book's number is in its address")
+    source = make_source(
+        args.out, args.inputs, args.numbers, args.base_url or MIRRORS, args.keep_copyrighted,
+        report=lambda line: print(line, flush=True),
+    )  # fmt: skip
+    print(f"{source.documents:,} books, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused")
+    print_refused(source.refused)
+    return 1 if source.refused else 0
 
 
 if __name__ == "__main__":

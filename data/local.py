@@ -1,20 +1,32 @@
-"""Documents from local files: plain text, folders of it, and parquet.
+"""Documents from local files: plain text, JSON lines, parquet, folders and zips of them.
 
+    python -m data.local --out mine notes/ web.jsonl pages.parquet books.zip     # a source folder
     read_documents(["book.txt", "notes/", "web.parquet"])  ->  list[str], one entry per document
 
-A text file is one document, and so is each row of a parquet file. Nothing is cleaned beyond what every reader
-needs: the byte-order mark goes, and each line ends in "\n".
+A text file is one document, and so is each line of a .jsonl and each row of a parquet file. Nothing is cleaned beyond
+what every reader needs: the byte-order mark goes, and each line ends in "\n". The command leaves out what it cannot
+read, file by file and record by record, and says so; `read_documents`, which recipes use, stops at the first fault.
 """
 
 from __future__ import annotations
 
+import argparse
 import codecs
+import json
+import os
+import re
+import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from tinyforge.errors import UserError
+from data.files import MAX_BYTES, files_in, locked, read_file, sha256_of, write_fault, zip_members
+from data.source import Document, Refusal, Source, SourceWriter, print_refused, read_source, reason_of
+from tinyforge.errors import UserError, run_command
 
 PARQUET_COLUMN = "text"
+OPTIONAL = {"title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE"}  # taken over where they are there
+ROWS_AT_A_TIME = 1024
 
 
 def read_documents(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[str]:
@@ -41,12 +53,28 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
         raise UserError(f"{path}: got a folder, wanted a file; name the files in it") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+    return decode_text(raw, encoding, str(path))
+
+
+def decode_text(raw: bytes, encoding: str, place: str) -> str:
+    """The text in bytes, as `read_text` gives it; UserError, which begins with `place`, if they do not decode."""
+    try:
+        return _decode(raw, encoding)
+    except BadRecord as fault:
+        raise UserError(f"{place}: {fault}") from None
+
+
+class BadRecord(Exception):
+    """What is wrong with a file or a record of it."""
+
+
+def _decode(raw: bytes, encoding: str) -> str:
+    """The text in bytes, normalised; UserError for an unknown encoding, BadRecord for bytes that do not decode."""
     try:
         return _normalise(raw.decode(encoding))
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: got byte 0x{raw[error.start]:02x} at offset {error.start}, wanted {encoding} text; "
-            + _decoding_hint(raw)
+        raise BadRecord(
+            f"got byte 0x{raw[error.start]:02x} at offset {error.start}, wanted {encoding} text; " + _decoding_hint(raw)
         ) from None
     except LookupError:
         raise UserError(f"--encoding {encoding}: no such text encoding; try utf-8 or latin-1") from None
@@ -58,17 +86,10 @@ def _read_path(path: Path, encoding: str) -> list[str]:
         if not documents:
             raise UserError(f"{path}: is empty, wanted text; give another file")
         return documents
-    documents = [document for file in _files_in(path) for document in _read_file(file, encoding)]
+    documents = [document for file in files_in(path) for document in _read_file(file, encoding)]
     if not documents:
         raise UserError(f"{path}: no documents in this folder, wanted text or parquet files; name another")
     return documents
-
-
-def _files_in(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.is_file() and not hidden:
-            yield path
 
 
 def _read_file(path: Path, encoding: str) -> list[str]:
@@ -79,27 +100,42 @@ def _read_file(path: Path, encoding: str) -> list[str]:
 def _read_parquet(path: Path) -> list[str]:
     if not path.is_file():
         raise UserError(f"{path}: no such file; check the path, relative to {Path.cwd()}")
+    try:
+        return [row[PARQUET_COLUMN] for _, row in read_rows(path, PARQUET_COLUMN)]
+    except BadRecord as fault:
+        raise UserError(f"{path}: {fault}") from None
+
+
+def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number (from 0) of each row whose `column` is not NULL, with that text and what there is of `OPTIONAL`.
+
+    Raises BadRecord for a file that is no parquet or has no such column of strings.
+    """
     import duckdb
 
     # A folder named "text=1" must not become a column, and some writers mark their strings as mere bytes.
-    source = "read_parquet($path, hive_partitioning = false, binary_as_string = true)"
+    source = "read_parquet($path, hive_partitioning = false, binary_as_string = true, file_row_number = true)"
     values = {"path": _escape_glob(str(path))}
     try:
         with duckdb.connect() as connection:
-            columns = connection.execute(f"DESCRIBE SELECT * FROM {source}", values).fetchall()
-            if not any(name == PARQUET_COLUMN and kind == "VARCHAR" for name, kind, *_ in columns):
-                found = ", ".join(f"{name} {kind}" for name, kind, *_ in columns)
-                raise UserError(
-                    f"{path}: got columns {found}, wanted a column '{PARQUET_COLUMN}' of strings; "
-                    f"rename the one that holds the documents to '{PARQUET_COLUMN}'"
+            described = connection.execute(f"DESCRIBE SELECT * FROM {source}", values).fetchall()
+            kinds = {name: kind for name, kind, *_ in described if name != "file_row_number"}
+            if kinds.get(column) != "VARCHAR":
+                found = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+                raise BadRecord(
+                    f"got columns {found}, wanted a column '{column}' of strings; "
+                    f"rename the one that holds the documents to '{column}'"
                 )
-            rows = connection.execute(
-                f"SELECT {PARQUET_COLUMN} FROM {source} WHERE {PARQUET_COLUMN} IS NOT NULL", values
-            ).fetchall()
+            names = [column, *(name for name, kind in OPTIONAL.items() if kinds.get(name) == kind and name != column)]
+            quoted = ", ".join('"' + name.replace('"', '""') + '"' for name in names)
+            rows = connection.execute(f"SELECT file_row_number, {quoted} FROM {source}", values)
+            while batch := rows.fetchmany(ROWS_AT_A_TIME):
+                for number, text, *rest in batch:
+                    if text is not None:
+                        yield number, {column: _normalise(text), **dict(zip(names[1:], rest, strict=True))}
     except duckdb.Error as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: not a readable parquet file ({reason}); get or export it again") from None
-    return [_normalise(text) for (text,) in rows]
+        raise BadRecord(f"not a readable parquet file ({reason}); get or export it again") from None
 
 
 def _escape_glob(path: str) -> str:
@@ -117,3 +153,174 @@ def _decoding_hint(raw: bytes) -> str:
     if b"\0" in raw:
         return "it holds zero bytes, so it is no text: unpack it first if it is an archive, or leave it out"
     return "pass --encoding latin-1 (or the right one; it goes for all files) or convert this file to UTF-8"
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def make_source(
+    out: Path,
+    inputs: Sequence[Path],
+    name: str = "local",
+    licence: str = "not stated",
+    column: str = PARQUET_COLUMN,
+    encoding: str = "utf-8",
+) -> Source:
+    """Bring files of one's own into the source folder `out`.
+
+    inputs:   text files, .jsonl or .json (objects with the text under `column`), .parquet, zips, folders of them.
+    name:     of the source, in file names too: letters, digits, "-" and "_".
+    encoding: of the text files; JSON and parquet are UTF-8.
+
+    A document's id is its file, with ":" and the line (from 1) of a .jsonl, the item (from 0) of a .json or the row
+    (from 0) of a parquet file. What cannot be read is among `refused` in what is returned, and the rest goes on. Raises
+    UserError for an input that is missing, for a name or an encoding that cannot be, if no document came out, and where
+    the disk is full or may not be written; an older source in `out` is then as it was.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise UserError(f"--name {name!r}: wanted letters, digits, '-' and '_', since files are named like it")
+    for path in inputs:
+        if not path.exists():
+            raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}")
+    with locked(out), SourceWriter(out, name, licence) as writer:
+        for place, path in _each_file(inputs, out, writer):
+            try:
+                for item in _documents(path, place, column, encoding):
+                    if isinstance(item, Refusal):
+                        writer.refuse(item.record, item.reason)
+                    elif not item.text.strip():
+                        writer.refuse(item.id, "is empty")
+                    else:
+                        writer.add(item)
+            except BadRecord as fault:
+                writer.refuse(place, str(fault))
+            writer.add_input(place, path.stat().st_size, sha256_of(path))
+        if not writer.documents:
+            first = f"; {writer.refused[0].record}: {writer.refused[0].reason}" if writer.refused else ""
+            raise UserError(f"{inputs[0]}: no documents there, wanted text, .jsonl, .parquet or .zip files{first}")
+    return read_source(out)
+
+
+def _each_file(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Iterator[tuple[str, Path]]:
+    """Every file under the inputs and in archives: what to call it, and where it is while the caller reads it."""
+    places: set[str] = set()
+    for path in inputs:
+        files = (
+            [file for file in files_in(path) if out.resolve() not in file.resolve().parents]
+            if path.is_dir()
+            else [path]
+        )
+        for file in files:
+            place = path.name if file == path else f"{path.name}/{file.relative_to(path).as_posix()}"
+            if place in places:
+                writer.refuse(place, "another input has this name; rename one, or give it an --out of its own")
+            elif not os.access(file, os.R_OK):
+                writer.refuse(place, "cannot be read; check its permissions")
+            elif file.suffix.lower() == ".zip":
+                yield from _unpacked(file, place, writer)
+            else:
+                yield place, file
+            places.add(place)
+
+
+def _unpacked(archive: Path, place: str, writer: SourceWriter) -> Iterator[tuple[str, Path]]:
+    """The members of an archive, one at a time, in a file whose name is ours; the archive's names are never paths."""
+    try:
+        members = zip_members(archive)
+    except UserError as fault:
+        writer.refuse(place, reason_of(fault))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for member in members:
+            path = Path(folder, f"member{PurePosixPath(member.name).suffix}")
+            try:
+                path.write_bytes(member.read())
+            except UserError as fault:
+                writer.refuse(f"{place}/{member.name}", reason_of(fault))
+                continue
+            except OSError as error:
+                raise write_fault(path, error) from None
+            yield f"{place}/{member.name}", path
+
+
+def _documents(path: Path, place: str, column: str, encoding: str) -> Iterator[Document | Refusal]:
+    """The documents of one file, by its suffix, and the records that are none; BadRecord if the file as a whole is."""
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        for number, row in read_rows(path, column):
+            yield _to_document(row, f"{place}:{number}", column)
+    elif suffix in (".jsonl", ".ndjson"):
+        with open(path, "rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_BYTES), b""), 1):
+                if line.strip():
+                    yield _parse(line, f"{place}:{number}", column)
+    elif suffix == ".json":
+        try:
+            values = json.loads(_read(path))
+        except ValueError as error:
+            raise BadRecord(f"malformed JSON ({error}), wanted a list of objects; mend it there") from None
+        if not isinstance(values, list):
+            raise BadRecord(f"got {type(values).__name__} as JSON, wanted a list of objects with '{column}'")
+        for number, value in enumerate(values):
+            yield _to_document(value, f"{place}:{number}", column)
+    elif suffix == ".zip":
+        raise BadRecord("is an archive in an archive; unpack it yourself")
+    else:
+        yield Document(id=place, text=_decode(_read(path), encoding), title=PurePosixPath(place).stem)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_file(path)
+    except UserError as fault:
+        raise BadRecord(reason_of(fault)) from None
+
+
+def _parse(line: bytes, record: str, column: str) -> Document | Refusal:
+    try:
+        return _to_document(json.loads(line), record, column)
+    except UnicodeDecodeError as error:
+        return Refusal(record, f"got byte 0x{line[error.start]:02x}, wanted UTF-8; JSON is always UTF-8")
+    except ValueError as error:
+        return Refusal(record, f"malformed JSON ({error}), wanted one object a line; mend it there")
+
+
+def _to_document(value: Any, record: str, column: str) -> Document | Refusal:
+    """The document in a row or an object: its text under `column`, and of `OPTIONAL` what it has."""
+    if not isinstance(value, dict):
+        return Refusal(record, f"got {type(value).__name__}, wanted an object with '{column}'")
+    if not isinstance(value.get(column), str):
+        got = f"'{column}' of type {type(value[column]).__name__}" if column in value else f"the keys {list(value)}"
+        return Refusal(record, f"got {got[:80]}, wanted '{column}' with text; name another with --column")
+    title, url, score = (value.get(name) for name in OPTIONAL)
+    return Document(
+        id=record, text=_normalise(value[column]), title=title if isinstance(title, str) else "",
+        url=url if isinstance(url, str) else "", language_score=score if isinstance(score, float) else None,
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m data.local", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "inputs", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="text, .jsonl, .json, .parquet, .zip"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
+    parser.add_argument("--name", default="local", help="of the source, in file names too (default local)")
+    parser.add_argument("--licence", default="not stated", help="what it is under, for the catalogue")
+    parser.add_argument(
+        "--column", default=PARQUET_COLUMN, help=f"where the text is, in JSON and parquet (default {PARQUET_COLUMN})"
+    )
+    parser.add_argument("--encoding", default="utf-8", help="of text files (default utf-8)")
+    args = parser.parse_args(arguments)
+    source = make_source(args.out, args.inputs, args.name, args.licence, args.column, args.encoding)
+    print(
+        f"{source.documents:,} documents, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused"
+    )
+    print_refused(source.refused)
+    return 1 if source.refused else 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import zipfile
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from data.alpaca import Record, encode_example, read_records, render_prompt
+from data import alpaca
+from data.alpaca import Record, clean, encode_example, main, make_instructions, read_records, render_prompt
+from data.download import Downloader, Patience
+from data.source import read_source
 from tinyforge.errors import UserError
 
 GREET = {"instruction": "Greet Mia.", "input": "", "output": "Hello, Mia."}
@@ -159,3 +167,141 @@ def test_a_tokenizer_without_an_end_of_reply_is_refused() -> None:
     tokenizer.specials = {"<|endoftext|>": 256}
     with pytest.raises(UserError, match="no special token </s>"):
         encode_example(tokenizer, Record(**ADD), seq_len=500)
+
+
+# --- cleaning --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "<noinput>",
+        "noinput",
+        "No input",
+        "No input required.",
+        "< noinput >",
+        "`<noinput>`",
+        "(no input)",
+        "N/A",
+        "None",
+    ],
+)
+def test_an_input_that_says_there_is_none_becomes_empty(words: str) -> None:
+    assert clean(Record("Greet Mia.", words, "Hello.")) == Record("Greet Mia.", "", "Hello.")
+
+
+@pytest.mark.parametrize("words", ["no input from 9 to 5", "Nona", "He was <noinput>", "no", "the noinput flag", "-"])
+def test_an_input_that_only_looks_so_stays(words: str) -> None:
+    record = Record("Explain.", words, "No output pin is driven.")
+    assert clean(record) == record
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        ("", "empty output"),
+        (" \n", "empty output"),
+        ("<nooutput>", "says that there is none"),
+        ("No output.", "says that there is none"),
+        ("<noinput>", "says that there is none"),
+        ("A rose.\n11. Instruction: Say more.\n11. Input:\n<noinput>", "runs on into another task"),
+    ],
+)
+def test_a_reply_that_is_none_is_left_out(output: str, why: str) -> None:
+    assert why in str(clean(Record("Say it.", "", output)))
+
+
+def test_a_file_is_cleaned_and_what_is_left_out_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stub = GREET | {"input": "<noinput>"}  # the same as GREET, when its stub is gone
+    records = [GREET, ADD, EMPTY, stub, "words", {"instruction": "x"}, GREET | {"output": "\ud83d"}, ADD]
+    path = write(tmp_path / "a.json", json.dumps(records))
+    assert main([str(path), "--out", str(tmp_path / "out")]) == 0
+    assert read_records([tmp_path / "out" / "alpaca.json"]) == [Record(**GREET), Record(**ADD)]
+    manifest = json.loads((tmp_path / "out" / "source.json").read_text())
+    reasons = {entry["record"]: entry["reason"] for entry in manifest["refused"]}
+    assert reasons["a.json:2"] == "empty output"
+    assert reasons["a.json:3"] == "the same as record 0" and reasons["a.json:7"] == "the same as record 1"
+    assert "wanted an object" in reasons["a.json:4"] and "wanted 'input' too" in reasons["a.json:5"]
+    assert "half of a surrogate pair" in reasons["a.json:6"] and len(reasons) == 6
+    assert manifest["files"][0]["url"] == "a.json" and str(tmp_path) not in json.dumps(manifest)
+    assert manifest["instructions"]["records"] == 2
+    printed = capsys.readouterr().out
+    assert "2 records in" in printed and "6 left out" in printed and "2  the same as record N" in printed
+    with pytest.raises(UserError, match=r"holds instructions, wanted documents; .*recipes/sft\.py --data"):
+        read_source(tmp_path / "out")
+
+
+def test_json_lines_and_zips_are_cleaned_too(tmp_path: Path) -> None:
+    lines = f"{json.dumps(GREET)}\n\nno json\n{json.dumps(ADD)}\n"
+    path = write(tmp_path / "a.jsonl", lines)
+    cleaned = make_instructions(tmp_path / "out", path)
+    assert cleaned.records == 2 and "malformed JSON" in cleaned.refused[0].reason
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("deep/a.json", json.dumps([GREET]))
+        archive.writestr("readme.txt", "words")
+    assert make_instructions(tmp_path / "zipped", tmp_path / "a.zip").records == 1
+    one = write(tmp_path / "one.jsonl", json.dumps(GREET))
+    assert make_instructions(tmp_path / "one", one).records == 1
+
+
+def test_files_that_are_no_records(tmp_path: Path) -> None:
+    def fault_of(path: Path) -> str:
+        with pytest.raises(UserError) as caught:
+            main([str(path), "--out", str(tmp_path / "out")])
+        assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+        return str(caught.value)
+
+    assert "no such file" in fault_of(tmp_path / "no.json")
+    assert "no record of use" in fault_of(write(tmp_path / "empty.json", " "))
+    assert "as JSON, wanted a list" in fault_of(
+        write(tmp_path / "object.json", json.dumps({"data": [GREET]}, indent=1))
+    )
+    assert "record 1 (counted from 0), line 2" in fault_of(write(tmp_path / "cut.json", f"[{json.dumps(GREET)},\n"))
+    assert "no record of use" in fault_of(write(tmp_path / "bad.json", json.dumps([EMPTY])))
+    assert "no record of use" in fault_of(write(tmp_path / "words.json", "only words"))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("words.txt", "words")
+    assert "0 .json files in it, wanted one" in fault_of(tmp_path / "a.zip")
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.json", " " * 9_000_000)
+    assert "do not trust this archive" in fault_of(tmp_path / "bomb.zip")
+    with zipfile.ZipFile(tmp_path / "climbs.zip", "w") as archive:
+        archive.writestr("../a.json", json.dumps([GREET]))
+    assert "leads out of its folder" in fault_of(tmp_path / "climbs.zip")
+
+
+def test_the_published_file_is_fetched(tmp_path: Path, host: Any, faults: Any) -> None:
+    host.files[f"/{alpaca.PATH}"] = json.dumps([GREET, ADD]).encode()
+    host.faults[f"/{alpaca.PATH}"] = [faults.status(503), faults.cut(20)]
+    downloader = Downloader(Patience(2.0, attempts=4, backoff=0.01, gap=0.0), progress=False)
+    assert make_instructions(tmp_path, base_url=host.url, downloader=downloader).records == 2
+    manifest = json.loads((tmp_path / "source.json").read_text())
+    assert manifest["files"][0]["url"] == f"{host.url}/{alpaca.PATH}"
+
+
+def test_a_full_disk_leaves_no_half_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = write(tmp_path / "a.json", json.dumps([GREET]))
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="the disk is full"):
+        make_instructions(tmp_path / "out", path)
+    assert os.listdir(tmp_path / "out") == [".lock"]
+
+
+ARCHIVE = Path(__file__).parents[3] / "shared" / "data" / "instruct" / "alpaca.zip"
+
+
+@pytest.mark.skipif(not ARCHIVE.exists(), reason="20,759 real records (shared/data/instruct beside the repository)")
+def test_real_records(tmp_path: Path) -> None:
+    cleaned = make_instructions(tmp_path, ARCHIVE)
+    reasons = Counter(refusal.reason for refusal in cleaned.refused)
+    assert reasons == {
+        "empty output": 10,
+        "the output says that there is none": 22,
+        "the output runs on into another task": 30,
+    }
+    assert cleaned.records == 20_759 - 62 and cleaned.emptied == 286
+    records = read_records([cleaned.path])
+    assert len(set(records)) == len(records) == cleaned.records

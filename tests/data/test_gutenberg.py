@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import os
+import random
 import re
 import struct
 import subprocess
 import sys
 import time
 import zipfile
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
+import duckdb
 import pytest
 
-from data import gutenberg
+from data import files, gutenberg
+from data.download import Downloader, Patience
 from data.gutenberg import Book, clean, main
+from data.source import Source, read_source
 from tinyforge.errors import UserError
 
 HEADER = """The Project Gutenberg EBook of The Lamp, by Ann Author
@@ -272,7 +279,7 @@ def test_bytes_that_are_no_text_are_refused() -> None:
     assert "utf-8-sig" in reason(b"\xef\xbb\xbf\xff")
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- local files -----------------------------------------------------------------------------------------------------
 
 
 def pack(path: Path, **members: str) -> Path:
@@ -289,6 +296,16 @@ def fault(*arguments: str | Path) -> str:
     return str(caught.value)
 
 
+def texts(out: Path) -> dict[str, str]:
+    """The documents of a source, by id."""
+    names = [str(path) for path in read_source(out, verify=True).parquet]
+    return dict(duckdb.execute("SELECT id, text FROM read_parquet($1)", [names]).fetchall())
+
+
+def refused(out: Path) -> dict[str, str]:
+    return {refusal.record: refusal.reason for refusal in read_source(out).refused}
+
+
 def test_files_folders_and_archives_are_cleaned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     books = tmp_path / "books"
     (books / "deep").mkdir(parents=True)
@@ -299,47 +316,62 @@ def test_files_folders_and_archives_are_cleaned(tmp_path: Path, capsys: pytest.C
     out = books / "out"
     arguments = [str(books), str(tmp_path / "c.txt"), str(archive), "--out", str(out)]
     assert main(arguments) == 0
+    (out / "e.txt").write_text(file())
     assert main(arguments) == 0  # what is in --out is no input
-    assert {path.name: path.read_text() for path in out.iterdir()} == dict.fromkeys(
-        ("a.txt", "b.txt", "c.txt", "d.txt"), BOOK
-    )
+    assert texts(out) == dict.fromkeys("abcd", BOOK)
     printed = capsys.readouterr().out.splitlines()
     assert printed[1].split()[0] == "4321" and printed[1].endswith("header, licence; ascii")
-    assert printed[-1].startswith("4 books in") and "0 refused" in printed[-1]
+    assert printed[-1].startswith("4 books") and printed[-1].endswith("0 refused")
+
+
+def test_the_source_says_where_its_books_are_from(tmp_path: Path) -> None:
+    archive = pack(tmp_path / "z.zip", a__txt=file())
+    assert main([str(archive), "--out", str(tmp_path / "out")]) == 0
+    (row,) = duckdb.sql(f"SELECT id, title, url, language_score FROM '{tmp_path}/out/*.parquet'").fetchall()
+    assert row == ("a", "The Lamp A Tale", "https://www.gutenberg.org/ebooks/4321", None)
+    manifest = (tmp_path / "out" / "source.json").read_text()
+    assert '"url": "z.zip: a.txt"' in manifest and str(tmp_path) not in manifest
 
 
 def test_a_refused_file_is_reported_and_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     archive = pack(tmp_path / "z.zip", a__txt=file(), b__txt=file(end=""))
     assert main([str(archive), "--out", str(tmp_path / "out")]) == 1
-    assert os.listdir(tmp_path / "out") == ["a.txt"]
+    assert list(texts(tmp_path / "out")) == ["a"]
+    assert "no END marker" in refused(tmp_path / "out")["z.zip: b.txt"]
     assert "REFUSED: no END marker" in capsys.readouterr().out
+
+
+def test_a_copyrighted_book_is_left_out_unless_asked_for(tmp_path: Path) -> None:
+    mine = file().replace("Title:", "** This is a COPYRIGHTED Project Gutenberg eBook, Details Below **\n\nTitle:")
+    archive = pack(tmp_path / "z.zip", a__txt=file(), b__txt=mine)
+    arguments = [str(archive), "--out", str(tmp_path / "out")]
+    assert main(arguments) == 1
+    assert "--keep-copyrighted" in refused(tmp_path / "out")["z.zip: b.txt"]
+    assert main([*arguments, "--keep-copyrighted"]) == 0
+    assert texts(tmp_path / "out") == {"a": BOOK, "b": BOOK}
 
 
 def test_a_fault_in_one_input_does_not_stop_the_others(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(file())
-    assert "no.txt: no such file" in fault(tmp_path / "no.txt", tmp_path / "a.txt", "--out", tmp_path / "out")
-    assert (tmp_path / "out" / "a.txt").read_text() == BOOK
+    assert main([str(tmp_path / "no.txt"), str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]) == 1
+    assert texts(tmp_path / "out") == {"a": BOOK}
+    assert "no such file" in refused(tmp_path / "out")["no.txt"]
 
 
-def test_two_inputs_of_one_name_do_not_overwrite_each_other(tmp_path: Path) -> None:
+def test_two_inputs_of_one_name_are_not_confused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(file())
     archive = pack(tmp_path / "z.zip", a__txt=file("Another.\n"))
-    assert "named like" in fault(tmp_path / "a.txt", archive, "--out", tmp_path / "out")
-    assert (tmp_path / "out" / "a.txt").read_text() == BOOK
-
-
-def test_an_input_is_never_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(file())
-    assert "overwritten" in fault(tmp_path / "a.txt", "--out", tmp_path)
-    assert "overwritten" in fault(tmp_path, "--out", tmp_path)
-    assert (tmp_path / "a.txt").read_text() == file()
+    assert main([str(tmp_path / "a.txt"), str(archive), "--out", str(tmp_path / "out")]) == 1
+    assert texts(tmp_path / "out") == {"a": BOOK}
+    assert "named like a.txt" in refused(tmp_path / "out")["z.zip: a.txt"]
 
 
 def test_a_fault_is_one_line_and_status_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "data.gutenberg", str(tmp_path / "no.txt"), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: no book came out of 1 tried; the first, no.txt: no such file")
+    assert done.stderr.count("\n") == 1
 
 
 def test_archives_that_are_none_or_damaged(tmp_path: Path) -> None:
@@ -353,7 +385,7 @@ def test_archives_that_are_none_or_damaged(tmp_path: Path) -> None:
     raw[60] ^= 0xFF
     archive.write_bytes(raw)
     assert "member 'a.txt' is damaged" in fault(archive, *out)
-    assert os.listdir(tmp_path / "out") == []
+    assert os.listdir(tmp_path / "out") == [".lock"]
 
 
 @pytest.mark.parametrize("name", ["../a.txt", "b/../../a.txt", "/a.txt", "..\\a.txt", "C:\\a.txt"])
@@ -363,7 +395,7 @@ def test_a_path_that_climbs_out_of_the_archive(tmp_path: Path, name: str) -> Non
         opened.writestr(zipfile.ZipInfo(name), file())
     message = fault(archive, "--out", tmp_path / "deep" / "out")
     assert "leads out of its folder" in message and repr(name) in message
-    assert list((tmp_path / "deep" / "out").iterdir()) == []
+    assert os.listdir(tmp_path / "deep" / "out") == [".lock"]
 
 
 def test_a_zip_bomb_is_refused_by_ratio_by_size_and_by_what_it_hides(
@@ -380,7 +412,7 @@ def test_a_zip_bomb_is_refused_by_ratio_by_size_and_by_what_it_hides(
     bomb.write_bytes(raw)
     assert "is not the 100 bytes it says" in fault(bomb, *out)
 
-    monkeypatch.setattr(gutenberg, "MAX_BYTES", 1000)
+    monkeypatch.setattr(files, "MAX_BYTES", 1000)
     big = pack(tmp_path / "big.zip", a__txt=file(BOOK * 30))
     assert "wanted 1,000" in fault(big, *out)
     (tmp_path / "big.txt").write_text(file(BOOK * 30))
@@ -417,12 +449,127 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: py
     (tmp_path / "a.txt").write_text(file())
     monkeypatch.setattr(os, "fsync", full)
     assert "the disk is full" in fault(tmp_path / "a.txt", "--out", tmp_path / "out")
-    assert os.listdir(tmp_path / "out") == []
+    assert os.listdir(tmp_path / "out") == [".lock"]
 
 
 def test_out_must_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(file())
     assert "--out" in fault(tmp_path / "a.txt", "--out", tmp_path / "a.txt")
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(file())
+    with files.locked(tmp_path / "out"):
+        assert "another run is writing there" in fault(tmp_path / "a.txt", "--out", tmp_path / "out")
+    assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]) == 0
+
+
+def test_files_and_numbers_do_not_go_together(tmp_path: Path) -> None:
+    assert "wanted one of them" in fault("a.txt", "--numbers", "84", "--out", tmp_path)
+    assert "--numbers 0: wanted 1 or more" in fault("--numbers", "84", "0", "--out", tmp_path)
+
+
+# --- books from a host -----------------------------------------------------------------------------------------------
+
+QUICK = Patience(timeout=2.0, attempts=2, backoff=0.01, gap=0.0)
+
+
+def numbered(number: int, body: str = BOOK) -> bytes:
+    return file(body).replace("#4321", f"#{number}").encode()
+
+
+def fetch(out: Path, *hosts: Any, numbers: Sequence[int] = (84,)) -> Source:
+    downloader = Downloader(QUICK, progress=False)
+    return gutenberg.make_source(out, numbers=numbers, base_urls=[h.url for h in hosts], downloader=downloader)
+
+
+def test_the_list_has_some_hundred_classics() -> None:
+    with open(gutenberg.LIST, encoding="utf-8", newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    numbers = [int(row["number"]) for row in rows]
+    assert 95 <= len(numbers) <= 105 and numbers == sorted(set(numbers)) == gutenberg.listed_numbers()
+    assert all(row["title"].strip() and row["author"].strip() for row in rows)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/cache/epub/84/pg84.txt",
+        "/files/84/84-0.txt",
+        "/files/84/84-8.txt",
+        "/files/84/84.txt",
+        "/8/84/84-0.txt",
+        "/8/84/84.txt",
+    ],
+)
+def test_a_book_is_found_where_hosts_have_it(tmp_path: Path, host: Any, path: str) -> None:
+    host.files[path] = numbered(84)
+    source = fetch(tmp_path, host)
+    assert texts(tmp_path) == {"84": BOOK} and not source.refused
+    assert (tmp_path / "raw" / "84.txt").read_bytes() == numbered(84)
+    assert f'"url": "{host.url}{path}"' in (tmp_path / "source.json").read_text()
+
+
+def test_the_folders_of_mirrors_are_digits() -> None:
+    assert "https://m/1/3/4/1342/1342-0.txt" in gutenberg.book_urls("https://m/", 1342)
+    assert "https://m/0/5/5.txt" in gutenberg.book_urls("https://m", 5)
+
+
+def test_mirrors_are_tried_in_turn_and_a_missing_book_is_counted(tmp_path: Path, new_host: Any, faults: Any) -> None:
+    first, second = new_host(), new_host()
+    first.files["/cache/epub/84/pg84.txt"] = numbered(84)
+    first.faults["/cache/epub/85/pg85.txt"] = [faults.status(503)] * 2
+    second.files["/cache/epub/85/pg85.txt"] = numbered(85)
+    source = fetch(tmp_path, first, second, numbers=[86, 85, 84])
+    assert list(texts(tmp_path)) == ["85", "84"]
+    (missing,) = source.refused
+    assert missing.record == "86.txt" and "HTTP 404" in missing.reason and "13 more addresses" in missing.reason
+    first.files["/cache/epub/86/pg86.txt"] = numbered(86)
+    seen = len(first.log) + len(second.log)
+    assert list(texts(fetch(tmp_path, first, second, numbers=[86, 85, 84]).folder)) == ["86", "85", "84"]
+    assert len(first.log) + len(second.log) == seen + 1  # only the one that was missing
+
+
+def test_another_book_under_the_number_is_refused(tmp_path: Path, host: Any) -> None:
+    host.files["/cache/epub/84/pg84.txt"] = numbered(48)
+    host.files["/cache/epub/85/pg85.txt"] = numbered(85)
+    assert fetch(tmp_path, host, numbers=[84, 85]).refused[0].reason == "is number 48, wanted 84"
+
+
+def test_no_book_at_all_is_an_error_and_leaves_the_older_source(tmp_path: Path, host: Any) -> None:
+    host.files["/cache/epub/84/pg84.txt"] = numbered(84)
+    fetch(tmp_path, host)
+    with pytest.raises(UserError, match="no book came out of 1 tried; the first, 99.txt: not to be had"):
+        fetch(tmp_path, host, numbers=[99])
+    assert texts(tmp_path) == {"84": BOOK}
+
+
+def test_a_bad_base_url_is_refused(tmp_path: Path) -> None:
+    assert "'htp://x/cache" in fault("--out", tmp_path, "--base-url", "htp://x")
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path: Path, host: Any) -> None:
+    numbers = range(100, 112)
+    for number in numbers:
+        host.files[f"/cache/epub/{number}/pg{number}.txt"] = numbered(number, f"Book {number}.\n" + BOOK * 400)
+    command = [sys.executable, "-m", "data.gutenberg", "--base-url", host.url, "--numbers", *map(str, numbers), "--out"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run = partial(subprocess.Popen, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert run([*command, str(whole)]).wait() == 0
+    moments = random.Random(5)
+    host.pace = 0.02
+    for _ in range(4):
+        process = run([*command, str(killed)])
+        host.kill(process, moments.uniform(0.0, 1.0))
+        if (killed / "source.json").exists():
+            read_source(killed, verify=True)  # whatever can be seen is whole
+    assert run([*command, str(killed)]).wait() == 0
+
+    def contents(folder: Path) -> dict[str, bytes]:
+        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    assert contents(killed) == contents(whole)
 
 
 # --- real books ------------------------------------------------------------------------------------------------------
@@ -504,3 +651,11 @@ def test_nothing_of_a_real_book_is_lost(name: str, first: str, last: str) -> Non
     marks = [i for i, line in enumerate(lines) if re.match(r"\*\*\* ?(START|END) OF", line)]
     inside = sum(1 for line in lines[marks[0] + 1 : marks[1]] if line.strip())
     assert inside - sum(1 for line in book.body.splitlines() if line.strip()) <= MAX_CUT_LINES
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ARCHIVE.exists(), reason="the 38 real books (shared/data/gutenberg.zip beside the repository)")
+def test_the_real_archive_becomes_a_source(tmp_path: Path) -> None:
+    source = gutenberg.make_source(tmp_path, [ARCHIVE])
+    assert texts(tmp_path) == {name: book.body for name, (_, book) in real_books().items() if not book.copyrighted}
+    assert {refusal.record for refusal in source.refused} == {"gutenberg.zip: 16.txt", "gutenberg.zip: 5200.txt"}

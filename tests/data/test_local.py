@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import duckdb
 import pytest
 
-from data.local import read_documents, read_text
+from data.local import main, read_documents, read_text
+from data.source import read_source
 from tinyforge.errors import UserError
 
 
@@ -155,3 +160,175 @@ def test_importing_the_reader_does_not_import_duckdb() -> None:
     code = "import sys, data.local; sys.exit('duckdb' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def documents(out: Path) -> dict[str, str]:
+    """The documents of a source, by id."""
+    names = [str(path) for path in read_source(out, verify=True).parquet]
+    return dict(duckdb.execute("SELECT id, text FROM read_parquet($1)", [names]).fetchall())
+
+
+def refused(out: Path) -> dict[str, str]:
+    return {refusal.record: refusal.reason for refusal in read_source(out).refused}
+
+
+def command_fault(*arguments: str | Path) -> str:
+    with pytest.raises(UserError) as caught:
+        main([str(argument) for argument in arguments])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def pack(path: Path, members: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return path
+
+
+LINES = b'{"text": "one", "title": "T", "url": "https://host/1", "language_score": 0.5}\n\n{"text": "two\\r\\n"}\n'
+
+
+def test_text_lines_parquet_folders_and_zips_become_one_source(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    write(folder / "deep" / "a.txt", "\ufeffa book\r\n")
+    write(folder / ".git" / "b.txt", "hidden")
+    write(folder / "web.jsonl", LINES)
+    write(folder / "items.json", '[{"text": "item 0"}, {"text": "item 1"}]')
+    table = write_parquet(tmp_path / "t.parquet", "SELECT unnest(['row 0', NULL, 'row 2']) AS text, 'title' AS title")
+    members = {"x/a.txt": b"zipped", "x/b.jsonl": LINES, "__MACOSX/c.txt": b"no", "t.parquet": table.read_bytes()}
+    archive = pack(tmp_path / "z.zip", members)
+    out = folder / "out"
+    arguments = [str(folder), str(table), str(archive), "--out", str(out), "--name", "notes", "--licence", "mine"]
+    expected = {
+        "mine/deep/a.txt": "a book\n", "mine/items.json:0": "item 0", "mine/items.json:1": "item 1",
+        "mine/web.jsonl:1": "one", "mine/web.jsonl:3": "two\n", "t.parquet:0": "row 0", "t.parquet:2": "row 2",
+        "z.zip/x/a.txt": "zipped", "z.zip/x/b.jsonl:1": "one", "z.zip/x/b.jsonl:3": "two\n",
+        "z.zip/t.parquet:0": "row 0", "z.zip/t.parquet:2": "row 2",
+    }  # fmt: skip
+    assert main(arguments) == 0
+    before = (out / "source.json").read_bytes()
+    assert documents(out) == expected
+    assert main(arguments) == 0  # what is in --out is no input, and the bytes are the same
+    assert (out / "source.json").read_bytes() == before
+    source = read_source(out)
+    assert (source.name, source.licence, source.documents) == ("notes", "mine", 12)
+    manifest = json.loads(before)
+    assert [entry["url"] for entry in manifest["files"]] == [
+        "mine/deep/a.txt", "mine/items.json", "mine/web.jsonl", "t.parquet", "z.zip/x/a.txt", "z.zip/x/b.jsonl",
+        "z.zip/t.parquet",
+    ]  # fmt: skip
+    assert str(tmp_path) not in before.decode()
+
+
+def test_titles_urls_and_scores_are_taken_over(tmp_path: Path) -> None:
+    lines = write(tmp_path / "a.jsonl", LINES)
+    table = write_parquet(
+        tmp_path / "b.parquet", "SELECT 'x' AS text, 'T' AS title, 'u' AS url, 0.5::DOUBLE AS language_score"
+    )
+    main([str(lines), str(table), str(write(tmp_path / "c.txt", "c")), "--out", str(tmp_path / "out")])
+    rows = duckdb.sql(f"SELECT title, url, language_score FROM '{tmp_path}/out/*.parquet'").fetchall()
+    assert rows == [("T", "https://host/1", 0.5), ("", "", None), ("T", "u", 0.5), ("c", "", None)]
+
+
+def test_another_column_and_another_encoding(tmp_path: Path) -> None:
+    lines = write(tmp_path / "a.jsonl", '{"body": "one", "text": "not this"}')
+    table = write_parquet(tmp_path / "b.parquet", "SELECT 'two' AS body, 'not this' AS text")
+    text = write(tmp_path / "c.txt", b"caf\xe9")
+    inputs = [str(lines), str(table), str(text)]
+    assert main([*inputs, "--out", str(tmp_path / "out"), "--column", "body", "--encoding", "latin-1"]) == 0
+    assert list(documents(tmp_path / "out").values()) == ["one", "two", "café"]
+
+
+def test_a_bad_record_is_named_and_the_rest_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = [b'{"text": "fine"}', b"no json", b'["a"]', b'{"body": "x"}', b'{"text": 5}', b'{"text": " "}']
+    bad += [b'{"text": "\xff"}', b'{"text": "\\ud83d"}', b'{"text": "fine too"}']
+    folder = tmp_path / "mine"
+    write(folder / "a.jsonl", b"\n".join(bad))
+    write(folder / "b.json", '{"text": "no list"}')
+    write(folder / "c.json", "[1, ")
+    write(folder / "d.txt", b"caf\xe9")
+    write(folder / "e.txt", " \n")
+    write(folder / "f.parquet", "only words")
+    write_parquet(folder / "g.parquet", "SELECT 1 AS score")
+    assert main([str(folder), "--out", str(tmp_path / "out")]) == 1
+    assert list(documents(tmp_path / "out").values()) == ["fine", "fine too"]
+    reasons = refused(tmp_path / "out")
+    for record, reason in {
+        "mine/a.jsonl:2": "malformed JSON", "mine/a.jsonl:3": "got list, wanted an object with 'text'",
+        "mine/a.jsonl:4": "got the keys ['body'], wanted 'text'", "mine/a.jsonl:5": "got 'text' of type int",
+        "mine/a.jsonl:6": "is empty", "mine/a.jsonl:7": "got byte 0xff, wanted UTF-8",
+        "mine/a.jsonl:8": "half of a surrogate pair", "mine/b.json": "got dict as JSON, wanted a list",
+        "mine/c.json": "malformed JSON", "mine/d.txt": "got byte 0xe9 at offset 3", "mine/e.txt": "is empty",
+        "mine/f.parquet": "not a readable parquet file",
+        "mine/g.parquet": "got columns score INTEGER, wanted a column 'text'",
+    }.items():  # fmt: skip
+        assert reason in reasons.pop(record), record
+    assert reasons == {}
+    printed = capsys.readouterr().out
+    assert "2 documents" in printed and "13 refused" in printed and "refused: mine/a.jsonl:2: malformed JSON" in printed
+
+
+@pytest.mark.parametrize("name", ["../a.txt", "b/../../a.txt", "/a.txt", "..\\a.txt", "C:\\a.txt"])
+def test_an_archive_that_climbs_out_is_refused_and_the_rest_goes_on(tmp_path: Path, name: str) -> None:
+    archive = pack(tmp_path / "z.zip", {"good.txt": b"good"})
+    with zipfile.ZipFile(archive, "a") as opened:
+        opened.writestr(zipfile.ZipInfo(name), "bad")
+    inputs = [str(archive), str(write(tmp_path / "own.txt", "own"))]
+    assert main([*inputs, "--out", str(tmp_path / "deep" / "out")]) == 1
+    assert documents(tmp_path / "deep" / "out") == {"own.txt": "own"}
+    assert "leads out of its folder" in refused(tmp_path / "deep" / "out")["z.zip"]
+    assert sorted(os.listdir(tmp_path)) == ["deep", "own.txt", "z.zip"]
+
+
+def test_a_zip_bomb_a_damaged_archive_and_one_in_another_are_refused(tmp_path: Path) -> None:
+    pack(tmp_path / "bomb.zip", {"a.txt": b"0" * 5_000_000})
+    write(tmp_path / "words.zip", "only words")
+    inner = pack(tmp_path / "inner.zip", {"a.txt": b"x"}).read_bytes()
+    pack(tmp_path / "outer.zip", {"inner.zip": inner, "a.txt": b"fine"})
+    names = [str(tmp_path / name) for name in ("bomb.zip", "words.zip", "outer.zip")]
+    assert main([*names, "--out", str(tmp_path / "out")]) == 1
+    assert documents(tmp_path / "out") == {"outer.zip/a.txt": "fine"}
+    reasons = refused(tmp_path / "out")
+    assert "100 times at most" in reasons["bomb.zip"] and "not a readable zip" in reasons["words.zip"]
+    assert "an archive in an archive" in reasons["outer.zip/inner.zip"]
+
+
+def test_what_the_command_refuses_as_a_whole(tmp_path: Path) -> None:
+    out = ("--out", tmp_path / "out")
+    path = write(tmp_path / "a.txt", "text")
+    assert "no.txt: no such file" in command_fault(tmp_path / "no.txt", path, *out)
+    assert "--encoding utf-9: no such text encoding" in command_fault(path, *out, "--encoding", "utf-9")
+    assert "--name 'a/b': wanted letters" in command_fault(path, *out, "--name", "a/b")
+    (tmp_path / "empty").mkdir()
+    assert "empty: no documents there" in command_fault(tmp_path / "empty", *out)
+    blank = write(tmp_path / "blank.txt", "")
+    assert "no documents there" in (message := command_fault(blank, *out)) and "blank.txt: is empty" in message
+    assert not (tmp_path / "out" / "source.json").exists()
+
+
+def test_two_inputs_of_one_name(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "1" / "a.txt", "first"), write(tmp_path / "2" / "a.txt", "second")
+    assert main([str(first), str(second), "--out", str(tmp_path / "out")]) == 1
+    assert documents(tmp_path / "out") == {"a.txt": "first"}
+    assert "another input has this name" in refused(tmp_path / "out")["a.txt"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+def test_a_file_that_may_not_be_read_is_counted(tmp_path: Path) -> None:
+    secret = write(tmp_path / "secret.txt", "secret")
+    secret.chmod(0)
+    main([str(secret), str(write(tmp_path / "a.txt", "a")), "--out", str(tmp_path / "out")])
+    assert "check its permissions" in refused(tmp_path / "out")["secret.txt"]
+
+
+def test_a_full_disk_leaves_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert "the disk is full" in command_fault(write(tmp_path / "a.txt", "text"), "--out", tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == [".lock"]

@@ -1,0 +1,394 @@
+"""Files fetched over HTTP: whole, checked and recorded, or not there at all.
+
+    downloader = Downloader()
+    downloader.fetch(["https://a.example/84.txt", "https://b.example/84.txt"], Path("raw/84.txt"))
+        ->  Fetched(url="https://a.example/84.txt", path=Path("raw/84.txt"), bytes=448821, sha256="...")
+
+Addresses are tried in turn. A passing fault (a cut connection, a wrong length, 429, 503) is tried again after a
+pause that doubles, or as long as the server's Retry-After says. What has come is kept in `84.txt.part` and the rest is
+asked for with Range and If-Range, so that a file that changed meanwhile is sent from its start and two versions are
+never joined. The whole file is synced and renamed; `84.txt.json` beside it records URL, size and SHA-256, and a file
+that still matches its record is not fetched again. Requests to one host keep a short pause between them, on two
+connections at most.
+
+HTTP semantics: RFC 9110 (13.1.5 If-Range, 14 Range requests, 10.2.3 Retry-After).
+"""
+
+from __future__ import annotations
+
+import email.utils
+import http.client
+import json
+import random
+import re
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data.files import make_folder, sha256_of, sync, write_fault, write_json
+from tinyforge import __version__
+from tinyforge.errors import UserError
+
+USER_AGENT = f"tinyforge/{__version__} (text for training language models; Python-urllib)"
+CONNECTIONS = 2
+CHUNK = 1 << 18
+PROGRESS = 1 << 20  # bytes; a try that brought as many does not count as a failure
+PASSING = (408, 425, 429, 500, 502, 503, 504)  # statuses after which the same request may do better
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for what, in seconds, and how often to try."""
+
+    timeout: float = 30.0  # for a connection, and for the next bytes
+    attempts: int = 5  # of one address, in a row and without progress
+    backoff: float = 1.0  # pause after the first failure; it doubles, times a random factor of 0.5 to 1
+    longest: float = 300.0  # of one pause; a Retry-After beyond it is not waited for
+    gap: float = 0.5  # between two requests to one host
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A whole file: where it is, where it came from, and what it is."""
+
+    url: str
+    path: Path
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """A file to fetch: its addresses, in the order to try them, and what is known of it."""
+
+    urls: tuple[str, ...]
+    path: Path
+    bytes: int | None = None
+    sha256: str | None = None
+
+
+class FetchError(UserError):
+    """No address gave the file. Other files of the same job may still come."""
+
+
+class _Fault(Exception):
+    """Why an address gave nothing; a passing one is worth another try."""
+
+    def __init__(
+        self, reason: str, passing: bool = True, retry_after: float | None = None, silent: bool = False
+    ) -> None:
+        super().__init__(" ".join(reason.split()))
+        self.passing = passing
+        self.retry_after = retry_after
+        self.silent = silent  # the host did not answer at all
+
+
+@dataclass(frozen=True)
+class _Version:
+    """Which version of which file a part belongs to."""
+
+    url: str
+    validator: str | None  # a strong ETag, else Last-Modified; None: what is there cannot be gone on with
+    length: int | None
+
+
+class Downloader:
+    """Fetches files, remembering for each host when it was last asked and whether it answers at all."""
+
+    def __init__(self, patience: Patience | None = None, progress: bool = True) -> None:
+        self.patience = patience or Patience()
+        self.progress = progress
+        # Only HTTP: urllib's own opener would also read file: and ftp: URLs, which a redirect may name.
+        self._opener = urllib.request.OpenerDirector()
+        for handler in (
+            urllib.request.ProxyHandler,
+            urllib.request.HTTPHandler,
+            urllib.request.HTTPSHandler,
+            urllib.request.HTTPRedirectHandler,
+            urllib.request.HTTPErrorProcessor,
+            urllib.request.HTTPDefaultErrorHandler,
+            urllib.request.UnknownHandler,
+        ):
+            self._opener.add_handler(handler())
+        self._lock = threading.Lock()
+        self._next_request: dict[str, float] = {}  # host: the time from which it may be asked again
+        self._silent: set[str] = set()
+        self._stop = threading.Event()
+
+    def fetch(
+        self, urls: str | Sequence[str], path: Path, size: int | None = None, sha256: str | None = None
+    ) -> Fetched:
+        """Fetch one file to `path` from the first of `urls` that gives it, or return it if it is there and whole.
+
+        size, sha256: of the file, where they are known; what differs is thrown away and tried again.
+
+        Raises FetchError if no address gives the file, and UserError for what is no http(s) URL, for a full disk and
+        for a folder that may not be written. What has come by then stays beside `path`; the next call goes on there.
+        """
+        job = Job((urls,) if isinstance(urls, str) else tuple(urls), path, size, sha256)
+        return self._fetch(job, self.progress)
+
+    def fetch_all(self, jobs: Sequence[Job]) -> list[Fetched | FetchError]:
+        """Fetch several files on CONNECTIONS connections; for each job, in order, the file or why it did not come."""
+        from tqdm import tqdm
+
+        bar = tqdm(total=len(jobs), desc="fetching", unit="file", disable=not self.progress)
+        with ThreadPoolExecutor(CONNECTIONS) as pool, bar:
+            futures = [pool.submit(self._fetch, job, False) for job in jobs]
+            try:
+                for future in as_completed(futures):
+                    if not isinstance(future.exception(), FetchError):
+                        future.result()
+                    bar.update()
+            except BaseException:
+                self._stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+        faults = [future.exception() for future in futures]
+        return [fault if isinstance(fault, FetchError) else future.result()
+                for future, fault in zip(futures, faults, strict=True)]  # fmt: skip
+
+    def _fetch(self, job: Job, progress: bool) -> Fetched:
+        for url in job.urls:
+            check_url(url)
+        make_folder(job.path.parent)
+        if (whole := _whole(job)) is not None:
+            return whole
+        faults: list[tuple[str, _Fault]] = []
+        for url in job.urls:
+            try:
+                return self._fetch_from(url, job, progress)
+            except _Fault as fault:
+                faults.append((url, fault))
+        # A host that is down says more than one that lacks the file.
+        url, worst = next((pair for pair in faults if pair[1].passing), faults[-1])
+        others = f" (and {len(faults) - 1} more addresses)" if len(faults) > 1 else ""
+        raise FetchError(f"{job.path.name}: not to be had from {url}{others}: {worst}; {_advice(worst)}")
+
+    def _fetch_from(self, url: str, job: Job, progress: bool) -> Fetched:
+        host = urllib.parse.urlsplit(url).netloc
+        if host in self._silent:
+            raise _Fault("the host did not answer before")
+        failures, best = 0, 0
+        while True:
+            part = _Part(job.path)
+            try:
+                return self._attempt(url, host, job, part, progress)
+            except _Fault as fault:
+                if (size := part.size()) >= best + PROGRESS:
+                    best, failures = size, 0
+                failures += 1
+                asked = fault.retry_after or 0.0
+                if not fault.passing or failures >= self.patience.attempts or asked > self.patience.longest:
+                    if fault.silent:
+                        self._silent.add(host)
+                    raise
+                pause = min(self.patience.backoff * 2 ** (failures - 1), self.patience.longest)
+                self._sleep(max(asked, pause * random.uniform(0.5, 1.0)))
+
+    def _attempt(self, url: str, host: str, job: Job, part: _Part, progress: bool) -> Fetched:
+        """One request for what is missing. Whatever comes is appended to the part; a _Fault says what was wrong."""
+        version, have = part.resumable(url)
+        if version is None or version.length is None or have != version.length:
+            headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
+            if version is not None and have:
+                headers |= {"Range": f"bytes={have}-", "If-Range": str(version.validator)}
+            with self._open(urllib.request.Request(url, headers=headers), host, part) as response:
+                version, have = _agree(response, url, version, have, job, part)
+                with self._bar(job.path.name, version.length, have, progress) as bar:
+                    have = self._receive(response, part, have, version.length, bar)
+        if version.length is not None and have != version.length:
+            raise _Fault(f"the connection was cut after {have:,} of {version.length:,} bytes")
+        if job.bytes is not None and have != job.bytes:
+            part.discard()
+            raise _Fault(f"got {have:,} bytes, wanted {job.bytes:,}")
+        digest = sha256_of(part.path)
+        if job.sha256 is not None and digest != job.sha256:
+            part.discard()
+            raise _Fault(f"got SHA-256 {digest[:16]}..., wanted {job.sha256[:16]}...")
+        return part.finish(Fetched(url, job.path, have, digest))
+
+    @contextmanager
+    def _open(self, request: urllib.request.Request, host: str, part: _Part) -> Iterator[Any]:
+        self._wait_for(host)
+        try:
+            response = self._opener.open(request, timeout=self.patience.timeout)
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code == 416:  # our part is longer than the file is now
+                    part.discard()
+                passing = error.code in (416, *PASSING)
+                raise _Fault(f"HTTP {error.code} {error.reason}", passing, _retry_after(error.headers)) from None
+        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
+            reason = getattr(error, "reason", error) or type(error).__name__
+            raise _Fault(f"no answer ({reason})", silent=True) from None
+        with response:
+            yield response
+
+    def _receive(self, response: Any, part: _Part, have: int, length: int | None, bar: Any) -> int:
+        """Append the body to the part as it comes; how long it is then. A cut connection ends it like a proper end."""
+        try:
+            with open(part.path, "ab") as file:
+                while have != length and not self._stop.is_set():
+                    try:
+                        chunk = response.read1(CHUNK)[: None if length is None else length - have]
+                    except (OSError, http.client.HTTPException) as error:
+                        reason = str(error) or type(error).__name__
+                        raise _Fault(f"the connection was cut after {have:,} bytes ({reason})") from None
+                    if not chunk:
+                        break
+                    file.write(chunk)
+                    file.flush()  # what came before a kill is there after it
+                    have += len(chunk)
+                    bar.update(len(chunk))
+        except OSError as error:
+            raise write_fault(part.path, error) from None
+        if self._stop.is_set():
+            raise _Fault("stopped", passing=False)
+        return have
+
+    def _bar(self, name: str, total: int | None, initial: int, progress: bool) -> Any:
+        from tqdm import tqdm
+
+        return tqdm(total=total, initial=initial, desc=name, unit="B", unit_scale=True, disable=not progress)
+
+    def _wait_for(self, host: str) -> None:
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._next_request.get(host, now))
+            self._next_request[host] = start + self.patience.gap
+        self._sleep(start - now)
+
+    def _sleep(self, seconds: float) -> None:
+        if self._stop.wait(max(seconds, 0.0)):
+            raise _Fault("stopped", passing=False)
+
+
+class _Part:
+    """What has come of a file so far, and which version it belongs to: NAME.part and NAME.part.json."""
+
+    def __init__(self, path: Path) -> None:
+        self.whole = path
+        self.path = path.with_name(path.name + ".part")
+        self._state = path.with_name(path.name + ".part.json")
+
+    def size(self) -> int:
+        return self.path.stat().st_size if self.path.is_file() else 0
+
+    def resumable(self, url: str) -> tuple[_Version | None, int]:
+        """The version that is there, and how much of it, if the file at `url` can be gone on with."""
+        try:
+            version = _Version(**json.loads(self._state.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None, 0
+        return (version, self.size()) if version.url == url and version.validator else (None, 0)
+
+    def begin(self, version: _Version) -> None:
+        """Start over. The old bytes go before their state does: never are they taken for the new version's."""
+        try:
+            self.path.write_bytes(b"")
+        except OSError as error:
+            raise write_fault(self.path, error) from None
+        write_json(self._state, asdict(version))
+
+    def discard(self) -> None:
+        try:
+            self._state.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise write_fault(self.path, error) from None
+
+    def finish(self, fetched: Fetched) -> Fetched:
+        """The record first, then the name: a file without its own record is never taken for whole."""
+        try:
+            sync(self.path)
+            write_json(_record(self.whole), {"url": fetched.url, "bytes": fetched.bytes, "sha256": fetched.sha256})
+            self.path.replace(self.whole)
+            self._state.unlink(missing_ok=True)
+            sync(self.whole.parent)
+        except OSError as error:
+            raise write_fault(self.whole, error) from None
+        return fetched
+
+
+def check_url(url: str) -> str:
+    """`url`, if it is one that can be fetched; else UserError."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and not re.search(r"[\s\x00-\x1f]", url)
+        _ = parts.port  # raises ValueError if it is no number
+    except ValueError:
+        good = False
+    if not good:
+        raise UserError(f"{url!r}: not a URL that can be fetched; wanted one like https://host/path")
+    return url
+
+
+def _record(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def _whole(job: Job) -> Fetched | None:
+    """The file if it is there as it was recorded, and is what the job wants."""
+    try:
+        found = Fetched(path=job.path, **json.loads(_record(job.path).read_text(encoding="utf-8")))
+        same = job.path.stat().st_size == found.bytes and sha256_of(job.path) == found.sha256
+    except (OSError, ValueError, TypeError):
+        return None
+    wanted = job.bytes in (None, found.bytes) and job.sha256 in (None, found.sha256)
+    known = found.url in job.urls or job.sha256 is not None  # another mirror may have another file under that name
+    return found if same and wanted and known else None
+
+
+def _agree(response: Any, url: str, version: _Version | None, have: int, job: Job, part: _Part) -> tuple[_Version, int]:
+    """Which version the response brings and from where, with the part made ready to be appended to."""
+    if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+        raise _Fault(f"came in the encoding {encoding}, which was not asked for", passing=False)
+    length = response.length
+    if length is None and not response.chunked and job.bytes is None and job.sha256 is None:
+        raise _Fault("came without a length, so nobody can say whether it is whole", passing=False)
+    etag, modified = response.headers.get("ETag"), response.headers.get("Last-Modified")
+    validator = etag if etag and not etag.startswith("W/") else modified
+    if response.status == 206:
+        span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", response.headers.get("Content-Range", ""))
+        total = version.length if version else None
+        fits = span and version and int(span[1]) == have and (total is None or span[3] in ("*", str(total)))
+        if not fits or (version and validator and validator != version.validator):
+            part.discard()
+            raise _Fault("it changed since the first part of it came, or the server sent another range than asked for")
+        assert version is not None
+        return version, have
+    if job.bytes is not None and length is not None and length != job.bytes:
+        raise _Fault(f"is {length:,} bytes long, wanted {job.bytes:,}")
+    fresh = _Version(url, validator, length)
+    part.begin(fresh)
+    return fresh, 0
+
+
+def _retry_after(headers: Any) -> float | None:
+    """Seconds from the Retry-After header, which has either seconds or a date."""
+    value = (headers.get("Retry-After") or "").strip()
+    if value.isdigit():
+        return float(value)
+    try:
+        return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
+    except ValueError:
+        return None
+
+
+def _advice(fault: _Fault) -> str:
+    if fault.retry_after:
+        return f"run again in {fault.retry_after:.0f} seconds, it goes on from here"
+    if fault.silent:
+        return "check the network, or name a mirror with --base-url; run again, it goes on from here"
+    if fault.passing:
+        return "run again later, it goes on from here, or name a mirror with --base-url"
+    return "check the address, or name another mirror with --base-url"

@@ -1,0 +1,359 @@
+"""A slice of FineWeb-Edu, read straight from its published parquet files.
+
+    python -m data.fineweb_edu --out web                         # 1 GB of text of the 10-billion-token sample
+    python -m data.fineweb_edu --out web --bytes 50MB --min-score 4
+    python -m data.fineweb_edu --out web --files sample/10BT/000_00000.parquet --rows 1000
+
+DuckDB reads the files over HTTP. It fetches the footer of each, and of the columns that are used only the row groups
+that the filters and the budget leave: never a whole file. The budget is shared out evenly among the files, since each
+holds other times of crawling; what one cannot give is left to those after it. The slice of each published file is kept
+in DIR/raw, so that a killed run goes on after the last whole one.
+
+FineWeb-Edu: Penedo et al., "The FineWeb Datasets: Decanting the Web for the Finest Text Data at Scale" (2024).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data.download import CONNECTIONS, Downloader, FetchError, Patience
+from data.files import locked, make_folder, sha256_of, sync, write_fault, write_json
+from data.hub import HOST, Published, file_url, list_files
+from data.source import Source, SourceWriter, copy_to_parquet, print_refused, read_source
+from tinyforge.errors import UserError, run_command
+
+REPOSITORY = "HuggingFaceFW/fineweb-edu"
+FOLDER = "sample/10BT"
+LICENCE = "ODC-BY 1.0, and Common Crawl's terms of use"
+COLUMNS = {"text": "VARCHAR", "id": "VARCHAR", "url": "VARCHAR", "language": "VARCHAR",
+           "language_score": "DOUBLE", "token_count": "BIGINT", "score": "DOUBLE"}  # fmt: skip
+DEFAULT_BYTES = 10**9
+REPEATED = "the same id as an earlier document"
+# What a fault of the network looks like in DuckDB's words; anything else is a fault of the file.
+_MISSING = re.compile(r"\b(404|410|403|401)\b")
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which documents are wanted. All of it is compared with columns of the file, before a text is fetched."""
+
+    language: str = "en"
+    min_language_score: float = 0.65  # FineWeb's own bound
+    min_score: float = 3.0  # the classifier's, 0 (none) to 5 (highly educational); FineWeb-Edu begins at 2.5
+    min_tokens: int = 64  # of GPT-2, which is what the column counts
+    max_tokens: int = 100_000
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """What was taken from one published file, and for which request; the record beside its parquet file."""
+
+    url: str
+    bytes: int  # of the published file
+    sha256: str | None  # the publisher's
+    wanted: dict[str, Any]
+    documents: int
+    text_bytes: int
+    slice_sha256: str
+    refused: list[tuple[str, str]]
+
+
+def make_source(
+    out: Path,
+    bytes: int | None = None,
+    rows: int | None = None,
+    filter: Filter | None = None,
+    folder: str = FOLDER,
+    files: Sequence[str] | None = None,
+    base_url: str = HOST,
+    patience: Patience | None = None,
+    progress: bool = True,
+) -> Source:
+    """Take a slice of FineWeb-Edu into the source folder `out`.
+
+    bytes, rows: the budget, of text in UTF-8 or of documents; neither: 1 GB. Documents are taken in the order of the
+                 files as long as they fit.
+    folder:      of the repository whose files are used; `files` names them one by one instead.
+
+    A file that is no parquet or lacks a column is among `refused` in what is returned; so is a document whose id came
+    before. Raises UserError if no document came out, if the httpfs extension cannot be loaded, and for what the network
+    or the disk does; a later run goes on from the last whole file.
+    """
+    patience = patience or Patience()
+    filter = filter or Filter()
+    if bytes is None and rows is None:
+        bytes = DEFAULT_BYTES
+    raw = out / "raw"
+    with locked(out), _Reader(patience, raw / "spill") as reader, SourceWriter(out, "fineweb_edu", LICENCE) as writer:
+        make_folder(raw)
+        if files is None:
+            published = list_files(Downloader(patience, progress), base_url, REPOSITORY, folder, raw)
+            published = [file for file in published if file.path.endswith(".parquet")]
+            if not published:
+                raise UserError(f"{folder}: no parquet files in this folder of {REPOSITORY}; check --folder")
+        else:
+            published = [Published(name, file_url(base_url, REPOSITORY, name)) for name in dict.fromkeys(files)]
+        earlier: list[Path] = []
+        left = bytes if bytes is not None else rows or 0
+        for i, file in enumerate(published):
+            share = left // (len(published) - i)
+            wanted = asdict(filter) | {"unit": "bytes" if bytes is not None else "rows", "budget": share}
+            path = raw / f"slice-{i:05d}.parquet"
+            try:
+                taken = _recorded(path, file, wanted) or _take(path, file, wanted, earlier, reader)
+            except _BadFile as fault:
+                writer.refuse(file.path, str(fault))
+                continue
+            writer.add_input(taken.url, taken.bytes, taken.sha256)
+            for record, reason in taken.refused:
+                writer.refuse(record, reason)
+            if taken.documents:
+                writer.add_parquet(path, taken.documents, taken.text_bytes)
+            earlier.append(path)
+            left -= taken.text_bytes if bytes is not None else taken.documents
+            if progress:
+                print(f"{file.path}: {taken.documents:,} documents, {taken.text_bytes:,} bytes of text", flush=True)
+        if not writer.documents:
+            first = f"; {writer.refused[0].record}: {writer.refused[0].reason}" if writer.refused else ""
+            raise UserError(
+                f"no document of {len(published)} files is in the slice{first}; widen the filters or the budget"
+            )
+    return read_source(out)
+
+
+class _BadFile(Exception):
+    """A published file that cannot be used, now or later."""
+
+
+class _Reader:
+    """A connection that is made when it is first needed, and made anew after a fault, without what it had cached."""
+
+    def __init__(self, patience: Patience, spill: Path) -> None:
+        self.patience = patience
+        self._spill = spill
+        self._connection: Any = None
+
+    def connection(self) -> Any:
+        if self._connection is None:
+            self._connection = connect(self.patience)
+            spill = str(self._spill).replace("'", "''")
+            self._connection.execute(f"SET temp_directory = '{spill}'")  # else in the folder where the command runs
+        return self._connection
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _recorded(path: Path, file: Published, wanted: dict[str, Any]) -> _Slice | None:
+    """The slice that is there, if it is whole and was taken from the same file for the same request."""
+    try:
+        taken = _Slice(**json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
+        same = (taken.url, taken.wanted) == (file.url, wanted) and taken.sha256 == file.sha256
+        return taken if same and sha256_of(path) == taken.slice_sha256 else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _take(path: Path, file: Published, wanted: dict[str, Any], earlier: list[Path], reader: _Reader) -> _Slice:
+    """One slice, over again after a passing fault: DuckDB's own tries are over, and the file may have changed."""
+    import duckdb
+
+    patience = reader.patience
+    for attempt in range(1, patience.attempts + 1):
+        try:
+            return _take_once(reader.connection(), path, file, wanted, earlier)
+        except duckdb.Error as error:
+            reader.close()
+            reason = " ".join(str(error).split())
+            if isinstance(error, duckdb.HTTPException) and _MISSING.search(reason):
+                raise _BadFile(f"cannot be had ({reason})") from None
+            if not isinstance(error, (duckdb.HTTPException, duckdb.IOException)):
+                raise _BadFile(f"not a readable parquet file ({reason})") from None
+        if attempt < patience.attempts:
+            time.sleep(patience.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+    raise FetchError(f"{file.url}: {reason}; check the network, and run again: it goes on with this file")
+
+
+def _take_once(connection: Any, path: Path, file: Published, wanted: dict[str, Any], earlier: list[Path]) -> _Slice:
+    """Read row groups in order until the budget is filled, then write what fits."""
+    size = _check_columns(connection, file)
+    groups = connection.execute(
+        "SELECT any_value(row_group_num_rows), sum(total_uncompressed_size) FILTER (path_in_schema = 'text') "
+        "FROM parquet_metadata($url) GROUP BY row_group_id ORDER BY row_group_id",
+        {"url": file.url},
+    ).fetchall()
+    connection.execute(
+        "CREATE OR REPLACE TEMP TABLE slice (row BIGINT, id VARCHAR, url VARCHAR, language_score DOUBLE, text VARCHAR)"
+    )
+    connection.execute("CREATE OR REPLACE TEMP TABLE earlier (id VARCHAR)")
+    if earlier:
+        names = [str(name) for name in earlier]
+        connection.execute("INSERT INTO earlier SELECT id FROM read_parquet($names)", {"names": names})
+    measure = "strlen(text)" if wanted["unit"] == "bytes" else "1"
+    begin, have = 0, 0
+    while groups and have < wanted["budget"]:
+        end, expected = begin, 0
+        while groups and expected < wanted["budget"] - have:  # as many groups as would do if all of them passed
+            rows, text_bytes = groups.pop(0)
+            end += rows
+            expected += text_bytes if wanted["unit"] == "bytes" else rows
+        connection.execute(
+            "INSERT INTO slice SELECT file_row_number, id, url, language_score, text "
+            "FROM read_parquet($file, file_row_number = true) "
+            "WHERE file_row_number >= $begin AND file_row_number < $end "
+            "AND language = $language AND language_score >= $min_language_score AND score >= $min_score "
+            "AND token_count >= $min_tokens AND token_count <= $max_tokens AND text IS NOT NULL AND id IS NOT NULL",
+            {"file": file.url, "begin": begin, "end": end}
+            | {name: value for name, value in wanted.items() if name not in ("unit", "budget")},
+        )
+        begin = end
+        have = connection.execute(f"SELECT coalesce(sum({measure}), 0) FROM slice").fetchone()[0]
+    repeated = (
+        "SELECT row, id FROM slice WHERE id IN (SELECT id FROM earlier) "
+        "UNION SELECT row, id FROM slice QUALIFY row_number() OVER (PARTITION BY id ORDER BY row) > 1"
+    )
+    fits = (
+        f"SELECT *, sum({measure}) OVER (ORDER BY row) AS so_far FROM slice "
+        f"WHERE row NOT IN (SELECT row FROM ({repeated})) QUALIFY so_far <= {wanted['budget']:d}"
+    )
+    connection.execute(f"CREATE OR REPLACE TEMP TABLE kept AS {fits}")
+    last = connection.execute("SELECT coalesce(max(row), -1) FROM kept").fetchone()[0]
+    refused = connection.execute(
+        f"SELECT id FROM ({repeated}) WHERE row <= $last ORDER BY row", {"last": last}
+    ).fetchall()
+    documents, text_bytes = connection.execute("SELECT count(*), coalesce(sum(strlen(text)), 0) FROM kept").fetchone()
+    beside = path.with_name(f".{path.name}.part")
+    rows_in_order = "SELECT id, '' AS title, coalesce(url, '') AS url, language_score, text FROM kept ORDER BY row"
+    connection.execute("SET threads = 1")  # one writer, so that the same rows give the same bytes
+    copy_to_parquet(connection, rows_in_order, beside)
+    connection.execute(f"SET threads = {CONNECTIONS}")
+    try:
+        sync(beside)
+        beside.replace(path)
+    except OSError as error:
+        raise write_fault(path, error) from None
+    taken = _Slice(
+        file.url, file.bytes if file.bytes is not None else size, file.sha256, wanted, documents, int(text_bytes),
+        sha256_of(path), [(record, REPEATED) for (record,) in refused],
+    )  # fmt: skip
+    write_json(path.with_suffix(".json"), asdict(taken))
+    return taken
+
+
+def _check_columns(connection: Any, file: Published) -> int:
+    """The size of the file; _BadFile unless it has the columns that are used."""
+    described = connection.execute("DESCRIBE SELECT * FROM read_parquet($url)", {"url": file.url}).fetchall()
+    found = {name: kind for name, kind, *_ in described}
+    for name, kind in COLUMNS.items():
+        if found.get(name) != kind:
+            has = ", ".join(f"{name} {kind}" for name, kind in found.items())
+            raise _BadFile(f"got columns {has}, wanted '{name}' of type {kind}; it is not laid out as FineWeb-Edu")
+    size: int = connection.execute(
+        "SELECT file_size_bytes FROM parquet_file_metadata($url)", {"url": file.url}
+    ).fetchone()[0]
+    return size
+
+
+def connect(patience: Patience) -> Any:
+    """A DuckDB connection that reads over HTTP. UserError if its httpfs extension cannot be loaded.
+
+    The extension comes from the package duckdb-extension-httpfs if that is installed, so that an offline machine has
+    it, and else from DuckDB's own repository.
+    """
+    import duckdb
+
+    connection = duckdb.connect(config={"threads": CONNECTIONS})
+    try:
+        if (extension := _packaged_extension(duckdb.__version__)) is not None:
+            connection.execute(f"LOAD '{str(extension).replace(chr(39), 2 * chr(39))}'")
+        else:
+            connection.execute("INSTALL httpfs")
+            connection.execute("LOAD httpfs")
+    except duckdb.Error as error:
+        connection.close()
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"duckdb {duckdb.__version__}: its httpfs extension cannot be loaded ({reason}); "
+            f"pip install duckdb-extension-httpfs=={duckdb.__version__}"
+        ) from None
+    connection.execute("SET enable_progress_bar = false")
+    connection.execute(f"SET http_timeout = {max(int(patience.timeout), 1)}")
+    connection.execute(f"SET http_retry_wait_ms = {int(patience.backoff * 1000)}")
+    return connection
+
+
+def _packaged_extension(version: str) -> Path | None:
+    spec = importlib.util.find_spec("duckdb_extension_httpfs")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent / "extensions" / f"v{version}" / "httpfs.duckdb_extension"
+    return path if path.is_file() else None
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes from "250000", "50MB" or "1GB" (powers of ten)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if not match or (size := int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))) < 1:
+        raise UserError(f"--bytes {text}: not a number of bytes; wanted one like 50MB or 1GB")
+    return size
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    defaults = Filter()
+    parser = argparse.ArgumentParser(
+        prog="python -m data.fineweb_edu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--bytes", metavar="N", help="text to take, such as 50MB or 1GB (default 1GB)")
+    budget.add_argument("--rows", type=int, metavar="N", help="documents to take")
+    parser.add_argument("--folder", default=FOLDER, help=f"of the repository {REPOSITORY} (default {FOLDER})")
+    parser.add_argument("--files", nargs="+", metavar="PATH", help="files of the repository, instead of a folder")
+    parser.add_argument("--language", default=defaults.language, help=f"default {defaults.language}")
+    parser.add_argument("--min-language-score", type=float, default=defaults.min_language_score, metavar="X",
+                        help=f"0 to 1 (default {defaults.min_language_score})")  # fmt: skip
+    parser.add_argument("--min-score", type=float, default=defaults.min_score, metavar="X",
+                        help=f"educational score, 0 to 5 (default {defaults.min_score})")  # fmt: skip
+    parser.add_argument("--min-tokens", type=int, default=defaults.min_tokens, metavar="N",
+                        help=f"length in GPT-2's tokens (default {defaults.min_tokens})")  # fmt: skip
+    parser.add_argument("--max-tokens", type=int, default=defaults.max_tokens, metavar="N",
+                        help=f"default {defaults.max_tokens}")  # fmt: skip
+    parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")
+    args = parser.parse_args(arguments)
+    if args.rows is not None and args.rows < 1:
+        raise UserError(f"--rows {args.rows}: wanted 1 or more")
+    source = make_source(
+        args.out,
+        bytes=parse_bytes(args.bytes) if args.bytes else None,
+        rows=args.rows,
+        filter=Filter(args.language, args.min_language_score, args.min_score, args.min_tokens, args.max_tokens),
+        folder=args.folder,
+        files=args.files,
+        base_url=args.base_url,
+    )
+    print(
+        f"{source.documents:,} documents, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused"
+    )
+    print_refused(source.refused)
+    return 1 if any(refusal.reason != REPEATED for refusal in source.refused) else 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,61 @@
+"""Data sets as they are published on Hugging Face: which files there are, and where.
+
+    files = list_files(downloader, "https://huggingface.co", "HuggingFaceFW/fineweb-edu", "sample/10BT", Path("raw"))
+        ->  [Published(path="sample/10BT/000_00000.parquet", url="https://huggingface.co/datasets/...", bytes=..., ...)]
+
+A mirror that `--base-url` names has the same two paths: `/api/datasets/REPO/tree/main/FOLDER` for the list, as JSON,
+and `/datasets/REPO/resolve/main/FILE` for the files, which may redirect.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from data.download import Downloader, check_url
+from tinyforge.errors import UserError
+
+HOST = "https://huggingface.co"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published file. Size and SHA-256 are the publisher's words, None if only its name is known."""
+
+    path: str  # within the repository
+    url: str
+    bytes: int | None = None
+    sha256: str | None = None
+
+
+def file_url(base: str, repository: str, path: str) -> str:
+    """Where a file of a data set is."""
+    return check_url(f"{base.rstrip('/')}/datasets/{repository}/resolve/main/{quote(path)}")
+
+
+def list_files(downloader: Downloader, base: str, repository: str, folder: str, raw: Path) -> list[Published]:
+    """The files in one folder ("" for the root) of a data set, sorted by path.
+
+    The list is kept in `raw`, so that a run that goes on works on the files with which it began. Raises FetchError if
+    it cannot be had, and UserError if it is not a list as Hugging Face sends it.
+    """
+    url = check_url(f"{base.rstrip('/')}/api/datasets/{repository}/tree/main/{quote(folder)}".rstrip("/"))
+    listing = downloader.fetch(url, raw / "files.json")
+    try:
+        found = [
+            Published(
+                path=entry["path"],
+                url=file_url(base, repository, entry["path"]),
+                bytes=entry["size"],
+                sha256=entry.get("lfs", {}).get("oid"),  # small files are in git itself, under another kind of hash
+            )
+            for entry in json.loads(listing.path.read_bytes())
+            if entry["type"] == "file"
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{url}: not a list of files as Hugging Face sends it ({error!r}); check --base-url, or name --files"
+        ) from None
+    return sorted(found, key=lambda file: file.path)

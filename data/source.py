@@ -1,0 +1,303 @@
+"""Source folders: documents of one origin, with their provenance.
+
+    with SourceWriter(Path("books"), "gutenberg", licence="public domain in the USA") as writer:
+        writer.add(Document(id="84", title="Frankenstein", url="https://www.gutenberg.org/ebooks/84", text="..."))
+    read_source(Path("books"))  ->  Source(name="gutenberg", documents=1, parquet=(Path("books/documents-..."),), ...)
+
+A folder holds `documents-00000.parquet`, ... with the columns `id, title, url, language_score, text`, and
+`source.json`, which is written last: without it the folder is not whole and is not read. Neither holds a date or a
+path of this machine, and DuckDB writes parquet with one thread, so that the same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from data.files import make_folder, sha256_of, sync, write_fault, write_json
+from tinyforge.errors import UserError
+
+FORMAT = "tinyforge-source"
+VERSION = 1
+MANIFEST = "source.json"
+FILE_BYTES = 64 << 20  # of text, in one parquet file: what is held in memory before it is written
+ROW_GROUP = 4096  # documents
+COLUMNS = {"id": "VARCHAR", "title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE", "text": "VARCHAR"}
+PARQUET_OPTIONS = f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROW_GROUP})"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and where it is from. What is unknown is "", and None for the score."""
+
+    id: str  # unique in its source
+    text: str
+    title: str = ""
+    url: str = ""
+    language_score: float | None = None  # how sure a classifier is of the language, 0..1
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file that documents came from: its URL or name, its size, its SHA-256 (None if it was not read as a whole)."""
+
+    url: str
+    bytes: int
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A record that is not among the documents, and why."""
+
+    record: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """What `source.json` says of a whole source folder."""
+
+    folder: Path
+    name: str
+    licence: str
+    documents: int
+    bytes: int  # of text, in UTF-8
+    parquet: tuple[Path, ...]
+    refused: tuple[Refusal, ...]
+    sha256: str  # of source.json, and so of everything in the folder
+
+
+class SourceWriter:
+    """Writes a source folder, whole or not at all.
+
+    Files are written beside and take their names when the block ends well; until then an older source in the same
+    folder stays as it was. Every method raises UserError where the disk is full or may not be written.
+    """
+
+    def __init__(self, folder: Path, name: str, licence: str) -> None:
+        self.folder = folder
+        self.name = name
+        self.licence = licence
+        self.refused: list[Refusal] = []
+        self.documents = 0
+        self.bytes = 0
+        self._files: list[InputFile] = []
+        self._rows: list[Document] = []
+        self._row_bytes = 0
+        self._parts: list[tuple[Path, int, str]] = []  # written beside: path, bytes, sha256
+        make_folder(folder)
+
+    def add(self, document: Document) -> None:
+        """Add a document. One that is no text in UTF-8 (half of a surrogate pair) is refused and counted."""
+        try:
+            size = len(document.text.encode())
+            f"{document.id}{document.title}{document.url}".encode()
+        except UnicodeEncodeError:
+            self.refuse(ascii(document.id)[1:-1], "holds half of a surrogate pair, so it is no text")
+            return
+        self._rows.append(document)
+        self._row_bytes += size
+        self.documents += 1
+        self.bytes += size
+        if self._row_bytes >= FILE_BYTES:
+            self._flush()
+
+    def add_parquet(self, path: Path, documents: int, size: int) -> None:
+        """Take over a parquet file that has the columns of a source: `documents` rows with `size` bytes of text."""
+        self._flush()
+        part = self._next_part()
+        try:
+            shutil.copyfile(path, part)
+        except OSError as error:
+            raise write_fault(part, error) from None
+        self._finish(part)
+        self.documents += documents
+        self.bytes += size
+
+    def add_input(self, url: str, size: int, sha256: str | None) -> None:
+        """Say which file documents came from; in the order in which they were used."""
+        self._files.append(InputFile(url, size, sha256))
+
+    def refuse(self, record: str, reason: str) -> None:
+        """Count a record that is left out."""
+        self.refused.append(Refusal(record, reason))
+
+    def __enter__(self) -> SourceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._flush()
+                self._publish()
+        finally:
+            for part, _, _ in self._parts:
+                with suppress(OSError):
+                    part.unlink(missing_ok=True)
+
+    def _next_part(self) -> Path:
+        return self.folder / f".documents-{len(self._parts):05d}.parquet.part"
+
+    def _flush(self) -> None:
+        if not self._rows:
+            return
+        part = self._next_part()
+        write_documents(part, self._rows)
+        self._finish(part)
+        self._rows, self._row_bytes = [], 0
+
+    def _finish(self, part: Path) -> None:
+        try:
+            sync(part)
+            self._parts.append((part, part.stat().st_size, sha256_of(part)))
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise write_fault(part, error) from None
+
+    def _publish(self) -> None:
+        """Names for the parts. source.json goes first and comes back last, so no moment shows a mixture as whole."""
+        names = [f"documents-{i:05d}.parquet" for i in range(len(self._parts))]
+        try:
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+            sync(self.folder)
+            for (part, _, _), name in zip(self._parts, names, strict=True):
+                os.replace(part, self.folder / name)
+            for stale in (*self.folder.glob("documents-*.parquet"), *self.folder.glob(".documents-*")):
+                if stale.name not in names:
+                    stale.unlink()
+            sync(self.folder)
+        except OSError as error:
+            raise write_fault(self.folder, error) from None
+        write_manifest(
+            self.folder, self.name, self.licence, self._files, self.refused, documents=self.documents, bytes=self.bytes,
+            parquet=[{"file": name, "bytes": size, "sha256": digest}
+                     for name, (_, size, digest) in zip(names, self._parts, strict=True)],
+        )  # fmt: skip
+
+
+def write_manifest(
+    folder: Path, name: str, licence: str, files: Sequence[InputFile], refused: Sequence[Refusal], **rest: Any
+) -> None:
+    """Write `source.json`: the head that all sources share, then `rest`, then what was refused."""
+    head = {"format": FORMAT, "version": VERSION, "name": name, "licence": licence}
+    inputs = {"files": [asdict(file) for file in files]}
+    write_json(folder / MANIFEST, head | inputs | rest | {"refused": [asdict(refusal) for refusal in refused]})
+
+
+def write_documents(path: Path, rows: Sequence[Document]) -> None:
+    """Write documents to one parquet file. UserError if the disk is full or `path` may not be written.
+
+    They pass through a file of JSON lines: DuckDB reads it at 200 MB/s, and takes Python's strings at 5.
+    """
+    import duckdb
+
+    lines = path.with_suffix(".jsonl")
+    longest = 1 << 20
+    try:
+        try:
+            with open(lines, "w", encoding="utf-8", newline="\n") as file:
+                for row in rows:
+                    line = json.dumps(vars(row), ensure_ascii=False)
+                    longest = max(longest, 4 * len(line))  # a character has 4 bytes at most
+                    file.write(f"{line}\n")
+        except OSError as error:
+            raise write_fault(path, error) from None
+        name = str(lines).replace("'", "''")
+        kinds = ", ".join(f"{name}: '{kind}'" for name, kind in COLUMNS.items())
+        source = (
+            f"read_json('{name}', format = 'newline_delimited', columns = {{{kinds}}}, maximum_object_size = {longest})"
+        )
+        with duckdb.connect(config={"threads": 1}) as connection:
+            copy_to_parquet(connection, f"SELECT * FROM {source}", path)
+    finally:
+        with suppress(OSError):
+            lines.unlink(missing_ok=True)
+
+
+def copy_to_parquet(connection: Any, query: str, path: Path) -> None:
+    """COPY the rows of `query` to `path`; DuckDB's words for a full disk become ours."""
+    import duckdb
+
+    target = str(path).replace("'", "''")
+    try:
+        connection.execute(f"COPY ({query}) TO '{target}' {PARQUET_OPTIONS}")
+    except duckdb.IOException as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        if "No space left" in str(error):
+            raise UserError(f"{path}: the disk is full; make room and run again, what is whole is kept") from None
+        if str(path) in str(error) or path.name in str(error):
+            reason = " ".join(str(error).split())
+            raise UserError(f"{path}: cannot be written ({reason}); check --out") from None
+        raise
+
+
+def read_source(folder: Path, verify: bool = False) -> Source:
+    """What a whole source folder holds.
+
+    Raises UserError, naming the folder or the file, for a folder that is not whole (no source.json), for a format or
+    version that is not ours, for a parquet file that is missing or has another size, and with `verify` another SHA-256.
+    """
+    path = folder / MANIFEST
+    try:
+        raw = path.read_bytes()
+        found = json.loads(raw)
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder}: no {MANIFEST}, so this is no whole source; run the command that makes it (again)"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not readable as JSON ({error}); make the source again") from None
+    got = (found.get("format"), found.get("version")) if isinstance(found, dict) else (type(found).__name__, None)
+    if got != (FORMAT, VERSION):
+        raise UserError(
+            f"{path}: got format {got[0]!r}, version {got[1]!r}, wanted '{FORMAT}', {VERSION}; make it again"
+        )
+    if "instructions" in found:
+        raise UserError(f"{folder}: holds instructions, wanted documents; train on them with recipes/sft.py --data "
+                        f"{folder / found['instructions']['file']}")  # fmt: skip
+    try:
+        for entry in found["parquet"]:
+            _check_file(folder / entry["file"], entry["bytes"], entry["sha256"] if verify else None)
+        return Source(
+            folder=folder, name=found["name"], licence=found["licence"], documents=found["documents"],
+            bytes=found["bytes"], parquet=tuple(folder / entry["file"] for entry in found["parquet"]),
+            refused=tuple(Refusal(**entry) for entry in found["refused"]), sha256=hashlib.sha256(raw).hexdigest(),
+        )  # fmt: skip
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: not as a source is written ({error!r}); make the source again") from None
+
+
+def _check_file(path: Path, size: int, sha256: str | None) -> None:
+    if not path.is_file():
+        raise UserError(f"{path}: is missing, but source.json lists it; make the source again")
+    if path.stat().st_size != size:
+        raise UserError(f"{path}: {path.stat().st_size:,} bytes, but source.json says {size:,}; make the source again")
+    if sha256 is not None and sha256_of(path) != sha256:
+        raise UserError(f"{path}: its SHA-256 is not the one in source.json; it was altered, make the source again")
+
+
+def reason_of(fault: UserError) -> str:
+    """A fault without the path that it begins with: source.json names no path of this machine."""
+    return str(fault).partition(": ")[2] or str(fault)
+
+
+def print_refused(refused: Sequence[Refusal], most: int = 20) -> None:
+    """One line for each record that was left out, `most` of them; source.json has them all."""
+    for refusal in refused[:most]:
+        print(f"refused: {refusal.record}: {refusal.reason}")
+    if len(refused) > most:
+        print(f"refused: {len(refused) - most:,} more; source.json lists them all")

@@ -1,0 +1,144 @@
+"""TinyStories: two million short stories in the words of a small child.
+
+    python -m data.tinystories --out stories                                       # 2.2 GB, written by GPT-4
+    python -m data.tinystories --out stories --files TinyStoriesV2-GPT4-valid.txt    # 22 MB
+    python -m data.tinystories --out stories TinyStories-valid.txt                  # a file that you have
+
+The text files hold one story after another, each ended by <|endoftext|>, the parquet files one a row. A story becomes a
+document as it is, without the blank lines around it.
+
+TinyStories: Eldan and Li, "TinyStories: How Small Can Language Models Be and Still Speak Coherent English?" (2023).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from data.download import Downloader
+from data.files import MAX_BYTES, locked, sha256_of
+from data.hub import HOST, Published, file_url, list_files
+from data.local import BadRecord, read_rows
+from data.source import Document, Refusal, Source, SourceWriter, print_refused, read_source
+from tinyforge.errors import UserError, run_command
+
+REPOSITORY = "roneneldan/TinyStories"
+FILE = "TinyStoriesV2-GPT4-train.txt"
+LICENCE = "CDLA-Sharing-1.0"
+SEPARATOR = b"<|endoftext|>"
+CHUNK = 1 << 20
+
+
+def make_source(
+    out: Path,
+    inputs: Sequence[Path] = (),
+    files: Sequence[str] | None = None,
+    base_url: str = HOST,
+    downloader: Downloader | None = None,
+) -> Source:
+    """Bring stories into the source folder `out`.
+
+    inputs: text and parquet files as they are published. If there are any, nothing is fetched.
+    files:  of the repository, to fetch into `out`/raw. None: `FILE`, whose size and SHA-256 are published and checked.
+
+    What is no text is among `refused` in what is returned. Raises UserError for a file that is missing, not to be had
+    or not laid out as the published ones, if no story came out, and where the disk is full or may not be written; an
+    older source in `out` is then as it was.
+    """
+    from tqdm import tqdm
+
+    for path in inputs:
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; check the path, relative to {Path.cwd()}")
+    with locked(out), SourceWriter(out, "tinystories", LICENCE) as writer:
+        if inputs:
+            found = [(path.name, path) for path in inputs]
+        else:
+            found = _fetch(out / "raw", files, base_url, downloader or Downloader())
+        for url, path in found:
+            try:
+                for item in tqdm(read_stories(path), desc=path.name, unit=" stories", unit_scale=True):
+                    if isinstance(item, Refusal):
+                        writer.refuse(item.record, item.reason)
+                    else:
+                        writer.add(item)
+            except BadRecord as fault:
+                raise UserError(f"{path}: {fault}") from None
+            writer.add_input(url, path.stat().st_size, sha256_of(path))
+        if not writer.documents:
+            raise UserError(f"{found[0][1]}: no story in it; wanted text with {SEPARATOR.decode()} between the stories")
+    return read_source(out)
+
+
+def _fetch(raw: Path, names: Sequence[str] | None, base_url: str, downloader: Downloader) -> list[tuple[str, Path]]:
+    if names is None:
+        listed = list_files(downloader, base_url, REPOSITORY, "", raw)
+        published = [file for file in listed if file.path == FILE]
+        if not published:
+            others = ", ".join(file.path for file in listed if file.path.endswith((".txt", ".parquet")))
+            raise UserError(f"{FILE}: not in {REPOSITORY} at {base_url}, which has {others or 'none'}; name --files")
+    else:
+        published = [Published(name, file_url(base_url, REPOSITORY, name)) for name in dict.fromkeys(names)]
+    return [
+        (file.url, downloader.fetch(file.url, raw / Path(file.path).name, file.bytes, file.sha256).path)
+        for file in published
+    ]
+
+
+def read_stories(path: Path) -> Iterator[Document | Refusal]:
+    """Each story of a published file, by number (from 0); BadRecord for a file that is not laid out like one."""
+    if path.suffix == ".parquet":
+        for row_number, row in read_rows(path, "text"):
+            if story := row["text"].strip():
+                yield Document(id=f"{path.name}:{row_number}", text=f"{story}\n")
+        return
+    number = 0
+    for raw in _pieces(path):
+        record = f"{path.name}:{number}"
+        try:
+            story = raw.decode().replace("\r\n", "\n").removeprefix("\ufeff").strip()
+        except UnicodeDecodeError as error:
+            yield Refusal(record, f"got byte 0x{raw[error.start]:02x}, wanted UTF-8 text")
+        else:
+            if not story:
+                continue  # what follows the last separator
+            yield Document(id=record, text=f"{story}\n")
+        number += 1
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    """What stands between the separators, without reading the file into memory."""
+    rest = b""
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            *pieces, rest = (rest + chunk).split(SEPARATOR)
+            yield from pieces
+            if len(rest) > MAX_BYTES:
+                raise BadRecord(f"{MAX_BYTES:,} bytes without {SEPARATOR.decode()}; is it one of TinyStories' files?")
+    yield rest
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m data.tinystories", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "inputs", nargs="*", type=Path, metavar="FILE", help="published files that you have; none: fetch"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
+    parser.add_argument("--files", nargs="+", metavar="PATH", help=f"of the repository {REPOSITORY} (default {FILE})")
+    parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")
+    args = parser.parse_args(arguments)
+    if args.inputs and args.files:
+        raise UserError(
+            f"{args.inputs[0]}: got files and --files, wanted one of them; files that you have are not fetched"
+        )
+    source = make_source(args.out, args.inputs, args.files, args.base_url)
+    print(f"{source.documents:,} stories, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused")
+    print_refused(source.refused)
+    return 1 if source.refused else 0
+
+
+if __name__ == "__main__":
+    run_command(main)
