@@ -1,0 +1,590 @@
+"""From sources to a corpus: filtered, deduplicated, split and decontaminated, with a catalogue of every document.
+
+    python -m data.corpus books/ web/ --out corpus          # folders that data.gutenberg, data.local, ... made
+    python -m data.corpus report corpus                     # what was kept and what was dropped, and why
+    build_corpus([Path("books"), Path("web")], Path("corpus"), Settings(val_share=0.02))
+
+The stages, in this order: `read` cuts long texts into documents and measures them, `filter` judges each with the SQL of
+data/filters.sql, `dedup` keeps the first of equal and of nearly equal documents, `decontaminate` drops what repeats
+val's text in train, `write` writes parquet. docs/data.md explains each. Every stage ends in one transaction of the
+catalogue, so a run that was killed goes on where it was, and ends with the same bytes as one that was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from data import corpus_report
+from data.dedup import band_keys, components, estimate
+from data.files import locked, make_folder, sha256_of, sync, write_fault, write_json, written_whole
+from data.filters import DEFAULT_FILTERS, Filter, check_filters, read_filters
+from data.passes import (
+    Parts,
+    Span,
+    connect,
+    count_tokens,
+    duckdb_faults,
+    find_grams,
+    find_overlaps,
+    find_reasons,
+    find_spans,
+    read_texts,
+    run_tasks,
+    scan,
+    write_split,
+)
+from data.source import Source, read_source
+from tinyforge.errors import UserError, run_command
+
+if TYPE_CHECKING:
+    import duckdb
+
+FORMAT = "tinyforge-corpus"
+VERSION = 1
+MANIFEST = "corpus.json"
+CATALOGUE = "corpus.duckdb"
+SPLITS = ("train", "val")
+_FILE_BYTES = 32 << 20  # of text in one parquet file, which is sorted and written in memory
+_WORKER_MEMORY = 192 << 20  # of DuckDB in a worker, enough for a row group with tens of megabytes of books
+_LEAST_MEMORY = 2 * _WORKER_MEMORY
+_CHUNK = 1 << 14  # documents or pairs whose signatures are held at a time
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides which documents a corpus has. Workers and memory do not: they change no byte of the result.
+
+    val_share:     of the documents go to val, 0..1; val_shares has (source, share) for sources that want another.
+    max_bytes:     a longer text is cut into parts, each a document; all parts of a text are in the same split.
+    shingle_words: words in a shingle. bands, rows: MinHash has bands * rows functions; two documents are compared if
+                   all rows of one band agree. similarity: the estimated Jaccard similarity of near-duplicates.
+    gram_words:    words in a gram of decontamination. max_overlap: a train document with a larger share of its grams in
+                   val is dropped.
+    """
+
+    val_share: float = 0.01
+    val_shares: tuple[tuple[str, float], ...] = ()
+    max_bytes: int = 1 << 17
+    shingle_words: int = 5
+    bands: int = 20
+    rows: int = 6
+    similarity: float = 0.8
+    gram_words: int = 13
+    max_overlap: float = 0.1
+
+    def __post_init__(self) -> None:
+        flags = {"val_share": "--val-share", "similarity": "--similarity", "max_overlap": "--max-overlap"}
+        shares = {flag: getattr(self, name) for name, flag in flags.items()}
+        shares |= {f"--val-share {source}": share for source, share in self.val_shares}
+        for flag, share in shares.items():
+            if not 0 <= share <= 1:
+                raise UserError(f"{flag} is {share}, wanted a number from 0 to 1")
+        for name, least in {"max_bytes": 1024, "shingle_words": 1, "bands": 1, "rows": 1, "gram_words": 1}.items():
+            if getattr(self, name) < least:
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, wanted {least} or more")
+
+
+@dataclass
+class _Build:
+    """One run: what it was asked for, and what its stages share."""
+
+    out: Path
+    sources: list[Source]
+    settings: Settings
+    filters: tuple[Filter, ...]
+    tokenizer: Path | None
+    workers: int
+    memory: int
+    show: bool
+    catalogue: duckdb.DuckDBPyConnection
+    spans: list[Span] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def work(self) -> Path:
+        return self.out / ".work"
+
+    def run(self, stage: str, function: Callable[..., dict[str, Any]], tasks: Any, sizes: Sequence[int]) -> list[dict]:
+        """Run the tasks of a stage in the workers, with a bar that counts the bytes of text."""
+        with tqdm(total=sum(sizes), desc=stage, unit="B", unit_scale=True, disable=not self.show, leave=False) as bar:
+            share = self.memory // 2 // self.workers
+            return run_tasks(
+                stage, function, tasks, self.work, self.workers, share, lambda index: bar.update(sizes[index])
+            )
+
+    def result(self, stage: str, index: int, suffix: str = ".parquet") -> Path:
+        return self.work / f"{stage}-{index:05d}{suffix}"
+
+    def query(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        return self.catalogue.execute(sql, values).fetchall()
+
+
+def build_corpus(
+    sources: Sequence[Path],
+    out: Path,
+    settings: Settings | None = None,
+    filters: Path = DEFAULT_FILTERS,
+    tokenizer: Path | None = None,
+    workers: int | None = None,
+    memory_limit: int = 10**9,
+    show: bool = False,
+) -> dict[str, float]:
+    """Make the corpus folder `out` of source folders, or finish one that was begun with the same sources and settings.
+
+    tokenizer:    a file of `Tokenizer.save`; tokens are then counted too. It costs an encoding of every document.
+    workers:      processes; if None one a core, but no more than memory_limit has room for.
+    memory_limit: bytes, for all processes together.
+    show:         print each stage's rate, with a bar while it runs.
+
+    Returns the seconds of each stage that was run, none if the corpus was there already. Where documents are
+    duplicates the first one stays: sources count in the order given. Raises UserError for a faulty source, naming it,
+    for filters that are no SQL, and where disk or memory do not suffice.
+    """
+    settings = settings or Settings()
+    read = [read_source(folder, verify=True) for folder in sources]
+    names = [source.name for source in read]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"source {name!r} is given twice; name each folder once, or make one under another name")
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+            raise UserError(f"source {name!r}: wanted a name of letters, digits, '-', '_' and '.'; make it again")
+    if not read:
+        raise UserError("no source folder is given; make one, for instance with python -m data.local")
+    for name, _ in settings.val_shares:
+        if name not in names:
+            raise UserError(f"--val-share {name}: no such source; there are {', '.join(names)}")
+    if memory_limit < _LEAST_MEMORY:
+        raise UserError(f"--memory-limit is {memory_limit:,} bytes, wanted {_LEAST_MEMORY:,} (384MiB) or more")
+    if workers is not None and workers < 1:
+        raise UserError(f"--workers is {workers}, wanted 1 or more")
+    blocks = read_filters(filters)
+    if tokenizer is not None:
+        from tinyforge.text import Tokenizer
+
+        Tokenizer.load(tokenizer)  # a fault shows now and not after minutes
+    manifest = _head(read, settings, filters, tokenizer)
+    with locked(out):
+        work = out / ".work"
+        if _is_whole(out, manifest):
+            shutil.rmtree(work, ignore_errors=True)
+            return {}
+        if not (work / "key.json").exists() or json.loads((work / "key.json").read_bytes()) != manifest:
+            shutil.rmtree(work, ignore_errors=True)
+            make_folder(work)
+            write_json(work / "key.json", manifest)
+        for left in work.glob("spill-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        path = work / CATALOGUE
+        cores = _cores()
+        workers = workers or max(1, min(cores, memory_limit // 2 // _WORKER_MEMORY))
+        with duckdb_faults(str(path)), connect(memory_limit // 2, work, path, cores) as catalogue:
+            check_filters(catalogue, blocks)
+            build = _Build(out, read, settings, blocks, tokenizer, workers, memory_limit, show, catalogue)
+            for source in read:
+                build.spans += find_spans(source.name, source.parquet, catalogue)
+            _run_stages(build)
+            files = _write_files(build)
+            _describe(build, manifest)
+        _publish(build, manifest, files, filters)
+    return build.seconds
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _head(read: list[Source], settings: Settings, filters: Path, tokenizer: Path | None) -> dict[str, Any]:
+    """The part of corpus.json that is known before: what the corpus is made of. Another one means another corpus."""
+    made = json.loads(json.dumps(asdict(settings)))
+    made["filters_sha256"] = sha256_of(filters)
+    made["tokenizer_sha256"] = sha256_of(tokenizer) if tokenizer else None
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "sources": [{"name": s.name, "licence": s.licence, "source_sha256": s.sha256} for s in read],
+        "settings": made,
+    }
+
+
+def _is_whole(out: Path, head: dict[str, Any]) -> bool:
+    """Whether `out` has this very corpus."""
+    try:
+        found = json.loads((out / MANIFEST).read_bytes())
+        made_of = [{k: s[k] for k in ("name", "licence", "source_sha256")} for s in found["sources"]]
+        files = [(out / entry["file"], entry["bytes"]) for entry in found["files"]]
+        return (
+            found | {"sources": made_of, "files": None} == head | {"files": None}
+            and all(path.is_file() and path.stat().st_size == size for path, size in files)
+            and (out / CATALOGUE).is_file()
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+# --- the stages ------------------------------------------------------------------------------------------------------
+
+
+def _run_stages(build: _Build) -> None:
+    build.catalogue.execute("CREATE TABLE IF NOT EXISTS stages (name VARCHAR)")
+    done = {name for (name,) in build.query("SELECT name FROM stages")}
+    stages = {"read": _read, "filter": _filter, "dedup": _dedup, "decontaminate": _decontaminate}
+    if build.tokenizer is not None:
+        stages["tokens"] = _count_tokens
+    for name, stage in stages.items():
+        if name not in done:
+            with _timed(build, name):
+                build.catalogue.begin()
+                stage(build)
+                build.catalogue.execute("INSERT INTO stages VALUES (?)", [name])
+                build.catalogue.commit()
+    build.catalogue.execute("CHECKPOINT")
+
+
+@contextmanager
+def _timed(build: _Build, stage: str) -> Iterator[None]:
+    """Take the time of a stage; its rate is that of all the text of the sources, kept or not."""
+    begin = time.perf_counter()
+    yield
+    seconds = build.seconds[stage] = time.perf_counter() - begin
+    size = sum(source.bytes for source in build.sources) / 1e6
+    if build.show:
+        print(f"{stage:14} {size:,.0f} MB in {seconds:,.1f} s, {size / seconds:,.0f} MB/s", flush=True)
+
+
+def _read(build: _Build) -> None:
+    """Cut and measure every text; the catalogue gets its documents, numbered in the order of the sources."""
+    s = build.settings
+    tasks = ((span, s.max_bytes, s.shingle_words, s.bands * s.rows) for span in build.spans)
+    build.run("read", read_texts, tasks, [span.bytes for span in build.spans])
+    build.catalogue.execute(
+        "CREATE TABLE documents (number BIGINT, source VARCHAR, licence VARCHAR, id VARCHAR, title VARCHAR, "
+        "url VARCHAR, bytes BIGINT, words BIGINT, letters BIGINT, characters BIGINT, tokens BIGINT, "
+        "language_score DOUBLE, hash VARCHAR, text_hash VARCHAR, split VARCHAR, dropped VARCHAR, cluster BIGINT, "
+        "val_overlap DOUBLE, "
+        "span INTEGER, part BIGINT, row BIGINT, start BIGINT, length BIGINT)"
+    )
+    shares = dict(s.val_shares)
+    licences = {source.name: source.licence for source in build.sources}
+    for index, span in enumerate(build.spans):
+        # 52 bits of the hash of the whole text as a fraction. A book's parts share it; nothing else has a say.
+        build.query(
+            "INSERT INTO documents BY NAME SELECT parts.* EXCLUDE (file_row_number), ? AS source, ? AS licence, "
+            "? AS span, (SELECT count(*) FROM documents) + parts.file_row_number AS number, file.title, file.url, "
+            "file.language_score, if(part > 0, file.id || '#' || part, file.id) AS id, "
+            "if(('0x' || text_hash[1:13])::BIGINT / (1::BIGINT << 52) < ?, 'val', 'train') AS split "
+            f"FROM {scan(build.result('read', index))} AS parts JOIN {scan(span.path)} AS file "
+            "ON parts.row = file.file_row_number ORDER BY number",
+            span.source, licences[span.source], index, shares.get(span.source, s.val_share),
+        )  # fmt: skip
+
+
+def _parts(build: _Build, span: int, where: str, *columns: str) -> Parts:
+    """The documents of a span that `where` chooses, with these columns beside where their text is."""
+    names = ", ".join(("number", "row", "start", "length", *columns))
+    found = build.catalogue.execute(f"SELECT {names} FROM documents WHERE span = {span} AND {where} ORDER BY number")
+    return Parts(build.spans[span], {name: np.asarray(values) for name, values in found.fetchnumpy().items()})
+
+
+def _run_on_parts(
+    build: _Build, stage: str, function: Callable[..., Any], where: str, columns: tuple[str, ...], *rest: Any
+) -> list[Path]:
+    """Run a pass over the chosen documents, span by span; the parquet files that it made."""
+    of_spans = f"FROM documents WHERE {where} GROUP BY span ORDER BY span"
+    sizes = dict(build.query(f"SELECT span, sum(bytes)::BIGINT {of_spans}"))
+    tasks = ((_parts(build, span, where, *columns), *rest) for span in sizes)
+    build.run(stage, function, tasks, list(sizes.values()))
+    return [build.result(stage, index) for index in range(len(sizes))]
+
+
+def _update(build: _Build, files: list[Path], assignment: str) -> None:
+    """Take columns of the files `found` over into the documents with the same numbers."""
+    for file in files:
+        build.catalogue.execute(
+            f"UPDATE documents SET {assignment} FROM {scan(file)} AS found WHERE documents.number = found.number"
+        )
+
+
+def _filter(build: _Build) -> None:
+    columns = ("bytes", "words", "letters", "characters")
+    files = _run_on_parts(build, "filter", find_reasons, "true", columns, build.filters)
+    _update(build, files, "dropped = found.reason")
+
+
+def _dedup(build: _Build) -> None:
+    """Equal documents, then nearly equal ones, among those that no filter dropped."""
+    db = build.catalogue
+    db.execute(
+        "CREATE TEMP TABLE equal AS SELECT number, first FROM (SELECT number, min(number) OVER same AS first, "
+        "count(*) OVER same AS size FROM documents WHERE dropped IS NULL WINDOW same AS (PARTITION BY hash)) "
+        "WHERE size > 1"
+    )
+    db.execute("UPDATE documents SET cluster = first FROM equal WHERE documents.number = equal.number")
+    db.execute("UPDATE documents SET dropped = 'exact-duplicate' WHERE dropped IS NULL AND cluster < number")
+    signatures = _Signatures([build.result("read", index, ".npy") for index in range(len(build.spans))])
+    a, b = _near_pairs(build, signatures)
+    nodes, firsts = components(a, b)
+    db.register("found", {"number": nodes, "first": firsts})
+    db.execute("CREATE TEMP TABLE near AS SELECT number, first FROM found")
+    db.unregister("found")
+    # An exact duplicate goes to the cluster of the document that it equals.
+    db.execute("UPDATE documents SET cluster = first FROM near WHERE coalesce(cluster, documents.number) = near.number")
+    db.execute("UPDATE documents SET dropped = 'near-duplicate' WHERE dropped IS NULL AND cluster < number")
+    db.execute("DROP TABLE equal")
+    db.execute("DROP TABLE near")
+
+
+def _near_pairs(build: _Build, signatures: _Signatures) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of documents whose estimated similarity is high enough, among those that have a band in common.
+
+    In a bucket (documents with the same key in a band) each is compared with the first and with the one before it, not
+    with all: a bucket of n has 2 n pairs and not n^2 / 2, and a cluster is connected all the same.
+    """
+    db, s = build.catalogue, build.settings
+    db.execute("CREATE TEMP TABLE bands (band UTINYINT, key UBIGINT, number BIGINT)")
+    kept = db.execute("SELECT number FROM documents WHERE dropped IS NULL ORDER BY number").fetchnumpy()["number"]
+    for begin in tqdm(range(0, len(kept), _CHUNK), desc="bands", disable=not build.show, leave=False):
+        numbers = kept[begin : begin + _CHUNK]
+        keys = band_keys(signatures.take(numbers), s.bands, s.rows)
+        chunk = {
+            "band": np.tile(np.arange(s.bands, dtype=np.uint8), len(numbers)),
+            "key": keys.reshape(-1),
+            "number": np.repeat(numbers, s.bands),
+        }
+        db.register("chunk", chunk)
+        db.execute("INSERT INTO bands SELECT band, key, number FROM chunk")
+        db.unregister("chunk")
+    db.execute(
+        "CREATE TEMP TABLE pairs AS "
+        "WITH shared AS (SELECT band, key FROM bands GROUP BY band, key HAVING count(*) > 1), "
+        "buckets AS (SELECT number, min(number) OVER bucket AS first, lag(number) OVER bucket AS previous FROM bands "
+        "JOIN shared USING (band, key) WINDOW bucket AS (PARTITION BY band, key ORDER BY number)) "
+        "SELECT DISTINCT a, number AS b FROM (SELECT first AS a, number FROM buckets UNION ALL "
+        "SELECT previous AS a, number FROM buckets) WHERE a < number ORDER BY a, b"
+    )
+    found = db.execute("SELECT a, b FROM pairs ORDER BY a, b").fetchnumpy()
+    db.execute("DROP TABLE bands")
+    db.execute("DROP TABLE pairs")
+    a, b = found["a"], found["b"]
+    similar = np.zeros(len(a), bool)
+    for begin in range(0, len(a), _CHUNK):
+        chosen = slice(begin, begin + _CHUNK)
+        similar[chosen] = estimate(signatures.take(a[chosen]), signatures.take(b[chosen])) >= s.similarity
+    return a[similar], b[similar]
+
+
+class _Signatures:
+    """The MinHash signatures of all documents, which stay in the files that the read stage made."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._files = [np.load(path, mmap_mode="r") for path in paths]
+        self._bounds = np.cumsum([0, *(len(file) for file in self._files)])
+
+    def take(self, numbers: np.ndarray) -> np.ndarray:
+        """(D,) -> (D, bands * rows)."""
+        out = np.empty((len(numbers), self._files[0].shape[1]), np.uint32)
+        files = np.searchsorted(self._bounds, numbers, "right") - 1
+        for file in np.unique(files):
+            chosen = files == file
+            out[chosen] = self._files[file][numbers[chosen] - self._bounds[file]]
+        return out
+
+
+def _decontaminate(build: _Build) -> None:
+    """Drop train documents that repeat too much of val, and note the share of every one that repeats any."""
+    s = build.settings
+    kept = "dropped IS NULL AND split = '{}'"
+    found = _run_on_parts(build, "grams", find_grams, kept.format("val"), (), s.gram_words)
+    grams = build.work / "val-grams.u64"
+    with written_whole(grams) as beside, open(beside, "wb") as file:
+        for slice_ in range(16 if found else 0):  # by their first four bits, so that one slice has to be held
+            union = " UNION ALL ".join(f"SELECT gram FROM {scan(path)} WHERE gram >> 60 = {slice_}" for path in found)
+            values = build.catalogue.execute(f"SELECT DISTINCT gram FROM ({union}) ORDER BY gram").fetchnumpy()["gram"]
+            np.asarray(values, np.uint64).tofile(file)
+    if grams.stat().st_size:
+        files = _run_on_parts(build, "overlap", find_overlaps, kept.format("train"), (), s.gram_words, grams)
+        _update(build, files, "val_overlap = found.overlap")
+    build.query("UPDATE documents SET dropped = 'contaminated' WHERE val_overlap > ?", s.max_overlap)
+
+
+def _count_tokens(build: _Build) -> None:
+    files = _run_on_parts(build, "tokens", count_tokens, "true", (), build.tokenizer)
+    _update(build, files, "tokens = found.tokens")
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+def _write_files(build: _Build) -> list[dict[str, Any]]:
+    """The parquet files of both splits, as corpus.json lists them."""
+    planned = list(_plan_files(build))
+    try:
+        (build.out / MANIFEST).unlink(missing_ok=True)  # an older corpus ends here
+        sync(build.out)
+    except OSError as error:
+        raise write_fault(build.out, error) from None
+
+    def tasks() -> Iterator[tuple[list[Parts], Path]]:
+        for path, where, _ in planned:
+            spans = build.query(f"SELECT DISTINCT span FROM documents WHERE {where} ORDER BY span")
+            yield [_parts(build, span, where, "part") for (span,) in spans], build.out / path
+
+    for index, (path, _, _) in enumerate(planned):
+        if not (build.out / path).is_file():  # its result is there, but somebody has removed the file
+            build.result("write", index, ".json").unlink(missing_ok=True)
+    with _timed(build, "write"):
+        results = build.run("write", write_split, tasks(), [size for *_, size in planned])
+    return [{"file": path, **result} for (path, _, _), result in zip(planned, results, strict=True)]
+
+
+def _plan_files(build: _Build) -> Iterator[tuple[str, str, int]]:
+    """Each file's path, the condition that chooses its documents, and their bytes."""
+    for source in build.sources:
+        for split in SPLITS:
+            chosen = f"dropped IS NULL AND source = '{source.name}' AND split = '{split}'"
+            ranges = build.query(
+                "SELECT file, min(number), max(number), sum(bytes)::BIGINT FROM (SELECT number, bytes, "
+                f"(sum(bytes) OVER (ORDER BY number) - bytes)::BIGINT // {_FILE_BYTES} AS file FROM documents "
+                f"WHERE {chosen}) GROUP BY file ORDER BY file"
+            )
+            for index, (_, first, last, size) in enumerate(ranges):
+                path = f"{split}/{source.name}-{index:05d}.parquet"
+                yield path, f"{chosen} AND number BETWEEN {first} AND {last}", size
+
+
+def _describe(build: _Build, manifest: dict[str, Any]) -> None:
+    """The tables of sources, filters and settings, and the counts of each source in corpus.json."""
+    db = build.catalogue
+    db.begin()
+    db.execute(
+        "CREATE OR REPLACE TABLE sources (name VARCHAR, licence VARCHAR, documents BIGINT, bytes BIGINT, "
+        "refused BIGINT, source_sha256 VARCHAR)"
+    )
+    for source in build.sources:
+        values = (source.name, source.licence, source.documents, source.bytes, len(source.refused), source.sha256)
+        build.query("INSERT INTO sources VALUES (?, ?, ?, ?, ?, ?)", *values)
+    db.execute("CREATE OR REPLACE TABLE filters (name VARCHAR, kind VARCHAR, sql VARCHAR, explanation VARCHAR)")
+    for block in build.filters:
+        build.query("INSERT INTO filters VALUES (?, ?, ?, ?)", block.name, block.kind, block.sql, block.explanation)
+    db.execute("CREATE OR REPLACE TABLE settings (name VARCHAR, value VARCHAR)")
+    for name, value in manifest["settings"].items():
+        build.query("INSERT INTO settings VALUES (?, ?)", name, json.dumps(value))
+    db.commit()
+    db.execute("CHECKPOINT")
+    for entry in manifest["sources"]:
+        for split in SPLITS:
+            [(documents, size)] = build.query(
+                "SELECT count(*), coalesce(sum(bytes), 0)::BIGINT FROM documents WHERE source = ? AND split = ? "
+                "AND dropped IS NULL", entry["name"], split,
+            )  # fmt: skip
+            entry[split] = {"documents": documents, "bytes": size}
+
+
+def _publish(build: _Build, manifest: dict[str, Any], files: list[dict[str, Any]], filters: Path) -> None:
+    """Give the catalogue its place, write the report, remove what is no part of this corpus, and corpus.json last."""
+    out = build.out
+    names = {entry["file"] for entry in files}
+    try:
+        # A copy: until corpus.json is there, a rerun starts from the one in the work folder.
+        with written_whole(out / CATALOGUE) as beside:
+            shutil.copyfile(build.work / CATALOGUE, beside)
+        with written_whole(out / "filters.sql") as beside:
+            shutil.copyfile(filters, beside)
+        for split in SPLITS:
+            (out / split).mkdir(exist_ok=True)
+            for path in (out / split).iterdir():
+                if f"{split}/{path.name}" not in names:
+                    path.unlink()
+        corpus_report.write_report(out)
+        write_json(out / MANIFEST, manifest | {"files": files})
+        shutil.rmtree(build.work)
+    except OSError as error:
+        raise write_fault(out, error) from None
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def parse_bytes(text: str) -> int:
+    """ "1GB" -> 10**9; kB, MB, GB count in thousands, KiB, MiB, GiB in 1024. UserError for anything else."""
+    units = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", text.strip().lower())
+    if not match or match[2] not in units:
+        raise UserError(f"--memory-limit is {text!r}, wanted bytes such as 500MB or 2GB")
+    return int(float(match[1]) * units[match[2]])
+
+
+def _parse_shares(values: Sequence[str]) -> tuple[float, tuple[tuple[str, float], ...]]:
+    share, shares = Settings.val_share, []
+    for value in values:
+        name, _, number = value.rpartition("=")
+        try:
+            if name:
+                shares.append((name, float(number)))
+            else:
+                share = float(number)
+        except ValueError:
+            raise UserError(f"--val-share is {value!r}, wanted a number such as 0.01, or SOURCE=0.05") from None
+    return share, tuple(shares)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["report"]:
+        return corpus_report.main(arguments[1:])
+    parser = argparse.ArgumentParser(
+        prog="python -m data.corpus",
+        description="Filter, deduplicate, split and decontaminate the documents of source folders. "
+        "`python -m data.corpus report CORPUS` prints what became of them.",
+    )
+    parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE_DIR", help="as data.gutenberg makes it")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the corpus")
+    parser.add_argument("--val-share", nargs="+", default=[], metavar="SHARE",
+                        help="of the documents; SOURCE=SHARE for one source (default 0.01)")  # fmt: skip
+    for name, what in {
+        "max_bytes": "longer texts are cut into parts, in bytes",
+        "shingle_words": "words in a shingle of MinHash",
+        "bands": "of MinHash",
+        "rows": "MinHash functions in a band",
+        "similarity": "estimated Jaccard similarity from which documents are near-duplicates",
+        "gram_words": "words in a gram of decontamination",
+        "max_overlap": "the share of grams in val from which a train document is dropped",
+    }.items():
+        default = getattr(Settings, name)
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(default), default=default, help=f"{what} (default {default})")
+    parser.add_argument("--filters", type=Path, default=DEFAULT_FILTERS, metavar="FILE", help="quality filters in SQL")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="count tokens too")
+    parser.add_argument("--workers", type=int, help="processes (default: one a core, if memory allows)")
+    parser.add_argument("--memory-limit", default="1GB", metavar="BYTES", help="for all of them together (default 1GB)")
+    args = parser.parse_args(arguments)
+    share, shares = _parse_shares(args.val_share)
+    settings = Settings(
+        share, shares, args.max_bytes, args.shingle_words, args.bands, args.rows, args.similarity, args.gram_words,
+        args.max_overlap,
+    )  # fmt: skip
+    memory_limit = parse_bytes(args.memory_limit)
+    seconds = build_corpus(
+        args.sources, args.out, settings, args.filters, args.tokenizer, args.workers, memory_limit, show=True
+    )
+    if not seconds:
+        print(f"{args.out}: already made of these sources with these settings")
+    print((args.out / "report.md").read_text(encoding="utf-8"))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

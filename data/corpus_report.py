@@ -1,0 +1,151 @@
+"""What became of the documents of a corpus: a table of sources and reasons in Markdown, and a plot of it.
+
+python -m data.corpus report corpus
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data.files import write_fault, written_whole
+from tinyforge.errors import UserError
+
+CATALOGUE = "corpus.duckdb"
+_OUTCOMES = "coalesce(dropped, 'kept, ' || split)"
+
+
+def read_outcomes(corpus: Path) -> list[tuple[str, str, int, int, int | None]]:
+    """(source, outcome, documents, bytes, tokens or None), in the order of the sources, what was kept first.
+
+    The outcome is "kept, train", "kept, val" or the reason why documents were dropped. UserError without a catalogue.
+    """
+    return _query(
+        corpus,
+        f"SELECT source, {_OUTCOMES} AS outcome, count(*), sum(bytes)::BIGINT, sum(tokens)::BIGINT FROM documents "
+        "GROUP BY source, outcome "
+        "ORDER BY min(min(number)) OVER (PARTITION BY source), outcome NOT LIKE 'kept%', outcome",
+    )
+
+
+def _query(corpus: Path, sql: str) -> list[tuple[Any, ...]]:
+    import duckdb
+
+    path = corpus / CATALOGUE
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; name a folder that python -m data.corpus has made")
+    try:
+        with duckdb.connect(str(path), read_only=True) as connection:
+            return connection.execute(sql).fetchall()
+    except duckdb.Error as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path}: not a catalogue that can be read ({reason}); make the corpus again") from None
+
+
+def render(corpus: Path) -> str:
+    """The report as Markdown."""
+    rows = read_outcomes(corpus)
+    sources = list(dict.fromkeys(source for source, *_ in rows))
+    counted = any(tokens is not None for *_, tokens in rows)
+    lines = ["# What the corpus holds", ""]
+    licences = _query(corpus, "SELECT name, licence, documents, bytes, refused FROM sources")
+    lines += _table(
+        ("source", "licence", "texts", "bytes", "refused before"),
+        [(name, licence, f"{n:,}", f"{size:,}", f"{refused:,}") for name, licence, n, size, refused in licences],
+    )
+    for source in (*sources, None):
+        if source is None and len(sources) == 1:
+            break
+        chosen: dict[str, list[int]] = {}
+        for name, outcome, documents, size, tokens in rows:
+            if source in (None, name):
+                total = chosen.setdefault(outcome, [0, 0, 0])
+                for index, value in enumerate((documents, size, tokens or 0)):
+                    total[index] += value
+        everything = [sum(column) for column in zip(*chosen.values(), strict=True)]
+        ordered = sorted(chosen.items(), key=lambda item: (not item[0].startswith("kept"), item[0]))
+        lines += ["", f"## {source or 'All sources'}", ""]
+        lines += _table(
+            ("outcome", "documents", "bytes", "% of bytes") + (("tokens",) if counted else ()),
+            [
+                (
+                    outcome,
+                    f"{documents:,}",
+                    f"{size:,}",
+                    f"{100 * size / max(everything[1], 1):.2f}",
+                    *((f"{tokens:,}",) if counted else ()),
+                )
+                for outcome, (documents, size, tokens) in [*ordered, ("all", everything)]
+            ],
+        )
+    for name, explanation in _query(corpus, "SELECT name, explanation FROM filters WHERE kind = 'filter'"):
+        if any(outcome == name for _, outcome, *_ in rows):
+            lines += ["", f"`{name}`: {explanation}"]
+    without = [s for s in sources if not any(row[0] == s and row[1] == "kept, val" for row in rows)]
+    if without:
+        lines += ["", f"No document for val in {', '.join(without)}: build again with `--val-share {without[0]}=0.05`."]
+    return "\n".join(lines) + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    return [line(head), "|" + "---|" * len(head), *(line(row) for row in rows)]
+
+
+def plot(corpus: Path, target: Path) -> None:
+    """A bar for each source: the share of its bytes that was kept, and why the others were not."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = read_outcomes(corpus)
+    sources = list(dict.fromkeys(source for source, *_ in rows))
+    outcomes = sorted({outcome for _, outcome, *_ in rows}, key=lambda name: (not name.startswith("kept"), name))
+    totals = {source: max(sum(size for s, _, _, size, _ in rows if s == source), 1) for source in sources}
+    dropped = {s: sum(row[3] for row in rows if row[0] == s and not row[1].startswith("kept")) for s in sources}
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10, 1.8 + 0.45 * len(sources) + 0.1 * len(outcomes)), width_ratios=(1, 1.3), layout="constrained"
+    )
+    colours = plt.get_cmap("tab20")
+    for axes, chosen in ((left, outcomes), (right, [name for name in outcomes if not name.startswith("kept")])):
+        begin = dict.fromkeys(sources, 0.0)
+        for outcome in chosen:
+            sizes = {s: 100 * n / totals[s] for s, o, _, n, _ in rows if o == outcome}
+            widths = [sizes.get(source, 0.0) for source in sources]
+            colour = colours(outcomes.index(outcome) % 20)
+            axes.barh(sources, widths, left=[begin[s] for s in sources], color=colour, label=outcome)
+            begin = {s: begin[s] + width for s, width in zip(sources, widths, strict=True)}
+        axes.invert_yaxis()
+        axes.set_xlabel("% of the source's bytes")
+    left.set_title("all documents")
+    left.set_yticks(range(len(sources)), [f"{s}\n{totals[s] / 1e6:,.0f} MB" for s in sources])
+    right.set_title("what was dropped" if any(dropped.values()) else "nothing was dropped")
+    right.set_yticks([])
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.savefig(target, dpi=120, format="png", metadata={"Software": None})
+    plt.close(figure)
+
+
+def write_report(corpus: Path) -> str:
+    """Write report.md and report.png into the corpus; returns the text."""
+    text = render(corpus)
+    try:
+        with written_whole(corpus / "report.png") as beside:
+            plot(corpus, beside)
+        with written_whole(corpus / "report.md") as beside:
+            beside.write_text(text, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise write_fault(corpus, error) from None
+    return text
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m data.corpus report", description="Print a corpus's report.")
+    parser.add_argument("corpus", type=Path, metavar="CORPUS", help="a folder that python -m data.corpus has made")
+    print(write_report(parser.parse_args(arguments).corpus))
+    return 0

@@ -1,0 +1,196 @@
+"""Duplicates: words of a text as numbers, MinHash signatures, candidate pairs by banding, clusters.
+
+    batch = Words(texts)
+    WordHash().update(batch.normal_forms()[0])        # equal for texts with the same words
+    signatures = batch.signatures(5, permutations(120))
+    estimate(signatures[0], signatures[1])            # of the Jaccard similarity of their 5-word shingles
+
+A word is a maximal run of letters and digits. Case, punctuation and white space make no difference: texts are
+lower-cased, and all else stands for one space. Letters and digits of ASCII count, and every character outside it
+but for the blocks "Latin-1 Supplement" up to U+00BF, "General Punctuation" and "CJK Symbols and Punctuation".
+
+Sources: A. Broder, "On the resemblance and containment of documents", 1997 (shingles, MinHash). K. Lee et al.,
+"Deduplicating Training Data Makes Language Models Better", 2022 (MinHash for corpora, clusters as connected
+components). J. Leskovec, A. Rajaraman, J. Ullman, "Mining of Massive Datasets", chapter 3 (banding, S-curve).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+_SPACE, _END = 0x20, 0xFF  # 0xFF is no byte of UTF-8: it ends a text
+_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
+_EMPTY = np.uint32(0xFFFFFFFF)  # the signature of a text without words
+
+
+def _make_table() -> np.ndarray:
+    """What each byte of a lower-cased text becomes."""
+    table = np.full(256, _SPACE, np.uint8)
+    for byte in (*b"0123456789abcdefghijklmnopqrstuvwxyz", *range(0x80, 0x100)):
+        table[byte] = byte
+    return table
+
+
+_TABLE = _make_table()
+
+
+class Words:
+    """The words of a few texts, side by side in one array, so that NumPy sees megabytes and not words.
+
+    counts: words of each text, (D,). letters: their characters without digits, (D,). characters: of the text, without
+    white space and control characters, (D,). Memory: about 40 bytes per byte of text, so a megabyte at a time is right.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        raw = np.frombuffer(b"".join(text.lower().encode() + b"\xff" for text in texts), np.uint8)
+        normal = _TABLE[raw]
+        _blank_punctuation(raw, normal)
+        is_word = (normal != _SPACE) & (normal != _END)
+        keep = is_word | (normal == _END)
+        keep[1:] |= is_word[:-1]  # one space behind each word
+        self._bytes = normal[keep]
+        ends = np.flatnonzero((self._bytes == _SPACE) | (self._bytes == _END))
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        self._text_ends = np.flatnonzero(self._bytes == _END)
+        full = ends > starts  # empty: between a last space and the end of its text
+        self._starts, self._ends = starts[full], ends[full]
+        self._firsts = np.concatenate([[0], np.searchsorted(self._starts, self._text_ends)])
+        self.counts = np.diff(self._firsts)
+        # A character has one byte that does not continue another: 0x80 to 0xbf do.
+        letter = (self._bytes >= 0x61) & ((self._bytes < 0x80) | (self._bytes >= 0xC0)) & (self._bytes != _END)
+        self.letters = np.add.reduceat(letter, self._text_starts(), dtype=np.int64)
+        character = (raw > _SPACE) & ((raw < 0x80) | (raw >= 0xC0)) & (raw != _END)
+        self.characters = np.add.reduceat(
+            character, np.concatenate([[0], np.flatnonzero(raw == _END)[:-1] + 1]), dtype=np.int64
+        )
+
+    def _text_starts(self) -> np.ndarray:
+        return np.concatenate([[0], self._text_ends[:-1] + 1])
+
+    def normal_forms(self) -> list[bytes]:
+        """Each text as its words with one space between them."""
+        return [
+            self._bytes[start:end].tobytes().rstrip()
+            for start, end in zip(self._text_starts(), self._text_ends, strict=True)
+        ]
+
+    def grams(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """A 64-bit hash of every run of n words, text after text, and where each text's begin: (G,), (D + 1,).
+
+        A text of w >= n words has w - n + 1, a shorter one has one, of all its words; one without words has none.
+
+        The hash is of the bytes c_i, h = mix(sum c_i B^i mod 2^64), a difference of two prefix sums: no run is
+        ever put together as a string.
+        """
+        counts = np.where(self.counts >= n, self.counts - n + 1, np.minimum(self.counts, 1))
+        bounds = np.concatenate([[0], np.cumsum(counts)])
+        first = np.arange(bounds[-1]) + np.repeat(self._firsts[:-1] - bounds[:-1], counts)
+        last = np.minimum(first + n - 1, np.repeat(self._firsts[1:] - 1, counts))
+        powers, inverses = _powers(1 << (len(self._bytes) - 1).bit_length())
+        sums = np.zeros(len(self._bytes) + 1, np.uint64)
+        np.cumsum(self._bytes * powers[: len(self._bytes)], out=sums[1:])
+        starts = self._starts[first]
+        return _mix((sums[self._ends[last]] - sums[starts]) * inverses[starts]), bounds
+
+    def signatures(self, shingle_words: int, functions: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        """MinHash: for each text and each function (a, b) the least a s + b mod 2^32 over its shingles s, (D, P)."""
+        grams, bounds = self.grams(shingle_words)
+        shingles = (grams >> np.uint64(32)).astype(np.uint32)
+        found = np.flatnonzero(np.diff(bounds))
+        out = np.full((len(functions[0]), len(self.counts)), _EMPTY)
+        if len(found):
+            values = np.empty_like(shingles)
+            for row, a, b in zip(out, *functions, strict=True):
+                np.multiply(shingles, a, out=values)
+                np.add(values, b, out=values)
+                row[found] = np.minimum.reduceat(values, bounds[found])
+        return np.ascontiguousarray(out.T)
+
+
+class WordHash:
+    """128 bits (BLAKE2b) of the words that are given, in order: the same however the text is cut into normal forms."""
+
+    def __init__(self) -> None:
+        self._hasher = hashlib.blake2b(digest_size=16)
+
+    def update(self, normal_form: bytes) -> WordHash:
+        self._hasher.update(normal_form + b" ")
+        return self
+
+    def halves(self) -> tuple[int, int]:
+        digest = self._hasher.digest()
+        return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
+
+
+def permutations(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """`count` fixed pairs (a, b), a odd: s -> a s + b mod 2^32 permutes the 32-bit numbers."""
+    bits = _mix(np.arange(1, 2 * count + 1, dtype=np.uint64) * np.uint64(_BASE)) >> np.uint64(32)
+    return bits[:count].astype(np.uint32) | np.uint32(1), bits[count:].astype(np.uint32)
+
+
+def estimate(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The share of equal places of two signatures, (..., P) -> (...): an unbiased estimate of the Jaccard similarity J,
+    with the standard deviation sqrt(J (1 - J) / P)."""
+    return (a == b).mean(axis=-1)
+
+
+def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
+    """(D, bands * rows) -> (D, bands): two texts are candidates if they have a key of the same band in common."""
+    parts = signatures.reshape(len(signatures), bands, rows).astype(np.uint64)
+    keys = np.zeros(parts.shape[:2], np.uint64)
+    for row in range(rows):
+        keys = _mix(keys * np.uint64(_BASE) + parts[:, :, row])
+    return keys
+
+
+def candidate_probability(similarity: float, bands: int, rows: int) -> float:
+    """The S-curve: P(candidate | J) = 1 - (1 - J^rows)^bands."""
+    return 1 - (1 - similarity**rows) ** bands
+
+
+def components(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Connected components of the graph with the edges (a_i, b_i): its nodes, sorted, and the least node of each's.
+
+    Every node takes the least label among its neighbours', then its label's label, until nothing changes.
+    """
+    nodes, edges = np.unique(np.concatenate([a, b]), return_inverse=True)
+    left, right = edges[: len(a)], edges[len(a) :]
+    labels = np.arange(len(nodes))
+    while True:
+        before = labels.copy()
+        np.minimum.at(labels, right, labels[left])
+        np.minimum.at(labels, left, labels[right])
+        labels = labels[labels]
+        if np.array_equal(labels, before):
+            return nodes, nodes[labels]
+
+
+def _blank_punctuation(raw: np.ndarray, normal: np.ndarray) -> None:
+    """Put a space for punctuation outside ASCII, which is two or three bytes. The array ends with 0xff."""
+    for lead, seconds, width in ((0xC2, range(0x80, 0xC0), 2), (0xE2, (0x80, 0x81), 3), (0xE3, (0x80,), 3)):
+        at = np.flatnonzero(raw == lead)
+        at = at[np.isin(raw[at + 1], seconds)]
+        for offset in range(width):
+            normal[at + offset] = _SPACE
+
+
+@cache
+def _powers(length: int) -> tuple[np.ndarray, np.ndarray]:
+    """B^i and B^-i modulo 2**64, i < length."""
+    tables = []
+    for base in (_BASE, pow(_BASE, -1, 1 << 64)):
+        table = np.full(length, base, np.uint64)
+        table[0] = 1
+        tables.append(np.cumprod(table))
+    return tables[0], tables[1]
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Every bit of the result depends on every bit of x (D. Stafford's variant 13 of MurmurHash3's finaliser)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,494 @@
+"""The passes over the texts that make a corpus: each reads some rows of one parquet file, in a worker process.
+
+    spans = find_spans("web", paths, connection)                    # rows of a parquet file, some 16 MB of text each
+    run_tasks("read", read_texts, tasks, folder, workers=2, ...)    # results in order, kept until the corpus is whole
+
+A pass never holds more than a few documents and one vector of DuckDB's reader: 2048 rows, or a row group if that is
+smaller. Its result is a file, written whole or not at all, so a killed run goes on with the tasks that are left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from data.dedup import WordHash, Words, permutations
+from data.files import sha256_of, write_json, written_whole
+from data.filters import COLUMNS, Filter, reason_query
+from tinyforge.errors import UserError
+
+if TYPE_CHECKING:
+    import duckdb
+
+SPAN_BYTES = 16 << 20  # of text: what a worker does before its result is kept
+_BATCH_BYTES = 1 << 19  # of text in NumPy's arrays, which take 40 times as much
+_FILTER_BYTES = 1 << 21  # of text in one query
+_connections = itertools.count()
+
+
+@dataclass(frozen=True)
+class Span:
+    """The rows first..last of a parquet file of the source, and the bytes of their texts before compression."""
+
+    source: str
+    path: Path
+    first: int
+    last: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Documents of one span: number in the corpus, row in the file, where in its text (in characters) they are."""
+
+    span: Span
+    columns: dict[str, np.ndarray]  # number, row, start, length, and what the pass needs
+
+
+def connect(memory: int, folder: Path, path: Path | None = None, threads: int = 1) -> duckdb.DuckDBPyConnection:
+    """DuckDB within `memory` bytes, spilling to a folder of its own in `folder`; deterministic if it has one thread."""
+    import duckdb
+
+    spill = folder / f"spill-{os.getpid()}-{next(_connections)}"  # two that share one would overwrite each other
+    config: dict[str, Any] = {"threads": threads, "memory_limit": f"{memory}B", "temp_directory": str(spill)}
+    connection = duckdb.connect(str(path or ":memory:"), config=config)
+    # Joins keep the order in which they are written: the small table on the right is the one that is held.
+    connection.execute("SET enable_progress_bar = false")
+    connection.execute("SET disabled_optimizers = 'join_order,build_side_probe_side'")
+    return connection
+
+
+def scan(path: Path) -> str:
+    """SQL: a parquet file with the number of each row. Some characters of a path would be patterns to DuckDB."""
+    name = "".join(f"[{char}]" if char in "*?[" else char for char in str(path)).replace("'", "''")
+    return f"read_parquet('{name}', file_row_number = true, hive_partitioning = false)"
+
+
+@contextmanager
+def duckdb_faults(what: str) -> Iterator[None]:
+    """Turn what the user can mend among DuckDB's errors into a UserError about `what`."""
+    import duckdb
+
+    try:
+        yield
+    except duckdb.Error as error:
+        reason = " ".join(str(error).split())
+        if "No space left" in reason:
+            raise UserError(f"{what}: the disk is full; make room and run again, what is whole is kept") from None
+        if isinstance(error, duckdb.OutOfMemoryException):
+            raise UserError(f"{what}: {reason[:200]}; raise --memory-limit, or make room for what it spills") from None
+        if re.search(r"invalid string encoding|utf-?8|unicode", reason, re.IGNORECASE):
+            raise UserError(f"{what}: holds text that is not UTF-8 ({reason[:120]}); make the source again") from None
+        if isinstance(error, duckdb.IOException | duckdb.ConversionException | duckdb.InvalidInputException):
+            raise UserError(f"{what}: {reason[:200]}; mend it and run again, what is whole is kept") from None
+        raise
+
+
+def find_spans(source: str, paths: Sequence[Path], connection: duckdb.DuckDBPyConnection) -> list[Span]:
+    """Spans of whole row groups, in order; UserError for a parquet file without the columns of a source."""
+    import duckdb
+
+    wanted = {"id": "VARCHAR", "title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE", "text": "VARCHAR"}
+    spans = []
+    for path in paths:
+        try:
+            columns = connection.execute(f"DESCRIBE SELECT * EXCLUDE file_row_number FROM {scan(path)}").fetchall()
+            name = str(path).replace("'", "''")
+            groups = connection.execute(
+                f"SELECT row_group_num_rows, total_uncompressed_size FROM parquet_metadata('{name}') "
+                "WHERE path_in_schema = 'text' ORDER BY row_group_id"
+            ).fetchall()
+        except duckdb.Error as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{path}: not a readable parquet file ({reason}); make the source again") from None
+        found = {column: kind for column, kind, *_ in columns}
+        if any(found.get(column) != kind for column, kind in wanted.items()):
+            got, want = (", ".join(f"{c} {k}" for c, k in table.items()) for table in (found, wanted))
+            raise UserError(f"{path}: got columns {got}; wanted {want}; make the source again")
+        first = row = size = 0
+        for index, (rows, group_bytes) in enumerate(groups):
+            row, size = row + rows, size + group_bytes
+            if row > first and (size >= SPAN_BYTES or index == len(groups) - 1):
+                spans.append(Span(source, path, first, row - 1, size))
+                first, size = row, 0
+    return spans
+
+
+# --- the passes ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What every pass is told: where it may write, and DuckDB's memory in bytes."""
+
+    target: Path  # without its suffix
+    memory: int
+
+    def connect(self) -> duckdb.DuckDBPyConnection:
+        return connect(self.memory, self.target.parent)
+
+
+def read_texts(job: Pass, span: Span, max_bytes: int, shingle_words: int, functions: int) -> dict[str, Any]:
+    """Cut each text into documents and measure them: `target.parquet`, and `target.npy` with MinHash signatures.
+
+    Columns: row, part (from 1; 0 if the text is whole), start, length, bytes, words, letters, characters, and hash and
+    text_hash (of all parts of the text), 32 hexadecimal digits each.
+    """
+    names = ("row", "part", "start", "length", "bytes")
+    columns: dict[str, list[int]] = {name: [] for name in names}
+    measured: list[tuple[np.ndarray, ...]] = []
+    hashes: list[tuple[int, int]] = []
+    text_hashes: list[tuple[int, int]] = []
+    batch: list[str] = []
+    ends: list[int] = []  # for each of the batch: how many parts its text has if it is the last of them, else 0
+    batch_bytes = 0
+    text_hash = WordHash()
+
+    def measure() -> None:
+        nonlocal text_hash
+        words = Words(batch)
+        signatures = words.signatures(shingle_words, permutations(functions))
+        measured.append((words.counts, words.letters, words.characters, signatures))
+        for form, count in zip(words.normal_forms(), ends, strict=True):
+            hashes.append(WordHash().update(form).halves())
+            text_hash.update(form)
+            if count:
+                text_hashes.extend([text_hash.halves()] * count)
+                text_hash = WordHash()
+        batch.clear()
+        ends.clear()
+
+    with duckdb_faults(str(span.path)), job.connect() as connection:
+        query = f"SELECT file_row_number, id, text FROM {scan(span.path)} WHERE {_rows_of(span)}"
+        cursor = connection.execute(query)
+        while rows := cursor.fetchmany(8):
+            for row, id_, text in rows:
+                if id_ is None or text is None:
+                    missing = "id" if id_ is None else "text"
+                    raise UserError(f"{span.path}: row {row} has no {missing}; make the source again")
+                pieces = cut(text, max_bytes)
+                for index, (start, length, size) in enumerate(pieces):
+                    part = index + 1 if len(pieces) > 1 else 0
+                    for name, value in zip(names, (row, part, start, length, size), strict=True):
+                        columns[name].append(value)
+                    batch.append(text[start : start + length])
+                    ends.append(len(pieces) if index == len(pieces) - 1 else 0)
+                    batch_bytes += size
+                    if batch_bytes >= _BATCH_BYTES:
+                        measure()
+                        batch_bytes = 0
+        if batch:
+            measure()
+        arrays: dict[str, np.ndarray] = {name: np.array(values, np.int64) for name, values in columns.items()}
+        for index, name in enumerate(("words", "letters", "characters")):
+            arrays[name] = np.concatenate([np.empty(0, np.int64), *(entry[index] for entry in measured)])
+        for name, pairs in (("hash", hashes), ("text_hash", text_hashes)):
+            both = np.array(pairs, np.uint64).reshape(-1, 2)
+            arrays[f"{name}_high"], arrays[f"{name}_low"] = both[:, 0].copy(), both[:, 1].copy()
+        # Numbers cross over to DuckDB at once; strings would one by one.
+        shown = [f"format('{{:016x}}{{:016x}}', {n}_high, {n}_low) AS {n}" for n in ("hash", "text_hash")]
+        numbers = "* EXCLUDE (hash_high, hash_low, text_hash_high, text_hash_low)"
+        _write(connection, arrays, f"{numbers}, {', '.join(shown)}", job.target)
+    with written_whole(job.target.with_suffix(".npy")) as beside, open(beside, "wb") as file:
+        np.save(file, np.concatenate([np.empty((0, functions), np.uint32), *(entry[-1] for entry in measured)]))
+    return {"documents": len(arrays["row"])}
+
+
+def cut(text: str, max_bytes: int) -> list[tuple[int, int, int]]:
+    """Cut a text into parts of at most `max_bytes`: (start, length, bytes), the first two in characters.
+
+    Parts are made only where the text is longer. A cut is at the end of a paragraph in the second half of what a part
+    may hold; of those, the one whose next 64 bytes have the least CRC-32. So the place depends on the words around it:
+    in another edition, with a longer preface, the parts fall into step again and are found as duplicates. Where there
+    is no paragraph the cut is behind the last line, else behind the last blank. All parts together are the text.
+    """
+    raw = text.encode()
+    if len(raw) <= max_bytes:
+        return [(0, len(text), len(raw))]
+    parts, begin, start = [], 0, 0
+    while begin < len(raw):
+        left = len(raw) - begin
+        end = len(raw)
+        if left > max_bytes:  # a last part of a few words would be no document
+            end = _find_cut(raw, begin + max_bytes // 2, begin + min(max_bytes, left - max_bytes // 4))
+        length = len(raw[begin:end].decode())
+        parts.append((start, length, end - begin))
+        begin, start = end, start + length
+    return parts
+
+
+def _find_cut(raw: bytes, low: int, high: int) -> int:
+    ends = [match.end() for match in re.compile(rb"\n(?:[ \t\r]*\n)+").finditer(raw, low, high)]
+    if ends := [end for end in ends if low < end < high]:  # at `high` there may be more of the blanks
+        return min(ends, key=lambda end: (zlib.crc32(raw[end : end + 64]), end))
+    for blank in (b"\n", b" "):
+        if (at := raw.rfind(blank, low, high)) >= 0:
+            return at + 1
+    while raw[high] & 0xC0 == 0x80:  # within a character
+        high -= 1
+    return high
+
+
+def find_reasons(job: Pass, parts: Parts, filters: tuple[Filter, ...]) -> dict[str, Any]:
+    """Which filter drops which document: `target.parquet` with number, reason.
+
+    The texts come back to DuckDB in small batches: it works on 2048 rows at once, which can be hundreds of megabytes of
+    books, times the copies that the filters make of them. A batch comes back as one string with a character between the
+    texts that is in none of them, since DuckDB takes a list from Python slowly, value by value.
+    """
+    import duckdb
+
+    counts = ("bytes", "words", "letters", "characters")
+    chosen = {"source": "$source", "number": "batch.number", "text": "batch.text"}
+    chosen |= {name: f"parts.{name}" for name in counts}
+    columns = ", ".join(f"{chosen.get(name, f'file.{name}')} AS {name}" for name in COLUMNS)
+    with duckdb_faults(str(parts.span.path)), job.connect() as connection, connection.cursor() as reader:
+        reader.execute("SET enable_progress_bar = false")
+        connection.register("columns", parts.columns)
+        connection.execute("CREATE TEMP TABLE parts AS SELECT * FROM columns")
+        described = f"SELECT file_row_number, id, title, url, language_score FROM {scan(parts.span.path)}"
+        connection.execute(f"CREATE TEMP TABLE file AS {described} WHERE {_rows_of(parts.span)}")
+        connection.execute("CREATE TEMP TABLE found (number BIGINT, reason VARCHAR)")
+        given = "unnest(string_split($numbers, ' '))::BIGINT AS number, unnest(string_split($texts, $mark)) AS text"
+        joined = f"(SELECT {given}) AS batch JOIN parts USING (number) JOIN file ON parts.row = file.file_row_number"
+        documents = f"(SELECT {columns} FROM {joined})"
+        for numbers, texts in _batches(reader, parts, _FILTER_BYTES):
+            mark = next(chr(code) for code in range(1, 0xD800) if not any(chr(code) in text for text in texts))
+            values = {"source": parts.span.source, "numbers": " ".join(map(str, numbers))}
+            values |= {"texts": mark.join(texts), "mark": mark}
+            try:
+                connection.execute(f"INSERT INTO found {reason_query(filters, documents)}", values)
+            except duckdb.DataError as error:
+                reason = " ".join(str(error).split())
+                name = _blame(connection, filters, documents, values)
+                raise UserError(f"{name}: {reason[:200]}, in {parts.span.path}; mend its SQL") from None
+        with written_whole(job.target.with_suffix(".parquet")) as beside:
+            dropped = "SELECT * FROM found WHERE reason IS NOT NULL"
+            connection.execute(f"COPY ({dropped}) TO '{_quoted(beside)}' (FORMAT parquet)")
+    return {}
+
+
+def _blame(connection: duckdb.DuckDBPyConnection, filters: tuple[Filter, ...], documents: str, values: Any) -> str:
+    """The first filter that fails by itself on these documents."""
+    import duckdb
+
+    measures = tuple(block for block in filters if block.kind == "measure")
+    for block in filters:
+        if block.kind == "filter":
+            try:
+                connection.execute(reason_query((*measures, block), documents), values).fetchall()
+            except duckdb.DataError:
+                return f"filter {block.name!r}"
+    return "filters"
+
+
+def find_grams(job: Pass, parts: Parts, n: int) -> dict[str, Any]:
+    """The hashes of all runs of n words in these documents, each once: `target.parquet` with gram."""
+    found = np.empty(0, np.uint64)
+    with duckdb_faults(str(parts.span.path)), job.connect() as connection:
+        for _, texts in _batches(connection, parts):
+            found = np.union1d(found, Words(texts).grams(n)[0])
+        _write(connection, {"gram": found}, "gram", job.target)
+    return {}
+
+
+def find_overlaps(job: Pass, parts: Parts, n: int, grams: Path) -> dict[str, Any]:
+    """The share of each document's runs of n words that is in the sorted file `grams`: number, overlap if above 0."""
+    known = np.memmap(grams, np.uint64, "r")
+    table, shift = _membership(grams, len(known))
+    numbers: list[np.ndarray] = []
+    shares: list[np.ndarray] = []
+    with duckdb_faults(str(parts.span.path)), job.connect() as connection:
+        for batch, texts in _batches(connection, parts):
+            found, bounds = Words(texts).grams(n)
+            maybe = np.flatnonzero(table[found >> shift])
+            at = np.searchsorted(known, found[maybe])
+            hits = maybe[known[np.minimum(at, len(known) - 1)] == found[maybe]]
+            counts = np.diff(np.searchsorted(hits, bounds))
+            numbers.append(np.array(batch)[counts > 0])
+            shares.append((counts / np.maximum(np.diff(bounds), 1))[counts > 0])
+        columns = {
+            "number": np.concatenate([np.empty(0, np.int64), *numbers]),
+            "overlap": np.concatenate([np.empty(0), *shares]),
+        }
+        _write(connection, columns, "number, overlap", job.target)
+    return {}
+
+
+@lru_cache(maxsize=1)
+def _membership(grams: Path, count: int) -> tuple[np.ndarray, np.uint64]:
+    """A table of what the first bits of a known gram can be: nearly all that are unknown need no search."""
+    bits = min((32 * count).bit_length(), 26)
+    shift = np.uint64(64 - bits)
+    table = np.zeros(1 << bits, bool)
+    for begin in range(0, count, 1 << 20):
+        table[np.memmap(grams, np.uint64, "r")[begin : begin + (1 << 20)] >> shift] = True
+    return table, shift
+
+
+def count_tokens(job: Pass, parts: Parts, tokenizer: Path) -> dict[str, Any]:
+    """The number of tokens of each document: `target.parquet` with number, tokens."""
+    from tinyforge.text import Tokenizer
+
+    encode = Tokenizer.load(tokenizer).encode
+    numbers, counts = [], []
+    with duckdb_faults(str(parts.span.path)), job.connect() as connection:
+        for batch, texts in _batches(connection, parts):
+            numbers += batch
+            counts += [len(encode(text)) for text in texts]
+        columns = {"number": np.array(numbers, np.int64), "tokens": np.array(counts, np.int64)}
+        _write(connection, columns, "number, tokens", job.target)
+    return {}
+
+
+def write_split(job: Pass, pieces: Sequence[Parts], path: Path) -> dict[str, Any]:
+    """Write the documents of some spans to one parquet file, in the order of their numbers: columns id, text."""
+    path.parent.mkdir(exist_ok=True)
+    with duckdb_faults(str(path)), job.connect() as connection, written_whole(path) as beside:
+        selects = [
+            "SELECT parts.number AS number, if(parts.part > 0, file.id || '#' || parts.part, file.id) AS id, "
+            "substring(file.text, parts.start + 1, parts.length) AS text "
+            f" FROM {_join(connection, piece, f'parts{index}')}"
+            for index, piece in enumerate(pieces)
+        ]
+        query = f"SELECT id, text FROM ({' UNION ALL '.join(selects)}) ORDER BY number"
+        connection.execute(
+            f"COPY ({query}) TO '{_quoted(beside)}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 4096)"
+        )
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def _rows_of(span: Span) -> str:
+    return f"file_row_number BETWEEN {span.first} AND {span.last}"
+
+
+def _join(connection: duckdb.DuckDBPyConnection, parts: Parts, name: str = "parts") -> str:
+    """SQL: each part beside its row; the parts' table is on the right, so that it and not the texts is held."""
+    connection.register(name, parts.columns)
+    rows = f"(SELECT * FROM {scan(parts.span.path)} WHERE {_rows_of(parts.span)})"
+    return f"{rows} AS file JOIN {name} AS parts ON file.file_row_number = parts.row"
+
+
+def _batches(
+    connection: duckdb.DuckDBPyConnection, parts: Parts, batch_bytes: int = _BATCH_BYTES
+) -> Iterator[tuple[list[int], list[str]]]:
+    """The documents in order, some at a time: their numbers and texts."""
+    numbers: list[int] = []
+    texts: list[str] = []
+    size = 0
+    cursor = connection.execute(
+        f"SELECT parts.number, substring(file.text, parts.start + 1, parts.length) FROM {_join(connection, parts)}"
+    )
+    while rows := cursor.fetchmany(8):
+        for number, text in rows:
+            numbers.append(number)
+            texts.append(text)
+            size += len(text)
+        if size >= batch_bytes:
+            yield numbers, texts
+            numbers, texts, size = [], [], 0
+    if texts:
+        yield numbers, texts
+
+
+def _write(connection: duckdb.DuckDBPyConnection, columns: dict[str, np.ndarray], select: str, target: Path) -> None:
+    connection.register("columns", columns)
+    with written_whole(target.with_suffix(".parquet")) as beside:
+        connection.execute(f"COPY (SELECT {select} FROM columns) TO '{_quoted(beside)}' (FORMAT parquet)")
+
+
+def _quoted(path: Path) -> str:
+    return str(path).replace("'", "''")
+
+
+# --- running them ----------------------------------------------------------------------------------------------------
+
+
+def run_tasks(
+    stage: str,
+    function: Callable[..., dict[str, Any]],
+    tasks: Iterable[tuple[Any, ...]],
+    folder: Path,
+    workers: int,
+    memory: int,
+    progress: Callable[[int], None],
+) -> list[dict[str, Any]]:
+    """`function(Pass(folder/stage-00000, ...), *task)` for each task; their results in order.
+
+    A result is kept in `folder/stage-00000.json`, and a task that has one is not run again. workers: processes; with 1
+    the tasks run in this one. progress is called with the index of a task when it is done. Raises what a task raises.
+    """
+    results: dict[int, dict[str, Any]] = {}
+
+    def target(index: int) -> Path:
+        return folder / f"{stage}-{index:05d}"
+
+    def finish(index: int, result: dict[str, Any]) -> None:
+        results[index] = result
+        progress(index)
+
+    def missing() -> Iterator[tuple[int, tuple[Any, ...]]]:
+        for index, task in enumerate(tasks):
+            if (done := target(index).with_suffix(".json")).exists():
+                finish(index, json.loads(done.read_bytes()))
+            else:
+                yield index, task
+
+    if workers == 1:
+        for index, task in missing():
+            finish(index, _run(function, Pass(target(index), memory), task))
+        return [results[index] for index in sorted(results)]
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_follow_parent)
+    running: dict[Future[dict[str, Any]], int] = {}
+    try:
+        for index, task in missing():
+            running[pool.submit(_run, function, Pass(target(index), memory), task)] = index
+            if len(running) > workers:  # one waits for whoever is free first
+                _collect(running, finish)
+        while running:
+            _collect(running, finish)
+    except BrokenProcessPool:
+        raise UserError(f"{stage}: a worker was killed; run again to go on, with fewer --workers") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [results[index] for index in sorted(results)]
+
+
+def _collect(running: dict[Future[dict[str, Any]], int], finish: Callable[[int, dict[str, Any]], None]) -> None:
+    for future in wait(running, return_when=FIRST_COMPLETED).done:
+        finish(running.pop(future), future.result())
+
+
+def _run(function: Callable[..., dict[str, Any]], job: Pass, task: tuple[Any, ...]) -> dict[str, Any]:
+    result = function(job, *task)
+    write_json(job.target.with_suffix(".json"), result)
+    return result
+
+
+def _follow_parent() -> None:
+    """A worker leaves Ctrl-C to its parent, and goes when the parent is gone, even if that was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
