@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -210,7 +210,7 @@ def make_shards(
     if given is None and (out / TOKENIZER).exists():
         chosen = load_tokenizer(out / TOKENIZER)
     else:
-        chosen = given or _train(found, vocab_size, sample_bytes, progress)
+        chosen = given or _train(found, vocab_size, sample_bytes, workers, progress)
         partial = out / f".partial-{TOKENIZER}"
         chosen.save(partial)
         os.replace(partial, out / TOKENIZER)
@@ -266,7 +266,7 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
             )
 
 
-def _train(corpus: Corpus, vocab_size: int, sample_bytes: int, progress: bool) -> Tokenizer:
+def _train(corpus: Corpus, vocab_size: int, sample_bytes: int, workers: int | None, progress: bool) -> Tokenizer:
     total = sum(source.bytes["train"] for source in corpus.sources)
     share = min(1.0, sample_bytes / max(1, total))
     below = None if share == 1.0 else f"{int(share * 16**8):08x}"
@@ -274,7 +274,7 @@ def _train(corpus: Corpus, vocab_size: int, sample_bytes: int, progress: bool) -
     first = next(texts, None)
     if first is None:
         raise UserError(f"--sample-bytes: {sample_bytes:,} of {total:,} bytes take in no whole document; give more")
-    return Tokenizer.train(chain([first], texts), vocab_size, progress=progress)
+    return Tokenizer.train(chain([first], texts), vocab_size, progress=progress, workers=workers)
 
 
 def _encode(
@@ -288,7 +288,7 @@ def _encode(
     bar.update(size)
     writer = ShardWriter(out, source.name, split, tokenizer, shard_tokens, kept)
     if not complete:
-        for ids in _encode_many(tokenizer, read_texts(source.files[split], skip=documents), workers):
+        for ids in tokenizer.encode_many(read_texts(source.files[split], skip=documents), workers=workers):
             # The document at the border: its first ids, and what they spell, are in the files that were kept.
             ids = np.concatenate([ids, end])[begun:]
             writer.append(ids)
@@ -302,15 +302,6 @@ def _encode(
             f"the corpus again with python -m data.corpus, and remove {out}"
         )
     return Part(documents, sum(f.tokens for f in files), size, files), size - before
-
-
-def _encode_many(tokenizer: Tokenizer, texts: Iterable[str], workers: int | None) -> Iterator[np.ndarray]:
-    """The ids of each text in order, on all cores where the tokenizer can."""
-    encode_many = getattr(tokenizer, "encode_many", None)
-    if encode_many is not None:
-        return encode_many(texts, workers=workers)
-    dtype = np.dtype(f"u{bytes_per_id(tokenizer.vocab_size)}")
-    return (np.array(tokenizer.encode(text), dtype) for text in texts)
 
 
 def _kept_shards(

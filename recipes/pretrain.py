@@ -93,8 +93,9 @@ def documents_of(settings: Settings) -> tuple[list[str], list[str]]:
 
 def pack(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
     """One stream of ids, each document followed by the separator."""
-    end = tokenizer.specials[SEPARATOR]
-    return np.array([i for text in texts for i in (*tokenizer.encode(text), end)], dtype=np.int32)
+    end = np.array([tokenizer.specials[SEPARATOR]], np.int32)
+    parts = [part for ids in tokenizer.encode_many(texts) for part in (ids, end)]
+    return np.concatenate([end[:0], *parts], dtype=np.int32, casting="same_kind")
 
 
 def corpus_of_text(settings: Settings, config: Config, seq_len: int) -> Corpus:

@@ -5,52 +5,26 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import subprocess
 import sys
-import unicodedata
 from collections import Counter
-from collections.abc import Callable
-from itertools import chain, pairwise
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.text.test_pieces import GPT2_PATTERN, TRICKY, assigned_text, random_unicode, split_all
+from tinyforge.backends.workers import ThreadWorker, worker_pids
 from tinyforge.errors import UserError
-from tinyforge.text import Tokenizer, bpe
+from tinyforge.text import Tokenizer, bpe, parallel, pieces
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT2 = ROOT.parent / "shared" / "data" / "gpt2"
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "shakespeare" / "input.txt"
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-TRICKY = {
-    "don't you're I've I'm we'll he'd it's": "don|'t| you|'re| I|'ve| I|'m| we|'ll| he|'d| it|'s",
-    "IT'S O'Neil 'sword 'tis": "IT|'|S| O|'|Neil| '|sword| '|tis",
-    "a\u00a0b": "a|\u00a0|b",  # the no-break space is white space, but only U+0020 joins the next word
-    "a\x1c!b \x1f c": "a|\x1c!|b| \x1f| c",  # not White_Space in Unicode, though Python's \s says so
-    "a\x85b\u2028c\u3000d": "a|\x85|b|\u2028|c|\u3000|d",
-    "zero\u200bwidth": "zero|\u200b|width",
-    "\u0663\u0664 in 1984": "\u0663\u0664| in| 1984",  # Arabic-Indic digits
-    "x\u00b22\u00b3 \u00bd": "x|\u00b22\u00b3| \u00bd",  # superscripts and fractions (No) are numbers
-    "\u2167 of \u2167a": "\u2167| of| \u2167|a",  # Roman numeral letters (Nl) are numbers
-    "\u4e2d\u6587 \u4e00\u4e8c": "\u4e2d\u6587| \u4e00\u4e8c",  # ideographs are letters, numerals too
-    "cafe\u0301s": "cafe|\u0301|s",  # a combining accent is neither letter nor number
-    "snake_case __init__": "snake|_|case| __|init|__",
-    "two  spaces   three": "two| | spaces|  | three",
-    "end   ": "end|   ",
-    "line\n\n  next\r\n\r\n": "line|\n\n | next|\r\n\r\n",
-    "\t tab\n": "\t| tab|\n",
-    # Beyond U+FFFF: a letter, a digit, an ideograph, an emoji.
-    "\U0001d4d0\U0001d7d8\U00020000 \U0001f600!": "\U0001d4d0|\U0001d7d8|\U00020000| \U0001f600!",
-    "": "",
-}
-
-
-def pieces(text: str) -> list[str]:
-    return list(chain.from_iterable(bpe.split(text)))
 
 
 def generated_text(characters: int, seed: int) -> str:
@@ -68,19 +42,6 @@ def generated_text(characters: int, seed: int) -> str:
     return "".join(text)
 
 
-def random_unicode(rng: random.Random, length: int) -> str:
-    """Characters from all planes, assigned in this Python's Unicode or not; never a surrogate."""
-    ranges = [
-        (0, 0x80),
-        (0x80, 0x800),
-        (0x800, 0xD800),
-        (0xE000, 0x10000),
-        (0x1F300, 0x1FB00),
-        (0x10000, 0x110000),
-    ]
-    return "".join(chr(rng.randrange(*rng.choice(ranges))) for _ in range(length))
-
-
 def replace_everywhere(word: tuple[int, ...], pair: tuple[int, int], new: int) -> tuple[int, ...]:
     out: list[int] = []
     at = 0
@@ -93,7 +54,7 @@ def replace_everywhere(word: tuple[int, ...], pair: tuple[int, int], new: int) -
 
 def reference_merges(text: str, count: int) -> list[tuple[int, int]]:
     """The textbook trainer: before each merge, count every pair again."""
-    words = Counter(tuple(piece.encode()) for piece in pieces(text))
+    words = Counter(tuple(piece.encode()) for piece in split_all(text))
     merges: list[tuple[int, int]] = []
     for _ in range(count):
         counts: Counter[tuple[int, int]] = Counter()
@@ -114,7 +75,7 @@ def reference_merges(text: str, count: int) -> list[tuple[int, int]]:
 def reference_encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """The textbook encoder: each merge in turn over the whole piece."""
     ids: list[int] = []
-    for piece in pieces(text):
+    for piece in split_all(text):
         word = tuple(piece.encode())
         for index, pair in enumerate(tokenizer.merges):
             word = replace_everywhere(word, pair, 256 + index)
@@ -139,50 +100,6 @@ def gpt2() -> Tokenizer:
     return Tokenizer.from_gpt2(GPT2 / "encoder.json", GPT2 / "vocab.bpe")
 
 
-# --- the pattern
-
-
-@pytest.mark.parametrize(("string", "wanted"), TRICKY.items(), ids=ascii)
-def test_pattern_on_tricky_strings(string: str, wanted: str) -> None:
-    assert pieces(string) == [piece for piece in wanted.split("|") if piece]
-
-
-def assigned_text(rng: random.Random, length: int) -> str:
-    """Random characters of known category, so that another library's newer Unicode tables cannot disagree."""
-    known = [c for c in random_unicode(rng, 2 * length) if unicodedata.category(c) not in ("Cn", "Co")]
-    spaces = "  \n\t\r\u00a0\u2009\u3000\x1c\x1f'"
-    return "".join(chain.from_iterable(zip(known[:length], rng.choices(["", *spaces], k=length), strict=False)))
-
-
-def test_pattern_equals_the_regex_package() -> None:
-    regex = pytest.importorskip("regex")
-    rng = random.Random(1)
-    for _ in range(200):
-        string = assigned_text(rng, 100)
-        assert pieces(string) == regex.findall(GPT2_PATTERN, string)
-    # Between "a" and "1." a letter joins the left, a number the middle, a sign the right, white space none.
-    known = [chr(code) for code in range(0x40000) if unicodedata.category(chr(code)) not in ("Cn", "Cs")]
-    string = "\n".join(f"a{character}1{character}." for character in known)
-    assert pieces(string) == regex.findall(GPT2_PATTERN, string)
-
-
-def test_no_letter_or_number_lies_beyond_the_table() -> None:
-    beyond = {unicodedata.category(chr(code))[0] for code in range(bpe.ASSIGNED_END, 0x110000)}
-    assert beyond.isdisjoint("LN")
-
-
-def test_chunks_do_not_change_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(2)
-    string = "".join(
-        rng.choices(["a", "b1", " ", "  ", "\n", "\r\n", "\u00a0", "\x1c", "'s", "!", "\U0001f600"], k=3000)
-    )
-    whole = bpe.split_pattern(bpe.ASSIGNED_END).findall(string)
-    for chunk in (1, 2, 3, 7, 64):
-        monkeypatch.setattr(bpe, "CHUNK", chunk)
-        assert pieces(string) == whole
-    assert len(list(bpe.split(string))) > 1
-
-
 # --- training
 
 
@@ -203,6 +120,34 @@ def test_training_depends_on_the_texts_and_not_on_their_order(text: str, tokeniz
     assert Tokenizer.train(reversed(lines), 400, progress=False).hash() == forward.hash()
     assert Tokenizer.train([text], 600, progress=False).hash() == tokenizer.hash()
     assert forward.hash() != tokenizer.hash()
+
+
+@pytest.mark.parametrize("workers", [None, 1, 3])
+def test_training_is_the_same_for_any_number_of_workers(
+    workers: int | None, text: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "BATCH", 5000)
+    for texts in ([text], text.split("\n")):
+        assert Tokenizer.train(iter(texts), 600, progress=False, workers=workers).hash() == tokenizer.hash()
+
+
+def test_training_on_too_many_pieces_drops_the_rarest(monkeypatch: pytest.MonkeyPatch) -> None:
+    common = generated_text(20_000, seed=12)
+    rare = " ".join(str(number) for number in range(10_000, 12_000))  # each once
+    wanted = Tokenizer.train([common], 320, progress=False)
+    monkeypatch.setattr(bpe, "COUNTED_PIECES", 1500)
+    assert bpe.drop_rarest({b"a": 2, b"b": 1, b"c": 5}) == {b"a": 2, b"b": 1, b"c": 5}
+    for workers in (1, 2):
+        with_rare = Tokenizer.train([common * 10, rare], 320, progress=False, workers=workers)
+        assert with_rare.merges == wanted.merges
+    assert bpe.drop_rarest({b"%d" % number: number for number in range(2000)}) == {
+        b"%d" % number: number for number in range(1250, 2000)
+    }
+
+
+def test_counts_take_64_bits() -> None:
+    merges = bpe.learn_merges({b"abc": 3 << 40, b"bc": 1, b"ab": 2}, 5, progress=False)
+    assert merges == [(97, 98), (256, 99), (98, 99)]
 
 
 def test_training_is_the_same_in_another_process() -> None:
@@ -291,14 +236,34 @@ def test_decode_takes_numpy_ids(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(np.array(ids, dtype=np.uint16)) == "the sheing 12"
 
 
-def test_a_full_cache_changes_nothing(tokenizer: Tokenizer, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = tokenizer.encode(text)
-    monkeypatch.setattr(bpe, "CACHE_ENTRIES", 10)
+@pytest.mark.parametrize(("limit", "value"), [("TABLE_PIECES", 10), ("TABLE_BYTES", 10)])
+def test_a_full_memory_changes_nothing(
+    limit: str, value: int, tokenizer: Tokenizer, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = text.split("\n")
+    wanted = [tokenizer.encode(line) for line in texts]
+    trained = Tokenizer.train(texts, 400, progress=False)
+    monkeypatch.setattr(pieces, limit, value)
+    monkeypatch.setattr(pieces, "BATCH", 500)
     fresh = Tokenizer(tokenizer.merges, tuple(tokenizer.specials))
-    assert fresh.encode(text) == wanted
-    assert 0 < len(fresh._piece_ids) <= 10
-    assert fresh.decode(fresh.encode("x" * 1000)) == "x" * 1000
-    assert max(map(len, fresh._piece_ids)) <= bpe.CACHED_PIECE
+    most = 0
+    for line, ids in zip(texts, wanted, strict=True):
+        assert fresh.encode(line) == ids
+        most = max(most, len(fresh._encoder.table.pieces))
+    assert most < 100 < len(tokenizer._encoder.table.pieces)
+    assert Tokenizer.train(texts, 400, progress=False).hash() == trained.hash()
+
+
+@pytest.mark.parametrize("length", [bpe.LONG - 1, bpe.LONG, 1000])
+def test_long_and_short_pieces_are_merged_alike(tokenizer: Tokenizer, length: int) -> None:
+    rng = random.Random(10)
+    merged = {pair: 256 + index for index, pair in enumerate(tokenizer.merges)}
+    for letters in ("kators", "a", "aak"):
+        ids = list("".join(rng.choices(letters, k=length)).encode())
+        wanted = tuple(ids)
+        for index, pair in enumerate(tokenizer.merges):
+            wanted = replace_everywhere(wanted, pair, 256 + index)
+        assert bpe.apply_merges(ids, merged) == bpe.apply_merges_by_heap(ids, merged) == list(wanted)
 
 
 def test_a_long_run_without_a_space_is_not_quadratic(tokenizer: Tokenizer) -> None:
@@ -315,6 +280,108 @@ def test_a_long_run_without_a_space_is_not_quadratic(tokenizer: Tokenizer) -> No
     ids = bpe.apply_merges(list(letters.encode()), merged)
     assert tokenizer.decode(ids) == letters
     assert calls["get"] < 3 * len(letters)
+
+
+# --- many texts, on all cores
+
+
+@pytest.fixture
+def texts() -> list[str]:
+    rng = random.Random(11)
+    made = [generated_text(size, seed) for seed, size in enumerate((0, 1, 300, 5000, 60_000, 20))]
+    made += [random_unicode(rng, rng.randrange(3000)) for _ in range(20)]
+    made += ["", "a\ud800 b", "x\udcff", *TRICKY, "", "'", "s", " ", "x", "a" * 3000]
+    rng.shuffle(made)
+    return made
+
+
+@pytest.mark.parametrize("workers", [None, 1, 2, 3])
+def test_encode_many_gives_the_ids_of_encode(
+    workers: int | None, texts: list[str], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [tokenizer.encode(text) for text in texts]
+    for size in (100, 5000, pieces.BATCH):
+        monkeypatch.setattr(pieces, "BATCH", size)
+        found = list(tokenizer.encode_many(iter(texts), workers))
+        assert [ids.tolist() for ids in found] == wanted
+        assert {ids.dtype for ids in found} == {np.dtype(np.uint16)}
+    assert list(tokenizer.encode_many([], workers)) == []
+
+
+def test_threads_give_the_same(texts: list[str], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "CAN_FORK", False)
+    monkeypatch.setattr(parallel, "Worker", ThreadWorker)
+    monkeypatch.setattr(pieces, "BATCH", 1000)
+    monkeypatch.setattr(pieces, "SHORT", 500)
+    fresh = Tokenizer(tokenizer.merges, tuple(tokenizer.specials))
+    assert [ids.tolist() for ids in fresh.encode_many(texts, 4)] == [tokenizer.encode(text) for text in texts]
+    assert (
+        Tokenizer.train(texts, 400, progress=False, workers=4).merges
+        == Tokenizer.train(texts, 400, progress=False, workers=1).merges
+    )
+
+
+def test_threads_may_share_a_tokenizer(text: str, tokenizer: Tokenizer) -> None:
+    texts = [text[start : start + 9000] for start in range(0, len(text), 9000)]
+    wanted = [tokenizer.encode(part) for part in texts]
+    fresh = Tokenizer(tokenizer.merges, tuple(tokenizer.specials))
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(fresh.encode, texts * 5)) == wanted * 5
+
+
+@pytest.mark.parametrize("line", range(1, 10))
+def test_an_interrupted_call_leaves_no_wrong_id_behind(line: int, text: str, tokenizer: Tokenizer) -> None:
+    """Ctrl-C at many places of the work on one text; the next calls give the ids as if nothing had been."""
+    fresh = Tokenizer(tokenizer.merges, tuple(tokenizer.specials))
+    lines = 0
+
+    def interrupt(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename in (bpe.__file__, pieces.__file__) and event == "line":
+            lines += 1
+            if lines % (line * 37) == 0:
+                raise KeyboardInterrupt
+        return interrupt
+
+    parts = [text[start : start + 3000] for start in range(0, 60_000, 3000)]
+    interrupted = 0
+    for part in parts:
+        sys.settrace(interrupt)
+        try:
+            fresh.encode(part)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(None)
+    assert interrupted
+    assert [fresh.encode(part) for part in parts] == [tokenizer.encode(part) for part in parts]
+
+
+def test_ids_take_32_bits_where_16_do_not_hold_them() -> None:
+    pairs = [(left, right) for left in range(256) for right in range(256)]
+    small, large = Tokenizer(pairs[: 65_536 - 256], []), Tokenizer(pairs, [])
+    assert small.id_dtype == np.uint16 and large.id_dtype == np.uint32
+    (ids,) = large.encode_many([b"\xff\xff".decode("utf-8", "surrogateescape")])
+    assert ids.dtype == np.uint32 and ids.tolist() == [256 + 65_535]
+
+
+def test_encode_many_takes_texts_as_they_are_wanted(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "BATCH", 1000)
+    taken = Counter[str]()
+
+    def endless() -> Iterator[str]:
+        while True:
+            taken["texts"] += 1
+            yield "the cat sat on the mat " * 10
+
+    for workers in (1, 2):
+        taken.clear()
+        encoded = tokenizer.encode_many(endless(), workers)
+        for _ in range(100):
+            next(encoded)
+        encoded.close()
+        assert taken["texts"] < 150
+    assert not worker_pids()
 
 
 # --- parity with GPT-2
@@ -359,40 +426,6 @@ def test_gpt2_survives_saving(gpt2: Tokenizer, tmp_path: Path) -> None:
     again = Tokenizer.load(tmp_path / "tokenizer.json")
     assert again.hash() == gpt2.hash()
     assert again.encode("Hello world") == [15496, 995]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda pattern: pattern.replace(f"[{bpe.WHITE_SPACE}]", r"\s").replace(f"[^{bpe.WHITE_SPACE}", r"[^\s"),
-        lambda pattern: "(?i)" + pattern,
-        lambda pattern: pattern.replace("'ve|", ""),
-        lambda pattern: pattern.replace(f"(?![^{bpe.WHITE_SPACE}])", ""),
-        lambda pattern: pattern.replace("| ?[^", "|[^"),
-        lambda pattern: pattern.replace("\u00b2-\u00b3", ""),
-        lambda pattern: pattern.replace("a-z", "a-z_"),
-    ],
-    ids=[
-        "python's \\s",
-        "ignores case",
-        "no 've",
-        "no look-ahead",
-        "no space before signs",
-        "no superscripts",
-        "_",
-    ],
-)
-def test_a_wrong_pattern_is_caught(wrong: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each fault seeded into the pattern must show on the tricky strings."""
-
-    def split_pattern(end: int) -> re.Pattern[str]:
-        right = right_pattern(end).pattern
-        assert wrong(right) != right
-        return re.compile(wrong(right))
-
-    right_pattern = bpe.split_pattern
-    monkeypatch.setattr(bpe, "split_pattern", split_pattern)
-    assert any(pieces(string) != [p for p in wanted.split("|") if p] for string, wanted in TRICKY.items())
 
 
 # --- files

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tinyforge.errors import UserError
-from tinyforge.text import Tokenizer
+from tinyforge.text import Tokenizer, command
 from tinyforge.text.command import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +55,59 @@ def test_encode_and_decode_a_file(tokenizer_file: str, tmp_path: Path, capsys: p
     text.write_text(printed + "\n259")
     main(["decode", str(text), "--tokenizer", tokenizer_file])
     assert capsys.readouterr().out == "the the</s></s>"
+
+
+def test_a_large_file_is_read_in_blocks_and_gives_the_same(
+    tokenizer_file: str, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "BLOCK", 7)
+    tokenizer = Tokenizer.load(tokenizer_file)
+    large, ids, out = tmp_path / "large", tmp_path / "ids.npy", tmp_path / "trained.json"
+    rng = random.Random(1)
+    for data in (("the 👍 é\r\n  the " * 300).encode(), rng.randbytes(3000), b"the \xe2\x82", b"", b"a" * 1000):
+        large.write_bytes(data)
+        wanted = tokenizer.encode_bytes(data)
+        main(["encode", str(large), "--tokenizer", tokenizer_file, "--workers", "2"])
+        printed = capfdbinary.readouterr().out
+        assert [int(word) for word in printed.split()] == wanted
+        assert [len(line.split()) for line in printed.splitlines()[:-1]] == [32] * ((len(wanted) - 1) // 32)
+        main(["encode", str(large), "--tokenizer", tokenizer_file, "--out", str(ids)])
+        assert capfdbinary.readouterr().out == f"{ids}: {len(wanted)} ids, 2 bytes each\n".encode()
+        array = np.load(ids)
+        assert array.dtype == np.uint16 and array.tolist() == wanted
+        main(["decode", str(ids), "--tokenizer", tokenizer_file])
+        assert capfdbinary.readouterr().out == data
+    text = "the cat sat on the mat, the hat\r\n  and a bat é 👍; that the cat " * 50
+    large.write_bytes(text.encode())
+    main(["train", str(large), "--vocab-size", "275", "--out", str(out), "--workers", "2"])
+    assert Tokenizer.load(out).hash() == Tokenizer.train([text], 275, progress=False).hash()
+    large.write_bytes(text.encode() + b"\xe2\x82")
+    with pytest.raises(UserError, match=f"large: got no UTF-8 at byte {len(text.encode())}, wanted text"):
+        main(["train", str(large), "--vocab-size", "275", "--out", str(out)])
+
+
+def test_a_failed_write_keeps_the_old_ids(tokenizer_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "ids.npy"
+    argv = ["encode", "--tokenizer", tokenizer_file, "--out", str(out)]
+    feed(b"the the", monkeypatch)
+    main(argv)
+    before = out.read_bytes()
+
+    def disk_full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", disk_full)
+    feed(b"the", monkeypatch)
+    with pytest.raises(UserError, match="cannot write the ids .*: No space left on device; free space"):
+        main(argv)
+    assert out.read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["ids.npy", "tokenizer.json"]
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
 def test_any_bytes_through_standard_input(
@@ -135,6 +190,9 @@ def test_faults(tokenizer_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["train", tokenizer_file, *train, "--special", ""], "none empty"),
         (["encode", str(tmp_path), *use], "Is a directory"),
         (["encode", str(bad), "--tokenizer", str(bad)], "is not UTF-8"),
+        (["encode", str(bad), *use, "--out", str(tmp_path / "no" / "x")], "is no folder"),
+        (["encode", str(bad), *use, "--workers", "0"], "workers: got 0, wanted 1 or more"),
+        (["train", tokenizer_file, *train, "--workers", "-1"], "workers: got -1"),
         (["decode", str(bad), *use], "got 'ok' as id number 1"),
         (["inspect", "a", "--token", "260", *use], "token id 260 is not in the vocabulary"),
         (["inspect", "a", "--token", "-1", *use], "token id -1 is not in the vocabulary"),
@@ -149,6 +207,11 @@ def test_faults(tokenizer_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         (b"\xff", "standard input: got '\\ufffd'"),
         (b"9" * 5000, "as id number 1"),
         (b"1.0", "got '1.0'"),
+        (npy(np.array([1, 260])), "token id 260"),
+        (npy(np.array([1.0])), "standard input: got 1 dimensions of float64, wanted one dimension of whole numbers"),
+        (npy(np.array([[1]])), "got 2 dimensions of int64"),
+        (npy(np.array([1, 2]))[:-1], "standard input: a damaged .npy file"),
+        (npy(np.array([1, 2]))[:20], "standard input: a damaged .npy file"),
     ]:
         feed(ids, monkeypatch)
         with pytest.raises(UserError) as caught:

@@ -168,7 +168,7 @@ def test_tiktoken_reads_our_export(tokenizer: Tokenizer, tmp_path: Path) -> None
     for text, id in tokenizer.specials.items():
         assert theirs.decode([id]) == text
     # Bytes that are no text, as one piece: there the pattern has no say.
-    order, merged = (bpe.BYTE_ORDERS[tokenizer.byte_order], tokenizer._piece_ids.merged)
+    order, merged = (bpe.BYTE_ORDERS[tokenizer.byte_order], tokenizer._merged)
     rng = random.Random(1)
     for alphabet in (range(256), b"abc", "中é👍 e".encode()):
         for length in [*range(1, 60), 200, 1000]:

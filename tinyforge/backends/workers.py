@@ -23,6 +23,9 @@ from tinyforge.errors import UserError
 
 _pids: set[int] = set()  # forked and not yet ended
 
+# What to do when a worker of a training run dies.
+ADVICE = "the last checkpoint is intact: go on with --resume and --workers 1 or a smaller --batch-size"
+
 # On macOS a forked child may not call the system's libraries, BLAS among them; Windows has no fork.
 CAN_FORK = sys.platform == "linux"
 
@@ -42,10 +45,11 @@ class ForkedWorker:
     """A child process that answers each request with answer(request), in order.
 
     It sees all objects as they were when it was made, and arrays of `shared_zeros` as they are. It ends when the
-    caller lets go of it or dies: its end of the pipe closes then.
+    caller lets go of it or dies: its end of the pipe closes then. `advice` ends the message when it dies itself.
     """
 
-    def __init__(self, answer: Callable[[Any], Any]) -> None:
+    def __init__(self, answer: Callable[[Any], Any], advice: str = ADVICE) -> None:
+        self._advice = advice
         self._pipe, theirs = Pipe()
         pid = os.fork()
         if pid == 0:
@@ -69,8 +73,7 @@ class ForkedWorker:
             return step(*args)
         except (EOFError, OSError) as error:
             raise UserError(
-                "a worker process died (the kernel kills one when memory runs out); the last checkpoint is intact: "
-                "go on with --resume and --workers 1 or a smaller --batch-size"
+                f"a worker process died (the kernel kills one when memory runs out); {self._advice}"
             ) from error
 
 
@@ -99,9 +102,9 @@ def _end(pipe: Connection, pid: int) -> None:
 
 
 class ThreadWorker:
-    """The same on a thread."""
+    """The same on a thread, which does not die by itself."""
 
-    def __init__(self, answer: Callable[[Any], Any]) -> None:
+    def __init__(self, answer: Callable[[Any], Any], advice: str = ADVICE) -> None:
         self._answer = answer
         self._pool = ThreadPoolExecutor(1)
         self._pending: Future[Any] | None = None

@@ -27,21 +27,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import unicodedata
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import chain, pairwise
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tinyforge.errors import UserError
+from tinyforge.text.parallel import ordered_map
+from tinyforge.text.pieces import Batch, PieceTable, batches, to_utf8
 
 Pair = tuple[int, int]
 
@@ -56,72 +55,9 @@ BYTE_ORDERS: dict[str, tuple[int, ...]] = {
     "gpt2": (*GPT2_PRINTABLE, *(b for b in range(256) if b not in GPT2_PRINTABLE)),
 }
 
-CHUNK = 1 << 16  # characters split at a time: a long text shall not become one list of millions of pieces
-CACHE_ENTRIES = 1 << 18
-CACHED_PIECE = 64  # characters; a longer piece hardly ever comes back, and would only fill the cache
-
-
-# --- pre-tokenisation ---------------------------------------------------------------------------------------
-
-# The Unicode property White_Space, which is what `\s` means in GPT-2's pattern. Python's own `\s` is wider:
-# it also takes the separators U+001C..U+001F, and would cut text that holds them in other places.
-WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-
-# A cut is safe where a space follows something that is not one: no piece reaches across (a space joins only
-# what comes after it), and the look-ahead of the pattern looks no further than the run of space it stands in.
-SAFE_CUT = re.compile(f"[^{WHITE_SPACE}](?=[{WHITE_SPACE}])")
-
-BMP_END = 0x10000
-ASSIGNED_END = 0x40000  # the planes above hold no letter and no number
-
-
-def class_body(categories: str, wanted: str) -> str:
-    """Body of a regular-expression class: the code points where `categories` has the letter `wanted`."""
-    runs = (match.span() for match in re.finditer(f"{wanted}+", categories))
-    return "".join(f"{chr(first)}-{chr(stop - 1)}" for first, stop in runs)
-
-
-@cache
-def split_pattern(end: int) -> re.Pattern[str]:
-    r"""GPT-2's pattern for text whose characters all lie below `end`.
-
-    's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-
-    In words: an English contraction; else letters, digits or other signs, each run with the one space before
-    it; else a run of white space, less its last character when a word follows (that space belongs to the
-    word).
-    """
-    # `re` has no \p{L}, so the classes are spelt out from the Unicode tables that come with Python. A
-    # category has two letters, "Lu" or "Nd"; the first is the one that counts here.
-    categories = "".join(map(unicodedata.category, map(chr, range(end))))[::2]
-    letters, numbers = class_body(categories, "L"), class_body(categories, "N")
-    return re.compile(
-        f"'s|'t|'re|'ve|'m|'ll|'d| ?[{letters}]+| ?[{numbers}]+| ?[^{WHITE_SPACE}{letters}{numbers}]+"
-        f"|[{WHITE_SPACE}]+(?![^{WHITE_SPACE}])|[{WHITE_SPACE}]+"
-    )
-
-
-def split(text: str) -> Iterator[list[str]]:
-    """The pieces of `text`, a chunk of about 64 K characters at a time. Joined, they are the text again."""
-    start = 0
-    while start < len(text):
-        cut = SAFE_CUT.search(text, start + CHUNK)
-        stop = cut.end() if cut else len(text)
-        chunk = text[start:stop]
-        # `re` looks up the first 65,536 characters in a table but tries the ranges beyond one by one, three
-        # times as slow over English; so they are in the pattern only where they are in the text. A character
-        # beyond takes two units of UTF-16, which is the quickest way to see one.
-        is_bmp = len(chunk.encode("utf-16-le", "surrogatepass")) == 2 * len(chunk)
-        yield split_pattern(BMP_END if is_bmp else ASSIGNED_END).findall(chunk)
-        start = stop
-
-
-def to_utf8(piece: str) -> bytes:
-    """UTF-8 bytes of any string: U+DC80..U+DCFF stand for raw bytes, other surrogates become U+FFFD."""
-    try:
-        return piece.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return re.sub("[\ud800-\udfff]", "\ufffd", piece).encode()
+COUNTED_PIECES = 1 << 20  # distinct ones that training keeps; beyond, the rarest are dropped
+NO_MERGE = 1 << 60
+LONG = 100  # bytes of a piece, from which a heap finds the next merge sooner than a look at all pairs
 
 
 # --- merging ------------------------------------------------------------------------------------------------
@@ -130,9 +66,27 @@ def to_utf8(piece: str) -> bytes:
 def apply_merges(ids: list[int], merged: dict[Pair, int]) -> list[int]:
     """Apply all merges to one piece: always the pair with the smallest new id, from left to right.
 
-    `merged` maps a pair to its new id; ids grow in the order of learning, so the new id is also the rank. A
-    linked list of tokens and a heap of candidates make it O(n log n) for n bytes: a long run without a space
-    stays cheap.
+    `merged` maps a pair to its new id; ids grow in the order of learning, so the new id is also the rank.
+    """
+    if len(ids) >= LONG:
+        return apply_merges_by_heap(ids, merged)
+    ids = ids.copy()
+    ranks = [merged.get(pair, NO_MERGE) for pair in pairwise(ids)]
+    while ranks and (new := min(ranks)) < NO_MERGE:
+        at = ranks.index(new)
+        ids[at : at + 2] = [new]
+        del ranks[at]
+        if at > 0:
+            ranks[at - 1] = merged.get((ids[at - 1], new), NO_MERGE)
+        if at < len(ranks):
+            ranks[at] = merged.get((new, ids[at + 1]), NO_MERGE)
+    return ids
+
+
+def apply_merges_by_heap(ids: list[int], merged: dict[Pair, int]) -> list[int]:
+    """The same in O(n log n) for n bytes, with a linked list of tokens and a heap of candidates.
+
+    So a long run without a space stays cheap.
     """
     ids = ids.copy()
     end = len(ids)
@@ -157,91 +111,163 @@ def apply_merges(ids: list[int], merged: dict[Pair, int]) -> list[int]:
     return [token for token in ids if token >= 0]
 
 
-class PieceCache(dict[str, tuple[int, ...]]):
-    """Piece of text -> its token ids, worked out when first asked for.
+class Encoder:
+    """Texts to token ids. Each distinct piece is merged once; where it comes again, its ids are looked up."""
 
-    Emptied when full: the few pieces that make up most of a text are soon back.
-    """
-
-    def __init__(self, byte_ids: list[int], merged: dict[Pair, int]) -> None:
+    def __init__(self, byte_ids: list[int], merged: dict[Pair, int], dtype: npt.DTypeLike) -> None:
         self.byte_ids = byte_ids
         self.merged = merged
+        self.dtype = dtype
+        self.forget()
 
-    def __missing__(self, piece: str) -> tuple[int, ...]:
-        ids = tuple(apply_merges([self.byte_ids[byte] for byte in to_utf8(piece)], self.merged))
-        if len(piece) <= CACHED_PIECE:
-            if len(self) >= CACHE_ENTRIES:
-                self.clear()
-            self[piece] = ids
-        return ids
+    def forget(self) -> None:
+        self.table = PieceTable()
+        # The ids of all pieces end to end, in the order of their numbers, how many each has, and where they begin.
+        # Piece 0, the edge of a text, has none. One attribute, so that Ctrl-C cannot leave a part of it changed.
+        self.known = (np.zeros(0, self.dtype), np.zeros(1, np.int64), np.zeros(1, np.int64))
+
+    def encode(self, batch: Batch) -> tuple[npt.NDArray[Any], list[int]]:
+        """The ids of all parts in `batch`, end to end, and where among them each text ends that ends here."""
+        if self.table.is_full:
+            self.forget()
+        numbers = self.table.number([part for part, _ in batch])
+        self._merge_new_pieces()
+        known_ids, known_lengths, known_firsts = self.known
+        lengths = known_lengths.take(numbers)
+        stops = np.cumsum(lengths)
+        shifts = known_firsts.take(numbers) - (stops - lengths)  # from a place in the result to one in known_ids
+        ids = known_ids.take(np.arange(stops[-1]) + np.repeat(shifts, lengths))
+        part_ends = stops[numbers == 0].tolist()
+        return ids, [end for end, (_, is_last) in zip(part_ends, batch, strict=True) if is_last]
+
+    def _merge_new_pieces(self) -> None:
+        ids, lengths, _ = self.known
+        new = self.table.pieces[len(lengths) :]
+        if new:
+            tokens = [apply_merges([self.byte_ids[byte] for byte in piece], self.merged) for piece in new]
+            ids = np.concatenate([ids, np.fromiter(chain.from_iterable(tokens), self.dtype)])
+            lengths = np.concatenate([lengths, np.fromiter(map(len, tokens), np.int64)])
+            self.known = (ids, lengths, np.cumsum(lengths) - lengths)
 
 
 # --- training -----------------------------------------------------------------------------------------------
 
 
-def replace_pair(word: list[int], pair: Pair, new: int) -> list[int]:
-    """`word` with every occurrence of `pair`, from left to right and without overlap, replaced by `new`."""
-    out = []
-    at, last = 0, len(word) - 1
-    while at <= last:
-        if at < last and word[at] == pair[0] and word[at + 1] == pair[1]:
-            out.append(new)
-            at += 2
-        else:
-            out.append(word[at])
-            at += 1
-    return out
+class PieceCounter:
+    """Counts the pieces of texts."""
+
+    def __init__(self) -> None:
+        self.table = PieceTable()
+
+    def count(self, batch: Batch) -> tuple[int, dict[bytes, int]]:
+        """Characters in `batch`, and how often each of its pieces is in it."""
+        if self.table.is_full:
+            self.table = PieceTable()
+        counts = np.bincount(self.table.number([part for part, _ in batch]))
+        counts[0] = 0  # the edges
+        seen = np.flatnonzero(counts)
+        pieces = map(self.table.pieces.__getitem__, seen.tolist())
+        return sum(len(part) for part, _ in batch), dict(zip(pieces, counts[seen].tolist(), strict=True))
 
 
-def learn_merges(pieces: Counter[str], count: int, progress: bool) -> list[Pair]:
-    """Learn up to `count` merges: each the most frequent pair, of equals the smallest pair of ids.
+def drop_rarest(counts: dict[bytes, int]) -> dict[bytes, int]:
+    """`counts` without the pieces that were seen least, so that at most half of COUNTED_PIECES are left."""
+    floor = 0
+    while len(counts) > COUNTED_PIECES // 2:
+        floor += 1
+        counts = {piece: count for piece, count in counts.items() if count > floor}
+    return counts
 
-    `pieces` holds each distinct piece with its number of occurrences. Counted once, the pairs are then kept
-    up to date: a merge touches only the pieces that hold its pair. The heap is lazy: a count in it can be too
-    high, never too low (a count grows only in the step in which the pair is born), so an entry that comes up
-    with an old count goes back with the true one. Returns fewer merges when every piece has become one token.
+
+class Pairs:
+    """All pairs of neighbouring tokens in the distinct pieces, and how often each is in the text.
+
+    The tokens of all pieces lie in one array and are chained: `following[at]` and `preceding[at]` are the places of
+    the neighbours in the piece, `end` where there is none. `weights[at]` is the count of the piece. A merge of the
+    tokens at two places leaves the new one at the first, and -1 at the other.
+    """
+
+    def __init__(self, counts: dict[bytes, int]) -> None:
+        lengths = np.fromiter(map(len, counts), np.int64)
+        stops = np.cumsum(lengths)
+        self.end = end = int(stops[-1])
+        self.tokens = np.append(np.frombuffer(b"".join(counts), np.uint8).astype(np.int32), np.int32(-1))
+        self.weights = np.repeat(np.fromiter(counts.values(), np.int64), lengths)
+        self.following = np.arange(1, end + 1)
+        self.preceding = np.arange(-1, end - 1)
+        self.following[stops - 1] = end
+        self.preceding[stops - lengths] = end
+        self.places: dict[Pair, npt.NDArray[np.intp]] = {}  # where the first token of each pair is
+        self.heap: list[tuple[int, Pair]] = []  # (-count, pair)
+        self._add(np.flatnonzero(self.following < end))
+
+    def _add(self, at: npt.NDArray[np.intp]) -> None:
+        """Note the pairs that begin at these places; none of these pairs has been noted before."""
+        if not len(at):
+            return
+        keys = self.tokens[at].astype(np.int64) << 32 | self.tokens[self.following[at]]
+        order = np.argsort(keys, kind="stable")  # stable: the places of a pair stay in the order of the text
+        keys, at = keys[order], at[order]
+        first = np.flatnonzero(np.diff(keys, prepend=-1))
+        counts = np.add.reduceat(self.weights[at], first)
+        for key, count, places in zip(keys[first].tolist(), counts.tolist(), np.split(at, first[1:]), strict=True):
+            pair = (key >> 32, key & 0xFFFFFFFF)
+            self.places[pair] = places
+            heappush(self.heap, (-count, pair))
+
+    def pop_best(self) -> Pair | None:
+        """The most frequent pair, of equals the smallest pair of ids; None if every piece is one token."""
+        while self.heap:
+            negative_count, pair = heappop(self.heap)
+            at = self.places[pair]
+            at = at[(self.tokens[at] == pair[0]) & (self.tokens[self.following[at]] == pair[1])]
+            self.places[pair] = at
+            count = int(self.weights[at].sum())
+            if count == -negative_count:
+                return pair
+            if count > 0:
+                heappush(self.heap, (-count, pair))
+            else:
+                del self.places[pair]
+        return None
+
+    def merge(self, pair: Pair, new: int) -> None:
+        """Replace `pair`, which pop_best has just returned, by the token `new`."""
+        tokens, following, preceding, end = self.tokens, self.following, self.preceding, self.end
+        at = self.places.pop(pair)
+        if pair[0] == pair[1]:
+            # In a run such as aaa the pairs overlap: take every second one, from the run's beginning on.
+            index = np.arange(len(at))
+            starts = np.append(True, following[at[:-1]] != at[1:])
+            at = at[(index - np.maximum.accumulate(np.where(starts, index, 0))) % 2 == 0]
+        taken = following[at]
+        after = following[taken]
+        tokens[at], tokens[taken] = new, -1
+        following[at] = after
+        inside = after < end
+        preceding[after[inside]] = at[inside]
+        # The pairs born: (new, what follows), and (what precedes, new) unless that is a new token too.
+        before = preceding[at]
+        before = before[before < end]
+        self._add(np.concatenate([before[tokens[before] != new], at[inside]]))
+
+
+def learn_merges(counts: dict[bytes, int], limit: int, progress: bool) -> list[Pair]:
+    """Learn up to `limit` merges: each the most frequent pair, of equals the smallest pair of ids.
+
+    `counts` holds each distinct piece with its number of occurrences. A pair's count is taken when the pair is born,
+    and taken again only when it comes up as the best: it can be too high by then, since later merges took tokens
+    away, but never too low, since all places of a pair are made in one step. Fewer merges are returned when every
+    piece has become one token.
     """
     from tqdm import tqdm
 
-    words = [list(to_utf8(piece)) for piece in pieces]
-    weights = list(pieces.values())
-    pair_counts: defaultdict[Pair, int] = defaultdict(int)
-    holders: defaultdict[Pair, set[int]] = defaultdict(set)
-    for index, (word, weight) in enumerate(zip(words, weights, strict=True)):
-        for pair in pairwise(word):
-            pair_counts[pair] += weight
-            holders[pair].add(index)
-    heap = [(-pair_count, pair) for pair, pair_count in pair_counts.items()]
-    heapify(heap)
-
+    pairs = Pairs(counts)
     merges: list[Pair] = []
-    with tqdm(total=count, desc="learning merges", unit="merge", disable=not progress) as bar:
-        while heap and len(merges) < count:
-            negative_count, best = heappop(heap)
-            true_count = pair_counts[best]
-            if true_count < -negative_count:
-                if true_count > 0:
-                    heappush(heap, (-true_count, best))
-                continue
-            new = 256 + len(merges)
+    with tqdm(total=limit, desc="learning merges", unit="merge", disable=not progress) as bar:
+        while len(merges) < limit and (best := pairs.pop_best()):
+            pairs.merge(best, 256 + len(merges))
             merges.append(best)
-            born: set[Pair] = set()
-            for index in holders.pop(best):
-                old_word, weight = words[index], weights[index]
-                new_word = replace_pair(old_word, best, new)
-                if len(new_word) == len(old_word):
-                    continue  # a merge since then has taken the pair out of this word
-                for pair in pairwise(old_word):
-                    pair_counts[pair] -= weight
-                for pair in pairwise(new_word):
-                    pair_counts[pair] += weight
-                    if new in pair:
-                        born.add(pair)
-                        holders[pair].add(index)
-                words[index] = new_word
-            del pair_counts[best]
-            for pair in born:
-                heappush(heap, (-pair_counts[pair], pair))
             bar.update()
     return merges
 
@@ -282,7 +308,10 @@ class Tokenizer:
         )
         # A dict, not a list: a negative id must be an error, not the tail of the vocabulary.
         self._vocab = dict(enumerate(vocab + [to_utf8(text) for text in special_texts]))
-        self._piece_ids = PieceCache([order.index(byte) for byte in range(256)], merged)
+        self.id_dtype = np.dtype(np.uint16 if len(self._vocab) <= 1 << 16 else np.uint32)
+        self._byte_ids = [order.index(byte) for byte in range(256)]
+        self._merged = merged
+        self._encoders: dict[int, Encoder] = {}  # one for each thread
 
     @property
     def vocab_size(self) -> int:
@@ -298,8 +327,14 @@ class Tokenizer:
         vocab_size: int,
         specials: tuple[str, ...] = ("<|endoftext|>", "</s>"),
         progress: bool = True,
+        workers: int | None = None,
+        size: int | None = None,
     ) -> Tokenizer:
         """Learn a vocabulary of exactly `vocab_size` ids from `texts`, whose order does not matter.
+
+        Pieces are counted on `workers` processes (default: one for each core), whose number changes nothing.
+        `size` is the number of characters in all texts, where it is known, for the time left. Of more than
+        COUNTED_PIECES distinct pieces the rarest are dropped on the way; only then the order of the texts matters.
 
         Raises UserError when `vocab_size` cannot hold the bytes, when there is no text, and when the text is
         too small or too uniform for so many merges.
@@ -312,15 +347,19 @@ class Tokenizer:
                 f"vocabulary too small for the bytes: got vocab_size {vocab_size}, wanted at least "
                 f"{smallest} (256 bytes and {len(specials)} special tokens); raise vocab_size"
             )
-        pieces: Counter[str] = Counter()
-        with tqdm(desc="counting words", unit="char", unit_scale=True, disable=not progress) as bar:
-            for text in texts:
-                for chunk in split(text):
-                    pieces.update(chunk)
-                bar.update(len(text))
-        if not pieces:
+        if size is None and isinstance(texts, Sequence):
+            size = sum(map(len, texts))
+        counts: dict[bytes, int] = {}
+        with tqdm(total=size, desc="counting words", unit="char", unit_scale=True, disable=not progress) as bar:
+            for characters, counted in ordered_map(PieceCounter().count, batches(texts), workers):
+                for piece, count in counted.items():
+                    counts[piece] = counts.get(piece, 0) + count
+                if len(counts) > COUNTED_PIECES:
+                    counts = drop_rarest(counts)
+                bar.update(characters)
+        if not counts:
             raise UserError("no text to train the tokenizer on: got 0 characters; give a file with text")
-        merges = learn_merges(pieces, vocab_size - smallest, progress)
+        merges = learn_merges(counts, vocab_size - smallest, progress)
         if len(merges) < vocab_size - smallest:
             raise UserError(
                 f"too little text for vocab_size {vocab_size}: got {len(merges)} possible merges, wanted "
@@ -361,13 +400,36 @@ class Tokenizer:
 
     # --- text to ids and back
 
+    @property
+    def _encoder(self) -> Encoder:
+        """The encoder of this thread: two threads must not write to one memory of pieces."""
+        thread = get_ident()
+        if thread not in self._encoders:
+            self._encoders[thread] = Encoder(self._byte_ids, self._merged, self.id_dtype)
+        return self._encoders[thread]
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Text that spells a special token is encoded as plain bytes, never as its id.
 
         A lone surrogate, which no UTF-8 can hold, becomes U+FFFD (U+DC80..U+DCFF: the raw byte, see
         `encode_bytes`).
         """
-        return list(chain.from_iterable(map(self._piece_ids.__getitem__, chain.from_iterable(split(text)))))
+        return next(self.encode_many([text], workers=1)).tolist()
+
+    def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]:
+        """Token ids of each text, in order, as arrays of `id_dtype`: what `encode` gives, on all cores.
+
+        `workers` processes (default: one for each core) take batches of about BATCH characters, so that many short
+        texts and one long text both keep them busy; their number changes no id. In memory are one batch for each
+        and the text that is on its way. Raises UserError when a worker dies.
+        """
+        parts: list[npt.NDArray[Any]] = []
+        for ids, ends in ordered_map(self._encoder.encode, batches(texts), workers):
+            start = 0
+            for end in ends:
+                yield np.concatenate([*parts, ids[start:end]])
+                parts, start = [], end
+            parts.append(ids[start:])
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Token ids of any bytes, valid UTF-8 or not: `decode_bytes` gives the same bytes back."""

@@ -2,26 +2,38 @@
 
     python -m tinyforge.text.bpe train FILE... --vocab-size 4096 --out tokenizer.json
     python -m tinyforge.text.bpe encode book.txt --tokenizer tokenizer.json > ids.txt
+    python -m tinyforge.text.bpe encode book.txt --tokenizer tokenizer.json --out ids.npy
     python -m tinyforge.text.bpe decode ids.txt --tokenizer tokenizer.json
     python -m tinyforge.text.bpe inspect "Once upon a time" --tokenizer tokenizer.json
 
-encode and decode read standard input when no file is named. inspect shows how a text is cut into pre-tokens, how
-these are cut into tokens, and the merges that make one of the tokens.
+encode and decode read standard input when no file is named. train and encode read a text bit by bit, and work on all
+cores when it is large. inspect shows how a text is cut into pre-tokens, how these are cut into tokens, and the merges
+that make one of the tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from itertools import chain, cycle
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from tinyforge.errors import UserError
-from tinyforge.text.bpe import Tokenizer, split, to_utf8
+from tinyforge.text.bpe import Tokenizer
+from tinyforge.text.pieces import recut, split, to_utf8
 
 IDS_PER_LINE = 32
+BLOCK = 1 << 20  # bytes read at a time
+NPY = b"\x93NUMPY"  # how a file of NumPy's own format begins
 
 # Dark text on two light backgrounds in turn, so that neighbours differ and a space can be seen.
 COLOURS = ("\x1b[30;106m", "\x1b[30;103m")
@@ -44,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                        help="a special token; may be repeated (default: <|endoftext|> and </s>)")  # fmt: skip
 
     encode = commands.add_parser("encode", help="text or any bytes -> ids, in decimal")
-    decode = commands.add_parser("decode", help="ids, in decimal with white space between -> text, byte for byte")
+    encode.add_argument("--out", metavar="FILE", help="write the ids to a .npy file, in 16 bits each or 32")
+    decode = commands.add_parser("decode", help="ids, in decimal or in a .npy file -> text, byte for byte")
+    for command in (train, encode):
+        command.add_argument("--workers", type=int, metavar="N", help="processes (default: one for each core)")
     for command in (encode, decode):
         command.add_argument("file", nargs="?", default="-", metavar="FILE", help="default: standard input")
     inspect = commands.add_parser("inspect", help="show the pre-tokens and tokens of a text, and how a token is made")
@@ -55,9 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = parser.parse_args(argv)
     if args.command == "train":
-        run_train(args.files, args.vocab_size, args.out, args.special)
+        run_train(args.files, args.vocab_size, args.out, args.special, args.workers)
     elif args.command == "encode":
-        run_encode(Tokenizer.load(args.tokenizer), args.file)
+        run_encode(Tokenizer.load(args.tokenizer), args.file, args.out, args.workers)
     elif args.command == "decode":
         run_decode(Tokenizer.load(args.tokenizer), args.file)
     else:
@@ -65,65 +80,145 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def read_input(file: str) -> bytes:
-    """All bytes of `file`, or of standard input for "-"."""
-    if file == "-":
-        return sys.stdin.buffer.read()
-    try:
-        return Path(file).read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}; check the path") from error
+# --- input ---------------------------------------------------------------------------------------------------
 
 
 def name_of(file: str) -> str:
     return "standard input" if file == "-" else file
 
 
+def read_blocks(file: str) -> Iterator[bytes]:
+    """The bytes of `file`, or of standard input for "-", a block at a time."""
+    try:
+        with nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as source:
+            while block := source.read(BLOCK):
+                yield block
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}; check the path") from error
+
+
+def read_text(file: str, errors: str) -> Iterator[str]:
+    """The text of `file` in parts cut between two pieces; line ends as they are, since `encode` sees them too.
+
+    `errors` says what becomes of bytes that are not UTF-8: "strict" or "surrogateescape".
+    """
+    return recut(decode_blocks(read_blocks(file), errors, name_of(file)))
+
+
+def decode_blocks(blocks: Iterable[bytes], errors: str, name: str) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
+    decoded = 0  # bytes before those that the decoder holds
+    for block in chain(blocks, [b""]):
+        held = len(decoder.getstate()[0])
+        try:
+            yield decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{name}: got no UTF-8 at byte {decoded + error.start}, wanted text; convert the file to UTF-8"
+            ) from error
+        decoded += held + len(block) - len(decoder.getstate()[0])
+
+
 # --- train, encode, decode ----------------------------------------------------------------------------------
 
 
-def read_utf8(file: str) -> str:
-    """Text of `file` with its line ends as they are: a tokenizer must see what `encode` will see."""
-    try:
-        return read_input(file).decode()
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{name_of(file)}: got no UTF-8 at byte {error.start}, wanted text; convert the file to UTF-8"
-        ) from error
-
-
-def run_train(files: list[str], vocab_size: int, out: str, specials: list[str] | None) -> None:
+def check_folder(out: str, what: str) -> None:
+    """Say now, not after minutes of work, that `out` cannot be written."""
     folder = Path(out).parent
-    if not folder.is_dir():  # said now, not after minutes of training
-        raise UserError(f"cannot write the tokenizer {out}: {folder} is no folder; create it or choose another")
-    progress = sys.stderr.isatty()
-    texts = (read_utf8(file) for file in files)
-    if specials is None:
-        tokenizer = Tokenizer.train(texts, vocab_size, progress=progress)
-    else:
-        tokenizer = Tokenizer.train(texts, vocab_size, tuple(specials), progress)
+    if not folder.is_dir():
+        raise UserError(f"cannot write the {what} {out}: {folder} is no folder; create it or choose another")
+
+
+def run_train(files: list[str], vocab_size: int, out: str, specials: list[str] | None, workers: int | None) -> None:
+    check_folder(out, "tokenizer")
+    texts = chain.from_iterable(read_text(file, "strict") for file in files)
+    options: dict[str, Any] = {"progress": sys.stderr.isatty(), "workers": workers}
+    if all(map(os.path.isfile, files)):
+        options["size"] = sum(map(os.path.getsize, files))  # bytes; about as many as characters
+    if specials is not None:
+        options["specials"] = tuple(specials)
+    tokenizer = Tokenizer.train(texts, vocab_size, **options)
     tokenizer.save(out)
     print(f"{out}: {tokenizer.vocab_size} ids: 256 bytes, {len(tokenizer.merges)} merges, "
           f"{len(tokenizer.specials)} special tokens")  # fmt: skip
 
 
-def run_encode(tokenizer: Tokenizer, file: str) -> None:
-    ids = tokenizer.encode_bytes(read_input(file))
+def run_encode(tokenizer: Tokenizer, file: str, out: str | None, workers: int | None) -> None:
+    if out:
+        check_folder(out, "ids")
+    arrays = tokenizer.encode_many(read_text(file, "surrogateescape"), workers)
+    if out:
+        count = write_npy(Path(out), arrays, tokenizer.id_dtype)
+        print(f"{out}: {count} ids, {tokenizer.id_dtype.itemsize} bytes each")
+        return
+    ids: list[int] = []
+    for array in arrays:
+        ids += array.tolist()
+        full = len(ids) - len(ids) % IDS_PER_LINE
+        print_ids(ids[:full])
+        ids = ids[full:]
+    print_ids(ids)
+
+
+def print_ids(ids: list[int]) -> None:
     for start in range(0, len(ids), IDS_PER_LINE):
         print(*ids[start : start + IDS_PER_LINE])
 
 
-def run_decode(tokenizer: Tokenizer, file: str) -> None:
+def write_npy(path: Path, arrays: Iterable[npt.NDArray[Any]], dtype: np.dtype[Any]) -> int:
+    """Write all ids as one array that `np.load` reads; an old file stays until the new one is whole. Returns how many.
+
+    Their number is known only at the end. NumPy's header has room for any number, so it is then written again.
+    """
+    count = 0
+    header = {"descr": np.lib.format.dtype_to_descr(dtype.newbyteorder("<")), "fortran_order": False}
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            np.lib.format.write_array_header_1_0(file, header | {"shape": (0,)})
+            for array in arrays:
+                file.write(array.astype(dtype.newbyteorder("<"), copy=False).tobytes())
+                count += len(array)
+            file.seek(0)
+            np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the ids {path}: {error.strerror}; free space or choose another folder"
+        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+    return count
+
+
+def read_ids(data: bytes, name: str) -> list[int]:
+    """The ids in a .npy file, or in decimal with white space between."""
+    fix = "give what encode made"
+    if data.startswith(NPY):
+        try:
+            array = np.load(io.BytesIO(data), allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise UserError(f"{name}: a damaged .npy file ({' '.join(str(error).split())}); {fix}") from error
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            got = f"{array.ndim} dimensions of {array.dtype}"
+            raise UserError(f"{name}: got {got}, wanted one dimension of whole numbers; {fix}")
+        return array.tolist()
     ids = []
-    for number, word in enumerate(read_input(file).split(), start=1):
+    for number, word in enumerate(data.split(), start=1):
         if not word.isdigit() or len(word) > 18:
             got = ascii(word[:40].decode("utf-8", "replace"))
             raise UserError(
-                f"{name_of(file)}: got {got} as id number {number}, wanted whole numbers with white space between; "
-                "give what encode printed"
+                f"{name}: got {got} as id number {number}, wanted whole numbers with white space between; {fix}"
             )
         ids.append(int(word))
-    data = tokenizer.decode_bytes(ids)
+    return ids
+
+
+def run_decode(tokenizer: Tokenizer, file: str) -> None:
+    data = tokenizer.decode_bytes(read_ids(b"".join(read_blocks(file)), name_of(file)))
     if sys.stdout.isatty():
         # Ids of unknown origin must not be able to steer the terminal.
         print(visible(data, keep="\n\t"))

@@ -28,8 +28,8 @@ from tinyforge.text.bpe import (
     apply_merges,
     read_json,
     read_text,
-    split,
 )
+from tinyforge.text.pieces import split
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 

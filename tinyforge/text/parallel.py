@@ -1,0 +1,68 @@
+"""One function over many items on all cores, with the results in the order of the items."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+from tinyforge.backends.workers import CAN_FORK, Worker
+from tinyforge.errors import UserError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+FEW = 4  # items; fewer are done sooner than processes are started
+ADVICE = "free memory, or run again with one worker (--workers 1)"
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def ordered_map(
+    function: Callable[[Item], Result], items: Iterable[Item], workers: int | None = None
+) -> Iterator[Result]:
+    """function(item) for each item, in order, on `workers` processes (default: one for each core).
+
+    `function` may keep a state between its calls, a cache say: each worker has its own copy of it, taken after the
+    first item, which is done here. A worker has one item at a time, and no item is taken before a worker is free for
+    it. The workers are threads where processes cannot be forked. For one worker or a few items none are started.
+
+    Raises what `function` raises, and UserError when a worker dies or for less than one worker.
+    """
+    if workers is None:
+        workers = cores()
+    if workers < 1:
+        raise UserError(f"workers: got {workers}, wanted 1 or more; leave it out for one on each core")
+    items = iter(items)
+    yield from map(function, islice(items, 1))
+    few = list(islice(items, FEW - 1))
+    if workers == 1 or len(few) < FEW - 1:
+        yield from map(function, chain(few, items))
+        return
+
+    pool: list[Any] = []
+    busy: deque[Any] = deque()
+    try:
+        for item in chain(few, items):
+            if len(pool) < workers:
+                worker = Worker(function if CAN_FORK else deepcopy(function), ADVICE)
+                pool.append(worker)
+                worker.send(item)
+                busy.append(worker)
+            else:
+                worker = busy.popleft()
+                result = worker.receive()
+                worker.send(item)
+                busy.append(worker)
+                yield result
+        while busy:
+            yield busy.popleft().receive()
+    finally:
+        for worker in pool:
+            worker.close()

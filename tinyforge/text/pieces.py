@@ -1,0 +1,295 @@
+r"""Pre-tokenisation: text is cut into pieces (words, numbers, signs, space) by GPT-2's pattern.
+
+    's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+
+In words: an English contraction; else letters, digits or other signs, each run with the one space before it; else a
+run of white space, less its last character when a word follows (that space belongs to the word).
+
+The same rule stands here twice. `split` is the pattern itself, a regular expression: what the other is tested
+against, and what short texts and damaged ones go through. `piece_starts` looks at each character and its two
+neighbours, for all characters of a text at once in NumPy. `PieceTable` gives equal pieces the same number, also in
+NumPy, so that a long text is never a list of millions of Python strings.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+CHUNK = 1 << 16  # characters that the regular expression cuts at a time, so as not to list millions of pieces
+BATCH = 1 << 18  # characters that NumPy cuts at a time: enough to forget its overhead, few enough to bound memory
+SHORT = 2000  # characters; below, the regular expression is quicker than the many calls of NumPy
+
+# Parts of texts, and whether each is the last part of its text.
+Batch = list[tuple[str, bool]]
+
+# The Unicode property White_Space, which is what `\s` means in GPT-2's pattern. Python's own `\s` is wider:
+# it also takes the separators U+001C..U+001F, and would cut text that holds them in other places.
+WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+
+# A cut is safe where a space follows something that is not one: no piece reaches across (a space joins only
+# what comes after it), and the look-ahead of the pattern looks no further than the run of space it stands in.
+SAFE_CUT = re.compile(f"[^{WHITE_SPACE}](?=[{WHITE_SPACE}])")
+LAST_SAFE_CUT = re.compile(f"(?s:.*)[^{WHITE_SPACE}](?=[{WHITE_SPACE}])")
+
+BMP_END = 0x10000
+ASSIGNED_END = 0x40000  # the planes above hold no letter and no number
+UNICODE_END = 0x110000
+
+
+def major_categories(end: int) -> str:
+    """A letter for each code point below `end`: "L" for letters, "N" for numbers, others for the rest."""
+    # A category has two letters, "Lu" or "Nd"; the first is the one that counts here.
+    return "".join(map(unicodedata.category, map(chr, range(end))))[::2]
+
+
+def cut(text: str, size: int) -> Iterator[str]:
+    """`text` in parts of about `size` characters, between two pieces where there is such a place."""
+    start = 0
+    while start < len(text):
+        found = SAFE_CUT.search(text, start + size)
+        stop = found.end() if found else len(text)
+        yield text[start:stop]
+        start = stop
+
+
+def recut(blocks: Iterable[str]) -> Iterator[str]:
+    """A text that comes in blocks of any size, in parts that end between two pieces, so far as there are such places.
+
+    Whether a space belongs to the next piece depends on what follows, so the end of a block waits for the next.
+    """
+    held: list[str] = []
+    for block in blocks:
+        found = LAST_SAFE_CUT.match(block)
+        stop = found.end() if found else 0
+        if found:
+            yield "".join([*held, block[:stop]])
+            held = []
+        held.append(block[stop:])
+    if any(held):
+        yield "".join(held)
+
+
+def batches(texts: Iterable[str], size: int | None = None) -> Iterator[Batch]:
+    """`texts` in lists of about `size` characters (default: BATCH): short texts together, a long one in parts."""
+    size = size or BATCH
+    batch: Batch = []
+    room = size
+    for text in texts:
+        left = len(text)
+        for part in cut(text, size) if text else [""]:
+            left -= len(part)
+            room -= len(part) + 1  # a text has its price, even without a character
+            batch.append((part, left == 0))
+            if room <= 0:
+                yield batch
+                batch, room = [], size
+    if batch:
+        yield batch
+
+
+def to_utf8(piece: str) -> bytes:
+    """UTF-8 bytes of any string: U+DC80..U+DCFF stand for raw bytes, other surrogates become U+FFFD."""
+    try:
+        return piece.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return re.sub("[\ud800-\udfff]", "\ufffd", piece).encode()
+
+
+# --- the pattern as a regular expression ---------------------------------------------------------------------
+
+
+def class_body(categories: str, wanted: str) -> str:
+    """Body of a regular-expression class: the code points where `categories` has the letter `wanted`."""
+    runs = (match.span() for match in re.finditer(f"{wanted}+", categories))
+    return "".join(f"{chr(first)}-{chr(stop - 1)}" for first, stop in runs)
+
+
+@cache
+def split_pattern(end: int) -> re.Pattern[str]:
+    """GPT-2's pattern for text whose characters all lie below `end`."""
+    # `re` has no \p{L}, so the classes are spelt out from the Unicode tables that come with Python.
+    categories = major_categories(end)
+    letters, numbers = class_body(categories, "L"), class_body(categories, "N")
+    return re.compile(
+        f"'s|'t|'re|'ve|'m|'ll|'d| ?[{letters}]+| ?[{numbers}]+| ?[^{WHITE_SPACE}{letters}{numbers}]+"
+        f"|[{WHITE_SPACE}]+(?![^{WHITE_SPACE}])|[{WHITE_SPACE}]+"
+    )
+
+
+def split(text: str) -> Iterator[list[str]]:
+    """The pieces of `text`, a chunk at a time. Joined, they are the text again."""
+    for chunk in cut(text, CHUNK):
+        # `re` looks up the first 65,536 characters in a table but tries the ranges beyond one by one, three
+        # times as slow over English; so they are in the pattern only where they are in the text. A character
+        # beyond takes two units of UTF-16, which is the quickest way to see one.
+        is_bmp = len(chunk.encode("utf-16-le", "surrogatepass")) == 2 * len(chunk)
+        yield split_pattern(BMP_END if is_bmp else ASSIGNED_END).findall(chunk)
+
+
+# --- the pattern on arrays -----------------------------------------------------------------------------------
+
+SPACE, WHITE, LETTER, NUMBER, SIGN, EDGE = 1, 2, 4, 8, 16, 32  # kinds of characters; only U+0020 is a SPACE
+BLANK = SPACE | WHITE
+
+# Texts that are cut together stand end to end, each followed by this: no valid text can hold a lone surrogate.
+EDGE_CHARACTER = "\ud800"
+EDGE_BYTES = EDGE_CHARACTER.encode("utf-8", "surrogatepass")
+
+APOSTROPHE = ord("'")
+CONTRACTED_1 = np.array([ord(letter) for letter in "stmd"], np.uint32)
+CONTRACTED_2 = np.array([ord(a) << 8 | ord(b) for a, b in ("re", "ve", "ll")], np.uint32)
+
+
+@cache
+def kinds() -> npt.NDArray[np.uint8]:
+    """The kind of each code point."""
+    table = np.full(UNICODE_END, SIGN, np.uint8)
+    categories = np.frombuffer(major_categories(ASSIGNED_END).encode(), np.uint8)
+    table[:ASSIGNED_END][categories == ord("L")] = LETTER
+    table[:ASSIGNED_END][categories == ord("N")] = NUMBER
+    for match in re.finditer("(.)-(.)|.", WHITE_SPACE, re.DOTALL):
+        table[ord(match[0][0]) : ord(match[0][-1]) + 1] = WHITE
+    table[ord(" ")] = SPACE
+    table[ord(EDGE_CHARACTER)] = EDGE
+    return table
+
+
+def piece_starts(codes: npt.NDArray[np.uint32]) -> npt.NDArray[np.intp]:
+    """Where the pieces begin in texts given by their code points, each text followed by the edge character.
+
+    An edge is a piece by itself.
+    """
+    # One more edge at each end, so that every character has two neighbours.
+    padded = np.full(len(codes) + 2, EDGE, np.uint8)
+    kinds().take(codes, out=padded[1:-1], mode="clip")
+    before, here, after = padded[:-2], padded[1:-1], padded[2:]
+
+    # A run of letters, digits or signs begins where the kind changes, or with the space before it.
+    run_starts = (here != before) & (before != SPACE) | (here == EDGE)
+    # White space begins where something else ends, and anew at its last character if a word follows.
+    blank_starts = (before & BLANK == 0) | (after & (BLANK | EDGE) == 0)
+    is_blank = here & BLANK != 0
+    starts = is_blank & blank_starts | ~is_blank & run_starts
+
+    # A sign that starts a piece and makes a contraction with what follows goes with it: 's, not ' and s.
+    at = np.flatnonzero(starts & (codes == APOSTROPHE))
+    first, second = codes[at + 1], codes.take(at + 2, mode="clip")
+    one = np.isin(first, CONTRACTED_1)
+    two = np.isin(first << 8 | second, CONTRACTED_2) & (first < 128) & (second < 128)
+    starts[at[one | two] + 1] = False
+    starts[at[one] + 2] = True
+    starts[at[two] + 3] = True
+    return np.flatnonzero(starts)
+
+
+# --- numbers for pieces --------------------------------------------------------------------------------------
+
+# A piece of up to 15 bytes is two 64-bit words: its first 8 bytes, and the rest with its length in the top byte.
+# So equal words are equal pieces, with no doubt left as a hash would leave it.
+PACKED = 15
+WORD_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)
+SLOT_BITS = 18
+MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)  # odd numbers without a pattern
+
+# A table is full at either limit; who uses it then begins another. The few pieces that make up most of a text are soon
+# back in it.
+TABLE_PIECES = 1 << 18
+TABLE_BYTES = 1 << 24
+
+
+class NumbersOfText(dict[str, int]):
+    """Piece as text -> its number, asked of `number_of` the first time."""
+
+    def __init__(self, number_of: Callable[[bytes], int]) -> None:
+        self.number_of = number_of
+
+    def __missing__(self, piece: str) -> int:
+        number = self[piece] = self.number_of(to_utf8(piece))
+        return number
+
+
+class PieceTable:
+    """Distinct pieces and their numbers, in the order first seen. Number 0 is the edge at the end of a text.
+
+    A dictionary has them all. A table in front of it, with one slot for all pieces of the same hash, finds the
+    common ones for a whole array at once; which piece has the slot decides the speed and never the result.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = [b""]
+        self.size = 0  # bytes of all pieces
+        self._numbers: dict[bytes, int] = {}
+        self._numbers_of_text = NumbersOfText(self._number_of)
+        self._low = np.zeros(1 << SLOT_BITS, np.uint64)
+        self._high = np.zeros(1 << SLOT_BITS, np.uint64)
+        self._slot_numbers = np.zeros(1 << SLOT_BITS, np.int32)
+
+    @property
+    def is_full(self) -> bool:
+        return max(len(self.pieces), len(self._numbers_of_text)) >= TABLE_PIECES or self.size >= TABLE_BYTES
+
+    def number(self, texts: Sequence[str]) -> npt.NDArray[np.int32]:
+        """The numbers of all pieces of `texts`, in order, with a 0 after each text."""
+        if sum(map(len, texts)) < SHORT:
+            return self._number_by_pattern(texts)
+        try:
+            data = b"".join([part for text in texts for part in (text.encode(), EDGE_BYTES)])
+        except UnicodeEncodeError:  # a lone surrogate
+            return self._number_by_pattern(texts)
+        joined = EDGE_CHARACTER.join([*texts, ""])
+        codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.dtype("<u4"))
+        return self._number_by_arrays(data, codes)
+
+    def _number_by_pattern(self, texts: Iterable[str]) -> npt.NDArray[np.int32]:
+        numbers: list[int] = []
+        for text in texts:
+            numbers += map(self._numbers_of_text.__getitem__, chain.from_iterable(split(text)))
+            numbers.append(0)
+        return np.array(numbers, np.int32)
+
+    def _number_of(self, piece: bytes) -> int:
+        number = self._numbers.get(piece)
+        if number is None:
+            number = len(self.pieces)
+            self.size += len(piece)
+            self.pieces.append(piece)
+            self._numbers[piece] = number  # last, so that Ctrl-C on the way leaves no number for two pieces
+        return number
+
+    def _number_by_arrays(self, data: bytes, codes: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
+        """`data` and `codes` are the same texts in UTF-8 and in code points, with their edges."""
+        octets = np.frombuffer(data, np.uint8)
+        characters = np.flatnonzero(octets & 0xC0 != 0x80)  # where each character begins in `data`
+        starts_in_codes = piece_starts(codes)
+        starts = characters[starts_in_codes]
+        lengths = np.diff(starts, append=len(data))
+
+        # The eight bytes from every place on, as overlapping words.
+        words = np.ndarray(len(data) + 9, np.dtype("<u8"), data + bytes(16), strides=(1,))
+        low = words.take(starts) & WORD_MASKS.take(lengths, mode="clip")
+        high = lengths.astype(np.uint64) << np.uint64(56)
+        longer = np.flatnonzero(lengths > 8)
+        high[longer] |= words[starts[longer] + 8] & WORD_MASKS[np.minimum(lengths[longer] - 8, 7)]
+        slots = ((low ^ high * MIX_2) * MIX_1 >> np.uint64(64 - SLOT_BITS)).astype(np.intp)
+        packed = lengths <= PACKED
+        found = (self._low.take(slots) == low) & (self._high.take(slots) == high) & packed
+        numbers = self._slot_numbers.take(slots)
+
+        missing = np.flatnonzero(~found)
+        first, stop = starts[missing], starts[missing] + lengths[missing]
+        numbers[missing] = [self._number_of(data[a:b]) for a, b in zip(first.tolist(), stop.tolist(), strict=True)]
+        new = missing[packed[missing]]
+        at = slots[new]
+        self._high[at] = 0  # no piece has length 0: until the slot is whole, nothing is found in it
+        self._low[at], self._slot_numbers[at] = low[new], numbers[new]
+        self._high[at] = high[new]
+
+        numbers[codes[starts_in_codes] == ord(EDGE_CHARACTER)] = 0
+        return numbers
