@@ -22,6 +22,7 @@ import numpy as np
 from data.alpaca import END_OF_REPLY, Record, encode_example, read_records, render_prompt
 from data.world import KINDS, instructions, is_correct
 from models.nanoeuler.config import Config
+from models.nanoeuler.decode import Decoder, make_decoder
 from models.nanoeuler.generate import Sampling, generate
 from models.nanoeuler.model import FLOP_CONVENTION
 from models.nanoeuler.plan import check_fits, print_plan, sequence_length
@@ -51,21 +52,24 @@ def encode(records: Sequence[Record], tokenizer: Tokenizer, seq_len: int, what: 
     return kept
 
 
-def answer(loaded: Loaded, instruction: str, input: str, max_tokens: int = 40) -> str:
+def answer(loaded: Loaded, instruction: str, input: str, max_tokens: int = 40, decoder: Decoder | None = None) -> str:
     """The greedy reply; empty if the prompt leaves no room for one."""
     tokenizer = loaded.tokenizer
     prompt = tokenizer.encode(render_prompt(instruction, input))
     if len(prompt) >= loaded.model.config.context:
         return ""
     stop = frozenset(tokenizer.specials.values())
-    return tokenizer.decode(generate(loaded.model, prompt, Sampling(temperature=0.0, max_tokens=max_tokens), stop))
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
+    return tokenizer.decode(generate(loaded.model, prompt, sampling, stop, decoder))
 
 
 def exact_match(loaded: Loaded, count: int, seed: int) -> dict[str, float]:
     """Share of right greedy replies to `count` held-out built-in instructions, for each kind and overall."""
     right: dict[str, list[bool]] = {kind: [] for kind in KINDS}
+    decoder = make_decoder(loaded.model)
     for example in instructions("val", count, seed):
-        right[example.kind].append(is_correct(example, answer(loaded, example.instruction, example.input)))
+        reply = answer(loaded, example.instruction, example.input, decoder=decoder)
+        right[example.kind].append(is_correct(example, reply))
     scores = {kind: float(np.mean(results)) for kind, results in right.items()}
     return {**scores, "all": float(np.mean([r for results in right.values() for r in results]))}
 

@@ -1,107 +1,365 @@
-"""Generation: a key/value cache, one position at a time, sampling from head 0."""
+"""Generation: sessions that keep their cache, plain and speculative decoding, batches, and text that is streamed.
+
+    generate(model, prompt, sampling)           the ids after one prompt
+    generate_batch(model, prompts, sampling)    the same for prompts of unequal lengths, side by side
+    Session                                     a text that grows, with its cache: what a conversation needs
+    stream_text(tokens, tokenizer, stop)        ids to pieces of text, up to a stop string
+
+Speculation: the heads behind head 0 propose the next tokens, and the next pass checks all of them at once. What is
+proposed never decides what comes out: see `Session._verify`, and docs/inference.md for the proof.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import codecs
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
+from models.nanoeuler.decode import Decoder, Drawn, make_decoder
 from models.nanoeuler.model import NanoEuler
+from models.nanoeuler.sampling import Sampling, draw, log_probability, penalise, probabilities, uniforms
 from tinyforge.errors import UserError
-from tinyforge.op import Array
 from tinyforge.rng import Stream
+from tinyforge.text import Tokenizer
+
+__all__ = ["Sampling", "Session", "Stats", "Token", "draw_blocks", "generate", "generate_batch", "stream_text"]
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn. temperature 0 is greedy; top_k 0 and top_p 1 cut nothing off.
+class Token(NamedTuple):
+    """A token that was generated; logprob, where Sampling asks for it, is log p of it under the model."""
 
-    max_tokens: the longest reply. The same seed gives the same text.
+    id: int
+    logprob: float | None = None
+
+
+@dataclass
+class Stats:
+    """What `Session.generate` has done since the session began, or since its caller put a new Stats in place.
+
+    prefilled: tokens of prompts computed; reused: those found in the cache. passes: of the decoder after prefill, each
+    over one token and its drafts. drafted[k], accepted[k]: tokens that head k + 1 proposed and that were looked at,
+    and those that were right. prefill_seconds, decode_seconds: time in `generate`, without the caller's own.
+    first_seconds: from the last call of `generate` to its first token.
     """
 
-    temperature: float = 0.7
-    top_k: int = 40
-    top_p: float = 0.95
-    max_tokens: int = 200
-    seed: int = 0
+    prefilled: int = 0
+    reused: int = 0
+    passes: int = 0
+    tokens: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    first_seconds: float = 0.0
 
-    def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise UserError(f"--temperature is {self.temperature}, wants 0 (greedy) or more")
-        if self.top_k < 0:
-            raise UserError(f"--top-k is {self.top_k}, wants 0 (no limit) or more")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p is {self.top_p}, wants a number above 0 and at most 1")
-        if self.max_tokens < 1:
-            raise UserError(f"--max-tokens is {self.max_tokens}, wants at least 1")
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.tokens / max(1, self.passes)
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Without prefill."""
+        return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-class KVCache:
-    """The rotated keys and the values of every position so far: layers x (1, context, Hkv, D)."""
-
-    def __init__(self, model: NanoEuler) -> None:
-        c = model.config
-        shape = (1, c.context, c.kv_heads, c.head_dim)
-        self.keys = [model.backend.empty(shape) for _ in range(c.layers)]
-        self.values = [model.backend.empty(shape) for _ in range(c.layers)]
-        self.length = 0
+    @property
+    def acceptance(self) -> list[float]:
+        """The share of each drafting head's proposals that was accepted, of those that were looked at."""
+        return [a / max(1, d) for a, d in zip(self.accepted, self.drafted, strict=True)]
 
 
-def advance(model: NanoEuler, ids: Array, cache: KVCache) -> Array:
-    """Append ids: (1, T) to the cache; returns the final-normed stream of those positions, (1, T, C).
+class Session:
+    """One text, `tokens`, and a decoder whose cache holds its beginning.
 
-    The same ops as `NanoEuler.hidden`, but attention reads the cache: only the new positions are computed.
+        session = Session(model)
+        session.extend(prompt)
+        for token in session.generate(sampling): ...      # each is appended to session.tokens
+        session.set_tokens(longer_prompt)                 # what both have in common stays in the cache
+
+    The caller may stop a reply at any token, also by an exception: tokens and cache stay whole.
     """
-    c, past = model.config, cache.length
-    cache.length = past + ids.shape[1]
-    x = model.embedding.forward(ids)
-    h = model.first_norm.forward(x)
-    for i, block in enumerate(model.blocks):
-        qkv = block.qkv.forward(h).reshape(*ids.shape, -1, c.head_dim)
-        qkv = block.rope.forward(qkv, offset=past, out=qkv)
-        cache.keys[i][:, past : cache.length] = qkv[:, :, c.heads : c.heads + c.kv_heads]
-        cache.values[i][:, past : cache.length] = qkv[:, :, c.heads + c.kv_heads :]
-        a = block.attention.decode(
-            qkv[:, :, : c.heads], cache.keys[i][:, : cache.length], cache.values[i][:, : cache.length]
-        )
-        x, h = model.joints[2 * i].forward(x, block.out.forward(a.reshape(x.shape)))
-        x, h = model.joints[2 * i + 1].forward(x, block.down.forward(block.gate_up.forward(h)))
-    return h
 
+    def __init__(self, model: NanoEuler, decoder: Decoder | None = None) -> None:
+        self.decoder = decoder or make_decoder(model)
+        if self.decoder.batch != 1:
+            raise ValueError(f"Session: the decoder has {self.decoder.batch} rows, wants 1")
+        self.decoder.rewind([0])
+        self.tokens: list[int] = []
+        self.stats = Stats()
 
-def sample(logits: np.ndarray, sampling: Sampling, uniform: float) -> int:
-    """Draw an id from logits: (V,) in float64, by inverting the distribution at `uniform` in [0, 1)."""
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    order = np.argsort(-logits, kind="stable")[: sampling.top_k or None]
-    z = logits[order].astype(np.float64) / sampling.temperature
-    p = np.exp(z - z[0])
-    p /= p.sum()
-    # Nucleus: the fewest most likely tokens whose sum reaches top_p.
-    kept = int(np.searchsorted(np.cumsum(p), sampling.top_p)) + 1
-    total = np.cumsum(p[:kept])
-    return int(order[min(int(np.searchsorted(total, uniform * total[-1], side="right")), len(total) - 1)])
+    def extend(self, ids: Iterable[int]) -> None:
+        """Append to the text. Nothing is computed before `generate`."""
+        # A reply that was left in the middle, its generator still alive, has drafts in the cache behind the text.
+        self.truncate(len(self.tokens))
+        self.tokens += _checked(ids, self.decoder.config.vocab)
+
+    def set_tokens(self, ids: Iterable[int]) -> int:
+        """Make the text exactly `ids`; returns how many of its first tokens are in the cache already."""
+        new = _checked(ids, self.decoder.config.vocab)
+        same = next((i for i, (a, b) in enumerate(zip(self.tokens, new, strict=False)) if a != b), len(new))
+        self.truncate(min(same, len(self.tokens)))
+        self.tokens = new
+        return self.decoder.lengths[0]
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        del self.tokens[length:]
+        self.decoder.rewind([min(self.decoder.lengths[0], len(self.tokens))])
+
+    def generate(self, sampling: Sampling, stop: frozenset[int] = frozenset()) -> Generator[Token]:
+        """Yield the tokens that follow the text, appending each, until one in `stop` (which is neither yielded nor
+        appended), max_tokens, or a full context."""
+        _check_prompt(self.tokens, self.decoder.capacity)
+        budget = min(sampling.max_tokens, self.decoder.capacity - len(self.tokens))
+        begun = time.perf_counter()
+        self._prefill()
+        start = time.perf_counter()
+        self.stats.prefill_seconds += start - begun
+        if self.decoder.streams and not sampling.drafts:
+            stream = self._from_blocks(draw_blocks(self.decoder, [self.tokens], sampling, budget))
+        else:
+            stream = self._passes(sampling, budget)
+        made = 0
+        try:
+            for token in stream:
+                if token.id in stop:
+                    break
+                self.tokens.append(token.id)
+                made += 1
+                self.stats.tokens += 1
+                now = time.perf_counter()
+                self.stats.decode_seconds += now - start
+                if made == 1:
+                    self.stats.first_seconds = now - begun
+                yield token
+                start = time.perf_counter()  # the caller's time is not ours
+                if made == budget:
+                    break
+            self.stats.decode_seconds += time.perf_counter() - start
+        finally:
+            # What the cache holds beyond the text is drafts, or tokens behind the end. The last token is not in it.
+            stream.close()
+            self.decoder.rewind([min(self.decoder.lengths[0], max(0, len(self.tokens) - 1))])
+
+    def _prefill(self) -> None:
+        """Bring all tokens but the last into the cache: the last one is the first that a pass takes."""
+        cached = min(self.decoder.lengths[0], len(self.tokens) - 1)
+        self.decoder.rewind([cached])
+        self.decoder.prefill(0, self.tokens[cached:-1])
+        self.stats.reused += cached
+        self.stats.prefilled += len(self.tokens) - cached
+
+    def _from_blocks(self, blocks: Iterator[Drawn]) -> Generator[Token]:
+        for ids, logprobs in blocks:
+            self.stats.passes += ids.shape[1]
+            for i, token in enumerate(ids[0].tolist()):
+                yield Token(token, None if logprobs is None else float(logprobs[0, i]))
+
+    def _passes(self, sampling: Sampling, budget: int) -> Generator[Token]:
+        """Draft, verify, rewind: each pass takes the last token and the drafts after it. No drafts: plain decoding.
+
+        The caller appends what is yielded to self.tokens. `base` counts the tokens that are in the cache and sure.
+        """
+        decoder, stats = self.decoder, self.stats
+        most = min(sampling.drafts, decoder.config.mtp_heads - 1)
+        heads = most + 1
+        for counts in (stats.drafted, stats.accepted):
+            counts += [0] * (most - len(counts))
+        numbers = uniforms(sampling.seed)
+        drafts: list[int] = []
+        proposed: np.ndarray | None = None  # the distributions that the drafts were drawn from, (drafts, V)
+        while budget > 0:
+            base = len(self.tokens) - 1
+            logits = decoder.step([[self.tokens[-1], *drafts]], heads)[0]
+            stats.passes += 1
+            new = self._verify(logits[:, 0], drafts, proposed, sampling, numbers)
+            right = len(new) - 1
+            for k in range(len(drafts)):
+                stats.drafted[k] += k <= right
+                stats.accepted[k] += k < right
+            budget -= len(new)
+            logprobs = [log_probability(logits[i, 0], t) for i, t in enumerate(new)] if sampling.logprobs else None
+            # Heads 1, 2, ... at the last sure position: guesses at what follows the token that its head 0 gave. A pass
+            # gives one token more than it accepts drafts, so the last of the budget needs no draft.
+            ahead = min(most, budget - 1)
+            if ahead > 0:
+                drafts, proposed = self._draft(logits[right, 1 : 1 + ahead], new, sampling, numbers)
+            else:
+                drafts, proposed = [], None
+            decoder.rewind([base + 1 + right])
+            for i, token in enumerate(new):
+                yield Token(token, logprobs[i] if logprobs else None)
+
+    def _verify(
+        self, logits: np.ndarray, drafts: list[int], proposed: np.ndarray | None, sampling: Sampling,
+        numbers: Iterator[float],
+    ) -> list[int]:  # fmt: skip
+        """The drafts that stand, and one token more: what drawing from head 0 alone would give, in distribution.
+
+        logits: (drafts + 1, V), head 0 after each prefix of the drafts. A draft x from q stands with probability
+        min(1, p(x) / q(x)); at the first that falls, the token is drawn from max(0, p - q), normalised. Greedy: p and q
+        are certain of one token each, so a draft stands if it is head 0's choice, and else that choice takes its place.
+
+        Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023).
+        """
+        z = logits
+        if sampling.repetition_penalty != 1:
+            z = np.stack([penalise(z[i], sampling, self.tokens + drafts[:i]) for i in range(len(z))])
+        if sampling.temperature == 0:
+            choice = z.argmax(axis=-1).tolist()
+            right = next((i for i, x in enumerate(drafts) if x != choice[i]), len(drafts))
+            return choice[: right + 1]
+        p = probabilities(z.astype(np.float64), sampling)
+        for i, x in enumerate(drafts):
+            assert proposed is not None
+            if next(numbers) * proposed[i, x] >= p[i, x]:
+                return [*drafts[:i], draw(np.maximum(p[i] - proposed[i], 0), next(numbers))]
+        return [*drafts, draw(p[-1], next(numbers))]
+
+    def _draft(
+        self, logits: np.ndarray, new: list[int], sampling: Sampling, numbers: Iterator[float]
+    ) -> tuple[list[int], np.ndarray | None]:
+        """A token from each head's logits, (drafts, V), by the same rules as head 0's; and their distributions."""
+        z = penalise(logits, sampling, self.tokens + new)
+        if sampling.temperature == 0:
+            return z.argmax(axis=-1).tolist(), None
+        q = probabilities(z, sampling)
+        return [draw(row, next(numbers)) for row in q], q
 
 
 def generate(
-    model: NanoEuler, prompt: Sequence[int], sampling: Sampling, stop: frozenset[int] = frozenset()
-) -> Iterator[int]:
-    """Yield the ids that follow `prompt`, until one in `stop` (not yielded), max_tokens, or the context is full."""
-    if not prompt:
-        raise UserError("the prompt is empty; give at least one character")
-    if len(prompt) >= model.config.context:
-        raise UserError(
-            f"the prompt takes {len(prompt)} tokens, the model's context is {model.config.context}; shorten the prompt"
-        )
-    stream = Stream(sampling.seed, "sample")
-    cache = KVCache(model)
-    new = list(prompt)
-    for _ in range(min(sampling.max_tokens, model.config.context - len(prompt))):
-        h = advance(model, model.backend.asarray(np.asarray([new])), cache)
-        logits = model.backend.to_numpy(model.heads.logits(h[:, -1]))[0]
-        token = sample(logits, sampling, float(stream.uniform()))
-        if token in stop:
+    model: NanoEuler, prompt: Sequence[int], sampling: Sampling, stop: frozenset[int] = frozenset(),
+    decoder: Decoder | None = None,
+) -> Iterator[int]:  # fmt: skip
+    """Yield the ids that follow `prompt`, until one in `stop` (not yielded), max_tokens, or the context is full.
+
+    decoder: one that was made before, which saves the time to lay the weights out.
+    """
+    session = Session(model, decoder)
+    session.extend(prompt)
+    for token in session.generate(sampling, stop):
+        yield token.id
+
+
+def generate_batch(
+    model: NanoEuler, prompts: Sequence[Sequence[int]], sampling: Sampling, stop: frozenset[int] = frozenset(),
+    decoder: Decoder | None = None,
+) -> Generator[tuple[int, Token]]:  # fmt: skip
+    """Yield (i, token) for the tokens that follow each prompt, all prompts side by side, whatever their lengths.
+
+    Prompt i draws as it would alone with the seed sampling.seed + i. Decoding is plain: drafts are not used, since the
+    rows of a batch already share each reading of the weights.
+    """
+    decoder = decoder or make_decoder(model, len(prompts))
+    if decoder.batch != len(prompts):
+        raise ValueError(f"generate_batch: {len(prompts)} prompts for a decoder of {decoder.batch} rows")
+    texts = [_checked(prompt, decoder.config.vocab) for prompt in prompts]
+    budgets = []
+    for text in texts:
+        _check_prompt(text, decoder.capacity)
+        budgets.append(min(sampling.max_tokens, decoder.capacity - len(text)))
+    decoder.rewind([0] * len(texts))
+    for i, text in enumerate(texts):
+        decoder.prefill(i, text[:-1])
+    active = dict(enumerate(budgets))
+    for ids, logprobs in draw_blocks(decoder, texts, sampling, max(budgets)):
+        for column in range(ids.shape[1]):
+            for i in list(active):
+                token = Token(int(ids[i, column]), None if logprobs is None else float(logprobs[i, column]))
+                if token.id in stop:
+                    del active[i]
+                    continue
+                texts[i].append(token.id)
+                yield i, token
+                active[i] -= 1
+                if not active[i]:
+                    del active[i]
+            if not active:
+                return
+
+
+def draw_blocks(decoder: Decoder, texts: Sequence[Sequence[int]], sampling: Sampling, count: int) -> Iterator[Drawn]:
+    """Up to `count` tokens for each row of a decoder, in blocks: from `Decoder.stream`, or else drawn here from `step`.
+
+    texts: each row's tokens, all but the last of them in the cache. The caller appends what comes; a text that has not
+    grown when the next block is asked for has ended, and what its row gives from then on means nothing.
+    """
+    numbers = np.stack([Stream(sampling.seed + i, "sample").uniform((count,)) for i in range(len(texts))])
+    if decoder.streams:
+        yield from decoder.stream([text[-1] for text in texts], sampling, numbers, texts)
+        return
+    wanted = [len(text) for text in texts]
+    for t in range(count):
+        logits = decoder.step([[text[-1]] for text in texts])[:, 0, 0]
+        z = logits
+        if sampling.repetition_penalty != 1:
+            z = np.stack([penalise(row, sampling, text) for row, text in zip(logits, texts, strict=True)])
+        if sampling.temperature == 0:
+            ids = z.argmax(axis=-1)
+        else:
+            p = probabilities(z.astype(np.float64), sampling)
+            ids = np.array([draw(row, u) for row, u in zip(p, numbers[:, t], strict=True)])
+        logprobs = None
+        if sampling.logprobs:
+            logprobs = np.array([[log_probability(row, x)] for row, x in zip(logits, ids, strict=True)])
+        yield Drawn(ids[:, None], logprobs)
+        wanted = [length + 1 for length in wanted]
+        # A row that has ended starts over at every step, so that it always has room.
+        decoder.rewind([held if len(text) == length else 0
+                        for held, text, length in zip(decoder.lengths, texts, wanted, strict=True)])  # fmt: skip
+
+
+def stream_text(tokens: Iterable[int], tokenizer: Tokenizer, stop: Sequence[str] = ()) -> Iterator[str]:
+    """The text of tokens in pieces, as soon as it is sure: never half a character, and nothing from a stop string on.
+
+    What may be the beginning of a stop string is held back until it is one or cannot be. Bytes that are no UTF-8 become
+    replacement characters. At a stop string the iteration ends, and no further token is asked for.
+    """
+    if not all(stop):
+        raise UserError("a stop string is empty; give at least one character")
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    held = ""
+    for token in tokens:
+        held += decoder.decode(tokenizer.token_bytes(token))
+        found = _find_first(held, stop)
+        if found is not None:
+            if held[:found]:
+                yield held[:found]
             return
-        yield token
-        new = [token]
+        sure = len(held) - _possible_start(held, stop)
+        if sure:
+            yield held[:sure]
+            held = held[sure:]
+    held += decoder.decode(b"", final=True)
+    found = _find_first(held, stop)
+    if held[:found]:
+        yield held[:found]
+
+
+def _find_first(text: str, stop: Sequence[str]) -> int | None:
+    """Where the first stop string in `text` begins."""
+    return min((at for s in stop if (at := text.find(s)) >= 0), default=None)
+
+
+def _possible_start(text: str, stop: Sequence[str]) -> int:
+    """The length of the longest end of `text` with which a stop string may begin."""
+    longest = max((len(s) - 1 for s in stop), default=0)
+    return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stop)), 0)
+
+
+def _checked(ids: Iterable[int], vocab: int) -> list[int]:
+    ids = [int(i) for i in ids]
+    wrong = next((i for i in ids if not 0 <= i < vocab), None)
+    if wrong is not None:
+        raise UserError(f"token id {wrong} is outside of the model's vocabulary of {vocab}; use its own tokenizer")
+    return ids
+
+
+def _check_prompt(tokens: Sequence[int], context: int) -> None:
+    if not tokens:
+        raise UserError("the prompt is empty; give at least one character")
+    if len(tokens) >= context:
+        raise UserError(f"the prompt takes {len(tokens)} tokens, the model's context is {context}; shorten the prompt")

@@ -46,6 +46,14 @@ def build_model(found: checkpoint.Checkpoint, backend: Backend) -> Loaded:
     return Loaded(model, tokenizer, found.meta, found.path)
 
 
+def trained_model(asked: str | None) -> Path:
+    """Where the model to use lies: what was asked for, or the newest run, fine-tuned before pretrained."""
+    found = Path(asked) if asked else newest_run(("sft", "pretrain"))
+    if found is None:
+        raise UserError("no trained model under runs/; run python recipes/pretrain.py, then python recipes/sft.py")
+    return found
+
+
 def newest_run(kinds: tuple[str, ...], root: Path = Path("runs")) -> Path | None:
     """The newest checkpoint under `root` of the first of `kinds` that has any ("pretrain", "sft")."""
     found = [p.parent for p in root.glob("**/step-*/hashes.json")]

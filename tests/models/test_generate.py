@@ -1,38 +1,37 @@
-"""Generation: the cache computes what the whole sequence would; sampling cuts what it says; chat shows clean text."""
+"""Generation: sessions keep their cache, batches give what prompts give alone, text streams clean."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
+import itertools
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler, chat
-from models.nanoeuler.generate import KVCache, Sampling, advance, generate, sample
-from models.nanoeuler.runs import Loaded, load_model, newest_run
+from models.nanoeuler import Config, NanoEuler
+from models.nanoeuler.decode import Decoder, Drawn, ModelDecoder, NumpyDecoder
+from models.nanoeuler.generate import Sampling, Session, Stats, Token, generate, generate_batch, stream_text
+from models.nanoeuler.runs import newest_run
+from models.nanoeuler.sampling import draw, penalise, probabilities
 from tinyforge.backends import get_backend
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import UserError
 from tinyforge.text import Tokenizer
 from tinyforge.train import checkpoint
 from tinyforge.train.loop import named
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = Tokenizer([(104, 105)], ["<|endoftext|>", "</s>"])
 CONFIG = Config(dim=16, heads=4, kv_heads=2, layers=2, context=150, vocab=TOKENIZER.vocab_size, mtp_heads=2, hidden=10,
                 mtp_weights=(1, 0.5))  # fmt: skip
 GREEDY = Sampling(temperature=0.0, max_tokens=12)
 
 
-def tiny(precision: str = "fp64") -> NanoEuler:
+def tiny(precision: str = "fp64", config: Config = CONFIG) -> NanoEuler:
     """A model with weights large enough that its choices differ from place to place."""
-    model = NanoEuler(CONFIG, get_backend("numpy", precision, workers=1))
+    model = NanoEuler(config, get_backend("numpy", precision, workers=1))
     model.initialise(0)
     model.buffer.values[: model.buffer.decay_end] *= 8
     return model
@@ -49,22 +48,7 @@ def save_run(out: Path, kind: str, step: int = 1) -> Path:
     return checkpoint.save(out, step, weights, {"m": np.zeros(1)}, TOKENIZER, meta, keep=0)
 
 
-# --- the cache
-
-
-@pytest.mark.parametrize(
-    "chunks", [[150], [1] * 150, [127, 1, 1, 1, 20], [128, 1, 21], [129, 21], [100, 50], [3, 130, 17], [60, 69, 1, 20]]
-)
-def test_the_cache_gives_the_logits_of_the_whole_sequence(chunks: list[int]) -> None:
-    """In every position and across the attention's tile border at 128, however the prompt is cut."""
-    model = tiny()
-    ids = np.array([prompt(150)], np.int32)
-    whole = model.heads.logits(model.hidden(ids))
-    cache, parts = KVCache(model), []
-    for end, size in zip(np.cumsum(chunks), chunks, strict=True):
-        parts.append(model.heads.logits(advance(model, ids[:, end - size : end], cache)))
-    assert cache.length == 150 and np.abs(whole).max() > 1
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=0, atol=1e-10)
+# --- one prompt
 
 
 def test_greedy_takes_the_most_likely_token_of_head_0() -> None:
@@ -74,9 +58,6 @@ def test_greedy_takes_the_most_likely_token_of_head_0() -> None:
     for i, token in enumerate(tokens):
         logits = model.heads.logits(model.hidden(np.array([ids + tokens[:i]], np.int32)))
         assert token == logits[0, -1].argmax()
-
-
-# --- what is generated
 
 
 def test_the_same_seed_gives_the_same_text() -> None:
@@ -89,63 +70,260 @@ def test_the_same_seed_gives_the_same_text() -> None:
     assert text(1, 0.0) == text(2, 0.0)
 
 
-def test_generation_ends_at_a_stop_token_at_max_tokens_and_at_a_full_context() -> None:
-    model = tiny()
-    tokens = list(generate(model, prompt(5), GREEDY))
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_generation_ends_at_a_stop_token_at_max_tokens_and_at_a_full_context(drafts: int) -> None:
+    model, greedy = tiny(), dataclasses.replace(GREEDY, drafts=drafts)
+    tokens = list(generate(model, prompt(5), greedy))
     assert len(tokens) == 12
     stop = tokens[6]
-    assert list(generate(model, prompt(5), GREEDY, frozenset({stop}))) == tokens[: tokens.index(stop)]
-    assert len(list(generate(model, prompt(147), GREEDY))) == 3
-    assert len(list(generate(model, prompt(149), GREEDY))) == 1
-
-
-@pytest.mark.parametrize(("length", "message"), [(0, "prompt is empty"), (150, "150 tokens, .* is 150; shorten")])
-def test_a_prompt_that_cannot_be_continued_is_refused(length: int, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        next(generate(tiny(), prompt(length), GREEDY))
-
-
-# --- sampling
-
-LOGITS = np.log(np.array([0.1, 0.5, 0.05, 0.3, 0.05]))
-
-
-def frequencies(sampling: Sampling) -> list[float]:
-    """How often each of the five tokens is drawn, over 1000 evenly spaced uniforms."""
-    drawn = [sample(LOGITS, sampling, (i + 0.5) / 1000) for i in range(1000)]
-    return (np.bincount(drawn, minlength=5) / 1000).tolist()
+    assert list(generate(model, prompt(5), greedy, frozenset({stop}))) == tokens[: tokens.index(stop)]
+    assert len(list(generate(model, prompt(147), greedy))) == 3
+    assert len(list(generate(model, prompt(149), greedy))) == 1
 
 
 @pytest.mark.parametrize(
-    ("sampling", "wanted"),
+    ("ids", "message"),
     [
-        (Sampling(1.0, top_k=0, top_p=1.0), [0.1, 0.5, 0.05, 0.3, 0.05]),
-        (Sampling(1.0, top_k=99, top_p=1.0), [0.1, 0.5, 0.05, 0.3, 0.05]),
-        (Sampling(1.0, top_k=2, top_p=1.0), [0, 0.625, 0, 0.375, 0]),
-        (Sampling(1.0, top_k=1, top_p=1.0), [0, 1, 0, 0, 0]),
-        (Sampling(1.0, top_k=0, top_p=0.4), [0, 1, 0, 0, 0]),
-        (Sampling(1.0, top_k=0, top_p=0.79), [0, 0.625, 0, 0.375, 0]),
-        (Sampling(1.0, top_k=0, top_p=0.81), [1 / 9, 5 / 9, 0, 3 / 9, 0]),
-        (Sampling(1.0, top_k=2, top_p=0.6), [0, 1, 0, 0, 0]),  # the nucleus of the two that are left
-        (Sampling(0.5, top_k=2, top_p=1.0), [0, 0.25 / 0.34, 0, 0.09 / 0.34, 0]),
-        (Sampling(0.0), [0, 1, 0, 0, 0]),
+        ([], "prompt is empty"),
+        (prompt(150), "150 tokens, .* is 150; shorten"),
+        ([3, 999], "token id 999 is outside of the model's vocabulary of 259; use"),
+        ([-1], "token id -1 is outside"),
+    ],
+    ids=["empty", "long", "large", "negative"],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused(ids: list[int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        next(generate(tiny(), ids, GREEDY))
+    with pytest.raises(UserError, match=message):
+        next(generate_batch(tiny(), [[1], ids], GREEDY))
+
+
+# --- sessions
+
+
+def continued(session: Session, sampling: Sampling = GREEDY) -> list[int]:
+    return [token.id for token in session.generate(sampling)]
+
+
+def test_a_session_goes_on_from_its_cache() -> None:
+    """Three turns; each gives what a fresh model gives on the whole text, and computes only what is new."""
+    model = tiny()
+    session = Session(model)
+    for turn in range(3):
+        session.extend(prompt(10 + turn))
+        text = list(session.tokens)
+        session.stats = Stats()
+        assert continued(session) == list(generate(model, text, GREEDY))
+        assert session.tokens[: len(text)] == text and len(session.tokens) == len(text) + 12
+        # The last token of a reply is not in the cache yet, and no pass of prefill takes the last one of a prompt.
+        assert session.stats.reused == (0 if turn == 0 else len(text) - (10 + turn) - 1)
+        assert session.stats.reused + session.stats.prefilled == len(text)
+
+
+def test_a_changed_prompt_keeps_what_it_has_in_common() -> None:
+    model = tiny()
+    session = Session(model)
+    session.extend(prompt(40))
+    continued(session)
+    edited = [*prompt(40)[:25], 7, 8, 9]
+    assert edited[25] != prompt(40)[25]
+    assert session.set_tokens(edited) == 25
+    assert continued(session) == list(generate(model, edited, GREEDY))
+    assert session.set_tokens(session.tokens) == len(edited) + 11
+    assert session.set_tokens(edited[:10]) == 10  # all of it is cached: the last token is computed again
+    assert continued(session) == list(generate(model, edited[:10], GREEDY))
+    session.truncate(5)
+    assert session.tokens == edited[:5] and continued(session) == list(generate(model, edited[:5], GREEDY))
+    assert session.set_tokens([]) == 0
+
+
+@pytest.mark.parametrize("drafts", [0, 1])
+@pytest.mark.parametrize("stopped_after", [1, 2, 3, 5])
+def test_a_reply_that_is_broken_off_leaves_the_session_whole(stopped_after: int, drafts: int) -> None:
+    model, greedy = tiny(), dataclasses.replace(GREEDY, drafts=drafts)
+    session = Session(model)
+    session.extend(prompt(30))
+    reply = []
+    with pytest.raises(KeyboardInterrupt):
+        for token in session.generate(greedy):
+            reply.append(token.id)
+            if len(reply) == stopped_after:
+                raise KeyboardInterrupt
+    assert session.tokens == prompt(30) + reply
+    text = list(session.tokens)
+    assert continued(session, greedy) == list(generate(model, text, greedy))
+
+
+@pytest.mark.parametrize("change", ["extend", "set", "again"])
+def test_a_reply_that_is_left_open_leaves_no_draft_behind(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that keeps the generator, as an exception's traceback does. All drafts are right here."""
+    model = tiny(config=CONFIG.override({"mtp_heads": 4}))
+    truth = prompt(30) + list(generate(model, prompt(30), GREEDY))
+
+    def draft(session: Session, logits: np.ndarray, new: list[int], *rest: Any) -> tuple[list[int], None]:
+        return truth[len(session.tokens) + len(new) :][: len(logits)], None
+
+    for taken in range(1, 12):
+        session = Session(model)
+        session.extend(prompt(30))
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "_draft", draft)
+            left_open = session.generate(GREEDY)
+            for _ in range(taken):
+                next(left_open)
+        if change == "extend":
+            session.extend([5, 6, 7])
+        elif change == "set":
+            session.set_tokens([*session.tokens, 8, 9])
+        text = list(session.tokens)
+        assert continued(session) == list(generate(model, text, GREEDY))
+        left_open.close()
+        assert session.tokens[: len(text)] == text
+
+
+def test_an_interrupt_inside_of_a_pass_leaves_the_session_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    session = Session(model)
+    session.extend(prompt(30))
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "_draft", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            continued(session)
+    assert continued(session) == list(generate(model, prompt(30), GREEDY))
+
+
+def test_a_session_takes_one_row() -> None:
+    with pytest.raises(ValueError, match="the decoder has 2 rows, wants 1"):
+        Session(tiny(), NumpyDecoder(tiny(), 2))
+
+
+# --- batches
+
+SAMPLINGS = [
+    GREEDY,
+    Sampling(1.0, top_k=0, top_p=1.0, max_tokens=12, seed=3),
+    Sampling(0.9, top_k=30, min_p=0.01, repetition_penalty=1.5, max_tokens=12, seed=3, logprobs=True),
+]
+
+
+@pytest.mark.parametrize("kind", [NumpyDecoder, ModelDecoder])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "cut"])
+def test_a_batch_gives_what_its_prompts_give_alone(sampling: Sampling, kind: type[Decoder]) -> None:
+    """Of unequal lengths: one runs into its context, one into a stop token, the others go on to max_tokens."""
+    model = tiny()
+    prompts = [prompt(n) for n in (7, 146, 1, 80, 33)]
+    alone: list[list[Token]] = []
+    for i, ids in enumerate(prompts):
+        session = Session(model)
+        session.extend(ids)
+        alone.append(list(session.generate(dataclasses.replace(sampling, seed=sampling.seed + i, drafts=0))))
+    stop = frozenset({alone[3][4].id})
+    wanted = [list(itertools.takewhile(lambda token: token.id not in stop, tokens)) for tokens in alone]
+    found: list[list[Token]] = [[] for _ in prompts]
+    for row, token in generate_batch(model, prompts, sampling, stop, kind(model, len(prompts))):
+        found[row].append(token)
+    assert [[t.id for t in tokens] for tokens in found] == [[t.id for t in tokens] for tokens in wanted]
+    assert len(found[1]) <= 4 and len(found[3]) <= 4 and max(map(len, found)) == 12
+    for token, other in zip(itertools.chain(*found), itertools.chain(*wanted), strict=True):
+        assert (token.logprob is None) == (not sampling.logprobs)
+        assert token.logprob is None or token.logprob == pytest.approx(other.logprob, abs=1e-9)
+
+
+def test_a_batch_streams_a_token_of_every_row_in_turn() -> None:
+    tokens = generate_batch(tiny(), [prompt(4), prompt(9)], GREEDY)
+    assert [next(tokens)[0] for _ in range(6)] == [0, 1, 0, 1, 0, 1]
+    with pytest.raises(ValueError, match="2 prompts for a decoder of 3 rows"):
+        next(generate_batch(tiny(), [[1], [2]], GREEDY, decoder=NumpyDecoder(tiny(), 3)))
+
+
+class Device(NumpyDecoder):
+    """A decoder that draws tokens itself, five at a time, and so runs on behind the last one that is wanted."""
+
+    streams = True
+
+    def stream(
+        self, tokens: Sequence[int], sampling: Sampling, uniforms: np.ndarray, seen: Sequence[Sequence[int]]
+    ) -> Iterator[Drawn]:
+        texts = [list(text) for text in seen]
+        assert [text[-1] for text in texts] == list(tokens)
+        for start in range(0, uniforms.shape[1], 5):
+            part = uniforms[:, start : start + 5]
+            block = np.empty(part.shape, np.int64)
+            for t in range(part.shape[1]):
+                logits = self.step([text[-1:] for text in texts])[:, 0, 0]
+                for i, text in enumerate(texts):
+                    z = penalise(logits[i], sampling, text)[None]
+                    greedy = sampling.temperature == 0
+                    token = int(z.argmax()) if greedy else draw(probabilities(z, sampling)[0], part[i, t])
+                    block[i, t] = token
+                    text.append(token)
+            yield Drawn(block, np.zeros(part.shape) if sampling.logprobs else None)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "cut"])
+def test_a_decoder_may_draw_on_its_device(sampling: Sampling) -> None:
+    """The contract of `Decoder.stream`: the same numbers, the same text, and a cache that is rewound to it."""
+    model, sampling = tiny(), dataclasses.replace(sampling, drafts=0, max_tokens=8)
+    plain, device = Session(model), Session(model, Device(model))
+    for session in (plain, device):
+        session.extend(prompt(20))
+    for _ in range(2):
+        assert continued(device, sampling) == continued(plain, sampling)
+    assert device.decoder.lengths == plain.decoder.lengths == [35]
+    prompts = [prompt(5), prompt(9)]
+    rows = [[(i, t.id) for i, t in generate_batch(model, prompts, sampling, frozenset(), kind(model, 2))]
+            for kind in (Device, NumpyDecoder)]  # fmt: skip
+    assert rows[0] == rows[1] and len(rows[0]) == 16
+
+
+# --- text
+
+
+def test_pieces_join_to_the_text_and_never_cut_a_character() -> None:
+    """Also of bytes that are no text: a piece holds a replacement character only where the whole text does."""
+    rng = np.random.default_rng(0)
+    for text in ("naïve 小美 🦊👩‍🚀 end", "", "plain"):
+        pieces = list(stream_text(list(text.encode()), TOKENIZER))
+        assert "".join(pieces) == text and all(pieces)
+        assert len(pieces) == len(text)
+    for _ in range(50):
+        ids = rng.integers(0, 257, 30).tolist()
+        whole = TOKENIZER.decode(ids)
+        assert "".join(stream_text(ids, TOKENIZER)) == whole
+        for stop in (["a"], ["\ufffd\ufffd"], ["zz", whole[3:5]]):
+            at = min((whole.find(s) for s in stop if s in whole), default=len(whole))
+            assert "".join(stream_text(ids, TOKENIZER, stop)) == whole[:at]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "wanted"),
+    [
+        ("one\nUser: two", ["\nUser:"], ["o", "n", "e"]),
+        ("one\nUse it", ["\nUser:"], ["o", "n", "e", "\nUse ", "i", "t"]),
+        ("aaab", ["aab"], ["a"]),  # the beginning of a match inside of a failed one
+        ("abcab", ["abd", "bcx"], ["a", "bc", "ab"]),
+        ("one\nUs", ["\nUser:"], ["o", "n", "e", "\nUs"]),  # the end comes first: what was held is text
+        ("xé🦊y", ["🦊"], ["x", "é"]),
+        ("stop", ["stop"], []),
+        ("hihi there", ["hi there"], ["hi"]),  # "hi" is one token, and begins both
     ],
 )
-def test_top_k_top_p_and_temperature(sampling: Sampling, wanted: list[float]) -> None:
-    assert frequencies(sampling) == pytest.approx(wanted, abs=1.1e-3)
+def test_a_stop_string_is_found_across_tokens_and_never_shown(text: str, stop: list[str], wanted: list[str]) -> None:
+    asked = []
+
+    def tokens() -> Iterator[int]:
+        for token in TOKENIZER.encode(text):
+            asked.append(token)
+            yield token
+
+    assert list(stream_text(tokens(), TOKENIZER, stop)) == wanted
+    at = min((text.find(s) + len(s) for s in stop if s in text), default=len(text))
+    assert len(TOKENIZER.decode(asked)) == at  # no token behind it was asked for
 
 
-def test_large_logits_do_not_overflow_and_the_last_uniform_stays_inside() -> None:
-    assert sample(np.array([1e4, -1e4, 9990.0]), Sampling(1.0), 1 - 2**-53) in (0, 2)
-    assert sample(LOGITS, Sampling(1.0, top_k=0, top_p=1.0), 1 - 2**-53) == 4
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("temperature", -1.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("max_tokens", 0)]
-)
-def test_impossible_sampling_is_refused(field: str, value: Any) -> None:
-    with pytest.raises(UserError, match=f"--{field.replace('_', '-')} is {value}, wants"):
-        Sampling(**{field: value})
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(UserError, match="a stop string is empty; give at least one character"):
+        list(stream_text([1], TOKENIZER, ["\n", ""]))
 
 
 # --- runs
@@ -160,129 +338,3 @@ def test_the_newest_fine_tuned_run_comes_first(tmp_path: Path) -> None:
     assert newest_run(("sft", "pretrain"), tmp_path) == paths[0]
     assert newest_run(("pretrain",), tmp_path) == paths[2]
     assert newest_run(("pretrain",), tmp_path / "absent") is None
-
-
-# --- chat
-
-
-def run_chat(*flags: str, cwd: Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "models.nanoeuler.chat", *flags, "--max-tokens", "20"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-    return subprocess.run(command, input=stdin, capture_output=True, cwd=cwd, env=environment, timeout=60)
-
-
-def test_chat_from_the_command_line(tmp_path: Path) -> None:
-    """The newest fine-tuned run answers a --prompt and, to the letter the same, a prompt that is piped in."""
-    save_run(tmp_path / "runs" / "sft", "sft")
-    save_run(tmp_path / "runs" / "pretrain", "pretrain")
-    asked = run_chat("--prompt", "Say hi.", "--temperature", "0", cwd=tmp_path)
-    assert asked.returncode == 0 and b"(fine-tuned)" in asked.stderr
-    assert len(asked.stdout.decode("utf-8").strip()) > 3
-    piped = run_chat("--temperature", "0", cwd=tmp_path, stdin=b"Say hi.\n")
-    assert piped.stdout == asked.stdout
-    base = run_chat("--prompt", "Say hi.", "--temperature", "0", "--checkpoint", "runs/pretrain", cwd=tmp_path)
-    assert base.returncode == 0 and b"a base model, not fine-tuned: it continues your text" in base.stderr
-    assert base.stdout != asked.stdout
-
-
-def test_a_pipe_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
-    save_run(tmp_path / "runs" / "sft", "sft")
-    done = run_chat(cwd=tmp_path, stdin=b"caf\xe9")
-    assert done.returncode == 2 and b"Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(b"error: standard input is not utf-8 text at byte 3")
-
-
-def test_a_prompt_too_long_for_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = save_run(tmp_path, "pretrain")
-    with pytest.raises(SystemExit) as left:
-        run_command(lambda: chat.main(["--checkpoint", str(path), "--prompt", "word" * 99]))
-    assert left.value.code == 2
-    assert capsys.readouterr().err.endswith("error: the prompt takes 396 tokens, the model's context is 150; "
-                                            "shorten the prompt\n")  # fmt: skip
-
-
-@pytest.fixture
-def loaded(tmp_path: Path) -> Loaded:
-    return load_model(save_run(tmp_path, "pretrain"), get_backend("numpy", "fp32", workers=1))
-
-
-def speak(monkeypatch: pytest.MonkeyPatch, data: bytes, then: type[BaseException] | None = None) -> None:
-    """Make the model say these bytes, a token each, and then raise."""
-
-    def tokens(*args: Any) -> Iterator[int]:
-        yield from data
-        if then is not None:
-            raise then
-
-    monkeypatch.setattr(chat, "generate", tokens)
-
-
-def test_no_piece_holds_half_a_character(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "naïve 小美 🦊👩‍🚀 end"
-    speak(monkeypatch, text.encode())
-    pieces = list(chat.reply(loaded, "x", GREEDY))
-    assert "".join(pieces) == text
-    assert all("\ufffd" not in piece and len(piece) == 1 for piece in pieces)
-
-
-def test_bytes_that_are_no_text_become_replacement_characters(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    speak(monkeypatch, b"a\xffb\xf0\x9f")
-    assert "".join(chat.reply(loaded, "x", GREEDY)) == "a\ufffdb\ufffd"
-
-
-def test_control_characters_do_not_reach_the_terminal(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    speak(monkeypatch, "a\x1b[2J\rb\x07\x9bc\n\td\x7f".encode())
-    assert "".join(chat.reply(loaded, "x", GREEDY)) == "a[2Jbc\n\td"
-
-
-def test_a_base_model_gets_the_text_and_a_fine_tuned_one_the_template(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str] = []
-
-    def listen(model: Any, ids: list[int], sampling: Sampling, stop: frozenset[int]) -> Iterator[int]:
-        seen.append(TOKENIZER.decode(ids))
-        assert stop == set(TOKENIZER.specials.values())
-        return iter(())
-
-    monkeypatch.setattr(chat, "generate", listen)
-    for kind in ("pretrain", "sft"):
-        list(chat.reply(dataclasses.replace(loaded, meta={"kind": kind}), "Say hi.", GREEDY))
-    assert seen == ["Say hi.", "### Instruction:\nSay hi.\n\n### Response:\n"]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_ctrl_c_ends_the_reply_and_not_the_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two replies are cut short, a Ctrl-C at the prompt is shrugged off, and /bye still ends it in order."""
-    path = save_run(tmp_path, "sft")
-    typed = iter(["one", KeyboardInterrupt, "", "two", "/bye", "never read"])
-
-    def read(prompt: str) -> str:
-        line = next(typed)
-        if line is KeyboardInterrupt:
-            raise KeyboardInterrupt
-        return str(line)
-
-    monkeypatch.setattr("builtins.input", read)
-    monkeypatch.setattr(sys, "stdin", Terminal())
-    speak(monkeypatch, b"half a re", then=KeyboardInterrupt)
-    assert chat.main(["--checkpoint", str(path)]) == 0
-    assert capsys.readouterr().out == "half a re [stopped]\n\nhalf a re [stopped]\n"
-    assert next(typed) == "never read"
-
-
-def test_a_session_survives_a_prompt_that_is_too_long_and_ends_with_its_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = save_run(tmp_path, "sft")
-    monkeypatch.setattr(sys, "stdin", Terminal("word" * 99 + "\nSay hi.\n"))
-    assert chat.main(["--checkpoint", str(path), "--max-tokens", "5"]) == 0
-    shown = capsys.readouterr()
-    assert "error: the prompt takes" in shown.err
-    assert len(shown.out.strip("> \n")) > 0

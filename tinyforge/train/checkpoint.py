@@ -59,27 +59,16 @@ def save(
     from safetensors.numpy import save as to_bytes
 
     final = out / f"{_PREFIX}{step:08d}"
-    partial = out / f".partial-{final.name}"
     try:
-        out.mkdir(parents=True, exist_ok=True)
         for stale in out.glob(f".partial-{_PREFIX}*"):
             shutil.rmtree(stale)
-        partial.mkdir()
         files = {
             "model.safetensors": to_bytes(weights),
             "optimizer.safetensors": to_bytes(optimizer),
-            "meta.json": (json.dumps({"format": FORMAT, **meta, "step": step}, indent=1) + "\n").encode(),
+            "meta.json": _to_json({"format": FORMAT, **meta, "step": step}),
         }
-        tokenizer.save(partial / "tokenizer.json")
-        hashes = {"tokenizer.json": _sha256((partial / "tokenizer.json").read_bytes())}
-        for name, data in files.items():
-            _write(partial / name, data)
-            hashes[name] = _sha256(data)
-        _write(partial / "hashes.json", (json.dumps(hashes, indent=1) + "\n").encode())
-        os.replace(partial, final)
-        _sync_directory(out)
+        _write_directory(final, files, tokenizer)
     except (OSError, UserError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         # The tokenizer reports its own faults; what the system said is their cause.
         cause = error.__cause__ if isinstance(error, UserError) else error
         left = steps(out)
@@ -95,6 +84,48 @@ def save(
             os.replace(old, doomed)
             shutil.rmtree(doomed)
     return final
+
+
+def export(found: Checkpoint, out: Path, card: str) -> None:
+    """Write a checkpoint to give away: weights rounded to bfloat16, no optimizer, the card as README.md.
+
+    `load` reads it like any other. Raises UserError where `out` exists or cannot be written, and without ml_dtypes.
+    """
+    from safetensors.numpy import save as to_bytes
+
+    from tinyforge.text import Tokenizer
+
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise UserError("export: the package ml_dtypes is missing; pip install ml_dtypes") from None
+    if out.exists():
+        raise UserError(f"export: {out} exists already; remove it, or choose another --out")
+    weights = {name: value.astype(ml_dtypes.bfloat16) for name, value in found.weights.items()}
+    files = {"model.safetensors": to_bytes(weights), "meta.json": _to_json(found.meta), "README.md": card.encode()}
+    try:
+        _write_directory(out, files, Tokenizer.load(found.tokenizer_path))
+    except OSError as error:
+        raise UserError(f"export: cannot write {out}: {error.strerror}; choose another --out") from error
+
+
+def _write_directory(final: Path, files: dict[str, bytes], tokenizer: Any) -> None:
+    """Write the files, tokenizer.json and hashes.json into a directory that appears whole or not at all."""
+    partial = final.parent / f".partial-{final.name}"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # what a killed run has left
+        partial.mkdir(parents=True)
+        tokenizer.save(partial / "tokenizer.json")
+        hashes = {"tokenizer.json": _sha256((partial / "tokenizer.json").read_bytes())}
+        for name, data in files.items():
+            _write(partial / name, data)
+            hashes[name] = _sha256(data)
+        _write(partial / "hashes.json", _to_json(hashes))
+        os.replace(partial, final)
+        _sync_directory(final.parent)
+    except (OSError, UserError):
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def steps(out: Path) -> list[Path]:
@@ -133,12 +164,22 @@ def load(path: Path) -> Checkpoint:
 
 
 def _tensors(file: Path) -> dict[str, np.ndarray]:
-    from safetensors.numpy import load as from_bytes
+    """Tensors by name; bfloat16 as float32, which holds it exactly: NumPy itself has no bfloat16."""
+    from safetensors import deserialize
 
     try:
-        return from_bytes(file.read_bytes())
+        return {name: _array(**stored) for name, stored in deserialize(file.read_bytes())}
     except Exception as error:  # safetensors raises its own type, and OSError where the file cannot be read
         raise UserError(f"cannot read {file}: {error}; use another checkpoint of the run") from error
+
+
+def _array(dtype: str, shape: list[int], data: bytes) -> np.ndarray:
+    if dtype == "BF16":
+        wide = np.frombuffer(data, "<u2").astype(np.uint32) << 16
+        return wide.view(np.float32).reshape(shape)
+    if dtype not in ("F32", "F64"):
+        raise ValueError(f"tensors of {dtype}, wanted F32, F64 or BF16")
+    return np.frombuffer(data, {"F32": "<f4", "F64": "<f8"}[dtype]).reshape(shape)
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -146,6 +187,10 @@ def _json(file: Path) -> dict[str, Any]:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {file}: {error}; use another checkpoint of the run") from error
+
+
+def _to_json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1) + "\n").encode()
 
 
 def _sha256(data: bytes) -> str:

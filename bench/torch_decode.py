@@ -1,0 +1,119 @@
+"""Decoding with a static key/value cache in PyTorch: the peer of `bench/decode.py`.
+
+Written as PyTorch is best used: merged projections, fused attention with grouped queries, a cache that is written in
+place, no gradients. Eager, attention reads the part of the cache that is filled. Compiled, for CUDA, every shape is
+static: attention reads the whole cache under a mask, and the pass is replayed as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from bench.torch_peer import Block, NanoEuler
+from models.nanoeuler.config import Config
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+
+
+class CachedBlock(torch.nn.Module):
+    """A block of `bench.torch_peer` with keys and values in buffers, (B, Hkv, capacity, D)."""
+
+    def __init__(self, block: Block, batch: int, capacity: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.block = block
+        shape = (batch, block.heads[1], capacity, block.head_dim)
+        self.register_buffer("keys", torch.zeros(shape, dtype=dtype), persistent=False)
+        self.register_buffer("values", torch.zeros(shape, dtype=dtype), persistent=False)
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, seen: int | None,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """x: (B, n, C) at `position`: (n,). Attention reads the first `seen` keys, or all of them under the mask."""
+        b = self.block
+        qkv = b.qkv(b.norm1(x)).unflatten(-1, (-1, b.head_dim)).transpose(1, 2)
+        qk, v = qkv.split([b.heads[0] + b.heads[1], b.heads[2]], dim=1)
+        left, right = qk.chunk(2, dim=-1)
+        qk = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+        q, k = qk.split(b.heads[:2], dim=1)
+        self.keys.index_copy_(2, position, k)
+        self.values.index_copy_(2, position, v)
+        keys, values = self.keys[:, :, :seen], self.values[:, :, :seen]
+        a = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+        x = x + b.out(a.transpose(1, 2).flatten(2))
+        gate, up = b.gate_up(b.norm2(x)).chunk(2, dim=-1)
+        return x + b.down(F.silu(gate) * up)
+
+
+class CachedModel(torch.nn.Module):
+    """One pass: ids (B, n) at `position` (n,) to the logits of head 0, (B, n, V)."""
+
+    def __init__(self, model: NanoEuler, config: Config, batch: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding, self.final_norm = model.embedding, model.final_norm
+        self.blocks = torch.nn.ModuleList(CachedBlock(b, batch, config.context, dtype) for b in model.blocks)
+        self.head = torch.nn.Parameter(model.heads.weight[: config.vocab].detach().clone(), requires_grad=False)
+        self.register_buffer("cos", model.cos[:, 0].to(dtype), persistent=False)
+        self.register_buffer("sin", model.sin[:, 0].to(dtype), persistent=False)
+
+    def forward(self, ids: torch.Tensor, position: torch.Tensor, seen: int | None) -> torch.Tensor:
+        x = self.embedding(ids)
+        cos, sin = self.cos[position], self.sin[position]
+        # Without `seen` every shape is static, and the mask hides what is not written yet.
+        mask = None if seen else torch.arange(len(self.cos), device=ids.device) <= position[:, None]
+        for block in self.blocks:
+            x = block(x, cos, sin, position, seen, mask)
+        return F.linear(self.final_norm(x), self.head)
+
+
+class TorchDecoder:
+    """One token a step for each row of a batch, eager or (compiled) replayed as a CUDA graph."""
+
+    def __init__(
+        self, config: Config, weights: Mapping[str, np.ndarray], *, batch: int, precision: str, device: str,
+        threads: int, compiled: bool,
+    ) -> None:  # fmt: skip
+        self.threads = threads
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision in ("tf32", "bf16")
+        self.device = torch.device(device)
+        dtype = DTYPES[precision]
+        model = NanoEuler(config)
+        own = model.state_dict()
+        model.load_state_dict({name: torch.from_numpy(w).reshape(own[name].shape) for name, w in weights.items()})
+        self.model = CachedModel(model.to(dtype), config, batch, dtype).to(self.device).eval()
+        self.compiled = compiled
+        # Inference mode costs eager passes less; compiled ones write to buffers that were made outside of it.
+        self.without_gradients = torch.no_grad if compiled else torch.inference_mode
+        self.forward = torch.compile(self.model, mode="reduce-overhead", fullgraph=True) if compiled else self.model
+
+    def _step(self, ids: torch.Tensor, position: torch.Tensor, seen: int) -> torch.Tensor:
+        """ids: (B, n), position: (n,), both on the device; `seen`: positions up to the last of these."""
+        if self.compiled:
+            torch.compiler.cudagraph_mark_step_begin()
+        return self.forward(ids, position, None if self.compiled else seen)
+
+    def fill(self, tokens: np.ndarray) -> torch.Tensor:
+        """Put tokens: (B, T) into the cache, one position at a time as decoding does; returns the last one's logits."""
+        self.use_threads()
+        with self.without_gradients():
+            for t in range(tokens.shape[1]):
+                logits = self._step(self.on_device(tokens[:, t : t + 1]), self.on_device(np.array([t])), t + 1)
+        return logits
+
+    def greedy(self, ids: torch.Tensor, places: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+        """Decode from ids: (B, 1) on; places: the position and `seen` of each step. Nothing waits for the device."""
+        with self.without_gradients():
+            for position, seen in places:
+                ids = self._step(ids, position, seen).argmax(dim=-1)
+        return ids
+
+    def use_threads(self) -> None:
+        """PyTorch's number of threads belongs to the process, which has several decoders."""
+        torch.set_num_threads(self.threads)
+
+    def on_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)

@@ -1,0 +1,110 @@
+"""Sampling: from logits to the distribution that a token is drawn from, and the draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tinyforge.errors import UserError
+from tinyforge.rng import Stream
+
+UNIFORMS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 change nothing.
+
+    In this order: logits of tokens that the text holds already, prompt included, are divided by repetition_penalty
+    where positive and multiplied by it where negative; all are divided by the temperature; top_k keeps the k most
+    likely tokens; top_p the fewest of these whose probabilities sum to it; min_p those with at least min_p times the
+    probability of the most likely one. Tokens that tie with the last one kept are kept too.
+
+    max_tokens: the longest reply. seed: the same seed gives the same text. drafts: tokens that the later heads propose
+    for each pass (speculation); at most mtp_heads - 1 are used, 0 is plain decoding. It changes the speed only: greedy
+    text stays the same, and sampled text keeps its distribution. logprobs: also give log p of each token under the
+    model, before any of this.
+
+    Sources: Keskar et al., "CTRL" (2019; the penalty); Fan et al. (2018; top-k); Holtzman et al. (2019; top-p); Nguyen
+    et al. (2024; min-p).
+    """
+
+    temperature: float = 0.7
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int = 200
+    seed: int = 0
+    drafts: int = 3
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        # Written so that NaN is refused too.
+        rules = (
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
+            ("top_k", self.top_k >= 0, "0 (no limit) or more"),
+            ("top_p", 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number above 0; 1 for none"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("drafts", self.drafts >= 0, "0 (no speculation) or more"),
+        )
+        for name, fine, wanted in rules:
+            if not fine:
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, wants {wanted}")
+
+
+def penalise(logits: np.ndarray, sampling: Sampling, seen: Iterable[int]) -> np.ndarray:
+    """float64 logits: (..., V) after the repetition penalty on the tokens in `seen`."""
+    z = logits.astype(np.float64)
+    if sampling.repetition_penalty != 1:
+        index = np.array(sorted(set(seen)), np.intp)
+        old = z[..., index]
+        z[..., index] = np.where(old > 0, old / sampling.repetition_penalty, old * sampling.repetition_penalty)
+    return z
+
+
+def probabilities(z: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """The distributions that tokens are drawn from: (n, V) float64, from penalised logits z: (n, V); temperature > 0.
+
+    Each cut keeps the most likely tokens, so all of them together are one threshold on the logits of a row.
+    """
+    z = (z - z.max(axis=-1, keepdims=True)) / sampling.temperature
+    k = sampling.top_k if 0 < sampling.top_k < z.shape[-1] else z.shape[-1]
+    threshold = np.array(math.log(sampling.min_p) if sampling.min_p else -math.inf)
+    if k < z.shape[-1] or sampling.top_p < 1:
+        top = np.sort(z, axis=-1)[:, ::-1][:, :k]
+        total = np.exp(top).cumsum(axis=-1)
+        # The first whose sum reaches top_p is the last one kept; with top_p 1 that is the k-th.
+        last = (total < sampling.top_p * total[:, -1:]).sum(axis=-1) if sampling.top_p < 1 else k - 1
+        threshold = np.maximum(threshold, top[np.arange(len(top)), last, None])
+    p = np.exp(z)
+    p *= z >= threshold
+    p /= p.sum(axis=-1, keepdims=True)
+    return p
+
+
+def draw(p: np.ndarray, uniform: float) -> int:
+    """The token at which the running sum of p: (V,) passes `uniform`, in [0, 1), times its total."""
+    total = p.cumsum()
+    token = int(total.searchsorted(uniform * total[-1], side="right"))
+    # Rounding can put the product on the total itself, behind every token.
+    return token if token < len(p) else int(np.flatnonzero(p)[-1])
+
+
+def uniforms(seed: int) -> Iterator[float]:
+    """The numbers that a seed draws with, one after the other."""
+    stream = Stream(seed, "sample")
+    while True:
+        yield from stream.uniform((UNIFORMS_AT_ONCE,)).tolist()
+
+
+def log_probability(logits: np.ndarray, token: int) -> float:
+    """log softmax(logits)[token] for logits: (V,), in float64."""
+    z = logits.astype(np.float64)
+    top = z.max()
+    return float(z[token] - top - np.log(np.exp(z - top).sum()))

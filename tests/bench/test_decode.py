@@ -1,0 +1,135 @@
+"""The benchmark of decoding runs without PyTorch, counts bytes as it says, and refuses a peer that computes else."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.decode import OURS, Options, bytes_per_step, check_parity, contenders_of, main, speculation_table, table
+from models.nanoeuler import Config, NanoEuler
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError
+from tinyforge.text import Tokenizer
+from tinyforge.train import checkpoint
+from tinyforge.train.loop import named
+
+TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=40, vocab=19, mtp_heads=2, hidden=24,
+              mtp_weights=(1.0, 0.5))  # fmt: skip
+FLAGS = ["--tokens", "4", "--rounds", "2"]
+
+
+def tiny(precision: str = "fp32", config: Config = TINY) -> NanoEuler:
+    model = NanoEuler(config, get_backend("numpy", precision, workers=1))
+    model.initialise(0)
+    return model
+
+
+def test_it_times_our_decoding_and_writes_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err.strip() == table(found)
+    assert found["parity"] is None and list(found["results"]) == [OURS] and found["position"] == 64
+    result = found["results"][OURS]
+    assert len(result["step_us"]) == 2 and result["min_us"] == min(result["step_us"]) > 0
+    assert result["tokens_per_second"] == pytest.approx(1e6 / result["median_us"])
+    assert result["gb_per_second"] == pytest.approx(found["bytes_per_step"] / result["median_us"] / 1e3)
+    assert result["mbu"] * found["copy_gb_per_second"] == pytest.approx(result["gb_per_second"])
+
+
+def test_a_batch_is_timed_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "result.json"
+    assert main([*FLAGS, "--batch-size", "3", "--position", "30", "--json", str(target)]) == 0
+    found = json.loads(target.read_text(encoding="utf-8"))
+    assert capsys.readouterr().out.strip() == table(found)
+    result = found["results"][OURS]
+    assert result["tokens_per_second"] == pytest.approx(3e6 / result["median_us"])
+
+
+def test_the_bytes_are_those_of_the_weights_in_use_and_of_the_cache() -> None:
+    weights = sum(p.size for p in tiny().params() if p.name not in ("embedding.weight", "heads.weight")) + 19 * 16
+    cache = 3 * 2 * 2 * 2 * 4 * 31  # rows, keys and values, layers, kv heads, head size, positions
+    options = Options(TINY, batch_size=3, position=30, tokens=4, rounds=1, threads=1)
+    assert bytes_per_step(options, tiny()) == 4 * (weights + cache)
+    assert bytes_per_step(options, tiny("fp64")) == 8 * (weights + cache)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_tokens_lie_around_the_position(batch_size: int) -> None:
+    options = Options(TINY, batch_size, position=30, tokens=5, rounds=1, threads=1)
+    ours = contenders_of(options, tiny(), None)[OURS]
+    assert ours.logits().shape == (batch_size, TINY.vocab)
+    for _ in range(2):
+        ours.run()
+        # Passes ran at positions 28 to 32; the last token's is the next one.
+        assert ours.decoder.lengths == [33] * batch_size
+
+
+class Fixed:
+    """A contender whose logits are known."""
+
+    def __init__(self, *logits: float) -> None:
+        self.values = np.array(logits)
+
+    def logits(self) -> np.ndarray:
+        return self.values
+
+
+@pytest.mark.parametrize("second", [2.0002, float("nan")])
+def test_a_peer_that_computes_something_else_is_not_timed(second: float) -> None:
+    with pytest.raises(RuntimeError, match="parity"):
+        check_parity({OURS: Fixed(1.0, 2.0), "peer": Fixed(1.0, second)}, 1e-4)  # type: ignore[dict-item]
+    assert check_parity({OURS: Fixed(1.0), "peer": Fixed(1.00005)}, 1e-4)["worst_difference"] > 0  # type: ignore[dict-item]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed: pip install torch")
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_pytorch_decodes_the_same(batch_size: int) -> None:
+    options = Options(TINY, batch_size, position=30, tokens=5, rounds=1, threads=1)
+    contenders = contenders_of(options, tiny(), "torch")
+    assert len(contenders) == 2 and check_parity(contenders, 1e-5)["worst_difference"] < 1e-5
+    for contender in contenders.values():
+        contender.run()
+
+
+def test_a_trained_model_is_timed_with_and_without_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = Tokenizer([(104, 105)], ["<|endoftext|>", "</s>"])
+    model = tiny(config=TINY.override({"vocab": tokenizer.vocab_size, "context": 200}))
+    meta = {"kind": "sft", "config": model.config.to_dict(), "tokenizer_hash": tokenizer.hash()}
+    weights = named(model.buffer, model.buffer.values, model.backend)
+    path = checkpoint.save(tmp_path, 1, weights, {"m": np.zeros(1)}, tokenizer, meta, keep=0)
+    assert main(["--checkpoint", str(path), "--prompts", "3", "--rounds", "1", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err.strip() == speculation_table(found).strip()
+    for kind in ("greedy", "sampled"):
+        plain, one = found["results"][kind]
+        assert (plain["drafts"], one["drafts"]) == (0, 1) and plain["over_plain"] == 1.0
+        assert plain["acceptance"] == [] and 0 <= one["acceptance"][0] <= 1
+        assert plain["tokens_per_pass"] <= 1.0 and one["tokens_per_pass"] >= plain["tokens_per_pass"]
+    assert all(case["same_text_as_plain"] for case in found["results"]["greedy"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rounds", "0"], "--rounds is 0"),
+        (["--config", "huge"], "'huge' is no preset"),
+        (["--precision", "fp8"], "precision 'fp8' is not available"),
+        (["--position", "127"], "--position 127: 16 tokens around it are not within the context of 128"),
+        (["--position", "3"], "--position 3: 16 tokens around it"),
+        (["--json", "no/such/folder/result.json"], "folder that does not exist"),
+        (["--checkpoint", "no/such/run"], "no/such/run"),
+        (["--peer", "torch"], "PyTorch is not installed; pip install torch"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UserError) as caught:
+        main(flags)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
