@@ -36,6 +36,7 @@ from tinyforge.text.shards import SEPARATOR, Shards
 from tinyforge.train.batches import PackedTokens, check_ids, fingerprint
 from tinyforge.train.corpus import Corpus, HeldOut, find_shards, open_corpus, opening_of
 from tinyforge.train.loop import Task, train
+from tinyforge.train.metrics import save_scores
 from tinyforge.train.settings import Settings, open_backend, parse, parser
 from tinyforge.train.sharded import Sharded
 
@@ -194,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, tokenizer, tokenizer.byte_lengths, config.mtp_weights,
         lambda step: [corpus.batches.batch(step * accum + i, rows) for i in range(accum)], evaluate, sample,
         {"kind": "pretrain", "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
-         "data_hash": corpus.hash},
+         "data_hash": corpus.hash, "machine": backend.describe()},
         model.flop_per_token(seq_len), FLOP_CONVENTION,
     )  # fmt: skip
     train(task, settings, backend, resume)
@@ -202,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, figure in by_source.items():
         print(f"held-out text of {name}: {figure:.3f} bits per byte")
     print(f"all held-out text: {final:.3f} bits per byte")
+    save_scores(out, {"held-out text, bits per byte": final})
     print(f"next: python recipes/sft.py --base {out}")
     print(f"  or: python -m models.nanoeuler.chat --checkpoint {out} --prompt {shlex.quote(opening)}")
     return 0

@@ -32,12 +32,14 @@ from tinyforge.text import Tokenizer
 from tinyforge.train import checkpoint
 from tinyforge.train.batches import Examples, fingerprint
 from tinyforge.train.loop import Task, evaluate_nll, train
+from tinyforge.train.metrics import save_scores
 from tinyforge.train.settings import Settings, open_backend, parse, parser
 from tinyforge.train.sharded import Sharded
 
 DEFAULTS = Settings(out="runs/sft", steps=1400, lr=2e-3, weight_decay=0.0)
 BUILT_IN_RECORDS = 30_000
 HELD_OUT_RECORDS = 300
+OF_BASE = ("settings", "step", "elapsed", "data_hash", "machine")  # what a checkpoint says of its base
 
 
 def encode(records: Sequence[Record], tokenizer: Tokenizer, seq_len: int, what: str) -> list[tuple[list[int], int]]:
@@ -132,7 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, tokenizer, tokenizer.byte_lengths, config.mtp_weights,
         lambda step: [data.batch(step * accum + i, rows) for i in range(accum)], evaluate, sample,
         {"kind": "sft", "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
-         "data_hash": fingerprint(stream)},
+         "data_hash": fingerprint(stream), "machine": backend.describe(),
+         "base": base.meta["base"] if resume else {key: base.meta[key] for key in OF_BASE}},
         model.flop_per_token(seq_len), FLOP_CONVENTION,
     )  # fmt: skip
     train(task, settings, backend, resume)
@@ -141,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("exact match on held-out instructions (greedy, 20 of each kind):")
         for kind, score in scores.items():
             print(f"  {kind:<14} {score:6.1%}")
+        save_scores(Path(settings.out), {f"exact match, {kind}": score for kind, score in scores.items()})
     print("next: python -m models.nanoeuler.chat")
     return 0
 

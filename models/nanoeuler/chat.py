@@ -1,6 +1,6 @@
 '''Talk to a trained NanoEuler.
 
-    python -m models.nanoeuler.chat                         the newest fine-tuned run under runs/
+    python -m models.nanoeuler.chat                         the newest run under runs/, else the model that is here
     python -m models.nanoeuler.chat --prompt "What is 3 plus 4?"
     echo "What is 3 plus 4?" | python -m models.nanoeuler.chat
     python -m models.nanoeuler.chat --checkpoint runs/pretrain      a base model continues the text
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from models.nanoeuler.conversation import Conversation
 from models.nanoeuler.generate import Sampling
-from models.nanoeuler.runs import Loaded, load_model, trained_model
+from models.nanoeuler.runs import BUNDLED, Loaded, load_model, trained_model
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError, run_command
 
@@ -225,7 +225,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m models.nanoeuler.chat", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--checkpoint", metavar="DIR", help="a run or one of its checkpoints (default: newest)")
+    parser.add_argument("--checkpoint", metavar="DIR", help="a run or one of its checkpoints (default: the newest, else "
+                        "the small model that comes with the repository)")  # fmt: skip
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and leave")
     parser.add_argument("--backend", default="numpy", help="numpy, cupy (a GPU), or auto (default: %(default)s)")
     parser.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
@@ -243,6 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         base = loaded.meta["kind"] != "sft"
         note = "a base model, not fine-tuned: it continues your text" if base else "fine-tuned"
+        if loaded.path == BUNDLED:
+            note = "comes with the repository; it knows a small world of people, things and numbers"
         repl = Repl(loaded, sampling)
         repl.note(f"{loaded.path} ({note}). /help lists the commands; Ctrl-C stops a reply; Ctrl-D or /bye leaves.")
         repl.run()

@@ -15,6 +15,10 @@ from tinyforge.train import checkpoint
 from tinyforge.train.loop import load_named
 
 
+BUNDLED = Path(__file__).parent / "small"
+"""The small preset, fine-tuned on the built-in instructions; its README.md says how it was made and what it can do."""
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A model from a checkpoint with its tokenizer; meta as saved (`kind` is "pretrain" or "sft")."""
@@ -47,11 +51,9 @@ def build_model(found: checkpoint.Checkpoint, backend: Backend) -> Loaded:
 
 
 def trained_model(asked: str | None) -> Path:
-    """Where the model to use lies: what was asked for, or the newest run, fine-tuned before pretrained."""
-    found = Path(asked) if asked else newest_run(("sft", "pretrain"))
-    if found is None:
-        raise UserError("no trained model under runs/; run python recipes/pretrain.py, then python recipes/sft.py")
-    return found
+    """Where the model to use lies: what was asked for, else the newest run (fine-tuned before pretrained), else the
+    small model that comes with the repository."""
+    return Path(asked) if asked else newest_run(("sft", "pretrain")) or BUNDLED
 
 
 def newest_run(kinds: tuple[str, ...], root: Path = Path("runs")) -> Path | None:

@@ -192,6 +192,29 @@ def test_the_same_bits_every_time(name: str, precision: str) -> None:
         assert len({backend.to_numpy(r).tobytes() for r in results}) == 1
 
 
+@pytest.mark.parametrize("name", OVER_MANY_ROWS)
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-12), ("fp32", 2e-6), ("bf16", 2e-6)])
+def test_sums_over_rows_launch_after_launch(name: str, precision: str, tolerance: float) -> None:
+    """One row, fewer rows than blocks, and more than all warps take at once: each launch leaves all as it found it."""
+    from tinyforge.ops.rows_cuda import tickets
+
+    backend = backend_of(precision)
+    for n, c in ((1, 768), (9, 768), (700, 768), (5000, 192)):
+        arguments = tuple(map(rounded, ARGUMENTS[name](np.random.default_rng([n, c]), n, c)))
+        wanted = run(KERNELS["numpy"][name], arguments, on_numpy(np.float64))[1:]
+        placed = list(map(on_gpu(backend), arguments))
+        sums = [i for i, a in enumerate(arguments) if isinstance(a, Master) and a.out]
+        launches = []
+        for _ in range(40):
+            again = [a.copy() if i in sums else a for i, a in enumerate(placed)]
+            launches.append([KERNELS["cupy"][name](*again), *(again[i] for i in sums)])
+        for results in zip(*launches, strict=True):
+            assert len({backend.to_numpy(r).tobytes() for r in results}) == 1, (n, c)
+        assert int(tickets()[0]) == 0
+        for got, w in zip(launches[0][1:], wanted, strict=True):
+            assert error(backend.to_numpy(got), w) <= tolerance, (n, c)
+
+
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 def test_dropout_keeps_what_numpy_keeps(precision: str) -> None:
     backend = backend_of(precision)
@@ -239,7 +262,7 @@ def test_losses(kind: Any, vocab: int, precision: str) -> None:
 
 # Rows that end just before, at and just after the length at which they are cut into pieces, empty ones, and long ones
 # from and to all kinds of places; rows of several blocks of the sort; more tokens than a warp looks at in one go.
-LENGTHS = [32, 33, 0, 31, 64, 65, 1, 9000, 3, 2, 96, 97, 127, 129, 0, 0, *range(50), 4096, 5000]
+LENGTHS = [64, 65, 0, 63, 128, 129, 1, 9000, 3, 2, 192, 193, 255, 257, 0, 0, *range(100), 4096, 5000]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +290,7 @@ def test_embedding_rows_of_any_number_of_tokens(precision: str, width: int) -> N
 def test_embedding_of_one_token_alone(id: int) -> None:
     backend = backend_of("fp64")
     rng = np.random.default_rng(0)
-    for count in (1, 31, 32, 33, 1000, 40_000):
+    for count in (1, 63, 64, 65, 1000, 40_000):
         dy, wanted = normal(rng, count, 3), np.zeros((37, 3))
         wanted[id] = dy.sum(axis=0)
         got = backend.zeros((37, 3))

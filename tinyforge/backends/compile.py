@@ -91,20 +91,23 @@ def promises_no_spills(file: str) -> bool:
 
 
 @cache
-def load(file: str, entry: str, shared_bytes: int = 0, *, arch: str = "", **macros: int | str) -> Any:
+def load(
+    file: str, entry: str, shared_bytes: int = 0, *, arch: str = "", cooperative: bool = False, **macros: int | str
+) -> Any:
     """The kernel `entry` of a .cu file of this package, as a cupy.RawKernel; compiled here, the first time.
 
-    shared_bytes: the dynamic shared memory of its launches, where that is above 48 KB. arch: for what needs a feature
-    of one architecture, e.g. "sm_90a", in place of the device's own.
+    shared_bytes: the dynamic shared memory of its launches; unasked they get 48 KB, static shared memory included.
+    arch: for what needs a feature of one architecture, e.g. "sm_90a", in place of the device's own. cooperative: its
+    blocks wait for each other, so a launch of more than the device runs at once is an error.
     """
     import cupy
 
     code = specialise(file, tuple(sorted(macros.items())))
     options = OPTIONS + ((f"-arch={arch}",) if arch else ())
-    kernel = cupy.RawKernel(code, entry, options=options)
+    kernel = cupy.RawKernel(code, entry, options=options, enable_cooperative_groups=cooperative)
     try:
         kernel.compile()
-        if shared_bytes > 48 << 10:
+        if shared_bytes:
             kernel.max_dynamic_shared_size_bytes = shared_bytes
     except cupy.cuda.compiler.CompileException as error:
         raise KernelError(f"{describe(file, macros)} does not compile:\n{error.get_message()}") from error

@@ -26,19 +26,29 @@
 // the dims 2n and 2n + 1 count as rows n and n + 8, so that a[0..1] and a[2..3] are one 8-byte load each. Half a warp
 // reads two pieces of 16 bytes of each of four rows of one parity; the swizzle puts these into all banks, once.
 //
-// At head size 64: forward 251 registers and 64 KB of shared memory, backward_q 246 and 97 KB, backward_kv 251 and 96.5
-// KB (sm_90), none spilled: two blocks of four warps on a multiprocessor of Hopper. Of the backward kernels one block
-// where it has 164 KB (sm_80). Every variant fits into 99 KB.
+// At head size 64: forward 248 registers and 96 KB of shared memory, backward_q 246 and 97 KB, backward_kv 251 and 96.5
+// KB (sm_90), none spilled: two blocks of four warps on a multiprocessor of Hopper, one where it has 164 KB (sm_80).
+// Every variant fits into 99 KB.
 //
-// Tried, at head size 64 for sm_90, from what the assembler makes of it:
+// Tried on an H200, at head size 64, 12 and 4 heads, us at 32 x 512 and 16 x 1024:
+//   forward       104.3 173.6, as here. Tiles of 32: 106.4 178.4; and nothing held 115.5 189.5, in three blocks 109.9
+//                 188.5 with 48 bytes spilled. Tiles of 64 in one piece, nothing held: 105.6 173.7; unrolled by two
+//                 110.7 182.2. Tiles of 32 in blocks of two warps, four a multiprocessor, 110.7 187.1; of eight warps,
+//                 one, 117.1 188.1; warps of 16 rows, three blocks, 119.0 205.1
+//   backward_q    167.8 254.1, as here. Eight fragments held 168.6 255.1, none 173.3 261.1, and unrolled by four 189.0
+//                 287.9; pieces of 16, eight held, 189.2 286.0; blocks of two warps 182.2 278.8; warps of 16 rows,
+//                 three blocks, 174.9 286.2
+//   backward_kv   183.0 332.3, as here. Unrolled by eight 178.1 324.0, but 8 bytes spilled; by two 190.8 330.3; by one
+//                 199.6 345.2. Pieces of 16, two held, 189.7 348.2; warps of 16 rows, 16 held, 188.3 338.0; blocks of
+//                 two warps 214.2 376.2
+// And before that, for sm_90, from what the assembler makes of it:
 //   sums not transposed, P as A, tiles read by 16 bytes: each rounded number is moved into its pair; 823 instructions
 //                 after S in the loop of backward_kv, 655 as here
 //   cvt.rna       a comparison and an addition; cvt.rn, which sm_80 does not have, is one instruction
-//   backward_kv   steps of scores unrolled by eight: 12 bytes spilled; by four, as here, 251 registers; by one, 248.
-//                 S and dP before P's product, as in bf16: 255 registers; unrolled by two, 68 bytes spilled
-//   forward       three blocks, nothing held: 72 bytes spilled
+//   backward_kv   S and dP before P's product, as in bf16: 255 registers; unrolled by two, 68 bytes spilled
 //
-// compile: PART=FORWARD HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=32 PIECE=32 HELD=8 UNROLL=8 BLOCKS=2
+// compile: PART=FORWARD HEAD_DIM=64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=32 HELD=8 UNROLL=8 BLOCKS=2
+// compile: PART=FORWARD HEAD_DIM=32 ROW_TILES=2 WORKERS=4 TILE=32 PIECE=32 HELD=8 UNROLL=8 BLOCKS=2
 // compile: PART=FORWARD HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=32 HELD=16 UNROLL=16 BLOCKS=2
 // compile: PART=BACKWARD_Q HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=32 PIECE=32 HELD=4 UNROLL=8 BLOCKS=2
 // compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=16 PIECE=16 HELD=0 UNROLL=4 BLOCKS=2

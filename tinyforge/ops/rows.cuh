@@ -137,4 +137,74 @@ __device__ __forceinline__ void add_warps(const Pack<A, VEC> (&mine)[PER], A *pa
         partial[column] = sum;
     }
 }
+
+#define SPAN 32  // columns that a block adds at a time
+#define BATCH 9  // partial rows of a thread under way at a time
+
+// Adds the partial rows of all blocks to `out`, the columns from `width` on to `second`. Called by all threads of all
+// blocks, behind add_warps. A block takes a ticket when its row is written. Those with the last tickets, `adders` of
+// them, wait until all are taken, and then add, each its columns, over all rows in order. Which block has which columns
+// differs from run to run; what is added, and in which order, does not.
+//
+// Nothing says that all blocks of a grid run at the same time, and yet no wait is for ever. A block waits while another
+// has no ticket; then less than `adders` wait, at most half as many as there are multiprocessors (a grid is at most
+// BLOCKS times those). Each has room for a block at least, so there is room for the blocks that have not begun.
+//
+// tickets: 0 before and after. It counts a ticket for each block, and each adder when it has stopped waiting; atomicInc
+// goes back to 0 from the last of these. Launches share it, as those of a process follow one another on one stream.
+__device__ __forceinline__ void add_blocks(
+    const A *partial, A *out, A *second, int columns, int width, u32 *tickets
+) {
+    constexpr int LANES = SPAN / 4, SLOTS = WARPS * 32 / LANES;  // a thread: four columns of every SLOTS-th row
+    static_assert(VEC % 4 == 0, "columns come by four");
+    __shared__ u32 ticket;
+    A *const sums = reinterpret_cast<A *>(room);
+    const int thread = threadIdx.y * 32 + threadIdx.x, spans = (columns + SPAN - 1) / SPAN;
+    const u32 rows = gridDim.x, adders = max(1, min(spans, gridDim.x / (2 * BLOCKS)));
+    __threadfence();
+    __syncthreads();
+    if (thread == 0) {
+        ticket = atomicInc(tickets, rows + adders - 1);
+        if (ticket >= rows - adders) {
+            while (*static_cast<volatile u32 *>(tickets) < rows) {
+            }
+            atomicInc(tickets, rows + adders - 1);
+        }
+    }
+    __syncthreads();
+    if (ticket < rows - adders) return;
+    __threadfence();
+    for (int span = ticket - (rows - adders); span < spans; span += adders) {
+        const int column = span * SPAN + thread, four = span * SPAN + thread % LANES * 4;
+        const bool ours = thread < SPAN && column < columns;
+        A *const to = column < width ? out + column : second + (column - width);
+        const A before = ours ? *to : A(0);  // ahead of its use
+        Pack<A, 4> sum = {};
+        if (four < columns) {
+            const A *const from = partial + four;
+            for (int first = thread / LANES; first < rows; first += SLOTS * BATCH) {
+                Pack<A, 4> some[BATCH] = {};
+#pragma unroll
+                for (int k = 0; k < BATCH; k++) {
+                    const i64 i = first + SLOTS * k;
+                    if (i < rows) some[k] = load_from_l2(reinterpret_cast<const Pack<A, 4> *>(from + i * columns));
+                }
+#pragma unroll
+                for (int k = 0; k < BATCH; k++) {
+#pragma unroll
+                    for (int j = 0; j < 4; j++) sum.v[j] += some[k].v[j];
+                }
+            }
+        }
+        store(sums + thread * 4, sum);  // SLOTS rows of SPAN
+        __syncthreads();
+        if (ours) {
+            A total = sums[thread];
+#pragma unroll
+            for (int slot = 1; slot < SLOTS; slot++) total += sums[slot * SPAN + thread];
+            *to = before + total;
+        }
+        __syncthreads();  // the sums have been read
+    }
+}
 #endif

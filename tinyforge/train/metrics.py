@@ -52,6 +52,15 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def save_scores(out: Path, scores: dict[str, float]) -> None:
+    """What the finished model was measured at, in `out/scores.json`: for its card."""
+    path = out / "scores.json"
+    try:
+        path.write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; the checkpoint is saved. Free some space") from error
+
+
 def plot(metrics: Path, target: Path) -> None:
     """Training and held-out bits per byte against the step, and the learning rate below."""
     import matplotlib
