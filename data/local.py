@@ -118,6 +118,7 @@ def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
     values = {"path": _escape_glob(str(path))}
     try:
         with duckdb.connect() as connection:
+            connection.execute("SET enable_progress_bar = false")
             described = connection.execute(f"DESCRIBE SELECT * FROM {source}", values).fetchall()
             kinds = {name: kind for name, kind, *_ in described if name != "file_row_number"}
             if kinds.get(column) != "VARCHAR":

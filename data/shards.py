@@ -148,6 +148,7 @@ def read_texts(files: Sequence[Path], skip: int = 0, below: str | None = None) -
     file: Path | None = None
     try:
         with duckdb.connect(config={"threads": 1}) as connection:
+            connection.execute("SET enable_progress_bar = false")
             for file in files:
                 # DuckDB expands `*`, `?` and `[` in a path; a class of one character stands for itself.
                 literal = {"path": re.sub(r"[*?[]", r"[\g<0>]", str(file))}

@@ -219,6 +219,7 @@ def write_documents(path: Path, rows: Sequence[Document]) -> None:
             f"read_json('{name}', format = 'newline_delimited', columns = {{{kinds}}}, maximum_object_size = {longest})"
         )
         with duckdb.connect(config={"threads": 1}) as connection:
+            connection.execute("SET enable_progress_bar = false")
             copy_to_parquet(connection, f"SELECT * FROM {source}", path)
     finally:
         with suppress(OSError):

@@ -225,8 +225,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m models.nanoeuler.chat", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--checkpoint", metavar="DIR", help="a run or one of its checkpoints (default: the newest, else "
-                        "the small model that comes with the repository)")  # fmt: skip
+    where = "a run or one of its checkpoints (default: the newest, else the model that comes with the repository)"
+    parser.add_argument("--checkpoint", metavar="DIR", help=where)
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and leave")
     parser.add_argument("--backend", default="numpy", help="numpy, cupy (a GPU), or auto (default: %(default)s)")
     parser.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")

@@ -82,9 +82,8 @@ def card(found: checkpoint.Checkpoint) -> str:
 
 
 def _told(recipe: str, run: dict[str, Any]) -> str:
-    settings = run["settings"]
-    flags = [_flag(name, value) for name, value in settings.items()
-             if name not in _UNTOLD and value != getattr(Settings(), name)]  # fmt: skip
+    settings, usual = run["settings"], json.loads(json.dumps(Settings().to_dict()))
+    flags = [_flag(name, value) for name, value in settings.items() if name not in _UNTOLD and value != usual[name]]
     return (
         f"    python {' '.join([recipe, *flags])}\n\n"
         f"{run['step']:,} steps in {run['elapsed']:,.0f} s on {run['machine']}; seed {settings['seed']}, data SHA-256 "

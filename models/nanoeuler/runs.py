@@ -14,7 +14,6 @@ from tinyforge.text import Tokenizer
 from tinyforge.train import checkpoint
 from tinyforge.train.loop import load_named
 
-
 BUNDLED = Path(__file__).parent / "small"
 """The small preset, fine-tuned on the built-in instructions; its README.md says how it was made and what it can do."""
 

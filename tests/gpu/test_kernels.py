@@ -196,8 +196,6 @@ def test_the_same_bits_every_time(name: str, precision: str) -> None:
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-12), ("fp32", 2e-6), ("bf16", 2e-6)])
 def test_sums_over_rows_launch_after_launch(name: str, precision: str, tolerance: float) -> None:
     """One row, fewer rows than blocks, and more than all warps take at once: each launch leaves all as it found it."""
-    from tinyforge.ops.rows_cuda import tickets
-
     backend = backend_of(precision)
     for n, c in ((1, 768), (9, 768), (700, 768), (5000, 192)):
         arguments = tuple(map(rounded, ARGUMENTS[name](np.random.default_rng([n, c]), n, c)))
@@ -210,7 +208,6 @@ def test_sums_over_rows_launch_after_launch(name: str, precision: str, tolerance
             launches.append([KERNELS["cupy"][name](*again), *(again[i] for i in sums)])
         for results in zip(*launches, strict=True):
             assert len({backend.to_numpy(r).tobytes() for r in results}) == 1, (n, c)
-        assert int(tickets()[0]) == 0
         for got, w in zip(launches[0][1:], wanted, strict=True):
             assert error(backend.to_numpy(got), w) <= tolerance, (n, c)
 

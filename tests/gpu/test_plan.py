@@ -1,6 +1,11 @@
-"""The plan of a step's memory beside what the device says."""
+"""The plan of a step's memory beside what the device says; and a device that has not enough."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +15,9 @@ from models.nanoeuler.plan import plan_step
 from tinyforge.backends import get_backend
 from tinyforge.op import Stash
 from tinyforge.optim import AdamW
+from tinyforge.train import checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.gpu
 
@@ -43,3 +51,22 @@ def test_the_plan_is_within_five_percent_of_the_measured_peak(precision: str, ro
             optimizer.step(1e-3, factor)
     planned = plan_step(config, precision, rows, 512, recompute).peak
     assert planned == pytest.approx(peak.bytes - before, rel=0.05)
+
+
+def test_out_of_memory_in_a_run_leaves_its_checkpoint(tmp_path: Path) -> None:
+    """CuPy is kept below what the step needs, as a neighbour on the device would do: its own error, from its pool."""
+    (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 4000)
+    command = [sys.executable, str(ROOT / "recipes" / "pretrain.py"), "--backend", "cupy", "--out", "run"]
+    config = ["dim=64", "heads=2", "kv_heads=1", "layers=2", "hidden=96", "vocab=270", "context=64"]
+    first = ["--data", "text.txt", "--set", *config, "--steps", "6", "--save-every", "3", "--batch-size", "64"]
+    subprocess.run([*command, *first], cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    run = tmp_path / "run"
+    for file in (run / "step-00000006").iterdir():
+        file.unlink()
+    (run / "step-00000006").rmdir()
+    environment = {**os.environ, "CUPY_GPU_MEMORY_LIMIT": str(4 << 20)}
+    done = subprocess.run([*command, "--resume"], cwd=tmp_path, env=environment, capture_output=True, timeout=120)
+    assert done.returncode == 2 and b"Traceback" not in done.stderr
+    last = done.stderr.decode().splitlines()[-1]
+    assert last.startswith("error: out of memory: ") and "the last checkpoint is intact" in last
+    assert checkpoint.load(run).meta["step"] == 3

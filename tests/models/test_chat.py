@@ -187,6 +187,12 @@ def test_a_prompt_and_a_pipe_print_the_reply_alone(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "é你\n".encode(), b"")
 
 
+def test_a_fresh_clone_answers(tmp_path: Path) -> None:
+    """Where nothing has been trained, the model that comes with the repository does. 13 + 2 was held out of it."""
+    done = run_chat("--prompt", "How much is 13 plus 2?", "--temperature", "0", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"13 14 15, so 15\n", b"")
+
+
 @pytest.mark.parametrize(
     ("flags", "stdin", "message"),
     [

@@ -48,7 +48,7 @@ def test_the_card_tells_the_run(runs: Path) -> None:
     card = (runs / "small" / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\n")
     assert "python recipes/pretrain.py --set dim=16" in card and "--steps 3 --batch-size 2" in card
-    assert "python recipes/sft.py" in card and "--lr 0.002" in card
+    assert "python recipes/sft.py" in card and "--lr 0.002" in card and "--mix" not in card
     for step in ("pretrain", "sft"):
         digest = checkpoint.load(runs / step).meta["data_hash"]
         assert f"seed 7, data SHA-256 `{digest[:16]}`" in card

@@ -2,9 +2,8 @@
 //
 // Kernels:  add_columns    out[c] += sum over i of partial[i, c], and the columns past out's last go to `second`
 //
-// Idea. The gradient of a norm's gain is a sum over all tokens. Where a row does not fit in registers, the kernels that
-// make it leave one partial sum per block; this one adds those in a fixed order, where atomics would add them in the
-// order in which blocks happen to end. (Elsewhere the backward kernel does it itself: add_blocks in rows.cuh.)
+// Idea. The gradient of a norm's gain is a sum over all tokens. The kernels that make it leave one partial sum per
+// block; this one adds those in a fixed order, where atomics would add them in the order in which blocks happen to end.
 // LayerNorm's two, of gain and bias, lie side by side and take one launch: at this size a launch is what costs.
 // Grid: a block for 32 columns. Block: 32 x 32 threads; warp y takes rows y, y + 32, ..., then warp 0 adds the 32 sums.
 // Shared memory: 32 x 33 numbers (the 33rd column keeps a column's numbers in different banks).

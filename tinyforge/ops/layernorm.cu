@@ -1,19 +1,18 @@
 // layernorm: y = w * xhat + b, xhat = (x - mean(x)) r, r = 1 / sqrt(var(x) + eps).
 //
 // Kernels:  layernorm_fwd        y, xhat, r
-//           layernorm_bwd        dx, and dw and db added to
+//           layernorm_bwd        dx, partial sums of dw and db
 //           layernorm_columns    partial sums of dw and db alone, for rows that do not fit in registers
 //
 // Idea. As rmsnorm.cu: a warp takes a row, sums are shuffles, dw and db stay in registers over all rows of a warp, and
-// the rows to come are on their way to shared memory meanwhile (rows.cuh); add_blocks adds the blocks' sums. The
-// variance is taken of x - mean(x), in a second pass over the registers: E[x^2] - E[x]^2 loses all digits where the
-// mean is large.
+// the rows to come are on their way to shared memory meanwhile (rows.cuh). The variance is taken of x - mean(x), in a
+// second pass over the registers: E[x^2] - E[x]^2 loses all digits where the mean is large.
 //   g = dy w     dx = r (g - mean(g) - xhat mean(g xhat))     dw = sum of dy xhat     db = sum of dy
 // Grid: forward a warp for each row; backward a fixed number of blocks. Block: 32 x WARPS threads.
 // Bound by memory: three rows of traffic either way.
 //
-// Tried on an H200 (bf16, 16,384 x 768), us of layernorm_bwd without add_blocks, and, after +, of add_columns in its
-// place; a copy of as many bytes takes 20.9:
+// Tried on an H200 (bf16, 16,384 x 768), us of layernorm_bwd alone and, after +, with add_columns; a copy of as many
+// bytes takes 20.9:
 //   two rows under way, two blocks of 8 warps, as here    24.5 + 3.5
 //   one row / three rows                                  25.4 + 3.9  /  24.9 + 3.7
 //   three blocks: 80 registers, 72 bytes spilled          35.2 + 4.4
@@ -67,16 +66,15 @@ extern "C" __global__ void layernorm_fwd(
     });
 }
 
-// partial: (blocks, 2 width): dw, then db. With PER = 0 none of the three is touched: layernorm_columns is for that.
+// partial: (blocks, 2 width): dw, then db. With PER = 0 it is not touched, and layernorm_columns makes it.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) layernorm_bwd(
-    const T *dy, const T *xhat, const A *rstd, const T *weight, T *dx, A *partial, A *dweight, A *dbias, u32 *tickets,
-    int rows, int width
+    const T *dy, const T *xhat, const A *rstd, const T *weight, T *dx, A *partial, int rows, int width
 ) {
     const int vectors = width / VEC;
     RowStream<2> in({dy, xhat}, rows, width);
     const Row gain(weight, vectors);
 #if PER
-    Pack<A, VEC> weight_sums[PER] = {}, bias_sums[PER] = {};
+    Pack<A, VEC> dweight[PER] = {}, dbias[PER] = {};
 #endif
     A coming = in.row < rows ? rstd[in.row] : A(0);
     for (; in.ready(); in.next()) {
@@ -89,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) layernorm_bwd(
             for (int j = 0; j < VEC; j++) {
                 const A d = widen(up.v[j]), h = widen(hat.v[j]), g = d * widen(w.v[j]);
 #if PER
-                weight_sums[i].v[j] += d * h;
-                bias_sums[i].v[j] += d;
+                dweight[i].v[j] += d * h;
+                dbias[i].v[j] += d;
 #endif
                 sum += g;
                 along += g * h;
@@ -109,9 +107,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) layernorm_bwd(
     }
 #if PER
     A *mine = partial + i64(blockIdx.x) * 2 * width;
-    add_warps(weight_sums, mine, width);
-    add_warps(bias_sums, mine + width, width);
-    add_blocks(partial, dweight, dbias, 2 * width, width, tickets);
+    add_warps(dweight, mine, width);
+    add_warps(dbias, mine + width, width);
 #endif
 }
 

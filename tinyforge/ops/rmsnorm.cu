@@ -1,21 +1,20 @@
 // rmsnorm: y = w * x * r, r = 1 / sqrt(mean(x^2) + eps), and the same behind a residual add.
 //
 // Kernels:  rmsnorm_fwd, add_rmsnorm_fwd      y and r (and x = residual + delta)
-//           rmsnorm_bwd, add_rmsnorm_bwd      dx (plus the gradient of the residual stream), and dw added to
+//           rmsnorm_bwd, add_rmsnorm_bwd      dx (plus the gradient of the residual stream), partial sums of dw
 //           rmsnorm_dweight                   partial sums of dw alone, for rows that do not fit in registers
 //
 // Idea. A warp takes a row and keeps it in registers (rows.cuh). Sums over the row are shuffles; there is no barrier.
 //   dx = r (dy w - x r^2 mean(dy w x))     dw = sum over rows of dy x r
 // Backward walks over many rows with each warp so that dw stays in registers, while the rows to come are on their way
-// to shared memory; a block then adds its warps' sums in order and writes one partial row, and the blocks that end
-// last add those, in order (add_blocks). The rows of rmsnorm_dweight are left to add_columns (columns.cu). No float
-// atomics: the same bits every time.
+// to shared memory; a block then adds its warps' sums in order and writes one partial row, and add_columns (columns.cu)
+// adds those. No atomics: the same bits every time.
 // Grid: forward a warp for each row; backward a fixed number of blocks. Block: 32 x WARPS threads, a warp a row.
 // Bound by memory: forward 2 (with add 4), backward 3 (4) rows of traffic.
 // The sum x = residual + delta is rounded to its storage type before it is normalised: backward reads it rounded.
 //
-// Tried on an H200 (bf16, 16,384 x 768), us of rmsnorm_bwd and add_rmsnorm_bwd without add_blocks, and, after +, of
-// add_columns in its place; copies of as many bytes take 20.9 and 26.8:
+// Tried on an H200 (bf16, 16,384 x 768), us of rmsnorm_bwd and add_rmsnorm_bwd alone and, after +, with add_columns;
+// copies of as many bytes take 20.9 and 26.8:
 //   two rows under way, two blocks of 8 warps, as here    23.4 + 3.8    28.9 + 3.7
 //   one row / three rows                                  23.9 + 3.5    29.2 + 3.7  /  23.8 + 3.8    29.6 + 3.6
 //   three blocks                                          23.2 + 4.6    28.9 + 4.6
@@ -24,6 +23,7 @@
 //   one block of 8 warps, two rows / four                 23.8 + 3.6    29.0 + 3.8  /  24.8 + 3.4    30.1 + 3.6
 //   the gain read again in each row                       26.2 + 3.2    32.0 + 3.6
 //   no branch around a lane's last vector, which is right at some widths only    23.2 + 3.8    28.6 + 4.0
+//   no second launch: the blocks that come last wait for all and add the columns    26.9         33.6, fp32 5 % slower
 // Forward: 16.1 and 28.6, where copies take 14.9 and 26.8; 4 or 16 rows a block are within 0.3 of that. Loads past L1:
 // 17.1 and 31.3; together with streaming stores and without the branch 15.1 and 29.3: not taken, as y is read next, and
 // that was not timed. Not taken either: a block for each row (two barriers a row, and three quarters of the threads
@@ -80,17 +80,16 @@ extern "C" __global__ void add_rmsnorm_fwd(
     forward<true>(residual, delta, weight, x, y, rstd, rows, width, eps);
 }
 
-// partial: a row of sums for each block. With PER = 0 neither it nor dweight is touched: rmsnorm_dweight is for that.
+// partial: a row of sums for each block. With PER = 0 it is not touched, and rmsnorm_dweight makes it.
 template <int ARRAYS>
 __device__ __forceinline__ void backward(
-    const T *const (&arrays)[ARRAYS], const A *rstd, const T *weight, T *dx, A *partial, A *dweight, u32 *tickets,
-    int rows, int width
+    const T *const (&arrays)[ARRAYS], const A *rstd, const T *weight, T *dx, A *partial, int rows, int width
 ) {
     const int vectors = width / VEC;
     RowStream<ARRAYS> in(arrays, rows, width);  // dy, x and, if there is a third, the gradient of the residual stream
     const Row gain(weight, vectors);
 #if PER
-    Pack<A, VEC> sums[PER] = {};
+    Pack<A, VEC> dweight[PER] = {};
 #endif
     A coming = in.row < rows ? rstd[in.row] : A(0);
     for (; in.ready(); in.next()) {
@@ -103,7 +102,7 @@ __device__ __forceinline__ void backward(
             for (int j = 0; j < VEC; j++) {
                 const A product = widen(dy.v[j]) * widen(x.v[j]);
 #if PER
-                sums[i].v[j] += product * r;
+                dweight[i].v[j] += product * r;
 #endif
                 along += product * widen(w.v[j]);
             }
@@ -122,23 +121,20 @@ __device__ __forceinline__ void backward(
         });
     }
 #if PER
-    add_warps(sums, partial + i64(blockIdx.x) * width, width);
-    add_blocks(partial, dweight, dweight, width, width, tickets);
+    add_warps(dweight, partial + i64(blockIdx.x) * width, width);
 #endif
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) rmsnorm_bwd(
-    const T *dy, const T *x, const A *rstd, const T *weight, T *dx, A *partial, A *dweight, u32 *tickets, int rows,
-    int width
+    const T *dy, const T *x, const A *rstd, const T *weight, T *dx, A *partial, int rows, int width
 ) {
-    backward({dy, x}, rstd, weight, dx, partial, dweight, tickets, rows, width);
+    backward({dy, x}, rstd, weight, dx, partial, rows, width);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) add_rmsnorm_bwd(
-    const T *extra, const T *dy, const T *x, const A *rstd, const T *weight, T *dx, A *partial, A *dweight,
-    u32 *tickets, int rows, int width
+    const T *extra, const T *dy, const T *x, const A *rstd, const T *weight, T *dx, A *partial, int rows, int width
 ) {
-    backward({dy, x, extra}, rstd, weight, dx, partial, dweight, tickets, rows, width);
+    backward({dy, x, extra}, rstd, weight, dx, partial, rows, width);
 }
 
 // Grid: (columns / 32, partial rows). Block: 32 x 8; thread (c, y) adds every eighth row of its block's share.

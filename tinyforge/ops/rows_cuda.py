@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-import cupy
 import numpy as np
 
 from tinyforge.backends.compile import constant, load
@@ -19,12 +17,6 @@ WARPS = 8  # a block's, each with a row at a time
 
 def rows_and_width(x: Array) -> tuple[int, int]:
     return x.size // x.shape[-1], x.shape[-1]
-
-
-@cache
-def tickets() -> Array:
-    """The counter of `add_blocks` in rows.cuh: 0 between launches, which are all on one stream."""
-    return cupy.zeros(1, np.uint32)
 
 
 def launch_rows(file: str, entry: str, arrays: tuple[Array, ...], rstd: Array | None = None, *more: Any) -> None:
@@ -59,10 +51,10 @@ def norm_backward(
     scalars = (np.int32(rows), np.int32(width))
     # With the sums in registers each warp takes many rows, else a row.
     grid = (len(partial),) if per else blocks(rows, warps)
-    launch(grid, (32, warps), (*streamed, rstd, weight, dx, partial, *sums, tickets(), *scalars), shared_mem=shared)
+    launch(grid, (32, warps), (*streamed, rstd, weight, dx, partial, *scalars), shared_mem=shared)
     if not per:
         name, arguments = sums_alone
         alone = load(file, name, SCALAR=scalar(dx.dtype), VEC=1, PER=0)
         alone((*blocks(width, 32), len(partial)), (32, 8), (*arguments, partial, *scalars))
-        add_columns(partial, *sums)
+    add_columns(partial, *sums)
     return dx
