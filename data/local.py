@@ -1,4 +1,4 @@
-"""Documents from local files: plain text, JSON lines, parquet, folders and zips of them.
+r"""Documents from local files: plain text, JSON lines, parquet, folders and zips of them.
 
     python -m data.local --out mine notes/ web.jsonl pages.parquet books.zip     # a source folder
     read_documents(["book.txt", "notes/", "web.parquet"])  ->  list[str], one entry per document
@@ -162,7 +162,7 @@ def _decoding_hint(raw: bytes) -> str:
 def make_source(
     out: Path,
     inputs: Sequence[Path],
-    name: str = "local",
+    name: str | None = None,
     licence: str = "not stated",
     column: str = PARQUET_COLUMN,
     encoding: str = "utf-8",
@@ -170,7 +170,7 @@ def make_source(
     """Bring files of one's own into the source folder `out`.
 
     inputs:   text files, .jsonl or .json (objects with the text under `column`), .parquet, zips, folders of them.
-    name:     of the source, in file names too: letters, digits, "-" and "_".
+    name:     of the source, in file names too: letters, digits, "-" and "_". If None, that of the folder.
     encoding: of the text files; JSON and parquet are UTF-8.
 
     A document's id is its file, with ":" and the line (from 1) of a .jsonl, the item (from 0) of a .json or the row
@@ -178,6 +178,7 @@ def make_source(
     UserError for an input that is missing, for a name or an encoding that cannot be, if no document came out, and where
     the disk is full or may not be written; an older source in `out` is then as it was.
     """
+    name = out.resolve().name if name is None else name
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise UserError(f"--name {name!r}: wanted letters, digits, '-' and '_', since files are named like it")
     for path in inputs:
@@ -308,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "inputs", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="text, .jsonl, .json, .parquet, .zip"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
-    parser.add_argument("--name", default="local", help="of the source, in file names too (default local)")
+    parser.add_argument("--name", help="of the source, in file names too (default: that of the folder --out)")
     parser.add_argument("--licence", default="not stated", help="what it is under, for the catalogue")
     parser.add_argument(
         "--column", default=PARQUET_COLUMN, help=f"where the text is, in JSON and parquet (default {PARQUET_COLUMN})"
