@@ -137,7 +137,6 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("sft --resume --out absent", "--resume: nothing to resume in absent; start the run without --resume"),
         ("sft --base absent --data good.json", "no checkpoint in absent; train one first"),
         ("sft --data good.json", "no pretrained run under runs/; run python recipes/pretrain.py first, or give --base"),
-        ("chat", "no trained model under runs/; run python recipes/pretrain.py"),
         ("chat --checkpoint nothing", "no checkpoint in nothing; train one first"),
         ("pretrain --resume --out run --set dim=64", "--resume: --set is ('dim=64',), the run in run has ('dim=32'"),
         ("pretrain --resume --out run --config base", "--resume: --config is 'base', the run in run has 'small'; drop"),
