@@ -27,6 +27,7 @@ import numpy as np
 from data.local import read_documents
 from data.world import documents
 from models.nanoeuler.config import PRESETS, Config
+from models.nanoeuler.decode import make_decoder
 from models.nanoeuler.generate import Sampling, generate
 from models.nanoeuler.model import FLOP_CONVENTION, NanoEuler
 from models.nanoeuler.plan import check_fits, print_plan, sequence_length
@@ -186,7 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     opening = tokenizer.decode(tokenizer.encode(corpus.opening)[: max(1, config.context // 2)])
 
     def sample() -> str:
-        ids = generate(model, tokenizer.encode(opening), Sampling(max_tokens=60), frozenset({end}))
+        decoder = make_decoder(model, spare_memory=True)
+        ids = generate(model, tokenizer.encode(opening), Sampling(max_tokens=60), frozenset({end}), decoder)
         return f"  {opening}|{tokenizer.decode(ids)}".replace("\n", "\n  ")
 
     end = tokenizer.specials[SEPARATOR]

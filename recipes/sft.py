@@ -62,13 +62,14 @@ def answer(loaded: Loaded, instruction: str, input: str, max_tokens: int = 40, d
         return ""
     stop = frozenset(tokenizer.specials.values())
     sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
+    decoder = decoder or make_decoder(loaded.model, spare_memory=True)
     return tokenizer.decode(generate(loaded.model, prompt, sampling, stop, decoder))
 
 
 def exact_match(loaded: Loaded, count: int, seed: int) -> dict[str, float]:
     """Share of right greedy replies to `count` held-out built-in instructions, for each kind and overall."""
     right: dict[str, list[bool]] = {kind: [] for kind in KINDS}
-    decoder = make_decoder(loaded.model)
+    decoder = make_decoder(loaded.model, spare_memory=True)
     for example in instructions("val", count, seed):
         reply = answer(loaded, example.instruction, example.input, decoder=decoder)
         right[example.kind].append(is_correct(example, reply))

@@ -1,19 +1,23 @@
 """Decoders: a key/value cache, and the pass that extends it by some positions and gives their logits.
 
 `Decoder` is the contract, `ModelDecoder` the model's own ops with a cache (every backend, slow), `NumpyDecoder` the
-fast one for CPUs. `make_decoder` chooses. docs/inference.md has the reasons and the measurements.
+fast one for CPUs, `CudaDecoder` (decode_cuda.py) the one for GPUs. `make_decoder` chooses. docs/inference.md has the
+reasons and the measurements.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from models.nanoeuler.model import NanoEuler
 from models.nanoeuler.sampling import Sampling
+from tinyforge.errors import UserError
+from tinyforge.rng import Stream
 
 PREFILL_ROWS = 64
 """Positions of a prompt in one pass of `NumpyDecoder`: activations stay in a core's cache."""
@@ -38,11 +42,7 @@ class Decoder(ABC):
     A pass of `step` takes the next n tokens of every row and returns logits for each of them. All results are in host
     memory. Rows that have ended are kept out of the way by rewinding them to 0. The weights are those of the model when
     the decoder was made: make a new one after training. Tokens are trusted to be below the vocabulary's size.
-
-    streams: whether `stream` is offered.
     """
-
-    streams: ClassVar[bool] = False
 
     def __init__(self, model: NanoEuler, batch: int = 1, capacity: int | None = None) -> None:
         self.config = model.config
@@ -70,14 +70,19 @@ class Decoder(ABC):
                 raise ValueError(f"rewind: row {row} holds {old} positions, cannot go to {new}")
         self.lengths = list(lengths)
 
-    def stream(
-        self, tokens: Sequence[int], sampling: Sampling, uniforms: np.ndarray, seen: Sequence[Sequence[int]]
-    ) -> Iterator[Drawn]:
-        """For a decoder that draws where its cache lies: blocks of new tokens for every row, without a wait per token.
+    def draws(self, sampling: Sampling) -> bool:
+        """Whether `stream` is offered, for this kind of sampling."""
+        return False
 
-        tokens: the last token of each row, not yet in the cache. uniforms: (batch, m); the number uniforms[i, t] draws
-        row i's new token t by `sampling.draw`, so at most m tokens come. seen: each row's tokens so far, for the
-        repetition penalty. The caller stops when it likes, and rewinds.
+    def stream(
+        self, tokens: Sequence[int], sampling: Sampling, streams: Sequence[Stream], count: int
+    ) -> Iterator[Drawn]:
+        """For a decoder that draws where its cache lies: blocks of up to `count` new tokens for every row, without a
+        wait per token.
+
+        tokens: the last token of each row, not yet in the cache. streams[i] draws the tokens of row i: from the same
+        distributions as `sampling.draw`, not necessarily the same tokens, and the same ones every time. The caller
+        stops when it likes, and rewinds.
         """
         raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
 
@@ -89,9 +94,21 @@ class Decoder(ABC):
             )
 
 
-def make_decoder(model: NanoEuler, batch: int = 1, capacity: int | None = None) -> Decoder:
-    """The fastest decoder for the model's backend."""
-    return (NumpyDecoder if model.backend.name == "numpy" else ModelDecoder)(model, batch, capacity)
+def make_decoder(
+    model: NanoEuler, batch: int = 1, capacity: int | None = None, spare_memory: bool = False
+) -> Decoder:
+    """The fastest decoder for the model's backend and shape.
+
+    spare_memory: no second copy of the weights on a GPU, for use beside training. It is slower there.
+    """
+    if model.backend.name == "numpy":
+        return NumpyDecoder(model, batch, capacity)
+    if batch == 1 and not spare_memory:
+        from models.nanoeuler.decode_cuda import CudaDecoder
+
+        with suppress(UserError):  # a shape that its kernel does not take
+            return CudaDecoder(model, batch, capacity)
+    return ModelDecoder(model, batch, capacity)
 
 
 class ModelDecoder(Decoder):

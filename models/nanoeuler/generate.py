@@ -118,7 +118,7 @@ class Session:
         self._prefill()
         start = time.perf_counter()
         self.stats.prefill_seconds += start - begun
-        if self.decoder.streams and not sampling.drafts:
+        if not sampling.drafts and self.decoder.draws(sampling):
             stream = self._from_blocks(draw_blocks(self.decoder, [self.tokens], sampling, budget))
         else:
             stream = self._passes(sampling, budget)
@@ -287,10 +287,11 @@ def draw_blocks(decoder: Decoder, texts: Sequence[Sequence[int]], sampling: Samp
     texts: each row's tokens, all but the last of them in the cache. The caller appends what comes; a text that has not
     grown when the next block is asked for has ended, and what its row gives from then on means nothing.
     """
-    numbers = np.stack([Stream(sampling.seed + i, "sample").uniform((count,)) for i in range(len(texts))])
-    if decoder.streams:
-        yield from decoder.stream([text[-1] for text in texts], sampling, numbers, texts)
+    streams = [Stream(sampling.seed + i, "sample") for i in range(len(texts))]
+    if decoder.draws(sampling):
+        yield from decoder.stream([text[-1] for text in texts], sampling, streams, count)
         return
+    numbers = np.stack([stream.uniform((count,)) for stream in streams])
     wanted = [len(text) for text in texts]
     for t in range(count):
         logits = decoder.step([[text[-1]] for text in texts])[:, 0, 0]

@@ -11,6 +11,7 @@ import pytest
 from models.nanoeuler import Config, NanoEuler
 from models.nanoeuler.config import PRESETS
 from models.nanoeuler.decode import Decoder, ModelDecoder, NumpyDecoder, blocks_of, make_decoder, pack
+from models.nanoeuler.sampling import Sampling
 from tinyforge.backends import get_backend
 
 CONFIG = Config(dim=24, heads=4, kv_heads=2, layers=2, context=150, vocab=19, mtp_heads=3, hidden=10,
@@ -171,5 +172,5 @@ def test_a_decoder_refuses_what_it_has_no_room_for() -> None:
             decoder.rewind([3, 3])
         with pytest.raises(ValueError, match="capacity 151, wants 1 to 150"):
             kind(model, 1, 151)
-        assert not decoder.streams
+        assert not decoder.draws(Sampling())
     assert isinstance(make_decoder(model), NumpyDecoder)

@@ -16,9 +16,10 @@ from models.nanoeuler import Config, NanoEuler
 from models.nanoeuler.decode import Decoder, Drawn, ModelDecoder, NumpyDecoder
 from models.nanoeuler.generate import Sampling, Session, Stats, Token, generate, generate_batch, stream_text
 from models.nanoeuler.runs import newest_run
-from models.nanoeuler.sampling import draw, penalise, probabilities
+from models.nanoeuler.sampling import draw, probabilities
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.rng import Stream
 from tinyforge.text import Tokenizer
 from tinyforge.train import checkpoint
 from tinyforge.train.loop import named
@@ -239,25 +240,26 @@ def test_a_batch_streams_a_token_of_every_row_in_turn() -> None:
 class Device(NumpyDecoder):
     """A decoder that draws tokens itself, five at a time, and so runs on behind the last one that is wanted."""
 
-    streams = True
+    def draws(self, sampling: Sampling) -> bool:
+        return sampling.repetition_penalty == 1
 
     def stream(
-        self, tokens: Sequence[int], sampling: Sampling, uniforms: np.ndarray, seen: Sequence[Sequence[int]]
+        self, tokens: Sequence[int], sampling: Sampling, streams: Sequence[Stream], count: int
     ) -> Iterator[Drawn]:
-        texts = [list(text) for text in seen]
-        assert [text[-1] for text in texts] == list(tokens)
-        for start in range(0, uniforms.shape[1], 5):
+        texts = [[token] for token in tokens]
+        uniforms = np.stack([stream.uniform((count,)) for stream in streams])
+        for start in range(0, count, 5):
             part = uniforms[:, start : start + 5]
             block = np.empty(part.shape, np.int64)
             for t in range(part.shape[1]):
                 logits = self.step([text[-1:] for text in texts])[:, 0, 0]
                 for i, text in enumerate(texts):
-                    z = penalise(logits[i], sampling, text)[None]
+                    z = logits[i].astype(np.float64)[None]
                     greedy = sampling.temperature == 0
                     token = int(z.argmax()) if greedy else draw(probabilities(z, sampling)[0], part[i, t])
                     block[i, t] = token
                     text.append(token)
-            yield Drawn(block, np.zeros(part.shape) if sampling.logprobs else None)
+            yield Drawn(block, None)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "cut"])

@@ -1,0 +1,226 @@
+"""Which block of decode.cu takes which rows of which matrix, and in which order its weights lie in memory.
+
+Plain arithmetic over shapes: it runs, and is tested, without a GPU. The kernel does the same arithmetic for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tinyforge.errors import UserError
+from tinyforge.op import Array
+
+TILE = 8
+"""Rows of a matrix that are dealt out together."""
+
+MOST_ROWS = 4
+"""New positions of a pass, at most."""
+
+
+class Layer(NamedTuple):
+    """The matrices of a layer, rows by columns: W x dim (W of q, k and v), dim x dim, 2 hidden x dim, dim x hidden."""
+
+    qkv: Array
+    out: Array
+    gate_up: Array
+    down: Array
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decoder's shape, and how its work is spread over a GPU.
+
+    outputs: heads of `vocab` rows each. rows: new positions of a pass, 1 to 4. itemsize: bytes of a stored number.
+    shared: bytes of shared memory that a block may use. blocks, warps: of the launch. splits: of the positions of a kv
+    head. depth: pieces of 16 bytes that each lane's queue holds, 0 for as many as fit. refill: how many of them a lane
+    asks for after a product; the others while attention is computed. spin: nanoseconds that a thread sleeps between two
+    looks for a number.
+    """
+
+    dim: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    layers: int
+    vocab: int
+    outputs: int
+    rows: int
+    itemsize: int
+    blocks: int
+    shared: int
+    warps: int = 8
+    splits: int = 3
+    depth: int = 0
+    refill: int = 4
+    spin: int = 0
+
+    def __post_init__(self) -> None:
+        lanes, least = self.head_dim * self.itemsize / 16, 32 if self.itemsize == 2 else 16
+        if lanes not in (1, 2, 4, 8, 16, 32) or self.head_dim < least:
+            raise UserError(
+                f"decode on cupy: head size {self.head_dim} at {self.itemsize} bytes a number, wanted a power of 2 of "
+                f"at least {least} that takes at most 512 bytes; use --backend numpy"
+            )
+        if self.heads > 16 * self.kv_heads:
+            raise UserError(
+                f"decode on cupy: {self.heads} heads share {self.kv_heads} keys, wanted at most 16 to a key; use "
+                "--backend numpy"
+            )
+        if self.slots < max(self.steps(self.dim), self.steps(self.hidden)):
+            raise UserError(
+                f"decode on cupy: {self.shared} bytes of shared memory a block hold no row of {self.hidden} numbers; "
+                "use a smaller model, or --backend numpy"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def piece(self) -> int:
+        """Numbers of a lane's 16 bytes."""
+        return 16 // self.itemsize
+
+    @property
+    def vocab_rows(self) -> int:
+        return -(-self.vocab // TILE) * TILE
+
+    @property
+    def hidden_rows(self) -> int:
+        return -(-self.hidden // TILE) * TILE
+
+    def steps(self, columns: int) -> int:
+        """Pieces of a tile that each lane takes."""
+        return -(-columns // (self.warps * 4 * self.piece))
+
+    def pitch(self, columns: int) -> int:
+        return (self.steps(columns) * self.warps + 1) * 4 * self.piece
+
+    def deals(self) -> Iterator[tuple[int, int]]:
+        """Everything that is dealt out in a pass with all outputs: the number of tiles, and columns (0: attention)."""
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        for _ in range(self.layers):
+            yield width // TILE, self.dim
+            yield self.kv_heads * self.splits * MOST_ROWS, 0  # whatever the rows: the weights lie the same for all
+            yield self.dim // TILE, self.dim
+            yield self.hidden_rows // 4, self.dim
+            yield self.dim // TILE, self.hidden
+        for _ in range(self.outputs):
+            yield self.vocab_rows // TILE, self.dim
+
+    @property
+    def tiles(self) -> int:
+        """Tiles whose sums a block keeps at one time."""
+        return max(1, min(4, self.slots // max(self.steps(self.dim), self.steps(self.hidden))))
+
+    @property
+    def slots(self) -> int:
+        """Pieces in each lane's queue: a power of 2, so that a place is found by a mask."""
+        room = (self.shared - self._other_bytes) // (self.warps * 32 * 16)
+        room = min(room, self.depth) if self.depth else room
+        return 1 << (room.bit_length() - 1) if room > 0 else 0
+
+    @property
+    def _other_bytes(self) -> int:
+        """Shared memory beside the queues, with sums of four tiles."""
+        wide = max(self.itemsize, 4)
+        group = self.heads // self.kv_heads
+        queries = group * (max(1, min(self.rows, 16 // group)) if self.itemsize == 2 else 1)
+        attention = queries * self.warps * (self.head_dim + 2) * wide
+        attention += (16 * (self.head_dim + 4 * self.piece) + self.rows * 2 * self.head_dim) * self.itemsize
+        sampling = 8 * max(1 << (self.vocab_rows - 1).bit_length(), self.warps * 32) + 512 if self.rows == 1 else 512
+        inputs = self.rows * (self.pitch(self.dim) + self.pitch(self.hidden)) * self.itemsize
+        sums = self.rows * (self.dim + self.warps + 2 * 4 * self.warps * TILE) * wide
+        return inputs + sums + max(attention, sampling)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.slots * self.warps * 32 * 16 + self._other_bytes
+
+    @property
+    def macros(self) -> dict[str, int]:
+        return {
+            "ROWS": self.rows, "DIM": self.dim, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
+            "HEAD_DIM": self.head_dim, "VOCAB": self.vocab, "BLOCKS": self.blocks, "WARPS": self.warps,
+            "DEPTH": self.slots, "TILES": self.tiles, "SPLITS": self.splits, "REFILL": self.refill, "SPIN": self.spin,
+        }  # fmt: skip
+
+    def exchange(self, outputs: int) -> int:
+        """Words that blocks make for each other in a pass; the last rows x outputs x vocab_rows are the logits."""
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        per_word = max(self.itemsize, 4) // self.itemsize
+        arrays = (width, self.splits * self.dim // per_word, self.splits * self.heads, self.dim,
+                  self.hidden_rows // per_word, self.dim)  # fmt: skip
+        lines = sum(-(-words // 8) for words in arrays)  # of 8 words for each of 4 rows
+        return self.layers * lines * 32 + self.rows * outputs * self.vocab_rows
+
+    @property
+    def hidden_order(self) -> np.ndarray:
+        """(tiles of gate and up,): which four hidden units each has. Those of a block's tiles follow each other."""
+        tiles = np.arange(self.hidden_rows // 4)
+        block, (most, rest) = tiles % self.blocks, divmod(len(tiles), self.blocks)
+        return block * most + np.minimum(block, rest) + tiles // self.blocks
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """(outputs, blocks): units of weights that a pass with 1, 2, ... outputs takes of a block."""
+        total, dealt = np.zeros(self.blocks, np.int32), 0
+        found = []
+        for i, (count, columns) in enumerate(self.deals()):
+            first = (np.arange(self.blocks) - dealt) % self.blocks
+            total += self.steps(columns) * np.maximum(0, -(-(count - first) // self.blocks)).astype(np.int32)
+            dealt += count
+            if i >= 5 * self.layers:
+                found.append(total.copy())
+        return np.stack(found)
+
+    def arrange(self, layers: Sequence[Layer], heads: Array, xp: Any) -> Array:
+        """All matrices in the order in which lanes take them: (blocks, warps, units, 32 lanes, piece).
+
+        A unit is 8 rows by 4 pieces, a piece for each lane of a warp. Rows and columns are padded with zeros. heads:
+        (outputs, vocab, dim). xp: numpy or cupy, whose arrays the matrices are.
+        """
+        bits = np.dtype(f"u{self.itemsize}")  # moved, never computed with: any 16-bit number will do for a bf16
+        units = int(self.lengths[-1].max())
+        layers = [Layer(*(matrix.view(bits) for matrix in layer)) for layer in layers]
+        stream = xp.zeros((self.blocks, self.warps, units, 32 * self.piece), bits)
+        taken, dealt = np.zeros(self.blocks, np.int64), 0
+        warps = np.arange(self.warps)[None, :, None]
+        for matrix, (count, columns) in zip(self._matrices(layers, heads.view(bits), xp), self.deals(), strict=True):
+            if matrix is not None:
+                steps = self.steps(columns)
+                padded = xp.zeros((count * TILE, steps * self.warps * 4 * self.piece), bits)
+                padded[: len(matrix), :columns] = matrix
+                tiles = padded.reshape(count, TILE, self.warps, steps, 4 * self.piece).transpose(0, 2, 3, 1, 4)
+                tiles = tiles.reshape(count, self.warps, steps, -1)
+                for start in range(0, count, self.blocks):
+                    some = tiles[start : start + self.blocks]
+                    owners = (dealt + start + np.arange(len(some))) % self.blocks
+                    at = taken[owners][:, None, None] + np.arange(steps)
+                    stream[xp.asarray(owners[:, None, None]), xp.asarray(warps), xp.asarray(at)] = some
+                    taken[owners] += steps
+            dealt += count
+        return stream
+
+    def _matrices(self, layers: Sequence[Layer], heads: Array, xp: Any) -> Iterator[Array]:
+        """In the order of `deals`, None for attention."""
+        for layer in layers:
+            yield layer.qkv
+            yield None
+            yield layer.out
+            # Four rows of gate, then the same four of up: a block that has both makes their product.
+            tiles = self.hidden_rows // 4
+            pairs = xp.zeros((tiles, 2, 4, self.dim), layer.gate_up.dtype)
+            order = xp.asarray(self.hidden_order)
+            for part in range(2):
+                padded = xp.zeros((tiles * 4, self.dim), layer.gate_up.dtype)
+                padded[: self.hidden] = layer.gate_up[part * self.hidden : (part + 1) * self.hidden]
+                pairs[:, part] = padded.reshape(tiles, 4, self.dim)[order]
+            yield pairs.reshape(tiles * TILE, self.dim)
+            yield layer.down
+        yield from heads
