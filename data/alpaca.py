@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.download import Downloader, check_url
-from data.files import locked, sha256_of, write_fault, write_json, zip_members
+from data.files import locked, write_fault, write_json, zip_members
 from data.local import decode_text, read_text
 from data.source import MANIFEST, InputFile, Refusal, print_refused, write_manifest
 from tinyforge.errors import UserError, run_command
+from tinyforge.files import sha256_of
 
 if TYPE_CHECKING:
     from tinyforge.text import Tokenizer

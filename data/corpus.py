@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from data import corpus_report
 from data.dedup import band_keys, components, estimate
-from data.files import locked, make_folder, sha256_of, sync, write_fault, write_json, written_whole
+from data.files import locked, make_folder, write_fault, write_json, written_whole
 from data.filters import DEFAULT_FILTERS, Filter, check_filters, read_filters
 from data.passes import (
     Parts,
@@ -49,6 +49,7 @@ from data.passes import (
 )
 from data.source import Source, read_source
 from tinyforge.errors import UserError, run_command
+from tinyforge.files import sha256_of, sync
 
 if TYPE_CHECKING:
     import duckdb

@@ -33,9 +33,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data.files import make_folder, sha256_of, sync, write_fault, write_json
+from data.files import make_folder, write_fault, write_json
 from tinyforge import __version__
 from tinyforge.errors import UserError
+from tinyforge.files import sha256_of, sync
 
 USER_AGENT = f"tinyforge/{__version__} (text for training language models; Python-urllib)"
 CONNECTIONS = 2

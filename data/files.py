@@ -9,7 +9,6 @@ for member in zip_members(Path("books.zip")):        # nothing is ever unpacked 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tinyforge.errors import UserError
+from tinyforge.files import sync
 
 MAX_BYTES = 64 << 20  # of one file that is read as a whole; the largest novels have 4 MB
 MAX_RATIO = 100  # unpacked to packed; text packs 3 to 5 times, a zip bomb 1000
@@ -69,17 +69,6 @@ def write_json(path: Path, value: Any) -> None:
         beside.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk. Windows cannot do it for folders."""
-    if path.is_dir() and os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def make_folder(path: Path) -> None:
     """Make a folder and those above it; UserError, naming --out, if that cannot be."""
     try:
@@ -118,12 +107,6 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_file(path: Path) -> bytes:

@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from data.download import CONNECTIONS, Downloader, FetchError, Patience
-from data.files import locked, make_folder, sha256_of, sync, write_fault, write_json
+from data.files import locked, make_folder, write_fault, write_json
 from data.hub import HOST, Published, file_url, list_files
 from data.source import Source, SourceWriter, copy_to_parquet, print_refused, read_source
 from tinyforge.errors import UserError, run_command
+from tinyforge.files import sha256_of, sync
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 FOLDER = "sample/10BT"

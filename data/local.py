@@ -20,9 +20,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data.files import MAX_BYTES, files_in, locked, read_file, sha256_of, write_fault, zip_members
+from data.files import MAX_BYTES, files_in, locked, read_file, write_fault, zip_members
 from data.source import Document, Refusal, Source, SourceWriter, print_refused, read_source, reason_of
 from tinyforge.errors import UserError, run_command
+from tinyforge.files import sha256_of
 
 PARQUET_COLUMN = "text"
 OPTIONAL = {"title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE"}  # taken over where they are there

@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data.dedup import WordHash, Words, permutations
-from data.files import sha256_of, write_json, written_whole
+from data.files import write_json, written_whole
 from data.filters import COLUMNS, Filter, reason_query
 from tinyforge.errors import UserError
+from tinyforge.files import sha256_of
 
 if TYPE_CHECKING:
     import duckdb

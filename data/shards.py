@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinyforge.errors import UserError, run_command
+from tinyforge.files import sha256_of
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import (
     MANIFEST,
@@ -44,7 +45,6 @@ from tinyforge.text.shards import (
     describe,
     open_shards,
     read_header,
-    sha256_of,
     shard_name,
     write_json,
     write_manifest,

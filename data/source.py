@@ -22,8 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from data.files import make_folder, sha256_of, sync, write_fault, write_json
+from data.files import make_folder, write_fault, write_json
 from tinyforge.errors import UserError
+from tinyforge.files import sha256_of, sync
 
 FORMAT = "tinyforge-source"
 VERSION = 1

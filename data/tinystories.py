@@ -17,11 +17,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data.download import Downloader
-from data.files import MAX_BYTES, locked, sha256_of
+from data.files import MAX_BYTES, locked
 from data.hub import HOST, Published, file_url, list_files
 from data.local import BadRecord, read_rows
 from data.source import Document, Refusal, Source, SourceWriter, print_refused, read_source
 from tinyforge.errors import UserError, run_command
+from tinyforge.files import sha256_of
 
 REPOSITORY = "roneneldan/TinyStories"
 FILE = "TinyStoriesV2-GPT4-train.txt"

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinyforge.errors import UserError
+from tinyforge.files import sha256_of, sync
 from tinyforge.text.bpe import Tokenizer
 
 MAGIC = b"TFTOKENS"
@@ -133,7 +134,7 @@ def write_json(path: Path, content: Any) -> None:
             f.flush()
             os.fsync(f.fileno())
         os.replace(partial, path)
-        _sync_directory(path.parent)
+        sync(path.parent)
 
 
 class ShardWriter:
@@ -195,7 +196,7 @@ class ShardWriter:
         self._file = None
         described = describe(self._partial(), self._path().name)
         os.replace(self._partial(), self._path())
-        _sync_directory(self.folder)
+        sync(self.folder)
         self.files.append(described)
         self._count = 0
 
@@ -218,15 +219,6 @@ def write_manifest(folder: Path, tokenizer: Tokenizer, sources: Sequence[Source]
         "settings": settings,
     }
     write_json(folder / MANIFEST, content)
-
-
-def _sync_directory(path: Path) -> None:
-    if os.name == "posix":
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -392,11 +384,6 @@ def open_shards(folders: Sequence[Path], progress: bool = False) -> Shards:
     shards = Shards(folders)
     shards.verify(progress)
     return shards
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _verify_file(path: Path, entry: ShardFile, vocab_size: int) -> int:

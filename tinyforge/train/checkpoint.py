@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.errors import UserError
+from tinyforge.files import sync
 
 FORMAT = 1
 _PREFIX = "step-"
@@ -122,7 +123,7 @@ def _write_directory(final: Path, files: dict[str, bytes], tokenizer: Any) -> No
             hashes[name] = _sha256(data)
         _write(partial / "hashes.json", _to_json(hashes))
         os.replace(partial, final)
-        _sync_directory(final.parent)
+        sync(final.parent)
     except (OSError, UserError):
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -202,12 +203,3 @@ def _write(file: Path, data: bytes) -> None:
         f.write(data)
         f.flush()
         os.fsync(f.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    if os.name == "posix":
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
