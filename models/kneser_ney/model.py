@@ -45,7 +45,7 @@ class _Order(NamedTuple):
 class KneserNey:
     """p(token | the `order` - 1 tokens before), learned from one stream of ids in [0, vocab).
 
-    Memory: some 60 bytes a token of the stream while counting; half of it stays. Raises UserError for a stream that
+    Memory: some 140 bytes a token of the stream while counting (5-grams). Raises UserError for a stream that
     is empty.
     """
 
