@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from data.source import read_source
+
+ROOT = Path(__file__).parents[2]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @cache
@@ -70,6 +81,22 @@ class Host:
         time.sleep(after)
         process.kill()
         process.communicate()
+
+    def check_kills(self, module: str, flags: Sequence[str], folder: Path, pace: float, seed: int) -> None:
+        """A source that is killed four times at random moments ends with the bytes of one that was not."""
+        command = [sys.executable, "-m", module, "--base-url", self.url, *flags, "--out"]
+        whole, killed = folder / "whole", folder / "killed"
+        run = partial(subprocess.Popen, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        assert run([*command, str(whole)]).wait() == 0
+        moments = random.Random(seed)
+        self.pace = pace
+        for _ in range(4):
+            process = run([*command, str(killed)])
+            self.kill(process, moments.uniform(0.0, 1.0))
+            if (killed / "source.json").exists():
+                read_source(killed, verify=True)  # whatever can be seen is whole
+        assert run([*command, str(killed)]).wait() == 0
+        assert contents(killed) == contents(whole)
 
     def gets(self, path: str = "") -> list[Request]:
         return [request for request in self.log if request.method == "GET" and path in request.path]

@@ -7,11 +7,8 @@ import hashlib
 import importlib.util
 import json
 import os
-import random
-import subprocess
-import sys
 import tempfile
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -351,19 +348,7 @@ def test_sizes_in_words() -> None:
 
 @pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path: Path, host: Any, files: dict[str, bytes]) -> None:
-    command = [sys.executable, "-m", "data.fineweb_edu", "--base-url", host.url, "--bytes", "300KB", "--out"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run = partial(subprocess.Popen, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert run([*command, str(whole)]).wait() == 0
-    moments = random.Random(7)
-    host.pace = 0.01
-    for _ in range(4):
-        process = run([*command, str(killed)])
-        host.kill(process, moments.uniform(0.0, 1.0))
-        if (killed / "source.json").exists():
-            read_source(killed, verify=True)  # whatever can be seen is whole
-    assert run([*command, str(killed)]).wait() == 0
-    assert contents(killed) == contents(whole)
+    host.check_kills("data.fineweb_edu", ["--bytes", "300KB"], tmp_path, pace=0.01, seed=7)
 
 
 # --- real text -------------------------------------------------------------------------------------------------------

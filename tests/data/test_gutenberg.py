@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import errno
 import os
-import random
 import re
 import struct
 import subprocess
@@ -13,7 +12,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -553,23 +552,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path: Path, host:
     numbers = range(100, 112)
     for number in numbers:
         host.files[f"/cache/epub/{number}/pg{number}.txt"] = numbered(number, f"Book {number}.\n" + BOOK * 400)
-    command = [sys.executable, "-m", "data.gutenberg", "--base-url", host.url, "--numbers", *map(str, numbers), "--out"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run = partial(subprocess.Popen, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert run([*command, str(whole)]).wait() == 0
-    moments = random.Random(5)
-    host.pace = 0.02
-    for _ in range(4):
-        process = run([*command, str(killed)])
-        host.kill(process, moments.uniform(0.0, 1.0))
-        if (killed / "source.json").exists():
-            read_source(killed, verify=True)  # whatever can be seen is whole
-    assert run([*command, str(killed)]).wait() == 0
-
-    def contents(folder: Path) -> dict[str, bytes]:
-        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-    assert contents(killed) == contents(whole)
+    host.check_kills("data.gutenberg", ["--numbers", *map(str, numbers)], tmp_path, pace=0.02, seed=5)
 
 
 # --- real books ------------------------------------------------------------------------------------------------------

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import subprocess
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +10,7 @@ import pytest
 
 from data import tinystories
 from data.download import Downloader, FetchError, Patience
-from data.source import Source, read_source
+from data.source import Source
 from data.tinystories import FILE, REPOSITORY, main, make_source
 from tinyforge.errors import UserError
 
@@ -124,21 +120,4 @@ def test_the_command_says_what_came_out(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path: Path, host: Any) -> None:
     host.publish(REPOSITORY, {FILE: TEXT * 10_000})
-    command = [sys.executable, "-m", "data.tinystories", "--base-url", host.url, "--out"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    root = Path(__file__).parents[2]
-    run = partial(subprocess.Popen, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert run([*command, str(whole)]).wait() == 0
-    moments = random.Random(9)
-    host.pace = 0.01  # 0.7 s for the file
-    for _ in range(4):
-        process = run([*command, str(killed)])
-        host.kill(process, moments.uniform(0.0, 1.0))
-        if (killed / "source.json").exists():
-            read_source(killed, verify=True)  # whatever can be seen is whole
-    assert run([*command, str(killed)]).wait() == 0
-
-    def contents(folder: Path) -> dict[str, bytes]:
-        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-    assert contents(killed) == contents(whole)
+    host.check_kills("data.tinystories", [], tmp_path, pace=0.01, seed=9)  # 0.7 s for the file

@@ -9,7 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,15 +61,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finally:
         os.chdir(before)
     return folder
-
-
-@pytest.fixture
-def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of it as the working directory."""
-    path = tmp_path / "copy"
-    shutil.copytree(made, path)
-    monkeypatch.chdir(path)
-    yield path
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -60,15 +59,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finally:
         os.chdir(before)
     return folder
-
-
-@pytest.fixture
-def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of it as the working directory."""
-    path = tmp_path / "copy"
-    shutil.copytree(made, path)
-    monkeypatch.chdir(path)
-    yield path
 
 
 def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
