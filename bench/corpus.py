@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import random
 import re
 import resource
@@ -48,6 +47,7 @@ from data.dedup import candidate_probability
 from data.gutenberg import clean
 from data.shards import make_shards
 from data.source import Document, SourceWriter
+from tinyforge.backends.workers import cores
 from tinyforge.errors import UserError, run_command
 
 KEPT_WORDS = 200  # of the most frequent, which stay: the filters look for some of them
@@ -273,7 +273,7 @@ def main() -> int:
                 "FROM documents"
             ).fetchall()
         found: dict[str, Any] = {
-            "bytes": size, "documents": documents, "kept_bytes": kept, "cores": len(os.sched_getaffinity(0)),
+            "bytes": size, "documents": documents, "kept_bytes": kept, "cores": cores(),
             "memory_limit": memory_limit, "peak_memory": peak, "cpu_seconds": cpu,
             "stages": {name: {"seconds": s, "mb_per_s": size / s / 1e6} for name, s in seconds.items()},
             "seconds": sum(seconds.values()), "recall": recall(folder / "corpus", planted),

@@ -50,6 +50,7 @@ from models.nanoeuler.model import NanoEuler
 from models.nanoeuler.runs import load_model
 from recipes.pretrain import config_of
 from tinyforge.backends import Backend, get_backend
+from tinyforge.backends.workers import cores
 from tinyforge.errors import UserError, run_command
 from tinyforge.train.settings import Settings
 
@@ -206,7 +207,7 @@ def environment(backend: Backend, peer: str | None, load_average: float) -> dict
     if peer:
         versions["torch"] = sys.modules["torch"].__version__
     return {
-        "device": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), "load_average_before": load_average}
+        "device": {"cpu": cpu_model(), "cores": cores(), "load_average_before": load_average}
         | ({"gpu": backend.describe()} if backend.name == "cupy" else {}),
         "versions": versions,
         "backend": backend.name,
@@ -368,8 +369,7 @@ def options_of(args: argparse.Namespace) -> Options:
             f"--position {position}: {args.tokens} tokens around it are not within the context of {config.context}; "
             "use another position, or fewer --tokens"
         )
-    cores = len(os.sched_getaffinity(0))
-    return Options(config, args.batch_size, position, args.tokens, args.rounds, args.threads or cores)
+    return Options(config, args.batch_size, position, args.tokens, args.rounds, args.threads or cores())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -36,10 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.report import add_json_flag, check_before, publish
 from bench.train_step import cpu_model
 from data.gutenberg import clean, find_entries
+from tinyforge.backends.workers import cores
 from tinyforge.errors import UserError, run_command
 from tinyforge.text import Tokenizer
 from tinyforge.text.formats import GPT2_PATTERN, to_huggingface, to_tiktoken
-from tinyforge.text.parallel import cores
 from tinyforge.train.metrics import peak_memory_mib
 
 Step = Callable[[], object]

@@ -44,6 +44,7 @@ from models.nanoeuler.model import FLOP_CONVENTION, NanoEuler
 from models.nanoeuler.plan import plan_step
 from recipes.pretrain import config_of
 from tinyforge.backends import Backend, get_backend
+from tinyforge.backends.workers import cores
 from tinyforge.errors import UserError, run_command
 from tinyforge.ops.cross_entropy import head_scale
 from tinyforge.optim import AdamW
@@ -232,7 +233,7 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         for name, times in seconds.items()
     }
     return {
-        "device": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), "load_average_before": load_average}
+        "device": {"cpu": cpu_model(), "cores": cores(), "load_average_before": load_average}
         | ({"gpu": backend.describe()} if backend.name == "cupy" else {}),
         "versions": versions,
         "threads": {"ours": options.workers, "torch": options.threads if peer else None},
@@ -300,7 +301,7 @@ def options_of(args: argparse.Namespace) -> Options:
     # RoPE has no parameters: the context can be any length here.
     config = config.override({"context": max(seq_len, config.context)})
     check_before(args.json, args.peer)
-    workers = args.workers or len(os.sched_getaffinity(0))
+    workers = args.workers or cores()
     # Refuses names it does not know before a child meets them, and says what `auto` is.
     backend = get_backend(args.backend, args.precision, workers, args.device)
     return Options(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import sys
@@ -48,6 +47,7 @@ from data.passes import (
     write_split,
 )
 from data.source import Source, read_source
+from tinyforge.backends.workers import cores
 from tinyforge.errors import UserError, run_command
 from tinyforge.files import sha256_of, sync
 
@@ -190,9 +190,8 @@ def build_corpus(
         for left in work.glob("spill-*"):
             shutil.rmtree(left, ignore_errors=True)
         path = work / CATALOGUE
-        cores = _cores()
-        workers = workers or max(1, min(cores, memory_limit // 2 // _WORKER_MEMORY))
-        with duckdb_faults(str(path)), connect(memory_limit // 2, work, path, cores) as catalogue:
+        workers = workers or max(1, min(cores(), memory_limit // 2 // _WORKER_MEMORY))
+        with duckdb_faults(str(path)), connect(memory_limit // 2, work, path, cores()) as catalogue:
             check_filters(catalogue, blocks)
             build = _Build(out, read, settings, blocks, tokenizer, workers, memory_limit, show, catalogue)
             for source in read:
@@ -202,10 +201,6 @@ def build_corpus(
             _describe(build, manifest)
         _publish(build, manifest, files, filters)
     return build.seconds
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _head(read: list[Source], settings: Settings, filters: Path, tokenizer: Path | None) -> dict[str, Any]:

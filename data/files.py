@@ -121,6 +121,11 @@ def read_file(path: Path) -> bytes:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
 
 
+def escape_glob(path: Path) -> str:
+    """A path for DuckDB, which expands `*`, `?` and `[`: a class of one character stands for that character alone."""
+    return "".join(f"[{char}]" if char in "*?[" else char for char in str(path))
+
+
 def files_in(folder: Path) -> Iterator[Path]:
     """The files under a folder in sorted order, without hidden ones and what is in hidden folders."""
     for path in sorted(folder.rglob("*")):

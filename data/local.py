@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data.files import MAX_BYTES, files_in, locked, read_file, write_fault, zip_members
+from data.files import MAX_BYTES, escape_glob, files_in, locked, read_file, write_fault, zip_members
 from data.source import Document, Refusal, Source, SourceWriter, print_refused, read_source, reason_of
 from tinyforge.errors import UserError, run_command
 from tinyforge.files import sha256_of
@@ -116,7 +116,7 @@ def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
     # A folder named "text=1" must not become a column, and some writers mark their strings as mere bytes.
     source = "read_parquet($path, hive_partitioning = false, binary_as_string = true, file_row_number = true)"
-    values = {"path": _escape_glob(str(path))}
+    values = {"path": escape_glob(path)}
     try:
         with duckdb.connect() as connection:
             connection.execute("SET enable_progress_bar = false")
@@ -138,11 +138,6 @@ def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
     except duckdb.Error as error:
         reason = str(error).splitlines()[0]
         raise BadRecord(f"not a readable parquet file ({reason}); get or export it again") from None
-
-
-def _escape_glob(path: str) -> str:
-    """DuckDB expands `*`, `?` and `[` in a path; a class of one character stands for that character alone."""
-    return "".join(f"[{char}]" if char in "*?[" else char for char in path)
 
 
 def _normalise(text: str) -> str:

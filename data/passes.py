@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data.dedup import WordHash, Words, permutations
-from data.files import write_json, written_whole
+from data.files import escape_glob, write_json, written_whole
 from data.filters import COLUMNS, Filter, reason_query
 from tinyforge.errors import UserError
 from tinyforge.files import sha256_of
@@ -76,8 +76,8 @@ def connect(memory: int, folder: Path, path: Path | None = None, threads: int = 
 
 
 def scan(path: Path) -> str:
-    """SQL: a parquet file with the number of each row. Some characters of a path would be patterns to DuckDB."""
-    name = "".join(f"[{char}]" if char in "*?[" else char for char in str(path)).replace("'", "''")
+    """SQL: a parquet file with the number of each row."""
+    name = escape_glob(path).replace("'", "''")
     return f"read_parquet('{name}', file_row_number = true, hive_partitioning = false)"
 
 

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.files import escape_glob
+from tinyforge.backends.workers import cores
 from tinyforge.errors import UserError, run_command
 from tinyforge.files import sha256_of
 from tinyforge.text import Tokenizer
@@ -118,7 +120,7 @@ def read_corpus(folder: Path) -> Corpus:
             raise UserError(f"{file}: got SHA-256 {got[:12]}..., {CORPUS} says {sha256[:12]}...; {remedy}")
 
     files = [file for source in sources for split in SPLITS for file in source.files[split]]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         list(pool.map(check, files))
     if not any(source.documents["train"] for source in sources):
         raise UserError(f"{path}: no documents to train on; {remedy} from more text")
@@ -150,8 +152,7 @@ def read_texts(files: Sequence[Path], skip: int = 0, below: str | None = None) -
         with duckdb.connect(config={"threads": 1}) as connection:
             connection.execute("SET enable_progress_bar = false")
             for file in files:
-                # DuckDB expands `*`, `?` and `[` in a path; a class of one character stands for itself.
-                literal = {"path": re.sub(r"[*?[]", r"[\g<0>]", str(file))}
+                literal = {"path": escape_glob(file)}
                 query = "SELECT num_rows FROM parquet_file_metadata($path)"
                 rows = connection.execute(query, literal).fetchall()[0][0]
                 if skip >= rows:
@@ -388,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if made.bytes:
         rate = made.bytes / made.seconds / 1e6
         print(f"encoded {made.bytes:,} bytes in {made.seconds:.1f} s, {rate:.1f} MB/s with "
-              f"{args.workers or os.cpu_count()} workers")  # fmt: skip
+              f"{args.workers or cores()} workers")  # fmt: skip
     else:
         print(f"{args.out}: these shards were whole already; every file was checked")
     print(f"next: python recipes/pretrain.py --data {args.out}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from tinyforge.backends.workers import cores
 from tinyforge.errors import run_command
 
 OLDEST_PYTHON = (3, 11)
@@ -53,11 +53,10 @@ def cpu() -> list[Finding]:
     python = sys.version_info[:2] >= OLDEST_PYTHON
     wanted = ".".join(map(str, OLDEST_PYTHON))
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     findings = [
         Finding("Python", platform.python_version(), python, "" if python else f"install Python {wanted} or newer"),
         Finding("NumPy", f"{np.__version__}, BLAS {blas.get('name', 'unknown')} {blas.get('version', '')}".rstrip()),
-        Finding("cores", f"{cores}, the default of --workers"),
+        Finding("cores", f"{cores()}, the default of --workers"),
     ]
     for package in PACKAGES:
         version = version_of(package)

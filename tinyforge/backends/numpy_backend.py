@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend, kernel
-from tinyforge.backends.workers import shared_zeros
+from tinyforge.backends.workers import cores, shared_zeros
 
 numpy_kernel = kernel("numpy")
 
@@ -60,7 +60,7 @@ class NumpyBackend(Backend):
     xp = np
 
     def __init__(self, precision: str = "fp32", workers: int | None = None) -> None:
-        super().__init__(precision, workers or len(os.sched_getaffinity(0)))
+        super().__init__(precision, workers or cores())
         pin_blas_to_one_thread()
         keep_freed_memory()
         self._pool = ThreadPoolExecutor(self.workers - 1) if self.workers > 1 else None

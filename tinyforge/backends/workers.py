@@ -30,6 +30,11 @@ ADVICE = "the last checkpoint is intact: go on with --resume and --workers 1 or 
 CAN_FORK = sys.platform == "linux"
 
 
+def cores() -> int:
+    """CPU cores that this process may use: the default number of workers everywhere."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def shared_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Zeros in memory that forked workers share: what one process writes, all of them read."""
     count = int(np.prod(shape))

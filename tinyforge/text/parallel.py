@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from tinyforge.backends.workers import CAN_FORK, Worker
+from tinyforge.backends.workers import CAN_FORK, Worker, cores
 from tinyforge.errors import UserError
 
 Item = TypeVar("Item")
@@ -17,11 +16,6 @@ Result = TypeVar("Result")
 
 FEW = 4  # items; fewer are done sooner than processes are started
 ADVICE = "free memory, or run again with one worker (--workers 1)"
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ordered_map(

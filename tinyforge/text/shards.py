@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tinyforge.backends.workers import cores
 from tinyforge.errors import UserError
 from tinyforge.files import sha256_of, sync
 from tinyforge.text.bpe import Tokenizer
@@ -348,7 +349,7 @@ class Shards:
         files = [file for files in self._files.values() for file in files]
         vocab_size, total = self.tokenizer.vocab_size, sum(entry.bytes for _, entry in files)
         bar = tqdm(total=total, desc="checking shards", unit="B", unit_scale=True, disable=not progress, leave=False)
-        with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+        with bar, ThreadPoolExecutor(cores()) as pool:
             for size in pool.map(lambda file: _verify_file(file[0], file[1], vocab_size), files):
                 bar.update(size)
 
