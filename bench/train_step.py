@@ -15,6 +15,9 @@ On a GPU a turn is timed as a whole, from an idle device to an idle device, and 
 follow each other without waiting, as in training. PyTorch's batches lie on the device from the start, ours are uploaded
 in the step. Peak memory is what arrays took on the device at most, without the libraries' own.
 
+With --data our step is timed once more with batches that are read, as training does, from token shards, where all
+others repeat a few: the difference is what loading costs.
+
 FLOP are counted as NanoEuler.flop_per_token does it, the same for all contenders.
 """
 
@@ -26,7 +29,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,12 +51,14 @@ from tinyforge.backends.workers import cores
 from tinyforge.errors import UserError, run_command
 from tinyforge.ops.cross_entropy import head_scale
 from tinyforge.optim import AdamW
-from tinyforge.train.batches import PackedTokens
+from tinyforge.text.shards import Shards
+from tinyforge.train.batches import MixedTokens, PackedTokens
+from tinyforge.train.corpus import mix_weights
 from tinyforge.train.metrics import peak_memory_mib
 from tinyforge.train.settings import Settings
 from tinyforge.train.sharded import Batch, Sharded
 
-OURS, EAGER, COMPILED = "tinyforge", "torch eager", "torch compiled"
+OURS, READING, EAGER, COMPILED = "tinyforge", "tinyforge, data", "torch eager", "torch compiled"
 PEERS = {"torch": (EAGER, COMPILED), "torch-eager": (EAGER,)}
 LR, CLIP = 1e-3, 1.0
 BATCHES = 8  # distinct ones, visited in turn
@@ -76,6 +81,7 @@ class Options:
     workers: int
     threads: int
     device: int | None = None
+    data: str | None = None
 
     def make_backend(self) -> Backend:
         return get_backend(self.backend, self.precision, self.workers, self.device)
@@ -97,7 +103,8 @@ class Ours:
     """The step of `tinyforge.train.loop`, without its logging."""
 
     def __init__(self, options: Options, backend: Backend) -> None:
-        self.batches = options.batches()
+        batches = options.batches()
+        self.batch: Callable[[int], Batch] = lambda index: batches[index % BATCHES]
         self.head_weights = options.config.mtp_weights
         self.model = NanoEuler(options.config, backend)
         self.model.initialise(seed=0)
@@ -106,12 +113,29 @@ class Ours:
         self.backend = backend
 
     def step(self, index: int) -> Any:
-        batch = self.batches[index % BATCHES]
+        batch = self.batch(index)
         scale = head_scale(batch.targets, self.head_weights)
         nll = self.sharded.gradients([batch], scale)
         _, factor = self.optimizer.clip(CLIP)
         self.optimizer.step(LR, factor)
         return (nll * self.backend.asarray(scale, np.dtype(np.float64))).sum()
+
+
+class Reading(Ours):
+    """The same with a new batch of the shards at each step."""
+
+    def __init__(self, options: Options, backend: Backend) -> None:
+        super().__init__(options, backend)
+        found, config = Shards([Path(options.data or "")]), options.config
+        last = found.tokenizer.vocab_size - 1
+        if last >= config.vocab:
+            raise UserError(
+                f"--data: ids up to {last}, the config's vocab is {config.vocab}; use another --config, or other shards"
+            )
+        weights = mix_weights((), found)
+        sources = {name: found.sequence(name, "train") for name in weights}
+        data = MixedTokens(sources, weights, options.seq_len, config.mtp_heads, seed=0)
+        self.batch = lambda index: data.batch(index, options.batch_size)
 
 
 def torch_peer(options: Options, compiled: bool) -> Any:
@@ -212,6 +236,10 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     if not peer:
         for i in range(PARITY_STEPS):
             ours.step(i)
+    if options.data:
+        contenders[READING] = reading = Reading(options, backend)
+        for i in range(PARITY_STEPS):
+            reading.step(i)
     peak_before = backend.matmul_peak()
     seconds = take_turns(contenders, options.steps, backend)
     peak = max(peak_before, backend.matmul_peak()) / 1e9
@@ -306,7 +334,7 @@ def options_of(args: argparse.Namespace) -> Options:
     backend = get_backend(args.backend, args.precision, workers, args.device)
     return Options(
         config, args.batch_size, seq_len, args.steps, backend.name, args.precision, backend.workers,
-        args.threads or workers, args.device,
+        args.threads or workers, args.device, args.data,
     )  # fmt: skip
 
 
@@ -319,6 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     p.add_argument("--steps", type=int, default=30, help="counted steps for each contender (default: 30)")
     p.add_argument("--peer", choices=tuple(PEERS), help="time PyTorch too, eager and compiled, or eager alone")
+    p.add_argument("--data", metavar="SHARDS", help="time our step with batches read from token shards too")
     p.add_argument("--backend", default="auto", help="ours: auto, numpy, cupy (default: auto)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
     p.add_argument("--precision", default="fp32", help="fp32, fp64, and on a GPU tf32 or bf16 (default: fp32)")

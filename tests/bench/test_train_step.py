@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from bench.train_step import EAGER, OURS, Options, Ours, check_parity, main, table, torch_peer
+from bench.train_step import EAGER, OURS, READING, Options, Ours, check_parity, main, table, torch_peer
 from models.nanoeuler.config import Config
+from tests.recipes.test_shards import make_shards
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.text import Tokenizer
+from tinyforge.text.shards import SEPARATOR
 
 TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=12, vocab=19, mtp_heads=2, hidden=24,
               mtp_weights=(1.0, 0.5))  # fmt: skip
@@ -32,6 +35,24 @@ def test_it_times_our_step_and_writes_one_json_object(capsys: pytest.CaptureFixt
     assert result["tokens_per_second"] == pytest.approx(2 * 16 / result["median_ms"] * 1e3)
     assert result["of_matmul_peak"] * found["matmul_peak_gflop_per_second"] == pytest.approx(result["gflop_per_second"])
     assert result["peak_memory_mib"] > 20  # NumPy alone takes more
+
+
+def test_reading_shards_is_timed_beside_repeated_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = Tokenizer([], [SEPARATOR])
+    make_shards(tmp_path / "shards", tokenizer, {"books": (9, 2), "web": (5, 2)})
+    assert main([*FLAGS, "--json", "--data", str(tmp_path / "shards")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["results"]) == [OURS, READING]
+    assert found["results"][READING]["ours_over_this"] == pytest.approx(
+        found["results"][OURS]["median_ms"] / found["results"][READING]["median_ms"]
+    )
+
+
+def test_shards_with_more_ids_than_the_model_are_refused(tmp_path: Path) -> None:
+    make_shards(tmp_path / "shards", Tokenizer([], [SEPARATOR]), {"books": (9, 2)})
+    (tmp_path / "config.json").write_text('{"vocab": 100}', encoding="utf-8")
+    with pytest.raises(UserError, match=r"--data: ids up to 256, the config's vocab is 100; use another --config"):
+        main([*FLAGS, "--config", str(tmp_path / "config.json"), "--data", str(tmp_path / "shards")])
 
 
 def test_json_goes_to_a_file_and_the_table_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,7 @@ def test_clipping_leaves_what_is_within_the_limit() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_warm_up_is_linear_and_never_zero(schedule: str) -> None:
-    rates = [learning_rate(schedule, p, 2.0, warmup=0.1) for p in (0.0, 0.025, 0.05, 0.1)]
+    rates = [learning_rate(schedule, p, 2.0, decay=0.4, warmup=0.1) for p in (0.0, 0.025, 0.05, 0.1)]
     assert 0 < rates[0] < 0.05
     assert rates[1:] == pytest.approx([0.5, 1.0, 2.0])
 
@@ -112,4 +112,4 @@ def test_schedules_between_and_at_the_end() -> None:
 
 def test_an_unknown_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown schedule 'linear'; known: wsd, cosine, constant"):
-        learning_rate("linear", 0.5, 1.0)
+        learning_rate("linear", 0.5, 1.0, decay=0.4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -175,6 +176,33 @@ def test_resume_drops_what_was_written_after_the_checkpoint(tmp_path: Path) -> N
     assert np.array_equal(resumed.model.buffer.values, whole.model.buffer.values)
     for key in ("loss", "val_bits_per_byte"):
         assert steps_of(tmp_path / "cut", key) == steps_of(tmp_path / "whole", key)
+    counted = [{row["step"]: row["tokens"] for row in metrics.read(tmp_path / run / "metrics.jsonl")}
+               for run in ("whole", "cut")]  # fmt: skip
+    assert counted[0] == counted[1] == {step: step * 4 * 16 for step in range(1, 7)}
+
+
+def test_energy_goes_on_counting_in_a_resumed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(trial: Trial, step: int) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+
+    def metered(trial: Trial, since: float) -> Trial:
+        meter = itertools.count(since, 3600.0)
+        trial.backend.energy = lambda: next(meter)  # type: ignore[method-assign]
+        return trial
+
+    with pytest.raises(KeyboardInterrupt):
+        metered(Trial(tmp_path, interrupt), 1e6).train()
+    held = checkpoint.load(tmp_path).meta["joules"]
+    assert held > 0
+    last = metered(Trial(tmp_path), 5e6).train(resume=True)
+    assert held < checkpoint.load(last).meta["joules"] < 1e6
+    assert re.search(r"[1-9]\d*\.0 Wh as the GPU counts", capsys.readouterr().out)
+
+
+def test_without_a_meter_nothing_is_said_of_energy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = Trial(tmp_path).train()
+    assert "joules" not in checkpoint.load(last).meta and "Wh" not in capsys.readouterr().out
 
 
 def test_metrics_keep_complete_lines_up_to_the_step(tmp_path: Path) -> None:

@@ -124,6 +124,10 @@ class Backend:
         """Bytes of the device's own memory: used, held, free, total; nothing where it has none of its own."""
         return {}
 
+    def energy(self) -> float | None:
+        """Joules that the device has used since some moment long ago; None where nobody counts them."""
+        return None
+
     def matmul_peak(self) -> float:
         """FLOP/s of the best of some rounds of large matrix products of random numbers: measured, not looked up."""
         raise NotImplementedError

@@ -8,6 +8,7 @@ access may be, how many blocks a launch takes. Launches return at once; nothing 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import importlib.util
@@ -159,6 +160,21 @@ class CupyBackend(Backend):
                 self.synchronize()
                 best = min(best, (time.perf_counter() - start) / repeats)
         return 2 * size**3 / best
+
+    def energy(self) -> float | None:
+        """As the driver's NVML counts them, for the whole device, some ten times a second."""
+        try:
+            nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            return None
+        device, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
+        bus = cupy.cuda.runtime.deviceGetPCIBusId(self.device.id).encode()
+        faults = (
+            nvml.nvmlInit_v2()
+            or nvml.nvmlDeviceGetHandleByPciBusId_v2(bus, ctypes.byref(device))
+            or nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(millijoules))
+        )
+        return None if faults else millijoules.value / 1e3
 
     def memory(self) -> dict[str, int]:
         """Bytes: `used` by arrays now, `held` by CuPy's pool (the most ever used, and gaps), `free` and `total`."""

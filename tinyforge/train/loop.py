@@ -64,6 +64,11 @@ class _Step:
     norm: Any
     lr: float
 
+    @property
+    def size(self) -> int:
+        """Tokens that were read, those that only fill a row counted too."""
+        return sum(batch.ids.size for batch in self.batches)
+
     def read(self, backend: Backend) -> tuple[float, float, float]:
         """Loss, gradient norm, and head 0's nll; waits for the device."""
         nll = backend.to_numpy(self.nll)
@@ -133,7 +138,7 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
     buffer = task.model.buffer
     sharded = Sharded(task.model, backend)
     optimizer = AdamW(buffer, backend, AdamWConfig(weight_decay=settings.weight_decay))
-    step, before = 0, 0.0
+    step, before, tokens, joules = 0, 0.0, 0, 0.0
     last_saved: Path | None = None
     if resume:
         found = checkpoint.load(out)
@@ -143,16 +148,22 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
         for prefix, flat in (("m.", optimizer.m), ("v.", optimizer.v)):
             load_named(buffer, flat, moments, backend, found.path, prefix)
         step, before = found.meta["step"], found.meta["elapsed"]
+        tokens, joules = found.meta.get("tokens", 0), found.meta.get("joules", 0.0)
         optimizer.step_count = step
         last_saved = found.path
         print(f"resuming at step {step} from {found.path}")
     elif checkpoint.steps(out):
         raise UserError(f"{out} already holds a run; continue it with --resume, or choose another --out")
     log = metrics.Metrics(out, step)
-    start = time.perf_counter()
+    start, energy_before = time.perf_counter(), backend.energy()
+    rates: list[float] = []
 
     def elapsed() -> float:
         return before + time.perf_counter() - start
+
+    def used() -> dict[str, float]:
+        energy = backend.energy()
+        return {} if energy is None or energy_before is None else {"joules": joules + energy - energy_before}
 
     def progress() -> float:
         if settings.steps is not None:
@@ -161,7 +172,9 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
 
     def save() -> Path:
         tensors = named(buffer, optimizer.m, backend, "m.") | named(buffer, optimizer.v, backend, "v.")
-        meta = {**task.meta, "settings": settings.to_dict(), "elapsed": round(elapsed(), 3)}
+        meta = {**task.meta, "settings": settings.to_dict(), "elapsed": round(elapsed(), 3), "tokens": tokens, **used()}
+        if rates:
+            meta["tokens_per_second"] = round(float(np.median(rates)))
         weights = named(buffer, buffer.masters, backend)
         bad = next((name for name, value in weights.items() if not np.isfinite(value).all()), None)
         if bad is not None:
@@ -170,7 +183,7 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
 
     def evaluate(bar: Any) -> None:
         figures = task.evaluate(sharded)
-        log.write(step=step, seconds=round(elapsed(), 3), **figures)
+        log.write(step=step, tokens=tokens, seconds=round(elapsed(), 3), **figures)
         shown = ", ".join(f"{k.replace('_', ' ')} {v:.3f}" for k, v in figures.items())
         bar.write(f"step {step}: {shown}")
         bar.write(task.sample())
@@ -182,7 +195,6 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
         warnings.simplefilter("ignore", RuntimeWarning)
         done = progress() >= 1.0
         unread: list[_Step] = []
-        rates: list[float] = []
         began = time.perf_counter()
 
         def check(taken: _Step) -> tuple[float, float, float]:
@@ -194,15 +206,16 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
 
         def report() -> None:
             """Look at the steps since the last look, and write them down."""
-            nonlocal began
+            nonlocal began, tokens
             backend.synchronize()
-            rate = sum(b.ids.size for taken in unread for b in taken.batches) / (time.perf_counter() - began)
+            rate = sum(taken.size for taken in unread) / (time.perf_counter() - began)
             rates.append(rate)
             for taken in unread:
                 loss, norm, first = check(taken)
                 bpb = bits_per_byte(first, taken.targets, task.byte_lengths)
+                tokens += taken.size
                 log.write(
-                    step=taken.number + 1, loss=loss, bits_per_byte=bpb, lr=taken.lr, grad_norm=norm,
+                    step=taken.number + 1, tokens=tokens, loss=loss, bits_per_byte=bpb, lr=taken.lr, grad_norm=norm,
                     tokens_per_second=round(rate), seconds=round(elapsed(), 3),
                 )  # fmt: skip
             left = "" if settings.steps else f", {max(0.0, 60 * (settings.minutes or 0) - elapsed()):.0f} s left"
@@ -216,7 +229,7 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
             scale = head_scale(targets, task.head_weights)
             nll = sharded.gradients(batches, scale)
             norm, factor = optimizer.clip(settings.clip)
-            lr = learning_rate(settings.schedule, progress(), settings.lr)
+            lr = learning_rate(settings.schedule, progress(), settings.lr, decay=settings.lr_decay)
             unread.append(_Step(step, batches, targets, scale, nll, norm, lr))
             if backend.read_every == 1:
                 check(unread[-1])  # before the weights change; a device keeps them by itself, see AdamW.clip
@@ -244,7 +257,8 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
         sys.exit(128 + signals.received)
     held = backend.memory().get("held")
     on_gpu = f", {held / 2**20:.0f} MiB on the GPU" if held else ""
-    print(f"{step} steps in {elapsed():.0f} s, peak memory {metrics.peak_memory_mib():.0f} MiB{on_gpu}")
+    energy = f", {used()['joules'] / 3600:.1f} Wh as the GPU counts" if used() else ""
+    print(f"{step} steps in {elapsed():.0f} s, peak memory {metrics.peak_memory_mib():.0f} MiB{on_gpu}{energy}")
     print(f"wrote {last_saved}, {log.path}, {out / 'loss.png'}")
     if rates and task.flop_per_token:
         _print_utilisation(task, backend, float(np.median(rates)))

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tinyforge.backends.workers import worker_pids
 from tinyforge.errors import UserError
 
@@ -62,37 +64,51 @@ def save_scores(out: Path, scores: dict[str, float]) -> None:
 
 
 def plot(metrics: Path, target: Path) -> None:
-    """Training and held-out bits per byte against the step, and the learning rate below."""
+    """Training and held-out bits per byte against tokens read and minutes, and the learning rate below."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = read(metrics)
-    train = [(r["step"], r["bits_per_byte"], r["lr"]) for r in rows if "lr" in r]
-    held_out = [(r["step"], r["val_bits_per_byte"]) for r in rows if "val_bits_per_byte" in r]
+    rows = [row for row in read(metrics) if "tokens" in row]
+    train = [row for row in rows if "lr" in row]
+    held_out = [row for row in rows if "val_bits_per_byte" in row]
     if not train:
         return
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(4, 1), layout="constrained"
     )
-    steps, loss, rates = zip(*train, strict=True)
-    top.plot(steps, loss, color="0.75", linewidth=0.8, label="training, one step")
+    tokens, loss = [row["tokens"] / 1e6 for row in train], [row["bits_per_byte"] for row in train]
+    top.plot(tokens, loss, color="0.75", linewidth=0.8, label="training, one step")
     smooth, average = [], loss[0]
     for value in loss:
         average = 0.95 * average + 0.05 * value
         smooth.append(average)
-    top.plot(steps, smooth, color="C0", label="training, moving average")
+    top.plot(tokens, smooth, color="C0", label="training, moving average")
+    whole, *sources = sorted({key for row in held_out for key in row if key.startswith("val_bits_per_byte")}) or [""]
+    for number, key in enumerate(sources):
+        label = f"held out, {key.removeprefix(whole + '_')}"
+        places = [row["tokens"] / 1e6 for row in held_out]
+        top.plot(places, [row[key] for row in held_out], color=f"C{4 + number}", linewidth=1.0, label=label)
     if held_out:
-        top.plot(*zip(*held_out, strict=True), "o-", color="C3", markersize=4, label="held out")
+        values = [row[whole] for row in held_out]
+        top.plot([row["tokens"] / 1e6 for row in held_out], values, "o-", color="C3", markersize=4, label="held out")
     # The first steps, from random weights, would squeeze the rest of the curve against the axis.
-    top.set_ylim(0.9 * min(min(loss), *(v for _, v in held_out), loss[0]), sorted(loss)[int(len(loss) * 0.98)] * 1.15)
+    lowest = min([*loss, *(row[key] for row in held_out for key in (whole, *sources))])
+    top.set_ylim(0.9 * lowest, sorted(loss)[int(len(loss) * 0.98)] * 1.15)
+    top.set_xlim(0, tokens[-1])
     top.set_ylabel("bits per byte")
     top.grid(alpha=0.3)
     top.legend()
-    bottom.plot(steps, rates, color="C2")
+    minutes = [row["seconds"] / 60 for row in train]
+    clock = top.secondary_xaxis(
+        "top",
+        functions=(lambda x: np.interp(x, tokens, minutes, left=0), lambda x: np.interp(x, minutes, tokens, left=0)),
+    )
+    clock.set_xlabel("minutes")
+    bottom.plot(tokens, [row["lr"] for row in train], color="C2")
     bottom.set_ylabel("learning rate")
-    bottom.set_xlabel("step")
+    bottom.set_xlabel("million tokens")
     bottom.grid(alpha=0.3)
     figure.savefig(target, dpi=110)
     plt.close(figure)

@@ -19,6 +19,7 @@ class Settings:
     """One training run. They are stored in its checkpoints; `--resume` takes them from there.
 
     steps: optimizer steps, or None to stop after `minutes`. seq_len: tokens a sequence. lr: peak learning rate.
+    lr_decay: the last share of the run, in which the schedule wsd lowers it.
     eval_every, save_every: steps. keep: newest checkpoints kept (0: all). workers: shards of a batch; part of the
     settings because the sum of gradients depends, in its last bits, on how the batch was cut.
     """
@@ -42,6 +43,7 @@ class Settings:
     seq_len: int | None = None
     lr: float = 4e-3
     schedule: str = "wsd"
+    lr_decay: float = 0.4
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
@@ -90,6 +92,7 @@ def parser(description: str, defaults: Settings, with_base: bool) -> argparse.Ar
     flag("seq-len", "tokens a sequence (default: the config's context)", type=int)
     flag("lr", "peak learning rate", type=float)
     flag("schedule", "learning-rate schedule", choices=SCHEDULES)
+    flag("lr-decay", "the last share of the run, 0 to 1, in which the schedule wsd lowers the rate", type=float)
     flag("weight-decay", "AdamW's decay of matrices, per unit of learning rate", type=float)
     flag("clip", "limit on the gradient's norm, 0 for none", type=float)
     flag("seed", "seed of weights, order and samples", type=int)
@@ -133,6 +136,8 @@ def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Sett
     for name in ("steps", "minutes", "seq_len", "workers"):
         if getattr(settings, name) is not None:
             _check(name, getattr(settings, name), above_zero=True)
+    if not 0 < settings.lr_decay <= 1:
+        raise UserError(f"--lr-decay is {settings.lr_decay}, wants a share of the run above 0 and up to 1")
     if settings.steps is None and settings.minutes is None:
         raise UserError("neither --steps nor --minutes is given; one of them must end the run")
     return Command(settings, resume, plan)
