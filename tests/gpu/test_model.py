@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,15 @@ def test_the_kernel_files_are_found_as_package_data() -> None:
 def test_a_device_that_is_not_there_is_one_line() -> None:
     with pytest.raises(UserError, match="--device is 99, visible GPUs are 0 to"):
         get_backend("cupy", "fp32", device=99)
+
+
+def test_the_driver_counts_energy() -> None:
+    backend = get_backend("cupy", "bf16")
+    before = backend.energy()
+    if before is None:
+        pytest.skip("this driver counts no energy")
+    start = time.perf_counter()
+    while time.perf_counter() - start < 0.5:
+        backend.matmul_peak(size=4096, rounds=1)
+    used = backend.energy() - before
+    assert 10 < used / (time.perf_counter() - start) < 2000  # watts
