@@ -40,7 +40,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from bench.report import add_json_flag, check_before, publish
-from bench.train_step import cpu_model
 from data.alpaca import render_prompt
 from data.world import documents, instructions
 from models.nanoeuler.config import Config
@@ -50,7 +49,7 @@ from models.nanoeuler.model import NanoEuler
 from models.nanoeuler.runs import load_model
 from recipes.pretrain import config_of
 from tinyforge.backends import Backend, get_backend
-from tinyforge.backends.workers import cores
+from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.errors import UserError, run_command
 from tinyforge.train.settings import Settings
 

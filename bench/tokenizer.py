@@ -34,9 +34,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.report import add_json_flag, check_before, publish
-from bench.train_step import cpu_model
 from data.gutenberg import clean, find_entries
-from tinyforge.backends.workers import cores
+from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.errors import UserError, run_command
 from tinyforge.text import Tokenizer
 from tinyforge.text.formats import GPT2_PATTERN, to_huggingface, to_tiktoken

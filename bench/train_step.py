@@ -47,7 +47,7 @@ from models.nanoeuler.model import FLOP_CONVENTION, NanoEuler
 from models.nanoeuler.plan import plan_step
 from recipes.pretrain import config_of
 from tinyforge.backends import Backend, get_backend
-from tinyforge.backends.workers import cores
+from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.errors import UserError, run_command
 from tinyforge.ops.cross_entropy import head_scale
 from tinyforge.optim import AdamW
@@ -204,13 +204,6 @@ def take_turns(contenders: dict[str, Contender], steps: int, backend: Backend) -
                 seconds[name].append((time.perf_counter() - start) / group)
         index += 1 + counted
     return seconds
-
-
-def cpu_model() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def measure(options: Options, peer: str | None) -> dict[str, Any]:

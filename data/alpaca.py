@@ -68,6 +68,23 @@ def read_records(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[R
     return [record for path in paths for record in _read_file(Path(path), encoding)]
 
 
+def origin_of(path: Path) -> tuple[str, str]:
+    """Name and licence of a file of records, as the source.json beside it has them that `make_instructions` writes."""
+    try:
+        found = json.loads((path.parent / MANIFEST).read_text(encoding="utf-8"))
+        if found["instructions"]["file"] == path.name:
+            return str(found["name"]), str(found["licence"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return "records", "not stated"
+
+
+def hold_out(records: Sequence[Record]) -> tuple[Sequence[Record], Sequence[Record]]:
+    """Records to train on, and the last 20th (at least one), to measure on. One record alone is both."""
+    cut = len(records) - max(1, len(records) // 20)
+    return records[:cut] or records, records[cut:]
+
+
 def render_prompt(instruction: str, input: str = "") -> str:
     """The text that a reply follows: Alpaca's headings, the input block only where there is an input.
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from data.local import read_documents
 from data.world import documents
+from models.nanoeuler.card import write_card
 from models.nanoeuler.config import PRESETS, Config
 from models.nanoeuler.decode import make_decoder
 from models.nanoeuler.generate import Sampling, generate
@@ -33,9 +34,9 @@ from models.nanoeuler.model import FLOP_CONVENTION, NanoEuler
 from models.nanoeuler.plan import check_fits, print_plan, sequence_length
 from tinyforge.errors import UserError, run_command
 from tinyforge.text import Tokenizer
-from tinyforge.text.shards import SEPARATOR, Shards
+from tinyforge.text.shards import SEPARATOR, Part, Shards
 from tinyforge.train.batches import PackedTokens, check_ids, fingerprint
-from tinyforge.train.corpus import Corpus, HeldOut, find_shards, open_corpus, opening_of
+from tinyforge.train.corpus import NOT_STATED, Corpus, HeldOut, find_shards, open_corpus, opening_of, summarise
 from tinyforge.train.loop import Task, train
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.settings import Settings, open_backend, parse, parser
@@ -123,7 +124,11 @@ def corpus_of_text(settings: Settings, config: Config, seq_len: int) -> Corpus:
     data = PackedTokens(streams[0], seq_len, config.mtp_heads, settings.seed)
     held = PackedTokens(streams[1], min(seq_len, max(1, len(streams[1]) - 1)), config.mtp_heads, settings.seed)
     parts = (HeldOut("text", held, 1),)
-    return Corpus(tokenizer, data, len(streams[0]), parts, opening_of(held_out[0]), fingerprint(streams[0]))
+    name, licence = ("text", NOT_STATED) if settings.data else ("the built-in world", "MIT")
+    train, val = (Part(len(texts), len(stream), sum(len(t.encode("utf-8", "surrogatepass")) for t in texts))
+                  for texts, stream in zip((training, held_out), streams, strict=True))  # fmt: skip
+    summary = (summarise(name, licence, 1.0, train, val),)
+    return Corpus(tokenizer, data, train.tokens, parts, opening_of(held_out[0]), fingerprint(streams[0]), summary)
 
 
 def config_for(shards: Shards, config: Config, settings: Settings) -> Config:
@@ -146,7 +151,7 @@ def config_for(shards: Shards, config: Config, settings: Settings) -> Config:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    settings, resume, plan_only = parse(parser(__doc__ or "", DEFAULTS, with_base=False), argv, DEFAULTS)
+    settings, resume, plan_only, with_card = parse(parser(__doc__ or "", DEFAULTS, with_base=False), argv, DEFAULTS)
     config = config_of(settings)
     shards = find_shards(settings)
     if shards:
@@ -197,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, tokenizer, tokenizer.byte_lengths, config.mtp_weights,
         lambda step: [corpus.batches.batch(step * accum + i, rows) for i in range(accum)], evaluate, sample,
         {"kind": "pretrain", "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
-         "data_hash": corpus.hash, "machine": backend.describe()},
+         "data_hash": corpus.hash, "corpus": corpus.summary, "machine": backend.describe()},
         model.flop_per_token(seq_len), FLOP_CONVENTION,
     )  # fmt: skip
     train(task, settings, backend, resume)
@@ -205,7 +210,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, figure in by_source.items():
         print(f"held-out text of {name}: {figure:.3f} bits per byte")
     print(f"all held-out text: {final:.3f} bits per byte")
-    save_scores(out, {"held-out text, bits per byte": final})
+    of_sources = {f"held-out text of {name}, bits per byte": figure for name, figure in by_source.items()}
+    save_scores(out, {"held-out text, bits per byte": final, **of_sources})
+    if with_card:
+        print(f"wrote {write_card(out)}")
     print(f"next: python recipes/sft.py --base {out}")
     print(f"  or: python -m models.nanoeuler.chat --checkpoint {out} --prompt {shlex.quote(opening)}")
     return 0

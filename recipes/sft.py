@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.alpaca import END_OF_REPLY, Record, encode_example, read_records, render_prompt
+from data.alpaca import END_OF_REPLY, Record, encode_example, hold_out, origin_of, read_records, render_prompt
 from data.world import KINDS, instructions, is_correct
+from models.nanoeuler.card import write_card
 from models.nanoeuler.config import Config
 from models.nanoeuler.decode import Decoder, make_decoder
 from models.nanoeuler.generate import Sampling, generate
@@ -39,7 +40,8 @@ from tinyforge.train.sharded import Sharded
 DEFAULTS = Settings(out="runs/sft", steps=1400, lr=2e-3, weight_decay=0.0)
 BUILT_IN_RECORDS = 30_000
 HELD_OUT_RECORDS = 300
-OF_BASE = ("settings", "step", "elapsed", "data_hash", "machine")  # what a checkpoint says of its base
+# What is kept of a base's meta.
+OF_BASE = ("settings", "step", "elapsed", "data_hash", "corpus", "machine", "tokens", "tokens_per_second", "joules")
 
 
 def encode(records: Sequence[Record], tokenizer: Tokenizer, seq_len: int, what: str) -> list[tuple[list[int], int]]:
@@ -87,7 +89,7 @@ def base_of(settings: Settings, resume: bool) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    settings, resume, plan_only = parse(parser(__doc__ or "", DEFAULTS, with_base=True), argv, DEFAULTS)
+    settings, resume, plan_only, with_card = parse(parser(__doc__ or "", DEFAULTS, with_base=True), argv, DEFAULTS)
     base = checkpoint.load(base_of(settings, resume))
     config = Config.from_dict(base.meta["config"])
     seq_len = sequence_length(config, settings.seq_len)
@@ -103,9 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if settings.data:
         records = read_records(settings.data, settings.encoding)
-        cut = max(1, len(records) // 20) if len(records) > 1 else 0
-        training, held_out = records[: len(records) - cut], records[len(records) - cut :] or records
-        print(f"data: {len(records):,} records; the last {cut} are held out")
+        training, held_out = hold_out(records)
+        print(f"data: {len(records):,} records; the last {len(held_out):,} are held out")
     else:
         print(f"data: built in (no --data given), {BUILT_IN_RECORDS:,} instructions of {len(KINDS)} kinds")
         training, held_out = ([Record(e.instruction, e.input, e.output) for e in instructions(split, n, settings.seed)]
@@ -116,6 +117,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not held:
         raise UserError(f"data: none of the {len(held_out)} held-out records fits {seq_len} tokens; give more records")
 
+    origins = [origin_of(Path(path)) for path in settings.data] or [("the built-in instructions", "MIT")]
+    names, licences = ("; ".join(sorted(set(part))) for part in zip(*origins, strict=True))
+    summary = [
+        {"source": names, "licence": licences, "records": len(encoded), "held-out_records": len(held)},
+    ]
     accum, rows = settings.grad_accum, settings.batch_size
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
@@ -135,8 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, tokenizer, tokenizer.byte_lengths, config.mtp_weights,
         lambda step: [data.batch(step * accum + i, rows) for i in range(accum)], evaluate, sample,
         {"kind": "sft", "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
-         "data_hash": fingerprint(stream), "machine": backend.describe(),
-         "base": base.meta["base"] if resume else {key: base.meta[key] for key in OF_BASE}},
+         "data_hash": fingerprint(stream), "corpus": summary, "machine": backend.describe(),
+         "base": base.meta["base"] if resume else {key: base.meta[key] for key in OF_BASE if key in base.meta}},
         model.flop_per_token(seq_len), FLOP_CONVENTION,
     )  # fmt: skip
     train(task, settings, backend, resume)
@@ -146,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind, score in scores.items():
             print(f"  {kind:<14} {score:6.1%}")
         save_scores(Path(settings.out), {f"exact match, {kind}": score for kind, score in scores.items()})
+    if with_card:
+        print(f"wrote {write_card(Path(settings.out))}")
     print("next: python -m models.nanoeuler.chat")
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 
 from bench.train_step import EAGER, OURS, READING, Options, Ours, check_parity, main, table, torch_peer
 from models.nanoeuler.config import Config
-from tests.recipes.test_shards import make_shards
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.text import Tokenizer
@@ -37,7 +37,9 @@ def test_it_times_our_step_and_writes_one_json_object(capsys: pytest.CaptureFixt
     assert result["peak_memory_mib"] > 20  # NumPy alone takes more
 
 
-def test_reading_shards_is_timed_beside_repeated_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reading_shards_is_timed_beside_repeated_batches(
+    make_shards: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = Tokenizer([], [SEPARATOR])
     make_shards(tmp_path / "shards", tokenizer, {"books": (9, 2), "web": (5, 2)})
     assert main([*FLAGS, "--json", "--data", str(tmp_path / "shards")]) == 0
@@ -48,7 +50,7 @@ def test_reading_shards_is_timed_beside_repeated_batches(tmp_path: Path, capsys:
     )
 
 
-def test_shards_with_more_ids_than_the_model_are_refused(tmp_path: Path) -> None:
+def test_shards_with_more_ids_than_the_model_are_refused(make_shards: Callable[..., None], tmp_path: Path) -> None:
     make_shards(tmp_path / "shards", Tokenizer([], [SEPARATOR]), {"books": (9, 2)})
     (tmp_path / "config.json").write_text('{"vocab": 100}', encoding="utf-8")
     with pytest.raises(UserError, match=r"--data: ids up to 256, the config's vocab is 100; use another --config"):

@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 
 from data import alpaca
-from data.alpaca import Record, clean, encode_example, main, make_instructions, read_records, render_prompt
+from data.alpaca import (
+    Record,
+    clean,
+    encode_example,
+    hold_out,
+    main,
+    make_instructions,
+    origin_of,
+    read_records,
+    render_prompt,
+)
 from data.download import Downloader, Patience
 from data.source import read_source
 from tinyforge.errors import UserError
@@ -288,6 +298,25 @@ def test_a_full_disk_leaves_no_half_of_the_records(tmp_path: Path, monkeypatch: 
     with pytest.raises(UserError, match="the disk is full"):
         make_instructions(tmp_path / "out", path)
     assert os.listdir(tmp_path / "out") == [".lock"]
+
+
+@pytest.mark.parametrize(("count", "held"), [(0, 0), (2, 1), (39, 1), (40, 2), (100, 5)])
+def test_the_last_20th_is_held_out(count: int, held: int) -> None:
+    records = [Record(str(i), "", "") for i in range(count)]
+    training, held_out = hold_out(records)
+    assert [*training, *held_out] == records and len(held_out) == held
+
+
+def test_one_record_alone_is_both() -> None:
+    assert hold_out([Record(**ADD)]) == ([Record(**ADD)], [Record(**ADD)])
+
+
+def test_records_know_their_licence_where_they_were_made(tmp_path: Path) -> None:
+    made = make_instructions(tmp_path / "out", write(tmp_path / "a.json", json.dumps([GREET]))).path
+    assert origin_of(made) == ("alpaca", alpaca.LICENCE)
+    assert origin_of(tmp_path / "a.json") == origin_of(made.with_name("other.json")) == ("records", "not stated")
+    write(made.with_name("source.json"), "[]")
+    assert origin_of(made) == ("records", "not stated")
 
 
 ARCHIVE = Path(__file__).parents[3] / "shared" / "data" / "instruct" / "alpaca.zip"

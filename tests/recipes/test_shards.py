@@ -6,42 +6,24 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from data.world import documents
 from recipes import pretrain
 from tinyforge.errors import run_command
 from tinyforge.text import Tokenizer
-from tinyforge.text.shards import SEPARATOR, Part, ShardWriter, Source, write_manifest
+from tinyforge.text.shards import SEPARATOR
 from tinyforge.train import checkpoint, metrics
 
 CONFIG = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=32 --batch-size 3 --workers 1"
 PLAN = f"{CONFIG} --steps 8 --save-every 2 --eval-every 4 --keep 0"
 
 
-def make_shards(folder: Path, tokenizer: Tokenizer, counts: dict[str, tuple[int, int]], seed: int = 0) -> None:
-    """A folder of small shards; counts: training and held-out documents by source."""
-    folder.mkdir()
-    tokenizer.save(folder / "tokenizer.json")
-    sources = []
-    for name, (train, val) in counts.items():
-        parts = {}
-        for split, count in (("train", train), ("val", val)):
-            writer = ShardWriter(folder, name, split, tokenizer, shard_tokens=701)
-            texts = list(documents(split, count, seed + len(name)))
-            for text in texts:
-                writer.append(np.array([*tokenizer.encode(text), tokenizer.specials[SEPARATOR]]))
-            files = writer.close()
-            parts[split] = Part(count, sum(f.tokens for f in files), sum(len(t.encode()) for t in texts), files)
-        sources.append(Source(name, "", **parts))
-    write_manifest(folder, tokenizer, sources, {})
-
-
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory, make_shards: Callable[..., None]) -> Path:
     """Shards of several kinds, and a run on some of them."""
     folder = tmp_path_factory.mktemp("made")
     tokenizer = Tokenizer.train(list(documents("train", 60)), 300, progress=False)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from tinyforge.backends.workers import cpu_model
 from tinyforge.errors import UserError
 
 
@@ -115,7 +116,7 @@ class Backend:
 
     def describe(self) -> str:
         """What computes, for people."""
-        return f"{self.workers} workers (one a core unless --workers)"
+        return f"{cpu_model()}, {self.workers} workers (one a core unless --workers)"
 
     def synchronize(self) -> None:
         """Wait until everything that was asked for is computed."""

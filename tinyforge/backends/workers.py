@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import signal
 import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,14 @@ CAN_FORK = sys.platform == "linux"
 def cores() -> int:
     """CPU cores that this process may use: the default number of workers everywhere."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """What the CPU is called."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def shared_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from tinyforge.errors import UserError
 from tinyforge.text import Tokenizer
-from tinyforge.text.shards import SEPARATOR, Shards, is_shard_folder
+from tinyforge.text.shards import SEPARATOR, Part, Shards, is_shard_folder
 from tinyforge.train.batches import MixedTokens, PackedTokens
-from tinyforge.train.loop import evaluate_nll
+from tinyforge.train.loop import evaluate_heads
 from tinyforge.train.settings import Settings
 from tinyforge.train.sharded import Sharded
 
+NOT_STATED = "not stated"  # a licence
 FEW_DOCUMENTS, FEW_BYTES = 50, 100_000  # of held-out text: below these, its figures are mostly chance
 
 
@@ -31,7 +35,8 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Corpus:
-    """tokens: of training text. opening: of a held-out document. hash: a resumed run must find the same."""
+    """tokens: of training text. opening: of a held-out document. hash: a resumed run must find the same. summary: a
+    row for each source that is read, from `summarise`, for the model's card."""
 
     tokenizer: Tokenizer
     batches: PackedTokens | MixedTokens
@@ -39,20 +44,43 @@ class Corpus:
     held_out: tuple[HeldOut, ...]
     opening: str
     hash: str
+    summary: tuple[dict[str, Any], ...]
 
     def evaluate(self, sharded: Sharded, rows: int, limit: int | None = None) -> tuple[float, dict[str, float]]:
         """Bits per byte of the held-out text: of all, and of each source if there are several.
 
         With a limit, so many tokens are read, of each source the same number; its figure counts by its true size.
         """
-        figures = {}
-        for part in self.held_out:
-            tokens = len(part.windows.tokens) if limit is None else limit // len(self.held_out)
-            batches = part.windows.in_order(rows, tokens)
-            figures[part.source] = evaluate_nll(sharded, batches, self.tokenizer.byte_lengths)
-        total = sum(part.bytes for part in self.held_out)
-        overall = sum(figures[part.source] * part.bytes for part in self.held_out) / total
-        return overall, figures if len(figures) > 1 else {}
+        heads = measure(self.held_out, sharded, rows, self.tokenizer.byte_lengths, limit)
+        figures = {source: float(bits[0]) for source, bits in heads.items()}
+        return over_all(self.held_out, figures), figures if len(figures) > 1 else {}
+
+
+def measure(
+    parts: Sequence[HeldOut], sharded: Sharded, rows: int, byte_lengths: np.ndarray, limit: int | None = None
+) -> dict[str, np.ndarray]:
+    """Bits per byte of every head, (K,), on the held-out text of each source.
+
+    With a limit, so many tokens are read, of each source the same number.
+    """
+    figures = {}
+    for part in parts:
+        tokens = len(part.windows.tokens) if limit is None else limit // len(parts)
+        figures[part.source] = evaluate_heads(sharded, part.windows.in_order(rows, tokens), byte_lengths)
+    return figures
+
+
+def over_all(parts: Sequence[HeldOut], figures: Mapping[str, float]) -> float:
+    """The mean of the sources' figures, each weighed by the bytes of its held-out text."""
+    return sum(figures[part.source] * part.bytes for part in parts) / sum(part.bytes for part in parts)
+
+
+def summarise(name: str, licence: str, share: float, train: Part, val: Part) -> dict[str, Any]:
+    """What a card says of a source. share: of what is read in training."""
+    return {
+        "source": name, "licence": licence, "share": share, "documents": train.documents, "bytes": train.bytes,
+        "tokens": train.tokens, "held-out_documents": val.documents, "held-out_bytes": val.bytes,
+    }  # fmt: skip
 
 
 def opening_of(text: str) -> str:
@@ -105,7 +133,7 @@ def open_corpus(shards: Shards, settings: Settings, seq_len: int, heads: int) ->
     weights = mix_weights(settings.mix, shards)
     train = {name: shards.sequence(name, "train") for name in weights}
     batches = MixedTokens(train, weights, seq_len, heads, settings.seed)
-    held_out = _held_out(shards, settings, seq_len, heads)
+    held_out = held_out_text(shards, settings, seq_len, heads)
     shards.verify(progress=sys.stderr.isatty())
     print(f"corpus: token shards in {', '.join(settings.data)}, every file checked")
     per_step = settings.batch_size * settings.grad_accum
@@ -121,10 +149,12 @@ def open_corpus(shards: Shards, settings: Settings, seq_len: int, heads: int) ->
     print(f"held out: {documents:,} documents, {size:,} bytes of {', '.join(p.source for p in held_out)}{few}")
     begin = shards.tokenizer.decode(held_out[0].windows.tokens[:256].tolist()).split(SEPARATOR)
     opening = opening_of(next((text for text in begin if text.strip()), " "))
-    return Corpus(shards.tokenizer, batches, sum(map(len, train.values())), held_out, opening, shards.hash)
+    sources = [(shards.sources[name], float(weight / sum(weights.values()))) for name, weight in weights.items()]
+    summary = tuple(summarise(s.name, s.licence or NOT_STATED, share, s.train, s.val) for s, share in sources)
+    return Corpus(shards.tokenizer, batches, sum(map(len, train.values())), held_out, opening, shards.hash, summary)
 
 
-def _held_out(shards: Shards, settings: Settings, seq_len: int, heads: int) -> tuple[HeldOut, ...]:
+def held_out_text(shards: Shards, settings: Settings, seq_len: int, heads: int) -> tuple[HeldOut, ...]:
     """The val split of all sources, in the mix or not: so that runs with other mixes can be compared."""
     parts = []
     for source in shards.sources.values():

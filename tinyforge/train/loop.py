@@ -102,13 +102,18 @@ def bits_per_byte(nll: float, targets: np.ndarray, byte_lengths: np.ndarray) -> 
 
 
 def evaluate_nll(sharded: Sharded, batches: Any, byte_lengths: np.ndarray) -> float:
-    """Bits per byte over all `batches`."""
-    nll = total_bytes = 0.0
+    """Head 0's bits per byte over all `batches`."""
+    return float(evaluate_heads(sharded, batches, byte_lengths)[0])
+
+
+def evaluate_heads(sharded: Sharded, batches: Any, byte_lengths: np.ndarray) -> np.ndarray:
+    """Bits per byte of every head over all `batches`, (K,): its nll over the bytes of its own targets."""
+    nll: Any = 0.0
+    size: Any = 0.0
     for batch in batches:
-        nll += float(sharded.nll(batch)[0])
-        predicted = batch.targets[..., 0]
-        total_bytes += float(byte_lengths[predicted[predicted >= 0]].sum())
-    return nll / LN2 / max(1.0, total_bytes)
+        nll += sharded.nll(batch)
+        size += np.where(batch.targets >= 0, byte_lengths[batch.targets], 0).sum(axis=(0, 1))
+    return nll / LN2 / np.maximum(1.0, size)
 
 
 def named(buffer: ParamBuffer, flat: Any, backend: Backend, prefix: str = "") -> dict[str, np.ndarray]:

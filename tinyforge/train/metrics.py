@@ -14,6 +14,8 @@ import numpy as np
 from tinyforge.backends.workers import worker_pids
 from tinyforge.errors import UserError
 
+NOISE = " +-"
+
 
 class Metrics:
     """Appends to `out/metrics.jsonl`; a resumed run first drops the lines after the step it starts from."""
@@ -55,12 +57,25 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def save_scores(out: Path, scores: dict[str, float]) -> None:
-    """What the finished model was measured at, in `out/scores.json`: for its card."""
+    """Put what the finished model was measured at into `out/scores.json`, for its card; other scores there stay.
+
+    One named as another with NOISE behind it says how far chance may move that other one.
+    """
     path = out / "scores.json"
+    scores = {**read_scores(out), **scores}
     try:
         path.write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; the checkpoint is saved. Free some space") from error
+
+
+def read_scores(out: Path) -> dict[str, float]:
+    """What `save_scores` has written; nothing where it has not, or where the file cannot be read."""
+    try:
+        scores = json.loads((out / "scores.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return scores if isinstance(scores, dict) else {}
 
 
 def plot(metrics: Path, target: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +55,13 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Settings:
+        """As a checkpoint has them: lists are tuples again, and what this version does not know is left out."""
+        known = {f.name for f in fields(cls)}
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
+        return cls(**values)
+
 
 # What may differ between a run and its continuation: none of it changes a step that was already planned.
 _FREE = {"out", "eval_every", "save_every", "keep", "backend", "device", "recompute"}
@@ -104,21 +111,23 @@ def parser(description: str, defaults: Settings, with_base: bool) -> argparse.Ar
                    help="make norms again in backward: a tenth less memory, 2 %% slower, the same bits")  # fmt: skip
     p.add_argument("--resume", action="store_true", help="continue the run in --out from its newest checkpoint")
     p.add_argument("--plan", action="store_true", help="print what a step needs in a GPU's memory, and leave")
+    p.add_argument("--card", action="store_true", help="write a model card, README.md, into --out at the end")
     return p
 
 
 class Command(NamedTuple):
-    """What was asked for. plan: only the memory's plan is wanted."""
+    """What was asked for. plan: only the memory's plan is wanted. card: so is a model card."""
 
     settings: Settings
     resume: bool
     plan: bool
+    card: bool
 
 
 def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Settings) -> Command:
     """The command line; the settings' fields are checked here, once."""
     given = {name: value for name, value in vars(p.parse_args(argv)).items() if value is not None}
-    resume, plan = given.pop("resume"), given.pop("plan")
+    resume, plan, card = (given.pop(name) for name in ("resume", "plan", "card"))
     for name in ("data", "mix", "set"):
         if name in given:
             given[name] = tuple(given[name])
@@ -140,7 +149,7 @@ def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Sett
         raise UserError(f"--lr-decay is {settings.lr_decay}, wants a share of the run above 0 and up to 1")
     if settings.steps is None and settings.minutes is None:
         raise UserError("neither --steps nor --minutes is given; one of them must end the run")
-    return Command(settings, resume, plan)
+    return Command(settings, resume, plan, card)
 
 
 def open_backend(settings: Settings) -> tuple[Backend, Settings]:
@@ -161,9 +170,7 @@ def _resumed(given: dict[str, Any], out: Path) -> Settings:
 
     if not checkpoint.steps(out):
         raise UserError(f"--resume: nothing to resume in {out}; start the run without --resume")
-    stored = checkpoint.load(out).meta["settings"]
-    known = {f.name for f in fields(Settings)}
-    stored = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
+    stored = Settings.from_dict(checkpoint.load(out).meta["settings"]).to_dict()
     for name, value in given.items():
         if name not in _FREE and stored.get(name) != value:
             flag = f"--{name.replace('_', '-')}"

@@ -1,0 +1,177 @@
+"""The model card: what a model is, what it learned from and how, what it was measured at, and what it is not for.
+
+    write_card(Path("runs/sft"))        README.md beside the checkpoints, from the newest of them
+    card(checkpoint.load(path))         its text
+
+Nothing is typed in by hand: all of it comes from the checkpoint's meta.json and the run's scores.json.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from models.nanoeuler.config import Config
+from tinyforge.errors import UserError
+from tinyforge.train import checkpoint
+from tinyforge.train.metrics import NOISE, read_scores
+from tinyforge.train.settings import Settings
+
+# What does not change what is learned, or is not known to another machine.
+_UNTOLD = {"out", "base", "workers", "device", "eval_every", "save_every", "keep", "recompute"}
+
+CARD = """---
+license: {license}
+language: en
+library_name: tinyforge
+pipeline_tag: text-generation
+tags: [nanoeuler, multi-token-prediction, grouped-query-attention]
+---
+
+# NanoEuler, {size} parameters, {kind}
+
+A decoder-only language model whose every gradient was written by hand, trained and run by tinyforge without automatic
+differentiation. Weights are {weights}.
+
+## How to use it
+
+    python -m models.nanoeuler.chat --checkpoint DIR{prompt}
+
+or in Python:
+
+    from pathlib import Path
+    from models.nanoeuler.generate import Sampling, generate
+    from models.nanoeuler.runs import load_model
+    from tinyforge.backends import get_backend
+
+    loaded = load_model(Path("DIR"), get_backend())
+    stop = frozenset(loaded.tokenizer.specials.values())
+    ids = loaded.tokenizer.encode({text})
+    print(loaded.tokenizer.decode(generate(loaded.model, ids, Sampling(), stop)))
+
+## What it is for, and what not
+
+{use}
+
+{limits}
+
+## The model
+
+| dim | layers | query / key heads | SwiGLU hidden | output heads | vocabulary | context |
+|---|---|---|---|---|---|---|
+| {dim} | {layers} | {heads} / {kv_heads} | {hidden} | {mtp_heads} | {vocab} | {context} |
+
+RMSNorm before each half of a block, rotary positions, no biases. Output head k predicts the token k + 1 places ahead;
+text is drawn from head 0, the others guess ahead.
+
+## What it learned from
+
+{corpus}
+## How it was trained
+
+{runs}
+## Scores
+
+{scores}
+"""
+USE = """For learning how a language model is made, and for experiments with small models. It is not for giving anyone
+advice or facts: nothing was done to make it truthful, polite or safe."""
+WORLD = """It knows the small world of `data/world.py`: a few dozen patterns of English sentences about people, things,
+places and small numbers. Asked about anything else it answers in the same patterns, wrongly. Its training text is made
+by that file and holds nothing of the real world and no personal data."""
+OWN = """It has learned from the text named below alone, and repeats that text's errors and opinions. At this size it
+states falsehoods fluently. Do not rely on anything it says."""
+
+
+def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
+    """The model card of a checkpoint. weights: the type in which they are given away.
+
+    Raises UserError for a checkpoint of a version that did not note the machine.
+    """
+    config, meta = Config.from_dict(found.meta["config"]), found.meta
+    if "machine" not in meta:
+        raise UserError(f"{found.path} was made before runs noted what a card needs; train it again")
+    runs = [("recipes/pretrain.py", meta["base"])] if "base" in meta else []
+    runs.append((f"recipes/{meta['kind']}.py", meta))
+    built_in, tuned = not any(run["settings"]["data"] for _, run in runs), meta["kind"] == "sft"
+    return CARD.format(
+        **config.to_dict(), size=f"{sum(weight.size for weight in found.weights.values()):,}", weights=weights,
+        # Under which terms a model may be given away that has learned from others' text is not for a program to say.
+        license="mit" if built_in else "other",
+        kind="fine-tuned to answer" if tuned else "a base model: it continues text",
+        prompt="" if tuned else ' --prompt "Once upon a time"',
+        text='"### Instruction:\\nWho is here?\\n\\n### Response:\\n"' if tuned else '"Once upon a time"',
+        use=USE, limits=WORLD if built_in else OWN,
+        corpus="\n".join(_learned_from(recipe, run) for recipe, run in runs),
+        runs="\n".join(_trained(recipe, run, config) for recipe, run in runs),
+        scores=_scores(read_scores(found.path.parent)),
+    )  # fmt: skip
+
+
+def write_card(run: Path) -> Path:
+    """Write the card of a run's newest checkpoint as README.md into the run's directory; returns its path."""
+    path = run / "README.md"
+    content = card(checkpoint.load(run))
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; the checkpoints are untouched") from error
+    return path
+
+
+def _learned_from(recipe: str, run: Mapping[str, Any]) -> str:
+    named = ", ".join(run["settings"]["data"])
+    head = "Text, by `recipes/pretrain.py`" if recipe.endswith("pretrain.py") else f"Instructions, by `{recipe}`"
+    rows = run.get("corpus")
+    if not rows:
+        return f"{head}: {named or 'what comes with the repository (`data/world.py`)'}.\n"
+    columns = list(rows[0])
+    lines = [f"{head}:", "", f"| {' | '.join(columns)} |".replace("_", " "), "|---" * len(columns) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(_cell(row[name]) for name in columns)} |" for row in rows), ""])
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _trained(recipe: str, run: Mapping[str, Any], config: Config) -> str:
+    settings, usual = run["settings"], json.loads(json.dumps(Settings().to_dict()))
+    flags = [_flag(name, value) for name, value in settings.items() if name not in _UNTOLD and value != usual[name]]
+    rows, length = settings["batch_size"] * settings["grad_accum"], settings["seq_len"] or config.context
+    told = f"{run['step']:,} steps in {run['elapsed']:,.0f} s on {run['machine']}"
+    told += f": {run['tokens']:,} tokens" if "tokens" in run else ""
+    if "tokens_per_second" in run:
+        told += f", {run['tokens_per_second']:,} a second while it trains"
+    if "joules" in run:
+        told += f"; {run['joules'] / 3.6e6:.3f} kWh"
+    cells = ("AdamW", f"{settings['lr']:g}", settings["schedule"], f"{settings['weight_decay']:g}",
+             f"{settings['clip']:g}", f"{rows} x {length}", settings["precision"])  # fmt: skip
+    return (
+        f"    python {' '.join([recipe, *flags])}\n\n{told}; seed {settings['seed']}, data SHA-256 "
+        f"`{run['data_hash'][:16]}`.\n\n"
+        "| optimizer | peak rate | schedule | weight decay | clip | batch, tokens | precision |\n"
+        f"|---|---|---|---|---|---|---|\n| {' | '.join(cells)} |\n"
+    )
+
+
+def _flag(name: str, value: Any) -> str:
+    values: Sequence[Any] = value if isinstance(value, list) else [value]
+    return " ".join([f"--{name.replace('_', '-')}", *(shlex.quote(str(v)) for v in values)])
+
+
+def _scores(scores: Mapping[str, float]) -> str:
+    if not scores:
+        return "None were taken: the run was stopped before its end."
+    lines = ["| on held-out data | |", "|---|---|"]
+    for name, value in scores.items():
+        # Bits and counts are numbers, all else is a share.
+        form = ".3f" if "bits per byte" in name else ".2f" if name.startswith("tokens") else ".1%"
+        noise = f" ± {scores[name + NOISE]:{form}}" if name + NOISE in scores else ""
+        lines += [] if name.endswith(NOISE) else [f"| {name} | {value:{form}}{noise} |"]
+    if any(name.endswith(NOISE) for name in scores):
+        lines += ["", "± is a standard error; of sampled replies, the standard deviation over seeds. "
+                  "`docs/evaluation.md` says what each figure means."]  # fmt: skip
+    return "\n".join(lines)

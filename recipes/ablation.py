@@ -1,0 +1,190 @@
+"""Compare settings of pretraining at equal tokens: each with several seeds, and is the difference more than noise?
+
+    python recipes/ablation.py --arm "one head: --set mtp_heads=1" --arm "four heads:" -- --steps 500
+    python recipes/ablation.py --arm "A: --lr 4e-3" --arm "B: --lr 8e-3" --seeds 5 -- --data shards --steps 2000
+
+An arm is a name, a colon, and flags of recipes/pretrain.py. Flags behind -- are for all arms; an arm's --set adds to
+theirs. Runs lie in OUT/ARM/seed-N. A finished one is not run again, one that was stopped goes on.
+
+The figures are head 0's bits per byte on held-out text. A difference to the first arm is larger than the noise if it is
+more than two standard errors, sqrt(s1^2 / n + s2^2 / n) with the standard deviations over n seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+# A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.report import add_json_flag, check_before, publish
+from recipes import pretrain
+from tinyforge.errors import UserError, run_command
+from tinyforge.train import checkpoint
+from tinyforge.train.metrics import read_scores
+from tinyforge.train.settings import Settings, parse, parser
+
+OVERALL = "held-out text, bits per byte"
+_OF_SOURCE = re.compile(r"held-out text of ([^,]+), bits per byte")
+_OURS = ("--seed", "--out", "--resume", "--plan", "--card", "--minutes")
+_MAY_DIFFER = ("out", "workers", "device", "backend", "eval_every", "save_every", "keep", "recompute")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A name, and what recipes/pretrain.py is given: as flags, and as the settings that they stand for."""
+
+    name: str
+    flags: tuple[str, ...]
+    settings: Settings
+
+    def run(self, out: Path, seed: int) -> Path:
+        return out / re.sub(r"[^\w.=-]+", "-", self.name) / f"seed-{seed}"
+
+
+def read_arm(text: str, common: Sequence[str]) -> Arm:
+    """NAME: FLAGS."""
+    name, colon, flags = text.partition(":")
+    if not (name.strip() and colon):
+        raise UserError(f"--arm: {text!r} wants NAME: FLAGS, e.g. --arm 'one head: --set mtp_heads=1'")
+    own = shlex.split(flags)
+    taken = next((flag for flag in (*common, *own) if flag.split("=")[0] in _OURS), None)
+    if taken:
+        raise UserError(f"{taken}: is set by the comparison itself (runs end by --steps); leave it out")
+    reader = parser("", pretrain.DEFAULTS, with_base=False)
+    fields = [item for part in (common, own) for item in reader.parse_args(part).set or ()]
+    given = (*common, *own, *(("--set", *fields) if fields else ()))  # the last --set counts
+    return Arm(name.strip(), given, parse(reader, given, pretrain.DEFAULTS).settings)
+
+
+def tokens_of(arm: Arm) -> int:
+    """That its run reads."""
+    s = arm.settings
+    return (s.steps or 0) * s.batch_size * s.grad_accum * (s.seq_len or pretrain.config_of(s).context)
+
+
+def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
+    """The scores of a run, which is begun, gone on with, or left as it is."""
+    run = arm.run(out, seed)
+    flags = [*arm.flags, "--seed", str(seed)]
+    if checkpoint.steps(run):
+        meta = json.loads((checkpoint.latest(run) / "meta.json").read_text(encoding="utf-8"))
+        wanted = replace(arm.settings, seed=seed).to_dict()
+        stored = Settings.from_dict(meta["settings"]).to_dict()
+        other = next((k for k in wanted if k not in _MAY_DIFFER and stored[k] != wanted[k]), None)
+        if other:
+            raise UserError(f"{run} was made with {other} {stored[other]!r}, now it is {wanted[other]!r}; choose "
+                            "another --out")  # fmt: skip
+        if meta["step"] == arm.settings.steps and OVERALL in read_scores(run):
+            return read_scores(run)
+        flags = ["--resume"]
+    run.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(Path(pretrain.__file__)), *flags, "--out", str(run)]
+    with open(run / "log.txt", "a", encoding="utf-8") as log:
+        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+    if status:
+        last = (run / "log.txt").read_text(encoding="utf-8").strip().rpartition("\n")[2]
+        raise UserError(f"arm {arm.name!r}, seed {seed}, ended with status {status}: {last.removeprefix('error: ')}; "
+                        f"see {run / 'log.txt'}")  # fmt: skip
+    return read_scores(run)
+
+
+def compare(scores: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
+    """For each arm and source: the mean, the deviation over seeds, and the difference to the first arm."""
+    found: dict[str, Any] = {}
+    for arm, runs in scores.items():
+        found[arm] = {}
+        for score in runs[0]:
+            source = _OF_SOURCE.fullmatch(score)
+            if not (score == OVERALL or source) or any(score not in run for run in runs):
+                continue  # other scores, and what was measured of one run only
+            values = [run[score] for run in runs]
+            row: dict[str, Any] = {"runs": values, "mean": mean(values)}
+            name = source[1] if source else "over all"
+            first = found[next(iter(scores))].get(name)
+            if len(values) > 1:
+                row["deviation"] = stdev(values)
+            if first:
+                row["difference"] = row["mean"] - first["mean"]
+            if first and len(values) > 1:
+                error = ((row["deviation"] ** 2 + first["deviation"] ** 2) / len(values)) ** 0.5
+                row |= {"standard_error": error, "beyond_noise": abs(row["difference"]) > 2 * error}
+            found[arm][name] = row
+    return found
+
+
+def table_of(found: Mapping[str, Any], seeds: int, tokens: int) -> str:
+    width, wide = (max(map(len, names)) for names in (found, [s for rows in found.values() for s in rows]))
+    lines = [f"head 0, bits per byte of held-out text; {tokens:,} tokens a run, {seeds} seeds"]
+    for arm, rows in found.items():
+        for source, row in rows.items():
+            line = f"  {arm:<{width}}  {source:<{wide}}  {row['mean']:.4f}"
+            line += f" +- {row['deviation']:.4f}" if "deviation" in row else ""
+            line += f"   {row['difference']:+.4f}" if "difference" in row else ""
+            if "beyond_noise" in row:
+                line += f" +- {row['standard_error']:.4f}  "
+                line += "larger than the noise" if row["beyond_noise"] else "within the noise"
+            lines.append(line)
+    return "\n".join(lines + ["one seed shows no noise: give --seeds 3 or more"] * (seeds == 1))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    cut = argv.index("--") if "--" in argv else len(argv)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--arm", action="append", default=[], metavar="'NAME: FLAGS'",
+                   help="two or more; the first is what the others are compared to")  # fmt: skip
+    p.add_argument("--seeds", type=int, default=3, help="runs of each arm: seeds 0, 1, ... (default: %(default)s)")
+    p.add_argument("--jobs", type=int, default=1, help="runs side by side (default: %(default)s)")
+    p.add_argument("--out", default="runs/ablation", metavar="DIR", help="where the runs lie (default: %(default)s)")
+    add_json_flag(p)
+    args = p.parse_args(argv[:cut])
+    for name in ("seeds", "jobs"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} is {getattr(args, name)}, wants 1 or more")
+    check_before(args.json)
+    arms = [read_arm(text, argv[cut + 1 :]) for text in args.arm]
+    if len({arm.run(Path(), 0) for arm in arms}) < max(2, len(arms)):
+        raise UserError(f"--arm: got {[arm.name for arm in arms]}, wanted two or more with different names")
+    tokens = tokens_of(arms[0])
+    other = next((arm for arm in arms if tokens_of(arm) != tokens), None)
+    if other:
+        raise UserError(f"--arm: {other.name!r} reads {tokens_of(other):,} tokens, {arms[0].name!r} {tokens:,}; change "
+                        "--steps so that they are equal")  # fmt: skip
+    started = time.perf_counter()
+
+    def measured(arm: Arm, seed: int) -> dict[str, float]:
+        try:
+            scores = finish(arm, Path(args.out), seed)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # what has not begun need not
+            raise
+        elapsed = time.perf_counter() - started
+        print(f"{elapsed:6.0f} s  {arm.name}, seed {seed}: {scores[OVERALL]:.4f}", file=sys.stderr)
+        return scores
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        # Seed by seed, so that a comparison that is stopped has runs of all arms.
+        asked = [pool.submit(measured, arm, seed) for seed in range(args.seeds) for arm in arms]
+        done = [run.result() for run in asked]
+    found = compare({arm.name: done[i :: len(arms)] for i, arm in enumerate(arms)})
+    flags = {arm.name: list(arm.flags) for arm in arms}
+    report = {"tokens": tokens, "seeds": args.seeds, "arms": flags, "found": found}
+    publish(report, table_of(found, args.seeds, tokens), args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,408 @@
+"""Measure a trained NanoEuler on text and instructions that it has not seen.
+
+    python recipes/evaluate.py                                         the newest run, on the built-in world
+    python recipes/evaluate.py --checkpoint runs/base --data shards --kneser-ney
+    python recipes/evaluate.py --checkpoint runs/chat --data shards --instructions alpaca.json --seeds 5
+    python recipes/evaluate.py --checkpoint runs/chat --backend numpy --prompts 50 --json figures.json
+
+Bits per byte of every output head and the last words of sentences, for each source of held-out text; for a fine-tuned
+model how many replies to held-out instructions end, say something, and do not go in circles; and how often the heads
+behind head 0 guess right. The figures also go into the run's scores.json. docs/evaluation.md says what they mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+# A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from bench.report import add_json_flag, check_before, publish
+from data.alpaca import END_OF_REPLY, hold_out, read_records, render_prompt
+from data.world import documents, instructions
+from models.kneser_ney.model import KneserNey
+from models.nanoeuler.card import write_card
+from models.nanoeuler.conversation import ROOM_FOR_REPLY
+from models.nanoeuler.decode import make_decoder
+from models.nanoeuler.evaluate import (
+    Reply,
+    cloze_credits,
+    cloze_items,
+    reply_decoder,
+    reply_shares,
+    reply_to,
+    speculate,
+    standard_error,
+)
+from models.nanoeuler.generate import Sampling
+from models.nanoeuler.plan import sequence_length
+from models.nanoeuler.runs import Loaded, build_model, trained_model
+from recipes.pretrain import BUILT_IN_DOCUMENTS, HELD_OUT_DOCUMENTS, documents_of, pack
+from tinyforge.backends import PRECISIONS, Backend, get_backend, gpu_is_there
+from tinyforge.errors import UserError, run_command
+from tinyforge.text.shards import SEPARATOR
+from tinyforge.train import checkpoint
+from tinyforge.train.batches import PackedTokens
+from tinyforge.train.corpus import HeldOut, find_shards, held_out_text, measure, mix_weights, over_all
+from tinyforge.train.loop import LN2
+from tinyforge.train.metrics import NOISE, save_scores
+from tinyforge.train.settings import Settings
+from tinyforge.train.sharded import Sharded
+
+WORLD = "built-in world"
+ROWS = 16  # windows of text at a time
+SPECULATED = 32  # texts, at most, that are continued to see how often the heads guess right
+OPENING, CONTINUATION = 32, 100  # tokens of held-out text that a base model goes on from, and that it then makes
+
+
+@dataclass(frozen=True)
+class Text:
+    """Held-out text by source. own: what the run itself keeps apart for its figures. training: ids, for the n-grams."""
+
+    parts: tuple[HeldOut, ...]
+    own: bool
+    training: np.ndarray | None
+
+
+def pretraining_of(loaded: Loaded) -> Settings:
+    """The settings with which the model, or the base that it was fine-tuned from, was pretrained."""
+    return Settings.from_dict(loaded.meta.get("base", loaded.meta)["settings"])
+
+
+def open_text(loaded: Loaded, data: Sequence[str], encoding: str, with_training: bool) -> Text:
+    """The held-out text of --data, in the windows that pretraining used: so that its figure comes out again."""
+    tokenizer, config, run = loaded.tokenizer, loaded.model.config, pretraining_of(loaded)
+    seq_len = sequence_length(config, run.seq_len)
+    settings = replace(run, data=tuple(data), encoding=encoding, mix=())
+    shards = find_shards(settings)
+    if shards:
+        if shards.tokenizer.hash() != tokenizer.hash():
+            raise UserError(
+                f"--data: {data[0]} was made with the tokenizer {shards.tokenizer.hash()[:12]}..., the model has "
+                f"{tokenizer.hash()[:12]}...; make shards with python -m data.shards --tokenizer "
+                f"{loaded.path / 'tokenizer.json'}"
+            )
+        shards.verify(progress=sys.stderr.isatty())
+        own = shards.hash == loaded.meta.get("base", loaded.meta)["data_hash"]
+        training = None
+        if with_training:
+            read = mix_weights(run.mix if own else (), shards)
+            training = np.concatenate([shards.sequence(name, "train")[:] for name in read])
+        return Text(held_out_text(shards, settings, seq_len, config.mtp_heads), own, training)
+    texts: Sequence[str] = []
+    if data:
+        texts, held_out = documents_of(settings)
+    else:
+        held_out = list(documents("val", HELD_OUT_DOCUMENTS, run.seed))
+        if with_training:
+            texts = list(documents("train", BUILT_IN_DOCUMENTS, run.seed))
+        if run.data:
+            print(f"the model learned from {', '.join(run.data)}; give --data to measure on that rather than on the "
+                  f"{WORLD}")  # fmt: skip
+    ids = pack(held_out, tokenizer)
+    if len(ids) < 2:
+        raise UserError(f"--data: {', '.join(data)}: {len(ids)} held-out tokens, wanted at least 2; give more text")
+    windows = PackedTokens(ids, min(seq_len, len(ids) - 1), config.mtp_heads, run.seed)
+    size = sum(len(text.encode("utf-8", "surrogatepass")) for text in held_out)
+    part = HeldOut("text" if data else WORLD, windows, size)
+    return Text((part,), tuple(data) == run.data, pack(texts, tokenizer) if with_training else None)
+
+
+def kneser_ney(loaded: Loaded, text: Text) -> dict[str, float]:
+    """Bits per byte of a 5-gram model of the training text on what head 0 was measured on, for each source."""
+    assert text.training is not None
+    model = KneserNey(text.training, loaded.model.config.vocab)
+    found = {}
+    for part in text.parts:
+        ids = np.asarray(part.windows.tokens[:])
+        nll = -model.log_probs(ids)[1:].sum()
+        found[part.source] = float(nll / LN2 / loaded.tokenizer.byte_lengths[ids[1:]].sum())
+    return found
+
+
+def measure_text(loaded: Loaded, backend: Backend, text: Text, sentences: int, seed: int) -> dict[str, Any]:
+    """Bits per byte and last words, for each source and over all."""
+    tokenizer, decoder = loaded.tokenizer, make_decoder(loaded.model)
+    bits = measure(text.parts, Sharded(loaded.model, backend), ROWS, tokenizer.byte_lengths)
+    sources: dict[str, Any] = {}
+    for part in text.parts:
+        texts = tokenizer.decode(np.asarray(part.windows.tokens[:]).tolist()).split(SEPARATOR)
+        items = cloze_items(texts, sentences, seed)
+        credits = cloze_credits(decoder, tokenizer, items)
+        sources[part.source] = {"bytes": part.bytes, "bits_per_byte": bits[part.source].tolist(), "cloze": None}
+        if credits:
+            right = mean(credits)
+            sources[part.source]["cloze"] = {
+                "right": right, "standard_error": standard_error(right, len(credits)), "sentences": len(credits),
+                "by_frequency": mean(item.commonest == 0 for item in items),
+            }  # fmt: skip
+    overall = over_all(text.parts, {name: float(heads[0]) for name, heads in bits.items()})
+    return {"own": text.own, "bits_per_byte": overall, "sources": sources}
+
+
+def held_out_prompts(loaded: Loaded, file: str | None, encoding: str, count: int) -> tuple[list[list[int]], int]:
+    """Up to `count` prompts, evenly from the held-out instructions; and how many of these are too long to be asked."""
+    if file:
+        records = hold_out(read_records([file], encoding))[1]
+        asked = [render_prompt(r.instruction, r.input) for r in records]
+    else:
+        seed = loaded.meta["settings"]["seed"]
+        asked = [render_prompt(e.instruction, e.input) for e in instructions("val", count, seed)]
+    prompts = [loaded.tokenizer.encode(text) for text in asked]
+    context = loaded.model.config.context
+    room = context - context // ROOM_FOR_REPLY
+    fit = [ids for ids in prompts if len(ids) <= room]
+    if not fit:
+        raise UserError(
+            f"--instructions: none of the {len(prompts)} held-out prompts has at most {room} tokens, so that a reply "
+            f"has room in the context of {context}; give shorter ones"
+        )
+    count = min(count, len(fit))
+    return [fit[i * len(fit) // count] for i in range(count)], len(prompts) - len(fit)
+
+
+def measure_replies(loaded: Loaded, prompts: Sequence[Sequence[int]], max_tokens: int, seeds: int) -> dict[str, Any]:
+    """Shares of the replies that are as they should be: greedy, and sampled with several seeds."""
+    tokenizer, decoder = loaded.tokenizer, reply_decoder(loaded.model, len(prompts))
+
+    def shares(sampling: Sampling) -> dict[str, float]:
+        replies = reply_to(loaded.model, prompts, sampling, tokenizer.specials[END_OF_REPLY], decoder)
+        return reply_shares([Reply(tokenizer.decode(ids), len(ids), ended) for ids, ended in replies])
+
+    greedy = shares(Sampling(temperature=0.0, max_tokens=max_tokens))
+    errors = {key: standard_error(share, len(prompts)) for key, share in greedy.items() if key != "tokens"}
+    found: dict[str, Any] = {"prompts": len(prompts), "greedy": greedy, "standard_error": errors}
+    # A prompt takes its number's seed: each round begins where the one before ended.
+    rounds = [shares(Sampling(max_tokens=max_tokens, seed=len(prompts) * number)) for number in range(seeds)]
+    if rounds:
+        figures = {key: [shares[key] for shares in rounds] for key in greedy}
+        found["seeds"], found["sampled"] = seeds, {key: mean(values) for key, values in figures.items()}
+        found["spread"] = {key: stdev(values) for key, values in figures.items()} if seeds > 1 else {}
+    return found
+
+
+def measure_speculation(loaded: Loaded, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
+    stats = speculate(loaded.model, prompts, max_tokens, frozenset(loaded.tokenizer.specials.values()))
+    return {"texts": len(prompts), "tokens": stats.tokens, "passes": stats.passes,
+            "tokens_per_pass": stats.tokens_per_pass, "drafted": stats.drafted, "accepted": stats.accepted,
+            "acceptance": stats.acceptance}  # fmt: skip
+
+
+def openings(text: Text, count: int, length: int) -> list[list[int]]:
+    """Tokens from `count` places, evenly over the held-out text of each source."""
+    found = []
+    for part in text.parts:
+        room, each = max(1, len(part.windows.tokens) - length), -(-count // len(text.parts))
+        starts = [i * room // each for i in range(each)]
+        found += [np.asarray(part.windows.tokens[start : start + length]).tolist() for start in starts]
+    return found
+
+
+# --- what is shown and kept -------------------------------------------------------------------------------------------
+
+SHARES = {
+    "ended": "end by themselves", "not_empty": "are not empty", "no_line_repeated": "repeat no line three times",
+    "all_three": "do all three", "four_words_repeated": "have four words three times",
+}  # fmt: skip
+
+
+def table_of(found: dict[str, Any]) -> str:
+    """All figures for people."""
+    text, sources = found["text"], found["text"]["sources"]
+    heads = len(next(iter(sources.values()))["bits_per_byte"])
+    n_grams = "kneser_ney" in text
+    width = max(len("over all"), *map(len, sources))
+    lines = [
+        f"{found['checkpoint']}: {found['kind']}, step {found['step']:,}, {found['parameters']:,} parameters; "
+        f"{found['backend']}, {found['precision']}",
+        "", "bits per byte of held-out text; head k predicts the token k + 1 places ahead",
+        " " * (2 + width) + "".join(f"   head {k}" for k in range(heads)) + "   5-gram" * n_grams + "   bytes",
+    ]  # fmt: skip
+    for name, figures in sources.items():
+        row = [f"{bits:>9.3f}" for bits in figures["bits_per_byte"]]
+        row += [f"{figures['kneser_ney']:>9.3f}"] if n_grams else []
+        lines.append(f"  {name:<{width}}{''.join(row)}   {figures['bytes']:,}")
+    if len(sources) > 1 or n_grams:
+        row = [f"{text['bits_per_byte']:>9.3f}", " " * 9 * (heads - 1)]
+        row += [f"{text['kneser_ney']:>9.3f}"] if n_grams else []
+        lines.append(f"  {'over all':<{width}}{''.join(row)}")
+    if n_grams:
+        ratio = text["bits_per_byte"] / text["kneser_ney"]
+        lines.append(f"  the model is {'below' if ratio < 1 else 'NOT below'} a 5-gram Kneser-Ney model of the same "
+                     f"training text: {ratio:.3f} of its bits per byte")  # fmt: skip
+    lines += ["", "the last word of a sentence among ten (chance: 10 %)"]
+    for name, figures in sources.items():
+        cloze = figures["cloze"]
+        shown = "skipped: too few different last words of sentences"
+        if cloze:
+            shown = (f"{cloze['right']:>8.1%} +- {cloze['standard_error']:.1%} of {cloze['sentences']} sentences; "
+                     f"always the commonest of the ten: {cloze['by_frequency']:.1%}")  # fmt: skip
+        lines.append(f"  {name:<{width}}{shown}")
+    return "\n".join([*lines, "", *_replies(found["replies"]), "", *_speculation(found["speculation"]), ""])
+
+
+def _replies(found: dict[str, Any]) -> list[str]:
+    if "skipped" in found:
+        return [f"replies: skipped; {found['skipped']}"]
+    lines = [
+        f"replies to {found['prompts']} held-out instructions, up to {found['max_tokens']} tokens"
+        + (f"; {found['left_out']} leave too little of the context to a reply" if found["left_out"] else ""),
+        f"  {'':<30}{'greedy':<17}" + (f"sampled, {found['seeds']} seeds" if "sampled" in found else ""),
+    ]  # fmt: skip
+    for key, what in SHARES.items():
+        greedy = f"{found['greedy'][key]:>6.1%} +- {found['standard_error'][key]:.1%}"
+        sampled = f"{found['sampled'][key]:>6.1%}" if "sampled" in found else ""
+        spread = f" +- {found['spread'][key]:.1%}" if found.get("spread") else ""
+        lines.append(f"  {what:<30}{greedy:<17}{sampled}{spread}")
+    sampled = f"{found['sampled']['tokens']:>6.1f}" if "sampled" in found else ""
+    return [*lines, f"  {'tokens':<30}{found['greedy']['tokens']:>6.1f}{'':<11}{sampled}"]
+
+
+def _speculation(found: dict[str, Any]) -> list[str]:
+    if "skipped" in found:
+        return [f"speculation: skipped; {found['skipped']}"]
+    heads = ", ".join(f"head {k} {share:.1%}" for k, share in enumerate(found["acceptance"], 1))
+    return [
+        f"speculation, greedy, on {found['texts']} {found['on']}: {found['tokens_per_pass']:.2f} tokens a pass",
+        f"  accepted of what was looked at: {heads}",
+    ]
+
+
+def scores_of(found: dict[str, Any]) -> dict[str, float]:
+    """The figures by the names under which the card has them; a name and NOISE: how far chance may move it."""
+    text, replies, speculation = found["text"], found["replies"], found["speculation"]
+    scores: dict[str, float] = {"held-out text, bits per byte": text["bits_per_byte"]} if text["own"] else {}
+    for name, figures in text["sources"].items():
+        for k, bits in enumerate(figures["bits_per_byte"]):
+            scores[f"held-out text of {name}{f', head {k}' if k else ''}, bits per byte"] = bits
+        if "kneser_ney" in figures:
+            scores[f"held-out text of {name}, a 5-gram model, bits per byte"] = figures["kneser_ney"]
+        if figures["cloze"]:
+            scores[f"last word of a sentence among ten, {name}"] = figures["cloze"]["right"]
+            scores[f"last word of a sentence among ten, {name}{NOISE}"] = figures["cloze"]["standard_error"]
+    for how, errors in (("greedy", "standard_error"), ("sampled", "spread")):
+        for key, value in replies.get(how, {}).items():
+            name = "tokens a reply" if key == "tokens" else f"replies that {SHARES[key]}"
+            scores[f"{name}, {how}"] = value
+            if key in replies[errors]:
+                scores[f"{name}, {how}{NOISE}"] = replies[errors][key]
+    for k, share in enumerate(speculation.get("acceptance", ()), 1):
+        scores[f"guesses of head {k} accepted, greedy"] = share
+    if "tokens_per_pass" in speculation:
+        scores["tokens a pass, greedy"] = speculation["tokens_per_pass"]
+    return scores
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that was asked for."""
+    stored = checkpoint.load(trained_model(args.checkpoint))
+    name = args.backend if args.backend != "auto" else "cupy" if gpu_is_there() else "numpy"
+    own = stored.meta["settings"]["precision"]
+    precision = args.precision or (own if name in PRECISIONS[own].backends else "fp32")
+    backend = get_backend(name, precision, device=args.device)
+    loaded = build_model(stored, backend)
+    config, tuned = loaded.model.config, loaded.meta["kind"] == "sft"
+    started = time.perf_counter()
+
+    def said(what: str) -> None:
+        print(f"{time.perf_counter() - started:6.0f} s  {what}", file=sys.stderr)
+
+    found: dict[str, Any] = {
+        "checkpoint": str(loaded.path), "kind": loaded.meta["kind"], "step": loaded.meta["step"],
+        "parameters": loaded.model.buffer.count, "backend": name, "precision": precision,
+        "machine": backend.describe(), "data": args.data or WORLD, "instructions": args.instructions,
+    }  # fmt: skip
+    # Instructions are read before anything is measured: what is wrong with them shows at once.
+    if tuned:
+        prompts, left_out = held_out_prompts(loaded, args.instructions, args.encoding, args.prompts)
+        taught = loaded.meta["settings"]["data"]
+        if taught and not args.instructions:
+            print(f"the model was fine-tuned on {', '.join(taught)}; give --instructions to ask those held out there "
+                  f"rather than those of the {WORLD}")  # fmt: skip
+    text = open_text(loaded, args.data, args.encoding, args.kneser_ney)
+    said("text: bits per byte and last words")
+    found["text"] = measure_text(loaded, backend, text, args.sentences, args.seed)
+    if args.kneser_ney:
+        said("the 5-gram model")
+        by_source = kneser_ney(loaded, text)
+        for source, bits in by_source.items():
+            found["text"]["sources"][source]["kneser_ney"] = bits
+        found["text"]["kneser_ney"] = over_all(text.parts, by_source)
+    if tuned:
+        said("replies")
+        found["replies"] = measure_replies(loaded, prompts, args.max_tokens, args.seeds)
+        found["replies"] |= {"left_out": left_out, "max_tokens": args.max_tokens}
+    else:
+        found["replies"] = {"skipped": "a base model goes on with a text; recipes/sft.py teaches it to answer"}
+    said("speculation")
+    if config.mtp_heads == 1:
+        found["speculation"] = {"skipped": "the model has one output head, so nothing is guessed ahead"}
+    elif tuned:
+        found["speculation"] = measure_speculation(loaded, prompts[:: -(-len(prompts) // SPECULATED)], args.max_tokens)
+        found["speculation"]["on"] = "of these instructions"
+    else:
+        starts = openings(text, SPECULATED, min(OPENING, config.context // 2))
+        found["speculation"] = measure_speculation(loaded, starts, CONTINUATION)
+        found["speculation"]["on"] = "places of the held-out text"
+    found["seconds"] = round(time.perf_counter() - started, 1)
+    return found
+
+
+def keep_scores(found: dict[str, Any], with_card: bool) -> None:
+    """Into the scores.json of the run, and its card, if it is the run's newest checkpoint that was measured."""
+    path = Path(found["checkpoint"])
+    if path not in checkpoint.steps(path.parent)[-1:]:
+        print(f"{path} is not the newest checkpoint of a run: no scores.json{' and no card' * with_card} written")
+        return
+    save_scores(path.parent, scores_of(found))
+    if with_card:
+        print(f"wrote {write_card(path.parent)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--checkpoint", metavar="DIR", help="a run or one of its checkpoints (default: the newest run)")
+    p.add_argument("--data", nargs="+", default=[], metavar="PATH",
+                   help="token shards, or text as given to pretrain.py (default: the built-in world)")  # fmt: skip
+    p.add_argument("--instructions", metavar="FILE",
+                   help="records as given to sft.py; the last 20th is asked (default: the built-in ones)")  # fmt: skip
+    p.add_argument("--encoding", default="utf-8", help="encoding of text files (default: %(default)s)")
+    p.add_argument("--kneser-ney", action="store_true",
+                   help="also a 5-gram model of the training text: some 2 s and 140 MB a million tokens")  # fmt: skip
+    p.add_argument("--sentences", type=int, default=500, help="sentences of each source (default: %(default)s)")
+    p.add_argument("--prompts", type=int, default=200, help="instructions asked (default: %(default)s)")
+    p.add_argument("--max-tokens", type=int, default=200, help="longest reply (default: %(default)s)")
+    p.add_argument("--seeds", type=int, default=3, help="rounds of sampled replies (default: %(default)s)")
+    p.add_argument("--seed", type=int, default=0, help="draws sentences and candidates (default: %(default)s)")
+    p.add_argument("--backend", default="auto", help="numpy, cupy, or auto, which takes a GPU if there is one")
+    p.add_argument("--precision", help="fp32, fp64, and on a GPU tf32 or bf16 (default: the run's, where there is it)")
+    p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
+    p.add_argument("--card", action="store_true", help="write the run's model card, README.md, with these figures")
+    add_json_flag(p)
+    args = p.parse_args(argv)
+    for name, least in (("sentences", 1), ("prompts", 1), ("max_tokens", 1), ("seeds", 0)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants {least} or more")
+    check_before(args.json)
+    with redirect_stdout(sys.stderr):  # what the parts say on their way is no result
+        found = evaluate(args)
+        keep_scores(found, args.card)
+    publish(found, table_of(found), args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

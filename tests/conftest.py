@@ -1,0 +1,36 @@
+"""What tests of several packages share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.world import documents
+from tinyforge.text import Tokenizer
+from tinyforge.text.shards import SEPARATOR, Part, ShardWriter, Source, write_manifest
+
+
+@pytest.fixture(scope="session")
+def make_shards() -> Callable[..., None]:
+    return _make_shards
+
+
+def _make_shards(folder: Path, tokenizer: Tokenizer, counts: dict[str, tuple[int, int]], seed: int = 0) -> None:
+    """A folder of small shards; counts: training and held-out documents by source."""
+    folder.mkdir()
+    tokenizer.save(folder / "tokenizer.json")
+    sources = []
+    for name, (train, val) in counts.items():
+        parts = {}
+        for split, count in (("train", train), ("val", val)):
+            writer = ShardWriter(folder, name, split, tokenizer, shard_tokens=701)
+            texts = list(documents(split, count, seed + len(name)))
+            for text in texts:
+                writer.append(np.array([*tokenizer.encode(text), tokenizer.specials[SEPARATOR]]))
+            files = writer.close()
+            parts[split] = Part(count, sum(f.tokens for f in files), sum(len(t.encode()) for t in texts), files)
+        sources.append(Source(name, "", **parts))
+    write_manifest(folder, tokenizer, sources, {})

@@ -1,0 +1,110 @@
+"""recipes/ablation.py: what is run, what is not run again, and what the table says is noise."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from data.world import documents
+from recipes import ablation
+from tinyforge.errors import run_command
+from tinyforge.train import checkpoint
+
+SHAPE = "--set dim=16 heads=2 kv_heads=1 layers=1 hidden=8 context=32 vocab=280"
+COMMON = f"{SHAPE} --data text.txt --batch-size 2 --workers 1"
+SLOW, FAST = "slow: --lr 1e-6", "fast: --lr 1e-2 --set mtp_heads=2"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text("\n".join(documents("train", 40)), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+
+def compare(*flags: str, steps: int = 12) -> int:
+    arms = ["--arm", SLOW, "--arm", FAST, "--out", "runs", "--json", "found.json"]
+    return ablation.main([*arms, *flags, "--", *COMMON.split(), "--steps", str(steps), "--save-every", "5"])
+
+
+@pytest.mark.slow
+def test_runs_are_made_once_and_go_on_where_they_were(here: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare("--seeds", "2", "--jobs", "2") == 0
+    shown = capsys.readouterr().out
+    found = json.loads(Path("found.json").read_text(encoding="utf-8"))
+    assert found["tokens"] == 12 * 2 * 32 and "768 tokens a run, 2 seeds" in shown
+    slow, fast = (found["found"][arm]["over all"] for arm in ("slow", "fast"))
+    assert fast["difference"] < -2 * fast["standard_error"] and fast["beyond_noise"]
+    assert "larger than the noise" in shown
+    assert "difference" not in slow and len(set(slow["runs"])) == 2
+    config = checkpoint.load(Path("runs/fast/seed-1")).meta["config"]
+    assert config["mtp_heads"] == 2 and config["dim"] == 16
+    assert checkpoint.load(Path("runs/fast/seed-1")).meta["settings"]["seed"] == 1
+
+    # One run is left at its second checkpoint, as if it had been killed, and one is gone.
+    written = {path: path.stat().st_mtime_ns for path in Path("runs").rglob("step-00000012/hashes.json")}
+    shutil.rmtree("runs/slow/seed-0/step-00000012")
+    shutil.rmtree("runs/fast/seed-0")
+    assert compare("--seeds", "2") == 0
+    assert json.loads(Path("found.json").read_text(encoding="utf-8")) == found
+    again = {path: path.stat().st_mtime_ns for path in Path("runs").rglob("step-00000012/hashes.json")}
+    made = {str(path.parents[1]) for path in again if again[path] != written[path]}
+    assert made == {"runs/slow/seed-0", "runs/fast/seed-0"}
+    assert "resuming at step 10" in Path("runs/slow/seed-0/log.txt").read_text(encoding="utf-8")
+
+
+def test_the_difference_and_its_noise() -> None:
+    """By hand; and two arms of the same numbers are within the noise."""
+    key, books = ablation.OVERALL, "held-out text of books, bits per byte"
+    runs = {
+        "a": [{key: 1.0, books: 2.0}, {key: 1.2, books: 2.0}, {key: 1.1, books: 2.3}],
+        "b": [{key: 0.8, books: 2.1}, {key: 0.9, books: 2.1}, {key: 0.7, books: 2.1}],
+        "c": [{key: 1.2, books: 2.0}, {key: 1.0, books: 2.0}, {key: 1.1, books: 2.0}],
+    }
+    found = ablation.compare(runs)
+    b, c = found["b"]["over all"], found["c"]["over all"]
+    assert b["mean"] == pytest.approx(0.8) and b["difference"] == pytest.approx(-0.3)
+    assert b["standard_error"] == pytest.approx(math.sqrt((0.1**2 + 0.1**2) / 3)) and b["beyond_noise"]
+    assert c["difference"] == pytest.approx(0) and not c["beyond_noise"]
+    assert not found["b"]["books"]["beyond_noise"] and found["b"]["books"]["difference"] == pytest.approx(0)
+    runs["a"][0] |= {"held-out text of web, bits per byte": 3.0, "held-out text of books, head 1, bits per byte": 3.0}
+    assert ablation.compare(runs) == found  # what evaluate.py has added to one run
+    table = ablation.table_of(found, 3, 999)
+    assert "999 tokens a run, 3 seeds" in table and "b  over all  0.8000 +- 0.1000   -0.3000 +- 0.0816  larger" in table
+    alone = ablation.compare({arm: made[:1] for arm, made in runs.items()})
+    assert alone["b"]["over all"] == {"runs": [0.8], "mean": 0.8, "difference": pytest.approx(-0.2)}
+    assert "one seed shows no noise" in ablation.table_of(alone, 1, 999)
+
+
+@pytest.mark.parametrize(
+    ("arms", "rest", "message"),
+    [
+        ([SLOW], "--steps 4", "--arm: got ['slow'], wanted two or more with different names"),
+        ([SLOW, SLOW], "--steps 4", "--arm: got ['slow', 'slow'], wanted two or more with different names"),
+        ([SLOW, "fast --lr 1"], "--steps 4", "--arm: 'fast --lr 1' wants NAME: FLAGS, e.g. --arm 'one head: --set"),
+        ([SLOW, "long: --steps 9"], "--steps 4", "--arm: 'long' reads 576 tokens, 'slow' 256; change --steps so that"),
+        ([SLOW, "other: --seed 3"], "--steps 4", "--seed: is set by the comparison itself"),
+        ([SLOW, FAST], "--minutes 1", "--minutes: is set by the comparison itself (runs end by --steps); leave it out"),
+        ([SLOW, "wrong: --set dims=3"], "--steps 4", "config: unknown key 'dims'"),
+        ([SLOW, "wrong: --lr nan"], "--steps 4", "--lr is nan, wants a number above 0"),
+        ([SLOW, "wrong: --set heads=3"], "--steps 4", "config: dim 16 is not divisible by heads 3"),
+        (["wrong: --encoding klingon", SLOW], "--steps 4",
+         "arm 'wrong', seed 0, ended with status 2: --encoding klingon: no such text encoding"),
+    ],
+)  # fmt: skip
+def test_one_line(here: None, capsys: pytest.CaptureFixture[str], arms: list[str], rest: str, message: str) -> None:
+    flags = [part for arm in arms for part in ("--arm", arm)]
+    with pytest.raises(SystemExit) as left:
+        run_command(lambda: ablation.main([*flags, "--seeds", "1", "--", *COMMON.split(), *rest.split()]))
+    shown = capsys.readouterr().err
+    assert left.value.code == 2 and shown.startswith(f"error: {message}") and shown.count("\n") == 1, shown
+
+
+def test_a_run_of_other_flags_is_not_taken_for_this_one(here: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare("--seeds", "1", steps=2) == 0
+    with pytest.raises(SystemExit):
+        run_command(lambda: compare("--seeds", "1", steps=3))
+    assert "error: runs/slow/seed-0 was made with steps 2, now it is 3; choose another --out" in capsys.readouterr().err

@@ -1,0 +1,233 @@
+"""recipes/evaluate.py end to end: on shards and on other text, a base and a fine-tuned model, and what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.alpaca import hold_out, read_records
+from data.world import documents, instructions
+from models.kneser_ney.model import KneserNey
+from models.nanoeuler.card import card
+from models.nanoeuler.runs import BUNDLED
+from recipes import evaluate, pretrain, sft
+from tinyforge.errors import UserError, run_command
+from tinyforge.text import Tokenizer
+from tinyforge.text.shards import SEPARATOR, Shards
+from tinyforge.train import checkpoint, metrics
+from tinyforge.train.metrics import save_scores
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = "--batch-size 4 --workers 1 --set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=160"
+QUICK = ["--sentences", "20", "--prompts", "4", "--max-tokens", "8", "--seeds", "2", "--backend", "numpy"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, make_shards: Callable[..., None]) -> Path:
+    """Shards, a base of a few steps on them with its printed figures, a model fine-tuned from it, and records."""
+    folder = tmp_path_factory.mktemp("made")
+    tokenizer = Tokenizer.train(list(documents("train", 60)), 300, progress=False)
+    make_shards(folder / "shards", tokenizer, {"books": (40, 30), "web": (15, 6)})
+    make_shards(folder / "other", Tokenizer([], [SEPARATOR, "</s>"]), {"books": (9, 2)})
+    records = [{"instruction": e.instruction, "input": e.input, "output": e.output} for e in instructions("train", 80)]
+    files: dict[str, Any] = {
+        "records.json": records, "none.json": [],
+        "long.json": [record | {"input": "and so on " * 99} for record in records],
+    }  # fmt: skip
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    (folder / "text.txt").write_text("\n".join(documents("train", 60, 7)), encoding="utf-8")
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        pretrain.main(f"{SHAPE} --data shards --mix books=1 web=2 --steps 6 --out base --card".split())
+        sft.main("--base base --data records.json --steps 3 --batch-size 4 --workers 1 --out tuned --card".split())
+    finally:
+        os.chdir(before)
+    return folder
+
+
+def measured(*flags: str) -> dict[str, Any]:
+    assert evaluate.main([*flags, *QUICK, "--json", "found.json"]) == 0
+    found: dict[str, Any] = json.loads(Path("found.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_a_base_model_on_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The figures of pretrain.py come out again, the n-grams are those of the training text, and scores are merged."""
+    printed = json.loads(Path("base/scores.json").read_text(encoding="utf-8"))
+    save_scores(Path("base"), {"of another kind": 0.5})
+    found = measured("--checkpoint", "base", "--data", "shards", "--kneser-ney", "--card")
+    shown = capsys.readouterr()
+    text = found["text"]
+    assert text["own"] and text["bits_per_byte"] == pytest.approx(printed["held-out text, bits per byte"], rel=1e-6)
+    for name in ("books", "web"):
+        heads = text["sources"][name]["bits_per_byte"]
+        assert heads[0] == pytest.approx(printed[f"held-out text of {name}, bits per byte"], rel=1e-6)
+        assert len(set(heads)) == 4
+    sizes = {name: source["bytes"] for name, source in text["sources"].items()}
+    overall = sum(text["sources"][n]["bits_per_byte"][0] * size for n, size in sizes.items()) / sum(sizes.values())
+    assert text["bits_per_byte"] == pytest.approx(overall, rel=1e-12)
+
+    shards = Shards([Path("shards")])
+    training = np.concatenate([shards.sequence(name, "train")[:] for name in ("books", "web")])
+    web = shards.sequence("web", "val")[:]
+    bits = -KneserNey(training, 300).log_probs(web)[1:].sum() / np.log(2) / shards.tokenizer.byte_lengths[web[1:]].sum()
+    assert text["sources"]["web"]["kneser_ney"] == pytest.approx(bits, rel=1e-12)
+    assert "the model is NOT below a 5-gram Kneser-Ney model of the same training text" in shown.out
+    assert re.search(r"  web +\d\.\d{3}.*  \d\.\d{3}", shown.out)
+
+    cloze = text["sources"]["books"]["cloze"]
+    assert cloze["sentences"] == 20 and 0 <= cloze["right"] <= 1 and 0 <= cloze["by_frequency"] <= 1
+    assert found["replies"]["skipped"].startswith("a base model goes on with a text")
+    assert f"replies: skipped; {found['replies']['skipped']}" in shown.out
+    speculation = found["speculation"]
+    assert speculation["tokens"] == 3200 >= speculation["passes"] > 0 and len(speculation["acceptance"]) == 3
+    scores = json.loads(Path("base/scores.json").read_text(encoding="utf-8"))
+    assert scores["of another kind"] == 0.5
+    assert scores["held-out text of web, head 3, bits per byte"] == text["sources"]["web"]["bits_per_byte"][3]
+    written = Path("base/README.md").read_text(encoding="utf-8")
+    assert f"| held-out text of web, a 5-gram model, bits per byte | {bits:.3f} |" in written
+    assert re.search(r"\| last word of a sentence among ten, books \| \d+\.\d% ± \d+\.\d% \|", written)
+    assert "± is a standard error" in written
+
+
+def test_a_fine_tuned_model_is_asked_what_it_was_not_taught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    render = evaluate.render_prompt
+    monkeypatch.setattr(evaluate, "render_prompt", lambda *text: asked.append(text[0]) or render(*text))
+    found = measured("--checkpoint", "tuned", "--data", "shards", "--instructions", "records.json")
+    _, held_out = hold_out(read_records(["records.json"]))
+    assert asked == [record.instruction for record in held_out] and len(asked) == 4
+    replies = found["replies"]
+    assert replies["prompts"] == 4 and replies["left_out"] == 0 and replies["seeds"] == 2
+    for how in ("greedy", "sampled"):
+        shares = replies[how]
+        assert shares["all_three"] <= min(shares["ended"], shares["not_empty"], shares["no_line_repeated"])
+        assert 0 <= shares["tokens"] <= 8
+    assert set(replies["spread"]) == set(replies["greedy"])
+    scores = json.loads(Path("tuned/scores.json").read_text(encoding="utf-8"))
+    assert scores["replies that end by themselves, greedy"] == replies["greedy"]["ended"]
+    assert scores["replies that do all three, sampled +-"] == replies["spread"]["all_three"]
+
+
+def test_other_text_than_the_runs_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The built-in world and a text file; the run's own overall figure is not replaced by theirs."""
+    before = json.loads(Path("base/scores.json").read_text(encoding="utf-8"))["held-out text, bits per byte"]
+    found = measured("--checkpoint", "base")
+    assert list(found["text"]["sources"]) == ["built-in world"] and not found["text"]["own"]
+    assert "the model learned from shards; give --data to measure on that" in capsys.readouterr().err
+    other = measured("--checkpoint", "base", "--data", "text.txt")
+    assert list(other["text"]["sources"]) == ["text"]
+    assert other["text"]["bits_per_byte"] != found["text"]["bits_per_byte"]
+    assert json.loads(Path("base/scores.json").read_text(encoding="utf-8"))["held-out text, bits per byte"] == before
+
+
+def test_a_run_on_plain_text_and_one_output_head(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last tenth of the text is its own held-out text; nothing is guessed ahead; one sentence is too few."""
+    Path("text.txt").write_text("A cat sat on the mat and saw the sea. " * 200, encoding="utf-8")
+    pretrain.main(f"{SHAPE} mtp_heads=1 vocab=270 --data text.txt --steps 2 --out plain".split())
+    printed = json.loads(Path("plain/scores.json").read_text(encoding="utf-8"))
+    found = measured("--checkpoint", "plain", "--data", "text.txt", "--kneser-ney")
+    assert found["text"]["own"] and len(found["text"]["sources"]["text"]["bits_per_byte"]) == 1
+    assert found["text"]["bits_per_byte"] == pytest.approx(printed["held-out text, bits per byte"], rel=1e-6)
+    shown = capsys.readouterr().out
+    assert "speculation: skipped; the model has one output head" in shown
+    assert "skipped: too few different last words of sentences" in shown
+
+
+def test_what_is_no_run_gets_no_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that was given away has no run around it; the figures go to stdout, the rest to stderr."""
+    shutil.copytree(BUNDLED, "given")
+    before = {path: path.read_bytes() for path in Path("given").iterdir()}
+    flags = [*QUICK, "--data", "text.txt", "--max-tokens", "40", "--card", "--json"]
+    assert evaluate.main(["--checkpoint", "given", *flags]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert found["replies"]["greedy"]["ended"] == 1.0 and found["replies"]["prompts"] == 4
+    assert "given is not the newest checkpoint of a run: no scores.json and no card written" in shown.err
+    assert {path: path.read_bytes() for path in Path("given").iterdir()} == before
+    assert not Path("scores.json").exists()
+
+
+def test_without_duckdb(folder: Path) -> None:
+    """As on a machine that has only a GPU: whatever imports duckdb fails."""
+    program = (
+        "import sys; sys.modules['duckdb'] = None; from recipes import evaluate; "
+        f"sys.exit(evaluate.main(['--checkpoint', 'tuned', '--data', 'shards', *{QUICK}]))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "replies to 4 held-out instructions, up to 8 tokens" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--checkpoint absent", "no checkpoint in absent; train one first"),
+        ("--checkpoint base --data absent", "absent: no such file or folder"),
+        ("--checkpoint base --data other", "--data: other was made with the tokenizer "),
+        ("--checkpoint base --data shards text.txt", "--data: shards holds token shards, text.txt does not"),
+        ("--checkpoint tuned --instructions absent.json", "absent.json: no such file"),
+        ("--checkpoint tuned --instructions none.json", "none.json: record 0 (counted from 0), line 1, column 2"),
+        ("--checkpoint tuned --instructions text.txt", "text.txt: record 0"),
+        ("--checkpoint tuned --instructions long.json", "--instructions: none of the 4 held-out prompts has at"),
+        ("--checkpoint base --seeds -1", "--seeds is -1, wants 0 or more"),
+        ("--checkpoint base --sentences 0", "--sentences is 0, wants 1 or more"),
+        ("--checkpoint base --backend abacus", "unknown backend 'abacus'"),
+        ("--checkpoint base --precision fp7", "precision 'fp7' is not available"),
+        ("--checkpoint base --json absent/found.json", "--json: absent/found.json is in a folder that does not exist"),
+    ],
+)
+def test_one_line(folder: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        run_command(lambda: evaluate.main(flags.split()))
+    shown = capsys.readouterr().err
+    assert left.value.code == 2 and shown.rstrip().rpartition("\n")[2].startswith(f"error: {message}"), shown
+
+
+def test_the_card_of_a_run(folder: Path) -> None:
+    """Both recipes write it from the run: what was read, under which licence, how fast; energy where it is known."""
+    base, tuned = (Path(f"{name}/README.md").read_text(encoding="utf-8") for name in ("base", "tuned"))
+    manifest = json.loads(Path("shards/manifest.json").read_text(encoding="utf-8"))
+    for source, share in zip(manifest["sources"], ("33.3%", "66.7%"), strict=True):
+        train, val = source["train"], source["val"]
+        row = f"| {source['name']} | not stated | {share} | {train['documents']} | {train['bytes']:,} | "
+        row += f"{train['tokens']:,} | {val['documents']} | {val['bytes']:,} |"
+        assert row in base and row in tuned
+    assert "| records | not stated | 76 | 4 |" in tuned and "Instructions" not in base
+    assert "license: other" in base and "It has learned from the text named below alone" in base
+    assert f"6 steps in {checkpoint.load(Path('base')).meta['elapsed']:,.0f} s on " in base
+    assert f": {6 * 4 * 160:,} tokens, " in base and "kWh" not in base
+    assert "| AdamW | 0.004 | wsd | 0.1 | 1 | 4 x 160 | fp32 |" in base
+    assert "| AdamW | 0.002 | wsd | 0 | 1 | 4 x 160 | fp32 |" in tuned
+    assert '--prompt "Once upon a time"' in base and "### Response" in tuned
+    assert str(folder) not in base + tuned
+    path = checkpoint.latest(Path("base"))
+    found = checkpoint.load(path)
+    found.meta["joules"] = 7.2e6
+    assert "; 2.000 kWh; seed 0" in card(found) and "Weights are bfloat16." in card(found, "bfloat16")
+    assert "Weights are float32." in base
+    del found.meta["machine"]
+    with pytest.raises(UserError, match="was made before runs noted what a card needs; train it again"):
+        card(found)
+
+
+def test_scores_are_merged_and_a_damaged_file_is_replaced(tmp_path: Path) -> None:
+    save_scores(tmp_path, {"a": 1.0, "b": 2.0})
+    save_scores(tmp_path, {"b": 3.0})
+    assert metrics.read_scores(tmp_path) == {"a": 1.0, "b": 3.0}
+    (tmp_path / "scores.json").write_text("{", encoding="utf-8")
+    save_scores(tmp_path, {"b": 4.0})
+    assert metrics.read_scores(tmp_path) == {"b": 4.0}
