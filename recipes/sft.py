@@ -44,7 +44,9 @@ HELD_OUT_RECORDS = 300
 OF_BASE = ("settings", "step", "elapsed", "data_hash", "corpus", "machine", "tokens", "tokens_per_second", "joules")
 
 
-def encode(records: Sequence[Record], tokenizer: Tokenizer, seq_len: int, what: str) -> list[tuple[list[int], int]]:
+def encode(
+    records: Sequence[Record], tokenizer: Tokenizer, seq_len: int, what: str, max_reply: int | None = None
+) -> list[tuple[list[int], int]]:
     """Records as ids with the prompt's length; says how many could not be used, and how many lost the end."""
     encoded = [encode_example(tokenizer, r, seq_len) for r in records]
     kept = [e for e in encoded if e is not None]
@@ -53,7 +55,11 @@ def encode(records: Sequence[Record], tokenizer: Tokenizer, seq_len: int, what: 
     empty = sum(not r.output.strip() for r in records)
     print(f"{what}: {len(kept):,} examples of up to {seq_len} tokens; refused {empty} with an empty reply and "
           f"{len(records) - len(kept) - empty} whose reply is cut away entirely; {cut} end early")  # fmt: skip
-    return kept
+    if max_reply is None:
+        return kept
+    brief = [(ids, prompt) for ids, prompt in kept if len(ids) - prompt <= max_reply]
+    print(f"{what}: {len(kept) - len(brief):,} left out whose reply takes more than {max_reply} tokens (--max-reply)")
+    return brief
 
 
 def answer(loaded: Loaded, instruction: str, input: str, max_tokens: int = 40, decoder: Decoder | None = None) -> str:
@@ -111,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"data: built in (no --data given), {BUILT_IN_RECORDS:,} instructions of {len(KINDS)} kinds")
         training, held_out = ([Record(e.instruction, e.input, e.output) for e in instructions(split, n, settings.seed)]
                               for split, n in (("train", BUILT_IN_RECORDS), ("val", HELD_OUT_RECORDS)))  # fmt: skip
-    encoded = encode(training, tokenizer, seq_len, "training")
+    encoded = encode(training, tokenizer, seq_len, "training", settings.max_reply)
     data = Examples(encoded, seq_len, config.mtp_heads, settings.seed)
     held = encode(held_out, tokenizer, seq_len, "held out")
     if not held:

@@ -164,7 +164,7 @@ def _flag(name: str, value: Any) -> str:
 
 def _scores(scores: Mapping[str, float]) -> str:
     if not scores:
-        return "None were taken: the run was stopped before its end."
+        return "None were taken yet: `python recipes/evaluate.py --checkpoint DIR --card` does."
     lines = ["| on held-out data | |", "|---|---|"]
     for name, value in scores.items():
         # Bits and counts are numbers, all else is a share.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from data.alpaca import Record
 from data.world import documents
 from models.nanoeuler import chat
 from recipes import pretrain, sft
@@ -119,6 +120,9 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pretrain --data text.txt --seq-len 129", "--seq-len is 129, the config's context is 128; use at most that"),
         ("pretrain --lr nan", "--lr is nan, wants a number above 0"),
         ("pretrain --steps 0", "--steps is 0, wants a number above 0"),
+        ("pretrain --lr-decay 1.5", "--lr-decay is 1.5, wants a share of the run above 0 and up to 1"),
+        ("sft --base run --max-reply 0", "--max-reply is 0, wants a number above 0"),
+        ("sft --base run --data good.json --max-reply 1", "no example left to train on; check that the records have"),
         ("pretrain --keep -1", "--keep is -1, wants a number of 0 or more"),
         ("pretrain --backend abacus", "unknown backend 'abacus'; known: "),
         ("pretrain --precision fp7", "precision 'fp7' is not available"),
@@ -220,3 +224,11 @@ def test_a_rate_that_blows_up(folder: Path) -> None:
     assert "Warning" not in shown
     assert last.startswith("error: step ") and "Try a lower --lr or --clip" in last
     assert "forward of " in last or "backward of " in last or "weight " in last
+
+
+def test_long_replies_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = Tokenizer([], ["</s>"])
+    records = [Record("Go.", "", "x" * length) for length in (3, 4, 5)]  # and the token that ends each
+    whole = sft.encode(records, tokenizer, 90, "training")
+    assert sft.encode(records, tokenizer, 90, "training", max_reply=5) == whole[:2]
+    assert "training: 1 left out whose reply takes more than 5 tokens (--max-reply)" in capsys.readouterr().out

@@ -18,10 +18,10 @@ from tinyforge.optim.schedules import SCHEDULES
 class Settings:
     """One training run. They are stored in its checkpoints; `--resume` takes them from there.
 
-    steps: optimizer steps, or None to stop after `minutes`. seq_len: tokens a sequence. lr: peak learning rate.
-    lr_decay: the last share of the run, in which the schedule wsd lowers it.
-    eval_every, save_every: steps. keep: newest checkpoints kept (0: all). workers: shards of a batch; part of the
-    settings because the sum of gradients depends, in its last bits, on how the batch was cut.
+    steps: optimizer steps, or None to stop after `minutes`. seq_len: tokens a sequence. max_reply: most tokens of a
+    reply to learn from, None for any. lr: peak learning rate. lr_decay: the last share of the run, in which the
+    schedule wsd lowers it. eval_every, save_every: steps. keep: newest checkpoints kept (0: all). workers: shards of a
+    batch; part of the settings because the sum of gradients depends, in its last bits, on how the batch was cut.
     """
 
     config: str = "small"
@@ -35,6 +35,7 @@ class Settings:
     encoding: str = "utf-8"
     tokenizer: str | None = None
     base: str | None = None
+    max_reply: int | None = None
     out: str = ""
     steps: int | None = None
     minutes: float | None = None
@@ -78,6 +79,8 @@ def parser(description: str, defaults: Settings, with_base: bool) -> argparse.Ar
 
     if with_base:
         flag("base", "pretrained run or checkpoint to start from", metavar="DIR")
+        flag("max-reply", "leave out training records whose reply takes more tokens: a model answers as briefly as "
+             "what it learned from", type=int, metavar="TOKENS")  # fmt: skip
     else:
         flag("config", "preset (small, base, large) or a JSON file with the config's fields")
         flag("set", "override fields of the config, e.g. --set dim=192 layers=6", nargs="+", metavar="KEY=VALUE")
@@ -142,7 +145,7 @@ def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Sett
         _check(name, getattr(settings, name), above_zero=True)
     for name in ("weight_decay", "clip", "keep"):
         _check(name, getattr(settings, name), above_zero=False)
-    for name in ("steps", "minutes", "seq_len", "workers"):
+    for name in ("steps", "minutes", "seq_len", "max_reply", "workers"):
         if getattr(settings, name) is not None:
             _check(name, getattr(settings, name), above_zero=True)
     if not 0 < settings.lr_decay <= 1:
