@@ -3,17 +3,19 @@
 #   make test VENV=/tmp/env        use (or make) an environment elsewhere
 #   make demo PYTHON=python3.12    make it with another Python (3.11 or newer)
 #   make bench BENCH_FLAGS="--config base --backend cupy"
+#   make speedrun SPEEDRUN_FLAGS="--config small --books my-books/"
 
 VENV ?= .venv
 PYTHON ?= python3
 BENCH_FLAGS ?= --config small
+SPEEDRUN_FLAGS ?= --config small
 DEMO := runs/demo
 
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint test-gpu bench clean
+.PHONY: help demo speedrun test lint test-gpu bench clean
 
 # What the demo asks the fine-tuned model, one quoted string each. Held-out names and numbers: it saw none of these.
 QUESTIONS := \
@@ -39,6 +41,9 @@ demo: $(VENV)/.stamp-run ## pretrain, fine-tune and question a small model: minu
 		$(RUN) -m models.nanoeuler.chat --checkpoint $(DEMO)/sft --prompt "$$question" || exit 1; \
 	done
 	@printf '\nTo go on asking: %s -m models.nanoeuler.chat\n' "$(RUN)"
+
+speedrun: $(VENV)/.stamp-run ## from raw text to a chat: a few books are fetched, a quarter of an hour on a CPU
+	PYTHON=$(RUN) recipes/speedrun.sh $(SPEEDRUN_FLAGS)
 
 test: lint ## lint, type check and every test that needs no GPU
 	$(RUN) -m pytest -q

@@ -59,6 +59,7 @@ VERSION = 1
 MANIFEST = "corpus.json"
 CATALOGUE = "corpus.duckdb"
 SPLITS = ("train", "val")
+SPLIT_HASH = {"text": "text_hash", "part": "hash"}  # of Settings.split_by: the column that decides the split
 _FILE_BYTES = 32 << 20  # of text in one parquet file, which is sorted and written in memory
 _WORKER_MEMORY = 192 << 20  # of DuckDB in a worker, enough for a row group with tens of megabytes of books
 _LEAST_MEMORY = 2 * _WORKER_MEMORY
@@ -70,7 +71,8 @@ class Settings:
     """What decides which documents a corpus has. Workers and memory do not: they change no byte of the result.
 
     val_share:     of the documents go to val, 0..1; val_shares has (source, share) for sources that want another.
-    max_bytes:     a longer text is cut into parts, each a document; all parts of a text are in the same split.
+    split_by:      "text": all parts of a text are in the same split; "part": each part is in a split of its own.
+    max_bytes:     a longer text is cut into parts, each a document.
     shingle_words: words in a shingle. bands, rows: MinHash has bands * rows functions; two documents are compared if
                    all rows of one band agree. similarity: the estimated Jaccard similarity of near-duplicates.
     gram_words:    words in a gram of decontamination. max_overlap: a train document with a larger share of its grams in
@@ -79,6 +81,7 @@ class Settings:
 
     val_share: float = 0.01
     val_shares: tuple[tuple[str, float], ...] = ()
+    split_by: str = "text"
     max_bytes: int = 1 << 17
     shingle_words: int = 5
     bands: int = 20
@@ -94,6 +97,8 @@ class Settings:
         for flag, share in shares.items():
             if not 0 <= share <= 1:
                 raise UserError(f"{flag} is {share}, wanted a number from 0 to 1")
+        if self.split_by not in SPLIT_HASH:
+            raise UserError(f"--split-by is {self.split_by!r}, wanted {' or '.join(SPLIT_HASH)}")
         for name, least in {"max_bytes": 1024, "shingle_words": 1, "bands": 1, "rows": 1, "gram_words": 1}.items():
             if getattr(self, name) < least:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, wanted {least} or more")
@@ -119,9 +124,14 @@ class _Build:
     def work(self) -> Path:
         return self.out / ".work"
 
+    @property
+    def no_bar(self) -> bool | None:
+        """For tqdm: None is "unless a terminal is there", so that a log has no bars in it."""
+        return None if self.show else True
+
     def run(self, stage: str, function: Callable[..., dict[str, Any]], tasks: Any, sizes: Sequence[int]) -> list[dict]:
         """Run the tasks of a stage in the workers, with a bar that counts the bytes of text."""
-        with tqdm(total=sum(sizes), desc=stage, unit="B", unit_scale=True, disable=not self.show, leave=False) as bar:
+        with tqdm(total=sum(sizes), desc=stage, unit="B", unit_scale=True, disable=self.no_bar, leave=False) as bar:
             share = self.memory // 2 // self.workers
             return run_tasks(
                 stage, function, tasks, self.work, self.workers, share, lambda index: bar.update(sizes[index])
@@ -275,13 +285,14 @@ def _read(build: _Build) -> None:
     )
     shares = dict(s.val_shares)
     licences = {source.name: source.licence for source in build.sources}
+    split_hash = SPLIT_HASH[s.split_by]
     for index, span in enumerate(build.spans):
-        # 52 bits of the hash of the whole text as a fraction. A book's parts share it; nothing else has a say.
+        # 52 bits of a hash of the words as a fraction, of the whole text or of the part; nothing else has a say.
         build.query(
             "INSERT INTO documents BY NAME SELECT parts.* EXCLUDE (file_row_number), ? AS source, ? AS licence, "
             "? AS span, (SELECT count(*) FROM documents) + parts.file_row_number AS number, file.title, file.url, "
             "file.language_score, if(part > 0, file.id || '#' || part, file.id) AS id, "
-            "if(('0x' || text_hash[1:13])::BIGINT / (1::BIGINT << 52) < ?, 'val', 'train') AS split "
+            f"if(('0x' || {split_hash}[1:13])::BIGINT / (1::BIGINT << 52) < ?, 'val', 'train') AS split "
             f"FROM {scan(build.result('read', index))} AS parts JOIN {scan(span.path)} AS file "
             "ON parts.row = file.file_row_number ORDER BY number",
             span.source, licences[span.source], index, shares.get(span.source, s.val_share),
@@ -352,7 +363,7 @@ def _near_pairs(build: _Build, signatures: _Signatures) -> tuple[np.ndarray, np.
     db, s = build.catalogue, build.settings
     db.execute("CREATE TEMP TABLE bands (band UTINYINT, key UBIGINT, number BIGINT)")
     kept = db.execute("SELECT number FROM documents WHERE dropped IS NULL ORDER BY number").fetchnumpy()["number"]
-    for begin in tqdm(range(0, len(kept), _CHUNK), desc="bands", disable=not build.show, leave=False):
+    for begin in tqdm(range(0, len(kept), _CHUNK), desc="bands", disable=build.no_bar, leave=False):
         numbers = kept[begin : begin + _CHUNK]
         keys = band_keys(signatures.take(numbers), s.bands, s.rows)
         chunk = {
@@ -550,6 +561,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the corpus")
     parser.add_argument("--val-share", nargs="+", default=[], metavar="SHARE",
                         help="of the documents; SOURCE=SHARE for one source (default 0.01)")  # fmt: skip
+    parser.add_argument("--split-by", default=Settings.split_by, metavar="|".join(SPLIT_HASH),
+                        help="val gets whole texts, or parts of them if there are few (default text)")  # fmt: skip
     for name, what in {
         "max_bytes": "longer texts are cut into parts, in bytes",
         "shingle_words": "words in a shingle of MinHash",
@@ -569,8 +582,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     share, shares = _parse_shares(args.val_share)
     settings = Settings(
-        share, shares, args.max_bytes, args.shingle_words, args.bands, args.rows, args.similarity, args.gram_words,
-        args.max_overlap,
+        share, shares, args.split_by, args.max_bytes, args.shingle_words, args.bands, args.rows, args.similarity,
+        args.gram_words, args.max_overlap,
     )  # fmt: skip
     memory_limit = parse_bytes(args.memory_limit)
     seconds = build_corpus(

@@ -338,6 +338,21 @@ def test_a_source_can_have_a_share_of_its_own(tmp_path: Path) -> None:
     assert "No document for val in a" in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_parts_of_few_books_can_go_their_own_ways(tmp_path: Path) -> None:
+    """Val gets parts of each book; the same part is in the same split, whatever else there is."""
+    rng = random.Random(12)
+    books = [prose(rng, 9000) for _ in range(2)]
+    settings = Settings(val_share=0.2, split_by="part", max_bytes=2048)
+    found = []
+    for name, texts in (("both", books), ("one", books[1:])):
+        source = write_source(tmp_path / name, texts, "s")
+        build_corpus([source], tmp_path / f"out-{name}", settings, filter_file(tmp_path), workers=1)
+        found.append({hash_: split for hash_, split in rows(tmp_path / f"out-{name}", "hash, split")})
+    by_book = rows(tmp_path / "out-both", "row, count(*), count(*) FILTER (split = 'val')", "GROUP BY row ORDER BY row")
+    assert len(by_book) == 2 and all(0.05 * parts < held < 0.4 * parts for _, parts, held in by_book)
+    assert found[1].items() < found[0].items()
+
+
 # --- decontamination -------------------------------------------------------------------------------------------------
 
 
@@ -542,7 +557,15 @@ def test_the_same_source_twice_and_no_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"val_share": 1.1}, {"similarity": -1}, {"max_overlap": 2}, {"max_bytes": 9}, {"rows": 0}, {"gram_words": 0}],
+    [
+        {"val_share": 1.1},
+        {"similarity": -1},
+        {"max_overlap": 2},
+        {"max_bytes": 9},
+        {"rows": 0},
+        {"gram_words": 0},
+        {"split_by": "book"},
+    ],
 )
 def test_a_setting_out_of_bounds_names_its_flag(bad: dict[str, Any]) -> None:
     assert f"--{next(iter(bad)).replace('_', '-')} is" in fault(Settings, **bad)

@@ -1,0 +1,286 @@
+#!/usr/bin/env bash
+# From raw text to a chat, in one command.
+#
+#   recipes/speedrun.sh --config small                      a few books, on a CPU: a quarter of an hour
+#   recipes/speedrun.sh                                     --config base: 116 M parameters, on a GPU
+#   recipes/speedrun.sh --books books.zip --web pages/ --instructions alpaca.json       files that you have
+#   recipes/speedrun.sh --shards shards                     begin with token shards; what makes them is --data-only
+#
+# The stages, each an ordinary command that is printed before it runs:
+#
+#   books, web, instructions     sources: Project Gutenberg, FineWeb-Edu, Alpaca, or your own files  (docs/sources.md)
+#   corpus                       filters, duplicates, held-out text, decontamination                  (docs/data.md)
+#   shards                       a tokenizer, and files of tokens                                     (docs/shards.md)
+#   pretrain, sft                a base model, then fine-tuned on the instructions                    (docs/training.md)
+#   evaluate-base, evaluate-sft  what both are worth on text and instructions they never saw
+#   chat                         one question
+#
+# After a kill, Ctrl-C or a fault run the same command again: complete stages are skipped, and the one that was under
+# way goes on where it was. Everything is under --out, the log of each stage in its folder logs.
+set -euo pipefail
+set -f # flags are kept as strings and split at spaces; nothing in them is a pattern of file names
+
+usage() {
+    cat <<'END'
+usage: recipes/speedrun.sh [flags]
+
+  --config small|base       small: a few books on a CPU; base: 116 M parameters on a GPU (default: base)
+  --out DIR                 everything goes here (default: runs/speedrun-CONFIG)
+
+  --books PATH              files of Project Gutenberg as published: a .txt, a folder or a zip of them; may be repeated
+                            (default: they are fetched; none: no books)
+  --web PATH                parquet or JSONL with a column "text", plain text, folders, zips; may be repeated
+                            (default: FineWeb-Edu for base, read over HTTP, and none for small)
+  --web-licence TEXT        what the files of --web are under, for the catalogue and the shards
+  --instructions PATH       Alpaca records: .json, .jsonl or a zip of one (default: they are fetched)
+  --shards DIR              begin with these token shards: no books and no web are read, and no DuckDB is needed
+  --data-only               end when the shards and the instructions are made
+
+  --backend auto|numpy|cupy where to compute (default: auto, a GPU if there is one)
+  --precision P             fp32, and on a GPU tf32 or bf16 (default: bf16 for base, fp32 for small)
+  --vocab-size N            ids of the tokenizer (default: 4096 for base, 1024 for small)
+  --corpus-flags "..."      more flags for data.corpus, after those of the config
+  --pretrain-flags "..."    more flags for recipes/pretrain.py, after those of the config
+  --sft-flags "..."         more flags for recipes/sft.py, after those of the config
+  -h, --help                this text
+
+The Python is $PYTHON, else .venv/bin/python if it is there, else python3.
+END
+}
+
+die() { # one line: what is wrong, and what to do
+    printf 'error: %s\n' "$1" >&2
+    exit "${2:-2}"
+}
+
+quoted() { # the words as a shell wants them
+    local word line=''
+    for word in "$@"; do
+        [[ $word =~ ^[A-Za-z0-9_./=:,+-]+$ ]] || word="'${word//\'/\'\\\'\'}'"
+        line+=" $word"
+    done
+    printf '%s' "${line# }"
+}
+
+QUESTION="Name three things to see in the sky at night."
+
+# --- what is asked for -----------------------------------------------------------------------------------------------
+
+again="${PYTHON:+PYTHON=$(quoted "$PYTHON") }$(quoted "$0" "$@")"
+config=base out='' books=() web=() licence='not stated' instructions='' shards='' data_only=no
+vocab='' backend=auto precision='' corpus_more='' pretrain_more='' sft_more=''
+while (($#)); do
+    case $1 in
+    -h | --help)
+        usage
+        exit
+        ;;
+    --data-only)
+        data_only=yes
+        shift
+        continue
+        ;;
+    --config) config=${2-} ;;
+    --out) out=${2-} ;;
+    --books) books+=("${2-}") ;;
+    --web) web+=("${2-}") ;;
+    --web-licence) licence=${2-} ;;
+    --instructions) instructions=${2-} ;;
+    --shards) shards=${2-} ;;
+    --backend) backend=${2-} ;;
+    --precision) precision=${2-} ;;
+    --vocab-size) vocab=${2-} ;;
+    --corpus-flags) corpus_more=${2-} ;;
+    --pretrain-flags) pretrain_more=${2-} ;;
+    --sft-flags) sft_more=${2-} ;;
+    *) die "$1: no such flag; recipes/speedrun.sh --help lists them" ;;
+    esac
+    (($# > 1)) || die "$1: wants a value after it; recipes/speedrun.sh --help says which"
+    shift 2
+done
+
+# --- the settings of each config -------------------------------------------------------------------------------------
+
+case $config in
+base)
+    # >>> How these were found, and what they gave: docs/results/base-run.md. 23.4 M tokens are read 7.7 times.
+    pretrain="--config base --batch-size 32 --lr 6e-4 --weight-decay 1.5 --steps 11000"
+    pretrain+=" --eval-every 1100 --save-every 2200"
+    sft="--batch-size 32 --lr 2e-4 --steps 480 --max-reply 160 --eval-every 120 --save-every 240"
+    # <<<
+    : "${precision:=bf16}"
+    : "${vocab:=4096}"
+    fetch_books="" # the hundred classics of data/gutenberg.csv
+    fetch_web="--bytes 200MB"
+    corpus=""
+    ;;
+small)
+    pretrain="--config small --set context=256 --batch-size 8 --minutes 7 --eval-every 500 --save-every 250"
+    sft="--batch-size 8 --minutes 3 --max-reply 120 --eval-every 250 --save-every 100"
+    : "${precision:=fp32}"
+    : "${vocab:=1024}"
+    fetch_books="--numbers 11 84 1342 1661" # Alice, Frankenstein, Pride and Prejudice, Sherlock Holmes
+    ((${#web[@]})) || web=(none)
+    # So few books that no whole one can be spared for val: each part of 16 KiB goes its own way.
+    corpus="--max-bytes 16384 --split-by part --val-share 0.05"
+    ;;
+*) die "--config $config: wanted small or base" ;;
+esac
+pretrain+=" --precision $precision --card $pretrain_more"
+sft+=" --precision $precision --card $sft_more"
+corpus+=" $corpus_more"
+: "${out:=runs/speedrun-$config}"
+
+if [[ -n $shards ]]; then
+    ((${#books[@]} == 0)) || die "--books: the shards of --shards are made; drop one of the two"
+    [[ ${web[*]-none} == none ]] || die "--web: the shards of --shards are made; drop one of the two"
+    [[ $data_only == no ]] || die "--data-only: the shards of --shards are made; drop one of the two"
+    [[ -e $shards/manifest.json ]] || die "--shards $shards: no manifest.json in it; name what data.shards has made"
+fi
+[[ ${books[*]-} != none || ${web[*]-} != none ]] || die "--books none and --web none leave no text; name some"
+for path in ${books[@]+"${books[@]}"} ${web[@]+"${web[@]}"} ${instructions:+"$instructions"}; do
+    [[ $path == none || -e $path ]] || die "$path: no such file or folder; check the path, relative to $PWD"
+done
+
+# --- what it needs ---------------------------------------------------------------------------------------------------
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # so that it runs from any folder
+export PYTHONUNBUFFERED=1                            # so that logs are up to date
+if [[ -n ${PYTHON-} ]]; then
+    python=$PYTHON
+elif [[ -x .venv/bin/python ]]; then
+    python=.venv/bin/python
+else
+    python=python3
+fi
+command -v "$python" >/dev/null || die "$python: no such Python; name one: PYTHON=python3.12"
+mkdir -p "$out/logs" "$out/.stages" 2>/dev/null || die "--out $out: cannot be made; name another folder"
+exec 9>"$out/.lock" # every command that is started here holds it too, even one that outlives this script
+modules="numpy tqdm safetensors matplotlib"
+[[ -n $shards ]] || modules+=" duckdb"
+[[ $data_only == no ]] || backend=none
+"$python" - "$python" "$root" "$out" "$backend" "$precision" "$modules" <<'END' || exit 2
+import fcntl, importlib.util, sys
+
+python, root, out, backend, precision, modules = sys.argv[1:]
+if sys.version_info < (3, 11):
+    sys.exit("error: %s is older than 3.11; name another Python: PYTHON=python3.12" % python)
+missing = [name for name in modules.split() if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"error: {python} lacks {', '.join(missing)}; {python} -m pip install -e {root}")
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    sys.exit(f"error: another run is at work in {out}; wait for it or stop it, or name another --out")
+if backend != "none":  # a wrong one shows now, and not after hours
+    from tinyforge.backends import get_backend
+    from tinyforge.errors import run_command
+
+    run_command(lambda: get_backend(backend, precision) and None)
+END
+
+# --- the stages ------------------------------------------------------------------------------------------------------
+
+complete=() stopped=0 # complete: find's words for the marks of the stages so far
+trap 'stopped=130' INT # the command under way gets Ctrl-C too, saves what it has, and leaves
+trap 'stopped=143' TERM
+
+stage() { # NAME RESULT COMMAND...: run it unless it has been, to the end; RESULT is what it makes, "" if nothing
+    local name=$1 result=$2 made="$out/.stages/$1" log="$out/logs/$1.log" began=$SECONDS command seconds status
+    shift 2
+    command=$(quoted "${@:2}") # without the Python, which may be another one
+    if [[ -f $made && -e $result ]]; then
+        [[ $(<"$made") == "$command" ]] ||
+            die "$name is complete, by '$(<"$made")', and not '$command'; give the same flags, or another --out"
+        printf '\n=== %s: complete, skipped; %s\n' "$name" "$result"
+        complete+=(! -name "$name")
+        return
+    fi
+    find "$out/.stages" -type f ${complete[@]+"${complete[@]}"} -exec rm {} + # what follows is made of this
+    case $name in
+    books | web) rm -f "$result" ;; # status 1 says that files were left out; this tells it from a crash
+    pretrain | sft)
+        set -- "$@" --backend "$backend"
+        [[ -z $(find "$result" -maxdepth 1 -name 'step-*' 2>/dev/null) ]] || set -- "$@" --resume
+        ;;
+    esac
+    set +e
+    printf '\n=== %s\n%s\n' "$name" "$(quoted "$@")" | tee -a "$log"
+    # tee outlives a signal: a command that is told to stop still has something to say.
+    "$@" 2>&1 | (
+        trap '' INT TERM HUP
+        exec tee -a "$log"
+    )
+    status=${PIPESTATUS[0]}
+    set -e
+    if [[ $status == 1 && ($name == books || $name == web) && -e $result ]]; then
+        echo "some files were left out, see above; it goes on without them (to try again: rm $(quoted "$made"))"
+        status=0
+    fi
+    seconds=$((SECONDS - began))
+    ((status != 130 && status != 143)) || stopped=$status
+    if ((status == 0)); then
+        printf '=== %s: complete after %d min %d s\n' "$name" $((seconds / 60)) $((seconds % 60)) | tee -a "$log"
+        printf '%s\n' "$command" >"$made.part" && mv "$made.part" "$made"
+        complete+=(! -name "$name")
+    elif ((stopped == 0)); then
+        die "stage $name failed with status $status, log: $log; mend what it says, then go on with: $again" "$status"
+    fi
+    ((stopped == 0)) || die "stopped in stage $name; go on with: $again" "$stopped"
+}
+
+sources=()
+# shellcheck disable=SC2086 # the flags of a config are words
+if [[ -z $shards && ${books[*]-} != none ]]; then
+    folder=$out/sources/books
+    sources+=("$folder")
+    if ((${#books[@]})); then
+        stage books "$folder/source.json" "$python" -m data.gutenberg --out "$folder" "${books[@]}"
+    else
+        stage books "$folder/source.json" "$python" -m data.gutenberg --out "$folder" $fetch_books
+    fi
+fi
+# shellcheck disable=SC2086
+if [[ -z $shards && ${web[*]-} != none ]]; then
+    folder=$out/sources/web
+    sources+=("$folder")
+    if ((${#web[@]})); then
+        stage web "$folder/source.json" "$python" -m data.local --out "$folder" \
+            --name web --licence "$licence" "${web[@]}"
+    else
+        stage web "$folder/source.json" "$python" -m data.fineweb_edu --out "$folder" $fetch_web
+    fi
+fi
+folder=$out/sources/instructions
+records=$folder/alpaca.json
+stage instructions "$folder/source.json" "$python" -m data.alpaca --out "$folder" ${instructions:+"$instructions"}
+if [[ -z $shards ]]; then
+    shards=$out/shards
+    # shellcheck disable=SC2086
+    stage corpus "$out/corpus/corpus.json" "$python" -m data.corpus "${sources[@]}" --out "$out/corpus" $corpus
+    stage shards "$shards/manifest.json" "$python" -m data.shards \
+        --corpus "$out/corpus" --out "$shards" --vocab-size "$vocab"
+fi
+if [[ $data_only == yes ]]; then
+    printf '\nThe data is made: %s and %s. To train on them, on this machine or another:\n' "$shards" "$records"
+    echo "  recipes/speedrun.sh --config $config --shards $(quoted "$shards") --instructions $(quoted "$records")"
+    exit
+fi
+
+# shellcheck disable=SC2086
+stage pretrain "$out/pretrain" "$python" "$root/recipes/pretrain.py" --data "$shards" --out "$out/pretrain" $pretrain
+# shellcheck disable=SC2086
+stage sft "$out/sft" "$python" "$root/recipes/sft.py" \
+    --base "$out/pretrain" --data "$records" --out "$out/sft" $sft
+where=(--backend "$backend" --precision "$precision")
+stage evaluate-base "$out/evaluate-base.json" "$python" "$root/recipes/evaluate.py" \
+    --checkpoint "$out/pretrain" --data "$shards" --json "$out/evaluate-base.json" "${where[@]}" --card
+stage evaluate-sft "$out/evaluate-sft.json" "$python" "$root/recipes/evaluate.py" \
+    --checkpoint "$out/sft" --data "$shards" --instructions "$records" --json "$out/evaluate-sft.json" \
+    "${where[@]}" --card
+stage chat "" "$python" -m models.nanoeuler.chat --checkpoint "$out/sft" --prompt "$QUESTION" "${where[@]}"
+
+printf '\nThis took %d min %d s. Losses: %s; figures: %s; logs: %s. To go on asking:\n' $((SECONDS / 60)) \
+    $((SECONDS % 60)) "$out/pretrain/loss.png, $out/sft/loss.png" "$out/evaluate-*.json" "$out/logs"
+echo "  $(quoted "$python") -m models.nanoeuler.chat --checkpoint $(quoted "$out/sft") --backend $backend"
