@@ -15,7 +15,9 @@ any is timed; they then take turns in one process.
 
 Bandwidth used (MBU): the bytes that a step must read, which are all weights but the embedding and heads 1 and up, and
 the keys and values of every row, over the time and the rate of a large copy on the same device. What a CPU's caches
-hold does not come from memory: for a small model the share can exceed 1 there.
+hold does not come from memory: for a small model the share can exceed 1 there. On a GPU, `of the floor` is the time in
+which an H200, at the 4.28 TB/s of its copies, reads those bytes, over the time taken: a yardstick that is the same in
+every run.
 
 With a checkpoint: greedy and sampled decoding with 0 drafts and up, on the same prompts in turns; each prompt counts
 with the fastest of its rounds, without its prefill.
@@ -57,6 +59,7 @@ OURS = "tinyforge"
 PARITY_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}  # of logits
 COPY_BYTES = {"numpy": 256 << 20, "cupy": 2 << 30}
 COPY_ROUNDS = 7
+FLOOR_BANDWIDTH = 4.28e12  # bytes per second, read and written, of a large copy on an H200
 OPENING = 20  # tokens of a held-out text that a base model is asked to continue
 SPECULATION_TOKENS = 80
 
@@ -232,6 +235,7 @@ def measure(options: Options, backend: Backend, peer: str | None) -> dict[str, A
             "tokens_per_second": options.batch_size / median(times),
             "gb_per_second": size / median(times) / 1e9,
             "mbu": size / median(times) / bandwidth,
+            "of_the_floor": size / FLOOR_BANDWIDTH / median(times) if backend.name == "cupy" else None,
             "ours_over_this": base / median(times),
             "ours_over_this_by_min": min(seconds[OURS]) / min(times),
             "step_us": [1e6 * t for t in times],
@@ -246,6 +250,7 @@ def measure(options: Options, backend: Backend, peer: str | None) -> dict[str, A
         "rounds": options.rounds,
         "bytes_per_step": size,
         "copy_gb_per_second": bandwidth / 1e9,
+        "floor_us": 1e6 * size / FLOOR_BANDWIDTH if backend.name == "cupy" else None,
         "parity": parity if peer else None,
         "results": results,
     }
@@ -258,14 +263,19 @@ def table(found: dict[str, Any]) -> str:
                      f"{found['position']}, {found['rounds']} rounds"),
         ("reads", f"{found['bytes_per_step'] / 1e6:.2f} MB a step; a copy does {found['copy_gb_per_second']:.1f} GB/s"),
     ]  # fmt: skip
+    if found["floor_us"]:
+        rows.append(("floor", f"{found['floor_us']:.0f} us a step, those bytes at {FLOOR_BANDWIDTH / 1e12} TB/s"))
     if found["parity"]:
         parity = found["parity"]
         rows.append(("parity", f"logits agree to {parity['worst_difference']:.1e} (wanted {parity['tolerance']:g})"))
     lines = [f"{name:<13} {value}" for name, value in rows]
-    lines += ["", f"{'':<27} {'median us':>9} {'min us':>8} {'tokens/s':>9} {'GB/s':>7} {'MBU':>6} {'ours/this':>9}"]
+    of_the_floor = f" {'of the floor':>12}" if found["floor_us"] else ""
+    lines += ["", f"{'':<27} {'median us':>9} {'min us':>8} {'tokens/s':>9} {'GB/s':>7} {'MBU':>6} {'ours/this':>9}"
+                  f"{of_the_floor}"]  # fmt: skip
     for name, r in found["results"].items():
+        share = f" {r['of_the_floor']:>12.0%}" if found["floor_us"] else ""
         lines.append(f"{name:<27} {r['median_us']:>9.0f} {r['min_us']:>8.0f} {r['tokens_per_second']:>9,.0f} "
-                     f"{r['gb_per_second']:>7.1f} {r['mbu']:>6.0%} {r['ours_over_this']:>9.2f}")  # fmt: skip
+                     f"{r['gb_per_second']:>7.1f} {r['mbu']:>6.0%} {r['ours_over_this']:>9.2f}{share}")  # fmt: skip
     return "\n".join(lines)
 
 

@@ -1,8 +1,8 @@
 """Decoders: a key/value cache, and the pass that extends it by some positions and gives their logits.
 
 `Decoder` is the contract, `ModelDecoder` the model's own ops with a cache (every backend, slow), `NumpyDecoder` the
-fast one for CPUs, `CudaDecoder` (decode_cuda.py) the one for GPUs. `make_decoder` chooses. docs/inference.md has the
-reasons and the measurements.
+fast one for CPUs, `CudaDecoder` (decode_cuda.py) and `CudaBatchDecoder` (decode_cuda_batch.py) those for GPUs.
+`make_decoder` chooses. docs/inference.md has the reasons and the measurements.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ SMALL_PRODUCT = 1e6
 
 
 class Drawn(NamedTuple):
-    """Tokens drawn by a decoder itself: ids (rows, m), and log p of each under the model where asked for."""
+    """Tokens drawn by a decoder itself: ids (rows, m), and log p of each under the model where asked for.
+
+    passes: where the decoder speculates, how many of the m tokens each pass gave; else a pass gives one.
+    """
 
     ids: np.ndarray
     logprobs: np.ndarray | None
+    passes: tuple[int, ...] | None = None
 
 
 class Decoder(ABC):
@@ -81,8 +85,8 @@ class Decoder(ABC):
         wait per token.
 
         tokens: the last token of each row, not yet in the cache. streams[i] draws the tokens of row i: from the same
-        distributions as `sampling.draw`, not necessarily the same tokens, and the same ones every time. The caller
-        stops when it likes, and rewinds.
+        distributions as `sampling.draw`, not necessarily the same tokens, and the same ones every time. A decoder of
+        one row may use drafts, as many as sampling allows at most. The caller stops when it likes, and rewinds.
         """
         raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
 
@@ -103,11 +107,12 @@ def make_decoder(
     """
     if model.backend.name == "numpy":
         return NumpyDecoder(model, batch, capacity)
-    if batch == 1 and not spare_memory:
+    if not spare_memory:
         from models.nanoeuler.decode_cuda import CudaDecoder
+        from models.nanoeuler.decode_cuda_batch import CudaBatchDecoder
 
         with suppress(UserError):  # a shape that its kernel does not take
-            return CudaDecoder(model, batch, capacity)
+            return (CudaDecoder if batch == 1 else CudaBatchDecoder)(model, batch, capacity)
     return ModelDecoder(model, batch, capacity)
 
 

@@ -12,9 +12,10 @@ proposed never decides what comes out: see `Session._verify`, and docs/inference
 from __future__ import annotations
 
 import codecs
+import itertools
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -118,10 +119,8 @@ class Session:
         self._prefill()
         start = time.perf_counter()
         self.stats.prefill_seconds += start - begun
-        if not sampling.drafts and self.decoder.draws(sampling):
-            stream = self._from_blocks(draw_blocks(self.decoder, [self.tokens], sampling, budget))
-        else:
-            stream = self._passes(sampling, budget)
+        passes = self._from_blocks if self.decoder.draws(sampling) else self._passes
+        stream = passes(sampling, budget)
         made = 0
         try:
             for token in stream:
@@ -152,11 +151,31 @@ class Session:
         self.stats.reused += cached
         self.stats.prefilled += len(self.tokens) - cached
 
-    def _from_blocks(self, blocks: Iterator[Drawn]) -> Generator[Token]:
-        for ids, logprobs in blocks:
-            self.stats.passes += ids.shape[1]
-            for i, token in enumerate(ids[0].tolist()):
-                yield Token(token, None if logprobs is None else float(logprobs[0, i]))
+    def _from_blocks(self, sampling: Sampling, budget: int) -> Generator[Token]:
+        """Tokens that the decoder draws itself, with drafts or without."""
+        offered = 0
+        for drawn in self.decoder.stream([self.tokens[-1]], sampling, [Stream(sampling.seed, "sample")], budget):
+            logprobs = itertools.repeat(None) if drawn.logprobs is None else drawn.logprobs[0].tolist()
+            new = map(Token, drawn.ids[0].tolist(), logprobs)
+            for count in drawn.passes or (1,) * drawn.ids.shape[1]:
+                self.stats.passes += 1
+                self._count(offered if drawn.passes else 0, count - 1)
+                budget -= count
+                offered = self._drafts(sampling, budget)
+                yield from itertools.islice(new, count)
+
+    def _drafts(self, sampling: Sampling, budget: int) -> int:
+        """Drafts of a pass. It gives one token more than it accepts drafts: the last of the budget needs no draft."""
+        return max(0, min(sampling.drafts, self.decoder.config.mtp_heads - 1, budget - 1))
+
+    def _count(self, offered: int, right: int) -> None:
+        """Of so many drafts the first `right` stood; those behind the next were not looked at."""
+        stats = self.stats
+        for counts in (stats.drafted, stats.accepted):
+            counts += [0] * (offered - len(counts))
+        for k in range(offered):
+            stats.drafted[k] += k <= right
+            stats.accepted[k] += k < right
 
     def _passes(self, sampling: Sampling, budget: int) -> Generator[Token]:
         """Draft, verify, rewind: each pass takes the last token and the drafts after it. No drafts: plain decoding.
@@ -164,10 +183,7 @@ class Session:
         The caller appends what is yielded to self.tokens. `base` counts the tokens that are in the cache and sure.
         """
         decoder, stats = self.decoder, self.stats
-        most = min(sampling.drafts, decoder.config.mtp_heads - 1)
-        heads = most + 1
-        for counts in (stats.drafted, stats.accepted):
-            counts += [0] * (most - len(counts))
+        heads = min(sampling.drafts, decoder.config.mtp_heads - 1) + 1
         numbers = uniforms(sampling.seed)
         drafts: list[int] = []
         proposed: np.ndarray | None = None  # the distributions that the drafts were drawn from, (drafts, V)
@@ -177,14 +193,11 @@ class Session:
             stats.passes += 1
             new = self._verify(logits[:, 0], drafts, proposed, sampling, numbers)
             right = len(new) - 1
-            for k in range(len(drafts)):
-                stats.drafted[k] += k <= right
-                stats.accepted[k] += k < right
+            self._count(len(drafts), right)
             budget -= len(new)
             logprobs = [log_probability(logits[i, 0], t) for i, t in enumerate(new)] if sampling.logprobs else None
-            # Heads 1, 2, ... at the last sure position: guesses at what follows the token that its head 0 gave. A pass
-            # gives one token more than it accepts drafts, so the last of the budget needs no draft.
-            ahead = min(most, budget - 1)
+            # Heads 1, 2, ... at the last sure position: guesses at what follows the token that its head 0 gave.
+            ahead = self._drafts(sampling, budget)
             if ahead > 0:
                 drafts, proposed = self._draft(logits[right, 1 : 1 + ahead], new, sampling, numbers)
             else:
@@ -265,7 +278,7 @@ def generate_batch(
     for i, text in enumerate(texts):
         decoder.prefill(i, text[:-1])
     active = dict(enumerate(budgets))
-    for ids, logprobs in draw_blocks(decoder, texts, sampling, max(budgets)):
+    for ids, logprobs, _ in draw_blocks(decoder, texts, replace(sampling, drafts=0), max(budgets)):
         for column in range(ids.shape[1]):
             for i in list(active):
                 token = Token(int(ids[i, column]), None if logprobs is None else float(logprobs[i, column]))

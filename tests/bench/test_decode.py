@@ -40,6 +40,16 @@ def test_it_times_our_decoding_and_writes_one_json_object(capsys: pytest.Capture
     assert result["tokens_per_second"] == pytest.approx(1e6 / result["median_us"])
     assert result["gb_per_second"] == pytest.approx(found["bytes_per_step"] / result["median_us"] / 1e3)
     assert result["mbu"] * found["copy_gb_per_second"] == pytest.approx(result["gb_per_second"])
+    assert found["floor_us"] is None and result["of_the_floor"] is None and "of the floor" not in err  # no GPU's
+
+
+def test_on_a_gpu_the_table_has_the_share_of_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    found["floor_us"], found["results"][OURS]["of_the_floor"] = 110.9, 0.333
+    lines = table(found).split("\n")
+    assert "floor         111 us a step, those bytes at 4.28 TB/s" in lines
+    assert lines[-2].endswith(" of the floor") and lines[-1].endswith(" 33%") and len(lines[-2]) == len(lines[-1])
 
 
 def test_a_batch_is_timed_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 
 from models.nanoeuler import Config, NanoEuler
 from models.nanoeuler.decode import ModelDecoder, make_decoder
-from models.nanoeuler.generate import Sampling, Session
+from models.nanoeuler.generate import Sampling, Session, Stats
+from models.nanoeuler.runs import BUNDLED, load_model
 from models.nanoeuler.sampling import probabilities
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
@@ -116,30 +118,169 @@ def test_the_same_bits_every_time(precision: str) -> None:
     assert len(set(runs)) == 1
 
 
+@pytest.mark.parametrize(("config", "precision"), [(CONFIG, "fp64"), (CONFIG, "fp32"), (WIDER, "bf16"), (BASE, "bf16")])
+def test_the_rows_of_a_pass_do_not_change_a_bit(config: Config, precision: str) -> None:
+    model, tokens = trained_like(config, precision), some_tokens(config, 160)
+    decoder = engine().CudaDecoder(model)
+    runs = []
+    for sizes in ((1,), (2,), (3, 1), (4,)):
+        decoder.rewind([0])
+        runs.append(stepped(decoder, tokens, 110, sizes).tobytes())
+    assert len(set(runs)) == 1
+
+
+# --- speculation on the device
+
+GREEDY = Sampling(temperature=0, max_tokens=60)
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def trained(request: pytest.FixtureRequest) -> NanoEuler:
+    """The model that comes with the repository: most of its drafts are right."""
+    return load_model(BUNDLED, get_backend("cupy", request.param)).model
+
+
+def text(session: Session, prompt: list[int], sampling: Sampling, stop: frozenset[int] = frozenset()) -> list[int]:
+    session.set_tokens([])
+    session.extend(prompt)
+    session.stats = Stats()
+    return [token.id for token in session.generate(sampling, stop)]
+
+
+def prompts_of(config: Config, count: int, longest: int) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, config.vocab, int(rng.integers(1, longest))).tolist() for _ in range(count)]
+
+
+def on_the_host(model: NanoEuler) -> Session:
+    """A session on the GPU that drafts and verifies on the host."""
+    decoder = engine().CudaDecoder(model)
+    decoder.draws = lambda sampling: False
+    return Session(model, decoder)
+
+
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_greedy_text_is_that_of_the_models_own_ops(drafts: int) -> None:
-    """Through the public session, plain (drawn on the device) and speculative (passes of four)."""
     model, sampling = trained_like(CONFIG, "fp32"), Sampling(temperature=0, max_tokens=100, drafts=drafts)
     texts = []
     for decoder in (ModelDecoder(model), engine().CudaDecoder(model)):
-        session = Session(model, decoder)
-        session.extend(some_tokens(CONFIG, 20).tolist())
-        texts.append([token.id for token in session.generate(sampling)])
+        texts.append(text(Session(model, decoder), some_tokens(CONFIG, 20).tolist(), sampling))
         assert decoder.lengths == [119]
     assert texts[0] == texts[1] and len(texts[0]) == 100
 
 
-def test_greedy_speculation_changes_no_token() -> None:
-    """200 prompts, plain and with three drafts."""
-    model, rng = trained_like(CONFIG, "fp32"), np.random.default_rng(0)
+def test_speculation_changes_no_token(trained: NanoEuler) -> None:
+    """200 prompts, and a stop in every third; in bf16 too, since the rows of a pass change no bit."""
+    session, accepted = Session(trained, engine().CudaDecoder(trained)), np.zeros(3, int)
+    for i, prompt in enumerate(prompts_of(trained.config, 200, 60)):
+        stop = frozenset({prompt[0], 7}) if i % 3 == 0 else frozenset()
+        plain = text(session, prompt, replace(GREEDY, drafts=0), stop)
+        assert text(session, prompt, replace(GREEDY, drafts=1 + i % 4), stop) == plain
+        assert session.tokens == prompt + plain and session.decoder.lengths[0] <= len(session.tokens) - 1
+        accepted[: len(session.stats.accepted)] += np.array(session.stats.accepted, int)
+    assert accepted.min() > 100
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_speculation_changes_no_token_where_drafts_are_wrong(precision: str) -> None:
+    """Random weights: hardly any draft stands."""
+    model = trained_like(WIDER, precision)
     session = Session(model, engine().CudaDecoder(model))
-    for _ in range(200):
-        prompt = rng.integers(0, CONFIG.vocab, int(rng.integers(1, 60))).tolist()
-        texts = []
+    for prompt in prompts_of(WIDER, 40, 60):
+        assert text(session, prompt, GREEDY) == text(session, prompt, replace(GREEDY, drafts=0))
+
+
+def test_counts_are_those_of_the_host(trained: NanoEuler) -> None:
+    """Where a text stops short of max_tokens, in the middle of a block, too."""
+    session, host = Session(trained, engine().CudaDecoder(trained)), on_the_host(trained)
+    for i, prompt in enumerate(prompts_of(trained.config, 40, 50)):
+        sampling = replace(GREEDY, max_tokens=1 + 2 * i % 59, drafts=1 + i % 3)
+        stop = frozenset({11, 12} if i % 2 else ())
+        assert text(session, prompt, sampling, stop) == text(host, prompt, sampling, stop)
+        ours, theirs = session.stats, host.stats
+        assert (ours.passes, ours.tokens, ours.drafted, ours.accepted) == (
+            theirs.passes, theirs.tokens, theirs.drafted, theirs.accepted)  # fmt: skip
+
+
+def test_a_reply_that_was_left_in_the_middle_leaves_nothing(trained: NanoEuler) -> None:
+    """The reply to what follows, after a part of a reply with drafts and without."""
+    for i, prompt in enumerate(prompts_of(trained.config, 20, 30)):
+        found = []
         for drafts in (0, 3):
-            session.set_tokens(prompt)
-            texts.append([t.id for t in session.generate(Sampling(temperature=0, max_tokens=40, drafts=drafts))])
-        assert texts[0] == texts[1] and len(texts[0]) == 40
+            session = Session(trained, engine().CudaDecoder(trained))
+            session.extend(prompt)
+            for made, _ in enumerate(session.generate(replace(GREEDY, drafts=drafts))):
+                if made == i:
+                    break
+            session.extend(prompt[:5])
+            found.append([token.id for token in session.generate(replace(GREEDY, drafts=drafts))])
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("left", [1, 2, 3, 4, 5, 9])
+def test_speculation_up_to_a_full_context(trained: NanoEuler, left: int, poisoned_memory: None) -> None:
+    session = Session(trained, engine().CudaDecoder(trained))
+    prompt = prompts_of(trained.config, 1, 2)[0] * (trained.config.context - left)
+    plain = text(session, prompt, replace(GREEDY, drafts=0))
+    assert text(session, prompt, GREEDY) == plain and len(plain) == left
+
+
+def test_speculation_gives_the_same_every_time(trained: NanoEuler, poisoned_memory: None) -> None:
+    prompts, found = prompts_of(trained.config, 10, 40), []
+    for _ in range(2):
+        session = Session(trained, engine().CudaDecoder(trained))
+        found.append([(text(session, prompt, GREEDY), session.stats.passes) for prompt in prompts])
+    assert found[0] == found[1]
+
+
+def test_the_host_waits_once_a_block_of_passes(trained: NanoEuler, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = engine().CudaDecoder(trained)
+    waits: list[Any] = []
+    wait = decoder._wait
+    monkeypatch.setattr(decoder, "_wait", lambda event: (waits.append(event), wait(event)))
+    blocks = list(decoder.stream([5], GREEDY, [Stream(0, "sample")], 100))
+    assert [len(block.passes) for block in blocks[:5]] == [1, 2, 4, 8, 8]
+    assert all(sum(block.passes) == block.ids.size for block in blocks)
+    assert sum(block.ids.size for block in blocks) == 100 and len(blocks) <= len(waits) <= len(blocks) + 1
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("choices[n - 1] == ids[n]", "(choices[n - 1] == ids[n] || n == 1)"),  # accepts what it should not
+        ("best_at(k + 1, tile, added - 1)", "best_at(k + 1, tile, 0)"),  # drafts of another position
+        ("        past += added;", "        past += added > 1 ? added - 1 : added;"),  # goes on a position too early
+    ],
+)
+def test_a_wrong_rule_is_seen(right: str, wrong: str, trained: NanoEuler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with any of these mistakes the text or the counts are others."""
+    session, host = Session(trained, faulty_decoder(trained, right, wrong, monkeypatch)), on_the_host(trained)
+    seen = 0
+    for prompt in prompts_of(trained.config, 40, 50):
+        same = text(session, prompt, GREEDY) == text(host, prompt, GREEDY)
+        seen += not same or session.stats.accepted != host.stats.accepted
+    assert seen > 5
+
+
+def faulty_decoder(model: NanoEuler, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A decoder whose kernel has another text."""
+    from tinyforge.backends import compile as compiler
+    from tinyforge.ops import decode_cuda
+
+    specialise = compiler.specialise
+
+    def changed(file: str, macros: Any) -> str:
+        code = specialise(file, macros)
+        assert right in code
+        return code.replace(right, wrong)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "specialise", changed)
+        patch.setattr(decode_cuda, "load", compiler.load.__wrapped__)
+        decoder = engine().CudaDecoder(model)
+        for rows in (1, 4):
+            decoder.launcher(rows)
+    return decoder
 
 
 def most_likely_first(p: np.ndarray, uniform: float) -> int:
@@ -179,7 +320,7 @@ def test_the_host_waits_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[Any] = []
     wait = decoder._wait
     monkeypatch.setattr(decoder, "_wait", lambda event: (waits.append(event), wait(event)))
-    blocks = list(decoder.stream([5], Sampling(temperature=0), [Stream(0, "sample")], 150))
+    blocks = list(decoder.stream([5], Sampling(temperature=0, drafts=0), [Stream(0, "sample")], 150))
     assert [block.ids.shape for block in blocks[:6]] == [(1, 2), (1, 4), (1, 8), (1, 16), (1, 16), (1, 16)]
     assert sum(block.ids.size for block in blocks) == 150 and len(waits) == len(blocks)
 
@@ -189,7 +330,7 @@ def test_a_stream_that_is_closed_forgets_what_was_not_yielded() -> None:
     wanted = forward(model, tokens)[-1]
     decoder = engine().CudaDecoder(model)
     decoder.prefill(0, tokens[:20].tolist())
-    stream = decoder.stream([int(tokens[20])], Sampling(temperature=0), [Stream(0, "sample")], 100)
+    stream = decoder.stream([int(tokens[20])], Sampling(temperature=0, drafts=0), [Stream(0, "sample")], 100)
     assert next(stream).ids.shape == (1, 2) and decoder.lengths == [22]
     stream.close()
     decoder.rewind([20])
@@ -213,7 +354,6 @@ def test_what_it_is_for_and_what_not() -> None:
     assert isinstance(decoder, engine().CudaDecoder)
     assert decoder.draws(Sampling()) and not decoder.draws(Sampling(repetition_penalty=1.1))
     assert not decoder.draws(Sampling(logprobs=True))
-    assert isinstance(make_decoder(model, batch=2), ModelDecoder)
     assert isinstance(make_decoder(model, spare_memory=True), ModelDecoder)
     with pytest.raises(ValueError, match="no room for 9 more"):
         engine().CudaDecoder(model, capacity=8).prefill(0, list(range(9)))

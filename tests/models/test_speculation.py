@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +12,13 @@ import pytest
 
 from models.nanoeuler import Config, NanoEuler
 from models.nanoeuler.config import PRESETS
-from models.nanoeuler.decode import ModelDecoder
+from models.nanoeuler.decode import Drawn, ModelDecoder, NumpyDecoder
 from models.nanoeuler.generate import Sampling, Session, Stats
 from models.nanoeuler.sampling import penalise, probabilities
 from tinyforge.backends import get_backend
 from tinyforge.ops.cross_entropy import head_scale
 from tinyforge.optim import AdamW
+from tinyforge.rng import Stream
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.sharded import Sharded
 
@@ -108,6 +110,43 @@ def test_acceptance_and_passes_are_counted(trained: NanoEuler) -> None:
     assert stats.drafted[0] > stats.accepted[0] >= stats.drafted[1] > stats.accepted[1] >= stats.drafted[2]
     assert stats.acceptance == [a / d for a, d in zip(stats.accepted, stats.drafted, strict=True)]
     assert stats.acceptance[0] > 0.5 and stats.tokens_per_pass > 1.5
+
+
+class Device(NumpyDecoder):
+    """A decoder that drafts and verifies itself, three passes a block, and so runs on behind the last one wanted."""
+
+    def draws(self, sampling: Sampling) -> bool:
+        return sampling.temperature == 0
+
+    def stream(
+        self, tokens: Sequence[int], sampling: Sampling, streams: Sequence[Stream], count: int
+    ) -> Iterator[Drawn]:
+        last, drafts = tokens[0], []
+        while count > 0:
+            ids, passes = [], []
+            for _ in range(3):
+                base = self.lengths[0]
+                choices = self.step([[last, *drafts]], 1 + sampling.drafts)[0].argmax(axis=-1)
+                right = next((i for i, x in enumerate(drafts) if x != choices[i, 0]), len(drafts))
+                self.rewind([base + 1 + right])
+                new = choices[: right + 1, 0].tolist()[: count - len(ids)]
+                last, drafts = int(choices[right, 0]), choices[right, 1:].tolist()
+                ids += new
+                passes += [len(new)] if new else []
+            count -= len(ids)
+            yield Drawn(np.array([ids]), None, tuple(passes))
+
+
+def test_a_decoder_that_speculates_itself_is_counted_the_same(trained: NanoEuler) -> None:
+    """Also where a limit or a stop comes in the middle of a pass or of a block."""
+    session, device = Session(trained), Session(trained, Device(trained))
+    for i, prompt in enumerate(prompts_of(LETTERS, 40, 12)):
+        sampling, stop = replace(GREEDY, drafts=i % 4, max_tokens=1 + i), frozenset({12} if i % 3 == 0 else ())
+        session.stats, device.stats = Stats(), Stats()
+        assert text(device, prompt, sampling, stop) == text(session, prompt, sampling, stop)
+        assert device.decoder.lengths == session.decoder.lengths
+        ours, theirs = device.stats, session.stats
+        assert (ours.passes, ours.drafted, ours.accepted) == (theirs.passes, theirs.drafted, theirs.accepted)
 
 
 def test_the_last_tokens_before_a_limit_need_no_room_for_drafts(trained: NanoEuler) -> None:

@@ -1,6 +1,7 @@
 // decode: a decoder with a key/value cache, one launch for many tokens.
 //
-// Kernel:  decode     `passes` passes over all layers, ROWS new positions in each; logits, and the next token drawn
+// Kernel:  decode     `passes` passes over all layers, ROWS new positions in each; logits, and the next token drawn, or
+//                     drafts verified and new ones made
 //
 // Idea. A token needs every weight once, and five steps a layer that wait for each other: at batch 1 that is 80 waits,
 // where a launch or a grid barrier would cost more than the bytes do. So one block a multiprocessor stays for all of
@@ -20,7 +21,9 @@
 //   Attention: position p belongs to split p % SPLITS of each kv head. The query heads of that group are one block's,
 // the same one in each pass, which writes the keys and values that it will read later itself: they need no flag. The
 // splits are merged by whoever reads them, in order.
-//   Sums run in an order that depends on shapes and on the number of blocks alone: the same bits every time.
+//   Speculation: all blocks find the most likely tokens, so all know which drafts stand and where the next pass is.
+//   Sums run in an order that depends on shapes and on the number of blocks alone: the same bits every time, whatever
+// ROWS.
 // Grid: at most what fits at once (cooperative launch). Block: WARPS x 32 threads, one block a multiprocessor.
 //
 // compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32
@@ -42,7 +45,7 @@
 #ifndef SPLITS  // of the positions of a kv head
 #define SPLITS 3
 #endif
-#ifndef REFILL  // pieces that a lane asks for after a product
+#ifndef REFILL  // pieces that a lane asks for between two looks for a number
 #define REFILL 4
 #endif
 #ifndef SPIN  // nanoseconds of sleep between two looks
@@ -199,8 +202,8 @@ __device__ __forceinline__ bool came(const Pack<A, N> (&got)[COUNT], At at) {
     for (int i = 0; i < COUNT; i++) all = all && (!at(i) || there(got[i]));
     return all;
 }
-template <int COUNT, class At>
-__device__ __forceinline__ void await(Parcel (&got)[COUNT], At at) {
+template <int COUNT, int N, class At>
+__device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at) {
     forget(got);
     for (u32 looks = 0;; pause(looks)) {
         ask(got, at);
@@ -232,7 +235,8 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], u32 w0, u32 w1, u3
 
 // The weights of this lane: DEPTH pieces on their way or in shared memory. The places of what was taken are filled with
 // what comes DEPTH pieces later, but not at once: many copies at a time are in the way of the numbers that blocks wait
-// for. REFILL pieces are asked for after a product, the others while attention is computed, when nobody else can go on.
+// for. REFILL pieces are asked for after each look for numbers of attention that have not come: so the copies never
+// ask for more than passes between two looks. What is missing then is asked for after attention's projection.
 struct Queue {
     Piece *slots;
     const T *source;
@@ -297,7 +301,7 @@ struct Block {
     Queue queue;
     int dealt;   // tiles of all kinds dealt out so far, modulo BLOCKS
     int parity;  // of the buffer for sums
-    A squares[ROWS];  // of what this lane took of the residual stream
+    A square;    // of what this lane took of the residual stream
 
     // This block's first tile of the next `count`; the others follow at distances of BLOCKS.
     __device__ __forceinline__ int deal(int count) {
@@ -390,7 +394,6 @@ struct Block {
                 finish(mine ? (tile + i * BLOCKS) * 8 + thread % 8 : -1, n, sum);
             }
             queue.taken += count * STEPS;
-            queue.refill(REFILL);
             parity ^= 1;
         }
     }
@@ -413,83 +416,93 @@ struct Block {
         Pack<A, 1> word[1];
         const A *const at = from + place(0, (blockIdx.x * WARPS + warp) * 8 % count);
         forget(word);
-        if (threadIdx.x % 32 == 0) {
-            for (u32 looks = 0; !there(word[0]); pause(looks)) peek(at, word[0]);
+        for (u32 looks = 0;; pause(looks)) {
+            if (threadIdx.x % 32 == 0) peek(at, word[0]);
+            if (__any_sync(~0u, there(word[0]))) return;
+            queue.refill(REFILL);
         }
-        __syncwarp();
     }
 
     // What follows takes this warp's columns of an input, those that it multiplies itself: no barrier of the block.
-    // Lanes read an array of WORDS words, of which this warp has SLICE, SIZE at a time: whole lines, all rows of them.
+    // Lanes read an array of WORDS words, of which this warp has SLICE, SIZE at a time: whole lines, all rows of them,
+    // a lane always of the same row.
     template <int WORDS, int SLICE, int SIZE>
     struct Share {
-        static constexpr int EACH = each(ROWS * SLICE / SIZE, 32);  // for each lane
+        static constexpr int BESIDE = 8 / SIZE;  // lanes that read the eight words of a row
+        static constexpr int LANES = ROWS == 3 ? 4 : ROWS;  // times so many read a line; a fourth row has none of it
+        static constexpr int EACH = each(LANES * SLICE / SIZE, 32);  // for each lane
 
         __device__ static int task(int i) { return threadIdx.x % 32 + i * 32; }
-        __device__ static int row(int i) { return task(i) / (8 / SIZE) % ROWS; }
+        __device__ static int row() { return threadIdx.x % 32 / BESIDE % LANES; }
         __device__ static int word(int i) {
-            return threadIdx.x / 32 * SLICE + task(i) / (8 / SIZE * ROWS) * 8 + task(i) % (8 / SIZE) * SIZE;
+            return threadIdx.x / 32 * SLICE + task(i) / (BESIDE * LANES) * 8 + task(i) % BESIDE * SIZE;
         }
-        __device__ static bool mine(int i) { return task(i) < ROWS * SLICE / SIZE && word(i) < WORDS; }
-        __device__ static const A *at(const A *from, int i) {
-            return mine(i) ? from + place(row(i), word(i)) : nullptr;
+        __device__ static bool mine(int i) {
+            return row() < ROWS && task(i) < LANES * SLICE / SIZE && word(i) < WORDS;
         }
+        __device__ static const A *at(const A *from, int i) { return mine(i) ? from + place(row(), word(i)) : nullptr; }
     };
+    using Stream = Share<DIM, slice(DIM), PARCEL>;
 
     // The residual stream from `from`, or, where that is null, the embeddings of `ids`; and times the gain as input.
     __device__ __forceinline__ void take_stream(const A *from, const T *embedding, const int (&ids)[ROWS],
                                                 const A *gain) {
-        using Mine = Share<DIM, slice(DIM), PARCEL>;
+        using Mine = Stream;
         Parcel gains[Mine::EACH] = {}, x[Mine::EACH] = {};
+        const int n = Mine::row();
 #pragma unroll
         for (int i = 0; i < Mine::EACH; i++)
             if (Mine::mine(i)) gains[i] = load<PARCEL>(gain + Mine::word(i));
         if (from) {
             await(x, [&](int i) { return Mine::at(from, i); });
         } else {
+            int id = ids[0];
+#pragma unroll
+            for (int m = 1; m < ROWS; m++)
+                if (m == n) id = ids[m];
 #pragma unroll
             for (int i = 0; i < Mine::EACH; i++) {
                 if (!Mine::mine(i)) continue;
-                int id = ids[0];
-#pragma unroll
-                for (int n = 1; n < ROWS; n++)
-                    if (Mine::row(i) == n) id = ids[n];
-                const Pack<T, PARCEL> row = load<PARCEL>(embedding + i64(id) * DIM + Mine::word(i));
+                const Pack<T, PARCEL> row = load<PARCEL>(embedding + i64(max(id, 0)) * DIM + Mine::word(i));
 #pragma unroll
                 for (int j = 0; j < PARCEL; j++) x[i].v[j] = widen(row.v[j]);
             }
         }
         __syncwarp();  // lanes whose numbers came early wait here, not each on a path of its own
-#pragma unroll
-        for (int n = 0; n < ROWS; n++) squares[n] = 0;
+        A squares[Mine::EACH] = {};
 #pragma unroll
         for (int i = 0; i < Mine::EACH; i++) {
             if (!Mine::mine(i)) continue;
-            const int n = Mine::row(i), column = Mine::word(i);
             Pack<T, PARCEL> scaled;
-            A square = 0;
 #pragma unroll
             for (int j = 0; j < PARCEL; j++) {
-                square += x[i].v[j] * x[i].v[j];
+                squares[i] += x[i].v[j] * x[i].v[j];
                 narrow(x[i].v[j] * gains[i].v[j], scaled.v[j]);
             }
-#pragma unroll
-            for (int m = 0; m < ROWS; m++)
-                if (m == n) squares[m] += square;
-            store(shared.stream + n * DIM + column, x[i]);
-            store(shared.by_dim + n * pitch(DIM) + column, scaled);
+            store(shared.stream + n * DIM + Mine::word(i), x[i]);
+            store(shared.by_dim + n * pitch(DIM) + Mine::word(i), scaled);
         }
+        // Joined in the order in which lanes are joined afterwards: the same sum, however many lanes a row has.
+        static_assert(Mine::EACH <= 32, "a lane's share of a row");
+#pragma unroll
+        for (int gap = 16; gap; gap /= 2) {
+#pragma unroll
+            for (int i = 0; i < gap; i++)
+                if (i + gap < Mine::EACH) squares[i] += squares[i + gap];
+        }
+        square = squares[0];
         __syncwarp();
     }
 
     // This warp's part of the squared norm of the residual stream; while a product is on its way.
     __device__ __forceinline__ void share_squares() {
+        constexpr int BESIDE = Stream::BESIDE;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        A sum = square;
 #pragma unroll
-        for (int n = 0; n < ROWS; n++) {
-            const A sum = warp_sum(squares[n]);
-            if (lane == 0) shared.squares[n * WARPS + warp] = sum;
-        }
+        for (int gap = 16; gap; gap /= 2)
+            if (gap < BESIDE || gap >= BESIDE * Stream::LANES) sum += __shfl_xor_sync(~0u, sum, gap);  // of this row
+        if (lane % BESIDE == 0 && lane < BESIDE * ROWS) shared.squares[lane / BESIDE * WARPS + warp] = sum;
     }
 
     // 1 / rms of row n of the residual stream.
@@ -504,7 +517,7 @@ struct Block {
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < Mine::EACH; i++) {
-            T *const to = shared.by_hidden + Mine::row(i) * pitch(HIDDEN) + Mine::word(i) * SHARED_BY;
+            T *const to = shared.by_hidden + Mine::row() * pitch(HIDDEN) + Mine::word(i) * SHARED_BY;
             if (Mine::mine(i)) store(to, reinterpret_cast<const Piece &>(x[i]));
         }
         __syncwarp();
@@ -521,16 +534,16 @@ struct Block {
         };
         const auto at_lse = [&](int i) {
             const int head = Mine::word(i / SPLITS) * SHARED_BY / HEAD_DIM;
-            return Mine::mine(i / SPLITS) ? stats + place(Mine::row(i / SPLITS), i % SPLITS * HEADS + head) : nullptr;
+            return Mine::mine(i / SPLITS) ? stats + place(Mine::row(), i % SPLITS * HEADS + head) : nullptr;
         };
         forget(x);
         forget(lse);
         for (u32 looks = 0;; pause(looks)) {
             ask(lse, at_lse);
             ask(x, at_x);
-            if (came(lse, at_lse) && came(x, at_x)) break;
+            if (__all_sync(~0u, came(lse, at_lse) && came(x, at_x))) break;
+            queue.refill(REFILL);
         }
-        __syncwarp();
 #pragma unroll
         for (int i = 0; i < Mine::EACH * SPLITS; i += SPLITS) {
             if (!Mine::mine(i / SPLITS)) continue;
@@ -549,15 +562,15 @@ struct Block {
             Pack<T, PARCEL> rounded;
 #pragma unroll
             for (int j = 0; j < PARCEL; j++) narrow(sum[j] * scale, rounded.v[j]);
-            store(shared.by_dim + Mine::row(i / SPLITS) * pitch(DIM) + Mine::word(i / SPLITS) * SHARED_BY, rounded);
+            store(shared.by_dim + Mine::row() * pitch(DIM) + Mine::word(i / SPLITS) * SHARED_BY, rounded);
         }
         __syncwarp();
     }
 };
 
 // Attention. A unit is a kv head, a split, and UNIT_ROWS new rows, whose query heads share each key and value: a matrix
-// of QUERIES rows.
-constexpr int UNIT_ROWS = sizeof(T) > 2 ? 1 : 16 / GROUP < ROWS ? 16 / GROUP : ROWS;
+// of QUERIES rows, half of an operand where that is possible. The other half would cost as much again, in one block.
+constexpr int UNIT_ROWS = sizeof(T) > 2 || GROUP > 8 ? 1 : 8 / GROUP < ROWS ? 8 / GROUP : ROWS;
 constexpr int UNITS = KV_HEADS * SPLITS * ((ROWS + UNIT_ROWS - 1) / UNIT_ROWS), QUERIES = UNIT_ROWS * GROUP;
 constexpr int Q_PITCH = HEAD_DIM + STEP;
 static_assert(GROUP <= 16, "a unit is 16 rows of queries at most");
@@ -851,166 +864,55 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
     }
 }
 
-// Sampling.
+#include "ops/sampler.cuh"
 
-struct Sampler {
-    float temperature, top_p, min_p;
-    int top_k;
-    u32 key0, key1;
-};
-
-__device__ constexpr int power_of_2(int n) { return n <= 1 ? 1 : 2 * power_of_2((n + 1) / 2); }
-constexpr int SORTED = power_of_2(VOCAB_ROWS) < THREADS ? THREADS : power_of_2(VOCAB_ROWS), RUN = SORTED / THREADS;
-
-// Larger logits have larger keys; of equal ones the smaller id has.
-__device__ __forceinline__ u64 sort_key(float logit, int id) {
-    const u32 bits = __float_as_uint(logit + 0.0f);
-    return u64(bits ^ (bits >> 31 ? ~0u : 1u << 31)) << 32 | (~0u - id);
-}
-__device__ __forceinline__ float logit_of(u64 key) {
-    const u32 bits = key >> 32;
-    return __uint_as_float(bits ^ (bits >> 31 ? 1u << 31 : ~0u));
-}
-__device__ __forceinline__ int id_of(u64 key) { return ~0u - u32(key); }
-
-// Number `index` of the stream with this key, in [0, 1): Philox 4x32-10, as tinyforge/rng.py draws it.
-__device__ __forceinline__ double uniform(u32 index, u32 key0, u32 key1) {
-    u32 c0 = index, c1 = 0, c2 = 0, c3 = 0;
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
-        const u64 p0 = u64(c0) * 0xD2511F53u, p1 = u64(c2) * 0xCD9E8D57u;
-        c0 = u32(p1 >> 32) ^ c1 ^ key0, c1 = u32(p1), c2 = u32(p0 >> 32) ^ c3 ^ key1, c3 = u32(p0);
-        key0 += 0x9E3779B9u, key1 += 0xBB67AE85u;
-    }
-    return double(u64(c0 >> 5) << 26 | c1 >> 6) * (1.0 / 9007199254740992.0);
-}
-
-// The next token from `logits`, once they are there; every block finds the same.
-// Inverts the distribution, most likely token first, cut to the top k, the nucleus and min_p times the largest.
+// From `logits`, once they are there; every block finds the same.
 __device__ __forceinline__ int sample(unsigned char *scratch, const A *logits, const Sampler &how, u32 draw) {
-    u64 *const sorted = reinterpret_cast<u64 *>(scratch);               // SORTED
-    double *const masses = reinterpret_cast<double *>(sorted + SORTED);  // 32
-    double &mass = masses[32];
-    int *const counts = reinterpret_cast<int *>(masses + 33);  // 32
-    int &found = counts[32];
+    const auto take = [&](auto &x, auto at) {
+        await(x, [&](int i) { return at(i) < 0 ? nullptr : logits + at(i); });
+    };
+    return next_token(scratch, take, how, draw);
+}
+
+// Speculation. In place of the logits each tile of a head leaves its most likely token for each row, (logit, id).
+
+__device__ __forceinline__ int best_at(int head, int tile, int n) {
+    return ((head * VOCAB_TILES + tile) * ROWS + n) * 2;
+}
+
+// The most likely token of each of COUNT sets of logits, of whose tile i at(k, i) is the best; every block finds the
+// same. Of equal ones the smallest id, as `sample` has it.
+template <int COUNT, class At>
+__device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (&ids)[COUNT]) {
+    u64 *const of_warps = reinterpret_cast<u64 *>(scratch);  // COUNT x WARPS
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    constexpr int COUNT = VOCAB_ROWS / PARCEL, EACH = each(COUNT, THREADS), FEW = EACH < 8 ? EACH : 8;
-    u32 ranks[(EACH + FEW - 1) / FEW * FEW * PARCEL];  // the upper halves of the sort keys; 0 for no token
-#pragma unroll
-    for (int base = 0; base < EACH; base += FEW) {
-        Parcel x[FEW];
+    constexpr int EACH = each(VOCAB_TILES, THREADS), FEW = EACH < 2 ? EACH : 2;
+    u64 best[COUNT] = {};
+    for (int tile = thread; tile < VOCAB_TILES; tile += FEW * THREADS) {
+        Pack<A, 2> x[COUNT * FEW];
         await(x, [&](int i) {
-            const int at = thread + (base + i) * THREADS;
-            return at < COUNT ? logits + at * PARCEL : nullptr;
+            const int mine = tile + i / COUNT * THREADS;
+            return mine < VOCAB_TILES ? at(i % COUNT, mine) : nullptr;
         });
 #pragma unroll
-        for (int i = 0; i < FEW; i++) {
-#pragma unroll
-            for (int j = 0; j < PARCEL; j++) {
-                const bool token = thread + (base + i) * THREADS < COUNT;
-                ranks[(base + i) * PARCEL + j] = token ? sort_key(float(x[i].v[j]), 0) >> 32 : 0;
-            }
+        for (int i = 0; i < COUNT * FEW; i++) {
+            const bool mine = tile + i / COUNT * THREADS < VOCAB_TILES;
+            if (mine) best[i % COUNT] = largest(best[i % COUNT], sort_key(float(x[i].v[0]), int(x[i].v[1])));
         }
     }
-    const auto id_at = [&](int i) { return (thread + i / PARCEL * THREADS) * PARCEL + i % PARCEL; };
-    constexpr int OWN = sizeof(ranks) / sizeof(u32);
-
-    if (how.temperature == 0) {
-        u64 best = 0;
+    __syncwarp();
 #pragma unroll
-        for (int i = 0; i < OWN; i++) best = largest(best, u64(ranks[i]) << 32 | (~0u - id_at(i)));
-        best = warp_max(best);
-        if (lane == 0) sorted[warp] = best;
-        __syncthreads();
-        for (int w = 0; w < WARPS; w++) best = largest(best, sorted[w]);
-        __syncthreads();
-        return id_of(best);
-    }
-
-    // The rank of the last of the top k, bit by bit: the largest that k tokens reach. Then fewer tokens are sorted.
-    const int limit = how.top_k ? min(how.top_k, VOCAB) : VOCAB;
-    u32 least = 1;
-    if (limit < VOCAB) {
-        least = 0;
-        for (int bit = 31; bit >= 0; bit--) {
-            const u32 trial = least | 1u << bit;
-            int reach = 0;
-#pragma unroll
-            for (int i = 0; i < OWN; i++) reach += ranks[i] >= trial;
-            reach = block_sum(reach, counts);
-            if (reach >= limit) least = trial;
-            if (reach == limit) break;
-        }
-    }
-    if (thread == 0) found = 0;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        if (ranks[i] < least || id_at(i) >= VOCAB) continue;
-        sorted[atomicAdd(&found, 1)] = u64(ranks[i]) << 32 | (~0u - id_at(i));  // in any order: they are sorted now
+    for (int k = 0; k < COUNT; k++) {
+        best[k] = warp_max(best[k]);
+        if (lane == 0) of_warps[k * WARPS + warp] = best[k];
     }
     __syncthreads();
-    const int tokens = found;
-    int length = 2;
-    while (length < tokens) length *= 2;
-    for (int i = tokens + thread; i < length; i += THREADS) sorted[i] = 0;
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) {
+        for (int w = 0; w < WARPS; w++) best[k] = largest(best[k], of_warps[k * WARPS + w]);
+        ids[k] = id_of(best[k]);
+    }
     __syncthreads();
-    for (int size = 2; size <= length; size *= 2) {
-        for (int gap = size / 2; gap; gap /= 2) {
-            for (int pair = thread; pair < length / 2; pair += THREADS) {
-                const int low = (pair & -gap) * 2 + (pair & (gap - 1)), high = low + gap;
-                const u64 a = sorted[low], b = sorted[high];
-                if (((low & size) == 0) == (a < b)) sorted[low] = b, sorted[high] = a;
-            }
-            __syncthreads();
-        }
-    }
-
-    // up_to[i]: exp((z - z[0]) / temperature) summed over the tokens up to number thread * RUN + i.
-    const float highest = logit_of(sorted[0]);
-    double up_to[RUN], before = 0;
-    int likely = 0;
-#pragma unroll
-    for (int i = 0; i < RUN; i++) {
-        const int at = thread * RUN + i;
-        const float p = at < tokens ? exp((logit_of(sorted[at]) - highest) / how.temperature) : 0.0f;
-        likely += at < tokens && p >= how.min_p;
-        before += p;
-        up_to[i] = before;
-    }
-    double own = before;
-#pragma unroll
-    for (int gap = 1; gap < 32; gap *= 2) {
-        const double below = __shfl_up_sync(~0u, before, gap);
-        if (lane >= gap) before += below;
-    }
-    if (lane == 31) masses[warp] = before;
-    likely = block_sum(likely, counts);
-    before -= own;
-    for (int w = 0; w < warp; w++) before += masses[w];
-    int inside = 0, below = 0;
-    const auto mass_of_first = [&](int some) {
-#pragma unroll
-        for (int i = 0; i < RUN; i++)
-            if (thread * RUN + i == some - 1) mass = before + up_to[i];
-        __syncthreads();
-        const double found = mass;
-        __syncthreads();
-        return found;
-    };
-    const double nucleus = how.top_p * mass_of_first(limit);
-#pragma unroll
-    for (int i = 0; i < RUN; i++) inside += thread * RUN + i < limit && before + up_to[i] < nucleus;
-    inside = min(block_sum(inside, counts) + 1, limit);
-    if (how.top_p >= 1) inside = limit;
-    const int kept = max(min(inside, likely), 1);
-    const double target = uniform(draw, how.key0, how.key1) * mass_of_first(kept);
-#pragma unroll
-    for (int i = 0; i < RUN; i++) below += thread * RUN + i < kept && before + up_to[i] <= target;
-    below = min(block_sum(below, counts), kept - 1);
-    const int id = id_of(sorted[below]);
-    __syncthreads();
-    return id;
 }
 
 // weights: for each block and warp `stride` units of 32 pieces, in the order in which it takes them; lengths: how many
@@ -1019,10 +921,16 @@ __device__ __forceinline__ int sample(unsigned char *scratch, const A *logits, c
 // past to past + ROWS - 1; where `sampled`, each pass writes the one behind it. exchange: for each pass layers * LAYER
 // words and the logits, (ROWS, heads, VOCAB_ROWS), all absent. key0, key1: of the random stream, draw: its first number
 // to use.
+// begin: null, or for speculation (1 + ROWS): positions filled, in place of `past`, the token at the next one, and a
+// draft for each position after it, -1 for none. Then `heads` is ROWS. A pass adds the drafts that head 0 would have
+// chosen itself, and what it chooses after them; the other heads at the last of these positions give the next drafts.
+// report: (passes + 1, 1 + ROWS): for each pass the number of tokens it gave, 0 where the cache had no room for it, and
+// these; at last the next launch's `begin`.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     const T *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
     int *tokens, A *exchange, const int *lengths, int stride, int layers, int heads, int capacity, int past, int passes,
-    A eps, int sampled, float temperature, int top_k, float top_p, float min_p, u32 key0, u32 key1, u32 draw
+    A eps, int sampled, float temperature, int top_k, float top_p, float min_p, u32 key0, u32 key1, u32 draw,
+    const int *begin, int *report
 ) {
     extern __shared__ __align__(128) unsigned char memory[];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -1046,11 +954,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     __syncthreads();
 
     int ids[ROWS];
+    if (begin) past = begin[0];
 #pragma unroll
-    for (int n = 0; n < ROWS; n++) ids[n] = tokens[past + n];
+    for (int n = 0; n < ROWS; n++) ids[n] = begin ? begin[1 + n] : tokens[past + n];
     block.parity = 0;
     const Sampler how = {temperature, top_p, min_p, top_k, key0, key1};
-    for (int pass = 0; pass < passes; pass++, past += ROWS) {
+    int pass = 0;
+    for (; pass < passes && past + ROWS <= capacity; pass++) {
         block.dealt = 0;
         const A *stream = nullptr;
         const A *gain = gains;
@@ -1071,7 +981,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 
             const int out = block.deal(DIM / 8);
             block.glance(exchange + QKV, WIDTH);
-            queue.refill(DEPTH);
             // Of one row there is little to look at: those who need it look at once.
             if (ROWS > 1 || out >= DIM / 8) block.glance(exchange + PARTS, SPLITS * DIM / SHARED_BY);
             if (out < DIM / 8) {
@@ -1080,6 +989,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
                     if (row >= 0) publish(exchange + MIDDLE + place(n, row), shared.stream[n * DIM + row] + sum);
                 });
             }
+            queue.refill(DEPTH);
 
             const int gate_up = block.deal(HIDDEN_TILES);
             block.take_stream(exchange + MIDDLE, embedding, ids, gain + DIM);
@@ -1102,12 +1012,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             stream = exchange + AFTER;
         }
 
+        // Blocks of different rows of a split write the same keys and values, of drafts too. What another block writes
+        // to these places in the next pass has to come later: it waits for the logits that follow here.
+        if (begin && UNITS > KV_HEADS * SPLITS) __threadfence();
         block.take_stream(stream, embedding, ids, gain);
         for (int head = 0; head < heads; head++) {
             block.product<DIM, VOCAB_TILES, true>(block.deal(VOCAB_TILES), shared.by_dim, [&](int row, int n, A sum) {
-                if (row < 0) return;
-                A *const to = exchange + (n * heads + head) * VOCAB_ROWS + row;
-                publish(to, row < VOCAB ? sum * block.inverse_rms(n, eps) : A(-INFINITY));
+                const A logit = sum * block.inverse_rms(n, eps);
+                if (!begin) {
+                    if (row < 0) return;
+                    publish(exchange + (n * heads + head) * VOCAB_ROWS + row, row < VOCAB ? logit : A(-INFINITY));
+                    return;
+                }
+                u64 best = row >= 0 && row < VOCAB ? sort_key(float(logit), row) : 0;
+#pragma unroll
+                for (int gap = 1; gap < 8; gap *= 2) best = largest(best, __shfl_xor_sync(~0u, best, gap));
+                if (row < 0 || row % 8) return;
+                A *const to = exchange + best_at(head, row / 8, n);
+                publish(to, A(logit_of(best)));
+                publish(to + 1, A(id_of(best)));
             });
             queue.refill(DEPTH);
         }
@@ -1115,7 +1038,37 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             ids[0] = sample(shared.scratch, exchange, how, draw + pass);
             if (blockIdx.x == 0 && thread == 0) tokens[past + 1] = ids[0];
         }
+        int added = ROWS;
+        if (ROWS > 1 && begin) {
+            int choices[ROWS], drafts[ROWS - (ROWS > 1)];
+            most_likely(shared.scratch, [&](int n, int tile) { return exchange + best_at(0, tile, n); }, choices);
+            added = 1;
+#pragma unroll
+            for (int n = 1; n < ROWS; n++) added += added == n && choices[n - 1] == ids[n];
+            most_likely(
+                shared.scratch, [&](int k, int tile) { return exchange + best_at(k + 1, tile, added - 1); }, drafts
+            );
+            if (blockIdx.x == 0 && thread == 0) {
+                report[0] = added;
+#pragma unroll
+                for (int n = 0; n < ROWS; n++) report[1 + n] = choices[n];
+            }
+            report += 1 + ROWS;
+#pragma unroll
+            for (int n = 0; n < ROWS; n++)
+                if (n == added - 1) ids[0] = choices[n];
+#pragma unroll
+            for (int n = 1; n < ROWS; n++) ids[n] = drafts[n - 1];
+        }
+        past += added;
         exchange += i64(heads) * ROWS * VOCAB_ROWS;
         __syncthreads();  // the next pass begins to write what some thread may still read: nothing else holds it back
     }
+    if (begin && blockIdx.x == 0 && thread == 0) {
+        for (; pass < passes; pass++, report += 1 + ROWS) report[0] = 0;
+        report[0] = past;
+#pragma unroll
+        for (int n = 0; n < ROWS; n++) report[1 + n] = ids[n];
+    }
+    copy_wait<0>();
 }

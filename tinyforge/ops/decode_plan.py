@@ -38,8 +38,7 @@ class Plan:
     outputs: heads of `vocab` rows each. rows: new positions of a pass, 1 to 4. itemsize: bytes of a stored number.
     shared: bytes of shared memory that a block may use. blocks, warps: of the launch. splits: of the positions of a kv
     head. depth: pieces of 16 bytes that each lane's queue holds, 0 for as many as fit. refill: how many of them a lane
-    asks for after a product; the others while attention is computed. spin: nanoseconds that a thread sleeps between two
-    looks for a number.
+    asks for between two looks for numbers of attention. spin: nanoseconds that a thread sleeps between two looks.
     """
 
     dim: int
@@ -130,7 +129,7 @@ class Plan:
         """Shared memory beside the queues, with sums of four tiles."""
         wide = max(self.itemsize, 4)
         group = self.heads // self.kv_heads
-        queries = group * (max(1, min(self.rows, 16 // group)) if self.itemsize == 2 else 1)
+        queries = group * (max(1, min(self.rows, 8 // group)) if self.itemsize == 2 else 1)
         attention = queries * self.warps * (self.head_dim + 2) * wide
         attention += (16 * (self.head_dim + 4 * self.piece) + self.rows * 2 * self.head_dim) * self.itemsize
         sampling = 8 * max(1 << (self.vocab_rows - 1).bit_length(), self.warps * 32) + 512 if self.rows == 1 else 512

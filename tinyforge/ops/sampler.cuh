@@ -1,0 +1,165 @@
+// Drawing the next token: a block takes the logits of one row, and all of its threads know the token.
+//
+// Before this is included: THREADS of a block, VOCAB and VOCAB_ROWS (padded with -infinity), `A`, the logits' type,
+// `Parcel`, the Pack of PARCEL of them that a thread reads at once, and `each`.
+
+struct Sampler {
+    float temperature, top_p, min_p;
+    int top_k;
+    u32 key0, key1;
+};
+
+__device__ constexpr int power_of_2(int n) { return n <= 1 ? 1 : 2 * power_of_2((n + 1) / 2); }
+constexpr int SORTED = power_of_2(VOCAB_ROWS) < THREADS ? THREADS : power_of_2(VOCAB_ROWS), RUN = SORTED / THREADS;
+
+// Larger logits have larger keys; of equal ones the smaller id has.
+__device__ __forceinline__ u64 sort_key(float logit, int id) {
+    const u32 bits = __float_as_uint(logit + 0.0f);
+    return u64(bits ^ (bits >> 31 ? ~0u : 1u << 31)) << 32 | (~0u - id);
+}
+__device__ __forceinline__ float logit_of(u64 key) {
+    const u32 bits = key >> 32;
+    return __uint_as_float(bits ^ (bits >> 31 ? 1u << 31 : ~0u));
+}
+__device__ __forceinline__ int id_of(u64 key) { return ~0u - u32(key); }
+
+// Number `index` of the stream with this key, in [0, 1): Philox 4x32-10, as tinyforge/rng.py draws it.
+__device__ __forceinline__ double uniform(u32 index, u32 key0, u32 key1) {
+    u32 c0 = index, c1 = 0, c2 = 0, c3 = 0;
+#pragma unroll
+    for (int round = 0; round < 10; round++) {
+        const u64 p0 = u64(c0) * 0xD2511F53u, p1 = u64(c2) * 0xCD9E8D57u;
+        c0 = u32(p1 >> 32) ^ c1 ^ key0, c1 = u32(p1), c2 = u32(p0 >> 32) ^ c3 ^ key1, c3 = u32(p0);
+        key0 += 0x9E3779B9u, key1 += 0xBB67AE85u;
+    }
+    return double(u64(c0 >> 5) << 26 | c1 >> 6) * (1.0 / 9007199254740992.0);
+}
+
+// The next token. take(x, at): fills x[i] with the logits from number at(i) on, nothing where at(i) < 0.
+// Inverts the distribution, most likely token first, cut to the top k, the nucleus and min_p times the largest.
+template <class Take>
+__device__ __forceinline__ int next_token(unsigned char *scratch, Take take, const Sampler &how, u32 draw) {
+    u64 *const sorted = reinterpret_cast<u64 *>(scratch);               // SORTED
+    double *const masses = reinterpret_cast<double *>(sorted + SORTED);  // 32
+    double &mass = masses[32];
+    int *const counts = reinterpret_cast<int *>(masses + 33);  // 32
+    int &found = counts[32];
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    constexpr int COUNT = VOCAB_ROWS / PARCEL, EACH = each(COUNT, THREADS), FEW = EACH < 8 ? EACH : 8;
+    u32 ranks[(EACH + FEW - 1) / FEW * FEW * PARCEL];  // the upper halves of the sort keys; 0 for no token
+#pragma unroll
+    for (int base = 0; base < EACH; base += FEW) {
+        Parcel x[FEW];
+        take(x, [&](int i) {
+            const int at = thread + (base + i) * THREADS;
+            return at < COUNT ? at * PARCEL : -1;
+        });
+#pragma unroll
+        for (int i = 0; i < FEW; i++) {
+#pragma unroll
+            for (int j = 0; j < PARCEL; j++) {
+                const bool token = thread + (base + i) * THREADS < COUNT;
+                ranks[(base + i) * PARCEL + j] = token ? sort_key(float(x[i].v[j]), 0) >> 32 : 0;
+            }
+        }
+    }
+    const auto id_at = [&](int i) { return (thread + i / PARCEL * THREADS) * PARCEL + i % PARCEL; };
+    constexpr int OWN = sizeof(ranks) / sizeof(u32);
+
+    if (how.temperature == 0) {
+        u64 best = 0;
+#pragma unroll
+        for (int i = 0; i < OWN; i++) best = largest(best, u64(ranks[i]) << 32 | (~0u - id_at(i)));
+        best = warp_max(best);
+        if (lane == 0) sorted[warp] = best;
+        __syncthreads();
+        for (int w = 0; w < THREADS / 32; w++) best = largest(best, sorted[w]);
+        __syncthreads();
+        return id_of(best);
+    }
+
+    // The rank of the last of the top k, bit by bit: the largest that k tokens reach. Then fewer tokens are sorted.
+    const int limit = how.top_k ? min(how.top_k, VOCAB) : VOCAB;
+    u32 least = 1;
+    if (limit < VOCAB) {
+        least = 0;
+        for (int bit = 31; bit >= 0; bit--) {
+            const u32 trial = least | 1u << bit;
+            int reach = 0;
+#pragma unroll
+            for (int i = 0; i < OWN; i++) reach += ranks[i] >= trial;
+            reach = block_sum(reach, counts);
+            if (reach >= limit) least = trial;
+            if (reach == limit) break;
+        }
+    }
+    if (thread == 0) found = 0;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        if (ranks[i] < least || id_at(i) >= VOCAB) continue;
+        sorted[atomicAdd(&found, 1)] = u64(ranks[i]) << 32 | (~0u - id_at(i));  // in any order: they are sorted now
+    }
+    __syncthreads();
+    const int tokens = found;
+    int length = 2;
+    while (length < tokens) length *= 2;
+    for (int i = tokens + thread; i < length; i += THREADS) sorted[i] = 0;
+    __syncthreads();
+    for (int size = 2; size <= length; size *= 2) {
+        for (int gap = size / 2; gap; gap /= 2) {
+            for (int pair = thread; pair < length / 2; pair += THREADS) {
+                const int low = (pair & -gap) * 2 + (pair & (gap - 1)), high = low + gap;
+                const u64 a = sorted[low], b = sorted[high];
+                if (((low & size) == 0) == (a < b)) sorted[low] = b, sorted[high] = a;
+            }
+            __syncthreads();
+        }
+    }
+
+    // up_to[i]: exp((z - z[0]) / temperature) summed over the tokens up to number thread * RUN + i.
+    const float highest = logit_of(sorted[0]);
+    double up_to[RUN], before = 0;
+    int likely = 0;
+#pragma unroll
+    for (int i = 0; i < RUN; i++) {
+        const int at = thread * RUN + i;
+        const float p = at < tokens ? exp((logit_of(sorted[at]) - highest) / how.temperature) : 0.0f;
+        likely += at < tokens && p >= how.min_p;
+        before += p;
+        up_to[i] = before;
+    }
+    double own = before;
+#pragma unroll
+    for (int gap = 1; gap < 32; gap *= 2) {
+        const double below = __shfl_up_sync(~0u, before, gap);
+        if (lane >= gap) before += below;
+    }
+    if (lane == 31) masses[warp] = before;
+    likely = block_sum(likely, counts);
+    before -= own;
+    for (int w = 0; w < warp; w++) before += masses[w];
+    int inside = 0, below = 0;
+    const auto mass_of_first = [&](int some) {
+#pragma unroll
+        for (int i = 0; i < RUN; i++)
+            if (thread * RUN + i == some - 1) mass = before + up_to[i];
+        __syncthreads();
+        const double found = mass;
+        __syncthreads();
+        return found;
+    };
+    const double nucleus = how.top_p * mass_of_first(limit);
+#pragma unroll
+    for (int i = 0; i < RUN; i++) inside += thread * RUN + i < limit && before + up_to[i] < nucleus;
+    inside = min(block_sum(inside, counts) + 1, limit);
+    if (how.top_p >= 1) inside = limit;
+    const int kept = max(min(inside, likely), 1);
+    const double target = uniform(draw, how.key0, how.key1) * mass_of_first(kept);
+#pragma unroll
+    for (int i = 0; i < RUN; i++) below += thread * RUN + i < kept && before + up_to[i] <= target;
+    below = min(block_sum(below, counts), kept - 1);
+    const int id = id_of(sorted[below]);
+    __syncthreads();
+    return id;
+}
