@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from bench.report import add_json_flag, check_before, publish
 from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import UserError, run_command
 from tinyforge.ops import Attention
+from tinyforge.report import add_json_flag, check_before, publish
 
 OURS = "tinyforge"
 PEERS = {"bf16": "torch flash", "tf32": "torch effic."}  # by precision

@@ -41,7 +41,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import duckdb
 import numpy as np
 
-from bench.report import add_json_flag, check_before, publish
 from data.corpus import CATALOGUE, SPLITS, Settings, build_corpus, parse_bytes
 from data.dedup import candidate_probability
 from data.gutenberg import clean
@@ -49,6 +48,7 @@ from data.shards import make_shards
 from data.source import Document, SourceWriter
 from tinyforge.backends.workers import cores
 from tinyforge.errors import UserError, run_command
+from tinyforge.report import add_json_flag, check_before, publish
 
 KEPT_WORDS = 200  # of the most frequent, which stay: the filters look for some of them
 NEIGHBOURS = 50  # ranks by which a word may be moved

@@ -41,7 +41,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from bench.report import add_json_flag, check_before, publish
 from data.alpaca import render_prompt
 from data.world import documents, instructions
 from models.nanoeuler.config import Config
@@ -53,6 +52,7 @@ from recipes.pretrain import config_of
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.errors import UserError, run_command
+from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.train.settings import Settings
 
 OURS = "tinyforge"

@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from bench.report import add_json_flag, check_before, publish
 from models.nanoeuler.config import PRESETS
 from tinyforge.backends import KERNELS, Backend, get_backend
 from tinyforge.errors import UserError, run_command
 from tinyforge.optim import AdamWConfig
+from tinyforge.report import add_json_flag, check_before, publish
 
 REPEATS, ROUNDS, WARM_UP = 20, 7, 3
 CACHE_BYTES = 256 << 20  # several times the L2 of any GPU so far

@@ -33,10 +33,10 @@ from typing import Any
 # The repository root is where data/ and tinyforge/ are.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.report import add_json_flag, check_before, publish
 from data.gutenberg import clean, find_entries
 from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.errors import UserError, run_command
+from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.text import Tokenizer
 from tinyforge.text.formats import GPT2_PATTERN, to_huggingface, to_tiktoken
 from tinyforge.train.metrics import peak_memory_mib

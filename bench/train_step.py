@@ -41,7 +41,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from bench.report import add_json_flag, check_before, publish
 from models.nanoeuler.config import Config
 from models.nanoeuler.model import FLOP_CONVENTION, NanoEuler
 from models.nanoeuler.plan import plan_step
@@ -51,6 +50,7 @@ from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.errors import UserError, run_command
 from tinyforge.ops.cross_entropy import head_scale
 from tinyforge.optim import AdamW
+from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.text.shards import Shards
 from tinyforge.train.batches import MixedTokens, PackedTokens
 from tinyforge.train.corpus import mix_weights

@@ -29,9 +29,9 @@ from typing import Any
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.report import add_json_flag, check_before, publish
 from recipes import pretrain
 from tinyforge.errors import UserError, run_command
+from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.train import checkpoint
 from tinyforge.train.metrics import read_scores
 from tinyforge.train.settings import Settings, parse, parser

@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from bench.report import add_json_flag, check_before, publish
 from data.alpaca import END_OF_REPLY, hold_out, read_records, render_prompt
 from data.world import documents, instructions
 from models.kneser_ney.model import KneserNey
@@ -50,6 +49,7 @@ from models.nanoeuler.runs import Loaded, build_model, trained_model
 from recipes.pretrain import BUILT_IN_DOCUMENTS, HELD_OUT_DOCUMENTS, documents_of, pack
 from tinyforge.backends import PRECISIONS, Backend, get_backend, gpu_is_there
 from tinyforge.errors import UserError, run_command
+from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.text.shards import SEPARATOR
 from tinyforge.train import checkpoint
 from tinyforge.train.batches import PackedTokens

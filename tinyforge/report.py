@@ -1,4 +1,4 @@
-"""What the benchmarks share: the --json flag, and the checks that come before minutes of measuring."""
+"""What commands that measure share: the --json flag, and the checks that come before minutes of measuring."""
 
 from __future__ import annotations
 
