@@ -91,7 +91,8 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
             return read_scores(run)
         flags = ["--resume"]
     run.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(Path(pretrain.__file__)), *flags, "--out", str(run)]
+    # -u: what fails says so behind all that went before.
+    command = [sys.executable, "-u", str(Path(pretrain.__file__)), *flags, "--out", str(run)]
     with open(run / "log.txt", "a", encoding="utf-8") as log:
         status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
     if status:
