@@ -55,6 +55,8 @@ class Decoder(ABC):
         if not 1 <= self.capacity <= model.config.context:
             raise ValueError(f"Decoder: capacity {self.capacity}, wants 1 to {model.config.context}, the context")
         self.lengths = [0] * batch
+        self.most_drafts = model.config.mtp_heads - 1
+        """Drafts that a pass can check."""
 
     @abstractmethod
     def prefill(self, row: int, tokens: Sequence[int]) -> None:

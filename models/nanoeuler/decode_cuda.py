@@ -43,6 +43,7 @@ class DeviceDecoder(Decoder):
                 f"{type(self).__name__}: the model is on backend {model.backend.name}, wants cupy; use --backend cupy"
             )
         self.model: NanoEuler = model
+        self._leaving: list[tuple[np.ndarray, Any]] = []
 
     def _weights(self, plan: AnyPlan) -> Weights[AnyPlan]:
         """A copy of the model's, in the order of the plan."""
@@ -84,6 +85,8 @@ class DeviceDecoder(Decoder):
         ids.get(out=host, blocking=False)
         arrived = cupy.cuda.Event(block=False, disable_timing=True)
         arrived.record()
+        # Nobody may want it any more when it arrives: until then its memory must not be given to others.
+        self._leaving = [(h, e) for h, e in self._leaving if not e.done] + [(host, arrived)]
         return host, arrived
 
     def _wait(self, arrived: Any) -> None:
@@ -107,6 +110,7 @@ class CudaDecoder(DeviceDecoder):
                     backend.dtype.itemsize, **tuning)  # fmt: skip
         self.weights = self._weights(plan)
         self.cache = Cache(plan, backend.dtype, self.capacity)
+        self.most_drafts = min(self.most_drafts, MOST_ROWS - 1)
         self._launchers: dict[int, Launcher] = {}
 
     def launcher(self, rows: int) -> Launcher:
@@ -152,7 +156,7 @@ class CudaDecoder(DeviceDecoder):
         than appended: the last. Closing the generator forgets what was not yielded.
         """
         left, last = min(count, self.capacity - self.lengths[0]), int(tokens[0])
-        drafts = min(sampling.drafts, self.config.mtp_heads - 1, MOST_ROWS - 1)
+        drafts = min(sampling.drafts, self.most_drafts)
         if sampling.temperature == 0 and drafts:
             for drawn in self._speculate(last, drafts, left):
                 left, last = left - drawn.ids.size, int(drawn.ids[0, -1])

@@ -166,7 +166,7 @@ class Session:
 
     def _drafts(self, sampling: Sampling, budget: int) -> int:
         """Drafts of a pass. It gives one token more than it accepts drafts: the last of the budget needs no draft."""
-        return max(0, min(sampling.drafts, self.decoder.config.mtp_heads - 1, budget - 1))
+        return max(0, min(sampling.drafts, self.decoder.most_drafts, budget - 1))
 
     def _count(self, offered: int, right: int) -> None:
         """Of so many drafts the first `right` stood; those behind the next were not looked at."""
@@ -183,7 +183,7 @@ class Session:
         The caller appends what is yielded to self.tokens. `base` counts the tokens that are in the cache and sure.
         """
         decoder, stats = self.decoder, self.stats
-        heads = min(sampling.drafts, decoder.config.mtp_heads - 1) + 1
+        heads = min(sampling.drafts, decoder.most_drafts) + 1
         numbers = uniforms(sampling.seed)
         drafts: list[int] = []
         proposed: np.ndarray | None = None  # the distributions that the drafts were drawn from, (drafts, V)

@@ -126,7 +126,7 @@ class Device(NumpyDecoder):
             ids, passes = [], []
             for _ in range(3):
                 base = self.lengths[0]
-                choices = self.step([[last, *drafts]], 1 + sampling.drafts)[0].argmax(axis=-1)
+                choices = self.step([[last, *drafts]], 1 + min(sampling.drafts, self.most_drafts))[0].argmax(axis=-1)
                 right = next((i for i, x in enumerate(drafts) if x != choices[i, 0]), len(drafts))
                 self.rewind([base + 1 + right])
                 new = choices[: right + 1, 0].tolist()[: count - len(ids)]
@@ -147,6 +147,16 @@ def test_a_decoder_that_speculates_itself_is_counted_the_same(trained: NanoEuler
         assert device.decoder.lengths == session.decoder.lengths
         ours, theirs = device.stats, session.stats
         assert (ours.passes, ours.drafted, ours.accepted) == (theirs.passes, theirs.drafted, theirs.accepted)
+
+
+@pytest.mark.parametrize("kind", [NumpyDecoder, Device])
+def test_drafts_that_a_decoder_cannot_check_are_not_counted(trained: NanoEuler, kind: type[NumpyDecoder]) -> None:
+    decoder = kind(trained)
+    decoder.most_drafts = 2
+    session = Session(trained, decoder)
+    for prompt in prompts_of(LETTERS, 10, 12):
+        assert text(session, prompt, GREEDY) == text(Session(trained), prompt, replace(GREEDY, drafts=0))
+    assert len(session.stats.drafted) == 2 and session.stats.accepted[1] > 0
 
 
 def test_the_last_tokens_before_a_limit_need_no_room_for_drafts(trained: NanoEuler) -> None:

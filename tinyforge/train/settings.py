@@ -138,7 +138,9 @@ def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Sett
     if resume:
         settings = _resumed(given, Path(out))
     else:
-        if "minutes" in given and "steps" not in given:
+        if "minutes" in given and "steps" in given:
+            raise UserError("--steps and --minutes are both given, and a run ends by one of them; drop the other")
+        if "minutes" in given:
             given["steps"] = None
         settings = Settings(**{**defaults.to_dict(), **given})
     for name in ("batch_size", "grad_accum", "eval_every", "save_every", "lr"):
