@@ -4,7 +4,8 @@
     python recipes/ablation.py --arm "A: --lr 4e-3" --arm "B: --lr 8e-3" --seeds 5 -- --data shards --steps 2000
 
 An arm is a name, a colon, and flags of recipes/pretrain.py. Flags behind -- are for all arms; an arm's --set adds to
-theirs. Runs lie in OUT/ARM/seed-N. A finished one is not run again, one that was stopped goes on.
+theirs. Runs lie in OUT/ARM/seed-N; keep OUT out of runs/, where chat.py and sft.py look for the newest run. A finished
+one is not run again, one that was stopped goes on.
 
 The figures are head 0's bits per byte on held-out text. A difference to the first arm is larger than the noise if it is
 more than two standard errors, sqrt(s1^2 / n + s2^2 / n) with the standard deviations over n seeds.
@@ -87,8 +88,8 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
         if other:
             raise UserError(f"{run} was made with {other} {stored[other]!r}, now it is {wanted[other]!r}; choose "
                             "another --out")  # fmt: skip
-        if meta["step"] == arm.settings.steps and OVERALL in read_scores(run):
-            return read_scores(run)
+        if meta["step"] == arm.settings.steps and OVERALL in read_scores(run, meta["step"]):
+            return read_scores(run, meta["step"])
         flags = ["--resume"]
     run.mkdir(parents=True, exist_ok=True)
     # -u: what fails says so behind all that went before.
@@ -99,7 +100,7 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
         last = (run / "log.txt").read_text(encoding="utf-8").strip().rpartition("\n")[2]
         raise UserError(f"arm {arm.name!r}, seed {seed}, ended with status {status}: {last.removeprefix('error: ')}; "
                         f"see {run / 'log.txt'}")  # fmt: skip
-    return read_scores(run)
+    return read_scores(run, arm.settings.steps or 0)
 
 
 def compare(scores: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
@@ -149,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                    help="two or more; the first is what the others are compared to")  # fmt: skip
     p.add_argument("--seeds", type=int, default=3, help="runs of each arm: seeds 0, 1, ... (default: %(default)s)")
     p.add_argument("--jobs", type=int, default=1, help="runs side by side (default: %(default)s)")
-    p.add_argument("--out", default="runs/ablation", metavar="DIR", help="where the runs lie (default: %(default)s)")
+    p.add_argument("--out", default="ablation", metavar="DIR", help="where the runs lie (default: %(default)s)")
     add_json_flag(p)
     args = p.parse_args(argv[:cut])
     for name in ("seeds", "jobs"):

@@ -1,6 +1,6 @@
 """Measure a trained NanoEuler on text and instructions that it has not seen.
 
-    python recipes/evaluate.py                                         the newest run, on the built-in world
+    python recipes/evaluate.py                                         the newest run under runs/, on the built-in world
     python recipes/evaluate.py --checkpoint runs/base --data shards --kneser-ney
     python recipes/evaluate.py --checkpoint runs/chat --data shards --instructions alpaca.json --seeds 5
     python recipes/evaluate.py --checkpoint runs/chat --backend numpy --prompts 50 --json figures.json
@@ -8,6 +8,9 @@
 Bits per byte of every output head and the last words of sentences, for each source of held-out text; for a fine-tuned
 model how many replies to held-out instructions end, say something, and do not go in circles; and how often the heads
 behind head 0 guess right. The figures also go into the run's scores.json. docs/evaluation.md says what they mean.
+
+Without --checkpoint it is a fine-tuned run if there is one, else a pretrained one, else the model that comes with the
+repository.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ from tinyforge.errors import UserError, run_command
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.text.shards import SEPARATOR
 from tinyforge.train import checkpoint
-from tinyforge.train.batches import PackedTokens
+from tinyforge.train.batches import PackedTokens, fingerprint
 from tinyforge.train.corpus import HeldOut, find_shards, held_out_text, measure, mix_weights, over_all
 from tinyforge.train.loop import LN2
 from tinyforge.train.metrics import NOISE, save_scores
@@ -82,6 +85,7 @@ def pretraining_of(loaded: Loaded) -> Settings:
 def open_text(loaded: Loaded, data: Sequence[str], encoding: str, with_training: bool) -> Text:
     """The held-out text of --data, in the windows that pretraining used: so that its figure comes out again."""
     tokenizer, config, run = loaded.tokenizer, loaded.model.config, pretraining_of(loaded)
+    learned = loaded.meta.get("base", loaded.meta)["data_hash"]
     seq_len = sequence_length(config, run.seq_len)
     settings = replace(run, data=tuple(data), encoding=encoding, mix=())
     shards = find_shards(settings)
@@ -93,7 +97,7 @@ def open_text(loaded: Loaded, data: Sequence[str], encoding: str, with_training:
                 f"{loaded.path / 'tokenizer.json'}"
             )
         shards.verify(progress=sys.stderr.isatty())
-        own = shards.hash == loaded.meta.get("base", loaded.meta)["data_hash"]
+        own = shards.hash == learned
         training = None
         if with_training:
             read = mix_weights(run.mix if own else (), shards)
@@ -115,7 +119,14 @@ def open_text(loaded: Loaded, data: Sequence[str], encoding: str, with_training:
     windows = PackedTokens(ids, min(seq_len, len(ids) - 1), config.mtp_heads, run.seed)
     size = sum(len(text.encode("utf-8", "surrogatepass")) for text in held_out)
     part = HeldOut("text" if data else WORLD, windows, size)
-    return Text((part,), tuple(data) == run.data, pack(texts, tokenizer) if with_training else None)
+    own, training = tuple(data) == run.data, None
+    if with_training or (own and data):
+        training = pack(texts, tokenizer)
+        if own and data and fingerprint(training) != learned:
+            own = False
+            print(f"{', '.join(data)}: changed since the model learned from it, which may know some of what is held "
+                  "out now")  # fmt: skip
+    return Text((part,), own, training)
 
 
 def kneser_ney(loaded: Loaded, text: Text) -> dict[str, float]:
@@ -138,22 +149,24 @@ def measure_text(loaded: Loaded, backend: Backend, text: Text, sentences: int, s
     for part in text.parts:
         texts = tokenizer.decode(np.asarray(part.windows.tokens[:]).tolist()).split(SEPARATOR)
         items = cloze_items(texts, sentences, seed)
-        credits = cloze_credits(decoder, tokenizer, items)
+        scored = cloze_credits(decoder, tokenizer, items)
         sources[part.source] = {"bytes": part.bytes, "bits_per_byte": bits[part.source].tolist(), "cloze": None}
-        if credits:
-            right = mean(credits)
+        if scored:
+            right = mean(credit for _, credit in scored)
             sources[part.source]["cloze"] = {
-                "right": right, "standard_error": standard_error(right, len(credits)), "sentences": len(credits),
-                "by_frequency": mean(item.commonest == 0 for item in items),
+                "right": right, "standard_error": standard_error(right, len(scored)), "sentences": len(scored),
+                "by_frequency": mean(item.commonest == 0 for item, _ in scored),
             }  # fmt: skip
     overall = over_all(text.parts, {name: float(heads[0]) for name, heads in bits.items()})
     return {"own": text.own, "bits_per_byte": overall, "sources": sources}
 
 
-def held_out_prompts(loaded: Loaded, file: str | None, encoding: str, count: int) -> tuple[list[list[int]], int]:
+def held_out_prompts(
+    loaded: Loaded, files: Sequence[str], encoding: str, count: int
+) -> tuple[list[list[int]], int]:
     """Up to `count` prompts, evenly from the held-out instructions; and how many of these are too long to be asked."""
-    if file:
-        records = hold_out(read_records([file], encoding))[1]
+    if files:
+        records = hold_out(read_records(files, encoding))[1]
         asked = [render_prompt(r.instruction, r.input) for r in records]
     else:
         seed = loaded.meta["settings"]["seed"]
@@ -367,18 +380,21 @@ def keep_scores(found: dict[str, Any], with_card: bool) -> None:
     if path not in checkpoint.steps(path.parent)[-1:]:
         print(f"{path} is not the newest checkpoint of a run: no scores.json{' and no card' * with_card} written")
         return
-    save_scores(path.parent, scores_of(found))
+    save_scores(path.parent, found["step"], scores_of(found))
     if with_card:
         print(f"wrote {write_card(path.parent)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--checkpoint", metavar="DIR", help="a run or one of its checkpoints (default: the newest run)")
+    p.add_argument("--checkpoint", metavar="DIR",
+                   help="a run or one of its checkpoints (default: the newest run under runs/, fine-tuned before "
+                   "pretrained; else the model that comes with the repository)")  # fmt: skip
     p.add_argument("--data", nargs="+", default=[], metavar="PATH",
                    help="token shards, or text as given to pretrain.py (default: the built-in world)")  # fmt: skip
-    p.add_argument("--instructions", metavar="FILE",
-                   help="records as given to sft.py; the last 20th is asked (default: the built-in ones)")  # fmt: skip
+    p.add_argument("--instructions", nargs="+", default=[], metavar="FILE",
+                   help="records as given to sft.py; the last 20th of all is asked (default: the built-in "
+                   "ones)")  # fmt: skip
     p.add_argument("--encoding", default="utf-8", help="encoding of text files (default: %(default)s)")
     p.add_argument("--kneser-ney", action="store_true",
                    help="also a 5-gram model of the training text: some 2 s and 140 MB a million tokens")  # fmt: skip

@@ -35,6 +35,7 @@ from models.nanoeuler.plan import check_fits, print_plan, sequence_length
 from tinyforge.errors import UserError, run_command
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import SEPARATOR, Part, Shards
+from tinyforge.train import checkpoint
 from tinyforge.train.batches import PackedTokens, check_ids, fingerprint
 from tinyforge.train.corpus import NOT_STATED, Corpus, HeldOut, find_shards, open_corpus, opening_of, summarise
 from tinyforge.train.loop import Task, train
@@ -205,13 +206,13 @@ def main(argv: Sequence[str] | None = None) -> int:
          "data_hash": corpus.hash, "corpus": corpus.summary, "machine": backend.describe()},
         model.flop_per_token(seq_len), FLOP_CONVENTION,
     )  # fmt: skip
-    train(task, settings, backend, resume)
+    last = train(task, settings, backend, resume)
     final, by_source = corpus.evaluate(Sharded(model, backend), settings.batch_size)
     for name, figure in by_source.items():
         print(f"held-out text of {name}: {figure:.3f} bits per byte")
     print(f"all held-out text: {final:.3f} bits per byte")
     of_sources = {f"held-out text of {name}, bits per byte": figure for name, figure in by_source.items()}
-    save_scores(out, {"held-out text, bits per byte": final, **of_sources})
+    save_scores(out, checkpoint.step_of(last), {"held-out text, bits per byte": final, **of_sources})
     if with_card:
         print(f"wrote {write_card(out)}")
     print(f"next: python recipes/sft.py --base {out}")

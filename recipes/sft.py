@@ -151,13 +151,14 @@ def main(argv: Sequence[str] | None = None) -> int:
          "base": base.meta["base"] if resume else {key: base.meta[key] for key in OF_BASE if key in base.meta}},
         model.flop_per_token(seq_len), FLOP_CONVENTION,
     )  # fmt: skip
-    train(task, settings, backend, resume)
+    last = train(task, settings, backend, resume)
     if not settings.data:
         scores = exact_match(loaded, 20 * len(KINDS), settings.seed)
         print("exact match on held-out instructions (greedy, 20 of each kind):")
         for kind, score in scores.items():
             print(f"  {kind:<14} {score:6.1%}")
-        save_scores(Path(settings.out), {f"exact match, {kind}": score for kind, score in scores.items()})
+        named = {f"exact match, {kind}": score for kind, score in scores.items()}
+        save_scores(Path(settings.out), checkpoint.step_of(last), named)
     if with_card:
         print(f"wrote {write_card(Path(settings.out))}")
     print("next: python -m models.nanoeuler.chat")

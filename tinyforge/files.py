@@ -1,4 +1,4 @@
-"""Files: on the disk for good, and what is in them."""
+"""Files: whole or not at all, on the disk for good, and what is in them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whole or not at all: beside it, synced to disk, renamed. After an OSError the old one stays."""
+    partial = path.with_name(f".partial-{path.name}")
+    with open(partial, "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    sync(path.parent)
 
 
 def sha256_of(path: Path) -> str:

@@ -16,12 +16,15 @@ from typing import Any
 
 from models.nanoeuler.config import Config
 from tinyforge.errors import UserError
+from tinyforge.files import write_whole
 from tinyforge.train import checkpoint
 from tinyforge.train.metrics import NOISE, read_scores
 from tinyforge.train.settings import Settings
 
 # What does not change what is learned, or is not known to another machine.
 _UNTOLD = {"out", "base", "workers", "device", "eval_every", "save_every", "keep", "recompute"}
+# Each recipe has a default of its own for these (and for steps, which Settings leaves open).
+_ALWAYS_TOLD = {"lr", "weight_decay"}
 
 CARD = """---
 license: {license}
@@ -107,7 +110,7 @@ def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
         use=USE, limits=WORLD if built_in else OWN,
         corpus="\n".join(_learned_from(recipe, run) for recipe, run in runs),
         runs="\n".join(_trained(recipe, run, config) for recipe, run in runs),
-        scores=_scores(read_scores(found.path.parent)),
+        scores=_scores(read_scores(found.path.parent, meta["step"])),
     )  # fmt: skip
 
 
@@ -116,7 +119,7 @@ def write_card(run: Path) -> Path:
     path = run / "README.md"
     content = card(checkpoint.load(run))
     try:
-        path.write_text(content, encoding="utf-8")
+        write_whole(path, content)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; the checkpoints are untouched") from error
     return path
@@ -139,7 +142,8 @@ def _cell(value: Any) -> str:
 
 def _trained(recipe: str, run: Mapping[str, Any], config: Config) -> str:
     settings, usual = run["settings"], json.loads(json.dumps(Settings().to_dict()))
-    flags = [_flag(name, value) for name, value in settings.items() if name not in _UNTOLD and value != usual[name]]
+    names = [name for name, value in settings.items() if name in _ALWAYS_TOLD or value != usual.get(name)]
+    flags = [_flag(name, settings[name]) for name in names if name not in _UNTOLD]
     rows, length = settings["batch_size"] * settings["grad_accum"], settings["seq_len"] or config.context
     told = f"{run['step']:,} steps in {run['elapsed']:,.0f} s on {run['machine']}"
     told += f": {run['tokens']:,} tokens" if "tokens" in run else ""

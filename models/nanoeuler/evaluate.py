@@ -1,7 +1,7 @@
 """Measurements of a trained model: the last words of sentences, whole replies, and how far its heads guess right.
 
     items = cloze_items(texts, 500, seed)                   sentences, each with ten candidates for its last word
-    credits = cloze_credits(decoder, tokenizer, items)      1 where the word that stood there is the most likely one
+    scored = cloze_credits(decoder, tokenizer, items)       with 1 where the word that stood there is the most likely
     replies = reply_to(model, prompts, sampling, end, decoder)
     reply_shares([Reply(...), ...])                         how many end, are not empty, do not go in circles
 
@@ -83,20 +83,20 @@ def cloze_items(texts: Sequence[str], count: int, seed: int) -> list[Cloze]:
     return items
 
 
-def cloze_credits(decoder: Decoder, tokenizer: Tokenizer, items: Sequence[Cloze]) -> list[float]:
-    """For each item that fits the context: 1 if the right candidate has the highest score, 1 / n if n share it, else 0.
+def cloze_credits(decoder: Decoder, tokenizer: Tokenizer, items: Sequence[Cloze]) -> list[tuple[Cloze, float]]:
+    """Each item that fits the context, with 1 if the right candidate scores highest, 1 / n if n share that, else 0.
 
     score = ln p(candidate and closing mark | beginning), the sum over their tokens. The decoder has one row.
     """
-    credits = []
+    scored = []
     for item in items:
         beginning = tokenizer.encode(item.beginning)
         ends = [tokenizer.encode(f" {word}{item.mark}") for word in item.candidates]
         if len(beginning) + max(map(len, ends)) <= decoder.capacity:
             scores = log_probabilities(decoder, beginning, ends)
             best = scores == scores.max()
-            credits.append(float(best[0] / best.sum()))
-    return credits
+            scored.append((item, float(best[0] / best.sum())))
+    return scored
 
 
 def log_probabilities(decoder: Decoder, beginning: Sequence[int], ends: Sequence[Sequence[int]]) -> np.ndarray:

@@ -157,13 +157,15 @@ def test_log_probabilities_are_the_models(tiny: NanoEuler) -> None:
 
 def test_a_trained_model_is_above_chance_and_shuffled_weights_are_at_it(bundled: Loaded) -> None:
     items = cloze_items(list(documents("val", 300)), 400, seed=0)
-    right = float(np.mean(cloze_credits(make_decoder(bundled.model), bundled.tokenizer, items)))
+    scored = cloze_credits(make_decoder(bundled.model), bundled.tokenizer, items)
+    right = float(np.mean([credit for _, credit in scored]))
     assert right > 0.1 + 4 * standard_error(0.1, len(items))
     credits = []
     for seed in range(4):  # one order of the weights has favourites among the words, and few words end these sentences
         for param in bundled.model.params():
             shuffle(param.value, seed)
-        credits += cloze_credits(make_decoder(bundled.model), bundled.tokenizer, items[100 * seed : 100 * seed + 100])
+        scored = cloze_credits(make_decoder(bundled.model), bundled.tokenizer, items[100 * seed : 100 * seed + 100])
+        credits += [credit for _, credit in scored]
     assert abs(float(np.mean(credits)) - 0.1) < 2 * standard_error(0.1, len(items))
 
 
@@ -181,9 +183,9 @@ class Even(Decoder):
 def test_a_tie_is_worth_its_share_and_what_does_not_fit_is_left_out(tiny: NanoEuler) -> None:
     ends = "lake hill door barn yard park pond gate tree wall".split()
     items = cloze_items([" ".join(f"All of them went out to the {word}." for word in ends)], 99, 0)
-    assert cloze_credits(Even(tiny), BYTES, items) == [0.1] * 10
+    assert cloze_credits(Even(tiny), BYTES, items) == [(item, 0.1) for item in items] and len(items) == 10
     longer = replace(items[0], beginning="All of them " * 9)
-    assert cloze_credits(Even(tiny), BYTES, [longer, items[1]]) == [0.1]
+    assert cloze_credits(Even(tiny), BYTES, [longer, items[1]]) == [(items[1], 0.1)]
 
 
 # --- replies

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from data.world import documents
+from models.nanoeuler.runs import newest_run
 from recipes import ablation
 from tinyforge.errors import run_command
 from tinyforge.train import checkpoint
+from tinyforge.train.metrics import save_scores
 
 SHAPE = "--set dim=16 heads=2 kv_heads=1 layers=1 hidden=8 context=32 vocab=280"
 COMMON = f"{SHAPE} --data text.txt --batch-size 2 --workers 1"
@@ -26,7 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compare(*flags: str, steps: int = 12) -> int:
-    arms = ["--arm", SLOW, "--arm", FAST, "--out", "runs", "--json", "found.json"]
+    arms = ["--arm", SLOW, "--arm", FAST, "--json", "found.json"]
     return ablation.main([*arms, *flags, "--", *COMMON.split(), "--steps", str(steps), "--save-every", "5"])
 
 
@@ -40,20 +42,20 @@ def test_runs_are_made_once_and_go_on_where_they_were(here: None, capsys: pytest
     assert fast["difference"] < -2 * fast["standard_error"] and fast["beyond_noise"]
     assert "larger than the noise" in shown
     assert "difference" not in slow and len(set(slow["runs"])) == 2
-    config = checkpoint.load(Path("runs/fast/seed-1")).meta["config"]
+    config = checkpoint.load(Path("ablation/fast/seed-1")).meta["config"]
     assert config["mtp_heads"] == 2 and config["dim"] == 16
-    assert checkpoint.load(Path("runs/fast/seed-1")).meta["settings"]["seed"] == 1
+    assert checkpoint.load(Path("ablation/fast/seed-1")).meta["settings"]["seed"] == 1
 
     # One run is left at its second checkpoint, as if it had been killed, and one is gone.
-    written = {path: path.stat().st_mtime_ns for path in Path("runs").rglob("step-00000012/hashes.json")}
-    shutil.rmtree("runs/slow/seed-0/step-00000012")
-    shutil.rmtree("runs/fast/seed-0")
+    written = {path: path.stat().st_mtime_ns for path in Path("ablation").rglob("step-00000012/hashes.json")}
+    shutil.rmtree("ablation/slow/seed-0/step-00000012")
+    shutil.rmtree("ablation/fast/seed-0")
     assert compare("--seeds", "2") == 0
     assert json.loads(Path("found.json").read_text(encoding="utf-8")) == found
-    again = {path: path.stat().st_mtime_ns for path in Path("runs").rglob("step-00000012/hashes.json")}
+    again = {path: path.stat().st_mtime_ns for path in Path("ablation").rglob("step-00000012/hashes.json")}
     made = {str(path.parents[1]) for path in again if again[path] != written[path]}
-    assert made == {"runs/slow/seed-0", "runs/fast/seed-0"}
-    assert "resuming at step 10" in Path("runs/slow/seed-0/log.txt").read_text(encoding="utf-8")
+    assert made == {"ablation/slow/seed-0", "ablation/fast/seed-0"}
+    assert "resuming at step 10" in Path("ablation/slow/seed-0/log.txt").read_text(encoding="utf-8")
 
 
 def test_the_difference_and_its_noise() -> None:
@@ -103,8 +105,27 @@ def test_one_line(here: None, capsys: pytest.CaptureFixture[str], arms: list[str
     assert left.value.code == 2 and shown.startswith(f"error: {message}") and shown.count("\n") == 1, shown
 
 
+def test_no_arm_is_taken_for_the_newest_run(here: None) -> None:
+    """sft.py without --base and chat without --checkpoint look under runs/."""
+    assert compare("--seeds", "1", steps=1) == 0
+    assert checkpoint.load(Path("ablation/slow/seed-0")).meta["step"] == 1
+    assert newest_run(("sft", "pretrain")) is None
+
+
+def test_scores_of_an_earlier_step_do_not_count_as_the_end(here: None) -> None:
+    """As evaluate.py leaves them in an unfinished run that went on and ended, but was killed before it had measured."""
+    assert compare("--seeds", "1", steps=2) == 0
+    found = json.loads(Path("found.json").read_text(encoding="utf-8"))
+    run = Path("ablation/fast/seed-0")
+    (run / "scores.json").unlink()
+    save_scores(run, 1, {ablation.OVERALL: 99.0})
+    assert compare("--seeds", "1", steps=2) == 0
+    assert json.loads(Path("found.json").read_text(encoding="utf-8")) == found
+
+
 def test_a_run_of_other_flags_is_not_taken_for_this_one(here: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare("--seeds", "1", steps=2) == 0
     with pytest.raises(SystemExit):
         run_command(lambda: compare("--seeds", "1", steps=3))
-    assert "error: runs/slow/seed-0 was made with steps 2, now it is 3; choose another --out" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "error: ablation/slow/seed-0 was made with steps 2, now it is 3; choose another --out" in shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,14 +19,15 @@ import pytest
 from data.alpaca import hold_out, read_records
 from data.world import documents, instructions
 from models.kneser_ney.model import KneserNey
-from models.nanoeuler.card import card
+from models.nanoeuler.card import card, write_card
 from models.nanoeuler.runs import BUNDLED
 from recipes import evaluate, pretrain, sft
 from tinyforge.errors import UserError, run_command
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import SEPARATOR, Shards
 from tinyforge.train import checkpoint, metrics
-from tinyforge.train.metrics import save_scores
+from tinyforge.train.metrics import NOISE, save_scores
+from tinyforge.train.settings import parse, parser
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "--batch-size 4 --workers 1 --set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=160"
@@ -66,7 +68,7 @@ def measured(*flags: str) -> dict[str, Any]:
 def test_a_base_model_on_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The figures of pretrain.py come out again, the n-grams are those of the training text, and scores are merged."""
     printed = json.loads(Path("base/scores.json").read_text(encoding="utf-8"))
-    save_scores(Path("base"), {"of another kind": 0.5})
+    save_scores(Path("base"), 6, {"of another kind": 0.5})
     found = measured("--checkpoint", "base", "--data", "shards", "--kneser-ney", "--card")
     shown = capsys.readouterr()
     text = found["text"]
@@ -121,16 +123,31 @@ def test_a_fine_tuned_model_is_asked_what_it_was_not_taught(folder: Path, monkey
     assert scores["replies that do all three, sampled +-"] == replies["spread"]["all_three"]
 
 
+def test_instructions_in_several_files_are_held_out_as_fine_tuning_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last 20th of all together, not of the last file alone."""
+    records = json.loads(Path("records.json").read_text(encoding="utf-8"))
+    for name, part in (("first.json", records[:78]), ("second.json", records[78:])):
+        Path(name).write_text(json.dumps(part), encoding="utf-8")
+    asked: list[str] = []
+    render = evaluate.render_prompt
+    monkeypatch.setattr(evaluate, "render_prompt", lambda *text: asked.append(text[0]) or render(*text))
+    found = measured("--checkpoint", "tuned", "--data", "shards", "--instructions", "first.json", "second.json")
+    assert asked == [record["instruction"] for record in records[76:]]
+    assert found["instructions"] == ["first.json", "second.json"]
+
+
 def test_other_text_than_the_runs_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The built-in world and a text file; the run's own overall figure is not replaced by theirs."""
-    before = json.loads(Path("base/scores.json").read_text(encoding="utf-8"))["held-out text, bits per byte"]
+    before = metrics.read_scores(Path("base"), 6)["held-out text, bits per byte"]
     found = measured("--checkpoint", "base")
     assert list(found["text"]["sources"]) == ["built-in world"] and not found["text"]["own"]
     assert "the model learned from shards; give --data to measure on that" in capsys.readouterr().err
     other = measured("--checkpoint", "base", "--data", "text.txt")
     assert list(other["text"]["sources"]) == ["text"]
     assert other["text"]["bits_per_byte"] != found["text"]["bits_per_byte"]
-    assert json.loads(Path("base/scores.json").read_text(encoding="utf-8"))["held-out text, bits per byte"] == before
+    assert metrics.read_scores(Path("base"), 6)["held-out text, bits per byte"] == before
 
 
 def test_a_run_on_plain_text_and_one_output_head(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +161,25 @@ def test_a_run_on_plain_text_and_one_output_head(folder: Path, capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert "speculation: skipped; the model has one output head" in shown
     assert "skipped: too few different last words of sentences" in shown
+
+    with open("text.txt", "a", encoding="utf-8") as text:
+        text.write("A dog sat on it too. " * 20)
+    changed = measured("--checkpoint", "plain", "--data", "text.txt")
+    assert not changed["text"]["own"] and changed["text"]["bits_per_byte"] != found["text"]["bits_per_byte"]
+    assert "text.txt: changed since the model learned from it" in capsys.readouterr().err
+    kept = metrics.read_scores(Path("plain"), 2)["held-out text, bits per byte"]
+    assert kept == pytest.approx(printed["held-out text, bits per byte"], rel=1e-6)
+
+
+def test_both_cloze_figures_are_of_the_same_sentences(folder: Path) -> None:
+    """The commonest last word ends only sentences that are too long for the context, so no scored one has it."""
+    long = [f"Number {i} {' '.join('zyxwvu' for _ in range(36))} sea." for i in range(11)]
+    short = [f"They all went to the {word}." for word in "lake hill door barn yard park pond gate tree".split()]
+    tail = " ".join([*long, *short]) + " "
+    Path("sentences.txt").write_text("and so on " * len(tail) + tail, encoding="utf-8")
+    found = measured("--checkpoint", "base", "--data", "sentences.txt")
+    cloze = found["text"]["sources"]["text"]["cloze"]
+    assert cloze["sentences"] == 9 and cloze["by_frequency"] == 0
 
 
 def test_what_is_no_run_gets_no_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,10 +260,103 @@ def test_the_card_of_a_run(folder: Path) -> None:
         card(found)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "step", "flags"),
+    [(sft, "tuned", "--steps 3 --lr 4e-3 --weight-decay 0.1"), (sft, "tuned", "--minutes 2"),
+     (pretrain, "base", "--steps 6 --lr 2e-3 --data 'a file' b")],
+)  # fmt: skip
+def test_the_command_on_the_card_means_what_was_run(folder: Path, recipe: Any, step: str, flags: str) -> None:
+    """Read by the recipe that it names it gives the same settings, whatever that recipe's own defaults are."""
+    reader = parser("", recipe.DEFAULTS, with_base=recipe is sft)
+    wanted = parse(reader, shlex.split(flags), recipe.DEFAULTS).settings
+    found = checkpoint.load(Path(step))
+    found.meta["settings"] = json.loads(json.dumps(wanted.to_dict()))
+    told = re.findall(rf"    python recipes/{recipe.__name__.rpartition('.')[2]}\.py (.*)", card(found))
+    assert len(told) == 1
+    assert parse(reader, shlex.split(told[0]), recipe.DEFAULTS).settings == wanted
+
+
+def test_the_card_of_a_run_with_settings_that_are_gone(folder: Path) -> None:
+    found = checkpoint.load(Path("base"))
+    found.meta["settings"] |= {"momentum": 0.5, "shuffle": None}
+    assert "--momentum 0.5" in card(found) and "shuffle" not in card(found)
+
+
 def test_scores_are_merged_and_a_damaged_file_is_replaced(tmp_path: Path) -> None:
-    save_scores(tmp_path, {"a": 1.0, "b": 2.0})
-    save_scores(tmp_path, {"b": 3.0})
-    assert metrics.read_scores(tmp_path) == {"a": 1.0, "b": 3.0}
+    save_scores(tmp_path, 6, {"a": 1.0, "b": 2.0})
+    save_scores(tmp_path, 6, {"b": 3.0})
+    assert metrics.read_scores(tmp_path, 6) == {"a": 1.0, "b": 3.0}
     (tmp_path / "scores.json").write_text("{", encoding="utf-8")
-    save_scores(tmp_path, {"b": 4.0})
-    assert metrics.read_scores(tmp_path) == {"b": 4.0}
+    save_scores(tmp_path, 6, {"b": 4.0})
+    assert metrics.read_scores(tmp_path, 6) == {"b": 4.0}
+
+
+def test_noise_goes_with_the_score_that_it_was_of(tmp_path: Path) -> None:
+    save_scores(tmp_path, 6, {"a": 1.0, f"a{NOISE}": 0.1, "b": 2.0, f"b{NOISE}": 0.2, f"c{NOISE}": 0.3})
+    save_scores(tmp_path, 6, {"a": 1.5, "b": 2.5, f"b{NOISE}": 0.4})
+    wanted = {"a": 1.5, "b": 2.5, f"b{NOISE}": 0.4, f"c{NOISE}": 0.3}
+    assert metrics.read_scores(tmp_path, 6) == wanted
+
+
+def test_scores_are_of_one_step(tmp_path: Path) -> None:
+    """Those of a step that the run has left behind go; a file without a step, as there once were, is taken as it is."""
+    (tmp_path / "scores.json").write_text('{"a": 1.0}', encoding="utf-8")
+    assert metrics.read_scores(tmp_path, 6) == {"a": 1.0}
+    save_scores(tmp_path, 6, {"b": 2.0})
+    assert metrics.read_scores(tmp_path, 6) == {"a": 1.0, "b": 2.0} and metrics.read_scores(tmp_path, 8) == {}
+    save_scores(tmp_path, 8, {"c": 3.0})
+    assert metrics.read_scores(tmp_path, 8) == {"c": 3.0} and metrics.read_scores(tmp_path, 6) == {}
+
+
+def test_a_run_that_goes_on_leaves_its_scores_behind(folder: Path) -> None:
+    """Measured when it was stopped, on what its end does not measure again: neither file nor card has that."""
+    pretrain.main(f"{SHAPE} --data shards --steps 4 --save-every 2 --out half".split())
+    shutil.rmtree("half/step-00000004")
+    measured("--checkpoint", "half", "--data", "shards", "--card")
+    word = "last word of a sentence among ten, books"
+    assert word in metrics.read_scores(Path("half"), 2) and word in Path("half/README.md").read_text(encoding="utf-8")
+    pretrain.main("--resume --out half --card".split())
+    scores = metrics.read_scores(Path("half"), 4)
+    assert "held-out text, bits per byte" in scores and word not in scores
+    assert word not in Path("half/README.md").read_text(encoding="utf-8")
+    sft.main("--base base --data records.json --steps 4 --save-every 2 --batch-size 4 --workers 1 --out asked".split())
+    save_scores(Path("asked"), 2, {word: 0.5})  # fine-tuning on records takes no scores of its own
+    assert word not in write_card(Path("asked")).read_text(encoding="utf-8")
+
+
+def test_a_write_that_breaks_off_leaves_the_old_scores_and_card(folder: Path) -> None:
+    """No file may grow beyond 100 bytes, as on a disk that is full in the middle of a write."""
+    save_scores(Path("tuned"), 3, {"a": 1.0})
+    kept = [Path("tuned/scores.json"), Path("tuned/README.md")]
+    before = [path.read_bytes() for path in kept]
+    program = """
+import resource
+from pathlib import Path
+from models.nanoeuler.card import write_card
+from tinyforge.errors import UserError
+from tinyforge.train.metrics import save_scores
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+for write in (lambda run: save_scores(run, 3, {"b" * 200: 1.0}), write_card):
+    try:
+        write(Path("tuned"))
+    except UserError as error:
+        print(error)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "cannot write tuned/scores.json: File too large; the checkpoint is saved. Free some space",
+        "cannot write tuned/README.md: File too large; the checkpoints are untouched",
+    ]
+    assert [path.read_bytes() for path in kept] == before
+
+
+def test_help_says_which_model_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        evaluate.main(["--help"])
+    flag = " ".join(capsys.readouterr().out.rpartition("--checkpoint DIR")[2].split())
+    assert flag.startswith(
+        "a run or one of its checkpoints (default: the newest run under runs/, fine-tuned before pretrained; else the "
+        "model that comes with the repository)"
+    )

@@ -39,7 +39,7 @@ import numpy as np
 
 from tinyforge.backends.workers import cores
 from tinyforge.errors import UserError
-from tinyforge.files import sha256_of, sync
+from tinyforge.files import sha256_of, sync, write_whole
 from tinyforge.text.bpe import Tokenizer
 
 MAGIC = b"TFTOKENS"
@@ -128,14 +128,8 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_json(path: Path, content: Any) -> None:
     """Whole or not at all: written beside, synced to disk, renamed."""
-    partial = path.with_name(f".partial-{path.name}")
     with writing(path):
-        with open(partial, "w", encoding="utf-8", newline="\n") as f:
-            f.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(partial, path)
-        sync(path.parent)
+        write_whole(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 class ShardWriter:

@@ -134,6 +134,11 @@ def steps(out: Path) -> list[Path]:
     return sorted(p for p in out.glob(_PREFIX + "*") if p.is_dir()) if out.is_dir() else []
 
 
+def step_of(path: Path) -> int:
+    """The step after which a run has saved the checkpoint `path`."""
+    return int(path.name.removeprefix(_PREFIX))
+
+
 def latest(path: Path) -> Path:
     """`path` itself if it is a checkpoint, else the newest checkpoint in it."""
     if (path / "meta.json").is_file():

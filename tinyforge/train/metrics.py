@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 
 from tinyforge.backends.workers import worker_pids
 from tinyforge.errors import UserError
+from tinyforge.files import write_whole
 
 NOISE = " +-"
 
@@ -23,12 +23,10 @@ class Metrics:
     def __init__(self, out: Path, step: int) -> None:
         self.path = out / "metrics.jsonl"
         rows = [row for row in read(self.path) if row["step"] <= step] if step else []
-        # Written beside and renamed: a kill here must not lose the rows that no later step writes again.
-        partial = out / ".partial-metrics.jsonl"
         try:
             out.mkdir(parents=True, exist_ok=True)
-            partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            os.replace(partial, self.path)
+            # A kill here must not lose the rows that no later step writes again.
+            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
         except OSError as error:
             raise UserError(
                 f"cannot write in {out}: {error.strerror}; choose another --out, or see to its permissions and space"
@@ -56,26 +54,29 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def save_scores(out: Path, scores: dict[str, float]) -> None:
-    """Put what the finished model was measured at into `out/scores.json`, for its card; other scores there stay.
+def save_scores(out: Path, step: int, scores: dict[str, float]) -> None:
+    """Put what the model was measured at after `step` steps into `out/scores.json`, for its card.
 
-    One named as another with NOISE behind it says how far chance may move that other one.
+    Other scores of this step stay, those of another go. One named as another with NOISE behind it says how far chance
+    may move that other one, and goes when that is measured anew.
     """
     path = out / "scores.json"
-    scores = {**read_scores(out), **scores}
+    stale = {name + NOISE for name in scores}
+    kept = {name: score for name, score in read_scores(out, step).items() if name not in stale}
     try:
-        path.write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps({"step": step, **kept, **scores}, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; the checkpoint is saved. Free some space") from error
 
 
-def read_scores(out: Path) -> dict[str, float]:
-    """What `save_scores` has written; nothing where it has not, or where the file cannot be read."""
+def read_scores(out: Path, step: int) -> dict[str, float]:
+    """What `save_scores` has written for `step`; nothing where it has not, or where the file cannot be read."""
     try:
         scores = json.loads((out / "scores.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return scores if isinstance(scores, dict) else {}
+    # Files of earlier versions name no step: they are taken as they are.
+    return scores if isinstance(scores, dict) and scores.pop("step", step) == step else {}
 
 
 def plot(metrics: Path, target: Path) -> None:
