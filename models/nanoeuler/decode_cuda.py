@@ -45,6 +45,12 @@ class DeviceDecoder(Decoder):
         self.model: NanoEuler = model
         self._leaving: list[tuple[np.ndarray, Any]] = []
 
+    def _shape(self) -> dict[str, int]:
+        """The fields of `DecodePlan` that are the model's."""
+        c = self.config
+        return {"dim": c.dim, "hidden": c.hidden, "heads": c.heads, "kv_heads": c.kv_heads, "layers": c.layers,
+                "vocab": c.vocab, "outputs": c.mtp_heads, "itemsize": self.model.backend.dtype.itemsize}  # fmt: skip
+
     def _weights(self, plan: AnyPlan) -> Weights[AnyPlan]:
         """A copy of the model's, in the order of the plan."""
         model: NanoEuler = self.model
@@ -102,14 +108,12 @@ class CudaDecoder(DeviceDecoder):
 
     def __init__(self, model: NanoEuler, batch: int = 1, capacity: int | None = None, **tuning: int) -> None:
         super().__init__(model, batch, capacity)
-        c, backend = model.config, model.backend
         if batch != 1:
             raise UserError(f"CudaDecoder: {batch} rows, takes one; use make_decoder")
         tuning = {"blocks": processors(), "shared": shared_limit(), **tuning}
-        plan = Plan(c.dim, c.hidden, c.heads, c.kv_heads, c.layers, c.vocab, c.mtp_heads, MOST_ROWS,
-                    backend.dtype.itemsize, **tuning)  # fmt: skip
+        plan = Plan(rows=MOST_ROWS, **self._shape(), **tuning)
         self.weights = self._weights(plan)
-        self.cache = Cache(plan, backend.dtype, self.capacity)
+        self.cache = Cache(plan, model.backend.dtype, self.capacity)
         self.most_drafts = min(self.most_drafts, MOST_ROWS - 1)
         self._launchers: dict[int, Launcher] = {}
 

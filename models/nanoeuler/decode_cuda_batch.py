@@ -35,20 +35,17 @@ class CudaBatchDecoder(DeviceDecoder):
 
     def __init__(self, model: NanoEuler, batch: int, capacity: int | None = None, **tuning: int) -> None:
         super().__init__(model, batch, capacity)
-        itemsize = model.backend.dtype.itemsize
         plan = None
-        if itemsize == 2 and "resident" not in tuning:
+        if model.backend.dtype.itemsize == 2 and "resident" not in tuning:
             with suppress(UserError):
-                plan = self._plan(itemsize, resident=2, **tuning)
-        plan = plan or self._plan(itemsize, **tuning)
+                plan = self._plan(resident=2, **tuning)
+        plan = plan or self._plan(**tuning)
         self.launcher = BatchLauncher(self._weights(plan))
         self.cache = BatchCache(plan, model.backend.dtype, self.capacity)
 
-    def _plan(self, itemsize: int, resident: int = 1, **tuning: int) -> BatchPlan:
-        c = self.config
+    def _plan(self, resident: int = 1, **tuning: int) -> BatchPlan:
         given = {"blocks": resident * processors(), "shared": shared_limit(resident), **tuning}
-        return BatchPlan(c.dim, c.hidden, c.heads, c.kv_heads, c.layers, c.vocab, c.mtp_heads, self.batch, itemsize,
-                         resident=resident, **given)  # fmt: skip
+        return BatchPlan(batch=self.batch, resident=resident, **self._shape(), **given)
 
     def prefill(self, row: int, tokens: Sequence[int]) -> None:
         """By the model's own ops. Does not wait for the device."""

@@ -14,36 +14,22 @@ import numpy as np
 
 from tinyforge.errors import UserError
 from tinyforge.op import Array
-from tinyforge.ops.decode_plan import TILE, Layer
+from tinyforge.ops.decode_plan import TILE, DecodePlan, Layer
 
 TEAM_ROWS = 16
 """Rows of the batch that go through the layers together: those of a product on tensor cores."""
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """A decoder's shape, and how its work is spread over a GPU.
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan(DecodePlan):
+    """How the work of decode_batch.cu is spread over a GPU.
 
-    outputs: heads of `vocab` rows each. batch: rows. itemsize: bytes of a stored number. blocks: those that the device
-    runs at once, `resident` of them on a multiprocessor, split evenly among the teams. shared: bytes of shared memory
-    that a block may use. warps: of a block. tiles: whose sums a block keeps at one time, at most. depth: pieces of 16
-    bytes that each lane's queue holds, 0 for as many as fit.
+    batch: rows. blocks: those that the device runs at once, `resident` of them on a multiprocessor, split evenly among
+    the teams. tiles: whose sums a block keeps at one time, at most.
     """
 
-    dim: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    layers: int
-    vocab: int
-    outputs: int
     batch: int
-    itemsize: int
-    blocks: int
-    shared: int
-    warps: int = 8
     tiles: int = 4
-    depth: int = 0
     resident: int = 1
 
     def __post_init__(self) -> None:
@@ -70,10 +56,6 @@ class BatchPlan:
             )
 
     @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
-
-    @property
     def teams(self) -> int:
         return -(-self.batch // TEAM_ROWS)
 
@@ -83,22 +65,9 @@ class BatchPlan:
         return self.blocks // self.teams
 
     @property
-    def piece(self) -> int:
-        """Numbers of a lane's 16 bytes."""
-        return 16 // self.itemsize
-
-    @property
-    def vocab_rows(self) -> int:
-        return -(-self.vocab // TILE) * TILE
-
-    @property
     def hidden_tiles(self) -> int:
         """Of gate and up: four rows of each."""
         return -(-self.hidden // 4)
-
-    def steps(self, columns: int) -> int:
-        """Pieces of a tile that each lane takes."""
-        return -(-columns // (self.warps * 4 * self.piece))
 
     def padded(self, columns: int) -> int:
         """Columns of a product, filled up to whole pieces of all lanes."""
@@ -106,9 +75,8 @@ class BatchPlan:
 
     def products(self) -> Iterator[tuple[int, int]]:
         """Of a pass with all outputs: the number of tiles, and columns."""
-        width = (self.heads + 2 * self.kv_heads) * self.head_dim
         for _ in range(self.layers):
-            yield width // TILE, self.dim
+            yield self.width // TILE, self.dim
             yield self.dim // TILE, self.dim
             yield self.hidden_tiles, self.dim
             yield self.dim // TILE, self.hidden
@@ -120,13 +88,6 @@ class BatchPlan:
         return count * np.arange(self.team + 1) // self.team
 
     @property
-    def slots(self) -> int:
-        """Pieces in each lane's queue: a power of 2, so that a place is found by a mask."""
-        room = (self.shared - self._other_bytes) // (self.warps * 32 * 16)
-        room = min(room, self.depth) if self.depth else room
-        return 1 << (room.bit_length() - 1) if room > 0 else 0
-
-    @property
     def _other_bytes(self) -> int:
         """Shared memory beside the queues."""
         wide, group = max(self.itemsize, 4), self.heads // self.kv_heads
@@ -136,10 +97,6 @@ class BatchPlan:
         columns = -(-self.dim // TILE // self.team) * TILE  # of the residual stream, that a block owns
         numbers = (TEAM_ROWS + 2 * self.layers + 1) * columns + TEAM_ROWS * (self.head_dim + 1)
         return max(sums, attention, draw) + numbers * wide + TEAM_ROWS * 4
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.slots * self.warps * 32 * 16 + self._other_bytes
 
     @property
     def exchange_bytes(self) -> int:
@@ -165,7 +122,7 @@ class BatchPlan:
     @cached_property
     def rope_order(self) -> np.ndarray:
         """Rows of q, k and v in the order of their tiles: the two that RoPE turns together are neighbours."""
-        pairs = np.arange((self.heads + 2 * self.kv_heads) * self.head_dim).reshape(-1, 2, self.head_dim // 2)
+        pairs = np.arange(self.width).reshape(-1, 2, self.head_dim // 2)
         return pairs.swapaxes(1, 2).reshape(-1)
 
     @cached_property

@@ -5,6 +5,7 @@ Plain arithmetic over shapes: it runs, and is tested, without a GPU. The kernel 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,14 +32,12 @@ class Layer(NamedTuple):
     down: Array
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A decoder's shape, and how its work is spread over a GPU.
+@dataclass(frozen=True, kw_only=True)
+class DecodePlan(ABC):
+    """A decoder's shape, and what every kernel for it has: weights that come through a queue of each lane.
 
-    outputs: heads of `vocab` rows each. rows: new positions of a pass, 1 to 4. itemsize: bytes of a stored number.
-    shared: bytes of shared memory that a block may use. blocks, warps: of the launch. splits: of the positions of a kv
-    head. depth: pieces of 16 bytes that each lane's queue holds, 0 for as many as fit. refill: how many of them a lane
-    asks for between two looks for numbers of attention. spin: nanoseconds that a thread sleeps between two looks.
+    outputs: heads of `vocab` rows each. itemsize: bytes of a stored number. blocks, warps: of the launch. shared: bytes
+    of shared memory that a block may use. depth: pieces of 16 bytes that each lane's queue holds, 0 for as many as fit.
     """
 
     dim: int
@@ -48,13 +47,61 @@ class Plan:
     layers: int
     vocab: int
     outputs: int
-    rows: int
     itemsize: int
     blocks: int
     shared: int
     warps: int = 8
-    splits: int = 3
     depth: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def piece(self) -> int:
+        """Numbers of a lane's 16 bytes."""
+        return 16 // self.itemsize
+
+    @property
+    def vocab_rows(self) -> int:
+        return -(-self.vocab // TILE) * TILE
+
+    @property
+    def width(self) -> int:
+        """Rows of q, k and v."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def steps(self, columns: int) -> int:
+        """Pieces of a tile that each lane takes."""
+        return -(-columns // (self.warps * 4 * self.piece))
+
+    @property
+    def slots(self) -> int:
+        """Pieces in each lane's queue: a power of 2, so that a place is found by a mask."""
+        room = (self.shared - self._other_bytes) // (self.warps * 32 * 16)
+        room = min(room, self.depth) if self.depth else room
+        return 1 << (room.bit_length() - 1) if room > 0 else 0
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.slots * self.warps * 32 * 16 + self._other_bytes
+
+    @property
+    @abstractmethod
+    def _other_bytes(self) -> int:
+        """Shared memory beside the queues."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(DecodePlan):
+    """How the work of decode.cu is spread over a GPU.
+
+    rows: new positions of a pass, 1 to 4. splits: of the positions of a kv head. refill: how many pieces a lane asks
+    for between two looks for numbers of attention. spin: nanoseconds that a thread sleeps between two looks.
+    """
+
+    rows: int
+    splits: int = 3
     refill: int = 4
     spin: int = 0
 
@@ -77,34 +124,16 @@ class Plan:
             )
 
     @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
-
-    @property
-    def piece(self) -> int:
-        """Numbers of a lane's 16 bytes."""
-        return 16 // self.itemsize
-
-    @property
-    def vocab_rows(self) -> int:
-        return -(-self.vocab // TILE) * TILE
-
-    @property
     def hidden_rows(self) -> int:
         return -(-self.hidden // TILE) * TILE
-
-    def steps(self, columns: int) -> int:
-        """Pieces of a tile that each lane takes."""
-        return -(-columns // (self.warps * 4 * self.piece))
 
     def pitch(self, columns: int) -> int:
         return (self.steps(columns) * self.warps + 1) * 4 * self.piece
 
     def deals(self) -> Iterator[tuple[int, int]]:
         """Everything that is dealt out in a pass with all outputs: the number of tiles, and columns (0: attention)."""
-        width = (self.heads + 2 * self.kv_heads) * self.head_dim
         for _ in range(self.layers):
-            yield width // TILE, self.dim
+            yield self.width // TILE, self.dim
             yield self.kv_heads * self.splits * MOST_ROWS, 0  # whatever the rows: the weights lie the same for all
             yield self.dim // TILE, self.dim
             yield self.hidden_rows // 4, self.dim
@@ -116,13 +145,6 @@ class Plan:
     def tiles(self) -> int:
         """Tiles whose sums a block keeps at one time."""
         return max(1, min(4, self.slots // max(self.steps(self.dim), self.steps(self.hidden))))
-
-    @property
-    def slots(self) -> int:
-        """Pieces in each lane's queue: a power of 2, so that a place is found by a mask."""
-        room = (self.shared - self._other_bytes) // (self.warps * 32 * 16)
-        room = min(room, self.depth) if self.depth else room
-        return 1 << (room.bit_length() - 1) if room > 0 else 0
 
     @property
     def _other_bytes(self) -> int:
@@ -138,10 +160,6 @@ class Plan:
         return inputs + sums + max(attention, sampling)
 
     @property
-    def shared_bytes(self) -> int:
-        return self.slots * self.warps * 32 * 16 + self._other_bytes
-
-    @property
     def macros(self) -> dict[str, int]:
         return {
             "ROWS": self.rows, "DIM": self.dim, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
@@ -151,9 +169,8 @@ class Plan:
 
     def exchange(self, outputs: int) -> int:
         """Words that blocks make for each other in a pass; the last rows x outputs x vocab_rows are the logits."""
-        width = (self.heads + 2 * self.kv_heads) * self.head_dim
         per_word = max(self.itemsize, 4) // self.itemsize
-        arrays = (width, self.splits * self.dim // per_word, self.splits * self.heads, self.dim,
+        arrays = (self.width, self.splits * self.dim // per_word, self.splits * self.heads, self.dim,
                   self.hidden_rows // per_word, self.dim)  # fmt: skip
         lines = sum(-(-words // 8) for words in arrays)  # of 8 words for each of 4 rows
         return self.layers * lines * 32 + self.rows * outputs * self.vocab_rows
