@@ -112,11 +112,11 @@ done
 
 case $config in
 base)
-    # Found on 78 MB of text, 23.4 M tokens that are read 11 times: docs/results/base-run.md. The text that is fetched
+    # Found on 78 MB of text, 23.4 M tokens that are read 7.7 times: docs/results/base-run.md. The text that is fetched
     # by default is several times as much, and was not measured.
-    pretrain="--config base --batch-size 32 --lr 6e-4 --weight-decay 1.5 --steps 16000"
-    pretrain+=" --eval-every 1600 --save-every 3200"
-    sft="--batch-size 32 --lr 3e-4 --steps 960 --max-reply 160 --eval-every 240 --save-every 480"
+    pretrain="--config base --batch-size 32 --lr 6e-4 --weight-decay 1.5 --steps 11000"
+    pretrain+=" --eval-every 1100 --save-every 2200"
+    sft="--batch-size 32 --lr 2e-4 --steps 240 --max-reply 160 --eval-every 60 --save-every 120"
     : "${precision:=bf16}"
     : "${vocab:=4096}"
     fetch_books="" # the hundred classics of data/gutenberg.csv
