@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from tinyforge.backends import Backend, get_backend
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.ops import Attention
 from tinyforge.report import add_json_flag, check_before, publish
 
@@ -302,7 +302,7 @@ def shapes_of(args: argparse.Namespace) -> list[Shape]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shapes", default="32x512,16x1024", help="BATCHxTOKENS, with commas (default: %(default)s)")
     p.add_argument("--heads", type=int, default=12, help="query heads (default: %(default)s)")
     p.add_argument("--kv-heads", type=int, default=4, help="key and value heads (default: %(default)s)")

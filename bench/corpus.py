@@ -17,7 +17,6 @@ the making of the text has no part in it.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import random
 import re
@@ -47,7 +46,7 @@ from data.gutenberg import clean
 from data.shards import make_shards
 from data.source import Document, SourceWriter
 from tinyforge.backends.workers import cores
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import add_json_flag, check_before, publish
 
 KEPT_WORDS = 200  # of the most frequent, which stay: the filters look for some of them
@@ -248,7 +247,7 @@ def recall(corpus: Path, planted: list[Planted]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Time the making of a corpus.")
+    parser = Parser(description="Time the making of a corpus.")
     parser.add_argument("--data", type=Path, required=True, help="folder with gutenberg.zip and web/*.parquet")
     parser.add_argument("--bytes", type=int, default=10**9, help="of text to make (default 1e9)")
     parser.add_argument("--memory-limit", default="1GB")

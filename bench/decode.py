@@ -51,7 +51,7 @@ from models.nanoeuler.runs import load_model
 from recipes.pretrain import config_of
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores, cpu_model
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.train.settings import Settings
 
@@ -382,7 +382,7 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", default="small", help="preset (small, base, large) or a JSON file (default: small)")
     p.add_argument("--batch-size", type=int, default=1, help="rows that are decoded side by side (default: 1)")
     p.add_argument("--position", type=int, default=64, help="tokens before the one in the middle (default: 64)")

@@ -33,7 +33,7 @@ import numpy as np
 
 from models.nanoeuler.config import PRESETS
 from tinyforge.backends import KERNELS, Backend, get_backend
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.optim import AdamWConfig
 from tinyforge.report import add_json_flag, check_before, publish
 
@@ -220,7 +220,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tokens", type=int, default=16384, help="rows, a multiple of 512 (default: 16384)")
     p.add_argument("--precision", default="bf16", help="bf16, fp32 or fp64 (default: bf16)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")

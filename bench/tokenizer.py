@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.gutenberg import clean, find_entries
 from tinyforge.backends.workers import cores, cpu_model
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.text import Tokenizer
 from tinyforge.text.formats import GPT2_PATTERN, to_huggingface, to_tiktoken
@@ -201,7 +201,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("paths", nargs="*", type=Path, default=[BOOKS], metavar="FILE_OR_FOLDER_OR_ZIP",
                    help="files of Project Gutenberg (default: ../shared/data/gutenberg.zip)")  # fmt: skip
     p.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="default: 4096")

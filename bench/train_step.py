@@ -47,7 +47,7 @@ from models.nanoeuler.plan import plan_step
 from recipes.pretrain import config_of
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores, cpu_model
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.ops.cross_entropy import head_scale
 from tinyforge.optim import AdamW
 from tinyforge.report import add_json_flag, check_before, publish
@@ -332,7 +332,7 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", default="small", help="preset (small, base, large) or a JSON file (default: small)")
     p.add_argument("--batch-size", type=int, default=16, help="sequences a step (default: 16)")
     p.add_argument(

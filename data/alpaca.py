@@ -26,7 +26,7 @@ from data.download import Downloader, check_url
 from data.files import locked, write_fault, write_json, zip_members
 from data.local import decode_text, read_text
 from data.source import MANIFEST, InputFile, Refusal, print_refused, write_manifest
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import sha256_of
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ def _read_zipped(path: Path, encoding: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data.alpaca", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="records that you have; none: fetch them")

@@ -12,7 +12,6 @@ catalogue, so a run that was killed goes on where it was, and ends with the same
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -48,7 +47,7 @@ from data.passes import (
 )
 from data.source import Source, read_source
 from tinyforge.backends.workers import cores
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import sha256_of, sync
 
 if TYPE_CHECKING:
@@ -552,7 +551,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["report"]:
         return corpus_report.main(arguments[1:])
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data.corpus",
         description="Filter, deduplicate, split and decontaminate the documents of source folders. "
         "`python -m data.corpus report CORPUS` prints what became of them.",

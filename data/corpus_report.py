@@ -5,13 +5,12 @@ python -m data.corpus report corpus
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data.files import write_fault, written_whole
-from tinyforge.errors import UserError
+from tinyforge.errors import Parser, UserError
 
 CATALOGUE = "corpus.duckdb"
 _OUTCOMES = "coalesce(dropped, 'kept, ' || split)"
@@ -145,7 +144,7 @@ def write_report(corpus: Path) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m data.corpus report", description="Print a corpus's report.")
+    parser = Parser(prog="python -m data.corpus report", description="Print a corpus's report.")
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help="a folder that python -m data.corpus has made")
     print(write_report(parser.parse_args(arguments).corpus))
     return 0

@@ -16,13 +16,13 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import tinyforge.files
 from tinyforge.errors import UserError
-from tinyforge.files import sync
 
 MAX_BYTES = 64 << 20  # of one file that is read as a whole; the largest novels have 4 MB
 MAX_RATIO = 100  # unpacked to packed; text packs 3 to 5 times, a zip bomb 1000
@@ -45,22 +45,12 @@ def write_fault(path: Path, error: OSError) -> UserError:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yields a path beside `path` to write to; synced and renamed to `path` when the block ends without an error.
-
-    The file is written with whatever means, so it is opened once more to be synced. What is left of a killed run has
-    the same name and is written over. Raises UserError where the system refuses to write.
-    """
-    beside = path.with_name(f".{path.name}.part")
+    """As `tinyforge.files.written_whole`; raises UserError where the system refuses to write."""
     try:
-        yield beside
-        sync(beside)
-        os.replace(beside, path)
-        sync(path.parent)
+        with tinyforge.files.written_whole(path) as beside:
+            yield beside
     except OSError as error:
         raise write_fault(path, error) from None
-    finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from data.download import CONNECTIONS, Downloader, FetchError, Patience
-from data.files import locked, make_folder, write_fault, write_json
+from data.files import locked, make_folder, write_json, written_whole
 from data.hub import HOST, Published, file_url, list_files
 from data.source import Source, SourceWriter, copy_to_parquet, print_refused, read_source
-from tinyforge.errors import UserError, run_command
-from tinyforge.files import sha256_of, sync
+from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.files import sha256_of
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 FOLDER = "sample/10BT"
@@ -240,16 +240,11 @@ def _take_once(connection: Any, path: Path, file: Published, wanted: dict[str, A
         f"SELECT id FROM ({repeated}) WHERE row <= $last ORDER BY row", {"last": last}
     ).fetchall()
     documents, text_bytes = connection.execute("SELECT count(*), coalesce(sum(strlen(text)), 0) FROM kept").fetchone()
-    beside = path.with_name(f".{path.name}.part")
     rows_in_order = "SELECT id, '' AS title, coalesce(url, '') AS url, language_score, text FROM kept ORDER BY row"
     connection.execute("SET threads = 1")  # one writer, so that the same rows give the same bytes
-    copy_to_parquet(connection, rows_in_order, beside)
+    with written_whole(path) as beside:
+        copy_to_parquet(connection, rows_in_order, beside)
     connection.execute(f"SET threads = {CONNECTIONS}")
-    try:
-        sync(beside)
-        beside.replace(path)
-    except OSError as error:
-        raise write_fault(path, error) from None
     taken = _Slice(
         file.url, file.bytes if file.bytes is not None else size, file.sha256, wanted, documents, int(text_bytes),
         sha256_of(path), [(record, REPEATED) for (record,) in refused],
@@ -318,7 +313,7 @@ def parse_bytes(text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     defaults = Filter()
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data.fineweb_edu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")

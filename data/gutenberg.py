@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from data.download import Downloader, FetchError, Job, check_url
 from data.files import files_in, locked, read_file, zip_members
 from data.source import Document, Source, SourceWriter, print_refused, read_source, reason_of
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 
 LIST = Path(__file__).with_name("gutenberg.csv")
 # The mirrors are Project Gutenberg's own, made for programs; the web site, meant for people, comes last.
@@ -470,7 +470,7 @@ def _row(entry: Entry, book: Book, size: int, reason: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data.gutenberg", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(

@@ -22,7 +22,7 @@ from typing import Any
 
 from data.files import MAX_BYTES, escape_glob, files_in, locked, read_file, write_fault, zip_members
 from data.source import Document, Refusal, Source, SourceWriter, print_refused, read_source, reason_of
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import sha256_of
 
 PARQUET_COLUMN = "text"
@@ -298,7 +298,7 @@ def _to_document(value: Any, record: str, column: str) -> Document | Refusal:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data.local", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 import time
@@ -28,7 +27,7 @@ import numpy as np
 
 from data.files import escape_glob
 from tinyforge.backends.workers import cores
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import sha256_of
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import (
@@ -213,9 +212,7 @@ def make_shards(
         chosen = load_tokenizer(out / TOKENIZER)
     else:
         chosen = given or _train(found, vocab_size, sample_bytes, workers, progress)
-        partial = out / f".partial-{TOKENIZER}"
-        chosen.save(partial)
-        os.replace(partial, out / TOKENIZER)
+        chosen.save(out / TOKENIZER)
     from tqdm import tqdm
 
     start = time.perf_counter()
@@ -360,7 +357,7 @@ def table(shards: Shards) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data.shards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--corpus", required=True, metavar="DIR", help="a folder that data.corpus made")

@@ -21,7 +21,7 @@ from data.files import MAX_BYTES, locked
 from data.hub import HOST, Published, file_url, list_files
 from data.local import BadRecord, read_rows
 from data.source import Document, Refusal, Source, SourceWriter, print_refused, read_source
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import sha256_of
 
 REPOSITORY = "roneneldan/TinyStories"
@@ -121,7 +121,7 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data.tinystories", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(

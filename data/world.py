@@ -15,14 +15,13 @@ which is what keeps a red ball red to the end.
 
 from __future__ import annotations
 
-import argparse
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 
 T = TypeVar("T")
 
@@ -839,7 +838,7 @@ def instructions(split: str, n: int, seed: int = 0) -> Iterator[Instruction]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print samples of the built-in corpus.")
+    parser = Parser(description="Print samples of the built-in corpus.")
     parser.add_argument("--split", choices=tuple(WORDS), default="train")
     parser.add_argument("--n", type=int, default=5, help="how many (default 5)")
     parser.add_argument("--seed", type=int, default=0)

@@ -25,13 +25,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
+from threading import Event
 from typing import Any
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recipes import pretrain
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.train import checkpoint
 from tinyforge.train.metrics import read_scores
@@ -64,10 +65,9 @@ def read_arm(text: str, common: Sequence[str]) -> Arm:
     taken = next((flag for flag in (*common, *own) if flag.split("=")[0] in _OURS), None)
     if taken:
         raise UserError(f"{taken}: is set by the comparison itself (runs end by --steps); leave it out")
-    reader = parser("", pretrain.DEFAULTS, with_base=False)
-    fields = [item for part in (common, own) for item in reader.parse_args(part).set or ()]
-    given = (*common, *own, *(("--set", *fields) if fields else ()))  # the last --set counts
-    return Arm(name.strip(), given, parse(reader, given, pretrain.DEFAULTS).settings)
+    given = (*common, *own)
+    settings = parse(parser("", pretrain.DEFAULTS, with_base=False), given, pretrain.DEFAULTS).settings
+    return Arm(name.strip(), given, settings)
 
 
 def tokens_of(arm: Arm) -> int:
@@ -91,11 +91,15 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
         if meta["step"] == arm.settings.steps and OVERALL in read_scores(run, meta["step"]):
             return read_scores(run, meta["step"])
         flags = ["--resume"]
-    run.mkdir(parents=True, exist_ok=True)
     # -u: what fails says so behind all that went before.
     command = [sys.executable, "-u", str(Path(pretrain.__file__)), *flags, "--out", str(run)]
-    with open(run / "log.txt", "a", encoding="utf-8") as log:
-        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        with open(run / "log.txt", "a", encoding="utf-8") as log:
+            status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+    except OSError as error:
+        raise UserError(f"cannot write in {run}: {error.strerror}; choose another --out, or see to its permissions and "
+                        "space") from error  # fmt: skip
     if status:
         last = (run / "log.txt").read_text(encoding="utf-8").strip().rpartition("\n")[2]
         raise UserError(f"arm {arm.name!r}, seed {seed}, ended with status {status}: {last.removeprefix('error: ')}; "
@@ -129,7 +133,7 @@ def compare(scores: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, An
 
 def table_of(found: Mapping[str, Any], seeds: int, tokens: int) -> str:
     width, wide = (max(map(len, names)) for names in (found, [s for rows in found.values() for s in rows]))
-    lines = [f"head 0, bits per byte of held-out text; {tokens:,} tokens a run, {seeds} seeds"]
+    lines = [f"head 0, bits per byte of held-out text; {tokens:,} tokens a run, {seeds} seed" + "s" * (seeds > 1)]
     for arm, rows in found.items():
         for source, row in rows.items():
             line = f"  {arm:<{width}}  {source:<{wide}}  {row['mean']:.4f}"
@@ -145,7 +149,7 @@ def table_of(found: Mapping[str, Any], seeds: int, tokens: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     cut = argv.index("--") if "--" in argv else len(argv)
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--arm", action="append", default=[], metavar="'NAME: FLAGS'",
                    help="two or more; the first is what the others are compared to")  # fmt: skip
     p.add_argument("--seeds", type=int, default=3, help="runs of each arm: seeds 0, 1, ... (default: %(default)s)")
@@ -165,13 +169,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if other:
         raise UserError(f"--arm: {other.name!r} reads {tokens_of(other):,} tokens, {arms[0].name!r} {tokens:,}; change "
                         "--steps so that they are equal")  # fmt: skip
-    started = time.perf_counter()
+    started, failed = time.perf_counter(), Event()
 
     def measured(arm: Arm, seed: int) -> dict[str, float]:
+        if failed.is_set():
+            return {}  # what has not begun need not: the fault is raised before this is looked at
         try:
             scores = finish(arm, Path(args.out), seed)
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # what has not begun need not
+            failed.set()
             raise
         elapsed = time.perf_counter() - started
         print(f"{elapsed:6.0f} s  {arm.name}, seed {seed}: {scores[OVERALL]:.4f}", file=sys.stderr)

@@ -48,10 +48,10 @@ from models.nanoeuler.evaluate import (
 )
 from models.nanoeuler.generate import Sampling
 from models.nanoeuler.plan import sequence_length
-from models.nanoeuler.runs import Loaded, build_model, trained_model
+from models.nanoeuler.runs import Loaded, add_checkpoint_flag, build_model, trained_model
 from recipes.pretrain import BUILT_IN_DOCUMENTS, HELD_OUT_DOCUMENTS, documents_of, pack
 from tinyforge.backends import PRECISIONS, Backend, get_backend, gpu_is_there
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.text.shards import SEPARATOR
 from tinyforge.train import checkpoint
@@ -267,10 +267,11 @@ def table_of(found: dict[str, Any]) -> str:
 def _replies(found: dict[str, Any]) -> list[str]:
     if "skipped" in found:
         return [f"replies: skipped; {found['skipped']}"]
+    sampled = f"sampled, {found['seeds']} seed{'s' * (found['seeds'] > 1)}" if "sampled" in found else ""
     lines = [
         f"replies to {found['prompts']} held-out instructions, up to {found['max_tokens']} tokens"
         + (f"; {found['left_out']} leave too little of the context to a reply" if found["left_out"] else ""),
-        f"  {'':<30}{'greedy':<17}" + (f"sampled, {found['seeds']} seeds" if "sampled" in found else ""),
+        f"  {'':<30}{'greedy':<17}{sampled}",
     ]  # fmt: skip
     for key, what in SHARES.items():
         greedy = f"{found['greedy'][key]:>6.1%} +- {found['standard_error'][key]:.1%}"
@@ -386,10 +387,8 @@ def keep_scores(found: dict[str, Any], with_card: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--checkpoint", metavar="DIR",
-                   help="a run or one of its checkpoints (default: the newest run under runs/, fine-tuned before "
-                   "pretrained; else the model that comes with the repository)")  # fmt: skip
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_checkpoint_flag(p)
     p.add_argument("--data", nargs="+", default=[], metavar="PATH",
                    help="token shards, or text as given to pretrain.py (default: the built-in world)")  # fmt: skip
     p.add_argument("--instructions", nargs="+", default=[], metavar="FILE",

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
+from pathlib import Path
+
 import pytest
 
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("tinyforge", "models", "data", "recipes", "bench")
+    for path in (ROOT / folder).rglob("*.py")
+    if '\nif __name__ == "__main__":\n' in path.read_text(encoding="utf-8")
+)
 
 
 def raising(error: BaseException) -> None:
@@ -39,3 +51,31 @@ def test_memory_that_runs_out_is_one_line_with_the_way_out(capsys: pytest.Captur
     assert left.value.code == 2 and error.count("\n") == 1
     assert error.startswith("error: out of memory: Out of memory allocating 1,024 bytes (allocated so far: 7 bytes).;")
     assert "the last checkpoint is intact" in error and "--batch-size" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'; see --help"),
+        ([], "the following arguments are required: --steps; see --help"),
+        (["--steps", "1", "--stop\nnow"], "unrecognized arguments: --stop now; see --help"),
+    ],
+)
+def test_wrong_flags_are_a_user_error(argv: list[str], message: str) -> None:
+    parser = Parser()
+    parser.add_argument("--steps", type=int, required=True)
+    with pytest.raises(UserError) as caught:
+        parser.parse_args(argv)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_answers_an_unknown_flag_in_one_line(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [command, "--no-such-flag"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(ROOT / command), run_name="__main__")
+    shown = capsys.readouterr().err
+    assert left.value.code == 2 and shown.count("\n") == 1, shown
+    assert shown.startswith("error: ") and shown.endswith("; see --help\n")

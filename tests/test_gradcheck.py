@@ -337,3 +337,10 @@ def test_an_unknown_op_is_a_one_line_error() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(gradcheck.__file__).parents[1])
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: no op is called 'Lineal'") and done.stderr.count("\n") == 1
+
+
+def test_a_file_for_json_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--json: .*ledger.json is in a folder that does not exist; make it first"):
+        gradcheck.main(["--op", "linear", "--json", str(tmp_path / "absent" / "ledger.json")])
+    with pytest.raises(UserError, match=f"--json: cannot write {tmp_path}: Is a directory; choose another file"):
+        gradcheck.main(["--op", "linear", "--json", str(tmp_path)])

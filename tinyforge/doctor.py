@@ -7,7 +7,6 @@ Exit status 0 when training on the CPU works; a GPU is an extra.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
 import platform
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends.workers import cores
-from tinyforge.errors import run_command
+from tinyforge.errors import Parser, run_command
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_COMPUTE = 80  # bf16 tensor cores and asynchronous copies: sm_80, Ampere
@@ -115,7 +114,7 @@ def _dotted(version: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tinyforge.doctor", description=(__doc__ or "").split("\n")[0])
+    parser = Parser(prog="python -m tinyforge.doctor", description=(__doc__ or "").split("\n")[0])
     parser.parse_args(argv)
     needed, extra = cpu(), gpu()
     print("\n".join(map(str, [*needed, *extra])))

@@ -1,18 +1,28 @@
 """Errors that a user meets, and how a command shows them.
 
 A `UserError` is a fault in what the user gave (a file, a flag, a checkpoint), not a bug in this code. Its message
-is one line: what, got, wanted, fix. Commands run their `main` through `run_command`, which prints that line and
-exits with status 2, without a traceback; a bug still shows its traceback.
+is one line: what, got, wanted, fix. Commands read their flags with a `Parser`, which raises it too, and run their
+`main` through `run_command`, which prints that line and exits with status 2, without a traceback; a bug still shows its
+traceback.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 
 class UserError(Exception):
     """A fault the user can mend. The message is one line that says what is wrong and what to do next."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, but a wrong flag is a `UserError`, where argparse prints the usage, its error, and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{' '.join(message.split())}; see --help")
 
 
 def run_command(main: Callable[[], int | None]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -18,15 +20,28 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole or not at all: beside it, synced to disk, renamed. After an OSError the old one stays."""
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yields a path beside `path` to write to; synced to disk and renamed to `path` when the block ends well.
+
+    The file is written with whatever means, so it is opened once more to be synced. After an error the old file stays,
+    and the one beside it goes; what a killed run has left of it is written over. Raises OSError.
+    """
     partial = path.with_name(f".partial-{path.name}")
-    with open(partial, "w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync(path.parent)
+    try:
+        yield partial
+        sync(partial)
+        os.replace(partial, path)
+        sync(path.parent)
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whole or not at all. Raises OSError; then the old file is still there."""
+    with written_whole(path) as partial:
+        partial.write_text(text, encoding="utf-8", newline="\n")
 
 
 def sha256_of(path: Path) -> str:

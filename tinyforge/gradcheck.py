@@ -17,21 +17,19 @@ random direction gives on average: it keeps one that happens to be orthogonal to
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tinyforge.backends import Backend, get_backend
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.op import Array, Op, Stash
+from tinyforge.report import check_before, write_json
 
 TOLERANCE = 1e-8
 DIRECTIONS = 3
@@ -133,7 +131,7 @@ def known_ops() -> list[type[Op]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m tinyforge.gradcheck", description="Check every hand-written gradient in float64."
     )
     parser.add_argument("--op", metavar="NAME", help="only this op or model (default: all)")
@@ -142,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of inputs and directions (default: 0)")
     parser.add_argument("--json", metavar="FILE", help="also write the ledger as JSON")
     args = parser.parse_args(argv)
+    check_before(args.json)
 
     chosen = known_ops()
     if args.op:
@@ -161,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     total = sum(max(r.cases for r in rows if r.op == kind.__name__) for kind in chosen)
     if args.json:
         summary = {"worst": worst, "tolerance": TOLERANCE, "directions": DIRECTIONS, "rows": [asdict(r) for r in rows]}
-        Path(args.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        write_json(summary, args.json)
     print(f"worst relative error {worst:.1e} over {len(chosen)} ops, {total} cases")
     return 0 if worst <= TOLERANCE else 1
 

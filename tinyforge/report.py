@@ -31,7 +31,12 @@ def publish(found: dict[str, Any], table: str, target: str | None) -> None:
     if target == "-":
         print(json.dumps(found, indent=2))
     elif target:
-        try:
-            Path(target).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--json: cannot write {target}: {error.strerror}; choose another file") from error
+        write_json(found, target)
+
+
+def write_json(found: dict[str, Any], target: str) -> None:
+    """Write what --json FILE asks for; in place, since FILE may be a device."""
+    try:
+        Path(target).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json: cannot write {target}: {error.strerror}; choose another file") from error

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from models.nanoeuler.conversation import Conversation
 from models.nanoeuler.generate import Sampling
-from models.nanoeuler.runs import BUNDLED, Loaded, load_model, trained_model
+from models.nanoeuler.runs import BUNDLED, Loaded, add_checkpoint_flag, load_model, trained_model
 from tinyforge.backends import get_backend
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 
 BLOCK = '"""'
 SETTINGS = {
@@ -221,12 +221,11 @@ def once(loaded: Loaded, text: str, sampling: Sampling) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m models.nanoeuler.chat", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    where = "a run or one of its checkpoints (default: the newest, else the model that comes with the repository)"
-    parser.add_argument("--checkpoint", metavar="DIR", help=where)
+    add_checkpoint_flag(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and leave")
     parser.add_argument("--backend", default="numpy", help="numpy, cupy (a GPU), or auto (default: %(default)s)")
     parser.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")

@@ -12,7 +12,6 @@ full, the oldest turns are left out.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from data.alpaca import END_OF_REPLY, render_prompt
 from models.nanoeuler.generate import Sampling, Session, Stats, stream_text
 from models.nanoeuler.runs import Loaded
 from tinyforge.errors import UserError
+from tinyforge.files import write_whole
 
 FORMAT, VERSION = "nanoeuler-chat", 1
 ROOM_FOR_REPLY = 4  # a quarter of the context at least
@@ -139,12 +139,9 @@ class Conversation:
             _read(path)
         turns = [{"user": turn.user, "reply": turn.reply} for turn in self.turns]
         content = json.dumps({"format": FORMAT, "version": VERSION, "turns": turns}, indent=1) + "\n"
-        partial = path.with_name(f".{path.name}.partial")
         try:
-            partial.write_text(content, encoding="utf-8")
-            os.replace(partial, path)
+            write_whole(path, content)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise UserError(f"cannot save {path}: {error.strerror}; choose another place") from error
 
     def load(self, path: Path) -> None:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.nanoeuler.card import card
-from tinyforge.errors import run_command
+from tinyforge.errors import Parser, run_command
 from tinyforge.train import checkpoint
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m models.nanoeuler.export", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

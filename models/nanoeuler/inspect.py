@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from models.nanoeuler.model import NanoEuler
-from models.nanoeuler.runs import load_model, trained_model
+from models.nanoeuler.runs import add_checkpoint_flag, load_model, trained_model
 from tinyforge.backends import get_backend
-from tinyforge.errors import UserError, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.text import Tokenizer
 from tinyforge.text.command import visible
 
@@ -111,12 +111,12 @@ def plot_attention(tokenizer: Tokenizer, ids: Sequence[int], attention: np.ndarr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m models.nanoeuler.inspect", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("text", metavar="TEXT")
-    parser.add_argument("--checkpoint", metavar="DIR", help="a run or one of its checkpoints (default: newest)")
+    add_checkpoint_flag(parser)
     parser.add_argument("--top", type=int, default=5, help="candidates a head and position (default: %(default)s)")
     parser.add_argument("--out", default="attention.png", metavar="FILE", help="the picture (default: %(default)s)")
     args = parser.parse_args(argv)

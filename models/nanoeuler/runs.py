@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,13 @@ def build_model(found: checkpoint.Checkpoint, backend: Backend) -> Loaded:
     model = NanoEuler(config, backend)
     load_named(model.buffer, model.buffer.masters, found.weights, backend, found.path)
     return Loaded(model, tokenizer, found.meta, found.path)
+
+
+def add_checkpoint_flag(p: argparse.ArgumentParser) -> None:
+    """--checkpoint, for `trained_model`."""
+    p.add_argument("--checkpoint", metavar="DIR",
+                   help="a run or one of its checkpoints (default: the newest run under runs/, fine-tuned before "
+                   "pretrained; else the model that comes with the repository)")  # fmt: skip
 
 
 def trained_model(asked: str | None) -> Path:

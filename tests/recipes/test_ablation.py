@@ -11,7 +11,7 @@ import pytest
 
 from data.world import documents
 from models.nanoeuler.runs import newest_run
-from recipes import ablation
+from recipes import ablation, pretrain
 from tinyforge.errors import run_command
 from tinyforge.train import checkpoint
 from tinyforge.train.metrics import save_scores
@@ -78,7 +78,25 @@ def test_the_difference_and_its_noise() -> None:
     assert "999 tokens a run, 3 seeds" in table and "b  over all  0.8000 +- 0.1000   -0.3000 +- 0.0816  larger" in table
     alone = ablation.compare({arm: made[:1] for arm, made in runs.items()})
     assert alone["b"]["over all"] == {"runs": [0.8], "mean": 0.8, "difference": pytest.approx(-0.2)}
-    assert "one seed shows no noise" in ablation.table_of(alone, 1, 999)
+    table = ablation.table_of(alone, 1, 999)
+    assert "999 tokens a run, 1 seed\n" in table and "one seed shows no noise" in table
+
+
+def test_an_arm_adds_to_the_fields_of_all_and_wins_over_them() -> None:
+    common = ("--set", "dim=16", "heads=2", "--steps", "4")
+    arm = ablation.read_arm("wide: --set dim=32 layers=1 --lr 1e-2", common)
+    assert arm.flags == (*common, "--set", "dim=32", "layers=1", "--lr", "1e-2")
+    config = pretrain.config_of(arm.settings)
+    assert (config.dim, config.heads, config.layers, arm.settings.lr) == (32, 2, 1, 1e-2)
+
+
+def test_an_out_that_cannot_be_written(here: None, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").write_text("", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        run_command(lambda: compare("--seeds", "1", "--out", "file", steps=1))
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: cannot write in file/") and "Not a directory; choose another --out" in shown
+    assert shown.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -103,6 +121,7 @@ def test_one_line(here: None, capsys: pytest.CaptureFixture[str], arms: list[str
         run_command(lambda: ablation.main([*flags, "--seeds", "1", "--", *COMMON.split(), *rest.split()]))
     shown = capsys.readouterr().err
     assert left.value.code == 2 and shown.startswith(f"error: {message}") and shown.count("\n") == 1, shown
+    assert not Path("ablation/slow").exists()  # nothing is begun after a fault
 
 
 def test_no_arm_is_taken_for_the_newest_run(here: None) -> None:

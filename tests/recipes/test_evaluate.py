@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import pytest
 from data.alpaca import hold_out, read_records
 from data.world import documents, instructions
 from models.kneser_ney.model import KneserNey
+from models.nanoeuler import chat, inspect
 from models.nanoeuler.card import card, write_card
 from models.nanoeuler.runs import BUNDLED
 from recipes import evaluate, pretrain, sft
@@ -113,6 +115,8 @@ def test_a_fine_tuned_model_is_asked_what_it_was_not_taught(folder: Path, monkey
     assert asked == [record.instruction for record in held_out] and len(asked) == 4
     replies = found["replies"]
     assert replies["prompts"] == 4 and replies["left_out"] == 0 and replies["seeds"] == 2
+    headings = [evaluate._replies({**replies, "seeds": seeds})[1].split(maxsplit=1) for seeds in (1, 2)]
+    assert headings == [["greedy", "sampled, 1 seed"], ["greedy", "sampled, 2 seeds"]]
     for how in ("greedy", "sampled"):
         shares = replies[how]
         assert shares["all_three"] <= min(shares["ended"], shares["not_empty"], shares["no_line_repeated"])
@@ -352,9 +356,10 @@ for write in (lambda run: save_scores(run, 3, {"b" * 200: 1.0}), write_card):
     assert [path.read_bytes() for path in kept] == before
 
 
-def test_help_says_which_model_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [chat, evaluate, inspect])
+def test_help_says_which_model_is_taken(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        evaluate.main(["--help"])
+        command.main(["--help"])
     flag = " ".join(capsys.readouterr().out.rpartition("--checkpoint DIR")[2].split())
     assert flag.startswith(
         "a run or one of its checkpoints (default: the newest run under runs/, fine-tuned before pretrained; else the "

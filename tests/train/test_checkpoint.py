@@ -108,9 +108,9 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_goes_with_the_next(tmp_pat
     assert names(tmp_path) == ["step-00000003", "step-00000009"]
 
 
-@pytest.mark.parametrize("call", range(1, 6), ids=["tokenizer", "model", "optimizer", "meta", "hashes"])
+@pytest.mark.parametrize("call", range(1, 7), ids=["tokenizer", "its name", "model", "optimizer", "meta", "hashes"])
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Each of the five files is synced to disk; the disk is full at the call-th."""
+    """Each of the five files is synced to disk, and the tokenizer's name; the disk is full at the call-th."""
     save(tmp_path, 3)
     calls, sync = 0, os.fsync
 

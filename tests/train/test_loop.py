@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,17 @@ def spoil(op: Any, kernel: str, where: int | None = None) -> None:
     setattr(op.k, kernel, bad)
 
 
+@contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """Writes beyond `size` bytes fail, as on a disk that is full in the middle of a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def steps_of(out: Path, key: str) -> list[int]:
     return [row["step"] for row in metrics.read(out / "metrics.jsonl") if key in row]
 
@@ -82,6 +95,33 @@ def test_a_run_learns_and_leaves_what_it_should(tmp_path: Path, capsys: pytest.C
     assert rows[-1]["val_bits_per_byte"] < 0.6 * rows[0]["bits_per_byte"]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "a sample" in capsys.readouterr().out
+
+
+def test_what_a_full_disk_does_to_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A picture that cannot be drawn ends nothing; figures that cannot be written stop the run, which can go on."""
+    trial = Trial(tmp_path)
+    last = trial.train()
+    picture, log = tmp_path / "loss.png", tmp_path / "metrics.jsonl"
+    before = picture.read_bytes()
+    capsys.readouterr()
+    with no_file_beyond(log.stat().st_size):
+        assert Trial(tmp_path).train(resume=True) == last
+    out, err = capsys.readouterr()
+    warning = f"warning: cannot write {picture}: File too large; all else is saved. Free some space, then --resume"
+    assert f"{warning} --out {tmp_path} draws it" in err.splitlines()
+    assert f"wrote {last}, {log}\n" in out
+    assert picture.read_bytes() == before and not list(tmp_path.glob(".partial-*"))
+
+    with no_file_beyond(log.stat().st_size), pytest.raises(UserError) as caught:
+        metrics.Metrics(tmp_path, 6).write(step=7)
+    assert str(caught.value) == (
+        f"cannot write {log}: File too large; checkpoints are untouched. Free some space, then go on with --resume"
+    )
+    with no_file_beyond(10), pytest.raises(UserError, match=f"cannot write in {tmp_path}: File too large; choose"):
+        Trial(tmp_path).train(resume=True)
+    assert steps_of(tmp_path, "loss") == list(range(1, 7))
+    Trial(tmp_path).train(resume=True)
+    assert f"wrote {last}, {log}, {picture}\n" in capsys.readouterr().out
 
 
 def test_the_share_of_the_peak_is_what_the_numbers_say(

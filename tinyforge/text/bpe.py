@@ -26,9 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from heapq import heapify, heappop, heappush
 from itertools import chain, pairwise
 from pathlib import Path
@@ -39,6 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyforge.errors import UserError
+from tinyforge.files import write_whole
 from tinyforge.text.parallel import ordered_map
 from tinyforge.text.pieces import Batch, PieceTable, batches, to_utf8
 
@@ -479,16 +478,9 @@ class Tokenizer:
         head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in content.items())
         body = ",\n".join(f"    {json.dumps(pair)}" for pair in merges)
         path = Path(path)
-        temporary = path.with_name(path.name + ".tmp")
         try:
-            with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-                file.write(f'{{\n{head}  "merges": [\n{body}\n  ]\n}}\n')
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            write_whole(path, f'{{\n{head}  "merges": [\n{body}\n  ]\n}}\n')
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
             raise UserError(
                 f"cannot write the tokenizer {path}: {error.strerror}; free space or choose another folder"
             ) from error

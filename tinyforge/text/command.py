@@ -19,7 +19,7 @@ import io
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinyforge.errors import UserError
+from tinyforge.errors import Parser, UserError
+from tinyforge.files import written_whole
 from tinyforge.text.bpe import Tokenizer
 from tinyforge.text.pieces import recut, split, to_utf8
 
@@ -41,7 +42,7 @@ PLAIN = "\x1b[0m"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m tinyforge.text.bpe", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -172,25 +173,18 @@ def write_npy(path: Path, arrays: Iterable[npt.NDArray[Any]], dtype: np.dtype[An
     """
     count = 0
     header = {"descr": np.lib.format.dtype_to_descr(dtype.newbyteorder("<")), "fortran_order": False}
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as file:
+        with written_whole(path) as partial, open(partial, "wb") as file:
             np.lib.format.write_array_header_1_0(file, header | {"shape": (0,)})
             for array in arrays:
                 file.write(array.astype(dtype.newbyteorder("<"), copy=False).tobytes())
                 count += len(array)
             file.seek(0)
             np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
         raise UserError(
             f"cannot write the ids {path}: {error.strerror}; free space or choose another folder"
         ) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
     return count
 
 

@@ -256,7 +256,13 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
                 began = time.perf_counter()  # evaluating and saving are not training
     if last_saved is None:
         last_saved = save()
-    metrics.plot(log.path, out / "loss.png")
+    written = [last_saved, log.path]
+    try:
+        metrics.plot(log.path, out / "loss.png")
+        written.append(out / "loss.png")
+    except OSError as error:  # a picture is no reason to end as if the run had failed
+        print(f"warning: cannot write {out / 'loss.png'}: {error.strerror or error}; all else is saved. Free some "
+              f"space, then --resume --out {out} draws it", file=sys.stderr)  # fmt: skip
     if signals.received is not None:
         print(f"\nstopped at step {step}; saved {last_saved}. Go on with --resume --out {out}", file=sys.stderr)
         sys.exit(128 + signals.received)
@@ -264,7 +270,7 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
     on_gpu = f", {held / 2**20:.0f} MiB on the GPU" if held else ""
     energy = f", {used()['joules'] / 3600:.1f} Wh as the GPU counts" if used() else ""
     print(f"{step} steps in {elapsed():.0f} s, peak memory {metrics.peak_memory_mib():.0f} MiB{on_gpu}{energy}")
-    print(f"wrote {last_saved}, {log.path}, {out / 'loss.png'}")
+    print(f"wrote {', '.join(map(str, written))}")
     if rates and task.flop_per_token:
         _print_utilisation(task, backend, float(np.median(rates)))
     return last_saved

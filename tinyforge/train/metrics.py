@@ -12,7 +12,7 @@ import numpy as np
 
 from tinyforge.backends.workers import worker_pids
 from tinyforge.errors import UserError
-from tinyforge.files import write_whole
+from tinyforge.files import write_whole, written_whole
 
 NOISE = " +-"
 
@@ -80,7 +80,10 @@ def read_scores(out: Path, step: int) -> dict[str, float]:
 
 
 def plot(metrics: Path, target: Path) -> None:
-    """Training and held-out bits per byte against tokens read and minutes, and the learning rate below."""
+    """Training and held-out bits per byte against tokens read and minutes, and the learning rate below.
+
+    Raises OSError where the picture cannot be written; then the old one is still there.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -124,8 +127,11 @@ def plot(metrics: Path, target: Path) -> None:
     bottom.set_ylabel("learning rate")
     bottom.set_xlabel("million tokens")
     bottom.grid(alpha=0.3)
-    figure.savefig(target, dpi=110)
-    plt.close(figure)
+    try:
+        with written_whole(target) as beside:
+            figure.savefig(beside, dpi=110, format="png")
+    finally:
+        plt.close(figure)
 
 
 def peak_memory_mib() -> float:

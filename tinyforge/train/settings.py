@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tinyforge.backends import Backend, get_backend
-from tinyforge.errors import UserError
+from tinyforge.errors import Parser, UserError
 from tinyforge.optim.schedules import SCHEDULES
 
 
@@ -70,7 +70,7 @@ _FREE = {"out", "eval_every", "save_every", "keep", "backend", "device", "recomp
 
 def parser(description: str, defaults: Settings, with_base: bool) -> argparse.ArgumentParser:
     """The recipes' command line. Defaults are applied later, to know which flags were given."""
-    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def flag(name: str, help: str, **options: Any) -> None:
         default = getattr(defaults, name.replace("-", "_"))
@@ -83,7 +83,8 @@ def parser(description: str, defaults: Settings, with_base: bool) -> argparse.Ar
              "what it learned from", type=int, metavar="TOKENS")  # fmt: skip
     else:
         flag("config", "preset (small, base, large) or a JSON file with the config's fields")
-        flag("set", "override fields of the config, e.g. --set dim=192 layers=6", nargs="+", metavar="KEY=VALUE")
+        flag("set", "override fields of the config, e.g. --set dim=192 layers=6; given again, it adds to them",
+             nargs="+", action="extend", metavar="KEY=VALUE")  # fmt: skip
         flag("tokenizer", "tokenizer.json to use (default: train one on the data)", metavar="FILE")
     flag("backend", "where to compute: numpy, cupy (an NVIDIA GPU), or auto, which takes a GPU if there is one")
     flag("device", "number of the GPU, as CUDA counts the visible ones (default: 0)", type=int)
