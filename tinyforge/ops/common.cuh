@@ -87,6 +87,18 @@ __device__ __forceinline__ Pack<T, N> load_from_l2(const Pack<T, N> *from) {
     return pack;
 }
 
+__device__ __forceinline__ u32 shared_address(const void *p) { return u32(__cvta_generic_to_shared(p)); }
+// 16 bytes into shared memory, while the thread goes on; `copy_commit` makes a group of the copies before it.
+__device__ __forceinline__ void copy_async(u32 to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all groups of this thread have come but the last `late`.
+template <int late>
+__device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(late) : "memory");
+}
+
 // exp(x) and 1 / x for results that are stored as a T: where that is bf16, by the hardware's own approximations, some
 // hundred times as exact as what is stored.
 template <class T>

@@ -30,46 +30,29 @@
 // compile: SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
 // spills: none
 
-#include "ops/common.cuh"
+#include "ops/decode.cuh"
 
 // How the work is spread, where the launcher does not say.
 #ifndef BLOCKS
 #define BLOCKS 132
 #endif
-#ifndef WARPS
-#define WARPS 8
-#endif
-#ifndef TILES  // whose sums are kept at one time
-#define TILES 4
-#endif
 #ifndef SPLITS  // of the positions of a kv head
 #define SPLITS 3
 #endif
-#ifndef REFILL  // pieces that a lane asks for between two looks for a number
+// Pieces that a lane asks for between two looks for a number of attention. What was taken is not replaced at once: many
+// copies at a time are in the way of the numbers that blocks wait for. So the copies never ask for more than passes
+// between two looks. What is missing then is asked for after attention's projection.
+#ifndef REFILL
 #define REFILL 4
 #endif
-#ifndef SPIN  // nanoseconds of sleep between two looks
-#define SPIN 0
-#endif
 
-typedef SCALAR T;
-typedef Wide<T> A;
-
-constexpr int THREADS = WARPS * 32;
-constexpr int GROUP = HEADS / KV_HEADS, WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
-constexpr int PIECE = 16 / sizeof(T);        // what a lane reads at once
-constexpr int STEP = 4 * PIECE;              // columns of 8 rows that a warp takes at once
-constexpr int PARCEL = 16 / sizeof(A);       // numbers that another block's thread reads at once
 constexpr int ATTENTION = KV_HEADS * SPLITS * 4;  // dealt out, whatever ROWS: the weights lie the same for all
-constexpr int VOCAB_TILES = (VOCAB + 7) / 8, VOCAB_ROWS = VOCAB_TILES * 8;
 constexpr int HIDDEN_TILES = (HIDDEN + 7) / 8 * 2, HIDDEN_ROWS = HIDDEN_TILES * 4;  // a tile: 4 rows of gate, 4 of up
 
-__device__ constexpr int steps(int columns) { return (columns + WARPS * STEP - 1) / (WARPS * STEP); }
 // Columns of a product that are a warp's.
 __device__ constexpr int slice(int columns) { return steps(columns) * STEP; }
 // A row of input in shared memory: zeros up to whole steps, and one step more, so that two rows differ in banks.
-__device__ constexpr int pitch(int columns) { return steps(columns) * WARPS * STEP + STEP; }
-__device__ constexpr int each(int count, int threads) { return (count + threads - 1) / threads; }
+__device__ constexpr int pitch(int columns) { return padded(columns) + STEP; }
 
 // Arrays of a layer in `exchange`, in words. What the next product rounds to a T travels as T, SHARED_BY of them a
 // word. Eight words of an array and the same of other rows are side by side (`place`), with room for four rows, so that
@@ -80,23 +63,12 @@ constexpr int MIDDLE = STATS + 4 * STATS_WORDS, GATED = MIDDLE + 4 * DIM;
 constexpr int AFTER = GATED + 4 * ((HIDDEN_ROWS / SHARED_BY + 7) / 8 * 8), LAYER = AFTER + 4 * DIM;
 __device__ __forceinline__ int place(int n, int word) { return word / 8 * 32 + n * 8 + word % 8; }
 
-typedef Pack<T, PIECE> Piece;
-typedef Pack<A, PARCEL> Parcel;
 typedef Pack<A, PARCEL / SHARED_BY> Words;  // that hold PARCEL numbers, each a T
 
 // The first hidden unit of a tile: those of a block's tiles are side by side.
 __device__ __forceinline__ int first_unit(int tile) {
     const int block = tile % BLOCKS;
     return (block * (HIDDEN_TILES / BLOCKS) + min(block, HIDDEN_TILES % BLOCKS) + tile / BLOCKS) * 4;
-}
-
-// 1 / sqrt(x), in bf16 by the hardware's approximation.
-__device__ __forceinline__ A inverse_root(A x) {
-    if constexpr (sizeof(T) == 2) {
-        return rsqrtf(x);
-    } else {
-        return A(1) / sqrt(x);
-    }
 }
 
 __device__ __forceinline__ A log_for(A x) {
@@ -176,12 +148,6 @@ __device__ __forceinline__ void peek(const double *from, Pack<double, 1> &to) {
     asm volatile("ld.relaxed.gpu.global.f64 %0, [%1];" : "=d"(to.v[0]) : "l"(from) : "memory");
 }
 
-// Between two looks. A number that never comes is a fault of this file: an error is better than a device that hangs.
-__device__ __forceinline__ void pause(u32 &looks) {
-    if (++looks == 1u << 24) __trap();
-    if (SPIN) __nanosleep(SPIN);
-}
-
 // COUNT packs made by other blocks, at the addresses at(i), null for none. All loads are under way before the first is
 // looked at.
 template <int COUNT, int N>
@@ -210,80 +176,6 @@ __device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at) {
         if (came(got, at)) return;
     }
 }
-
-__device__ __forceinline__ void copy_async(const Piece *to, const T *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(to))),
-                 "l"(from)
-                 : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all groups have come but the last `late`.
-template <int late>
-__device__ __forceinline__ void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(late) : "memory");
-}
-
-// sum += w x^T on tensor cores: m16n8k16. A lane, g = lane / 4 and c = lane % 4, has two adjacent columns of a row in
-// each word: of w w0 in row g, w1 in row g + 8 (both of the first 8 columns), w2 and w3 the same of the other 8; of x
-// x0 and x1, of row g. It gets row g of w by rows 2 c and 2 c + 1 of x in sum[0] and sum[1], row g + 8 in the others.
-__device__ __forceinline__ void multiply_add(float (&sum)[4], u32 w0, u32 w1, u32 w2, u32 w3, u32 x0, u32 x1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(x0), "r"(x1));
-}
-
-// The weights of this lane: DEPTH pieces on their way or in shared memory. The places of what was taken are filled with
-// what comes DEPTH pieces later, but not at once: many copies at a time are in the way of the numbers that blocks wait
-// for. REFILL pieces are asked for after each look for numbers of attention that have not come: so the copies never
-// ask for more than passes between two looks. What is missing then is asked for after attention's projection.
-struct Queue {
-    Piece *slots;
-    const T *source;
-    u32 taken, asked, early;  // pieces so far: used; asked for; asked for before the last group of copies
-    int next, length;         // of the next to ask for, its place in `source`, of so many
-    int left;                 // to ask for in all
-
-    // At most `most` pieces, as far as there is room; one group.
-    __device__ __forceinline__ void refill(int most) {
-        early = asked;
-        for (int pieces = min(min(most, int(taken + DEPTH - asked)), left); pieces > 0; pieces -= 4) {
-            if (pieces >= 4 && next + 4 <= length) {
-                const T *const from = source + next * (32 * PIECE);
-#pragma unroll
-                for (int i = 0; i < 4; i++) copy_async(slots + (asked + i) % DEPTH * THREADS, from + i * (32 * PIECE));
-                advance(4);
-            } else {
-#pragma unroll 1
-                for (int i = min(pieces, 4); i > 0; i--) {
-                    copy_async(slots + asked % DEPTH * THREADS, source + next * (32 * PIECE));
-                    advance(1);
-                }
-            }
-        }
-        copy_commit();
-    }
-    __device__ __forceinline__ void advance(int pieces) {
-        asked += pieces, left -= pieces, next += pieces;
-        if (next >= length) next = 0;
-    }
-
-    // Waits until the next `pieces` are there.
-    __device__ __forceinline__ void wait(int pieces) {
-        if (int(asked - taken) < pieces) refill(DEPTH);
-        if (int(early - taken) >= pieces) {
-            copy_wait<1>();
-        } else {
-            copy_wait<0>();
-        }
-    }
-
-    // Piece number `index` of those that are there.
-    __device__ __forceinline__ const Piece &operator[](int index) const {
-        return slots[(taken + index) % DEPTH * THREADS];
-    }
-};
-static_assert((DEPTH & (DEPTH - 1)) == 0, "the queue's places are counted modulo a power of 2");
 
 // What the threads of a block share.
 struct Shared {
@@ -362,8 +254,9 @@ struct Block {
 #pragma unroll
             for (int i = 1; i < MOST; i++) count += tile + i * BLOCKS < COUNT;
             A *const sums = shared.sums + parity * (TILES * ROWS * 8 * WARPS);
+            if (int(queue.asked - queue.taken) < count * STEPS) queue.refill(DEPTH);
             queue.wait(count * STEPS);
-            if constexpr (sizeof(T) == 2) {
+            if constexpr (TENSOR_CORES) {
                 multiply<STEPS, MOST>(part, PITCH, sums);
             } else {
                 for (int i = 0; i < count; i++) {
@@ -574,7 +467,6 @@ constexpr int UNIT_ROWS = sizeof(T) > 2 || GROUP > 8 ? 1 : 8 / GROUP < ROWS ? 8 
 constexpr int UNITS = KV_HEADS * SPLITS * ((ROWS + UNIT_ROWS - 1) / UNIT_ROWS), QUERIES = UNIT_ROWS * GROUP;
 constexpr int Q_PITCH = HEAD_DIM + STEP;
 static_assert(GROUP <= 16, "a unit is 16 rows of queries at most");
-constexpr float LOWEST = -1e30f;  // finite: a difference of two of them is a number
 
 // In shared memory. What each warp found: outputs that are still to be divided by `totals`, with scores relative to
 // `tops`.
@@ -591,14 +483,8 @@ struct Scratch {
     }
 };
 
-// 16 positions of a split on tensor cores. Number i of the split is position i * SPLITS + split. Queries are the left
-// operand, keys the right one; the scores come out as a left operand for the values, of whose columns a lane takes WIDE
-// adjacent ones.
-struct Slab {
-    static constexpr int CHUNKS = HEAD_DIM / 32 ? HEAD_DIM / 32 : 1, WIDE = HEAD_DIM / 8;
-    uint4 keys[2][CHUNKS];
-    Pack<T, WIDE> values[4];
-
+// A slab of a split. Number i of the split is position i * SPLITS + split.
+struct SplitSlab : Slab {
     // The place of key u (0, 1) or value i (0 .. 3) among the 16.
     __device__ static int key(int u) { return u * 8 + threadIdx.x % 32 / 4; }
     __device__ static int value(int i) { return threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2; }
@@ -647,14 +533,8 @@ struct Slab {
     }
 };
 
-// A register of an operand.
-__device__ __forceinline__ u32 pair(T low, T high) {
-    const Pack<T, 2> both = {{low, high}};
-    return reinterpret_cast<const u32 &>(both);
-}
-
 // What this warp's positions yield. first: the slab of its first 16 positions, those before `past`.
-__device__ __forceinline__ void attend_slabs(const Scratch &scratch, Slab slab, const T *keys, const T *values,
+__device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab slab, const T *keys, const T *values,
                                              int split, int first_row, int past) {
     constexpr int HALVES = QUERIES > 8 ? 2 : 1, CHUNKS = Slab::CHUNKS, WIDE = Slab::WIDE;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
@@ -672,15 +552,7 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, Slab slab, 
         if (base != warp * 16) slab.load_old(keys, values, base, split, past);
         if ((base + 15) * SPLITS + split >= past) slab.load_fresh(scratch.fresh, base, split, past);
         float score[2][4] = {};
-#pragma unroll
-        for (int u = 0; u < 2; u++) {
-#pragma unroll
-            for (int s = 0; s < CHUNKS; s++) {
-                const uint4 k = slab.keys[u][s];
-                multiply_add(score[u], q[0][s].x, q[1][s].x, q[0][s].y, q[1][s].y, k.x, k.y);
-                multiply_add(score[u], q[0][s].z, q[1][s].z, q[0][s].w, q[1][s].w, k.z, k.w);
-            }
-        }
+        slab.scores(q, score);
         u32 shares[2][2] = {};
         float shrink[2] = {1, 1};
 #pragma unroll
@@ -693,31 +565,9 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, Slab slab, 
                 x = (base + i / 2 * 8 + c * 2 + i % 2) * SPLITS + split <= last ? x * scale : 2 * LOWEST;
                 new_top = largest(new_top, x);
             }
-            new_top = largest(new_top, __shfl_xor_sync(~0u, new_top, 1));
-            new_top = largest(new_top, __shfl_xor_sync(~0u, new_top, 2));
-            shrink[h] = __expf(top[h] - new_top);
-            total[h] *= shrink[h];
-            top[h] = new_top;
-#pragma unroll
-            for (int u = 0; u < 2; u++) {
-                T p[2];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const float share = __expf(score[u][h * 2 + i] - new_top);
-                    total[h] += share;
-                    narrow(A(share), p[i]);
-                }
-                shares[u][h] = pair(p[0], p[1]);
-            }
+            take_scores(score, h, new_top, top, total, shrink, shares);
         }
-#pragma unroll
-        for (int t = 0; t < WIDE; t++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) output[t][i] *= shrink[i / 2];
-            const u32 low = pair(slab.values[0].v[t], slab.values[1].v[t]);
-            const u32 high = pair(slab.values[2].v[t], slab.values[3].v[t]);
-            multiply_add(output[t], shares[0][0], shares[0][1], shares[1][0], shares[1][1], low, high);
-        }
+        slab.add_values(shares, shrink, output);
     }
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
@@ -796,8 +646,8 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
                                        T *values, A *parts, A *stats, int kv_head, int split, int first_row, int past) {
     const int thread = threadIdx.x;
     // What the cache holds does not depend on this pass: the first keys and values are loaded before the queries come.
-    Slab slab;
-    if constexpr (sizeof(T) == 2) slab.load_old(keys, values, thread / 32 * 16, split, past);
+    SplitSlab slab;
+    if constexpr (TENSOR_CORES) slab.load_old(keys, values, thread / 32 * 16, split, past);
 
     // Halves of heads: the unit's queries, each row's key and value. Rotated but for the value.
     constexpr int HALF = HEAD_DIM / 2, LINE = HALF / PARCEL;
@@ -831,7 +681,7 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
         }
     }
     __syncthreads();
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (TENSOR_CORES) {
         attend_slabs(scratch, slab, keys, values, split, first_row, past);
     } else {
         attend_keys(scratch, keys, values, split, first_row, past);
@@ -937,7 +787,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     Block block;
     Queue &queue = block.queue;
     Shared &shared = block.shared;
-    queue.slots = reinterpret_cast<Piece *>(memory) + thread;
     shared.by_dim = reinterpret_cast<T *>(memory + DEPTH * THREADS * 16);
     shared.by_hidden = shared.by_dim + ROWS * pitch(DIM);
     shared.stream = reinterpret_cast<A *>(shared.by_hidden + ROWS * pitch(HIDDEN));
@@ -945,6 +794,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     shared.sums = shared.squares + WARPS * ROWS;
     shared.scratch = reinterpret_cast<unsigned char *>(shared.sums + 2 * TILES * WARPS * ROWS * 8);
 
+    queue.slots = reinterpret_cast<Piece *>(memory) + thread;
     queue.source = weights + (i64(blockIdx.x) * WARPS + warp) * stride * (32 * PIECE) + lane * PIECE;
     queue.length = lengths[blockIdx.x];
     queue.left = queue.length * passes;

@@ -24,42 +24,19 @@
 // compile: SCALAR=bf16 TEAM=66|264 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=16 RESIDENT=2
 // compile: SCALAR=bf16|float|double TEAM=3 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
 
-#include "ops/common.cuh"
+#include "ops/decode.cuh"
 
 // How the work is spread, where the launcher does not say.
-#ifndef WARPS
-#define WARPS 8
-#endif
-#ifndef TILES  // whose sums are kept at one time, at most
-#define TILES 4
-#endif
 #ifndef RESIDENT  // blocks of a multiprocessor
 #define RESIDENT 1
 #endif
 
-typedef SCALAR T;
-typedef Wide<T> A;
-
-constexpr int THREADS = WARPS * 32;
 constexpr int ROWS = 16;  // of a team
-constexpr int GROUP = HEADS / KV_HEADS, WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM, HALF = HEAD_DIM / 2;
-constexpr int PIECE = 16 / sizeof(T);   // what a lane reads at once
-constexpr int STEP = 4 * PIECE;         // columns of 8 rows of a matrix that a warp takes at once
-constexpr int PARCEL = 16 / sizeof(A);  // numbers of the wider type that a thread reads at once
 // Tiles are 8 rows of a matrix; of gate and up, 4 of each.
-constexpr int DIM_TILES = DIM / 8, HIDDEN_TILES = (HIDDEN + 3) / 4, VOCAB_TILES = (VOCAB + 7) / 8;
-constexpr int VOCAB_ROWS = VOCAB_TILES * 8, UNITS = ROWS * KV_HEADS;
+constexpr int DIM_TILES = DIM / 8, HIDDEN_TILES = (HIDDEN + 3) / 4, UNITS = ROWS * KV_HEADS, HALF = HEAD_DIM / 2;
 constexpr int CREW = UNITS <= TEAM ? WARPS : WARPS / 2, CREWS = WARPS / CREW;
-constexpr bool TENSOR_CORES = sizeof(T) == 2;
 
-typedef Pack<T, PIECE> Piece;
-typedef Pack<A, PARCEL> Parcel;
 typedef Pack<A, 2> Pair;
-
-__device__ constexpr int each(int count, int parts) { return (count + parts - 1) / parts; }
-// Pieces of a tile that each lane takes, and the columns of a product, filled up to whole ones.
-__device__ constexpr int steps(int columns) { return each(columns, WARPS * STEP); }
-__device__ constexpr int padded(int columns) { return steps(columns) * WARPS * STEP; }
 
 #include "ops/sampler.cuh"
 
@@ -95,15 +72,6 @@ struct Exchange {
     }
 };
 
-// 1 / sqrt(x), in bf16 by the hardware's approximation.
-__device__ __forceinline__ A inverse_root(A x) {
-    if constexpr (TENSOR_CORES) {
-        return rsqrtf(x);
-    } else {
-        return A(1) / sqrt(x);
-    }
-}
-
 __device__ __forceinline__ void store_pair(T *to, A a, A b) {
     Pack<T, 2> pair;
     narrow(a, pair.v[0]);
@@ -132,27 +100,6 @@ __device__ __forceinline__ Wide<X> fetch_one(const X *from) {
     }
 }
 
-__device__ __forceinline__ void copy_async(const Piece *to, const T *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(to))),
-                 "l"(from)
-                 : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all groups have come but the last `late`.
-template <int late>
-__device__ __forceinline__ void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(late) : "memory");
-}
-
-// sum += x w^T on tensor cores: m16n8k16. A lane, g = lane / 4 and c = lane % 4, gets row g of x by rows 2 c and 2 c +
-// 1 of w in sum[0] and sum[1], row g + 8 of x in the others.
-__device__ __forceinline__ void multiply_add(float (&sum)[4], u32 x0, u32 x1, u32 x2, u32 x3, u32 w0, u32 w1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(w0), "r"(w1));
-}
-
 __device__ __forceinline__ void count_up(u32 *counter) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
@@ -161,62 +108,9 @@ __device__ __forceinline__ u32 look(const u32 *counter) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
     return count;
 }
-// Between two looks. A team that never meets is a fault of this file: an error is better than a device that hangs.
-__device__ __forceinline__ void pause(u32 &looks) {
-    if (++looks == 1u << 24) __trap();
-}
 __device__ __forceinline__ void sync_crew(int crew) {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + crew), "n"(CREW * 32) : "memory");
 }
-
-// The weights of this lane: DEPTH pieces on their way or in shared memory. A lane reads only what it copied itself: no
-// barrier stands between. The places of what was taken are filled with what comes DEPTH pieces later.
-struct Queue {
-    Piece *slots;
-    const T *source;
-    u32 taken, asked, early;  // pieces so far: used; asked for; asked for before the last group of copies
-    int next, length;         // of the next to ask for, its place in `source`, of so many
-    int left;                 // to ask for in all
-
-    // As far as there is room; one group.
-    __device__ __forceinline__ void refill() {
-        early = asked;
-        for (int pieces = min(int(taken + DEPTH - asked), left); pieces > 0; pieces -= 4) {
-            if (pieces >= 4 && next + 4 <= length) {
-                const T *const from = source + next * (32 * PIECE);
-#pragma unroll
-                for (int i = 0; i < 4; i++) copy_async(slots + (asked + i) % DEPTH * THREADS, from + i * (32 * PIECE));
-                advance(4);
-            } else {
-#pragma unroll 1
-                for (int i = min(pieces, 4); i > 0; i--) {
-                    copy_async(slots + asked % DEPTH * THREADS, source + next * (32 * PIECE));
-                    advance(1);
-                }
-            }
-        }
-        copy_commit();
-    }
-    __device__ __forceinline__ void advance(int pieces) {
-        asked += pieces, left -= pieces, next += pieces;
-        if (next >= length) next = 0;
-    }
-
-    // Waits until the next `pieces` are there.
-    __device__ __forceinline__ void wait(int pieces) {
-        if (int(early - taken) >= pieces) {
-            copy_wait<1>();
-        } else {
-            copy_wait<0>();
-        }
-    }
-
-    // Piece number `index` of those that are there.
-    __device__ __forceinline__ const Piece &operator[](int index) const {
-        return slots[(taken + index) % DEPTH * THREADS];
-    }
-};
-static_assert((DEPTH & (DEPTH - 1)) == 0, "the queue's places are counted modulo a power of 2");
 
 // What the threads of a block share.
 struct Shared {
@@ -383,6 +277,11 @@ struct Block {
         square += __shfl_xor_sync(~0u, square, 2);
         if (c == 0) exchange.squares[row * DIM_TILES + tile] = square;
     }
+    // The same where `sum` is added to them.
+    __device__ __forceinline__ void add(const Exchange &exchange, int norm, int tile, int row, int c, Pair sum) {
+        const Pair x = load<2>(residual(tile, row, c));
+        put(exchange, norm, tile, row, c, Pair{{x.v[0] + sum.v[0], x.v[1] + sum.v[1]}});
+    }
     __device__ __forceinline__ A *residual(int tile, int row, int c) const {
         return shared.stream + ((tile - first(DIM_TILES)) * ROWS + row) * 8 + c * 2;
     }
@@ -395,15 +294,8 @@ static_assert(THREADS % (ROWS * 4) == 0 && THREADS / ROWS <= 32, "a row's square
 
 // Attention.
 
-constexpr float LOWEST = -1e30f;  // finite: a difference of two of them is a number
-
-// 16 positions on tensor cores. Queries are the left operand, keys the right one; the scores come out as a left operand
-// for the values, of whose columns a lane takes WIDE adjacent ones.
-struct Slab {
-    static constexpr int CHUNKS = HEAD_DIM / 32 ? HEAD_DIM / 32 : 1, WIDE = HEAD_DIM / 8;
-    uint4 keys[2][CHUNKS];
-    Pack<T, WIDE> values[4];
-
+// A slab of 16 positions that follow each other in the cache.
+struct CacheSlab : Slab {
     // Those from position `base` on, as far as they are in from .. end - 1; others stay as they are.
     __device__ __forceinline__ void take(const T *cache_keys, const T *cache_values, int base, int from, int end) {
         const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
@@ -427,15 +319,9 @@ struct Slab {
     }
 };
 
-// A register of an operand.
-__device__ __forceinline__ u32 pair(T low, T high) {
-    const Pack<T, 2> both = {{low, high}};
-    return reinterpret_cast<const u32 &>(both);
-}
-
 // What this warp's positions yield: 16 from `base` on, which are in `slab` as far as they are before `position`, then
 // 16 behind those that the other warps of the crew have. queries: GROUP x HEAD_DIM.
-__device__ __forceinline__ void attend_slabs(const Scratch &scratch, Slab slab, const T *queries, const T *keys,
+__device__ __forceinline__ void attend_slabs(const Scratch &scratch, CacheSlab slab, const T *queries, const T *keys,
                                              const T *values, int base, int position) {
     constexpr int HALVES = GROUP > 8 ? 2 : 1, CHUNKS = Slab::CHUNKS, WIDE = Slab::WIDE;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
@@ -453,18 +339,10 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, Slab slab, 
     float top[2] = {LOWEST, LOWEST}, total[2] = {}, output[WIDE][4] = {};
     while (base <= position) {
         const int after = base + CREW * 16;
-        Slab next{};
+        CacheSlab next{};
         next.take(keys, values, after, 0, position + 1);
         float score[2][4] = {};
-#pragma unroll
-        for (int u = 0; u < 2; u++) {
-#pragma unroll
-            for (int s = 0; s < CHUNKS; s++) {
-                const uint4 k = slab.keys[u][s];
-                multiply_add(score[u], q[0][s].x, q[1][s].x, q[0][s].y, q[1][s].y, k.x, k.y);
-                multiply_add(score[u], q[0][s].z, q[1][s].z, q[0][s].w, q[1][s].w, k.z, k.w);
-            }
-        }
+        slab.scores(q, score);
         u32 shares[2][2] = {};
         float shrink[2] = {1, 1};
 #pragma unroll
@@ -476,31 +354,9 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, Slab slab, 
                 x = base + i / 2 * 8 + c * 2 + i % 2 <= position ? x * scale : 2 * LOWEST;
                 new_top = largest(new_top, x);
             }
-            new_top = largest(new_top, __shfl_xor_sync(~0u, new_top, 1));
-            new_top = largest(new_top, __shfl_xor_sync(~0u, new_top, 2));
-            shrink[h] = __expf(top[h] - new_top);
-            total[h] *= shrink[h];
-            top[h] = new_top;
-#pragma unroll
-            for (int u = 0; u < 2; u++) {
-                T p[2];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const float share = __expf(score[u][h * 2 + i] - new_top);
-                    total[h] += share;
-                    narrow(A(share), p[i]);
-                }
-                shares[u][h] = pair(p[0], p[1]);
-            }
+            take_scores(score, h, new_top, top, total, shrink, shares);
         }
-#pragma unroll
-        for (int t = 0; t < WIDE; t++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) output[t][i] *= shrink[i / 2];
-            const u32 low = pair(slab.values[0].v[t], slab.values[1].v[t]);
-            const u32 high = pair(slab.values[2].v[t], slab.values[3].v[t]);
-            multiply_add(output[t], shares[0][0], shares[0][1], shares[1][0], shares[1][1], low, high);
-        }
+        slab.add_values(shares, shrink, output);
         slab = next, base = after;
     }
 #pragma unroll
@@ -621,7 +477,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
     block.parity = 0;
     block.counter = counters + team * 32;
     block.meeting = 0;
-    queue.slots = reinterpret_cast<Piece *>(shared_memory) + thread;
     shared.scratch = shared_memory + DEPTH * THREADS * 16;
     shared.sums = reinterpret_cast<A *>(shared.scratch);
     shared.stream = reinterpret_cast<A *>(shared.scratch + SCRATCH);
@@ -631,6 +486,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
     shared.position = reinterpret_cast<int *>(shared.scale + ROWS);
     const Exchange exchange(memory + i64(team) * Exchange::BYTES);
 
+    queue.slots = reinterpret_cast<Piece *>(shared_memory) + thread;
     queue.source = weights + (i64(block.rank) * WARPS + warp) * stride * (32 * PIECE) + lane * PIECE;
     queue.length = lengths[block.rank];
     queue.left = queue.length * passes;
@@ -698,7 +554,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
                 const Scratch scratch(shared.scratch);
                 // What the cache holds does not depend on this pass: the first keys and values are on their way before
                 // the queries are there. Every warp waits once, here or behind the loop.
-                Slab slab{};
+                CacheSlab slab{};
                 if constexpr (TENSOR_CORES) slab.take(keys + start, values + start, member * 16, 0, position);
                 if (!queries_are_there) block.wait();
                 queries_are_there = true;
@@ -715,11 +571,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
             block.arrive();
 
             block.wait();
-            block.product<DIM, DIM_TILES>(
-                exchange.attended, nullptr, eps, [&](int tile, int row, int c, Pair sum) {
-                    const Pair x = load<2>(block.residual(tile, row, c));
-                    block.put(exchange, 2 * layer + 1, tile, row, c, Pair{{x.v[0] + sum.v[0], x.v[1] + sum.v[1]}});
-                });
+            block.product<DIM, DIM_TILES>(exchange.attended, nullptr, eps, [&](int tile, int row, int c, Pair sum) {
+                block.add(exchange, 2 * layer + 1, tile, row, c, sum);
+            });
             block.arrive();
 
             block.wait();
@@ -734,11 +588,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
             block.arrive();
 
             block.wait();
-            block.product<HIDDEN, DIM_TILES>(
-                exchange.gated, nullptr, eps, [&](int tile, int row, int c, Pair sum) {
-                    const Pair x = load<2>(block.residual(tile, row, c));
-                    block.put(exchange, 2 * layer + 2, tile, row, c, Pair{{x.v[0] + sum.v[0], x.v[1] + sum.v[1]}});
-                });
+            block.product<HIDDEN, DIM_TILES>(exchange.gated, nullptr, eps, [&](int tile, int row, int c, Pair sum) {
+                block.add(exchange, 2 * layer + 2, tile, row, c, sum);
+            });
             block.arrive();
         }
 

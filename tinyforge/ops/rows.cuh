@@ -79,7 +79,7 @@ struct RowStream {
     // Whether there is a row left; it can then be read.
     __device__ __forceinline__ bool ready() {
 #if PER
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+        copy_wait<STAGES - 1>();
 #endif
         return row < rows;
     }
@@ -111,13 +111,11 @@ struct RowStream {
 #pragma unroll
             for (int a = 0; a < ARRAYS; a++) {
                 each_vector(width / VEC, [&](int i, int v) {
-                    const u32 to = u32(__cvta_generic_to_shared(&slot(stage, a, i)));
-                    const T *address = from[a] + i64(row) * width + v * VEC;
-                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(address) : "memory");
+                    copy_async(shared_address(&slot(stage, a, i)), from[a] + i64(row) * width + v * VEC);
                 });
             }
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        copy_commit();
     }
 #endif
 };

@@ -1,0 +1,179 @@
+// What decode.cu and decode_batch.cu share: the queue of weights, products on tensor cores, attention over slabs.
+//
+// Before this is included, as macros: SCALAR, HEADS, KV_HEADS, HEAD_DIM, VOCAB, and DEPTH, the pieces in a lane's
+// queue.
+
+#include "ops/common.cuh"
+
+// How the work is spread, where the launcher does not say.
+#ifndef WARPS
+#define WARPS 8
+#endif
+#ifndef TILES  // whose sums are kept at one time, at most
+#define TILES 4
+#endif
+#ifndef SPIN  // nanoseconds of sleep between two looks
+#define SPIN 0
+#endif
+
+typedef SCALAR T;
+typedef Wide<T> A;
+
+constexpr bool TENSOR_CORES = sizeof(T) == 2;
+constexpr int THREADS = WARPS * 32;
+constexpr int GROUP = HEADS / KV_HEADS, WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
+constexpr int PIECE = 16 / sizeof(T);   // what a lane reads at once
+constexpr int STEP = 4 * PIECE;         // columns of 8 rows of a matrix that a warp takes at once
+constexpr int PARCEL = 16 / sizeof(A);  // numbers of the wider type that a thread reads at once
+constexpr int VOCAB_TILES = (VOCAB + 7) / 8, VOCAB_ROWS = VOCAB_TILES * 8;
+
+typedef Pack<T, PIECE> Piece;
+typedef Pack<A, PARCEL> Parcel;
+
+__device__ constexpr int each(int count, int parts) { return (count + parts - 1) / parts; }
+// Pieces of a tile that each lane takes, and the columns of a product, filled up to whole ones.
+__device__ constexpr int steps(int columns) { return each(columns, WARPS * STEP); }
+__device__ constexpr int padded(int columns) { return steps(columns) * WARPS * STEP; }
+
+// 1 / sqrt(x), in bf16 by the hardware's approximation.
+__device__ __forceinline__ A inverse_root(A x) {
+    if constexpr (sizeof(T) == 2) {
+        return rsqrtf(x);
+    } else {
+        return A(1) / sqrt(x);
+    }
+}
+
+// Between two looks. What never comes is a fault of the kernel: an error is better than a device that hangs.
+__device__ __forceinline__ void pause(u32 &looks) {
+    if (++looks == 1u << 24) __trap();
+    if (SPIN) __nanosleep(SPIN);
+}
+
+// The weights of this lane: DEPTH pieces on their way or in shared memory. A lane reads only what it copied itself: no
+// barrier stands between. The places of what was taken are filled with what comes DEPTH pieces later.
+struct Queue {
+    Piece *slots;
+    const T *source;
+    u32 taken, asked, early;  // pieces so far: used; asked for; asked for before the last group of copies
+    int next, length;         // of the next to ask for, its place in `source`, of so many
+    int left;                 // to ask for in all
+
+    // At most `most` pieces, as far as there is room; one group.
+    __device__ __forceinline__ void refill(int most = 0x7FFFFFFF) {
+        early = asked;
+        for (int pieces = min(min(most, int(taken + DEPTH - asked)), left); pieces > 0; pieces -= 4) {
+            if (pieces >= 4 && next + 4 <= length) {
+                const T *const from = source + next * (32 * PIECE);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    copy_async(shared_address(slots + (asked + i) % DEPTH * THREADS), from + i * (32 * PIECE));
+                }
+                advance(4);
+            } else {
+#pragma unroll 1
+                for (int i = min(pieces, 4); i > 0; i--) {
+                    copy_async(shared_address(slots + asked % DEPTH * THREADS), source + next * (32 * PIECE));
+                    advance(1);
+                }
+            }
+        }
+        copy_commit();
+    }
+    __device__ __forceinline__ void advance(int pieces) {
+        asked += pieces, left -= pieces, next += pieces;
+        if (next >= length) next = 0;
+    }
+
+    // Waits until the next `pieces`, which were asked for, are there.
+    __device__ __forceinline__ void wait(int pieces) {
+        if (int(early - taken) >= pieces) {
+            copy_wait<1>();
+        } else {
+            copy_wait<0>();
+        }
+    }
+
+    // Piece number `index` of those that are there.
+    __device__ __forceinline__ const Piece &operator[](int index) const {
+        return slots[(taken + index) % DEPTH * THREADS];
+    }
+};
+static_assert((DEPTH & (DEPTH - 1)) == 0, "the queue's places are counted modulo a power of 2");
+
+// sum += a b^T on tensor cores: m16n8k16. A lane, g = lane / 4 and c = lane % 4, has two adjacent columns of a row in
+// each word: of a a0 in row g, a1 in row g + 8 (both of the first 8 columns), a2 and a3 the same of the other 8; of b
+// b0 and b1, of row g. It gets row g of a by rows 2 c and 2 c + 1 of b in sum[0] and sum[1], row g + 8 in the others.
+__device__ __forceinline__ void multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// A register of an operand.
+__device__ __forceinline__ u32 pair(T low, T high) {
+    const Pack<T, 2> both = {{low, high}};
+    return reinterpret_cast<const u32 &>(both);
+}
+
+// Attention.
+
+constexpr float LOWEST = -1e30f;  // finite: a difference of two of them is a number
+
+// Keys and values of 16 positions. Queries are the left operand of a product, keys the right one; the scores come out
+// as a left operand for the values, of whose columns a lane takes WIDE adjacent ones.
+struct Slab {
+    static constexpr int CHUNKS = HEAD_DIM / 32 ? HEAD_DIM / 32 : 1, WIDE = HEAD_DIM / 8;
+    uint4 keys[2][CHUNKS];
+    Pack<T, WIDE> values[4];
+
+    // The products of queries and keys: of query g + 8 h and position 8 u + 2 c + e in score[u][2 h + e], where
+    // g = lane / 4 and c = lane % 4. score: zeros. q[h]: this lane's part of row g + 8 h, as it lies in memory.
+    __device__ __forceinline__ void scores(const uint4 (&q)[2][CHUNKS], float (&score)[2][4]) const {
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+#pragma unroll
+            for (int s = 0; s < CHUNKS; s++) {
+                const uint4 k = keys[u][s];
+                multiply_add(score[u], q[0][s].x, q[1][s].x, q[0][s].y, q[1][s].y, k.x, k.y);
+                multiply_add(score[u], q[0][s].z, q[1][s].z, q[0][s].w, q[1][s].w, k.z, k.w);
+            }
+        }
+    }
+    // output = shrink output + shares values: of query g + 8 h and column (2 c + e) WIDE + t in
+    // output[t][2 h + e].
+    __device__ __forceinline__ void add_values(const u32 (&shares)[2][2], const float (&shrink)[2],
+                                               float (&output)[WIDE][4]) const {
+#pragma unroll
+        for (int t = 0; t < WIDE; t++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) output[t][i] *= shrink[i / 2];
+            const u32 low = pair(values[0].v[t], values[1].v[t]);
+            const u32 high = pair(values[2].v[t], values[3].v[t]);
+            multiply_add(output[t], shares[0][0], shares[0][1], shares[1][0], shares[1][1], low, high);
+        }
+    }
+};
+
+// The softmax of query g + 8 h takes the scores of a slab. top: the largest score so far; new_top: the largest of it
+// and this lane's new ones. total: of exp(score - top), in this lane. shares: exp(score - top) of the slab, a left
+// operand. shrink: what sums over earlier positions are to be multiplied by.
+__device__ __forceinline__ void take_scores(const float (&score)[2][4], int h, float new_top, float (&top)[2],
+                                            float (&total)[2], float (&shrink)[2], u32 (&shares)[2][2]) {
+    new_top = largest(new_top, __shfl_xor_sync(~0u, new_top, 1));
+    new_top = largest(new_top, __shfl_xor_sync(~0u, new_top, 2));
+    shrink[h] = __expf(top[h] - new_top);
+    total[h] *= shrink[h];
+    top[h] = new_top;
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+        T p[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float share = __expf(score[u][h * 2 + i] - new_top);
+            total[h] += share;
+            narrow(A(share), p[i]);
+        }
+        shares[u][h] = pair(p[0], p[1]);
+    }
+}
