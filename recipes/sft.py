@@ -142,6 +142,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = f"{record.instruction} {record.input}".strip().replace("\n", " ")
         return f"  {asked} -> {answer(loaded, record.instruction, record.input)}"
 
+    length = f"{settings.steps:,} steps" if settings.steps else f"{settings.minutes:g} minutes"
+    epoch = data.batches_in(0, rows)
+    total = f", {settings.steps * accum / epoch:.1f} times through the records" if settings.steps else ""
+    print(f"plan: {length} of {rows * accum} rows of several records{total}; {settings.schedule} schedule, peak rate "
+          f"{settings.lr:g}")  # fmt: skip
+
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
     task = Task(
         model, tokenizer, tokenizer.byte_lengths, config.mtp_weights,

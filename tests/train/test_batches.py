@@ -104,11 +104,13 @@ def test_rows_are_full() -> None:
     data = Examples([([i] * (2 + i % 10), 1) for i in range(700)], seq_len=49, heads=1, seed=1)
     tokens = sum(int((data.batch(i, 8).ids > 0).sum()) for i in range(8))
     assert tokens > 0.85 * 8 * 8 * 49
+    size = sum(len(ids) for ids, _ in data.examples)
+    assert size / (8 * 49) - 1 < data.batches_in(0, 8) < size / (8 * 49) / 0.85
 
 
 def test_fewer_examples_than_a_batch_make_a_small_batch() -> None:
     data = Examples([([1, 2], 1), ([3, 4], 1)], seq_len=2, heads=1, seed=0)
-    assert sorted(data.batch(5, 32).ids[:, 0].tolist()) == [1, 3]
+    assert sorted(data.batch(5, 32).ids[:, 0].tolist()) == [1, 3] and data.batches_in(0, 32) == 1
 
 
 def test_no_example_at_all_is_refused() -> None:

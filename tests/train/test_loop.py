@@ -97,6 +97,26 @@ def test_a_run_learns_and_leaves_what_it_should(tmp_path: Path, capsys: pytest.C
     assert "a sample" in capsys.readouterr().out
 
 
+def test_learning_by_heart_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Held-out text of the same letters: at first it gets likelier, then the model knows its own text too well."""
+    other = PackedTokens(np.random.default_rng(0).permutation(TOKENS), 16, 2, seed=0)
+
+    def evaluate(sharded: Sharded) -> dict[str, float]:
+        return {"val_bits_per_byte": evaluate_nll(sharded, other.in_order(4, 200), TOKENIZER.byte_lengths)}
+
+    trial = Trial(tmp_path, steps=60, eval_every=5)
+    trial.task = replace(trial.task, evaluate=evaluate)
+    trial.train()
+    figures = {row["step"]: row["val_bits_per_byte"] for row in metrics.read(tmp_path / "metrics.jsonl")
+               if "val_bits_per_byte" in row}  # fmt: skip
+    best = min(figures, key=lambda step: figures[step])
+    assert 5 < best < 60
+    said = f"held-out bits per byte were {figures[best]:.3f} at step {best} and are {figures[60]:.3f} now: it learns"
+    assert said in capsys.readouterr().out
+    Trial(tmp_path / "fine", steps=20).train()
+    assert "learns its data by heart" not in capsys.readouterr().out
+
+
 def test_what_a_full_disk_does_to_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A picture that cannot be drawn ends nothing; figures that cannot be written stop the run, which can go on."""
     trial = Trial(tmp_path)

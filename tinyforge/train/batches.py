@@ -200,10 +200,14 @@ class Examples:
         """The index-th batch of `size` rows, or of fewer if there are no more in an epoch."""
         ends = self._ends.setdefault(size, [])
         while not ends or ends[-1] <= index:
-            ends.append((ends[-1] if ends else 0) + max(1, len(self._rows(len(ends))) // size))
+            ends.append((ends[-1] if ends else 0) + self.batches_in(len(ends), size))
         epoch = bisect_right(ends, index)
         first = size * (index - (ends[epoch - 1] if epoch else 0))
         return self.pad([[self.examples[i] for i in row] for row in self._rows(epoch)[first : first + size]])
+
+    def batches_in(self, epoch: int, size: int) -> int:
+        """How many batches of `size` rows an epoch makes; one, of fewer rows, where there are not so many."""
+        return max(1, len(self._rows(epoch)) // size)
 
     def _rows(self, epoch: int) -> list[list[int]]:
         """The rows of an epoch. The ragged end, which makes no batch, has another order next time."""

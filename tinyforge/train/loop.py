@@ -29,6 +29,7 @@ from tinyforge.train.settings import Settings
 from tinyforge.train.sharded import Batch, Model, Sharded
 
 LN2 = float(np.log(2.0))
+OVERFITTED = 0.01  # share by which held-out text may end worse than it was
 
 
 @dataclass(frozen=True)
@@ -258,8 +259,8 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
         last_saved = save()
     written = [last_saved, log.path]
     try:
-        metrics.plot(log.path, out / "loss.png")
-        written.append(out / "loss.png")
+        if metrics.plot(log.path, out / "loss.png"):
+            written.append(out / "loss.png")
     except OSError as error:  # a picture is no reason to end as if the run had failed
         print(f"warning: cannot write {out / 'loss.png'}: {error.strerror or error}; all else is saved. Free some "
               f"space, then --resume --out {out} draws it", file=sys.stderr)  # fmt: skip
@@ -273,7 +274,20 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
     print(f"wrote {', '.join(map(str, written))}")
     if rates and task.flop_per_token:
         _print_utilisation(task, backend, float(np.median(rates)))
+    _print_overfitting(metrics.read(log.path))
     return last_saved
+
+
+def _print_overfitting(rows: Sequence[dict[str, Any]]) -> None:
+    """Say so if held-out text was predicted better before: the end of a schedule is where it should be best."""
+    key = "val_bits_per_byte"
+    held_out = [row for row in rows if key in row]
+    if not held_out:
+        return
+    best, last = min(held_out, key=lambda row: row[key]), held_out[-1]
+    if last[key] > (1 + OVERFITTED) * best[key]:
+        print(f"held-out bits per byte were {best[key]:.3f} at step {best['step']} and are {last[key]:.3f} now: it "
+              "learns its data by heart. Take fewer --steps, more data, or more --weight-decay")  # fmt: skip
 
 
 def _print_utilisation(task: Task, backend: Backend, tokens_per_second: float) -> None:

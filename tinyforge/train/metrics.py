@@ -79,8 +79,9 @@ def read_scores(out: Path, step: int) -> dict[str, float]:
     return scores if isinstance(scores, dict) and scores.pop("step", step) == step else {}
 
 
-def plot(metrics: Path, target: Path) -> None:
-    """Training and held-out bits per byte against tokens read and minutes, and the learning rate below.
+def plot(metrics: Path, target: Path) -> bool:
+    """Training and held-out bits per byte against tokens read and minutes, and the learning rate below; whether there
+    was anything to draw.
 
     Raises OSError where the picture cannot be written; then the old one is still there.
     """
@@ -93,7 +94,7 @@ def plot(metrics: Path, target: Path) -> None:
     train = [row for row in rows if "lr" in row]
     held_out = [row for row in rows if "val_bits_per_byte" in row]
     if not train:
-        return
+        return False
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(4, 1), layout="constrained"
     )
@@ -132,6 +133,7 @@ def plot(metrics: Path, target: Path) -> None:
             figure.savefig(beside, dpi=110, format="png")
     finally:
         plt.close(figure)
+    return True
 
 
 def peak_memory_mib() -> float:
