@@ -105,7 +105,7 @@ def plot_attention(tokenizer: Tokenizer, ids: Sequence[int], attention: np.ndarr
         figure.savefig(out, dpi=110)
     except (OSError, ValueError) as error:  # ValueError: a suffix that is no picture's
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot write {out}: {reason}; give --out a .png file") from error
+        raise UserError(f"cannot write {out}: {reason}; choose another --out, a .png file") from error
     finally:
         plt.close(figure)
 

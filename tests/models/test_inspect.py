@@ -67,7 +67,7 @@ def test_the_command(tmp_path: Path, model: NanoEuler, capsys: pytest.CaptureFix
     assert "   1  'hi'\n" in shown and "   2  '\\x1b'\n" in shown and "*'hi' " in shown
     assert shown.count("head 1 (+2):") == 3 and "\x1b" not in shown
     for name in ("absent/a.png", "a.nothing"):
-        with pytest.raises(UserError, match="cannot write .*; give --out a .png file"):
+        with pytest.raises(UserError, match="cannot write .*; choose another --out, a .png file"):
             inspect.main([*text, "--out", str(tmp_path / name)])
     for wrong in ("", "x" * 31):
         with pytest.raises(UserError, match=r"tokens, wanted 1 to 30"):

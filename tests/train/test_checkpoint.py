@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,34 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None
     assert names(tmp_path) == [f"step-{step:08d}" for step in left]
 
 
+@pytest.mark.parametrize("kept", ["step-00000003", ".partial-step-00000003"], ids=["its name", "its files"])
+def test_an_old_one_that_stays_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kept: str
+) -> None:
+    """First the checkpoint cannot be renamed, then its files cannot be removed; in the end both can."""
+    old, replace, rmtree = save(tmp_path, 3), os.replace, shutil.rmtree
+
+    def rename(path: Path, to: Path) -> None:
+        if path.name == kept:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        replace(path, to)
+
+    def remove(path: Path, ignore_errors: bool = False) -> None:
+        if path.name != kept:
+            rmtree(path, ignore_errors)
+        elif not ignore_errors:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", rename)
+        patch.setattr(shutil, "rmtree", remove)
+        assert_loads(save(tmp_path, 6, keep=1), 6)
+    warning = f"warning: cannot remove the old checkpoint {old}: Permission denied; the next save tries again\n"
+    assert capsys.readouterr().err == warning and old.parent.joinpath(kept).is_dir()
+    save(tmp_path, 9, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000009"]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_one_changed_bit_is_refused(tmp_path: Path, name: str) -> None:
     file = save(tmp_path, 3) / name
@@ -108,9 +137,11 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_goes_with_the_next(tmp_pat
     assert names(tmp_path) == ["step-00000003", "step-00000009"]
 
 
-@pytest.mark.parametrize("call", range(1, 7), ids=["tokenizer", "its name", "model", "optimizer", "meta", "hashes"])
+@pytest.mark.parametrize(
+    "call", range(1, 8), ids=["tokenizer", "its name", "model", "optimizer", "meta", "hashes", "all"]
+)
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Each of the five files is synced to disk, and the tokenizer's name; the disk is full at the call-th."""
+    """Synced to disk are five files, the tokenizer's name, and the folder; the disk is full at the call-th."""
     save(tmp_path, 3)
     calls, sync = 0, os.fsync
 

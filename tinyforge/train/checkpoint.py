@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def save(
     final = out / f"{_PREFIX}{step:08d}"
     try:
         for stale in out.glob(f".partial-{_PREFIX}*"):
-            shutil.rmtree(stale)
+            shutil.rmtree(stale, ignore_errors=True)
         files = {
             "model.safetensors": to_bytes(weights),
             "optimizer.safetensors": to_bytes(optimizer),
@@ -82,8 +83,12 @@ def save(
         for old in steps(out)[:-keep]:
             # Renamed first: a kill half-way leaves a hidden directory, never half a checkpoint.
             doomed = out / f".partial-{old.name}"
-            os.replace(old, doomed)
-            shutil.rmtree(doomed)
+            try:
+                os.replace(old, doomed)
+                shutil.rmtree(doomed)
+            except OSError as error:  # the new one is saved: that is no reason to stop
+                print(f"warning: cannot remove the old checkpoint {old}: {error.strerror}; the next save tries again",
+                      file=sys.stderr)  # fmt: skip
     return final
 
 
@@ -122,6 +127,7 @@ def _write_directory(final: Path, files: dict[str, bytes], tokenizer: Any) -> No
             _write(partial / name, data)
             hashes[name] = _sha256(data)
         _write(partial / "hashes.json", _to_json(hashes))
+        sync(partial)
         os.replace(partial, final)
         sync(final.parent)
     except (OSError, UserError):
