@@ -119,7 +119,7 @@ def make_decoder(
 
 
 class ModelDecoder(Decoder):
-    """The ops of `NanoEuler.hidden`, row by row, with attention reading the cache: the reference for other decoders."""
+    """`NanoEuler.hidden`, row by row, with attention reading the cache: the reference for other decoders."""
 
     def __init__(self, model: NanoEuler, batch: int = 1, capacity: int | None = None) -> None:
         super().__init__(model, batch, capacity)
@@ -147,17 +147,14 @@ class ModelDecoder(Decoder):
         model, c, past = self.model, self.config, self.lengths[row]
         ids = model.backend.asarray(np.asarray([tokens]))
         end = past + ids.shape[1]
-        x = model.embedding.forward(ids)
-        h = model.first_norm.forward(x)
-        for i, block in enumerate(model.blocks):
-            qkv = block.qkv.forward(h).reshape(*ids.shape, -1, c.head_dim)
-            qkv = block.rope.forward(qkv, offset=past, out=qkv)
-            keys, values = self.keys[i, row : row + 1, :end], self.values[i, row : row + 1, :end]
+
+        def attend(layer: int, qkv: Any) -> Any:
+            keys, values = (cache[layer, row : row + 1, :end] for cache in (self.keys, self.values))
             keys[:, past:] = qkv[:, :, c.heads : c.heads + c.kv_heads]
             values[:, past:] = qkv[:, :, c.heads + c.kv_heads :]
-            a = block.attention.decode(qkv[:, :, : c.heads], keys, values)
-            x, h = model.joints[2 * i].forward(x, block.out.forward(a.reshape(x.shape)))
-            x, h = model.joints[2 * i + 1].forward(x, block.down.forward(block.gate_up.forward(h)))
+            return model.blocks[layer].attention.decode(qkv[:, :, : c.heads], keys, values)
+
+        h = model.hidden(ids, offset=past, attend=attend)
         self.lengths[row] = end
         return h
 

@@ -68,17 +68,14 @@ class DeviceDecoder(Decoder):
         """
         model, c, end = self.model, self.config, past + len(tokens)
         ids = model.backend.asarray(np.asarray([tokens], np.int32))
-        x = model.embedding.forward(ids)
-        h = model.first_norm.forward(x)
-        for i, block in enumerate(model.blocks):
-            qkv = block.qkv.forward(h).reshape(*ids.shape, -1, c.head_dim)
-            qkv = block.rope.forward(qkv, offset=past, out=qkv)
+
+        def attend(layer: int, qkv: Array) -> Array:
             new = qkv[0].transpose(1, 0, 2)[c.heads :]
-            keys[i, :, past:end], values[i, :, past:end] = new[: c.kv_heads], new[c.kv_heads :]
-            k, v = (cupy.ascontiguousarray(t[i, :, :end].transpose(1, 0, 2))[None] for t in (keys, values))
-            a = block.attention.decode(qkv[:, :, : c.heads], k, v)
-            x, h = model.joints[2 * i].forward(x, block.out.forward(a.reshape(x.shape)))
-            x, h = model.joints[2 * i + 1].forward(x, block.down.forward(block.gate_up.forward(h)))
+            keys[layer, :, past:end], values[layer, :, past:end] = new[: c.kv_heads], new[c.kv_heads :]
+            k, v = (cupy.ascontiguousarray(t[layer, :, :end].transpose(1, 0, 2))[None] for t in (keys, values))
+            return model.blocks[layer].attention.decode(qkv[:, :, : c.heads], k, v)
+
+        model.hidden(ids, offset=past, attend=attend)
         return ids
 
     def draws(self, sampling: Sampling) -> bool:

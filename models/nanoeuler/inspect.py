@@ -21,6 +21,7 @@ from models.nanoeuler.model import NanoEuler
 from models.nanoeuler.runs import add_checkpoint_flag, load_model, trained_model
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.op import Array
 from tinyforge.text import Tokenizer
 from tinyforge.text.command import visible
 
@@ -40,19 +41,16 @@ def trace(model: NanoEuler, ids: Sequence[int]) -> Trace:
     attention[l, h, t, s] = softmax over s <= t of q_t . k_s / sqrt(D). The query heads of a group read the same keys.
     """
     c, to_numpy = model.config, model.backend.to_numpy
-    tokens = model.backend.asarray(np.asarray([ids]))
-    hidden = np.triu(np.ones((len(ids), len(ids)), bool), 1)
-    x = model.embedding.forward(tokens)
-    h = model.first_norm.forward(x)
+    later = np.triu(np.ones((len(ids), len(ids)), bool), 1)
     attention = []
-    for i, block in enumerate(model.blocks):
-        qkv = block.rope.forward(block.qkv.forward(h).reshape(1, len(ids), -1, c.head_dim))
+
+    def attend(layer: int, qkv: Array) -> Array:
         q, k = np.split(to_numpy(qkv)[0, :, : c.heads + c.kv_heads].astype(np.float64), [c.heads], axis=1)
         scores = np.einsum("thd,shd->hts", q, k.repeat(c.heads // c.kv_heads, axis=1)) * c.head_dim**-0.5
-        attention.append(softmax(np.where(hidden, -np.inf, scores)))
-        a = block.attention.forward(qkv)
-        x, h = model.joints[2 * i].forward(x, block.out.forward(a.reshape(x.shape)))
-        x, h = model.joints[2 * i + 1].forward(x, block.down.forward(block.gate_up.forward(h)))
+        attention.append(softmax(np.where(later, -np.inf, scores)))
+        return model.blocks[layer].attention.forward(qkv)
+
+    h = model.hidden(model.backend.asarray(np.asarray([ids])), attend=attend)
     logits = np.stack([to_numpy(model.heads.logits(h, k))[0] for k in range(c.mtp_heads)], axis=1)
     return Trace(softmax(logits.astype(np.float64)), np.stack(attention))
 

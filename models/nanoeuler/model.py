@@ -20,6 +20,10 @@ from tinyforge.rng import Stream
 FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and causal attention; no recomputation"
 
 
+# (layer, (B, T, Hq + 2 Hkv, D) after RoPE) to attention's output, (B, T, Hq, D).
+Attend = Callable[[int, Array], Array]
+
+
 class Block:
     """The ops of one layer; the norms stand at the joints, where a residual is added, and so belong to the model."""
 
@@ -76,16 +80,19 @@ class NanoEuler(Op):
         """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
         return NanoEuler(self.config, self.backend, self.buffer.values)
 
-    def hidden(self, ids: Array, stash: Stash | None = None) -> Array:
-        """(B, T) ids to the final-normed stream, (B, T, C)."""
+    def hidden(self, ids: Array, stash: Stash | None = None, *, offset: int = 0, attend: Attend | None = None) -> Array:
+        """(B, T) ids at positions `offset` and up to the final-normed stream, (B, T, C).
+
+        attend: in place of each block's attention, for who keeps its keys and values, or looks at them.
+        """
         shape = (*ids.shape, -1, self.config.head_dim)
         x = self.embedding.forward(ids, stash)
         h = self.first_norm.forward(x, stash)
         normed: Callable[[Array], Array] = self.first_norm.forward  # what makes h again from x
         for i, block in enumerate(self.blocks):
             qkv = block.qkv.forward(h, stash, again=self._again(normed, x)).reshape(shape)
-            qkv = block.rope.forward(qkv, stash, out=qkv)
-            a = block.attention.forward(qkv, stash)
+            qkv = block.rope.forward(qkv, stash, offset=offset, out=qkv)
+            a = attend(i, qkv) if attend else block.attention.forward(qkv, stash)
             a = block.out.forward(a.reshape(x.shape), stash)
             x, h = self.joints[2 * i].forward(x, a, stash)
             gu = block.gate_up.forward(h, stash, again=self._again(self.joints[2 * i].normed, x))
