@@ -61,13 +61,20 @@ def read_arm(text: str, common: Sequence[str]) -> Arm:
     name, colon, flags = text.partition(":")
     if not (name.strip() and colon):
         raise UserError(f"--arm: {text!r} wants NAME: FLAGS, e.g. --arm 'one head: --set mtp_heads=1'")
-    own = shlex.split(flags)
+    try:
+        own = shlex.split(flags)
+    except ValueError as error:
+        raise UserError(f"--arm: {text!r}: {error}; close what is open") from error
     taken = next((flag for flag in (*common, *own) if flag.split("=")[0] in _OURS), None)
     if taken:
         raise UserError(f"{taken}: is set by the comparison itself (runs end by --steps); leave it out")
     given = (*common, *own)
-    settings = parse(parser("", pretrain.DEFAULTS, with_base=False), given, pretrain.DEFAULTS).settings
-    return Arm(name.strip(), given, settings)
+    reader = parser("", pretrain.DEFAULTS, with_base=False)
+    reader.prog = "recipes/pretrain.py"
+    try:
+        return Arm(name.strip(), given, parse(reader, given, pretrain.DEFAULTS).settings)
+    except UserError as error:
+        raise UserError(f"--arm {name.strip()}: {error}") from error
 
 
 def tokens_of(arm: Arm) -> int:

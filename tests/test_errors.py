@@ -56,13 +56,13 @@ def test_memory_that_runs_out_is_one_line_with_the_way_out(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--steps", "many"], "argument --steps: invalid int value: 'many'; see --help"),
-        ([], "the following arguments are required: --steps; see --help"),
-        (["--steps", "1", "--stop\nnow"], "unrecognized arguments: --stop now; see --help"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'; see a.py --help"),
+        ([], "the following arguments are required: --steps; see a.py --help"),
+        (["--steps", "1", "--stop\nnow"], "unrecognized arguments: --stop now; see a.py --help"),
     ],
 )
 def test_wrong_flags_are_a_user_error(argv: list[str], message: str) -> None:
-    parser = Parser()
+    parser = Parser(prog="a.py")
     parser.add_argument("--steps", type=int, required=True)
     with pytest.raises(UserError) as caught:
         parser.parse_args(argv)
@@ -78,4 +78,4 @@ def test_every_command_answers_an_unknown_flag_in_one_line(
         runpy.run_path(str(ROOT / command), run_name="__main__")
     shown = capsys.readouterr().err
     assert left.value.code == 2 and shown.count("\n") == 1, shown
-    assert shown.startswith("error: ") and shown.endswith("; see --help\n")
+    assert shown.startswith("error: ") and shown.endswith(" --help\n")

@@ -15,6 +15,19 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
 
 
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    path = Path(os.devnull) if kind == "device" else tmp_path / "there"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    mode = path.stat().st_mode
+    with pytest.raises(OSError, match="a folder or a device is there"):
+        write_whole(path, "text")
+    assert path.stat().st_mode == mode and list(tmp_path.iterdir()) == ([] if kind == "device" else [path])
+
+
 def test_a_file_appears_when_its_block_ends_well(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     write_whole(path, "old\n")

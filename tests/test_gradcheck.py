@@ -339,8 +339,15 @@ def test_an_unknown_op_is_a_one_line_error() -> None:
     assert done.stderr.startswith("error: no op is called 'Lineal'") and done.stderr.count("\n") == 1
 
 
+def test_json_goes_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gradcheck.main(["--op", "linear", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert {row["op"] for row in json.loads(out)["rows"]} == {"Linear"}
+    assert LAST_LINE.fullmatch(err.splitlines()[-1])
+
+
 def test_a_file_for_json_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--json: .*ledger.json is in a folder that does not exist; make it first"):
         gradcheck.main(["--op", "linear", "--json", str(tmp_path / "absent" / "ledger.json")])
-    with pytest.raises(UserError, match=f"--json: cannot write {tmp_path}: Is a directory; choose another file"):
+    with pytest.raises(UserError, match=f"--json: {tmp_path} is a folder; name a file in it"):
         gradcheck.main(["--op", "linear", "--json", str(tmp_path)])

@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     """argparse's parser, but a wrong flag is a `UserError`, where argparse prints the usage, its error, and exits."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{' '.join(message.split())}; see --help")
+        raise UserError(f"{' '.join(message.split())}; see {self.prog} --help")
 
 
 def run_command(main: Callable[[], int | None]) -> None:

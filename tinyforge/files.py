@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -24,9 +25,12 @@ def sync(path: Path) -> None:
 def written_whole(path: Path) -> Iterator[Path]:
     """Yields a path beside `path` to write to; synced to disk and renamed to `path` when the block ends well.
 
-    The file is written with whatever means, so it is opened once more to be synced. After an error the old file stays,
-    and the one beside it goes; what a killed run has left of it is written over. Raises OSError.
+    The file is written with whatever means, so it is opened once more to be synced. After an error before the renaming
+    the old file stays, and the one beside it goes; what a killed run has left of it is written over. A link is replaced
+    by the file. Raises OSError, also where `path` is a folder or a device.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "a folder or a device is there")
     partial = path.with_name(f".partial-{path.name}")
     try:
         yield partial
@@ -39,7 +43,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole or not at all. Raises OSError; then the old file is still there."""
+    """Write a text file whole or not at all; as `written_whole`."""
     with written_whole(path) as partial:
         partial.write_text(text, encoding="utf-8", newline="\n")
 

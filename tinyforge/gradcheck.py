@@ -29,7 +29,7 @@ import numpy as np
 from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.op import Array, Op, Stash
-from tinyforge.report import check_before, write_json
+from tinyforge.report import add_json_flag, check_before, write_json
 
 TOLERANCE = 1e-8
 DIRECTIONS = 3
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="numpy", help="backend whose kernels are checked (default: numpy)")
     parser.add_argument("--device", type=int, help="number of the GPU (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of inputs and directions (default: 0)")
-    parser.add_argument("--json", metavar="FILE", help="also write the ledger as JSON")
+    add_json_flag(parser)
     args = parser.parse_args(argv)
     check_before(args.json)
 
@@ -150,18 +150,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"no op is called {args.op!r}; known: {', '.join(names)}")
     backend = get_backend(args.backend, "fp64", workers=1, device=args.device)
     rows: list[Row] = []
-    print(f"{'op':<20} {'with respect to':<26} {'cases':>5}  worst relative error")
+    table = sys.stderr if args.json == "-" else sys.stdout
+    print(f"{'op':<20} {'with respect to':<26} {'cases':>5}  worst relative error", file=table)
     for kind in chosen:
         for row in check_op(kind, backend, args.seed):
             rows.append(row)
             flag = "" if row.error <= TOLERANCE else f"  ABOVE {TOLERANCE:g}"
-            print(f"{row.op:<20} {row.name:<26} {row.cases:>5}  {row.error:.1e}{flag}", flush=True)
+            print(f"{row.op:<20} {row.name:<26} {row.cases:>5}  {row.error:.1e}{flag}", file=table, flush=True)
     worst = max(row.error for row in rows)
     total = sum(max(r.cases for r in rows if r.op == kind.__name__) for kind in chosen)
-    if args.json:
-        summary = {"worst": worst, "tolerance": TOLERANCE, "directions": DIRECTIONS, "rows": [asdict(r) for r in rows]}
-        write_json(summary, args.json)
-    print(f"worst relative error {worst:.1e} over {len(chosen)} ops, {total} cases")
+    summary = {"worst": worst, "tolerance": TOLERANCE, "directions": DIRECTIONS, "rows": [asdict(r) for r in rows]}
+    write_json(summary, args.json)
+    print(f"worst relative error {worst:.1e} over {len(chosen)} ops, {total} cases", file=table)
     return 0 if worst <= TOLERANCE else 1
 
 

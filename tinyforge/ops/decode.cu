@@ -72,7 +72,7 @@ __device__ __forceinline__ int first_unit(int tile) {
 }
 
 __device__ __forceinline__ A log_for(A x) {
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (TENSOR_CORES) {
         return __logf(x);
     } else {
         return log(x);

@@ -37,7 +37,7 @@ __device__ constexpr int padded(int columns) { return steps(columns) * WARPS * S
 
 // 1 / sqrt(x), in bf16 by the hardware's approximation.
 __device__ __forceinline__ A inverse_root(A x) {
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (TENSOR_CORES) {
         return rsqrtf(x);
     } else {
         return A(1) / sqrt(x);

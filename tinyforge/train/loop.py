@@ -287,7 +287,7 @@ def _print_overfitting(rows: Sequence[dict[str, Any]]) -> None:
     best, last = min(held_out, key=lambda row: row[key]), held_out[-1]
     if last[key] > (1 + OVERFITTED) * best[key]:
         print(f"held-out bits per byte were {best[key]:.3f} at step {best['step']} and are {last[key]:.3f} now: it "
-              "learns its data by heart. Take fewer --steps, more data, or more --weight-decay")  # fmt: skip
+              "learns its data by heart. Train for less long, on more data, or with more --weight-decay")  # fmt: skip
 
 
 def _print_utilisation(task: Task, backend: Backend, tokens_per_second: float) -> None:
