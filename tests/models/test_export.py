@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,14 @@ def test_the_card_tells_the_run(runs: Path) -> None:
     assert re.search(r"\| exact match, all \| \d+\.\d% \|", card)
     assert "small world of `data/world.py`" in card
     assert str(runs) not in card
+
+
+def test_the_card_may_be_edited(runs: Path, tmp_path: Path) -> None:
+    given = shutil.copytree(runs / "small", tmp_path / "given")
+    (given / "README.md").write_text("# Ours\n", encoding="utf-8")
+    assert checkpoint.load(given).meta["kind"] == "sft"
+    (given / "README.md").unlink()
+    assert checkpoint.load(given).weights.keys() == checkpoint.load(runs / "small").weights.keys()
 
 
 def test_a_folder_that_is_there_is_not_replaced(runs: Path) -> None:

@@ -95,7 +95,8 @@ def save(
 def export(found: Checkpoint, out: Path, card: str) -> None:
     """Write a checkpoint to give away: weights rounded to bfloat16, no optimizer, the card as README.md.
 
-    `load` reads it like any other. Raises UserError where `out` exists or cannot be written, and without ml_dtypes.
+    `load` reads it like any other; the card has no hash, so that it may be edited. Raises UserError where `out` exists
+    or cannot be written, and without ml_dtypes.
     """
     from safetensors.numpy import save as to_bytes
 
@@ -125,7 +126,8 @@ def _write_directory(final: Path, files: dict[str, bytes], tokenizer: Any) -> No
         hashes = {"tokenizer.json": _sha256((partial / "tokenizer.json").read_bytes())}
         for name, data in files.items():
             _write(partial / name, data)
-            hashes[name] = _sha256(data)
+            if name != "README.md":
+                hashes[name] = _sha256(data)
         _write(partial / "hashes.json", _to_json(hashes))
         sync(partial)
         os.replace(partial, final)
