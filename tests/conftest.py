@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,10 @@ import pytest
 from data.world import documents
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import SEPARATOR, Part, ShardWriter, Source, write_manifest
+
+# A script's background job ignores Ctrl-C, and so do all programs that it starts: also those whose answer is tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
