@@ -40,7 +40,7 @@ from tinyforge.train.batches import PackedTokens, check_ids, fingerprint
 from tinyforge.train.corpus import NOT_STATED, Corpus, HeldOut, find_shards, open_corpus, opening_of, summarise
 from tinyforge.train.loop import Task, train
 from tinyforge.train.metrics import save_scores
-from tinyforge.train.settings import Settings, open_backend, parse, parser
+from tinyforge.train.settings import Settings, open_backend, parse, parser, print_schedule
 from tinyforge.train.sharded import Sharded
 
 DEFAULTS = Settings(out="runs/pretrain", steps=2300)
@@ -181,9 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model.initialise(settings.seed)
     per_step = settings.batch_size * settings.grad_accum * seq_len
     print(f"model: {model.buffer.count:,} parameters, seed {settings.seed}")
-    length = f"{settings.steps:,} steps" if settings.steps else f"{settings.minutes:g} minutes"
-    total = f", {settings.steps * per_step / corpus.tokens:.1f} times through the text" if settings.steps else ""
-    print(f"plan: {length} of {per_step:,} tokens{total}; {settings.schedule} schedule, peak rate {settings.lr:g}")
+    print_schedule(settings, f"{per_step:,} tokens", corpus.tokens / per_step, "text")
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         overall, by_source = corpus.evaluate(sharded, settings.batch_size, EVAL_TOKENS)

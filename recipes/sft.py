@@ -34,7 +34,7 @@ from tinyforge.train import checkpoint
 from tinyforge.train.batches import Examples, fingerprint
 from tinyforge.train.loop import Task, evaluate_nll, train
 from tinyforge.train.metrics import save_scores
-from tinyforge.train.settings import Settings, open_backend, parse, parser
+from tinyforge.train.settings import Settings, open_backend, parse, parser, print_schedule
 from tinyforge.train.sharded import Sharded
 
 DEFAULTS = Settings(out="runs/sft", steps=1400, lr=2e-3, weight_decay=0.0)
@@ -142,11 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = f"{record.instruction} {record.input}".strip().replace("\n", " ")
         return f"  {asked} -> {answer(loaded, record.instruction, record.input)}"
 
-    length = f"{settings.steps:,} steps" if settings.steps else f"{settings.minutes:g} minutes"
-    epoch = data.batches_in(0, rows)
-    total = f", {settings.steps * accum / epoch:.1f} times through the records" if settings.steps else ""
-    print(f"plan: {length} of {rows * accum} rows of several records{total}; {settings.schedule} schedule, peak rate "
-          f"{settings.lr:g}")  # fmt: skip
+    print_schedule(settings, f"{rows * accum} rows of several records", data.batches_in(0, rows) / accum, "records")
 
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
     task = Task(

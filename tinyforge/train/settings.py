@@ -158,6 +158,13 @@ def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Sett
     return Command(settings, resume, plan, card)
 
 
+def print_schedule(settings: Settings, step: str, steps_a_pass: float, data: str) -> None:
+    """How long a run is, and how often it reads its data. step: what one takes; steps_a_pass: for all of the data."""
+    length = f"{settings.steps:,} steps" if settings.steps else f"{settings.minutes:g} minutes"
+    passes = f", {settings.steps / steps_a_pass:.1f} times through the {data}" if settings.steps else ""
+    print(f"plan: {length} of {step}{passes}; {settings.schedule} schedule, peak rate {settings.lr:g}")
+
+
 def open_backend(settings: Settings) -> tuple[Backend, Settings]:
     """The backend that is asked for, and the settings with its number of workers, on which a run's last bits depend."""
     backend = get_backend(settings.backend, settings.precision, settings.workers, settings.device)
