@@ -257,9 +257,9 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
                 began = time.perf_counter()  # evaluating and saving are not training
     if last_saved is None:
         last_saved = save()
-    written = [last_saved, log.path]
+    written, rows = [last_saved, log.path], metrics.read(log.path)
     try:
-        if metrics.plot(log.path, out / "loss.png"):
+        if metrics.plot(rows, out / "loss.png"):
             written.append(out / "loss.png")
     except OSError as error:  # a picture is no reason to end as if the run had failed
         print(f"warning: cannot write {out / 'loss.png'}: {error.strerror or error}; all else is saved. Free some "
@@ -274,7 +274,7 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Pat
     print(f"wrote {', '.join(map(str, written))}")
     if rates and task.flop_per_token:
         _print_utilisation(task, backend, float(np.median(rates)))
-    _print_overfitting(metrics.read(log.path))
+    _print_overfitting(rows)
     return last_saved
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def read_scores(out: Path, step: int) -> dict[str, float]:
     return scores if isinstance(scores, dict) and scores.pop("step", step) == step else {}
 
 
-def plot(metrics: Path, target: Path) -> bool:
+def plot(rows: Sequence[dict[str, Any]], target: Path) -> bool:
     """Training and held-out bits per byte against tokens read and minutes, and the learning rate below; whether there
     was anything to draw.
 
@@ -90,7 +91,7 @@ def plot(metrics: Path, target: Path) -> bool:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in read(metrics) if "tokens" in row]
+    rows = [row for row in rows if "tokens" in row]
     train = [row for row in rows if "lr" in row]
     held_out = [row for row in rows if "val_bits_per_byte" in row]
     if not train:
