@@ -2,5 +2,9 @@
 
 from models.nanoeuler.config import PRESETS, Config
 from models.nanoeuler.model import NanoEuler
+from tinyforge.registry import ModelSpec
 
-__all__ = ["PRESETS", "Config", "NanoEuler"]
+SPEC = ModelSpec(
+    "nanoeuler", "NanoEuler", NanoEuler, Config, PRESETS, "Llama-like blocks with multi-token prediction heads"
+)
+__all__ = ["PRESETS", "SPEC", "Config", "NanoEuler"]

@@ -1,29 +1,28 @@
-"""NanoEuler's sizes: a frozen dataclass, three presets, and a loader that refuses what it does not know."""
+"""NanoEuler's sizes: a frozen dataclass and three presets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
+from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 
 
 @dataclass(frozen=True)
-class Config:
-    """The shape of a NanoEuler; it travels with every checkpoint.
+class Config(ModelConfig):
+    """The shape of a NanoEuler.
 
     dim: width C of the residual stream. heads, kv_heads: query and key/value heads, each of size dim / heads.
-    layers: blocks. context: longest sequence, tokens. vocab: token ids. mtp_heads: output heads, head k predicting
-    token t + 1 + k. hidden: width of SwiGLU. mtp_weights: the heads' weights in the loss, made to sum to 1.
+    layers: blocks. mtp_heads: output heads, head k predicting token t + 1 + k. hidden: width of SwiGLU.
+    mtp_weights: the heads' weights in the loss, normalised to sum to 1; powers of 1/2 unless given.
     """
 
     dim: int = 128
     heads: int = 4
     kv_heads: int = 2
     layers: int = 4
-    context: int = 128
-    vocab: int = 512
     mtp_heads: int = 4
     hidden: int = 344
     mtp_weights: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125)
@@ -31,9 +30,8 @@ class Config:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("dim", "heads", "kv_heads", "layers", "context", "vocab", "mtp_heads", "hidden"):
-            if getattr(self, name) < 1:
-                raise UserError(f"config: {name} is {getattr(self, name)}, wants at least 1")
+        super().__post_init__()
+        self.require_positive("dim", "heads", "kv_heads", "layers", "mtp_heads", "hidden")
         if self.dim % self.heads:
             raise UserError(
                 f"config: dim {self.dim} is not divisible by heads {self.heads}; use dim "
@@ -54,36 +52,13 @@ class Config:
     def head_dim(self) -> int:
         return self.dim // self.heads
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Config:
-        return cls().override(values)
-
     def override(self, values: Mapping[str, Any]) -> Config:
-        """This config with some fields replaced; unknown names raise."""
-        known = [f.name for f in fields(self)]
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            raise UserError(f"config: unknown key {unknown[0]!r}; known: {', '.join(known)}")
-        for name, value in values.items():
-            if not _fits(value, getattr(self, name)):
-                wanted = {int: "a whole number", float: "a number", tuple: "a list of numbers"}
-                raise UserError(f"config: {name} is {value!r}, wants {wanted[type(getattr(self, name))]}")
-        values = dict(values)
-        if "mtp_weights" in values:
-            values["mtp_weights"] = tuple(float(w) for w in values["mtp_weights"])
-        elif "mtp_heads" in values:
-            values["mtp_weights"] = tuple(0.5**k for k in range(int(values["mtp_heads"])))
-        return replace(self, **values)
-
-
-def _fits(value: Any, default: Any) -> bool:
-    """Whether a value from outside has the type of the field's default; an integer will do for a float."""
-    if isinstance(default, tuple):
-        return isinstance(value, list | tuple) and all(_fits(v, 0.0) for v in value)
-    return isinstance(value, int | float if isinstance(default, float) else int) and not isinstance(value, bool)
+        found = dict(values)
+        if isinstance(heads := found.get("mtp_heads"), int) and "mtp_weights" not in found:
+            found["mtp_weights"] = [0.5**k for k in range(heads)]
+        if isinstance(weights := found.get("mtp_weights"), tuple | list) and all(type(w) is int for w in weights):
+            found["mtp_weights"] = [float(w) for w in weights]
+        return super().override(found)
 
 
 PRESETS = {

@@ -105,8 +105,8 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("sft --base run --data silent.json", "no example left to train on; check that the records have replies"),
         ("sft --base run --data long.json", "no example left to train on; check that the records have replies"),
         # config and flags
-        ("pretrain --set dims=32", "config: unknown key 'dims'; known: dim, heads"),
-        ("pretrain --config key.json", "config: unknown key 'dims'; known: dim, heads"),
+        ("pretrain --set dims=32", "config: unknown key 'dims'; known: context, vocab, dim"),
+        ("pretrain --config key.json", "config: unknown key 'dims'; known: context, vocab, dim"),
         ("pretrain --config list.json", "--config: list.json holds a list, wants an object"),
         ("pretrain --config broken.json", "--config: cannot read broken.json as JSON"),
         ("pretrain --config tiny", "--config: 'tiny' is no preset (small, base, large) and no file"),

@@ -1,0 +1,61 @@
+"""The shape of a model: what every model's config shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Self
+
+from tinyforge.errors import UserError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Base of the models' configs: frozen dataclasses that travel with every checkpoint, with a default for each field.
+
+    context: longest sequence, tokens. vocab: token ids.
+    """
+
+    context: int = 128
+    vocab: int = 512
+
+    def __post_init__(self) -> None:
+        """Check the fields; a subclass adds its own checks. Raises UserError."""
+        self.require_positive("context", "vocab")
+
+    def require_positive(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < 1:
+                raise UserError(f"config: {name} is {getattr(self, name)}, wants at least 1")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return cls().override(values)
+
+    def override(self, values: Mapping[str, Any]) -> Self:
+        """This config with some fields replaced. Raises UserError for an unknown name and a value of the wrong type."""
+        known = [f.name for f in fields(self)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise UserError(f"config: unknown key {unknown[0]!r}; known: {', '.join(known)}")
+        for name, value in values.items():
+            default = getattr(self, name)
+            if not _fits(value, default):
+                raise UserError(f"config: {name} is {value!r}, wants {_WANTED[type(default)]}")
+        lists = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return replace(self, **lists)
+
+
+_WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", tuple: "a list of numbers"}
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """Whether a value from outside has the type of the field's default; an integer will do for a float."""
+    if isinstance(default, tuple):
+        return isinstance(value, list | tuple) and all(_fits(v, 0.0) for v in value)
+    if isinstance(default, bool | str):
+        return isinstance(value, type(default))
+    return isinstance(value, int | float if isinstance(default, float) else int) and not isinstance(value, bool)

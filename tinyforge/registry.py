@@ -1,0 +1,67 @@
+"""The models that commands and recipes work with. Each is registered once; nothing else lists models.
+
+A model registers as a `ModelSpec`. In a checkout, the package `models` beside `tinyforge` lists its own in
+`models.SPECS`; an installed package brings its own by an entry point of the group `tinyforge.models`:
+
+    [project.entry-points."tinyforge.models"]
+    mymodel = "mypackage.mymodel:SPEC"
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from tinyforge.config import ModelConfig
+from tinyforge.errors import UserError
+
+GROUP = "tinyforge.models"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model of the zoo.
+
+    name: as in --model and in checkpoints. title: for people. build: the class, called as build(config, backend, *,
+    values=None, recompute=False). config: the class of its configs. presets: configs by name, the first is the default.
+    summary: one line. hf: the module that maps Hugging Face weights, as "package.module"; empty where there is none.
+    architectures: the names in Hugging Face's config.json that it reads.
+    """
+
+    name: str
+    title: str
+    build: Callable[..., Any]
+    config: type[ModelConfig]
+    presets: Mapping[str, ModelConfig]
+    summary: str = ""
+    hf: str = ""
+    architectures: tuple[str, ...] = field(default=())
+
+
+@cache
+def models() -> dict[str, ModelSpec]:
+    """Every registered model by name, those of the checkout first. The first is the default of --model."""
+    found: dict[str, ModelSpec] = {}
+    if importlib.util.find_spec("models") is not None:
+        found |= {spec.name: spec for spec in getattr(importlib.import_module("models"), "SPECS", ())}
+    for point in entry_points(group=GROUP):
+        if point.name not in found:
+            found[point.name] = point.load()
+    return found
+
+
+def default_model() -> str:
+    return next(iter(models()))
+
+
+def find_model(name: str) -> ModelSpec:
+    """The model of that name. Raises UserError, with the names that there are, for another."""
+    found = models().get(name)
+    if found is None:
+        raise UserError(f"unknown model {name!r}; known: {', '.join(models())}")
+    return found
