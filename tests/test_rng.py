@@ -127,3 +127,13 @@ def test_permute_looks_random() -> None:
     assert np.abs(deviation).max() < 6
     followers = np.bincount((table[:, 1:] - table[:, :-1]).ravel() % n, minlength=n)[1:]
     assert np.abs(followers / followers.mean() - 1).max() < 0.25
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 8, 32_767, 32_768, 32_769, 32_771, 100_003])
+def test_normals_do_not_depend_on_the_pieces_they_are_drawn_in(count: int) -> None:
+    stream = Stream(3, "pieces")
+    u = Stream(3, "pieces").uniform((2, -(-count // 2)))
+    radius, angle = np.sqrt(-2.0 * np.log1p(-u[0])), 2.0 * np.pi * u[1]
+    wanted = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+    assert np.array_equal(stream.normal((count,)), wanted)
+    assert stream.position == -(-count // 2)
