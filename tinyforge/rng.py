@@ -73,8 +73,8 @@ class Stream:
     def normal(self, shape: tuple[int, ...] = ()) -> np.ndarray:
         """float64 N(0, 1), by the method of Box and Muller (1958): two uniforms give two normals.
 
-        Of n numbers the first n / 2 uniforms are the radii, the rest the angles. Large draws run on all cores, in pieces
-        that begin at even places, where a block of the stream begins: the bits do not depend on the pieces.
+        Of n numbers the first n / 2 uniforms are the radii, the rest the angles. Large draws run on all cores, in
+        pieces that begin at even places, where a block of the stream begins: the bits do not depend on the pieces.
         """
         count = int(np.prod(shape))
         half = -(-count // 2)
