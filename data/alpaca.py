@@ -28,11 +28,11 @@ from data.local import decode_text, read_text
 from data.source import MANIFEST, InputFile, Refusal, print_refused, write_manifest
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import sha256_of
+from tinyforge.text.chat_templates import END_OF_REPLY, render_prompt
 
 if TYPE_CHECKING:
     from tinyforge.text import Tokenizer
 
-END_OF_REPLY = "</s>"
 HOST = "https://raw.githubusercontent.com"
 PATH = "tatsu-lab/stanford_alpaca/main/alpaca_data.json"
 LICENCE = "CC BY-NC 4.0"
@@ -83,16 +83,6 @@ def hold_out(records: Sequence[Record]) -> tuple[Sequence[Record], Sequence[Reco
     """Records to train on, and the last 20th (at least one), to measure on. One record alone is both."""
     cut = len(records) - max(1, len(records) // 20)
     return records[:cut] or records, records[cut:]
-
-
-def render_prompt(instruction: str, input: str = "") -> str:
-    """The text that a reply follows: Alpaca's headings, the input block only where there is an input.
-
-    Alpaca's preamble ("Below is an instruction that describes a task. ...") is left out: it is the same for
-    every record, and in the small preset's vocabulary of 512 it would take over half of the context of 128.
-    """
-    context = f"### Input:\n{input}\n\n" if input else ""
-    return f"### Instruction:\n{instruction}\n\n{context}### Response:\n"
 
 
 def encode_example(tokenizer: Tokenizer, record: Record, seq_len: int) -> tuple[list[int], int] | None:

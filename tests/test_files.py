@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tinyforge.files import write_whole, written_whole
+from tinyforge.errors import UserError
+from tinyforge.files import read_json, write_whole, written_whole
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -53,3 +55,55 @@ def test_after_an_error_the_old_file_stays_alone(tmp_path: Path, monkeypatch: py
         if step == "write":
             full()
     assert contents(tmp_path) == {"a.txt": "old\n"}
+
+
+# --- files of others
+
+
+def refusal(path: Path, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        read_json(path, "the plan", **options)
+    message = str(caught.value)
+    assert message.startswith(f"cannot read the plan {path}: ") and "\n" not in message and len(message) < 300
+    return message
+
+
+def test_json_of_the_wanted_type_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"a": [1, -2.5, null, "é", 18446744073709551615]}', encoding="utf-8")
+    assert read_json(path, "the plan") == {"a": [1, -2.5, None, "é", 2**64 - 1]}
+    path.write_text("[]")
+    assert read_json(path, "the plan", list) == []
+    size = path.stat().st_size
+    assert read_json(path, "the plan", list, max_bytes=size) == []
+    assert f"got more than {size - 1} bytes" in refusal(path, wanted_type=list, max_bytes=size - 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (b"", "is not JSON (line 1"),
+        (b"{\n\n", "is not JSON (line 3"),
+        (b"\xff", "is not UTF-8 at byte 0"),
+        ("\ufeff{}".encode(), "is not JSON (line 1"),
+        (b"[" * 200_000, "is nested too deeply"),
+        (b'{"a":' * 200_000, "is nested too deeply"),
+        (b'{"a": ' + b"9" * 21 + b"}", "got a whole number of 21 digits, wanted 20 at most"),
+        (b'{"a": -' + b"9" * 10_000 + b"}", "got a whole number of 10000 digits"),
+        (b"[1]", "got a list, wanted an object"),
+        (b'"a"', "got a string, wanted an object"),
+        (b"1", "got a number, wanted an object"),
+        (b"null", "got null, wanted an object"),
+    ],
+    ids=lambda value: ascii(value[:12]),
+)
+def test_json_that_is_refused(content: bytes, wanted: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    assert wanted in refusal(path)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "No such file" in refusal(tmp_path / "none")
+    assert "Is a directory" in refusal(tmp_path)
+    assert "null byte" in refusal(Path(f"{tmp_path}/a\0b"))

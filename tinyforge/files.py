@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from tinyforge.errors import UserError
+
+MOST_BYTES = 64 << 20  # of a text or JSON file that is read whole
+MOST_DIGITS = 20  # of a whole number in JSON: 64 bits need no more
+JSON_NAMES: dict[type, str] = {
+    dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean",
+    type(None): "null",
+}  # fmt: skip
 
 
 def sync(path: Path) -> None:
@@ -52,3 +63,58 @@ def sha256_of(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- files of others, which may hold anything ----------------------------------------------------------------
+
+
+def read_bytes(path: str | Path, what: str, max_bytes: int = MOST_BYTES) -> bytes:
+    """The bytes of a file. `what` says in the error what the file should be: "the tokenizer".
+
+    Raises UserError when it cannot be read or has more than `max_bytes`; no more than that is ever read.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(max_bytes + 1)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"cannot read {what} {path}: {cause}; check the path") from error
+    if len(data) > max_bytes:
+        raise UserError(f"cannot read {what} {path}: got more than {max_bytes:,} bytes; check the path")
+    return data
+
+
+def read_text(path: str | Path, what: str, max_bytes: int = MOST_BYTES) -> str:
+    """The text of a UTF-8 file, line ends as they are. Raises UserError as `read_bytes`, and for other bytes."""
+    try:
+        return read_bytes(path, what, max_bytes).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {what} {path}: it is not UTF-8 at byte {error.start}; check the path") from error
+
+
+def read_json(path: str | Path, what: str, wanted_type: type = dict, max_bytes: int = MOST_BYTES) -> Any:
+    """The value in a JSON file, which must be of `wanted_type` (dict, list, ...).
+
+    Raises UserError, one line that names the file, for a file that cannot be read, is larger than `max_bytes`, is not
+    UTF-8 or not JSON, is nested too deeply, holds a whole number of more than MOST_DIGITS digits, or has another type.
+    """
+    text = read_text(path, what, max_bytes)
+    try:
+        content = json.loads(text, parse_int=_to_int)
+    except json.JSONDecodeError as error:
+        cause = f"it is not JSON (line {error.lineno}: {error.msg})"
+    except RecursionError:
+        cause = "it is nested too deeply"
+    except ValueError as error:
+        cause = str(error)
+    else:
+        if isinstance(content, wanted_type):
+            return content
+        cause = f"got {JSON_NAMES[type(content)]}, wanted {JSON_NAMES[wanted_type]}"
+    raise UserError(f"cannot read {what} {path}: {cause}; get or make the file again")
+
+
+def _to_int(digits: str) -> int:
+    if (count := len(digits.lstrip("-"))) > MOST_DIGITS:
+        raise ValueError(f"got a whole number of {count} digits, wanted {MOST_DIGITS} at most")
+    return int(digits)

@@ -205,6 +205,8 @@ def test_every_byte_string_comes_back(tokenizer: Tokenizer) -> None:
 
 def test_lone_surrogates_become_the_replacement_character(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode("a\ud83d b")) == "a\ufffd b"
+    # In one piece with a raw byte, which stays.
+    assert tokenizer.decode_bytes(tokenizer.encode("a\udcff\ud83d\udc7f")) == b"a\xff" + 2 * "\ufffd".encode()
 
 
 def test_half_a_character_decodes_to_the_replacement_character(tokenizer: Tokenizer) -> None:
@@ -523,7 +525,7 @@ GOOD = {
     [
         (b"\xff{}", "is not UTF-8 at byte 0"),
         (b'{"format": ', "is not JSON (line 1"),
-        (b"[]", "got a JSON list, wanted an object"),
+        (b"[]", "got a list, wanted an object"),
         (b"{}", "got format None, wanted 'tinyforge-bpe'"),
         (GOOD | {"version": 2}, "got version 2, wanted 1"),
         (GOOD | {"pattern": "words"}, "got pattern 'words', wanted 'gpt2'"),
@@ -538,6 +540,10 @@ GOOD = {
         (GOOD | {"merges": [[97, 256]]}, "tokenizer merge 0: got (97, 256), wanted a pair of ids below 256"),
         (GOOD | {"merges": [[-1, 98]]}, "tokenizer merge 0: got (-1, 98)"),
         (GOOD | {"merges": [[97, 98], [97, 98]]}, "tokenizer merge 1: got (97, 98)"),
+        # Sixty merges that each double a token: 2^60 bytes.
+        (GOOD | {"merges": [[97, 97], *([n, n] for n in range(256, 315))]}, "bytes in all, wanted 67,108,864 at most"),
+        (b"[" * 100_000, "is nested too deeply"),
+        (b'{"merges": [[9' + b"9" * 5000 + b", 1]]}", "got a whole number of 5001 digits"),
     ],
 )
 def test_damaged_files(content: bytes | dict[str, Any], wanted: str, tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_faults(tokenizer_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_as_a_module(tokenizer_file: str) -> None:
     def run(*argv: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-W", "error", "-m", "tinyforge.text.bpe", *argv, "--tokenizer", tokenizer_file]
+        command = [sys.executable, "-W", "error", "-m", "tinyforge.text", *argv, "--tokenizer", tokenizer_file]
         return subprocess.run(command, cwd=ROOT, input="the the", text=True, capture_output=True)
 
     good, bad = run("encode"), run("decode")

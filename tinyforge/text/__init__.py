@@ -1,19 +1,6 @@
-"""Text to token ids and back: a byte-level BPE tokenizer, written by hand."""
+"""Text to token ids and back: tokenizers, chat templates and shards of ids, written by hand."""
 
-from __future__ import annotations
+from tinyforge.text.bpe import Tokenizer
+from tinyforge.text.vocabulary import TextTokenizer
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tinyforge.text.bpe import Tokenizer
-
-__all__ = ["Tokenizer"]
-
-
-def __getattr__(name: str) -> object:
-    # Not imported above: `python -m tinyforge.text.bpe` would then find the module loaded already, and warn.
-    if name == "Tokenizer":
-        from tinyforge.text.bpe import Tokenizer
-
-        return Tokenizer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["TextTokenizer", "Tokenizer"]

@@ -11,8 +11,8 @@ the edge of a piece.
 
 The same from the command line (`--help` says more):
 
-    python -m tinyforge.text.bpe train book.txt --vocab-size 4096 --out tokenizer.json
-    python -m tinyforge.text.bpe inspect "Once upon a time" --tokenizer tokenizer.json
+    python -m tinyforge.text train book.txt --vocab-size 4096 --out tokenizer.json
+    python -m tinyforge.text inspect "Once upon a time" --tokenizer tokenizer.json
 
 Token ids: 0..255 the bytes, then one id per merge in the order learned, then the special tokens.
 
@@ -24,8 +24,6 @@ page.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain, pairwise
@@ -37,9 +35,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyforge.errors import UserError
-from tinyforge.files import write_whole
+from tinyforge.files import read_json, read_text
 from tinyforge.text.parallel import ordered_map
 from tinyforge.text.pieces import Batch, PieceTable, batches, to_utf8
+from tinyforge.text.vocabulary import MOST_VOCABULARY_BYTES, After, Vocabulary
 
 Pair = tuple[int, int]
 
@@ -274,7 +273,7 @@ def learn_merges(counts: dict[bytes, int], limit: int, progress: bool) -> list[P
 # --- the tokenizer ------------------------------------------------------------------------------------------
 
 
-class Tokenizer:
+class Tokenizer(Vocabulary):
     """A byte-level BPE vocabulary: 256 bytes, the merges, the special tokens, with ids in this order.
 
     `merges[i]` is the pair of ids that becomes id 256 + i. `byte_order` is "plain" (id b is byte b) or
@@ -292,30 +291,25 @@ class Tokenizer:
         order = BYTE_ORDERS[byte_order]
         vocab = [bytes([byte]) for byte in order]
         merged: dict[Pair, int] = {}
+        size = len(vocab)
         for pair in self.merges:
             if not (min(pair) >= 0 and max(pair) < len(vocab)) or pair in merged:
                 raise UserError(
                     f"tokenizer merge {len(merged)}: got {pair}, wanted a pair of ids below {len(vocab)} not "
                     "merged before; the file is damaged, train the tokenizer again"
                 )
+            # Each merge can double a token: some sixty would need more memory than there is.
+            size += len(vocab[pair[0]]) + len(vocab[pair[1]])
+            if size > MOST_VOCABULARY_BYTES:
+                raise UserError(f"tokenizer merge {len(merged)}: got tokens of {size:,} bytes in all, wanted "
+                                f"{MOST_VOCABULARY_BYTES:,} at most; train the tokenizer again")  # fmt: skip
             merged[pair] = len(vocab)
             vocab.append(vocab[pair[0]] + vocab[pair[1]])
-
-        self.specials = {text: len(vocab) + index for index, text in enumerate(special_texts)}
-        self.byte_lengths: npt.NDArray[np.int64] = np.array(
-            [len(token) for token in vocab] + [0] * len(special_texts), dtype=np.int64
-        )
-        # A dict, not a list: a negative id must be an error, not the tail of the vocabulary.
-        self._vocab = dict(enumerate(vocab + [to_utf8(text) for text in special_texts]))
-        self.id_dtype = np.dtype(np.uint16 if len(self._vocab) <= 1 << 16 else np.uint32)
+        ids = {text: len(vocab) + index for index, text in enumerate(special_texts)}
+        super().__init__([*vocab, *map(to_utf8, special_texts)], ids)
         self._byte_ids = [order.index(byte) for byte in range(256)]
         self._merged = merged
         self._encoders: dict[int, Encoder] = {}  # one for each thread
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids: 256 + merges + special tokens."""
-        return len(self._vocab)
 
     # --- making one
 
@@ -374,12 +368,12 @@ class Tokenizer:
         spelt as a visible character. Raises UserError when a file cannot be read or the two do not belong
         together.
         """
-        encoder = read_json(encoder_json)
+        encoder = read_json(encoder_json, "GPT-2's tokens")
         # A printable byte is spelt as itself, the n-th of the others as the character 256 + n.
         spelt = [*GPT2_PRINTABLE, *range(256, 512 - len(GPT2_PRINTABLE))]
         ids = {chr(code): index for index, code in enumerate(spelt)}
         merges: list[Pair] = []
-        for number, line in enumerate(read_text(vocab_bpe).split("\n"), start=1):
+        for number, line in enumerate(read_text(vocab_bpe, "GPT-2's merges").splitlines(), start=1):
             if not line or (number == 1 and line.startswith("#version")):
                 continue
             left, _, right = line.partition(" ")
@@ -407,11 +401,12 @@ class Tokenizer:
             self._encoders[thread] = Encoder(self._byte_ids, self._merged, self.id_dtype)
         return self._encoders[thread]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, after: After = "start") -> list[int]:
         """Token ids of `text`. Text that spells a special token is encoded as plain bytes, never as its id.
 
-        A lone surrogate, which no UTF-8 can hold, becomes U+FFFD (U+DC80..U+DCFF: the raw byte, see
-        `encode_bytes`).
+        What stands before the text makes no difference to these ids; `after` is for tokenizers where it does.
+        U+DC80..U+DCFF stand for raw bytes, as `encode_bytes` makes them. Any other lone surrogate, which UTF-8 cannot
+        hold, becomes U+FFFD.
         """
         return next(self.encode_many([text], workers=1)).tolist()
 
@@ -434,24 +429,6 @@ class Tokenizer:
         """Token ids of any bytes, valid UTF-8 or not: `decode_bytes` gives the same bytes back."""
         return self.encode(data.decode("utf-8", "surrogateescape"))
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; bytes that are not UTF-8 (half a character, say) become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Bytes of `ids`, special tokens as the bytes of their text. Raises UserError for an unknown id."""
-        return b"".join(map(self.token_bytes, ids))
-
-    def token_bytes(self, id: int) -> bytes:
-        """Bytes of one token. Raises UserError for an unknown id."""
-        try:
-            return self._vocab[id]
-        except KeyError:
-            raise UserError(
-                f"token id {id} is not in the vocabulary: wanted 0..{self.vocab_size - 1}; "
-                "use the tokenizer that the ids were made with"
-            ) from None
-
     # --- on disk
 
     def _content(self) -> dict[str, Any]:
@@ -464,31 +441,10 @@ class Tokenizer:
             "merges": [list(pair) for pair in self.merges],
         }
 
-    def hash(self) -> str:
-        """SHA-256, in hex, of all that decides the ids. Equal hashes encode alike; checkpoints store it."""
-        return hashlib.sha256(json.dumps(self._content(), sort_keys=True).encode()).hexdigest()
-
-    def save(self, path: str | Path) -> None:
-        """Write one readable JSON file, a merge per line. An old file stays until the new one is whole.
-
-        Raises UserError when the file cannot be written; then the old one is still there.
-        """
-        content = self._content()
-        merges = content.pop("merges")
-        head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in content.items())
-        body = ",\n".join(f"    {json.dumps(pair)}" for pair in merges)
-        path = Path(path)
-        try:
-            write_whole(path, f'{{\n{head}  "merges": [\n{body}\n  ]\n}}\n')
-        except OSError as error:
-            raise UserError(
-                f"cannot write the tokenizer {path}: {error.strerror}; free space or choose another folder"
-            ) from error
-
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a file that `save` wrote. Raises UserError, naming the file, when it is missing or damaged."""
-        content = read_json(path)
+        content = read_json(path, "the tokenizer")
         for key, wanted in (("format", FORMAT), ("version", VERSION), ("pattern", PATTERN)):
             if content.get(key) != wanted:
                 raise UserError(
@@ -511,31 +467,3 @@ class Tokenizer:
 
 def _is_pair(merge: object) -> bool:
     return isinstance(merge, list) and len(merge) == 2 and all(type(token) is int for token in merge)
-
-
-def read_text(path: str | Path) -> str:
-    """Text of a tokenizer file in UTF-8. Raises UserError when it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read the tokenizer file {path}: {error.strerror}; check the path") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 at byte {error.start}, so no tokenizer; check the path") from error
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """The JSON object in a tokenizer file. Raises UserError when it cannot be read or is no object."""
-    try:
-        content = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON (line {error.lineno}: {error.msg}); get or make the file again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: got a JSON {type(content).__name__}, wanted an object; check the path")
-    return content
-
-
-if __name__ == "__main__":
-    from tinyforge.errors import run_command
-    from tinyforge.text.command import main
-
-    run_command(main)

@@ -1,10 +1,10 @@
 """Train a tokenizer, use it, and look into it.
 
-    python -m tinyforge.text.bpe train FILE... --vocab-size 4096 --out tokenizer.json
-    python -m tinyforge.text.bpe encode book.txt --tokenizer tokenizer.json > ids.txt
-    python -m tinyforge.text.bpe encode book.txt --tokenizer tokenizer.json --out ids.npy
-    python -m tinyforge.text.bpe decode ids.txt --tokenizer tokenizer.json
-    python -m tinyforge.text.bpe inspect "Once upon a time" --tokenizer tokenizer.json
+    python -m tinyforge.text train FILE... --vocab-size 4096 --out tokenizer.json
+    python -m tinyforge.text encode book.txt --tokenizer tokenizer.json > ids.txt
+    python -m tinyforge.text encode book.txt --tokenizer tokenizer.json --out ids.npy
+    python -m tinyforge.text decode ids.txt --tokenizer tokenizer.json
+    python -m tinyforge.text inspect "Once upon a time" --tokenizer tokenizer.json
 
 encode and decode read standard input when no file is named. train and encode read a text bit by bit, and work on all
 cores when it is large. inspect shows how a text is cut into pre-tokens, how these are cut into tokens, and the merges
@@ -43,7 +43,7 @@ PLAIN = "\x1b[0m"
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
-        prog="python -m tinyforge.text.bpe", description=__doc__,
+        prog="python -m tinyforge.text", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True, metavar="train|encode|decode|inspect")

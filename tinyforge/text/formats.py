@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from tinyforge.errors import UserError
+from tinyforge.files import read_json, read_text
 from tinyforge.text.bpe import (
     BYTE_ORDERS,
     GPT2_PRINTABLE,
     Pair,
     Tokenizer,
     apply_merges,
-    read_json,
-    read_text,
 )
 from tinyforge.text.pieces import split
 
@@ -148,7 +147,7 @@ def from_huggingface(path: str | Path) -> Tokenizer:
     pattern, a prefix space, a template, added tokens that are not special, ...), or whose ids are not the bytes, the
     merges in order, and then the special tokens.
     """
-    content = read_json(path)
+    content = read_json(path, "the tokenizer")
     _check_huggingface_options(content, path)
     model = content["model"]
     vocab, merge_list, added = model.get("vocab"), model.get("merges"), content.get("added_tokens") or []
@@ -298,7 +297,7 @@ def from_tiktoken(path: str | Path, specials: Iterable[str] = ()) -> Tokenizer:
     """
     tokens: dict[int, bytes] = {}
     lines: dict[bytes, int] = {}
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path, "the ranks").split("\n"), start=1):
         if not line.strip():
             continue
         try:

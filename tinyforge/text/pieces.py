@@ -99,7 +99,7 @@ def to_utf8(piece: str) -> bytes:
     try:
         return piece.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
-        return re.sub("[\ud800-\udfff]", "\ufffd", piece).encode()
+        return re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", piece).encode("utf-8", "surrogateescape")
 
 
 # --- the pattern as a regular expression ---------------------------------------------------------------------

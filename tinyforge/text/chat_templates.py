@@ -1,0 +1,210 @@
+"""Chat templates: how the turns of a conversation are laid out for a model.
+
+    template = TEMPLATES["chatml"]
+    ids = template.encode(tokenizer, [("Hello", "Hi!"), ("How are you?", None)], system="Be brief.")
+    stop = template.stop_ids(tokenizer)           # a reply ends at any of these
+
+A template gives pieces: plain text, and special tokens by their text (`Special`). Only a `Special` becomes the id of a
+special token, so a user who types "<|im_end|>" sends ten ordinary characters and cannot end a turn or begin another.
+(In "zephyr" and "alpaca" the headings are ordinary text to the model, and a user can type those.)
+
+Hugging Face describes templates as Jinja programs. They are never run: `recognise` tells from the markers in one which
+of the templates here it is.
+
+Sources: the published models' `chat_template`; Taori et al., "Stanford Alpaca" (2023) for "alpaca".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from tinyforge.errors import UserError
+from tinyforge.text.vocabulary import After, TextTokenizer
+
+
+@dataclass(frozen=True)
+class Special:
+    """A special token, named by its text."""
+
+    text: str
+
+
+# A tuple is a reply in the very ids that the model generated.
+Piece = str | Special | tuple[int, ...]
+
+# What a user said, and the reply: its text, its ids, or None where it is still to come.
+Turn = tuple[str, str | Sequence[int] | None]
+
+END_OF_REPLY = "</s>"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands before and after the text of a message."""
+
+    before: tuple[Piece, ...] = ()
+    after: tuple[Piece, ...] = ()
+
+    def around(self, text: str) -> list[Piece]:
+        return [*self.before, text, *self.after]
+
+
+@dataclass(frozen=True)
+class Template:
+    """How one family of models writes a conversation.
+
+    A conversation is the system prompt, if any, and turns; each of the three kinds of message has its frame. `ends` are
+    the special tokens that can end a reply, the first being the one that ends it in a prompt; empty: a reply is
+    followed directly by the next turn, and generation stops at any special token. `default_system` is used where no
+    system prompt is given. `strips`: white space around messages is removed.
+    """
+
+    name: str
+    system: Frame
+    user: Frame
+    reply: Frame
+    ends: tuple[str, ...]
+    default_system: str = ""
+    strips: bool = False
+
+    @property
+    def end(self) -> str:
+        """The special token that ends a reply, or ""."""
+        return self.ends[0] if self.ends else ""
+
+    def render(self, turns: Sequence[Turn], system: str = "") -> list[Piece]:
+        """The pieces of a conversation. Where the last turn has no reply, they end where it is to follow."""
+        system = self._clean(system or self.default_system)
+        pieces = self.system.around(system) if system else []
+        for user, reply in turns:
+            pieces += [*self.user.around(self._clean(user)), *self.reply.before]
+            if reply is not None:
+                pieces += [self._clean(reply) if isinstance(reply, str) else tuple(reply), *self.reply.after]
+        return pieces
+
+    def _clean(self, text: str) -> str:
+        return text.strip() if self.strips else text
+
+    def prompt(self, user: str, system: str = "") -> str:
+        """The text that the reply to one message follows, special tokens written out: to be read, not encoded."""
+        pieces = self.render([(user, None)], system)
+        return "".join(piece.text if isinstance(piece, Special) else str(piece) for piece in pieces)
+
+    def encode(self, tokenizer: TextTokenizer, turns: Sequence[Turn], system: str = "") -> list[int]:
+        """The ids of a conversation, from the beginning of the text on.
+
+        A reply's ids do not depend on what stands before it, so the ids of a prompt are the beginning of those of the
+        prompt with its reply. Raises UserError when the tokenizer lacks a special token of the template.
+        """
+        as_ids: list[Turn] = [
+            (user, tokenizer.encode(self._clean(reply), "text") if isinstance(reply, str) else reply)
+            for user, reply in turns
+        ]
+        ids = [] if tokenizer.bos is None else [tokenizer.bos]
+        after: After = "start"
+        for kind, group in groupby(self.render(as_ids, system), type):
+            if kind is str:  # text in neighbouring pieces is one text
+                ids += tokenizer.encode("".join(map(str, group)), after)
+                after = "text"
+                continue
+            for piece in group:
+                if not isinstance(piece, Special):
+                    ids += map(int, piece)
+                    after = "text"
+                elif piece.text in tokenizer.specials:
+                    ids.append(tokenizer.specials[piece.text])
+                    after = "special"
+                else:
+                    raise UserError(f"the chat template {self.name} needs the special token {piece.text}, which the "
+                                    "tokenizer does not have; use another template")  # fmt: skip
+        return ids
+
+    def stop_ids(self, tokenizer: TextTokenizer) -> frozenset[int]:
+        """The ids that end a reply."""
+        specials = tokenizer.specials
+        return frozenset(id for text, id in specials.items() if text in self.ends or not self.ends)
+
+
+# --- the templates ------------------------------------------------------------------------------------------
+
+
+def render_prompt(instruction: str, input: str = "") -> str:
+    """The text that a reply follows in Alpaca's form: its headings, the input block only where there is an input.
+
+    Alpaca's preamble ("Below is an instruction that describes a task. ...") is left out: it is the same for
+    every record, and in the small preset's vocabulary of 512 it would take over half of the context of 128.
+    """
+    context = f"### Input:\n{input}\n\n" if input else ""
+    return f"### Instruction:\n{instruction}\n\n{context}### Response:\n"
+
+
+_ROLES = {"system": "system", "user": "user", "reply": "assistant"}
+
+TEMPLATES = {
+    template.name: template
+    for template in (
+        # A base model goes on with the text.
+        Template("plain", system=Frame(after=("\n\n",)), user=Frame(), reply=Frame(), ends=()),
+        # Where Alpaca has its preamble there is room for a system prompt.
+        Template(
+            "alpaca",
+            system=Frame(after=("\n\n",)),
+            user=Frame(("### Instruction:\n",), ("\n\n",)),
+            reply=Frame(("### Response:\n",), (Special(END_OF_REPLY),)),
+            ends=(END_OF_REPLY, "<|endoftext|>"),
+        ),
+        # Qwen, SmolLM2-Instruct.
+        Template(
+            "chatml",
+            **{kind: Frame((Special("<|im_start|>"), f"{role}\n"), (Special("<|im_end|>"), "\n"))
+               for kind, role in _ROLES.items()},
+            ends=("<|im_end|>", "<|endoftext|>"),
+        ),
+        # Llama 3 Instruct. The dates that Llama 3.1 and later write into the system prompt are left out.
+        Template(
+            "llama3",
+            **{kind: Frame((Special("<|start_header_id|>"), role, Special("<|end_header_id|>"), "\n\n"),
+                           (Special("<|eot_id|>"),))
+               for kind, role in _ROLES.items()},
+            ends=("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
+            strips=True,
+        ),
+        # Zephyr, TinyLlama-Chat.
+        Template(
+            "zephyr",
+            **{kind: Frame((f"<|{role}|>\n",), (Special("</s>"), "\n")) for kind, role in _ROLES.items()},
+            ends=("</s>",),
+        ),
+    )
+}  # fmt: skip
+
+# What a template's Jinja text holds, in the order asked: the first whose marks are all there, and no mark of another
+# family that shares them (Phi 3 has Zephyr's headings, but ends a turn by <|end|>).
+_MARKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("chatml", ("<|im_start|>", "<|im_end|>", "assistant"), ("<|im_sep|>",)),
+    ("llama3", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), ()),
+    ("zephyr", ("<|user|>", "<|assistant|>", "eos_token"), ("<|end|>", "<|end_of_text|>")),
+    ("alpaca", ("### Instruction:", "### Response:"), ()),
+)
+_DEFAULT_SYSTEM = re.compile(r"<\|im_start\|>system(?:\\n|\n)([^'\"{}<>]+)<\|im_end\|>")
+
+
+def recognise(chat_template: str, specials: Container[str]) -> Template | None:
+    """The template that a Hugging Face `chat_template` describes, or None where it is none of these.
+
+    It is told by the markers in the text; the program is not run. `specials` are the tokenizer's special tokens: a
+    template whose own are not all among them is not meant. ChatML's default system prompt, where the text has one, is
+    the `default_system` of what is returned.
+    """
+    for name, marks, foreign in _MARKS:
+        template = TEMPLATES[name]
+        if not all(mark in chat_template for mark in marks) or any(mark in chat_template for mark in foreign):
+            continue
+        if not all(piece.text in specials for piece in template.render([("", "")]) if isinstance(piece, Special)):
+            continue
+        found = _DEFAULT_SYSTEM.search(chat_template) if name == "chatml" else None
+        return replace(template, default_system=found[1].replace("\\n", "\n")) if found else template
+    return None

@@ -1,0 +1,109 @@
+"""What every tokenizer here can do, and the half of it that does not depend on how text is cut: ids to bytes, files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tinyforge.errors import UserError
+from tinyforge.files import write_whole
+from tinyforge.text.pieces import to_utf8
+
+MOST_VOCABULARY_BYTES = 1 << 26  # all tokens together; real vocabularies have a few million
+
+# What stands before a text that is encoded: nothing, a special token, or other text.
+After = Literal["start", "special", "text"]
+
+
+class TextTokenizer(Protocol):
+    """A tokenizer, of whatever kind: what training, chat, evaluation and checkpoints use.
+
+    `specials` maps the text of each special token to its id; `bos` is the id that every text begins with, None where
+    there is no such id; `byte_lengths[id]` is the number of bytes of text that a token stands for, 0 for a special
+    token; `id_dtype` is the smallest of uint16 and uint32 that holds all ids.
+    """
+
+    specials: dict[str, int]
+    bos: int | None
+    byte_lengths: npt.NDArray[np.int64]
+    id_dtype: np.dtype[Any]
+
+    @property
+    def vocab_size(self) -> int: ...
+    def encode(self, text: str, after: After = "start") -> list[int]: ...
+    def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
+    def decode_bytes(self, ids: Iterable[int]) -> bytes: ...
+    def token_bytes(self, id: int) -> bytes: ...
+    def hash(self) -> str: ...
+    def save(self, path: str | Path) -> None: ...
+
+
+class Vocabulary:
+    """The tokens of a tokenizer: their bytes by id, which of them are special, and the file that holds it all."""
+
+    def __init__(self, tokens: Sequence[bytes], specials: dict[str, int], bos: int | None = None) -> None:
+        """`tokens[id]` are the bytes of a token; those of a special token are the UTF-8 of its text."""
+        self.specials = specials
+        self.bos = bos
+        # A dict, not a list: a negative id must be an error, not the tail of the vocabulary.
+        self._vocab = dict(enumerate(tokens)) | {id: to_utf8(text) for text, id in specials.items()}
+        self.byte_lengths: npt.NDArray[np.int64] = np.fromiter(map(len, tokens), np.int64, len(tokens))
+        self.byte_lengths[list(specials.values())] = 0
+        self.id_dtype = np.dtype(np.uint16 if len(self._vocab) <= 1 << 16 else np.uint32)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return len(self._vocab)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; bytes that are not UTF-8 (half a character, say) become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Bytes of `ids`, special tokens as the bytes of their text. Raises UserError for an unknown id."""
+        return b"".join(map(self.token_bytes, ids))
+
+    def token_bytes(self, id: int) -> bytes:
+        """Bytes of one token. Raises UserError for an unknown id."""
+        try:
+            return self._vocab[id]
+        except KeyError:
+            raise UserError(
+                f"token id {id} is not in the vocabulary: wanted 0..{self.vocab_size - 1}; "
+                "use the tokenizer that the ids were made with"
+            ) from None
+
+    # --- on disk
+
+    def _content(self) -> dict[str, Any]:
+        """All that decides the ids, as JSON has it; the longest list last."""
+        raise NotImplementedError
+
+    def hash(self) -> str:
+        """SHA-256, in hex, of all that decides the ids. Equal hashes encode alike; checkpoints store it."""
+        return hashlib.sha256(json.dumps(self._content(), sort_keys=True).encode()).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write one readable JSON file, its last list an item per line. An old file stays until the new one is whole.
+
+        Raises UserError when the file cannot be written; then the old one is still there.
+        """
+        content = self._content()
+        last, items = content.popitem()
+        head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in content.items())
+        body = ",\n".join(f"    {json.dumps(item)}" for item in items)
+        path = Path(path)
+        try:
+            write_whole(path, f'{{\n{head}  "{last}": [\n{body}\n  ]\n}}\n')
+        except OSError as error:
+            raise UserError(
+                f"cannot write the tokenizer {path}: {error.strerror}; free space or choose another folder"
+            ) from error
