@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm import tqdm
 
 from data import corpus_report
 from data.dedup import band_keys, components, estimate
@@ -130,6 +129,8 @@ class _Build:
 
     def run(self, stage: str, function: Callable[..., dict[str, Any]], tasks: Any, sizes: Sequence[int]) -> list[dict]:
         """Run the tasks of a stage in the workers, with a bar that counts the bytes of text."""
+        from tqdm import tqdm
+
         with tqdm(total=sum(sizes), desc=stage, unit="B", unit_scale=True, disable=self.no_bar, leave=False) as bar:
             share = self.memory // 2 // self.workers
             return run_tasks(
@@ -359,6 +360,8 @@ def _near_pairs(build: _Build, signatures: _Signatures) -> tuple[np.ndarray, np.
     In a bucket (documents with the same key in a band) each is compared with the first and with the one before it, not
     with all: a bucket of n has 2 n pairs and not n^2 / 2, and a cluster is connected all the same.
     """
+    from tqdm import tqdm
+
     db, s = build.catalogue, build.settings
     db.execute("CREATE TEMP TABLE bands (band UTINYINT, key UBIGINT, number BIGINT)")
     kept = db.execute("SELECT number FROM documents WHERE dropped IS NULL ORDER BY number").fetchnumpy()["number"]

@@ -1,19 +1,27 @@
-"""`import tinyforge` is light: it loads nothing that only some commands need, and is over in a moment."""
+"""`import tinyforge` is light, and no module imports at its top what only one platform or some commands have."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
-HEAVY = ("duckdb", "matplotlib", "cupy", "tqdm", "torch")
+import pytest
 
-# Time is taken inside: the interpreter's own start is not ours.
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(p for folder in ("tinyforge", "models", "recipes", "data") for p in (ROOT / folder).rglob("*.py"))
+SLOW = ("duckdb", "matplotlib", "torch", "tqdm")
+POSIX = ("curses", "fcntl", "grp", "posix", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty")
+
+# Time is measured inside: the interpreter's own start is not ours.
 PROGRAM = f"""
 import sys, time
 start = time.perf_counter()
 import tinyforge
 print(time.perf_counter() - start)
-print([name for name in {HEAVY} if name in sys.modules])
+print([name for name in {(*SLOW, 'cupy')} if name in sys.modules])
 """
 
 
@@ -24,7 +32,62 @@ def fresh_import() -> tuple[float, str]:
 
 
 def test_import_loads_nothing_heavy_and_is_quick() -> None:
-    fresh_import()  # the files come from the disk, and are compiled, the first time
+    fresh_import()  # the first one reads the files from disk and compiles them
     results = [fresh_import() for _ in range(3)]
     assert {loaded for _, loaded in results} == {"[]"}
     assert min(seconds for seconds, _ in results) < 0.3
+
+
+def imported_at_top(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, top-level package) of each import that runs when the module is imported, typing-only ones left out."""
+    for node in ast.iter_child_nodes(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                continue
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                for other in node.orelse:
+                    yield from imported_at_top(other)
+            case ast.Import():
+                yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
+            case ast.ImportFrom(level=0, module=str(module)):
+                yield node.lineno, module.split(".")[0]
+            case _:
+                yield from imported_at_top(node)
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (POSIX, "Windows lacks it; import it in the function that uses it, where the platform has it"),
+        (SLOW, "loading it slows every command down; import it in the function that uses it"),
+    ],
+)
+def test_no_module_imports_these_at_its_top(names: tuple[str, ...], why: str) -> None:
+    assert len(MODULES) > 80
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}: {why}"
+        for path in MODULES
+        for line, name in imported_at_top(ast.parse(path.read_text(encoding="utf-8")))
+        if name in names
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_an_import_in_a_class_or_a_try_counts_and_one_in_a_function_does_not() -> None:
+    source = """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import torch
+try:
+    import fcntl
+except ImportError:
+    pass
+class Thing:
+    import tqdm.auto
+    def run(self):
+        import duckdb
+def draw():
+    from matplotlib import pyplot
+from . import resource
+"""
+    assert [name for _, name in imported_at_top(ast.parse(source))] == ["typing", "fcntl", "tqdm"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import resource
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,7 +139,11 @@ def plot(rows: Sequence[dict[str, Any]], target: Path) -> bool:
 
 def peak_memory_mib() -> float:
     """The most memory that this process and its workers have held, MiB: the sum of their own peaks, so pages that
-    they share are counted in each."""
+    they share are counted in each. NaN on Windows, whose Python cannot tell."""
+    if sys.platform == "win32":
+        return math.nan
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
     for status in (Path(f"/proc/{pid}/status") for pid in worker_pids()):
         lines = (line.split() for line in status.read_text(encoding="ascii").splitlines())
