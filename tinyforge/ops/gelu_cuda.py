@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import blocks, contiguous, cupy_kernel, new, scalar, vector
-from tinyforge.op import Array
+from tinyforge.backends.cupy_backend import blocks, contiguous, new, scalar, vector
+from tinyforge.kernel import Array
+from tinyforge.ops import gelu
 
 FILE = "ops/gelu.cu"
 
 
-@cupy_kernel
+@gelu.gelu_fwd.on("cupy")
 def gelu_fwd(x: Array, approximate: str) -> Array:
     x = contiguous(x)
     y = new(x.shape, x.dtype)
@@ -22,7 +23,7 @@ def gelu_fwd(x: Array, approximate: str) -> Array:
     return y
 
 
-@cupy_kernel
+@gelu.gelu_bwd.on("cupy")
 def gelu_bwd(dy: Array, x: Array, approximate: str) -> Array:
     dy, x = contiguous(dy), contiguous(x)
     dx = new(x.shape, x.dtype)

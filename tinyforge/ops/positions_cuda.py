@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import blocks, contiguous, cupy_kernel, new, scalar, vector
-from tinyforge.op import Array
+from tinyforge.backends.cupy_backend import blocks, contiguous, new, scalar, vector
+from tinyforge.kernel import Array
+from tinyforge.ops import positions
 
 FILE = "ops/positions.cu"
 
 
-@cupy_kernel
+@positions.positions_fwd.on("cupy")
 def positions_fwd(x: Array, weight: Array) -> Array:
     x = contiguous(x)
     y = new(x.shape, x.dtype)
@@ -23,8 +24,8 @@ def positions_fwd(x: Array, weight: Array) -> Array:
     return y
 
 
-@cupy_kernel
-def positions_bwd(dy: Array, dweight: Array) -> None:
+@positions.positions_bwd.on("cupy")
+def positions_bwd(dweight: Array, dy: Array) -> None:
     dy = contiguous(dy)
     if dy.size:
         vec = vector(dy.shape[-1], dy, dweight)

@@ -8,7 +8,7 @@ import numpy as np
 
 from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cupy_backend import add_columns, blocks, new, processors, scalar, vector, vectors_a_lane
-from tinyforge.op import Array
+from tinyforge.kernel import Array
 
 HEADER = "ops/rows.cuh"
 STAGES, BLOCKS = constant(HEADER, "STAGES"), constant(HEADER, "BLOCKS")

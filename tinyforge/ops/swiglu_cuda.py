@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import blocks, contiguous, cupy_kernel, new, scalar, vector
-from tinyforge.op import Array
+from tinyforge.backends.cupy_backend import blocks, contiguous, new, scalar, vector
+from tinyforge.kernel import Array
+from tinyforge.ops import swiglu
 
 FILE = "ops/swiglu.cu"
 
 
-@cupy_kernel
+@swiglu.swiglu_fwd.on("cupy")
 def swiglu_fwd(gu: Array) -> Array:
     gu = contiguous(gu)
     half = gu.shape[-1] // 2
@@ -23,8 +24,8 @@ def swiglu_fwd(gu: Array) -> Array:
     return y
 
 
-@cupy_kernel
-def swiglu_bwd(dy: Array, gu: Array, hidden: Array | None = None) -> Array:
+@swiglu.swiglu_bwd.on("cupy")
+def swiglu_bwd(hidden: Array | None, dy: Array, gu: Array) -> Array:
     dy, gu = contiguous(dy), contiguous(gu)
     half = gu.shape[-1] // 2
     dgu = new(gu.shape, gu.dtype)
