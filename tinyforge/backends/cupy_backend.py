@@ -77,12 +77,12 @@ def processors() -> int:
     return cupy.cuda.Device().attributes["MultiProcessorCount"]
 
 
-def add_columns(partial: Array, out: Array, second: Array | None = None) -> None:
+def add_columns(out: Array, second: Array | None, partial: Array) -> None:
     """out += the sum over the rows of partial, in a fixed order; the columns past out's size go to `second`."""
     count, columns = partial.shape
     launch = load("ops/columns.cu", "add_columns", SCALAR=scalar(partial.dtype))
     numbers = map(np.int32, (count, columns, out.size))
-    launch(blocks(columns, 32), (32, 32), (partial, out, out if second is None else second, *numbers))
+    launch(blocks(columns, 32), (32, 32), (out, out if second is None else second, partial, *numbers))
 
 
 class CupyBackend(Backend):

@@ -14,5 +14,5 @@ from tinyforge.ops.rows_cuda import launch_rows
 def add_rmsnorm_fwd(residual: Array, delta: Array, weight: Array, eps: float) -> tuple[Array, Array, Array]:
     residual, delta = contiguous(residual), contiguous(delta)
     x, y, rstd = new(delta.shape, delta.dtype), new(delta.shape, delta.dtype), new(delta.shape[:-1], wide(delta.dtype))
-    launch_rows(FILE, "add_rmsnorm_fwd", (residual, delta, weight, x, y), rstd, rstd.dtype.type(eps))
+    launch_rows(FILE, "add_rmsnorm_fwd", (x, y, rstd, residual, delta, weight), rstd.dtype.type(eps))
     return x, y, rstd

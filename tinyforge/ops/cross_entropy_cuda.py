@@ -20,7 +20,7 @@ CHUNK = 4096
 _IN_REGISTERS = {"float64": (), "float32": (1, 4, 8), "bfloat16": (1, 2, 4)}
 
 
-def softmax_residual_(logits: Array, targets: Array, nll: Array, write: bool) -> None:
+def softmax_residual_(nll: Array, logits: Array, targets: Array, write: bool) -> None:
     """Rows of logits, (..., V), into their residuals (with `write`); nll: one number a row."""
     vocab = logits.shape[-1]
     vec = vector(vocab, logits)
@@ -30,7 +30,7 @@ def softmax_residual_(logits: Array, targets: Array, nll: Array, write: bool) ->
     kept = _IN_REGISTERS[logits.dtype.name] if vec > 1 else ()
     per = next((n for n in kept if n >= needed), 0)
     launch = load(FILE, "softmax_residual", SCALAR=scalar(logits.dtype), VEC=vec, PER=per)
-    launch((targets.size,), (threads,), (logits, targets, nll, np.int32(vocab), np.int32(write)))
+    launch((targets.size,), (threads,), (nll, logits, targets, np.int32(vocab), np.int32(write)))
 
 
 def scale_heads(x: Array, scale: Array, part: int) -> Array:
@@ -40,7 +40,7 @@ def scale_heads(x: Array, scale: Array, part: int) -> Array:
         vec = vector(part, x, y)
         launch = load(FILE, "scale_heads", SCALAR=scalar(x.dtype), VEC=vec, PER=0)
         counts = (x.size // vec, part // vec, len(scale))
-        launch(blocks(x.size // vec), (256,), (x, scale.astype(wide(x.dtype), copy=False), y, *map(np.uint32, counts)))
+        launch(blocks(x.size // vec), (256,), (y, x, scale.astype(wide(x.dtype), copy=False), *map(np.uint32, counts)))
     return y
 
 
@@ -52,16 +52,16 @@ def scale_rows_(residual: Array, dnll: Array) -> None:
         launch = load(FILE, "scale_heads", SCALAR=scalar(residual.dtype), VEC=vec, PER=0)
         scale = contiguous(dnll.astype(wide(residual.dtype), copy=False))
         counts = (residual.size // vec, part // vec, dnll.size)
-        launch(blocks(residual.size // vec), (256,), (residual, scale, residual, *map(np.uint32, counts)))
+        launch(blocks(residual.size // vec), (256,), (residual, residual, scale, *map(np.uint32, counts)))
 
 
-def add_scaled_heads(x: Array, scale: Array, y: Array) -> None:
+def add_scaled_heads(y: Array, x: Array, scale: Array) -> None:
     """y[k] += scale[k] x[k]; x and y in the precision of sums."""
     part = x[0].size
     vec = vector(part, x, y)
     launch = load(FILE, "add_scaled_heads", SCALAR=scalar(x.dtype), VEC=vec, PER=0)
     counts = (x.size // vec, part // vec, len(scale))
-    launch(blocks(x.size // vec), (256,), (x, scale.astype(x.dtype, copy=False), y, *map(np.uint32, counts)))
+    launch(blocks(x.size // vec), (256,), (y, x, scale.astype(x.dtype, copy=False), *map(np.uint32, counts)))
 
 
 @cross_entropy.sum_tokens.on("cupy")
@@ -70,7 +70,7 @@ def sum_tokens(nll: Array) -> Array:
     heads = nll.shape[-1]
     out = new((heads,), FLOAT64)
     launch = load(FILE, "sum_heads", SCALAR=scalar(nll.dtype), VEC=1, PER=0)
-    launch((heads,), (1024,), (nll, out, np.int32(nll.size // heads), np.int32(heads)))
+    launch((heads,), (1024,), (out, nll, np.int32(nll.size // heads), np.int32(heads)))
     return out
 
 
@@ -79,7 +79,7 @@ def cross_entropy_fwd(logits: Array, targets: Array) -> tuple[Array, Array]:
     residual, targets = logits.copy(order="C"), contiguous(targets)
     nll = new(targets.shape, wide(logits.dtype))
     if targets.size:
-        softmax_residual_(residual, targets, nll, write=True)
+        softmax_residual_(nll, residual, targets, write=True)
     return nll, residual
 
 
@@ -103,7 +103,7 @@ def linear_cross_entropy_fwd(
         part = slice(start, min(start + CHUNK, tokens))
         logits = residual[part] if keep else residual[: part.stop - start]
         gemm(h[part], weight.reshape(heads * vocab, dim), logits, transpose_b=True, tf32=backend.tf32)
-        softmax_residual_(logits.reshape(-1, vocab), targets[part], nll[part], write=keep)
+        softmax_residual_(nll[part], logits.reshape(-1, vocab), targets[part], write=keep)
     return nll, residual if keep else None
 
 
@@ -121,7 +121,7 @@ def linear_cross_entropy_bwd(
     # dnll goes onto the small matrices, W and dW: the large one is read twice and never written.
     unscaled = gemm(residual, h, new((heads * vocab, dim), dweight.dtype), transpose_a=True, tf32=backend.tf32)
     if len(h):
-        add_scaled_heads(unscaled.reshape(weight.shape), dnll, dweight)
+        add_scaled_heads(dweight, unscaled.reshape(weight.shape), dnll)
     del unscaled
     scaled = scale_heads(weight, dnll, vocab * dim).reshape(heads * vocab, dim)
     return gemm(residual, scaled, tf32=backend.tf32)

@@ -35,7 +35,7 @@ __device__ __forceinline__ uint4 philox(u32 c0, u32 k0, u32 k1) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) dropout(
-    const T *x, T *y, u32 total, u32 key0, u32 key1, u32 threshold, A scale
+    T *y, const T *x, u32 total, u32 key0, u32 key1, u32 threshold, A scale
 ) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;

@@ -20,5 +20,5 @@ def dropout(x: Array, key: tuple[int, int], rate: float) -> Array:
         launch = load("ops/dropout.cu", "dropout", SCALAR=scalar(x.dtype), VEC=vec)
         words = (x.size // vec, *key, int(rate * 2**32))
         scale = wide(x.dtype).type(1.0 / (1.0 - rate))
-        launch(blocks(x.size // vec), (256,), (x, y, *map(np.uint32, words), scale))
+        launch(blocks(x.size // vec), (256,), (y, x, *map(np.uint32, words), scale))
     return y

@@ -20,7 +20,7 @@ def embedding_fwd(ids: Array, weight: Array) -> Array:
     if y.size:
         vec = vector(width, weight, y)
         launch = load(FILE, "embedding_fwd", SCALAR=scalar(weight.dtype), VEC=vec)
-        launch(blocks(y.size // vec), (256,), (ids, weight, y, np.uint32(y.size // vec), np.uint32(width // vec)))
+        launch(blocks(y.size // vec), (256,), (y, ids, weight, np.uint32(y.size // vec), np.uint32(width // vec)))
     return y
 
 

@@ -19,7 +19,7 @@ def gelu_fwd(x: Array, approximate: str) -> Array:
     if x.size:
         vec = vector(x.size, x, y)
         launch = load(FILE, "gelu_fwd", SCALAR=scalar(x.dtype), VEC=vec, EXACT=int(approximate == "erf"))
-        launch(blocks(x.size // vec), (256,), (x, y, np.uint32(x.size // vec)))
+        launch(blocks(x.size // vec), (256,), (y, x, np.uint32(x.size // vec)))
     return y
 
 
@@ -30,5 +30,5 @@ def gelu_bwd(dy: Array, x: Array, approximate: str) -> Array:
     if x.size:
         vec = vector(x.size, x, dy, dx)
         launch = load(FILE, "gelu_bwd", SCALAR=scalar(x.dtype), VEC=vec, EXACT=int(approximate == "erf"))
-        launch(blocks(x.size // vec), (256,), (dy, x, dx, np.uint32(x.size // vec)))
+        launch(blocks(x.size // vec), (256,), (dx, dy, x, np.uint32(x.size // vec)))
     return dx

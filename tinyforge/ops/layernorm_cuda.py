@@ -15,7 +15,7 @@ FILE = "ops/layernorm.cu"
 def layernorm_fwd(x: Array, weight: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
     x = contiguous(x)
     y, xhat, rstd = new(x.shape, x.dtype), new(x.shape, x.dtype), new(x.shape[:-1], wide(x.dtype))
-    launch_rows(FILE, "layernorm_fwd", (x, weight, bias, y, xhat), rstd, rstd.dtype.type(eps))
+    launch_rows(FILE, "layernorm_fwd", (y, xhat, rstd, x, weight, bias), rstd.dtype.type(eps))
     return y, xhat, rstd
 
 
@@ -23,4 +23,4 @@ def layernorm_fwd(x: Array, weight: Array, bias: Array, eps: float) -> tuple[Arr
 def layernorm_bwd(dweight: Array, dbias: Array, dy: Array, weight: Array, xhat: Array, rstd: Array) -> Array:
     dy, xhat = contiguous(dy), contiguous(xhat)
     alone = ("layernorm_columns", (dy, xhat))
-    return norm_backward(FILE, "layernorm_bwd", (dy, xhat), rstd, weight, (dweight, dbias), alone)
+    return norm_backward((dweight, dbias), FILE, "layernorm_bwd", dy, weight, xhat, rstd, alone)

@@ -20,7 +20,7 @@ def positions_fwd(x: Array, weight: Array) -> Array:
         vec = vector(x.shape[-1], x, weight, y)
         sequence = x[0].size // vec
         launch = load(FILE, "positions_fwd", SCALAR=scalar(x.dtype), VEC=vec)
-        launch(blocks(x.size // vec), (256,), (x, weight, y, np.uint32(x.size // vec), np.uint32(sequence)))
+        launch(blocks(x.size // vec), (256,), (y, x, weight, np.uint32(x.size // vec), np.uint32(sequence)))
     return y
 
 
@@ -31,4 +31,4 @@ def positions_bwd(dweight: Array, dy: Array) -> None:
         vec = vector(dy.shape[-1], dy, dweight)
         sequence = dy[0].size // vec
         launch = load(FILE, "positions_bwd", SCALAR=scalar(dy.dtype), VEC=vec)
-        launch(blocks(sequence, 32), (32, 8), (dy, dweight, np.uint32(sequence), np.int32(len(dy))))
+        launch(blocks(sequence, 32), (32, 8), (dweight, dy, np.uint32(sequence), np.int32(len(dy))))

@@ -15,7 +15,7 @@ FILE = "ops/rmsnorm.cu"
 def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
     x = contiguous(x)
     y, rstd = new(x.shape, x.dtype), new(x.shape[:-1], wide(x.dtype))
-    launch_rows(FILE, "rmsnorm_fwd", (x, weight, y), rstd, rstd.dtype.type(eps))
+    launch_rows(FILE, "rmsnorm_fwd", (y, rstd, x, weight), rstd.dtype.type(eps))
     return y, rstd
 
 
@@ -26,6 +26,5 @@ def rmsnorm_bwd(
     dy, x = contiguous(dy), contiguous(x)
     alone = ("rmsnorm_dweight", (dy, x, rstd))
     if residual is None:
-        return norm_backward(FILE, "rmsnorm_bwd", (dy, x), rstd, weight, (dweight,), alone)
-    streamed = (contiguous(residual), dy, x)
-    return norm_backward(FILE, "add_rmsnorm_bwd", streamed, rstd, weight, (dweight,), alone)
+        return norm_backward((dweight,), FILE, "rmsnorm_bwd", dy, weight, x, rstd, alone)
+    return norm_backward((dweight,), FILE, "add_rmsnorm_bwd", dy, weight, x, rstd, alone, contiguous(residual))

@@ -26,7 +26,7 @@ def rope(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> A
         vec = vector(half, x, y, cos, sin)
         launch = load("ops/rope.cu", "rope", SCALAR=scalar(x.dtype), VEC=vec)
         counts = (pairs // vec, positions, heads, visited, rotated, half // vec)
-        launch(blocks(pairs // vec), (256,), (x, cos, sin, y, *map(np.uint32, counts)))
+        launch(blocks(pairs // vec), (256,), (y, x, cos, sin, *map(np.uint32, counts)))
     if out is not None and y is not out:
         out[...] = y
         return out

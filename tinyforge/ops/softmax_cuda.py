@@ -14,7 +14,7 @@ FILE = "ops/softmax.cu"
 def softmax_fwd(x: Array) -> Array:
     x = contiguous(x)
     y = new(x.shape, x.dtype)
-    launch_rows(FILE, "softmax_fwd", (x, y))
+    launch_rows(FILE, "softmax_fwd", (y, x))
     return y
 
 
@@ -22,5 +22,5 @@ def softmax_fwd(x: Array) -> Array:
 def softmax_bwd(dy: Array, y: Array) -> Array:
     dy, y = contiguous(dy), contiguous(y)
     dx = new(y.shape, y.dtype)
-    launch_rows(FILE, "softmax_bwd", (dy, y, dx))
+    launch_rows(FILE, "softmax_bwd", (dx, dy, y))
     return dx

@@ -20,7 +20,7 @@ def swiglu_fwd(gu: Array) -> Array:
     if y.size:
         vec = vector(half, gu, y)
         launch = load(FILE, "swiglu_fwd", SCALAR=scalar(gu.dtype), VEC=vec)
-        launch(blocks(y.size // vec), (256,), (gu, y, np.uint32(y.size // vec), np.uint32(half // vec)))
+        launch(blocks(y.size // vec), (256,), (y, gu, np.uint32(y.size // vec), np.uint32(half // vec)))
     return y
 
 
@@ -33,5 +33,5 @@ def swiglu_bwd(hidden: Array | None, dy: Array, gu: Array) -> Array:
         vec = vector(half, gu, dy, dgu, *(() if hidden is None else (hidden,)))
         launch = load(FILE, "swiglu_bwd", SCALAR=scalar(gu.dtype), VEC=vec)
         counts = (np.uint32(dy.size // vec), np.uint32(half // vec))
-        launch(blocks(dy.size // vec), (256,), (dy, gu, dgu, np.uintp(0) if hidden is None else hidden, *counts))
+        launch(blocks(dy.size // vec), (256,), (dgu, np.uintp(0) if hidden is None else hidden, dy, gu, *counts))
     return dgu

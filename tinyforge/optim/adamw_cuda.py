@@ -41,8 +41,8 @@ def clip_factor(grads: Array, previous: Any, limit: float) -> tuple[Any, Any]:
     partial, state = new((count,), FLOAT64), new((2,), FLOAT64)
     dtype = scalar(grads.dtype)
     sums = load(FILE, "square_sums", SCALAR=dtype)
-    sums((count,), (256,), (grads, partial, np.int64(grads.size // VEC)))
+    sums((count,), (256,), (partial, grads, np.int64(grads.size // VEC)))
     before = previous if isinstance(previous, cupy.ndarray) else np.uintp(0)
     finish = load(FILE, "finish_norm", SCALAR=dtype)
-    finish((1,), (256,), (partial, before, state, np.int32(count), np.float64(limit)))
+    finish((1,), (256,), (state, partial, before, np.int32(count), np.float64(limit)))
     return state[0], state[1]
