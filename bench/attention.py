@@ -36,6 +36,7 @@ import numpy as np
 
 from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.kernel import bind
 from tinyforge.ops import Attention
 from tinyforge.report import add_json_flag, check_before, publish
 
@@ -96,13 +97,13 @@ class Ours:
         import cupy
 
         self.cupy = cupy
-        self.k = backend.bind("bench", Attention.kernels)
+        self.k = bind(Attention.kernels, backend, "bench")
         self.saved = []
         for i in range(sets):
             qkv, dy = (backend.asarray(x) for x in random_set(shape, i))
             parts = self._split(qkv, shape)
             dqkv = backend.empty(qkv.shape)
-            self.saved.append((dy, *parts, *self.k.attention_fwd(*parts), *self._split(dqkv, shape)))
+            self.saved.append((*self._split(dqkv, shape), dy, *parts, *self.k.attention_fwd(*parts)))
 
     @staticmethod
     def _split(x: Any, shape: Shape) -> tuple[Any, Any, Any]:
@@ -110,11 +111,11 @@ class Ours:
         return x[:, :, : shape.heads], x[:, :, shape.heads : kv], x[:, :, kv:]
 
     def forward(self, i: int) -> Any:
-        return self.k.attention_fwd(*self.saved[i][1:4])[0]
+        return self.k.attention_fwd(*self.saved[i][4:7])[0]
 
     def backward(self, i: int) -> Any:
         self.k.attention_bwd(*self.saved[i])
-        return self.saved[i][6:]
+        return self.saved[i][:3]
 
     def timed(self, call: Callable[[int], Any], calls: Sequence[int]) -> list[float]:
         events = [(self.cupy.cuda.Event(), self.cupy.cuda.Event()) for _ in calls]

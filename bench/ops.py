@@ -32,11 +32,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from models.nanoeuler.config import PRESETS
-from tinyforge.backends import KERNELS, Backend, get_backend
+from tinyforge import ops
+from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.kernel import bind
 from tinyforge.optim import AdamWConfig
+from tinyforge.optim.adamw import adamw_, clip_factor
 from tinyforge.report import add_json_flag, check_before, publish
 
+KERNELS = (adamw_, clip_factor, *{k.name: k for kind in ops.ALL for k in kind.kernels}.values())
 REPEATS, ROUNDS, WARM_UP = 20, 7, 3
 CACHE_BYTES = 256 << 20  # several times the L2 of any GPU so far
 COPY_BYTES = 2 << 30
@@ -105,7 +109,7 @@ def copy_ms(xp: Any, size: int, room: Any) -> float:
 
 def jobs(backend: Backend, tokens: int) -> list[Job]:
     """Each kernel at NanoEuler base's sizes, on random numbers."""
-    config, xp, k = PRESETS["base"], backend.xp, KERNELS["cupy"]
+    config, xp, k = PRESETS["base"], backend.xp, bind(KERNELS, backend, "bench")
     dim, hidden, vocab, heads = config.dim, config.hidden, config.vocab, config.mtp_heads
     size, wide = backend.dtype.itemsize, backend.master_dtype.itemsize
     rng = xp.random.default_rng(0)
@@ -129,28 +133,28 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
     bias, dbias = normal(dim), backend.zeros((dim,), backend.master_dtype)
     rstd = xp.abs(normal(tokens, dtype=backend.master_dtype)) + 0.5
     c, h = dim * size, hidden * size
-    add("rmsnorm_fwd", 2 * c + wide, (dim,), lambda x: k["rmsnorm_fwd"](x, gain, 1e-5))
-    add("rmsnorm_bwd", 3 * c + wide, (dim,) * 2, lambda dy, x: k["rmsnorm_bwd"](dy, x, rstd, gain, dgain))
-    add("add_rmsnorm_fwd", 4 * c + wide, (dim,) * 2, lambda a, b: k["add_rmsnorm_fwd"](a, b, gain, 1e-5))
-    add("add_rmsnorm_bwd", 4 * c + wide, (dim,) * 3,
-        lambda dx, dy, x: k["add_rmsnorm_bwd"](dx, dy, x, rstd, gain, dgain))  # fmt: skip
-    add("layernorm_fwd", 3 * c + wide, (dim,), lambda x: k["layernorm_fwd"](x, gain, bias, 1e-5))
+    add("rmsnorm_fwd", 2 * c + wide, (dim,), lambda x: k.rmsnorm_fwd(x, gain, 1e-5))
+    add("rmsnorm_bwd", 3 * c + wide, (dim,) * 2, lambda dy, x: k.rmsnorm_bwd(dgain, dy, gain, x, rstd, None))
+    add("add_rmsnorm_fwd", 4 * c + wide, (dim,) * 2, lambda a, b: k.add_rmsnorm_fwd(a, b, gain, 1e-5))
+    add("rmsnorm_bwd (residual)", 4 * c + wide, (dim,) * 3,
+        lambda dx, dy, x: k.rmsnorm_bwd(dgain, dy, gain, x, rstd, dx))  # fmt: skip
+    add("layernorm_fwd", 3 * c + wide, (dim,), lambda x: k.layernorm_fwd(x, gain, bias, 1e-5))
     add("layernorm_bwd", 3 * c + wide, (dim,) * 2,
-        lambda dy, x: k["layernorm_bwd"](dy, x, rstd, gain, dgain, dbias))  # fmt: skip
-    add("softmax_fwd", 2 * c, (dim,), k["softmax_fwd"])
-    add("softmax_bwd", 3 * c, (dim,) * 2, k["softmax_bwd"])
-    add("swiglu_fwd", 3 * h, (2 * hidden,), k["swiglu_fwd"])
-    add("swiglu_bwd", 5 * h, (hidden, 2 * hidden), k["swiglu_bwd"])
-    add("gelu_fwd", 2 * h, (hidden,), lambda x: k["gelu_fwd"](x, "tanh"))
-    add("gelu_bwd", 3 * h, (hidden,) * 2, lambda dy, x: k["gelu_bwd"](dy, x, "tanh"))
-    add("dropout", 2 * h, (hidden,), lambda x: k["dropout"](x, 0.1, (1, 2), 3))
+        lambda dy, x: k.layernorm_bwd(dgain, dbias, dy, gain, x, rstd))  # fmt: skip
+    add("softmax_fwd", 2 * c, (dim,), k.softmax_fwd)
+    add("softmax_bwd", 3 * c, (dim,) * 2, k.softmax_bwd)
+    add("swiglu_fwd", 3 * h, (2 * hidden,), k.swiglu_fwd)
+    add("swiglu_bwd", 5 * h, (hidden, 2 * hidden), lambda dy, gu: k.swiglu_bwd(None, dy, gu))
+    add("gelu_fwd", 2 * h, (hidden,), lambda x: k.gelu_fwd(x, "tanh"))
+    add("gelu_bwd", 3 * h, (hidden,) * 2, lambda dy, x: k.gelu_bwd(dy, x, "tanh"))
+    add("dropout", 2 * h, (hidden,), lambda x: k.dropout(x, (1, 2), 0.1))
 
     length, turned, all_heads = 512, config.heads + config.kv_heads, config.heads + 2 * config.kv_heads
     angle = normal(length, config.head_dim // 2, dtype=backend.master_dtype)
 
     def rope(x: Any) -> Any:
         packed = x.reshape(-1, length, all_heads, config.head_dim)
-        return k["rope"](packed, angle, angle, turned, packed)
+        return k.rope(packed, packed, angle, angle, turned)
 
     add("rope (in place)", 2 * turned * config.head_dim * size, (all_heads * config.head_dim,), rope)
 
@@ -161,12 +165,12 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
         ids = xp.asarray(host.choice(vocab, tokens, p=weights).astype(np.int32))
         met = int(xp.unique(ids).size) * dim  # numbers in the rows of the table that are met at all
         if not kind:
-            add("embedding_fwd", c + 4, (1,), lambda _, ids=ids: k["embedding_fwd"](ids, table), met * size)
-        add(f"embedding_bwd{kind}", c + 4, (dim,), lambda dy, ids=ids: k["embedding_bwd"](dy, ids, dtable),
+            add("embedding_fwd", c + 4, (1,), lambda _, ids=ids: k.embedding_fwd(ids, table), met * size)
+        add(f"embedding_bwd{kind}", c + 4, (dim,), lambda dy, ids=ids: k.embedding_bwd(dtable, dy, ids),
             2 * met * wide)  # fmt: skip
     positions, dpositions = normal(length, dim), backend.zeros((length, dim), backend.master_dtype)
-    add("positions_fwd", 2 * c, (dim,), lambda x: k["positions_fwd"](x.reshape(-1, length, dim), positions))
-    add("positions_bwd", c, (dim,), lambda dy: k["positions_bwd"](dy.reshape(-1, length, dim), dpositions),
+    add("positions_fwd", 2 * c, (dim,), lambda x: k.positions_fwd(x.reshape(-1, length, dim), positions))
+    add("positions_bwd", c, (dim,), lambda dy: k.positions_bwd(dpositions, dy.reshape(-1, length, dim)),
         2 * dpositions.nbytes)  # fmt: skip
 
     from tinyforge.ops.cross_entropy_cuda import softmax_residual_
@@ -175,7 +179,7 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
     nll = xp.empty((tokens, heads), backend.master_dtype)
     # In place: what is a residual after the first launch is read as logits by the next, which is as good for timing.
     add("softmax_residual", 2 * heads * vocab * size + heads * (4 + wide), (heads * vocab,),
-        lambda z: softmax_residual_(z.reshape(-1, vocab), targets, nll, write=True))  # fmt: skip
+        lambda z: softmax_residual_(nll, z.reshape(-1, vocab), targets, write=True))  # fmt: skip
 
     count = 116_417_280
     flat = [normal(count, dtype=backend.master_dtype) for _ in range(2)]
@@ -183,9 +187,9 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
     values = flat[0] if backend.dtype == backend.master_dtype else normal(count)
     factor = xp.ones((), np.float64)
     per = 7 * wide + (size if values is not flat[0] else 0)
-    found.append(Job("adamw", lambda i: k["adamw_"](values, *flat[:1], *flat[2:], flat[1], 3, 1e-3, 0.1, factor,
+    found.append(Job("adamw", lambda i: k.adamw_(values, *flat[:1], *flat[2:], flat[1], 3, 1e-3, 0.1, factor,
                                                      AdamWConfig()), count * per))  # fmt: skip
-    found.append(Job("gradient norm", lambda i: k["clip_factor"](flat[1], 1.0, factor), count * wide))
+    found.append(Job("gradient norm", lambda i: k.clip_factor(flat[1], factor, 1.0), count * wide))
     return found
 
 

@@ -170,14 +170,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"config {settings.config}: dim {config.dim}, {config.layers} layers, {config.heads}/{config.kv_heads} "
           f"heads, context {config.context}, {config.mtp_heads} output heads")  # fmt: skip
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
-    check_fits(config, backend, settings.batch_size, seq_len)
+    check_fits(config, backend, settings.batch_size, seq_len, settings.recompute)
 
     if shards:
         corpus = open_corpus(shards, settings, seq_len, config.mtp_heads)
     else:
         corpus = corpus_of_text(settings, config, seq_len)
     tokenizer = corpus.tokenizer
-    model = NanoEuler(config, backend)
+    model = NanoEuler(config, backend, recompute=settings.recompute)
     model.initialise(settings.seed)
     per_step = settings.batch_size * settings.grad_accum * seq_len
     print(f"model: {model.buffer.count:,} parameters, seed {settings.seed}")

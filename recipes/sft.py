@@ -103,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_plan(config, settings.precision, settings.batch_size, seq_len, settings.recompute)
         return 0
     backend, settings = open_backend(settings)
-    check_fits(config, backend, settings.batch_size, seq_len)
-    loaded = build_model(base, backend)
+    check_fits(config, backend, settings.batch_size, seq_len, settings.recompute)
+    loaded = build_model(base, backend, settings.recompute)
     model, tokenizer = loaded.model, loaded.tokenizer
     print(f"base: {loaded.path}, {model.buffer.count:,} parameters")
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")

@@ -4,7 +4,8 @@ Start reading at `tinyforge/op.py`, then any file of `tinyforge/ops/`.
 """
 
 from tinyforge.backends import get_backend
-from tinyforge.op import Op, Param, ParamBuffer, Stash
+from tinyforge.op import Op, Param, Stash
+from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
 
 __all__ = ["Op", "Param", "ParamBuffer", "Stash", "Stream", "get_backend"]

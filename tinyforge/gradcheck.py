@@ -1,6 +1,7 @@
 """Gradient checking: every hand-written backward against finite differences of its forward.
 
-    python -m tinyforge.gradcheck                 the whole ledger, models included
+    python -m tinyforge.gradcheck                 the whole ledger: tinyforge's ops, then every registered model
+    python -m tinyforge.gradcheck mypackage.ops   the ops of a module of your own
     python -m tinyforge.gradcheck --op RMSNorm    one op
     python -m tinyforge.gradcheck --json FILE     the same as JSON
 
@@ -13,12 +14,14 @@ the derivative of L along d is taken twice: as <dL/dx, d> from backward, and by 
 whose error is of order h^4. In float64 with h = 3e-4 the two agree to about 1e-11 when backward is right. The
 relative error is their difference over max(|analytic|, |numeric|, ||dL/dx|| / sqrt(size of x)), the last being what a
 random direction gives on average: it keeps one that happens to be orthogonal to the gradient from dividing by nearly 0.
+
+Every forward runs with `Stash(noise=Stream(7, "gradcheck"))`, so that what is random is drawn the same each time. A
+loss whose backward also takes one upstream number per head (`Op.per_head`) is checked both ways.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,8 +31,11 @@ import numpy as np
 
 from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.op import Array, Op, Stash
+from tinyforge.kernel import Array
+from tinyforge.op import Op, Stash
+from tinyforge.registry import models
 from tinyforge.report import add_json_flag, check_before, write_json
+from tinyforge.rng import Stream
 
 TOLERANCE = 1e-8
 DIRECTIONS = 3
@@ -77,27 +83,50 @@ def directional_error(
 
 def check(op: Op, inputs: Sequence[Any], rng: np.random.Generator) -> dict[str, float]:
     """The relative error for each floating-point input ("input 0", ...) and each parameter (by name) of one case."""
-    single = not isinstance(op.forward(*inputs), tuple)
+    shapes = [y.shape for y in _outputs(op, inputs, _noisy_stash())]
+    errors = _check(op, inputs, shapes, rng)
+    if op.per_head:
+        for name, error in _check(op, inputs, [shape[-1:] for shape in shapes], rng).items():
+            errors[name] = max(errors[name], error)
+    return errors
 
-    def outputs(stash: Stash | None = None) -> tuple[Array, ...]:
-        result = op.forward(*inputs, stash=stash)
-        return (result,) if single else result
 
+def _noisy_stash() -> Stash:
+    return Stash(noise=Stream(7, "gradcheck"))
+
+
+def _outputs(op: Op, inputs: Sequence[Any], stash: Stash) -> tuple[Array, ...]:
+    result = op.forward(*inputs, stash=stash)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _check(
+    op: Op, inputs: Sequence[Any], upstream_shapes: Sequence[tuple[int, ...]], rng: np.random.Generator
+) -> dict[str, float]:
+    """`check` with upstream gradients of these shapes, which broadcast to those of the outputs."""
     asarray = op.backend.asarray
-    upstream = tuple(asarray(np.asarray(rng.normal(size=y.shape))) for y in outputs())
+    upstream = tuple(asarray(np.asarray(rng.normal(size=shape))) for shape in upstream_shapes)
 
     def loss() -> float:
-        return float(sum((u * y).sum() for u, y in zip(upstream, outputs(), strict=True)))
+        found = _outputs(op, inputs, _noisy_stash())
+        return float(sum((u * y).sum() for u, y in zip(upstream, found, strict=True)))
 
     for p in op.params():
         p.grad[...] = 0
-    stash = Stash()
-    outputs(stash)
-    grads = op.backward(upstream[0] if single else upstream, stash)
+    stash = _noisy_stash()
+    _outputs(op, inputs, stash)
+    grads = op.backward(upstream[0] if len(upstream) == 1 else upstream, stash)
     if len(stash):
         raise RuntimeError(f"{op.name}: backward left {len(stash)} records on the stash")
+    if isinstance(grads, list):
+        raise TypeError(f"{op.name}: backward returned a list; return a tuple, with a gradient for each input")
     if not isinstance(grads, tuple):
         grads = (grads,) + (None,) * (len(inputs) - 1)  # the rest are ids or targets
+    if len(grads) != len(inputs):
+        raise RuntimeError(
+            f"{op.name}: backward returned {len(grads)} gradients for {len(inputs)} inputs; return one for each, None "
+            "for integers"
+        )
     errors = {}
     for i, (x, grad) in enumerate(zip(inputs, grads, strict=True)):
         if x.dtype.kind == "f":
@@ -120,20 +149,34 @@ def check_op(kind: type[Op], backend: Backend, seed: int = 0) -> list[Row]:
     return [Row(kind.__name__, name, *entry) for name, entry in worst.items()]
 
 
-def known_ops() -> list[type[Op]]:
-    """Every op of the box, then the models in `models.ALL` where that package stands beside this one."""
-    from tinyforge import ops
+def ops_of(module: str) -> list[type[Op]]:
+    """The ops of a module: its tuple `ALL` if it has one, else the ops that it defines. Raises UserError."""
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UserError(f"cannot import {module}: {error}; run from the folder that holds it") from error
+    listed = getattr(found, "ALL", None)
+    if listed is None:
+        defined = [v for v in vars(found).values() if isinstance(v, type) and issubclass(v, Op)]
+        listed = [kind for kind in defined if kind.__module__ == module]
+    if not listed:
+        raise UserError(f"{module} defines no op to check; name a module with subclasses of tinyforge.Op")
+    return list(listed)
 
-    found = list(ops.ALL)
-    if importlib.util.find_spec("models") is not None:
-        found += importlib.import_module("models").ALL
-    return found
+
+def known_ops(modules: Sequence[str] = ()) -> list[type[Op]]:
+    """The ops of these modules; without any, those of tinyforge and every registered model."""
+    if modules:
+        return [kind for module in modules for kind in ops_of(module)]
+    return [*ops_of("tinyforge.ops"), *(spec.build for spec in models().values())]  # type: ignore[list-item]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m tinyforge.gradcheck", description="Check every hand-written gradient in float64."
     )
+    parser.add_argument("modules", nargs="*", metavar="MODULE",
+                        help="whose ops are checked (default: tinyforge.ops and every registered model)")  # fmt: skip
     parser.add_argument("--op", metavar="NAME", help="only this op or model (default: all)")
     parser.add_argument("--backend", default="numpy", help="backend whose kernels are checked (default: numpy)")
     parser.add_argument("--device", type=int, help="number of the GPU (default: 0)")
@@ -142,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     check_before(args.json)
 
-    chosen = known_ops()
+    chosen = known_ops(args.modules)
     if args.op:
         names = [kind.__name__ for kind in chosen]
         chosen = [kind for kind in chosen if kind.__name__.lower() == args.op.lower()]

@@ -12,12 +12,16 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.op import Array, Op, Param, ParamBuffer, Stash, with_buffer
+from tinyforge.kernel import Array
+from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import GELU, CrossEntropy, Embedding, LayerNorm, Linear
+from tinyforge.params import ParamBuffer, with_buffer
 
 
 class CharMLP(Op):
-    """nll = sum of -log p(next | last `context` characters); ids: (N, context), targets: (N,), nll: (1,)."""
+    """nll = -log p(next | last `context` characters); ids: (N, context), targets: (N,), nll: (N, 1)."""
+
+    per_head = True
 
     def __init__(self, vocab: int, context: int, dim: int, hidden: int, backend: Backend) -> None:
         super().__init__(backend)

@@ -22,7 +22,7 @@ from models.nanoeuler.model import NanoEuler
 from models.nanoeuler.sampling import Sampling
 from tinyforge.backends.cupy_backend import processors
 from tinyforge.errors import UserError
-from tinyforge.op import Array
+from tinyforge.kernel import Array
 from tinyforge.ops.decode_cuda import AnyPlan, Cache, Draw, Launcher, Weights, shared_limit
 from tinyforge.ops.decode_plan import MOST_ROWS, Layer, Plan
 from tinyforge.rng import Stream

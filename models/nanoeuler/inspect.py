@@ -21,7 +21,7 @@ from models.nanoeuler.model import NanoEuler
 from models.nanoeuler.runs import add_checkpoint_flag, load_model, trained_model
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.op import Array
+from tinyforge.kernel import Array
 from tinyforge.text import Tokenizer
 from tinyforge.text.command import visible
 

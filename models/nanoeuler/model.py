@@ -13,8 +13,10 @@ import numpy as np
 
 from models.nanoeuler.config import Config
 from tinyforge.backends import Backend
-from tinyforge.op import Array, Op, Param, ParamBuffer, Stash, with_buffer
+from tinyforge.kernel import Array
+from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import AddRMSNorm, Attention, Embedding, Linear, LinearCrossEntropy, RMSNorm, RoPE, SwiGLULinear
+from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
 FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and causal attention; no recomputation"
@@ -48,16 +50,22 @@ class Block:
 
 
 class NanoEuler(Op):
-    """nll[k] = sum of -log p(token t+1+k | tokens 0..t) over the positions that have a target
+    """nll[b, t, k] = -log p(token t+1+k | tokens 0..t), 0 where there is no target
 
-    ids: (B, T) int32; targets: (B, T, K) int32, -1 for none; nll: (K,). Block, with h the normed stream:
+    ids: (B, T) int32; targets: (B, T, K) int32, -1 for none; nll: (B, T, K). Block, with h the normed stream:
         x = x + out(attention(rope(qkv(norm1(x)))));   x = x + down(gate_up(norm2(x))), where down begins with SwiGLU
     then a final norm and K output heads. Handing in `values` shares another model's weights (see ParamBuffer).
+    recompute: compute the norms' results again in backward instead of keeping them, which saves a sixth of what a layer
+    would keep.
     """
 
-    def __init__(self, config: Config, backend: Backend, values: Array = None) -> None:
+    per_head = True
+
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
         super().__init__(backend)
         self.config = config
+        self.prediction_heads = config.mtp_heads
+        self.recompute = recompute
 
         def gain(name: str) -> Param:
             return Param(f"{name}.weight", (config.dim,), fill=1.0, decay=False)
@@ -78,7 +86,7 @@ class NanoEuler(Op):
 
     def replica(self) -> NanoEuler:
         """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
-        return NanoEuler(self.config, self.backend, self.buffer.values)
+        return NanoEuler(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
     def hidden(self, ids: Array, stash: Stash | None = None, *, offset: int = 0, attend: Attend | None = None) -> Array:
         """(B, T) ids at positions `offset` and up to the final-normed stream, (B, T, C).
@@ -88,31 +96,29 @@ class NanoEuler(Op):
         shape = (*ids.shape, -1, self.config.head_dim)
         x = self.embedding.forward(ids, stash)
         h = self.first_norm.forward(x, stash)
-        normed: Callable[[Array], Array] = self.first_norm.forward  # what makes h again from x
+        normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
         for i, block in enumerate(self.blocks):
-            qkv = block.qkv.forward(h, stash, again=self._again(normed, x)).reshape(shape)
+            qkv = block.qkv.forward(h, stash, recompute=self._recompute(normed, x)).reshape(shape)
             qkv = block.rope.forward(qkv, stash, offset=offset, out=qkv)
             a = attend(i, qkv) if attend else block.attention.forward(qkv, stash)
             a = block.out.forward(a.reshape(x.shape), stash)
             x, h = self.joints[2 * i].forward(x, a, stash)
-            gu = block.gate_up.forward(h, stash, again=self._again(self.joints[2 * i].normed, x))
+            gu = block.gate_up.forward(h, stash, recompute=self._recompute(self.joints[2 * i].normed, x))
             f = block.down.forward(gu, stash)
             x, h = self.joints[2 * i + 1].forward(x, f, stash)
             normed = self.joints[2 * i + 1].normed
         return h
 
-    def _again(self, function: Callable[[Array], Array], x: Array) -> Callable[[], Array] | None:
-        """Recomputation, where the backend asks for it: one more pass of the norms saves a sixth of what a layer would
-        keep."""
-        return partial(function, x) if self.backend.recomputes else None
+    def _recompute(self, function: Callable[[Array], Array], x: Array) -> Callable[[], Array] | None:
+        return partial(function, x) if self.recompute else None
 
     def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Array:
         return self.heads.forward(self.hidden(ids, stash), targets, stash)
 
     def backward(self, dy: Array, stash: Stash) -> None:
         dh, _ = self.heads.backward(dy, stash)
-        # The stream ends at the final norm: nothing else reads it, so its own gradient starts at 0.
-        dx: Array = 0.0
+        # The stream ends at the final norm: nothing else reads it.
+        dx: Array | None = None
         for i in reversed(range(self.config.layers)):
             block, joint = self.blocks[i], self.joints[2 * i + 1]
             dx, df = joint.backward((dx, dh), stash)

@@ -46,8 +46,7 @@ def plan_step(config: Config, precision: str, batch_size: int, seq_len: int, rec
     start = METER.now
     METER.peak = start
     backend = PhantomBackend(precision)
-    backend.recomputes = recompute
-    model = NanoEuler(config, backend)
+    model = NanoEuler(config, backend, recompute=recompute)
     weights = METER.now - start
     optimizer = AdamW(model.buffer, backend)
     ready = METER.now - start
@@ -56,7 +55,7 @@ def plan_step(config: Config, precision: str, batch_size: int, seq_len: int, rec
     stash = Stash()
     nll = model.forward(backend.asarray(ids), backend.asarray(targets), stash)
     saved = METER.now - start - ready
-    model.backward(backend.asarray(np.zeros(nll.shape), backend.master_dtype), stash)
+    model.backward(backend.asarray(np.zeros(nll.shape[-1:]), backend.master_dtype), stash)
     _, factor = optimizer.clip(1.0)
     optimizer.step(1e-3, factor)
     return Plan(weights, ready - weights, saved, METER.peak - start)
@@ -74,13 +73,13 @@ def print_plan(config: Config, precision: str, batch_size: int, seq_len: int, re
     print(plan_step(config, precision, batch_size, seq_len, recompute))
 
 
-def check_fits(config: Config, backend: Backend, batch_size: int, seq_len: int) -> None:
+def check_fits(config: Config, backend: Backend, batch_size: int, seq_len: int, recompute: bool) -> None:
     """Refuse, before anything is allocated, a run that would not fit into the device's free memory."""
     free = backend.memory().get("free")
     if free is None:
         return
 
-    def needed(rows: int, recompute: bool = backend.recomputes) -> int:
+    def needed(rows: int, recompute: bool = recompute) -> int:
         return plan_step(config, backend.precision.name, rows, seq_len, recompute).peak + OUTSIDE
 
     if needed(batch_size) <= free:

@@ -11,9 +11,9 @@ from models.nanoeuler.config import Config
 from models.nanoeuler.model import NanoEuler
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
+from tinyforge.params import load_named
 from tinyforge.text import Tokenizer
 from tinyforge.train import checkpoint
-from tinyforge.train.loop import load_named
 
 BUNDLED = Path(__file__).parent / "small"
 """The small preset, fine-tuned on the built-in instructions; its README.md says how it was made and what it can do."""
@@ -34,7 +34,7 @@ def load_model(path: Path, backend: Backend) -> Loaded:
     return build_model(checkpoint.load(path), backend)
 
 
-def build_model(found: checkpoint.Checkpoint, backend: Backend) -> Loaded:
+def build_model(found: checkpoint.Checkpoint, backend: Backend, recompute: bool = False) -> Loaded:
     """The model of a checkpoint that has been read."""
     tokenizer = Tokenizer.load(found.tokenizer_path)
     config = Config.from_dict(found.meta["config"])
@@ -45,7 +45,7 @@ def build_model(found: checkpoint.Checkpoint, backend: Backend) -> Loaded:
             f"checkpoint {found.path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab}; "
             "use another checkpoint of the run"
         )
-    model = NanoEuler(config, backend)
+    model = NanoEuler(config, backend, recompute=recompute)
     load_named(model.buffer, model.buffer.masters, found.weights, backend, found.path)
     return Loaded(model, tokenizer, found.meta, found.path)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,8 @@ import pytest
 
 from tinyforge.backends import PRECISIONS, get_backend, gpu_is_there
 from tinyforge.errors import UserError
-from tinyforge.op import Param, ParamBuffer
+from tinyforge.op import Param
+from tinyforge.params import ParamBuffer
 
 
 def test_without_cupy_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,17 +69,3 @@ def test_master_weights_are_kept_apart_where_storage_is_coarser() -> None:
     buffer.publish()
     assert buffer.masters.dtype == buffer.grads.dtype == np.float64 and param.value.dtype == np.float32
     assert (buffer.view(buffer.masters, param) == 1 / 3).all() and (param.value == np.float32(1 / 3)).all()
-
-
-def test_both_columns_of_the_table_hold_the_same_kernels() -> None:
-    program = (
-        "import importlib, pkgutil, tinyforge.ops, tinyforge.optim\n"
-        "from tinyforge.backends import KERNELS\n"
-        "for p in (tinyforge.ops, tinyforge.optim):\n"
-        "    for m in pkgutil.iter_modules(p.__path__):\n"
-        "        importlib.import_module(f'{p.__name__}.{m.name}')\n"
-        "print(sorted(set(KERNELS['numpy']) ^ set(KERNELS['cupy'])))\n"
-    )
-    pytest.importorskip("cupy")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -14,13 +14,17 @@ import numpy as np
 import pytest
 
 from tinyforge import ops
-from tinyforge.backends import KERNELS, Backend, dtype_of, get_backend
-from tinyforge.op import Param, Stash, with_buffer
+from tinyforge.backends import Backend, dtype_of, get_backend
+from tinyforge.op import Param, Stash
+from tinyforge.ops.cross_entropy import sum_tokens
 from tinyforge.optim import AdamWConfig
+from tinyforge.optim.adamw import adamw_, clip_factor
+from tinyforge.params import with_buffer
 from tinyforge.rng import Stream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
+KERNELS = {k.name: k for kind in ops.ALL for k in kind.kernels}
 TOLERANCE = {"fp64": 1e-12, "fp32": 2e-6}
 Rng = np.random.Generator
 
@@ -72,43 +76,53 @@ def tokens(rng: Rng, n: int, vocab: int) -> np.ndarray:
     return ids
 
 
-# Arguments of each kernel for n rows of width c.
+# Arguments of each kernel for n rows of width c. What stands behind a space in a name is one way to call it.
 ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "rmsnorm_fwd": lambda r, n, c: (act(r, n, c), act(r, c), 1e-5),
-    "rmsnorm_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c), some_rstd(r, n), act(r, c), acc(r, c)),
+    "rmsnorm_bwd": lambda r, n, c: (acc(r, c), act(r, n, c), act(r, c), act(r, n, c), some_rstd(r, n), None),
+    "rmsnorm_bwd residual": lambda r, n, c: (
+        acc(r, c), act(r, n, c), act(r, c), act(r, n, c), some_rstd(r, n), act(r, n, c)),
     "add_rmsnorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), 1e-5),
-    "add_rmsnorm_bwd": lambda r, n, c: (
-        act(r, n, c), act(r, n, c), act(r, n, c), some_rstd(r, n), act(r, c), acc(r, c)),
     "layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, c), act(r, c), 1e-5),
-    "layernorm_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c), some_rstd(r, n), act(r, c), acc(r, c), acc(r, c)),
+    "layernorm_bwd": lambda r, n, c: (acc(r, c), acc(r, c), act(r, n, c), act(r, c), act(r, n, c), some_rstd(r, n)),
     "softmax_fwd": lambda r, n, c: (act(r, n, c),),
     "softmax_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
     "swiglu_fwd": lambda r, n, c: (act(r, n, 2 * c),),
-    "swiglu_bwd": lambda r, n, c: (act(r, n, c), act(r, n, 2 * c)),
+    "swiglu_bwd": lambda r, n, c: (None, act(r, n, c), act(r, n, 2 * c)),
     "gelu_fwd": lambda r, n, c: (act(r, n, c), "tanh"),
-    "gelu_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c), "erf"),
-    "rope": lambda r, n, c: (act(r, 2, n, 5, 2 * c), angles(r, n, c), angles(r, n, c), 3, None),
-    "dropout": lambda r, n, c: (act(r, n, c), 0.3, Stream(1).key, 7),
+    "gelu_fwd erf": lambda r, n, c: (act(r, n, c), "erf"),
+    "gelu_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c), "tanh"),
+    "gelu_bwd erf": lambda r, n, c: (act(r, n, c), act(r, n, c), "erf"),
+    "rope": lambda r, n, c: (None, act(r, 2, n, 5, 2 * c), angles(r, n, c), angles(r, n, c), 3),
+    "dropout": lambda r, n, c: (act(r, n, c), Stream(1).key, 0.3),
     "positions_fwd": lambda r, n, c: (act(r, 3, n, c), act(r, n + 1, c)),
-    "positions_bwd": lambda r, n, c: (act(r, 19, n, c), acc(r, n + 1, c)),
+    "positions_bwd": lambda r, n, c: (acc(r, n + 1, c), act(r, 19, n, c)),
     "embedding_fwd": lambda r, n, c: (tokens(r, n, 37), act(r, 37, c)),
-    "embedding_bwd": lambda r, n, c: (act(r, n, c), tokens(r, n, 37), acc(r, 37, c)),
+    "embedding_bwd": lambda r, n, c: (acc(r, 37, c), act(r, n, c), tokens(r, n, 37)),
     "linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c)),
-    "linear_bwd": lambda r, n, c: (act(r, n, 24), act(r, n, c), act(r, 24, c), acc(r, 24, c)),
+    "linear_bwd": lambda r, n, c: (acc(r, 24, c), act(r, n, 24), act(r, n, c), act(r, 24, c)),
     "swiglu_linear_fwd": lambda r, n, c: (act(r, n, 2 * c), act(r, 24, c)),
-    "swiglu_linear_bwd": lambda r, n, c: (act(r, n, 24), act(r, n, 2 * c), act(r, 24, c), acc(r, 24, c)),
+    "swiglu_linear_bwd": lambda r, n, c: (acc(r, 24, c), act(r, n, 24), act(r, n, 2 * c), act(r, 24, c)),
 }  # fmt: skip
 
 # A lane's vectors: none (odd widths), one, three (four, six, eight), and rows too wide for registers.
 SHAPES = [(1, 1), (7, 33), (3, 8), (5, 128), (65, 768), (19, 1024), (4, 4096), (3000, 64)]
 # Rows of which a warp takes several, one more or one less than others, and more than are under way at a time.
 MANY_ROWS = [(9001, 200), (9001, 768), (9001, 1024)]
-OVER_MANY_ROWS = ("rmsnorm_bwd", "add_rmsnorm_bwd", "layernorm_bwd")
+OVER_MANY_ROWS = ("rmsnorm_bwd", "rmsnorm_bwd residual", "layernorm_bwd")
 ARRAYS = (Activation, Master)
 
 
 def shapes(name: str) -> list[tuple[int, int]]:
     return SHAPES + (MANY_ROWS if name in OVER_MANY_ROWS else [])
+
+
+def numpy_of(name: str) -> Callable[..., Any]:
+    return KERNELS[name.split()[0]].body
+
+
+def cupy_of(name: str, backend: Backend) -> Callable[..., Any]:
+    return KERNELS[name.split()[0]].bind(backend)
 
 
 def run(kernel: Callable[..., Any], arguments: tuple[Any, ...], place: Callable[[Any], Any]) -> list[Any]:
@@ -146,8 +160,8 @@ def test_a_kernel_computes_what_numpy_computes(name: str, precision: str) -> Non
     backend = backend_of(precision)
     for n, c in shapes(name):
         arguments = ARGUMENTS[name](np.random.default_rng([n, c]), n, c)
-        wanted = run(KERNELS["numpy"][name], arguments, on_numpy(np.float64))
-        got = run(KERNELS["cupy"][name], arguments, on_gpu(backend))
+        wanted = run(numpy_of(name), arguments, on_numpy(np.float64))
+        got = run(cupy_of(name, backend), arguments, on_gpu(backend))
         assert len(got) == len(wanted)
         for g, w in zip(got, wanted, strict=True):
             assert g.dtype == backend.dtype and g.shape == w.shape
@@ -162,7 +176,7 @@ def rounded(a: Any) -> Any:
 def add_then_rmsnorm(residual: np.ndarray, delta: np.ndarray, weight: np.ndarray, eps: float) -> Any:
     """The sum is stored, and so rounded, before it is normalised."""
     x = (residual + delta).astype(dtype_of("bfloat16")).astype(np.float32)
-    return (x, *KERNELS["numpy"]["rmsnorm_fwd"](x, weight, eps))
+    return (x, *KERNELS["rmsnorm_fwd"](x, weight, eps))
 
 
 PLAIN = {"add_rmsnorm_fwd": add_then_rmsnorm}
@@ -173,9 +187,9 @@ def test_bf16_is_as_exact_as_it_can_be(name: str) -> None:
     backend, bf16 = backend_of("bf16"), dtype_of("bfloat16")
     for n, c in shapes(name)[1:]:
         arguments = tuple(map(rounded, ARGUMENTS[name](np.random.default_rng([n, c]), n, c)))
-        wanted = run(KERNELS["numpy"][name], arguments, on_numpy(np.float64))
-        plain = run(PLAIN.get(name, KERNELS["numpy"][name]), arguments, on_numpy(np.float32))
-        got = run(KERNELS["cupy"][name], arguments, on_gpu(backend))
+        wanted = run(numpy_of(name), arguments, on_numpy(np.float64))
+        plain = run(PLAIN.get(name, numpy_of(name)), arguments, on_numpy(np.float32))
+        got = run(cupy_of(name, backend), arguments, on_gpu(backend))
         for g, p, w in zip(got, plain, wanted, strict=True):
             assert g.dtype in (backend.dtype, backend.master_dtype) and g.shape == w.shape
             allowed = 2 * error(p.astype(bf16).astype(np.float32), w)
@@ -187,7 +201,7 @@ def test_bf16_is_as_exact_as_it_can_be(name: str) -> None:
 def test_the_same_bits_every_time(name: str, precision: str) -> None:
     backend = backend_of(precision)
     arguments = ARGUMENTS[name](np.random.default_rng(0), 5000, 96)
-    runs = [run(KERNELS["cupy"][name], arguments, on_gpu(backend)) for _ in range(3)]
+    runs = [run(cupy_of(name, backend), arguments, on_gpu(backend)) for _ in range(3)]
     for results in zip(*runs, strict=True):
         assert len({backend.to_numpy(r).tobytes() for r in results}) == 1
 
@@ -199,13 +213,13 @@ def test_sums_over_rows_launch_after_launch(name: str, precision: str, tolerance
     backend = backend_of(precision)
     for n, c in ((1, 768), (9, 768), (700, 768), (5000, 192)):
         arguments = tuple(map(rounded, ARGUMENTS[name](np.random.default_rng([n, c]), n, c)))
-        wanted = run(KERNELS["numpy"][name], arguments, on_numpy(np.float64))[1:]
+        wanted = run(numpy_of(name), arguments, on_numpy(np.float64))[1:]
         placed = list(map(on_gpu(backend), arguments))
         sums = [i for i, a in enumerate(arguments) if isinstance(a, Master) and a.out]
         launches = []
         for _ in range(40):
             again = [a.copy() if i in sums else a for i, a in enumerate(placed)]
-            launches.append([KERNELS["cupy"][name](*again), *(again[i] for i in sums)])
+            launches.append([cupy_of(name, backend)(*again), *(again[i] for i in sums)])
         for results in zip(*launches, strict=True):
             assert len({backend.to_numpy(r).tobytes() for r in results}) == 1, (n, c)
         for got, w in zip(launches[0][1:], wanted, strict=True):
@@ -215,10 +229,11 @@ def test_sums_over_rows_launch_after_launch(name: str, precision: str, tolerance
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 def test_dropout_keeps_what_numpy_keeps(precision: str) -> None:
     backend = backend_of(precision)
+    dropout = KERNELS["dropout"]
     for size in (1, 5, 8, 4096, 100_003):
-        wanted = KERNELS["numpy"]["dropout"](np.ones(size), 0.4, Stream(3).key, 2) != 0
+        wanted = dropout(np.ones(size), Stream(3).key, 0.4) != 0
         for x in (backend.asarray(np.ones(size)), backend.asarray(np.ones(size + 1))[1:]):  # the second is not aligned
-            got = backend.to_numpy(KERNELS["cupy"]["dropout"](x, 0.4, Stream(3).key, 2)) != 0
+            got = backend.to_numpy(dropout.bind(backend)(x, Stream(3).key, 0.4)) != 0
             assert np.array_equal(got, wanted)
 
 
@@ -236,9 +251,12 @@ def loss_case(kind: Any, backend: Backend, vocab: int, seed: int) -> tuple[Any, 
 @pytest.mark.parametrize("kind", [ops.CrossEntropy, ops.LinearCrossEntropy])
 @pytest.mark.parametrize("vocab", [1, 5, 96, 512, 4096, 8192, 8195, 40_000])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
-def test_losses(kind: Any, vocab: int, precision: str) -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_losses(kind: Any, vocab: int, precision: str, shared: bool) -> None:
     """The residual is laid out otherwise on the two backends; what goes in and comes out is the same."""
     dnll = np.array([0.5, -2.0, 1e-4])
+    if not shared:
+        dnll = dnll * np.random.default_rng(vocab).normal(size=(37, 3))
 
     def results(backend: Backend) -> list[np.ndarray]:
         op, x, targets = loss_case(kind, backend, vocab, seed=vocab)
@@ -247,7 +265,9 @@ def test_losses(kind: Any, vocab: int, precision: str) -> None:
         again = op.forward(backend.asarray(x), backend.asarray(targets))
         assert backend.name == "numpy" or np.array_equal(backend.to_numpy(again), backend.to_numpy(nll))
         dx, _ = op.backward(backend.asarray(dnll, backend.master_dtype), stash)
-        return [backend.to_numpy(a) for a in (nll, dx, *(p.grad for p in op.params()))]
+        assert nll.dtype == backend.master_dtype
+        summed = sum_tokens.bind(backend)(nll)
+        return [backend.to_numpy(a) for a in (nll, summed, dx, *(p.grad for p in op.params()))]
 
     wanted = results(get_backend("numpy", "fp64", 1))
     for got, w in zip(results(backend_of(precision)), wanted, strict=True):
@@ -272,12 +292,12 @@ def test_embedding_rows_of_any_number_of_tokens(precision: str, width: int) -> N
     ids = rng.permutation(np.repeat(np.arange(len(LENGTHS)), LENGTHS)).astype(np.int32)
     dy, start = rounded(act(rng, len(ids), width)).value, normal(rng, len(LENGTHS), width)
     wanted = start.copy()
-    KERNELS["numpy"]["embedding_bwd"](dy, ids, wanted)
+    KERNELS["embedding_bwd"](wanted, dy, ids)
     on_device, after_another = backend.asarray(dy), backend.asarray(np.append(0, ids))[1:]  # an odd address
     found = []
     for _ in range(3):
         got = backend.asarray(start, backend.master_dtype)
-        KERNELS["cupy"]["embedding_bwd"](on_device, after_another, got)
+        KERNELS["embedding_bwd"].bind(backend)(got, on_device, after_another)
         found.append(backend.to_numpy(got))
     assert error(found[0], wanted) <= (1e-13 if precision == "fp64" else 2e-6)
     assert len({f.tobytes() for f in found}) == 1
@@ -291,7 +311,7 @@ def test_embedding_of_one_token_alone(id: int) -> None:
         dy, wanted = normal(rng, count, 3), np.zeros((37, 3))
         wanted[id] = dy.sum(axis=0)
         got = backend.zeros((37, 3))
-        KERNELS["cupy"]["embedding_bwd"](backend.asarray(dy), backend.asarray(np.full(count, id)), got)
+        KERNELS["embedding_bwd"].bind(backend)(got, backend.asarray(dy), backend.asarray(np.full(count, id)))
         assert error(backend.to_numpy(got), wanted) < 1e-12
 
 
@@ -306,16 +326,16 @@ def test_adamw_and_the_norm(precision: str) -> None:
     master = backend.asarray(start, backend.master_dtype)
     values = master if backend.dtype == backend.master_dtype else backend.zeros((size,))
     moments = [backend.zeros((size,), backend.master_dtype) for _ in range(2)]
-    numpy, cupy = KERNELS["numpy"], KERNELS["cupy"]
+    update, clip = adamw_.bind(backend), clip_factor.bind(backend)
     factor: Any = 1.0
     for step in (1, 2, 3):
         g = grads * step
-        norm, wanted_factor = numpy["clip_factor"](g, 1.0, 1.0)
-        numpy["adamw_"](w, w, m, v, g, step, 1e-2, 0.1, wanted_factor, config)
+        norm, wanted_factor = clip_factor(g, 1.0, 1.0)
+        adamw_(w, w, m, v, g, step, 1e-2, 0.1, wanted_factor, config)
         on_device = backend.asarray(g, backend.master_dtype)
-        got_norm, factor = cupy["clip_factor"](on_device, 1.0, factor)
+        got_norm, factor = clip(on_device, factor, 1.0)
         assert float(got_norm) == pytest.approx(norm, rel=1e-6) and float(factor) == pytest.approx(1 / norm, rel=1e-6)
-        cupy["adamw_"](values, master, *moments, on_device, step, 1e-2, 0.1, factor, config)
+        update(values, master, *moments, on_device, step, 1e-2, 0.1, factor, config)
     tolerance = 1e-12 if precision == "fp64" else 1e-6
     for got, wanted in ((master, w), (moments[0], m), (moments[1], v)):
         assert error(backend.to_numpy(got), wanted) <= tolerance
@@ -324,7 +344,8 @@ def test_adamw_and_the_norm(precision: str) -> None:
 
 
 def test_a_norm_that_is_not_finite_stops_all_further_steps() -> None:
-    backend, cupy = backend_of("fp32"), KERNELS["cupy"]
+    backend = backend_of("fp32")
+    update, clip = adamw_.bind(backend), clip_factor.bind(backend)
     size = 64
     good = backend.asarray(np.ones(size))
     bad = good.copy()
@@ -333,9 +354,9 @@ def test_a_norm_that_is_not_finite_stops_all_further_steps() -> None:
     factor: Any = 1.0
     changed = []
     for grads in (good, bad, good):
-        _, factor = cupy["clip_factor"](grads, 0.0, factor)
+        _, factor = clip(grads, factor, 0.0)
         before = [a.copy() for a in arrays]
-        cupy["adamw_"](arrays[0], *arrays, grads, 1, 1e-2, 0.1, factor, AdamWConfig())
+        update(arrays[0], *arrays, grads, 1, 1e-2, 0.1, factor, AdamWConfig())
         changed.append(any(bool((a != b).any()) for a, b in zip(arrays, before, strict=True)))
     assert changed == [True, False, False]
 
@@ -344,12 +365,12 @@ def test_rope_in_place_and_elsewhere() -> None:
     backend = backend_of("fp32")
     rng = np.random.default_rng(2)
     arguments = [backend.asarray(normal(rng, *s)) for s in ((2, 5, 4, 16), (5, 8), (5, 8))]
-    rope = KERNELS["cupy"]["rope"]
-    wanted = rope(*arguments, 3, None)
+    rope = KERNELS["rope"].bind(backend)
+    wanted = rope(None, *arguments, 3)
     elsewhere, in_place, gaps = arguments[0] * 0, arguments[0].copy(), backend.zeros((2, 5, 4, 32))[..., ::2]
-    assert rope(*arguments, 3, elsewhere) is elsewhere
-    assert rope(in_place, *arguments[1:], 3, in_place) is in_place
-    assert rope(*arguments, 3, gaps) is gaps
+    assert rope(elsewhere, *arguments, 3) is elsewhere
+    assert rope(in_place, in_place, *arguments[1:], 3) is in_place
+    assert rope(gaps, *arguments, 3) is gaps
     for got in (elsewhere, in_place, gaps):
         assert np.array_equal(backend.to_numpy(got), backend.to_numpy(wanted))
 
@@ -369,6 +390,6 @@ def test_strides_do_not_matter(name: str) -> None:
 
     if name in ("linear_fwd", "linear_bwd", "swiglu_linear_fwd", "swiglu_linear_bwd", "positions_fwd", "embedding_fwd"):
         pytest.skip("the last argument of two axes is a weight; test_contract covers the inputs")
-    wanted = run(KERNELS["cupy"][name], arguments, on_gpu(backend))
-    for got, w in zip(run(KERNELS["cupy"][name], arguments, spread), wanted, strict=True):
+    wanted = run(cupy_of(name, backend), arguments, on_gpu(backend))
+    for got, w in zip(run(cupy_of(name, backend), arguments, spread), wanted, strict=True):
         assert np.array_equal(backend.to_numpy(got), backend.to_numpy(w))

@@ -25,9 +25,9 @@ from models.nanoeuler.generate import Sampling
 from models.nanoeuler.runs import Loaded, load_model
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.params import named
 from tinyforge.text import Tokenizer
 from tinyforge.train import checkpoint
-from tinyforge.train.loop import named
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals are Unix's")
 

@@ -19,10 +19,10 @@ from models.nanoeuler.runs import newest_run
 from models.nanoeuler.sampling import draw, probabilities
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.params import named
 from tinyforge.rng import Stream
 from tinyforge.text import Tokenizer
 from tinyforge.train import checkpoint
-from tinyforge.train.loop import named
 
 TOKENIZER = Tokenizer([(104, 105)], ["<|endoftext|>", "</s>"])
 CONFIG = Config(dim=16, heads=4, kv_heads=2, layers=2, context=150, vocab=TOKENIZER.vocab_size, mtp_heads=2, hidden=10,

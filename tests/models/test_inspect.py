@@ -10,9 +10,9 @@ import pytest
 from models.nanoeuler import Config, NanoEuler, inspect
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.params import named
 from tinyforge.text import Tokenizer
 from tinyforge.train import checkpoint
-from tinyforge.train.loop import named
 
 TOKENIZER = Tokenizer([(104, 105)], ["<|endoftext|>", "</s>"])
 CONFIG = Config(dim=16, heads=4, kv_heads=2, layers=2, context=30, vocab=TOKENIZER.vocab_size, mtp_heads=2, hidden=10,

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tinyforge.backends import get_backend
-from tinyforge.op import Param, ParamBuffer
+from tinyforge.op import Param
 from tinyforge.optim import SCHEDULES, AdamW, AdamWConfig, clip_scale, global_norm, learning_rate
+from tinyforge.params import ParamBuffer
 
 CONFIG = AdamWConfig(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
 

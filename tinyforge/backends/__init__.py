@@ -1,19 +1,15 @@
-"""Backends: where arrays live and which function runs under each kernel's name.
+"""Backends: where arrays live, in which precision, and what the device can tell about itself.
 
-A backend is an array module (`xp`), a dtype policy and one table from kernel names to functions. An op names the
-kernels it needs when it is built, and `bind` refuses there and then what the backend lacks. The same name has the
-same signature on every backend; a second backend is a second column of the table, and no op, model or recipe changes.
+A backend is an array module (`xp`) and a dtype policy. Which function runs for a kernel on a backend is the kernel's
+own business, see `tinyforge/kernel.py`; nothing here knows an op.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,9 +43,6 @@ PRECISIONS = {
     )
 }
 
-KERNELS: dict[str, dict[str, Callable[..., Any]]] = {"numpy": {}, "cupy": {}, "phantom": {}}
-"""The table: KERNELS[backend][kernel name] is the function. Filled by the decorators in the ops' own files."""
-
 
 def dtype_of(name: str) -> np.dtype:
     """The NumPy dtype of that name; bfloat16 comes from ml_dtypes."""
@@ -69,17 +62,15 @@ def wide(dtype: np.dtype) -> np.dtype:
 
 
 class Backend:
-    """An array module, a precision and a column of the kernel table.
+    """An array module and a precision.
 
     dtype, master_dtype: see `Precision`. workers: how many shards of a batch may run at once (processes on a CPU, one
-    on a GPU). read_every: steps between two looks at the loss; each look waits for the device. recomputes: whether
-    models make cheap activations again in backward instead of keeping them (--recompute).
+    on a GPU). read_every: steps between two looks at the loss; each look waits for the device.
     """
 
     name: str
     xp: Any
     read_every: int = 1
-    recomputes: bool = False
 
     def __init__(self, precision: str, workers: int) -> None:
         policy = PRECISIONS.get(precision)
@@ -89,14 +80,6 @@ class Backend:
         self.precision = policy
         self.dtype, self.master_dtype = dtype_of(policy.storage), dtype_of(policy.master)
         self.workers = workers
-
-    def bind(self, owner: str, names: tuple[str, ...]) -> SimpleNamespace:
-        """The kernels called `names`; an op with no kernel on this backend learns it here, when it is built."""
-        table = KERNELS[self.name]
-        missing = [n for n in names if n not in table]
-        if missing:
-            raise UserError(f"{owner}: backend {self.name} has no kernel {', '.join(missing)}; use --backend numpy")
-        return SimpleNamespace(**{n: table[n] for n in names})
 
     def empty(self, shape: tuple[int, ...]) -> Any:
         return self.xp.empty(shape, self.dtype)
@@ -139,32 +122,6 @@ class Backend:
     def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
         """function over items on `workers` threads; results in the order of the items."""
         raise NotImplementedError
-
-
-def kernel(backend: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: enter a function in the table under its own name."""
-
-    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = function.__name__
-        for other, table in KERNELS.items():
-            if name in table and inspect.signature(table[name]) != inspect.signature(function):
-                raise TypeError(f"kernel {name}: {backend} and {other} disagree on its signature")
-        KERNELS[backend][name] = function
-        return function
-
-    return enter
-
-
-@contextmanager
-def override(backend: str, **replacements: Callable[..., Any]) -> Iterator[None]:
-    """Replace kernels for ops built inside the block: how tests seed faults that the gradient checker must catch."""
-    table = KERNELS[backend]
-    saved = {name: table[name] for name in replacements}
-    table.update(replacements)
-    try:
-        yield
-    finally:
-        table.update(saved)
 
 
 def get_backend(

@@ -1,14 +1,12 @@
 """Matrix products on the GPU: one wrapper for all of them, over the gemmEx that CuPy carries.
 
 cupy.matmul does not take bf16 with more than two axes, cannot accumulate, and cannot write float32 from bf16 factors;
-gemmEx does all of it. float64, float32, float32 by TF32 tensor cores (inside `tensor_float32`), and bf16: products of
-bf16 are exact in float32, and are summed in float32.
+gemmEx does all of it. float64, float32, float32 by TF32 tensor cores (`tf32=True`), and bf16: products of bf16 are
+exact in float32, and are summed in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import cupy
@@ -16,7 +14,7 @@ import numpy as np
 from cupy.cuda import device
 from cupy_backends.cuda.libs import cublas
 
-from tinyforge.op import Array
+from tinyforge.kernel import Array
 
 # cublasOperation_t, cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t
 _N, _T = 0, 1
@@ -38,28 +36,12 @@ _NUMBERS = np.array([0.0, 1.0], np.float32), np.array([0.0, 1.0], np.float64)
 _FLOAT32, _FLOAT64 = (numbers.dtype for numbers in _NUMBERS)
 _ZERO, _ONE = ({n.dtype: n[i:].ctypes.data for n in _NUMBERS} for i in range(2))
 
-_tf32 = False
-
-
-@contextmanager
-def tensor_float32() -> Iterator[None]:
-    """Inside, products of float32 may round their factors to TF32 (10 bits of mantissa): of matrices, in attention."""
-    global _tf32
-    before, _tf32 = _tf32, True
-    try:
-        yield
-    finally:
-        _tf32 = before
-
-
-def allows_tf32(dtype: np.dtype) -> bool:
-    """Whether products of this dtype may round their factors to TF32 now: float32 inside `tensor_float32`."""
-    return _tf32 and dtype == _FLOAT32
-
 
 def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = False, transpose_b: bool = False,
-         accumulate: bool = False) -> Array:  # fmt: skip
+         accumulate: bool = False, tf32: bool = False) -> Array:  # fmt: skip
     """out = a b, or out += a b with `accumulate`; either factor transposed by flag.
+
+    tf32: float32 factors may be rounded to TF32 (10 bits of mantissa).
 
     a, b: 2-D, of one dtype, their rows contiguous (a slice of columns will do). out: 2-D, that dtype, or float32 for
     bf16 factors; made if not given.
@@ -82,7 +64,7 @@ def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = Fa
         return out
     kind = _FLOAT64 if a.dtype == _FLOAT64 else _FLOAT32
     compute = _COMPUTE_64F if kind is _FLOAT64 else _COMPUTE_32F
-    if allows_tf32(a.dtype):
+    if tf32 and a.dtype == _FLOAT32:
         compute = _COMPUTE_TF32
     # cuBLAS counts down columns. A row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors change
     # places and each keeps its own flag.

@@ -1,6 +1,6 @@
 """The CuPy backend: arrays in the memory of one GPU, kernels of our own in CUDA (the .cu files beside the ops).
 
-A kernel is launched by a function with the same name and signature as the NumPy one, in a file beside the op:
+A kernel is launched by a function with the same name and arguments as its NumPy body, in a file beside the op:
 `ops/rmsnorm_cuda.py` launches `ops/rmsnorm.cu`. What they all need is here: the storage type as a macro, how wide an
 access may be, how many blocks a launch takes. Launches return at once; nothing here waits for the device except
 `to_numpy`. Importing this module needs CuPy; making a `CupyBackend` needs a GPU.
@@ -9,27 +9,20 @@ access may be, how many blocks a launch takes. Launches return at once; nothing 
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib
 import importlib.util
-import pkgutil
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import cupy
 import numpy as np
 
-from tinyforge.backends import Backend, kernel
+from tinyforge.backends import Backend
 from tinyforge.backends.compile import INSTALL, load, warm_up, warm_up_wanted
-from tinyforge.backends.cublas import gemm, tensor_float32
+from tinyforge.backends.cublas import gemm
 from tinyforge.errors import UserError
-from tinyforge.op import Array
-
-cupy_kernel = kernel("cupy")
+from tinyforge.kernel import Array
 
 FLOAT64 = np.dtype(np.float64)
 _SCALARS = {"float64": "double", "float32": "float", "bfloat16": "bf16"}
@@ -84,12 +77,12 @@ def processors() -> int:
     return cupy.cuda.Device().attributes["MultiProcessorCount"]
 
 
-def add_columns(partial: Array, out: Array, second: Array | None = None) -> None:
+def add_columns(out: Array, second: Array | None, partial: Array) -> None:
     """out += the sum over the rows of partial, in a fixed order; the columns past out's size go to `second`."""
     count, columns = partial.shape
     launch = load("ops/columns.cu", "add_columns", SCALAR=scalar(partial.dtype))
     numbers = map(np.int32, (count, columns, out.size))
-    launch(blocks(columns, 32), (32, 32), (partial, out, out if second is None else second, *numbers))
+    launch(blocks(columns, 32), (32, 32), (out, out if second is None else second, partial, *numbers))
 
 
 class CupyBackend(Backend):
@@ -105,21 +98,13 @@ class CupyBackend(Backend):
             raise UserError("backend cupy: the package ml_dtypes is missing; pip install ml_dtypes")
         self.device = cupy.cuda.Device(_usable_device(device))
         self.device.use()
-        import tinyforge.ops as ops
-        import tinyforge.optim as optim
-
-        for package in (ops, optim):
-            for module in pkgutil.iter_modules(package.__path__):
-                if module.name.endswith("_cuda"):
-                    importlib.import_module(f"{package.__name__}.{module.name}")
         if warm_up_wanted():
             warm_up()
 
-    def bind(self, owner: str, names: tuple[str, ...]) -> SimpleNamespace:
-        kernels = super().bind(owner, names)
-        if self.precision.name == "tf32":
-            return SimpleNamespace(**{name: _with_tf32(function) for name, function in vars(kernels).items()})
-        return kernels
+    @property
+    def tf32(self) -> bool:
+        """Whether products of float32 may round their factors to TF32."""
+        return self.precision.name == "tf32"
 
     def asarray(self, array: Any, dtype: np.dtype | None = None) -> Array:
         """As on any backend; a NumPy array is copied by way of pinned memory, without waiting for the device."""
@@ -151,14 +136,13 @@ class CupyBackend(Backend):
     def matmul_peak(self, size: int = 8192, rounds: int = 3) -> float:
         a = self.asarray(np.random.default_rng(0).standard_normal((size, size), np.float32))
         out, repeats, best = self.empty(a.shape), 5, float("inf")
-        with tensor_float32() if self.precision.name == "tf32" else nullcontext():
-            for _ in range(rounds):
-                self.synchronize()
-                start = time.perf_counter()
-                for _ in range(repeats):
-                    gemm(a, a, out)
-                self.synchronize()
-                best = min(best, (time.perf_counter() - start) / repeats)
+        for _ in range(rounds):
+            self.synchronize()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                gemm(a, a, out, tf32=self.tf32)
+            self.synchronize()
+            best = min(best, (time.perf_counter() - start) / repeats)
         return 2 * size**3 / best
 
     def energy(self) -> float | None:
@@ -195,15 +179,6 @@ class PeakMemory(cupy.cuda.MemoryHook):
 
     def malloc_postprocess(self, **of_the_allocation: Any) -> None:
         self.bytes = max(self.bytes, self.pool.used_bytes())
-
-
-def _with_tf32(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        with tensor_float32():
-            return function(*args)
-
-    return run
 
 
 def _usable_device(wanted: int | None) -> int:

@@ -18,10 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.backends import Backend, kernel
+from tinyforge.backends import Backend
 from tinyforge.backends.workers import cores, shared_zeros
-
-numpy_kernel = kernel("numpy")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 

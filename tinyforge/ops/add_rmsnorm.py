@@ -7,10 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.backends import Backend
-from tinyforge.backends.numpy_backend import numpy_kernel
-from tinyforge.op import Array, Op, Param, Stash, with_buffer
+from tinyforge.backends import Backend, wide
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from tinyforge.params import with_buffer
+
+
+@kernel
+def add_rmsnorm_fwd(residual: Array, delta: Array, weight: Array, eps: float) -> tuple[Array, Array, Array]:
+    x = residual + delta
+    y, rstd = rmsnorm_fwd(x, weight, eps)
+    return x, y, rstd
+
+
+@add_rmsnorm_fwd.on("phantom")
+def add_rmsnorm_fwd_memory(
+    residual: Array, delta: Array, weight: Array, eps: float
+) -> tuple[Array, Array, Array]:
+    return empty(delta.shape, delta.dtype), empty(delta.shape, delta.dtype), empty(delta.shape[:-1], wide(delta.dtype))
 
 
 class AddRMSNorm(Op):
@@ -19,11 +35,11 @@ class AddRMSNorm(Op):
     residual, delta, x, y: (..., C); w: (C,). Saves x and the reciprocal root mean square: (...).
     The add is a forward-Euler step of size 1 along delta; the unfused reference is `residual + delta`, then RMSNorm.
 
-    backward(dy=(dx, dy)): both inputs of the add get the same gradient, dx + rmsnorm_bwd(dy); it is returned once,
-    as (dresidual, ddelta) that are the same array.
+    backward(dy=(dx, dy)): both inputs of the add get the same gradient, dx + rmsnorm_bwd(dy), returned as
+    (dresidual, ddelta), which are the same array. dx is None at the end of the stream, where nothing else reads x.
     """
 
-    kernels = ("add_rmsnorm_fwd", "add_rmsnorm_bwd", "rmsnorm_fwd")
+    kernels = (add_rmsnorm_fwd, rmsnorm_fwd, rmsnorm_bwd)
 
     def __init__(self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
         super().__init__(backend, name)
@@ -40,12 +56,13 @@ class AddRMSNorm(Op):
         return x, y
 
     def normed(self, x: Array) -> Array:
-        """y once more, from the sum x."""
+        """y computed again, from the sum x."""
         return self.k.rmsnorm_fwd(x, self.weight.value, self.eps)[0]
 
-    def backward(self, dy: tuple[Array, Array], stash: Stash) -> tuple[Array, Array]:
+    def backward(self, dy: tuple[Array | None, Array], stash: Stash) -> tuple[Array, Array]:
         x, rstd = stash.pop(self)
-        dsum = self.k.add_rmsnorm_bwd(*dy, x, rstd, self.weight.value, self.weight.grad)
+        residual, dnormed = dy
+        dsum = self.k.rmsnorm_bwd(self.weight.grad, dnormed, self.weight.value, x, rstd, residual)
         return dsum, dsum
 
     @classmethod
@@ -55,17 +72,3 @@ class AddRMSNorm(Op):
             eps = 1.0 if shape[-1] == 1 else 1e-5
             op = with_buffer(cls(Param("weight", shape[-1:], fill=1.0, decay=False), backend, eps), backend, rng)
             yield op, (backend.asarray(rng.normal(size=shape)), backend.asarray(rng.normal(size=shape)))
-
-
-@numpy_kernel
-def add_rmsnorm_fwd(residual: Array, delta: Array, weight: Array, eps: float) -> tuple[Array, Array, Array]:
-    x = residual + delta
-    y, rstd = rmsnorm_fwd(x, weight, eps)
-    return x, y, rstd
-
-
-@numpy_kernel
-def add_rmsnorm_bwd(dx: Array, dy: Array, x: Array, rstd: Array, weight: Array, dweight: Array) -> Array:
-    dsum = rmsnorm_bwd(dy, x, rstd, weight, dweight)
-    dsum += dx
-    return dsum

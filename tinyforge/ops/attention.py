@@ -8,62 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.backends import Backend
-from tinyforge.backends.numpy_backend import numpy_kernel, row_blocks
-from tinyforge.op import Array, Op, Stash
+from tinyforge.backends import Backend, wide
+from tinyforge.backends.numpy_backend import row_blocks
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Stash
 
 QUERY_TILE, TILE = 64, 128
 """Queries and keys of a tile of scores (NumPy). Fewer queries, so that less is computed above the diagonal."""
-
-
-class Attention(Op):
-    """o[t] = sum over s <= t of softmax_s(q[t] . k[s] / sqrt(D)) v[s], per head
-
-    qkv: (B, T, Hq + 2 Hkv, D), heads in the order q, k, v; o: (B, T, Hq, D). Query head h reads key and value head
-    h // (Hq / Hkv). Saves qkv, o and the log-sum-exp of each row of scores, (B, Hq, T): memory linear in T. Backward
-    recomputes the probabilities of one tile at a time from it:
-
-        P = exp(q k^T / sqrt(D) - lse)      dV = P^T dO          dP = dO V^T
-        dS = P * (dP - rowsum(dO * O))      dQ = dS K / sqrt(D)  dK = dS^T Q / sqrt(D)
-
-    Sources: Vaswani et al. (2017); Ainslie et al., "GQA" (2023); the online softmax of Milakov and Gimelshein (2018)
-    as tiled by Dao et al., "FlashAttention" (2022).
-    """
-
-    kernels = ("attention_fwd", "attention_bwd")
-
-    def __init__(self, heads: int, kv_heads: int, backend: Backend, name: str = "") -> None:
-        super().__init__(backend, name)
-        if heads % kv_heads:
-            raise ValueError(f"Attention: {heads} query heads do not divide among {kv_heads} key/value heads")
-        self.heads = heads
-        self.kv_heads = kv_heads
-
-    def forward(self, qkv: Array, stash: Stash | None = None) -> Array:
-        out, lse = self.k.attention_fwd(*self._split(qkv))
-        if stash is not None:
-            stash.push(self, qkv, out, lse)
-        return out
-
-    def backward(self, dy: Array, stash: Stash) -> Array:
-        qkv, out, lse = stash.pop(self)
-        dqkv = self.backend.empty(qkv.shape)
-        self.k.attention_bwd(dy, *self._split(qkv), out, lse, *self._split(dqkv))
-        return dqkv
-
-    def decode(self, q: Array, k: Array, v: Array) -> Array:
-        """Inference with a cache: q: (B, T, Hq, D) are the last T of the S positions in k, v: (B, S, Hkv, D)."""
-        return self.k.attention_fwd(q, k, v)[0]
-
-    def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
-        kv = self.heads + self.kv_heads
-        return qkv[:, :, : self.heads], qkv[:, :, self.heads : kv], qkv[:, :, kv:]
-
-    @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        shapes = ((2, 7, 4, 2, 4), (1, 1, 1, 1, 2), (2, 5, 3, 1, 6), (1, TILE + 3, 2, 1, 4), (2, 0, 2, 2, 4))
-        for b, t, heads, kv_heads, d in shapes:
-            yield cls(heads, kv_heads, backend), (backend.asarray(rng.normal(size=(b, t, heads + 2 * kv_heads, d))),)
 
 
 @lru_cache(maxsize=64)
@@ -126,7 +78,7 @@ def some_sequences(batch: int, heads: int, itemsize: int) -> Iterator[slice]:
     return row_blocks(batch, heads * QUERY_TILE * TILE * itemsize, 1 << 20)
 
 
-@numpy_kernel
+@kernel
 def attention_fwd(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """q: (B, T, Hq, D); k, v: (B, S, Hkv, D), S >= T; returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
     batch, queries, heads, dim = q.shape
@@ -166,9 +118,15 @@ def attention_fwd(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     return out, lse
 
 
-@numpy_kernel
+@attention_fwd.on("phantom")
+def attention_fwd_memory(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    batch, queries, heads, _ = q.shape
+    return empty(q.shape, q.dtype), empty((batch, heads, queries), wide(q.dtype))
+
+
+@kernel
 def attention_bwd(
-    dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dq: Array, dk: Array, dv: Array
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array
 ) -> None:
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
     batch, queries, heads, dim = q.shape
@@ -196,3 +154,60 @@ def attention_bwd(
             dqi *= q.dtype.type(scale)
             by_head(dq[part, rows])[...] = dqi.reshape(len(dqi), heads, -1, dim)
         by_head(dk[part])[...], by_head(dv[part])[...] = dkb, dvb
+
+
+@attention_bwd.on("phantom")
+def attention_bwd_memory(
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array
+) -> None:
+    empty((*lse.shape, 2), lse.dtype)  # a row's log-sum-exp and its sum of dO O
+
+
+class Attention(Op):
+    """o[t] = sum over s <= t of softmax_s(q[t] . k[s] / sqrt(D)) v[s], per head
+
+    qkv: (B, T, Hq + 2 Hkv, D), heads in the order q, k, v; o: (B, T, Hq, D). Query head h reads key and value head
+    h // (Hq / Hkv). Saves qkv, o and the log-sum-exp of each row of scores, (B, Hq, T): memory linear in T. Backward
+    recomputes the probabilities of one tile at a time from it:
+
+        P = exp(q k^T / sqrt(D) - lse)      dV = P^T dO          dP = dO V^T
+        dS = P * (dP - rowsum(dO * O))      dQ = dS K / sqrt(D)  dK = dS^T Q / sqrt(D)
+
+    Sources: Vaswani et al. (2017); Ainslie et al., "GQA" (2023); the online softmax of Milakov and Gimelshein (2018)
+    as tiled by Dao et al., "FlashAttention" (2022).
+    """
+
+    kernels = (attention_fwd, attention_bwd)
+
+    def __init__(self, heads: int, kv_heads: int, backend: Backend, name: str = "") -> None:
+        super().__init__(backend, name)
+        if heads % kv_heads:
+            raise ValueError(f"Attention: {heads} query heads do not divide among {kv_heads} key/value heads")
+        self.heads = heads
+        self.kv_heads = kv_heads
+
+    def forward(self, qkv: Array, stash: Stash | None = None) -> Array:
+        out, lse = self.k.attention_fwd(*self._split(qkv))
+        if stash is not None:
+            stash.push(self, qkv, out, lse)
+        return out
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        qkv, out, lse = stash.pop(self)
+        dqkv = self.backend.empty(qkv.shape)
+        self.k.attention_bwd(*self._split(dqkv), dy, *self._split(qkv), out, lse)
+        return dqkv
+
+    def decode(self, q: Array, k: Array, v: Array) -> Array:
+        """Inference with a cache: q: (B, T, Hq, D) are the last T of the S positions in k, v: (B, S, Hkv, D)."""
+        return self.k.attention_fwd(q, k, v)[0]
+
+    def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
+        kv = self.heads + self.kv_heads
+        return qkv[:, :, : self.heads], qkv[:, :, self.heads : kv], qkv[:, :, kv:]
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        shapes = ((2, 7, 4, 2, 4), (1, 1, 1, 1, 2), (2, 5, 3, 1, 6), (1, TILE + 3, 2, 1, 4), (2, 0, 2, 2, 4))
+        for b, t, heads, kv_heads, d in shapes:
+            yield cls(heads, kv_heads, backend), (backend.asarray(rng.normal(size=(b, t, heads + 2 * kv_heads, d))),)

@@ -1,6 +1,6 @@
 """Attention on a CUDA GPU: chooses a kernel of attention.cu, its grid and its shared memory, and launches it.
 
-float64 and float32 run the plain kernels of attention.cu, float32 inside `tensor_float32` those of attention_tf32.cu,
+float64 and float32 run the plain kernels of attention.cu, float32 in precision tf32 those of attention_tf32.cu,
 bfloat16 those of attention_hopper.cu where they run, else attention.cu's with tensor cores. The heads of these files
 list the tile sizes.
 """
@@ -16,10 +16,10 @@ import ml_dtypes
 import numpy as np
 
 from tinyforge.backends.compile import load, variants
-from tinyforge.backends.cublas import allows_tf32
-from tinyforge.backends.cupy_backend import cupy_kernel
+from tinyforge.backends.cupy_backend import CupyBackend
 from tinyforge.errors import UserError
-from tinyforge.op import Array
+from tinyforge.kernel import Array
+from tinyforge.ops import attention
 
 FILE, WGMMA_FILE, TF32_FILE = "ops/attention.cu", "ops/attention_hopper.cu", "ops/attention_tf32.cu"
 INSTRUCTIONS = {FILE: "mma", WGMMA_FILE: "wgmma", TF32_FILE: "tf32"}
@@ -69,11 +69,11 @@ def has_wgmma() -> bool:
     return bool(cp.cuda.Device().compute_capability == "90")
 
 
-def tensor_core_file(dtype: Any, dim: int) -> str | None:
+def tensor_core_file(dtype: Any, dim: int, tf32: bool) -> str | None:
     """The file whose tensor-core kernels are to run, None for the plain kernels."""
     if dtype == BF16:
         return WGMMA_FILE if has_wgmma() and dim in WGMMA_HEAD_SIZES else FILE
-    return TF32_FILE if allows_tf32(dtype) and dim in HEAD_SIZES else None
+    return TF32_FILE if tf32 and dtype.itemsize == 4 and dim in HEAD_SIZES else None
 
 
 @cache
@@ -114,8 +114,8 @@ def strides(name: str, x: Array) -> tuple[int, int]:
     return sequence // size, token // size
 
 
-@cupy_kernel
-def attention_fwd(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+@attention.attention_fwd.on("cupy")
+def attention_fwd(q: Array, k: Array, v: Array, *, backend: CupyBackend) -> tuple[Array, Array]:
     """q: (B, T, Hq, D); k, v: (B, S, Hkv, D), S >= T; returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -124,17 +124,18 @@ def attention_fwd(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     if not out.size:
         return out, lse
     args = (q, k, v, out, lse, *strides("q", q), *strides("k", k), *strides("v", v), queries, keys, heads, kv_heads)
-    if file := tensor_core_file(q.dtype, dim):
+    if file := tensor_core_file(q.dtype, dim, backend.tf32):
         tensor_core(file, "FORWARD", dim)(batch * kv_heads, queries, heads // kv_heads, *args)
     else:
         plain("attention_fwd_plain", q.dtype, dim, 3)(batch * heads, queries, 1, *args)
     return out, lse
 
 
-@cupy_kernel
+@attention.attention_bwd.on("cupy")
 def attention_bwd(
-    dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dq: Array, dk: Array, dv: Array
-) -> None:
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
+    *, backend: CupyBackend,
+) -> None:  # fmt: skip
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -149,7 +150,7 @@ def attention_bwd(
     q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *strides("dq", dq), *sizes)
     kv_args = (dy, q, k, v, stats, dk, dv, *inputs, *strides("dk", dk), *strides("dv", dv), *sizes)
     # In this order: the first writes the statistics that the second reads.
-    if file := tensor_core_file(q.dtype, dim):
+    if file := tensor_core_file(q.dtype, dim, backend.tf32):
         group = heads // kv_heads
         tensor_core(file, "BACKWARD_Q", dim)(batch * kv_heads, queries, group, *q_args)
         tensor_core(file, "BACKWARD_KV", dim)(batch * kv_heads, queries, 1, *kv_args)

@@ -19,7 +19,7 @@ typedef SCALAR A;
 #define BATCH 9
 
 extern "C" __global__ void __launch_bounds__(1024) add_columns(
-    const A *partial, A *out, A *second, int count, int columns, int width
+    A *out, A *second, const A *partial, int count, int columns, int width
 ) {
     __shared__ A sums[32][33];
     const int column = blockIdx.x * 32 + threadIdx.x;

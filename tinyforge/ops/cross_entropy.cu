@@ -20,7 +20,8 @@
 // multiprocessor, 291 us, 86 % of a copy. 128 threads with twice the numbers each: 338 us. 512 threads: 358 us.
 //
 // sum_heads: one block for each head, threads over tokens in a fixed stride, then a fixed tree. The two scale kernels
-// are elementwise, on W and dW: the gradient of the loss goes onto the small matrices and not onto the large one.
+// are elementwise. An upstream gradient that is the same for all tokens goes onto the small matrices, W and dW, and not
+// onto the large one; one number per token scales the rows of residuals where they lie (a head is then a row).
 //
 // compile: SCALAR=double VEC=1|2 PER=0
 // compile: SCALAR=float VEC=1 PER=0
@@ -39,7 +40,7 @@ typedef Wide<T> A;
 
 // write: 0 for inference, where the logits are dropped.
 extern "C" __global__ void __launch_bounds__(256, RESIDENT) softmax_residual(
-    T *logits, const int *targets, A *nll, int vocab, int write
+    A *nll, T *logits, const int *targets, int vocab, int write
 ) {
     __shared__ A tops[32], sums[32];
     const i64 row = blockIdx.x;
@@ -132,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) softmax_residual(
 }
 
 // Grid: heads. Block: 1024 threads.
-extern "C" __global__ void sum_heads(const A *nll, double *out, int tokens, int heads) {
+extern "C" __global__ void sum_heads(double *out, const A *nll, int tokens, int heads) {
     __shared__ double scratch[32];
     double sum = 0;
 #pragma unroll 4
@@ -143,7 +144,7 @@ extern "C" __global__ void sum_heads(const A *nll, double *out, int tokens, int 
 
 // total and part count vectors; part: those that one head has in a row.
 extern "C" __global__ void __launch_bounds__(256) scale_heads(
-    const T *x, const A *scale, T *y, u32 total, u32 part, u32 heads
+    T *y, const T *x, const A *scale, u32 total, u32 part, u32 heads
 ) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;
@@ -155,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(256) scale_heads(
 }
 
 extern "C" __global__ void __launch_bounds__(256) add_scaled_heads(
-    const A *x, const A *scale, A *y, u32 total, u32 part, u32 heads
+    A *y, const A *x, const A *scale, u32 total, u32 part, u32 heads
 ) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;

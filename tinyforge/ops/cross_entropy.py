@@ -7,92 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.backends import Backend
-from tinyforge.backends.numpy_backend import numpy_kernel, row_blocks
-from tinyforge.op import Array, Op, Param, Stash, with_buffer
+from tinyforge.backends import Backend, wide
+from tinyforge.backends.numpy_backend import row_blocks
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Param, Stash
+from tinyforge.ops.linear import linear_fwd
+from tinyforge.params import with_buffer
 
 CHUNK_BYTES = 1 << 21
 """Logits in work at once on NumPy: what stays in a core's cache between the passes over them."""
-
-
-class CrossEntropy(Op):
-    """nll[k] = sum over n with targets[n, k] >= 0 of  log(sum_v exp(z[n, k, v])) - z[n, k, targets[n, k]]
-
-    logits z: (N, K, V); targets: (N, K) int32 in [0, V), or -1 for "no target"; nll: (K,), nats, summed not averaged.
-    Sums, because a mean over shards or micro-batches with unequal counts is not the mean of their means: the caller
-    forms loss = sum_k c[k] nll[k] with `head_scale`, and c is then the upstream gradient. Saves softmax(z) - onehot.
-
-    backward(dnll: (K,)): dz[n, k] = dnll[k] * (softmax(z[n, k]) - onehot(targets[n, k])), 0 where there is no target.
-
-    Source: Gloeckle et al., "Better & Faster Large Language Models via Multi-token Prediction" (2024).
-    """
-
-    kernels = ("cross_entropy_fwd", "cross_entropy_bwd")
-
-    def forward(self, logits: Array, targets: Array, stash: Stash | None = None) -> Array:
-        nll, residual = self.k.cross_entropy_fwd(logits, targets)
-        if stash is not None:
-            stash.push(self, residual)
-        return nll
-
-    def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
-        (residual,) = stash.pop(self)
-        return self.k.cross_entropy_bwd(dy, residual), None
-
-    @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        for n, heads, vocab in ((6, 3, 5), (1, 1, 2), (9, 4, 7), (3, 2, 1)):
-            logits = rng.normal(size=(n, heads, vocab)) * 3
-            yield cls(backend), (backend.asarray(logits), backend.asarray(masked_targets(rng, n, heads, vocab)))
-
-
-class LinearCrossEntropy(Op):
-    """nll = cross_entropy(h W^T), chunk by chunk: the reference is Linear, then CrossEntropy
-
-    h: (..., C); W: (K, V, C), one untied output head per predicted token; targets: (..., K); nll: (K,).
-    With a stash, the logits turn into softmax - onehot in place while they are in cache, and that is what is saved,
-    (N, K, V) with N rows, and h; without one, each chunk's logits are dropped.
-
-    backward(dnll: (K,)), with R = softmax - onehot:
-        dh = sum_k dnll[k] R[:, k] W[k],   dW[k] += dnll[k] R[:, k]^T h
-    """
-
-    kernels = ("linear_fwd", "linear_cross_entropy_fwd", "linear_cross_entropy_bwd")
-
-    def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
-        super().__init__(backend, name)
-        self.weight = weight
-
-    def params(self) -> list[Param]:
-        return [self.weight]
-
-    def forward(self, h: Array, targets: Array, stash: Stash | None = None) -> Array:
-        heads, _, dim = self.weight.shape
-        nll, residual = self.k.linear_cross_entropy_fwd(
-            h.reshape(-1, dim), self.weight.value, targets.reshape(-1, heads), stash is not None
-        )
-        if stash is not None:
-            stash.push(self, h, residual)
-        return nll
-
-    def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
-        h, residual = stash.pop(self)
-        rows = h.reshape(-1, h.shape[-1])
-        dh = self.k.linear_cross_entropy_bwd(dy, rows, residual, self.weight.value, self.weight.grad)
-        return dh.reshape(h.shape), None
-
-    def logits(self, h: Array, head: int = 0) -> Array:
-        """Inference: the logits of one head, (..., V)."""
-        return self.k.linear_fwd(h, self.weight.value[head])
-
-    @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        # The last case spans several chunks, the last of them partly filled.
-        many = 2 * (CHUNK_BYTES // (8 * 2 * 1024)) + 5
-        for n, heads, vocab, dim in ((6, 3, 5, 4), (1, 1, 2, 1), (9, 4, 7, 3), (many, 2, 1024, 3)):
-            op = with_buffer(cls(Param("weight", (heads, vocab, dim), std=1.0), backend), backend, rng)
-            h = rng.normal(size=(n, dim))
-            yield op, (backend.asarray(h), backend.asarray(masked_targets(rng, n, heads, vocab)))
 
 
 def masked_targets(rng: np.random.Generator, n: int, heads: int, vocab: int) -> np.ndarray:
@@ -123,7 +47,7 @@ def exp_needs_shift(x: Array) -> bool:
 
 
 def softmax_residual_(logits: Array, targets: Array) -> Array:
-    """Turn logits (K, V, n) into softmax - onehot in place (0 where there is no target); returns nll: (K,) float64.
+    """Turn logits (K, V, n) into softmax - onehot in place (0 where there is no target); returns nll: (n, K).
 
     targets: (n, K). The vocabulary runs down, so that NumPy takes maxima and sums of whole rows at a time: along a
     row they cost five times as much.
@@ -136,23 +60,51 @@ def softmax_residual_(logits: Array, targets: Array) -> Array:
     picked = np.take_along_axis(logits, index, axis=1)
     np.exp(logits, out=logits)
     total = np.ones((1, logits.shape[1]), logits.dtype) @ logits
-    nll = np.where(masked, 0.0, np.log(total) - picked).sum(axis=(1, 2), dtype=np.float64)
+    nll = np.where(masked, 0, np.log(total) - picked)
     logits *= np.where(masked, 0, 1 / total)
     probability = np.take_along_axis(logits, index, axis=1)
     np.put_along_axis(logits, index, np.where(masked, 0, probability - 1), axis=1)
-    return nll
+    return nll[:, 0].T
 
 
-@numpy_kernel
+def per_row(dnll: Array, dtype: Any) -> Array:
+    """dnll, (K,) or (n, K), in the layout of the residual: (K, 1, 1) or (K, 1, n)."""
+    return dnll.astype(dtype).reshape(-1, dnll.shape[-1]).T[:, None]
+
+
+@kernel
+def sum_tokens(nll: Array) -> Array:
+    """(..., K) to its sums over all tokens, (K,) float64, in a fixed order."""
+    return nll.reshape(-1, nll.shape[-1]).sum(axis=0, dtype=np.float64)
+
+
+@sum_tokens.on("phantom")
+def sum_tokens_memory(nll: Array) -> Array:
+    return empty(nll.shape[-1:], np.float64)
+
+
+@kernel
 def cross_entropy_fwd(logits: Array, targets: Array) -> tuple[Array, Array]:
+    """logits: (n, K, V); returns nll: (n, K), and the residual in a layout of the backend's own."""
     residual = logits.transpose(1, 2, 0).copy()
     return softmax_residual_(residual, targets), residual
 
 
-@numpy_kernel
+@cross_entropy_fwd.on("phantom")
+def cross_entropy_fwd_memory(logits: Array, targets: Array) -> tuple[Array, Array]:
+    return empty(targets.shape, wide(logits.dtype)), empty(logits.shape, logits.dtype)
+
+
+@kernel
 def cross_entropy_bwd(dnll: Array, residual: Array) -> Array:
-    scaled = residual * dnll.astype(residual.dtype)[:, None, None]
+    """dnll: (K,) or (n, K)."""
+    scaled = residual * per_row(dnll, residual.dtype)
     return np.ascontiguousarray(scaled.transpose(2, 0, 1))
+
+
+@cross_entropy_bwd.on("phantom")
+def cross_entropy_bwd_memory(dnll: Array, residual: Array) -> Array:
+    return empty(residual.shape, residual.dtype)
 
 
 def chunks(rows: int, weight: Array) -> Iterator[slice]:
@@ -160,29 +112,147 @@ def chunks(rows: int, weight: Array) -> Iterator[slice]:
     return row_blocks(rows, weight.shape[0] * weight.shape[1] * weight.itemsize, CHUNK_BYTES)
 
 
-@numpy_kernel
-def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Array | None]:
+@kernel
+def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Any]:
+    """h: (n, C); weight: (K, V, C); targets: (n, K). Returns nll: (n, K), and with `keep` the residual, in a layout
+    of the backend's own, else None."""
     heads, vocab, dim = weight.shape
     residual = []  # a contiguous block a chunk
-    nll = np.zeros(heads, np.float64)
+    nll = np.empty((len(h), heads), h.dtype)
     for part in chunks(len(h), weight):
         logits = (weight.reshape(-1, dim) @ h[part].T).reshape(heads, vocab, -1)
-        nll += softmax_residual_(logits, targets[part])
+        nll[part] = softmax_residual_(logits, targets[part])
         if keep:
             residual.append(logits)
     return nll, residual if keep else None
 
 
-@numpy_kernel
-def linear_cross_entropy_bwd(dnll: Array, h: Array, residual: Array, weight: Array, dweight: Array) -> Array:
-    scale = dnll.astype(h.dtype)[:, None, None]
-    # dnll goes onto the small matrices, W and dW, so that the large one is read twice and never written.
-    scaled = (weight * scale).reshape(-1, weight.shape[-1])
-    dscaled = np.zeros(scaled.shape, h.dtype)
+@linear_cross_entropy_fwd.on("phantom")
+def linear_cross_entropy_fwd_memory(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Any]:
+    heads, vocab, _ = weight.shape
+    nll, residual = empty((len(h), heads), wide(h.dtype)), empty((len(h), heads * vocab), h.dtype)
+    return nll, residual if keep else None
+
+
+@kernel
+def linear_cross_entropy_bwd(dweight: Array, dnll: Array, h: Array, residual: Any, weight: Array) -> Array:
+    """dnll: (K,) or (n, K). May write over the residual."""
+    scale = per_row(dnll, h.dtype)
+    flat = weight.reshape(-1, weight.shape[-1])
+    shared = dnll.ndim == 1
+    if shared:
+        # It goes onto the small matrices, W and dW, so that the large one is read twice and never written.
+        flat = (weight * scale).reshape(flat.shape)
+    gradient = np.zeros(flat.shape, h.dtype)
     dh = np.empty(h.shape, h.dtype)
     for part, logits in zip(chunks(len(h), weight), residual, strict=True):
-        rows = logits.reshape(len(scaled), -1)
-        dscaled += rows @ h[part]
-        np.matmul(rows.T, scaled, out=dh[part])
-    dweight += dscaled.reshape(weight.shape) * scale
+        if not shared:
+            logits *= scale[..., part]
+        rows = logits.reshape(len(flat), -1)
+        gradient += rows @ h[part]
+        np.matmul(rows.T, flat, out=dh[part])
+    gradient = gradient.reshape(weight.shape)
+    dweight += gradient * scale if shared else gradient
     return dh
+
+
+@linear_cross_entropy_bwd.on("phantom")
+def linear_cross_entropy_bwd_memory(dweight: Array, dnll: Array, h: Array, residual: Any, weight: Array) -> Array:
+    if dnll.ndim > 1:
+        return empty(h.shape, h.dtype)
+    empty(weight.shape, dweight.dtype)  # dW before the heads' weights in the loss go onto it
+    scaled = empty(weight.shape, weight.dtype)
+    return empty(h.shape, scaled.dtype)
+
+
+def rows_of(dnll: Array) -> Array:
+    """(..., K) to (n, K); (K,) stays."""
+    return dnll if dnll.ndim == 1 else dnll.reshape(-1, dnll.shape[-1])
+
+
+class CrossEntropy(Op):
+    """nll[n, k] = log(sum_v exp(z[n, k, v])) - z[n, k, targets[n, k]],  0 where targets[n, k] is -1
+
+    logits z: (..., K, V); targets: (..., K) int32 in [0, V), or -1 for "no target"; nll: (..., K), nats, one number per
+    token and head, in the precision of sums (`wide`). What they weigh in a loss is the caller's business: a mean over
+    shards or micro-batches with unequal counts is not the mean of their means. Saves softmax(z) - onehot.
+
+    backward(dnll: (..., K), or (K,) where it is the same for all tokens):
+        dz[n, k] = dnll[n, k] * (softmax(z[n, k]) - onehot(targets[n, k])),  0 where there is no target
+
+    Source: Gloeckle et al., "Better & Faster Large Language Models via Multi-token Prediction" (2024).
+    """
+
+    kernels = (cross_entropy_fwd, cross_entropy_bwd)
+    per_head = True
+
+    def forward(self, logits: Array, targets: Array, stash: Stash | None = None) -> Array:
+        heads = targets.shape[-1]
+        nll, residual = self.k.cross_entropy_fwd(
+            logits.reshape(-1, heads, logits.shape[-1]), targets.reshape(-1, heads)
+        )
+        if stash is not None:
+            stash.push(self, residual, logits.shape)
+        return nll.reshape(targets.shape)
+
+    def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
+        residual, shape = stash.pop(self)
+        return self.k.cross_entropy_bwd(rows_of(dy), residual).reshape(shape), None
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for lead, heads, vocab in (((6,), 3, 5), ((1,), 1, 2), ((3, 3), 4, 7), ((3,), 2, 1)):
+            logits = rng.normal(size=(*lead, heads, vocab)) * 3
+            targets = masked_targets(rng, int(np.prod(lead)), heads, vocab).reshape(*lead, heads)
+            yield cls(backend), (backend.asarray(logits), backend.asarray(targets))
+
+
+class LinearCrossEntropy(Op):
+    """nll = cross_entropy(h W^T), chunk by chunk: the reference is Linear, then CrossEntropy
+
+    h: (..., C); W: (K, V, C), one untied output head per predicted token; targets: (..., K); nll: (..., K).
+    With a stash, the logits turn into softmax - onehot in place while they are in cache, and that is what is saved,
+    (N, K, V) with N rows, and h; without one, each chunk's logits are dropped.
+
+    backward(dnll: (..., K), or (K,) where it is the same for all tokens), with R = softmax - onehot:
+        dh[n] = sum_k dnll[n, k] R[n, k] W[k],   dW[k] += sum_n dnll[n, k] R[n, k]^T h[n]
+    The same for all tokens is the fast path: dnll goes onto W and dW, and R is read twice and never written.
+    """
+
+    kernels = (linear_fwd, linear_cross_entropy_fwd, linear_cross_entropy_bwd)
+    per_head = True
+
+    def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
+        super().__init__(backend, name)
+        self.weight = weight
+
+    def params(self) -> list[Param]:
+        return [self.weight]
+
+    def forward(self, h: Array, targets: Array, stash: Stash | None = None) -> Array:
+        heads, _, dim = self.weight.shape
+        nll, residual = self.k.linear_cross_entropy_fwd(
+            h.reshape(-1, dim), self.weight.value, targets.reshape(-1, heads), stash is not None
+        )
+        if stash is not None:
+            stash.push(self, h, residual)
+        return nll.reshape(targets.shape)
+
+    def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
+        h, residual = stash.pop(self)
+        rows = h.reshape(-1, h.shape[-1])
+        dh = self.k.linear_cross_entropy_bwd(self.weight.grad, rows_of(dy), rows, residual, self.weight.value)
+        return dh.reshape(h.shape), None
+
+    def logits(self, h: Array, head: int = 0) -> Array:
+        """Inference: the logits of one head, (..., V)."""
+        return self.k.linear_fwd(h, self.weight.value[head])
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        # The last case spans several chunks, the last of them partly filled.
+        many = 2 * (CHUNK_BYTES // (8 * 2 * 1024)) + 5
+        for n, heads, vocab, dim in ((6, 3, 5, 4), (1, 1, 2, 1), (9, 4, 7, 3), (many, 2, 1024, 3)):
+            op = with_buffer(cls(Param("weight", (heads, vocab, dim), std=1.0), backend), backend, rng)
+            h = rng.normal(size=(n, dim))
+            yield op, (backend.asarray(h), backend.asarray(masked_targets(rng, n, heads, vocab)))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from tinyforge.backends import wide
 from tinyforge.backends.compile import load
 from tinyforge.backends.cublas import gemm
-from tinyforge.backends.cupy_backend import FLOAT64, blocks, contiguous, cupy_kernel, new, scalar, vector
-from tinyforge.op import Array
+from tinyforge.backends.cupy_backend import FLOAT64, CupyBackend, blocks, contiguous, new, scalar, vector
+from tinyforge.kernel import Array
+from tinyforge.ops import cross_entropy
 
 FILE = "ops/cross_entropy.cu"
 CHUNK = 4096
@@ -17,7 +20,7 @@ CHUNK = 4096
 _IN_REGISTERS = {"float64": (), "float32": (1, 4, 8), "bfloat16": (1, 2, 4)}
 
 
-def softmax_residual_(logits: Array, targets: Array, nll: Array, write: bool) -> None:
+def softmax_residual_(nll: Array, logits: Array, targets: Array, write: bool) -> None:
     """Rows of logits, (..., V), into their residuals (with `write`); nll: one number a row."""
     vocab = logits.shape[-1]
     vec = vector(vocab, logits)
@@ -27,16 +30,7 @@ def softmax_residual_(logits: Array, targets: Array, nll: Array, write: bool) ->
     kept = _IN_REGISTERS[logits.dtype.name] if vec > 1 else ()
     per = next((n for n in kept if n >= needed), 0)
     launch = load(FILE, "softmax_residual", SCALAR=scalar(logits.dtype), VEC=vec, PER=per)
-    launch((targets.size,), (threads,), (logits, targets, nll, np.int32(vocab), np.int32(write)))
-
-
-def sum_heads(nll: Array) -> Array:
-    """(N, K) to (K,) float64."""
-    tokens, heads = nll.shape
-    out = new((heads,), FLOAT64)
-    launch = load(FILE, "sum_heads", SCALAR=scalar(nll.dtype), VEC=1, PER=0)
-    launch((heads,), (1024,), (nll, out, np.int32(tokens), np.int32(heads)))
-    return out
+    launch((targets.size,), (threads,), (nll, logits, targets, np.int32(vocab), np.int32(write)))
 
 
 def scale_heads(x: Array, scale: Array, part: int) -> Array:
@@ -46,35 +40,59 @@ def scale_heads(x: Array, scale: Array, part: int) -> Array:
         vec = vector(part, x, y)
         launch = load(FILE, "scale_heads", SCALAR=scalar(x.dtype), VEC=vec, PER=0)
         counts = (x.size // vec, part // vec, len(scale))
-        launch(blocks(x.size // vec), (256,), (x, scale.astype(wide(x.dtype), copy=False), y, *map(np.uint32, counts)))
+        launch(blocks(x.size // vec), (256,), (y, x, scale.astype(wide(x.dtype), copy=False), *map(np.uint32, counts)))
     return y
 
 
-def add_scaled_heads(x: Array, scale: Array, y: Array) -> None:
+def scale_rows_(residual: Array, dnll: Array) -> None:
+    """residual (n, K V) with dnll[n, k] on the numbers of head k, in place."""
+    if residual.size:
+        part = residual.size // dnll.size
+        vec = vector(part, residual)
+        launch = load(FILE, "scale_heads", SCALAR=scalar(residual.dtype), VEC=vec, PER=0)
+        scale = contiguous(dnll.astype(wide(residual.dtype), copy=False))
+        counts = (residual.size // vec, part // vec, dnll.size)
+        launch(blocks(residual.size // vec), (256,), (residual, residual, scale, *map(np.uint32, counts)))
+
+
+def add_scaled_heads(y: Array, x: Array, scale: Array) -> None:
     """y[k] += scale[k] x[k]; x and y in the precision of sums."""
     part = x[0].size
     vec = vector(part, x, y)
     launch = load(FILE, "add_scaled_heads", SCALAR=scalar(x.dtype), VEC=vec, PER=0)
     counts = (x.size // vec, part // vec, len(scale))
-    launch(blocks(x.size // vec), (256,), (x, scale.astype(x.dtype, copy=False), y, *map(np.uint32, counts)))
+    launch(blocks(x.size // vec), (256,), (y, x, scale.astype(x.dtype, copy=False), *map(np.uint32, counts)))
 
 
-@cupy_kernel
+@cross_entropy.sum_tokens.on("cupy")
+def sum_tokens(nll: Array) -> Array:
+    nll = contiguous(nll)
+    heads = nll.shape[-1]
+    out = new((heads,), FLOAT64)
+    launch = load(FILE, "sum_heads", SCALAR=scalar(nll.dtype), VEC=1, PER=0)
+    launch((heads,), (1024,), (out, nll, np.int32(nll.size // heads), np.int32(heads)))
+    return out
+
+
+@cross_entropy.cross_entropy_fwd.on("cupy")
 def cross_entropy_fwd(logits: Array, targets: Array) -> tuple[Array, Array]:
     residual, targets = logits.copy(order="C"), contiguous(targets)
     nll = new(targets.shape, wide(logits.dtype))
     if targets.size:
-        softmax_residual_(residual, targets, nll, write=True)
-    return sum_heads(nll), residual
+        softmax_residual_(nll, residual, targets, write=True)
+    return nll, residual
 
 
-@cupy_kernel
+@cross_entropy.cross_entropy_bwd.on("cupy")
 def cross_entropy_bwd(dnll: Array, residual: Array) -> Array:
-    return scale_heads(residual, dnll, residual.shape[-1])
+    # One upstream number for each head, or one for each token and head: residual is (n, K, V).
+    return scale_heads(residual, contiguous(dnll).reshape(-1), residual.shape[-1])
 
 
-@cupy_kernel
-def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Array | None]:
+@cross_entropy.linear_cross_entropy_fwd.on("cupy")
+def linear_cross_entropy_fwd(
+    h: Array, weight: Array, targets: Array, keep: bool, *, backend: CupyBackend
+) -> tuple[Array, Any]:
     h, targets = contiguous(h), contiguous(targets)
     heads, vocab, dim = weight.shape
     tokens = len(h)
@@ -84,18 +102,26 @@ def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool
     for start in range(0, tokens, CHUNK):
         part = slice(start, min(start + CHUNK, tokens))
         logits = residual[part] if keep else residual[: part.stop - start]
-        gemm(h[part], weight.reshape(heads * vocab, dim), logits, transpose_b=True)
-        softmax_residual_(logits.reshape(-1, vocab), targets[part], nll[part], write=keep)
-    return sum_heads(nll), residual if keep else None
+        gemm(h[part], weight.reshape(heads * vocab, dim), logits, transpose_b=True, tf32=backend.tf32)
+        softmax_residual_(nll[part], logits.reshape(-1, vocab), targets[part], write=keep)
+    return nll, residual if keep else None
 
 
-@cupy_kernel
-def linear_cross_entropy_bwd(dnll: Array, h: Array, residual: Array, weight: Array, dweight: Array) -> Array:
+@cross_entropy.linear_cross_entropy_bwd.on("cupy")
+def linear_cross_entropy_bwd(
+    dweight: Array, dnll: Array, h: Array, residual: Any, weight: Array, *, backend: CupyBackend
+) -> Array:
     h = contiguous(h)
     heads, vocab, dim = weight.shape
+    if dnll.ndim > 1:
+        scale_rows_(residual, dnll)
+        flat = (heads * vocab, dim)
+        gemm(residual, h, dweight.reshape(flat), transpose_a=True, accumulate=True, tf32=backend.tf32)
+        return gemm(residual, weight.reshape(flat), tf32=backend.tf32)
     # dnll goes onto the small matrices, W and dW: the large one is read twice and never written.
-    unscaled = gemm(residual, h, new((heads * vocab, dim), dweight.dtype), transpose_a=True)
+    unscaled = gemm(residual, h, new((heads * vocab, dim), dweight.dtype), transpose_a=True, tf32=backend.tf32)
     if len(h):
-        add_scaled_heads(unscaled.reshape(weight.shape), dnll, dweight)
+        add_scaled_heads(dweight, unscaled.reshape(weight.shape), dnll)
     del unscaled
-    return gemm(residual, scale_heads(weight, dnll, vocab * dim).reshape(heads * vocab, dim))
+    scaled = scale_heads(weight, dnll, vocab * dim).reshape(heads * vocab, dim)
+    return gemm(residual, scaled, tf32=backend.tf32)

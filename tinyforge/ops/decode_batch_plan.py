@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.errors import UserError
-from tinyforge.op import Array
+from tinyforge.kernel import Array
 from tinyforge.ops.decode_plan import TILE, DecodePlan, Layer
 
 TEAM_ROWS = 16

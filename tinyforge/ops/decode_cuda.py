@@ -13,7 +13,7 @@ import numpy as np
 from tinyforge.backends import wide
 from tinyforge.backends.compile import load
 from tinyforge.backends.cupy_backend import scalar
-from tinyforge.op import Array
+from tinyforge.kernel import Array
 from tinyforge.ops.decode_batch_plan import BatchPlan
 from tinyforge.ops.decode_plan import Layer, Plan
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinyforge.errors import UserError
-from tinyforge.op import Array
+from tinyforge.kernel import Array
 
 TILE = 8
 """Rows of a matrix that are dealt out together."""

@@ -2,8 +2,8 @@
 //
 // Kernels:  dropout     forward, and backward with dy in place of x
 //
-// Idea. Philox is a function of a counter and a key, not a state that moves on: block b of four words is philox(b,
-// step). A thread makes the words of its own elements, the same bits as tinyforge/rng.py, and nothing is stored.
+// Idea. Philox is a function of a counter and a key, not a state that moves on: block b of four words is philox(b).
+// A thread makes the words of its own elements, the same bits as tinyforge/rng.py, and nothing is stored.
 // Grid: a thread for each vector of VEC elements. Block: 256 threads. No shared memory.
 // Bound by memory for bf16 (ten rounds for four elements stay just below it).
 //
@@ -19,8 +19,8 @@
 typedef SCALAR T;
 typedef Wide<T> A;
 
-__device__ __forceinline__ uint4 philox(u32 c0, u32 c1, u32 k0, u32 k1) {
-    u32 c2 = 0, c3 = 0;
+__device__ __forceinline__ uint4 philox(u32 c0, u32 k0, u32 k1) {
+    u32 c1 = 0, c2 = 0, c3 = 0;
 #pragma unroll
     for (int round = 0; round < 10; round++) {
         const u64 p0 = u64(c0) * 0xD2511F53u, p1 = u64(c2) * 0xCD9E8D57u;
@@ -35,7 +35,7 @@ __device__ __forceinline__ uint4 philox(u32 c0, u32 c1, u32 k0, u32 k1) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) dropout(
-    const T *x, T *y, u32 total, u32 key0, u32 key1, u32 step, u32 threshold, A scale
+    T *y, const T *x, u32 total, u32 key0, u32 key1, u32 threshold, A scale
 ) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(256) dropout(
 #pragma unroll
     for (int first = 0; first < VEC; first += 4) {
         const i64 element = i64(i) * VEC + first;
-        const uint4 words = philox(u32(element / 4), step, key0, key1);
+        const uint4 words = philox(u32(element / 4), key0, key1);
         const u32 word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
         for (int j = 0; j < (VEC < 4 ? VEC : 4); j++) {

@@ -43,7 +43,7 @@ typedef Wide<T> A;
 #define BATCH 8  // rows of dy of a thread under way at a time
 
 extern "C" __global__ void __launch_bounds__(256) embedding_fwd(
-    const int *ids, const T *table, T *y, u32 total, u32 vectors
+    T *y, const int *ids, const T *table, u32 total, u32 vectors
 ) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;

@@ -8,8 +8,47 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.numpy_backend import numpy_kernel
-from tinyforge.op import Array, Op, Param, Stash, with_buffer
+from tinyforge.backends.compile import constant
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Param, Stash
+from tinyforge.params import with_buffer
+
+
+@kernel
+def embedding_fwd(ids: Array, weight: Array) -> Array:
+    return weight[ids]
+
+
+@embedding_fwd.on("phantom")
+def embedding_fwd_memory(ids: Array, weight: Array) -> Array:
+    return empty((*ids.shape, weight.shape[-1]), weight.dtype)
+
+
+@kernel
+def embedding_bwd(dweight: Array, dy: Array, ids: Array) -> None:
+    # Sorting brings equal ids together, so each row of dW is one sum in a fixed order. np.add.at gives the same
+    # sums one element at a time, several times slower.
+    flat = ids.reshape(-1)
+    if flat.size == 0:
+        return
+    order = np.argsort(flat, kind="stable")
+    rows, starts = np.unique(flat[order], return_index=True)
+    dweight[rows] += np.add.reduceat(dy.reshape(-1, dy.shape[-1])[order], starts, axis=0)
+
+
+@embedding_bwd.on("phantom")
+def embedding_bwd_memory(dweight: Array, dy: Array, ids: Array) -> None:
+    rows, width = dweight.shape
+    tokens = ids.size
+    if not dy.size:
+        return
+    vector = 16 // dy.itemsize if width % (16 // dy.itemsize) == 0 else 1
+    columns = -(-width // (vector * 256))
+    pieces = (tokens - 1) // constant("ops/embedding.cu", "PIECE") + 1
+    # The ids sorted, where each row begins, what is done of each, and the sums of rows that were cut into pieces.
+    held = [empty((n,), np.int32) for n in (tokens, rows + 1, columns * rows)]
+    held.append(empty((2 * pieces, width), dweight.dtype))
 
 
 class Embedding(Op):
@@ -21,7 +60,7 @@ class Embedding(Op):
     backward: dW[v] += sum of dy over the positions where ids == v. Ids get no gradient.
     """
 
-    kernels = ("embedding_fwd", "embedding_bwd")
+    kernels = (embedding_fwd, embedding_bwd)
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
@@ -37,27 +76,10 @@ class Embedding(Op):
 
     def backward(self, dy: Array, stash: Stash) -> None:
         (ids,) = stash.pop(self)
-        self.k.embedding_bwd(dy, ids, self.weight.grad)
+        self.k.embedding_bwd(self.weight.grad, dy, ids)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for vocab, dim, shape in ((11, 6, (3, 7)), (1, 1, (1, 1)), (5, 3, (2, 0)), (9, 4, (13,))):
             op = with_buffer(cls(Param("weight", (vocab, dim), std=1.0), backend), backend, rng)
             yield op, (backend.asarray(rng.integers(0, vocab, shape)),)
-
-
-@numpy_kernel
-def embedding_fwd(ids: Array, weight: Array) -> Array:
-    return weight[ids]
-
-
-@numpy_kernel
-def embedding_bwd(dy: Array, ids: Array, dweight: Array) -> None:
-    # Sorting brings equal ids together, so each row of dW is one sum in a fixed order. np.add.at gives the same
-    # sums one element at a time, several times slower.
-    flat = ids.reshape(-1)
-    if flat.size == 0:
-        return
-    order = np.argsort(flat, kind="stable")
-    rows, starts = np.unique(flat[order], return_index=True)
-    dweight[rows] += np.add.reduceat(dy.reshape(-1, dy.shape[-1])[order], starts, axis=0)

@@ -5,26 +5,27 @@ from __future__ import annotations
 import numpy as np
 
 from tinyforge.backends.compile import constant, load
-from tinyforge.backends.cupy_backend import blocks, contiguous, cupy_kernel, new, scalar, vector
-from tinyforge.op import Array
+from tinyforge.backends.cupy_backend import blocks, contiguous, new, scalar, vector
+from tinyforge.kernel import Array
+from tinyforge.ops import embedding
 
 FILE = "ops/embedding.cu"
 SHELF, PIECE = constant(FILE, "SHELF"), constant(FILE, "PIECE")
 
 
-@cupy_kernel
+@embedding.embedding_fwd.on("cupy")
 def embedding_fwd(ids: Array, weight: Array) -> Array:
     ids, width = contiguous(ids), weight.shape[-1]
     y = new((*ids.shape, width), weight.dtype)
     if y.size:
         vec = vector(width, weight, y)
         launch = load(FILE, "embedding_fwd", SCALAR=scalar(weight.dtype), VEC=vec)
-        launch(blocks(y.size // vec), (256,), (ids, weight, y, np.uint32(y.size // vec), np.uint32(width // vec)))
+        launch(blocks(y.size // vec), (256,), (y, ids, weight, np.uint32(y.size // vec), np.uint32(width // vec)))
     return y
 
 
-@cupy_kernel
-def embedding_bwd(dy: Array, ids: Array, dweight: Array) -> None:
+@embedding.embedding_bwd.on("cupy")
+def embedding_bwd(dweight: Array, dy: Array, ids: Array) -> None:
     dy, ids = contiguous(dy), contiguous(ids)
     rows, width = dweight.shape
     tokens = ids.size

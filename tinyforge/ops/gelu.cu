@@ -37,7 +37,7 @@ __device__ __forceinline__ A slope_of_phi(A x, A p) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(256) gelu_fwd(const T *x, T *y, u32 total) {
+extern "C" __global__ void __launch_bounds__(256) gelu_fwd(T *y, const T *x, u32 total) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;
     Pack<T, VEC> p = load<VEC>(x + i64(i) * VEC);
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(256) gelu_fwd(const T *x, T *y, u32
     store(y + i64(i) * VEC, p);
 }
 
-extern "C" __global__ void __launch_bounds__(256) gelu_bwd(const T *dy, const T *x, T *dx, u32 total) {
+extern "C" __global__ void __launch_bounds__(256) gelu_bwd(T *dx, const T *dy, const T *x, u32 total) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;
     const Pack<T, VEC> p = load<VEC>(x + i64(i) * VEC), d = load<VEC>(dy + i64(i) * VEC);

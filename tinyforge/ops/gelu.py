@@ -8,49 +8,12 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.numpy_backend import numpy_kernel
-from tinyforge.op import Array, Op, Stash
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Stash
 
 _SQRT_2_PI = 0.7978845608028654  # sqrt(2 / pi)
 _CUBIC = 0.044715
-
-
-class GELU(Op):
-    """y = x Phi(x), Phi the normal distribution function
-
-    approximate="erf":   Phi(x) = (1 + erf(x / sqrt 2)) / 2
-    approximate="tanh":  Phi(x) ~ (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2, as GPT-2 has it
-
-    x, y: (...). Saves x. backward: dx = dy * (Phi(x) + x Phi'(x)), Phi' the derivative of the formula in use.
-
-    Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016).
-    """
-
-    kernels = ("gelu_fwd", "gelu_bwd")
-
-    def __init__(self, backend: Backend, approximate: str = "tanh", name: str = "") -> None:
-        super().__init__(backend, name)
-        if approximate not in ("tanh", "erf"):
-            raise ValueError(f"GELU: approximate is {approximate!r}, wants 'tanh' or 'erf'")
-        self.approximate = approximate
-
-    def forward(self, x: Array, stash: Stash | None = None) -> Array:
-        if stash is not None:
-            stash.push(self, x)
-        return self.k.gelu_fwd(x, self.approximate)
-
-    def backward(self, dy: Array, stash: Stash) -> Array:
-        (x,) = stash.pop(self)
-        return self.k.gelu_bwd(dy, x, self.approximate)
-
-    @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        for approximate in ("tanh", "erf"):
-            for shape in ((2, 3, 9), (1,), (0, 4)):
-                yield cls(backend, approximate), (backend.asarray(rng.normal(size=shape) * 2),)
-            # Both sides of each border between the pieces of erf (|x| / sqrt 2 = 0.46875 and 4).
-            edges = np.array([-9.0, -5.8, -5.5, -0.8, -0.6, 0.0, 0.6, 0.8, 5.5, 5.8, 9.0])
-            yield cls(backend, approximate), (backend.asarray(edges + rng.normal(size=edges.shape) * 0.01),)
 
 
 def _ratio(x: Array, numerator: tuple[float, ...], denominator: tuple[float, ...]) -> Array:
@@ -105,12 +68,17 @@ def _phi(x: Array, approximate: str) -> Array:
     return 0.5 * (1.0 + np.tanh(_SQRT_2_PI * (x + _CUBIC * x * x * x)))
 
 
-@numpy_kernel
+@kernel
 def gelu_fwd(x: Array, approximate: str) -> Array:
     return x * _phi(x, approximate)
 
 
-@numpy_kernel
+@gelu_fwd.on("phantom")
+def gelu_fwd_memory(x: Array, approximate: str) -> Array:
+    return empty(x.shape, x.dtype)
+
+
+@kernel
 def gelu_bwd(dy: Array, x: Array, approximate: str) -> Array:
     phi = _phi(x, approximate)
     if approximate == "erf":
@@ -119,3 +87,46 @@ def gelu_bwd(dy: Array, x: Array, approximate: str) -> Array:
         # Phi = (1 + tanh u) / 2, and 1 - tanh^2 u = 4 Phi (1 - Phi)
         slope = 2.0 * phi * (1.0 - phi) * _SQRT_2_PI * (1.0 + 3.0 * _CUBIC * x * x)
     return dy * (phi + x * slope)
+
+
+@gelu_bwd.on("phantom")
+def gelu_bwd_memory(dy: Array, x: Array, approximate: str) -> Array:
+    return empty(x.shape, x.dtype)
+
+
+class GELU(Op):
+    """y = x Phi(x), Phi the normal distribution function
+
+    approximate="erf":   Phi(x) = (1 + erf(x / sqrt 2)) / 2
+    approximate="tanh":  Phi(x) ~ (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2, as GPT-2 has it
+
+    x, y: (...). Saves x. backward: dx = dy * (Phi(x) + x Phi'(x)), Phi' the derivative of the formula in use.
+
+    Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016).
+    """
+
+    kernels = (gelu_fwd, gelu_bwd)
+
+    def __init__(self, backend: Backend, approximate: str = "tanh", name: str = "") -> None:
+        super().__init__(backend, name)
+        if approximate not in ("tanh", "erf"):
+            raise ValueError(f"GELU: approximate is {approximate!r}, wants 'tanh' or 'erf'")
+        self.approximate = approximate
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        if stash is not None:
+            stash.push(self, x)
+        return self.k.gelu_fwd(x, self.approximate)
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        (x,) = stash.pop(self)
+        return self.k.gelu_bwd(dy, x, self.approximate)
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for approximate in ("tanh", "erf"):
+            for shape in ((2, 3, 9), (1,), (0, 4)):
+                yield cls(backend, approximate), (backend.asarray(rng.normal(size=shape) * 2),)
+            # Both sides of each border between the pieces of erf (|x| / sqrt 2 = 0.46875 and 4).
+            edges = np.array([-9.0, -5.8, -5.5, -0.8, -0.6, 0.0, 0.6, 0.8, 5.5, 5.8, 9.0])
+            yield cls(backend, approximate), (backend.asarray(edges + rng.normal(size=edges.shape) * 0.01),)

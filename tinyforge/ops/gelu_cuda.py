@@ -5,29 +5,30 @@ from __future__ import annotations
 import numpy as np
 
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import blocks, contiguous, cupy_kernel, new, scalar, vector
-from tinyforge.op import Array
+from tinyforge.backends.cupy_backend import blocks, contiguous, new, scalar, vector
+from tinyforge.kernel import Array
+from tinyforge.ops import gelu
 
 FILE = "ops/gelu.cu"
 
 
-@cupy_kernel
+@gelu.gelu_fwd.on("cupy")
 def gelu_fwd(x: Array, approximate: str) -> Array:
     x = contiguous(x)
     y = new(x.shape, x.dtype)
     if x.size:
         vec = vector(x.size, x, y)
         launch = load(FILE, "gelu_fwd", SCALAR=scalar(x.dtype), VEC=vec, EXACT=int(approximate == "erf"))
-        launch(blocks(x.size // vec), (256,), (x, y, np.uint32(x.size // vec)))
+        launch(blocks(x.size // vec), (256,), (y, x, np.uint32(x.size // vec)))
     return y
 
 
-@cupy_kernel
+@gelu.gelu_bwd.on("cupy")
 def gelu_bwd(dy: Array, x: Array, approximate: str) -> Array:
     dy, x = contiguous(dy), contiguous(x)
     dx = new(x.shape, x.dtype)
     if x.size:
         vec = vector(x.size, x, dy, dx)
         launch = load(FILE, "gelu_bwd", SCALAR=scalar(x.dtype), VEC=vec, EXACT=int(approximate == "erf"))
-        launch(blocks(x.size // vec), (256,), (dy, x, dx, np.uint32(x.size // vec)))
+        launch(blocks(x.size // vec), (256,), (dx, dy, x, np.uint32(x.size // vec)))
     return dx

@@ -29,7 +29,7 @@
 #include "ops/rows.cuh"
 
 extern "C" __global__ void layernorm_fwd(
-    const T *x, const T *weight, const T *bias, T *y, T *xhat, A *rstd, int rows, int width, A eps
+    T *y, T *xhat, A *rstd, const T *x, const T *weight, const T *bias, int rows, int width, A eps
 ) {
     const int row = blockIdx.x * blockDim.y + threadIdx.y, vectors = width / VEC;
     if (row >= rows) return;
@@ -68,7 +68,7 @@ extern "C" __global__ void layernorm_fwd(
 
 // partial: (blocks, 2 width): dw, then db. With PER = 0 it is not touched, and layernorm_columns makes it.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) layernorm_bwd(
-    const T *dy, const T *xhat, const A *rstd, const T *weight, T *dx, A *partial, int rows, int width
+    T *dx, A *partial, const T *dy, const T *weight, const T *xhat, const A *rstd, int rows, int width
 ) {
     const int vectors = width / VEC;
     RowStream<2> in({dy, xhat}, rows, width);
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) layernorm_bwd(
 }
 
 // Grid: (columns / 32, partial rows). Block: 32 x 8; thread (c, y) adds every eighth row of its block's share.
-extern "C" __global__ void layernorm_columns(const T *dy, const T *xhat, A *partial, int rows, int width) {
+extern "C" __global__ void layernorm_columns(A *partial, const T *dy, const T *xhat, int rows, int width) {
     __shared__ A sums[2][8][32];
     const int column = blockIdx.x * 32 + threadIdx.x;
     A dweight = 0, dbias = 0;

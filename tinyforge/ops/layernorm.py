@@ -7,9 +7,44 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.backends import Backend
-from tinyforge.backends.numpy_backend import numpy_kernel
-from tinyforge.op import Array, Op, Param, Stash, with_buffer
+from tinyforge.backends import Backend, wide
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Param, Stash
+from tinyforge.params import with_buffer
+
+
+@kernel
+def layernorm_fwd(x: Array, weight: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
+    xhat = x - x.mean(axis=-1, keepdims=True)
+    rstd = 1.0 / np.sqrt(np.vecdot(xhat, xhat) / x.dtype.type(x.shape[-1]) + x.dtype.type(eps))
+    xhat *= rstd[..., None]
+    y = xhat * weight
+    y += bias
+    return y, xhat, rstd
+
+
+@layernorm_fwd.on("phantom")
+def layernorm_fwd_memory(x: Array, weight: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
+    return empty(x.shape, x.dtype), empty(x.shape, x.dtype), empty(x.shape[:-1], wide(x.dtype))
+
+
+@kernel
+def layernorm_bwd(dweight: Array, dbias: Array, dy: Array, weight: Array, xhat: Array, rstd: Array) -> Array:
+    rows = (-1, dy.shape[-1])
+    dweight += (dy * xhat).reshape(rows).sum(axis=0)
+    dbias += dy.reshape(rows).sum(axis=0)
+    g = dy * weight
+    along = np.vecdot(g, xhat)[..., None] / dy.dtype.type(dy.shape[-1])
+    g -= g.mean(axis=-1, keepdims=True)
+    g -= xhat * along
+    g *= rstd[..., None]
+    return g
+
+
+@layernorm_bwd.on("phantom")
+def layernorm_bwd_memory(dweight: Array, dbias: Array, dy: Array, weight: Array, xhat: Array, rstd: Array) -> Array:
+    return empty(xhat.shape, xhat.dtype)
 
 
 class LayerNorm(Op):
@@ -24,7 +59,7 @@ class LayerNorm(Op):
     Source: Ba, Kiros, Hinton, "Layer Normalization" (2016).
     """
 
-    kernels = ("layernorm_fwd", "layernorm_bwd")
+    kernels = (layernorm_fwd, layernorm_bwd)
 
     def __init__(self, weight: Param, bias: Param, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
         super().__init__(backend, name)
@@ -42,7 +77,7 @@ class LayerNorm(Op):
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         xhat, rstd = stash.pop(self)
-        return self.k.layernorm_bwd(dy, xhat, rstd, self.weight.value, self.weight.grad, self.bias.grad)
+        return self.k.layernorm_bwd(self.weight.grad, self.bias.grad, dy, self.weight.value, xhat, rstd)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
@@ -50,26 +85,3 @@ class LayerNorm(Op):
             weight = Param("weight", shape[-1:], fill=1.0, decay=False)
             op = with_buffer(cls(weight, Param("bias", shape[-1:], decay=False), backend), backend, rng)
             yield op, (backend.asarray(rng.normal(size=shape) + 1),)
-
-
-@numpy_kernel
-def layernorm_fwd(x: Array, weight: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
-    xhat = x - x.mean(axis=-1, keepdims=True)
-    rstd = 1.0 / np.sqrt(np.vecdot(xhat, xhat) / x.dtype.type(x.shape[-1]) + x.dtype.type(eps))
-    xhat *= rstd[..., None]
-    y = xhat * weight
-    y += bias
-    return y, xhat, rstd
-
-
-@numpy_kernel
-def layernorm_bwd(dy: Array, xhat: Array, rstd: Array, weight: Array, dweight: Array, dbias: Array) -> Array:
-    rows = (-1, dy.shape[-1])
-    dweight += (dy * xhat).reshape(rows).sum(axis=0)
-    dbias += dy.reshape(rows).sum(axis=0)
-    g = dy * weight
-    along = np.vecdot(g, xhat)[..., None] / dy.dtype.type(dy.shape[-1])
-    g -= g.mean(axis=-1, keepdims=True)
-    g -= xhat * along
-    g *= rstd[..., None]
-    return g

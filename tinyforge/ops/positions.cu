@@ -20,7 +20,7 @@ typedef SCALAR T;
 typedef Wide<T> A;
 
 extern "C" __global__ void __launch_bounds__(256) positions_fwd(
-    const T *x, const T *table, T *y, u32 total, u32 sequence
+    T *y, const T *x, const T *table, u32 total, u32 sequence
 ) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(256) positions_fwd(
     store(y + i64(i) * VEC, p);
 }
 
-extern "C" __global__ void __launch_bounds__(256) positions_bwd(const T *dy, A *dtable, u32 sequence, int batch) {
+extern "C" __global__ void __launch_bounds__(256) positions_bwd(A *dtable, const T *dy, u32 sequence, int batch) {
     __shared__ Pack<A, VEC> sums[8][32];
     const u32 i = blockIdx.x * 32 + threadIdx.x, thread = threadIdx.y * 32 + threadIdx.x;
     const u32 number = blockIdx.x * 32 * VEC + thread;  // of dP, to which this thread will add

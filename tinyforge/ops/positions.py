@@ -8,8 +8,30 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.numpy_backend import numpy_kernel
-from tinyforge.op import Array, Op, Param, Stash, with_buffer
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Param, Stash
+from tinyforge.params import with_buffer
+
+
+@kernel
+def positions_fwd(x: Array, weight: Array) -> Array:
+    return x + weight[: x.shape[1]]
+
+
+@positions_fwd.on("phantom")
+def positions_fwd_memory(x: Array, weight: Array) -> Array:
+    return empty(x.shape, x.dtype)
+
+
+@kernel
+def positions_bwd(dweight: Array, dy: Array) -> None:
+    dweight[: dy.shape[1]] += dy.sum(axis=0)
+
+
+@positions_bwd.on("phantom")
+def positions_bwd_memory(dweight: Array, dy: Array) -> None:
+    pass
 
 
 class LearnedPositions(Op):
@@ -19,7 +41,7 @@ class LearnedPositions(Op):
     backward: dx = dy (the same array), dP[t] += sum over b of dy[b, t].
     """
 
-    kernels = ("positions_fwd", "positions_bwd")
+    kernels = (positions_fwd, positions_bwd)
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
@@ -39,7 +61,7 @@ class LearnedPositions(Op):
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         stash.pop(self)
-        self.k.positions_bwd(dy, self.weight.grad)
+        self.k.positions_bwd(self.weight.grad, dy)
         return dy
 
     @classmethod
@@ -47,13 +69,3 @@ class LearnedPositions(Op):
         for shape in ((2, 3, 4), (1, 1, 1), (3, 5, 2), (2, 0, 3)):
             op = with_buffer(cls(Param("weight", (5, shape[-1]), std=1.0), backend), backend, rng)
             yield op, (backend.asarray(rng.normal(size=shape)),)
-
-
-@numpy_kernel
-def positions_fwd(x: Array, weight: Array) -> Array:
-    return x + weight[: x.shape[1]]
-
-
-@numpy_kernel
-def positions_bwd(dy: Array, dweight: Array) -> None:
-    dweight[: dy.shape[1]] += dy.sum(axis=0)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import blocks, contiguous, cupy_kernel, new, scalar, vector
-from tinyforge.op import Array
+from tinyforge.backends.cupy_backend import blocks, contiguous, new, scalar, vector
+from tinyforge.kernel import Array
+from tinyforge.ops import positions
 
 FILE = "ops/positions.cu"
 
 
-@cupy_kernel
+@positions.positions_fwd.on("cupy")
 def positions_fwd(x: Array, weight: Array) -> Array:
     x = contiguous(x)
     y = new(x.shape, x.dtype)
@@ -19,15 +20,15 @@ def positions_fwd(x: Array, weight: Array) -> Array:
         vec = vector(x.shape[-1], x, weight, y)
         sequence = x[0].size // vec
         launch = load(FILE, "positions_fwd", SCALAR=scalar(x.dtype), VEC=vec)
-        launch(blocks(x.size // vec), (256,), (x, weight, y, np.uint32(x.size // vec), np.uint32(sequence)))
+        launch(blocks(x.size // vec), (256,), (y, x, weight, np.uint32(x.size // vec), np.uint32(sequence)))
     return y
 
 
-@cupy_kernel
-def positions_bwd(dy: Array, dweight: Array) -> None:
+@positions.positions_bwd.on("cupy")
+def positions_bwd(dweight: Array, dy: Array) -> None:
     dy = contiguous(dy)
     if dy.size:
         vec = vector(dy.shape[-1], dy, dweight)
         sequence = dy[0].size // vec
         launch = load(FILE, "positions_bwd", SCALAR=scalar(dy.dtype), VEC=vec)
-        launch(blocks(sequence, 32), (32, 8), (dy, dweight, np.uint32(sequence), np.int32(len(dy))))
+        launch(blocks(sequence, 32), (32, 8), (dweight, dy, np.uint32(sequence), np.int32(len(dy))))

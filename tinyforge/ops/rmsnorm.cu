@@ -70,12 +70,12 @@ __device__ __forceinline__ void forward(
     });
 }
 
-extern "C" __global__ void rmsnorm_fwd(const T *x, const T *weight, T *y, A *rstd, int rows, int width, A eps) {
+extern "C" __global__ void rmsnorm_fwd(T *y, A *rstd, const T *x, const T *weight, int rows, int width, A eps) {
     forward<false>(x, x, weight, nullptr, y, rstd, rows, width, eps);
 }
 
 extern "C" __global__ void add_rmsnorm_fwd(
-    const T *residual, const T *delta, const T *weight, T *x, T *y, A *rstd, int rows, int width, A eps
+    T *x, T *y, A *rstd, const T *residual, const T *delta, const T *weight, int rows, int width, A eps
 ) {
     forward<true>(residual, delta, weight, x, y, rstd, rows, width, eps);
 }
@@ -126,20 +126,20 @@ __device__ __forceinline__ void backward(
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) rmsnorm_bwd(
-    const T *dy, const T *x, const A *rstd, const T *weight, T *dx, A *partial, int rows, int width
+    T *dx, A *partial, const T *dy, const T *weight, const T *x, const A *rstd, int rows, int width
 ) {
     backward({dy, x}, rstd, weight, dx, partial, rows, width);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) add_rmsnorm_bwd(
-    const T *extra, const T *dy, const T *x, const A *rstd, const T *weight, T *dx, A *partial, int rows, int width
+    T *dx, A *partial, const T *dy, const T *weight, const T *x, const A *rstd, const T *residual, int rows, int width
 ) {
-    backward({dy, x, extra}, rstd, weight, dx, partial, rows, width);
+    backward({dy, x, residual}, rstd, weight, dx, partial, rows, width);
 }
 
 // Grid: (columns / 32, partial rows). Block: 32 x 8; thread (c, y) adds every eighth row of its block's share.
 extern "C" __global__ void rmsnorm_dweight(
-    const T *dy, const T *x, const A *rstd, A *partial, int rows, int width
+    A *partial, const T *dy, const T *x, const A *rstd, int rows, int width
 ) {
     __shared__ A sums[8][32];
     const int column = blockIdx.x * 32 + threadIdx.x;

@@ -7,9 +7,53 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.backends import Backend
-from tinyforge.backends.numpy_backend import numpy_kernel
-from tinyforge.op import Array, Op, Param, Stash, with_buffer
+from tinyforge.backends import Backend, wide
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Param, Stash
+from tinyforge.params import with_buffer
+
+
+@kernel
+def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    rstd = 1.0 / np.sqrt(np.vecdot(x, x) / x.dtype.type(x.shape[-1]) + x.dtype.type(eps))
+    y = x * rstd[..., None]
+    y *= weight
+    return y, rstd
+
+
+@rmsnorm_fwd.on("phantom")
+def rmsnorm_fwd_memory(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    return empty(x.shape, x.dtype), empty(x.shape[:-1], wide(x.dtype))
+
+
+@kernel
+def rmsnorm_bwd(
+    dweight: Array, dy: Array, weight: Array, x: Array, rstd: Array, residual: Array | None
+) -> Array:
+    """dx, with `residual` added where there is one."""
+    width = x.shape[-1]
+    dys, xs, rs = dy.reshape(-1, width), x.reshape(-1, width), rstd.reshape(-1)
+    product = dys * xs
+    # Both sums over dy * x are matrix-vector products: BLAS makes one pass each, with no temporary.
+    dweight += rs @ product
+    mean = product @ weight
+    mean *= rs * rs
+    mean /= x.dtype.type(width)
+    dx = np.multiply(dys, weight)
+    dx -= np.multiply(xs, mean[:, None], out=product)
+    dx *= rs[:, None]
+    dx = dx.reshape(x.shape)
+    if residual is not None:
+        dx += residual
+    return dx
+
+
+@rmsnorm_bwd.on("phantom")
+def rmsnorm_bwd_memory(
+    dweight: Array, dy: Array, weight: Array, x: Array, rstd: Array, residual: Array | None
+) -> Array:
+    return empty(x.shape, x.dtype)
 
 
 class RMSNorm(Op):
@@ -26,7 +70,7 @@ class RMSNorm(Op):
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
 
-    kernels = ("rmsnorm_fwd", "rmsnorm_bwd", "add_rmsnorm_bwd")
+    kernels = (rmsnorm_fwd, rmsnorm_bwd)
 
     def __init__(self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
         super().__init__(backend, name)
@@ -42,11 +86,9 @@ class RMSNorm(Op):
             stash.push(self, x, rstd)
         return y
 
-    def backward(self, dy: Array, stash: Stash, residual: Array = None) -> Array:
+    def backward(self, dy: Array, stash: Stash, residual: Array | None = None) -> Array:
         x, rstd = stash.pop(self)
-        if residual is not None:
-            return self.k.add_rmsnorm_bwd(residual, dy, x, rstd, self.weight.value, self.weight.grad)
-        return self.k.rmsnorm_bwd(dy, x, rstd, self.weight.value, self.weight.grad)
+        return self.k.rmsnorm_bwd(self.weight.grad, dy, self.weight.value, x, rstd, residual)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
@@ -55,27 +97,3 @@ class RMSNorm(Op):
             eps = 1.0 if shape[-1] == 1 else 1e-5
             op = with_buffer(cls(Param("weight", shape[-1:], fill=1.0, decay=False), backend, eps), backend, rng)
             yield op, (backend.asarray(rng.normal(size=shape)),)
-
-
-@numpy_kernel
-def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
-    rstd = 1.0 / np.sqrt(np.vecdot(x, x) / x.dtype.type(x.shape[-1]) + x.dtype.type(eps))
-    y = x * rstd[..., None]
-    y *= weight
-    return y, rstd
-
-
-@numpy_kernel
-def rmsnorm_bwd(dy: Array, x: Array, rstd: Array, weight: Array, dweight: Array) -> Array:
-    width = x.shape[-1]
-    dys, xs, rs = dy.reshape(-1, width), x.reshape(-1, width), rstd.reshape(-1)
-    product = dys * xs
-    # Both sums over dy * x are matrix-vector products: BLAS makes one pass each, with no temporary.
-    dweight += rs @ product
-    mean = product @ weight
-    mean *= rs * rs
-    mean /= x.dtype.type(width)
-    dx = np.multiply(dys, weight)
-    dx -= np.multiply(xs, mean[:, None], out=product)
-    dx *= rs[:, None]
-    return dx.reshape(x.shape)

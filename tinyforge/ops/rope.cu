@@ -24,7 +24,7 @@ typedef Wide<T> A;
 
 // visited heads of the `heads` of a token; the first `rotated` are turned. half: vectors in half a head.
 extern "C" __global__ void __launch_bounds__(256) rope(
-    const T *x, const A *cosines, const A *sines, T *y, u32 total, u32 positions, u32 heads, u32 visited, u32 rotated,
+    T *y, const T *x, const A *cosines, const A *sines, u32 total, u32 positions, u32 heads, u32 visited, u32 rotated,
     u32 half
 ) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;

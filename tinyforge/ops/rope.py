@@ -9,8 +9,40 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.numpy_backend import numpy_kernel
-from tinyforge.op import Array, Op, Stash
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Stash
+
+
+@lru_cache(maxsize=8)
+def quarter_turn(dim: int, dtype: Any) -> Array:
+    """The matrix R with x R = (-x_right, x_left): each pair turned by 90 degrees."""
+    half = np.eye(dim // 2)
+    zero = np.zeros_like(half)
+    return np.block([[zero, half], [-half, zero]]).astype(dtype)
+
+
+@kernel
+def rope(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> Array:
+    """cos, sin: (T, D/2). y = x cos + (x R) sin, R a quarter turn: exact, since each entry of x R is one entry of x.
+
+    Whole rows of all heads at a time: loops over half a head (16 numbers in the small preset) cost NumPy three times
+    as much. Heads that are not turned have cos = 1 and sin = 0.
+    """
+    dim = x.shape[-1]
+    cosines, sines = np.ones(x.shape[1:], x.dtype), np.zeros(x.shape[1:], x.dtype)
+    cosines[:, :rotated] = np.tile(cos, 2)[:, None]
+    sines[:, :rotated] = np.tile(sin, 2)[:, None]
+    turned = (x.reshape(-1, dim) @ quarter_turn(dim, x.dtype)).reshape(x.shape)
+    turned *= sines
+    out = np.multiply(x, cosines, out=out)
+    out += turned
+    return out
+
+
+@rope.on("phantom")
+def rope_memory(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> Array:
+    return empty(x.shape, x.dtype) if out is None else out
 
 
 class RoPE(Op):
@@ -26,7 +58,7 @@ class RoPE(Op):
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
 
-    kernels = ("rope",)
+    kernels = (rope,)
 
     def __init__(
         self, head_dim: int, positions: int, rotated: int, backend: Backend, theta: float = 10000.0, name: str = ""
@@ -43,39 +75,13 @@ class RoPE(Op):
         rows = slice(offset, offset + x.shape[1])
         if stash is not None:
             stash.push(self, rows)
-        return self.k.rope(x, self.cos[rows], self.sin[rows], self.rotated, out)
+        return self.k.rope(out, x, self.cos[rows], self.sin[rows], self.rotated)
 
     def backward(self, dy: Array, stash: Stash, *, out: Array | None = None) -> Array:
         (rows,) = stash.pop(self)
-        return self.k.rope(dy, self.cos[rows], self.minus_sin[rows], self.rotated, out)
+        return self.k.rope(out, dy, self.cos[rows], self.minus_sin[rows], self.rotated)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for (b, t, h, d), rotated in (((2, 5, 3, 8), 2), ((1, 1, 1, 2), 1), ((3, 7, 2, 6), 2), ((1, 0, 2, 4), 1)):
             yield cls(d, 16, rotated, backend, theta=100.0), (backend.asarray(rng.normal(size=(b, t, h, d))),)
-
-
-@lru_cache(maxsize=8)
-def quarter_turn(dim: int, dtype: Any) -> Array:
-    """The matrix R with x R = (-x_right, x_left): each pair turned by 90 degrees."""
-    half = np.eye(dim // 2)
-    zero = np.zeros_like(half)
-    return np.block([[zero, half], [-half, zero]]).astype(dtype)
-
-
-@numpy_kernel
-def rope(x: Array, cos: Array, sin: Array, rotated: int, out: Array | None) -> Array:
-    """cos, sin: (T, D/2). y = x cos + (x R) sin, R a quarter turn: exact, since each entry of x R is one entry of x.
-
-    Whole rows of all heads at a time: loops over half a head (16 numbers in the small preset) cost NumPy three times
-    as much. Heads that are not turned have cos = 1 and sin = 0.
-    """
-    dim = x.shape[-1]
-    cosines, sines = np.ones(x.shape[1:], x.dtype), np.zeros(x.shape[1:], x.dtype)
-    cosines[:, :rotated] = np.tile(cos, 2)[:, None]
-    sines[:, :rotated] = np.tile(sin, 2)[:, None]
-    turned = (x.reshape(-1, dim) @ quarter_turn(dim, x.dtype)).reshape(x.shape)
-    turned *= sines
-    out = np.multiply(x, cosines, out=out)
-    out += turned
-    return out

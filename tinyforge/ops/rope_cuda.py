@@ -6,12 +6,13 @@ import numpy as np
 
 from tinyforge.backends import wide
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import blocks, contiguous, cupy_kernel, new, scalar, vector
-from tinyforge.op import Array
+from tinyforge.backends.cupy_backend import blocks, contiguous, new, scalar, vector
+from tinyforge.kernel import Array
+from tinyforge.ops import rope as body
 
 
-@cupy_kernel
-def rope(x: Array, cos: Array, sin: Array, rotated: int, out: Array | None) -> Array:
+@body.rope.on("cupy")
+def rope(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> Array:
     in_place = out is x and contiguous(x) is x
     x = contiguous(x)
     # A tile with gaps to write into is rare (a test's): it is filled from a whole one.
@@ -25,7 +26,7 @@ def rope(x: Array, cos: Array, sin: Array, rotated: int, out: Array | None) -> A
         vec = vector(half, x, y, cos, sin)
         launch = load("ops/rope.cu", "rope", SCALAR=scalar(x.dtype), VEC=vec)
         counts = (pairs // vec, positions, heads, visited, rotated, half // vec)
-        launch(blocks(pairs // vec), (256,), (x, cos, sin, y, *map(np.uint32, counts)))
+        launch(blocks(pairs // vec), (256,), (y, x, cos, sin, *map(np.uint32, counts)))
     if out is not None and y is not out:
         out[...] = y
         return out

@@ -8,7 +8,7 @@ import numpy as np
 
 from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cupy_backend import add_columns, blocks, new, processors, scalar, vector, vectors_a_lane
-from tinyforge.op import Array
+from tinyforge.kernel import Array
 
 HEADER = "ops/rows.cuh"
 STAGES, BLOCKS = constant(HEADER, "STAGES"), constant(HEADER, "BLOCKS")
@@ -19,42 +19,41 @@ def rows_and_width(x: Array) -> tuple[int, int]:
     return x.size // x.shape[-1], x.shape[-1]
 
 
-def launch_rows(file: str, entry: str, arrays: tuple[Array, ...], rstd: Array | None = None, *more: Any) -> None:
-    """One warp for each row. arrays: what is read and written by vectors; `rstd` and numbers follow them."""
+def launch_rows(file: str, entry: str, arrays: tuple[Array, ...], *scalars: Any) -> None:
+    """One warp for each row. arrays: the kernel's, in its order; the first has the shape and the storage type."""
     rows, width = rows_and_width(arrays[0])
     if rows:
         vec, dtype = vector(width, *arrays), arrays[0].dtype
         launch = load(file, entry, SCALAR=scalar(dtype), VEC=vec, PER=vectors_a_lane(width, vec, dtype))
-        beside = () if rstd is None else (rstd,)
-        launch(blocks(rows, WARPS), (32, WARPS), (*arrays, *beside, np.int32(rows), np.int32(width), *more))
+        launch(blocks(rows, WARPS), (32, WARPS), (*arrays, np.int32(rows), np.int32(width), *scalars))
 
 
 def norm_backward(
-    file: str, entry: str, streamed: tuple[Array, ...], rstd: Array, weight: Array, sums: tuple[Array, ...],
-    sums_alone: tuple[str, tuple[Array, ...]],
+    sums: tuple[Array, ...], file: str, entry: str, dy: Array, weight: Array, x: Array, rstd: Array,
+    sums_alone: tuple[str, tuple[Array, ...]], residual: Array | None = None,
 ) -> Array:  # fmt: skip
-    """dx, and each of `sums` (gradients of gain and bias) added to.
+    """dx; the gradients of gain and bias are added to `sums`.
 
-    streamed: what is read row by row, dy and x last. sums_alone: the kernel, and its arguments, that makes the partial
-    sums where a row does not fit in registers.
+    sums_alone: the kernel, and its inputs, that makes the partial sums where a row does not fit in registers.
     """
-    rows, width = rows_and_width(streamed[-1])
-    dx = new(streamed[-1].shape, streamed[-1].dtype)
+    rows, width = rows_and_width(x)
+    dx = new(x.shape, x.dtype)
     if not rows:
         return dx
-    vec = vector(width, dx, *streamed, weight)
+    extra = () if residual is None else (residual,)
+    vec = vector(width, dx, dy, weight, x, *extra)
     per = vectors_a_lane(width, vec, dx.dtype)
     warps = WARPS if per <= 4 else WARPS // 2  # as in rows.cuh
-    shared = STAGES * len(streamed) * per * warps * 32 * 16
+    shared = STAGES * (2 + len(extra)) * per * warps * 32 * 16
     launch = load(file, entry, shared, SCALAR=scalar(dx.dtype), VEC=vec, PER=per)
     partial = new((min(*blocks(rows, warps), BLOCKS * processors()), len(sums) * width), rstd.dtype)
-    scalars = (np.int32(rows), np.int32(width))
+    sizes = (np.int32(rows), np.int32(width))
     # With the sums in registers each warp takes many rows, else a row.
     grid = (len(partial),) if per else blocks(rows, warps)
-    launch(grid, (32, warps), (*streamed, rstd, weight, dx, partial, *scalars), shared_mem=shared)
+    launch(grid, (32, warps), (dx, partial, dy, weight, x, rstd, *extra, *sizes), shared_mem=shared)
     if not per:
-        name, arguments = sums_alone
+        name, inputs = sums_alone
         alone = load(file, name, SCALAR=scalar(dx.dtype), VEC=1, PER=0)
-        alone((*blocks(width, 32), len(partial)), (32, 8), (*arguments, partial, *scalars))
-    add_columns(partial, *sums)
+        alone((*blocks(width, 32), len(partial)), (32, 8), (partial, *inputs, *sizes))
+    add_columns(sums[0], sums[1] if len(sums) > 1 else None, partial)
     return dx

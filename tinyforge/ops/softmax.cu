@@ -16,7 +16,7 @@
 
 #include "ops/rows.cuh"
 
-extern "C" __global__ void softmax_fwd(const T *x, T *y, int rows, int width) {
+extern "C" __global__ void softmax_fwd(T *y, const T *x, int rows, int width) {
     const int row = blockIdx.x * blockDim.y + threadIdx.y, vectors = width / VEC;
     if (row >= rows) return;
     const i64 at = i64(row) * width;
@@ -42,7 +42,7 @@ extern "C" __global__ void softmax_fwd(const T *x, T *y, int rows, int width) {
     });
 }
 
-extern "C" __global__ void softmax_bwd(const T *dy, const T *y, T *dx, int rows, int width) {
+extern "C" __global__ void softmax_bwd(T *dx, const T *dy, const T *y, int rows, int width) {
     const int row = blockIdx.x * blockDim.y + threadIdx.y, vectors = width / VEC;
     if (row >= rows) return;
     const i64 at = i64(row) * width;

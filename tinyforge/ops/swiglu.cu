@@ -26,7 +26,7 @@ typedef Wide<T> A;
 // exp(-g) overflows to infinity for g far below 0, and 1 / infinity is the 0 that s tends to.
 __device__ __forceinline__ A sigmoid(A g) { return inverse_for<T>(A(1) + exp_for<T>(-g)); }
 
-extern "C" __global__ void __launch_bounds__(256) swiglu_fwd(const T *gu, T *y, u32 total, u32 half) {
+extern "C" __global__ void __launch_bounds__(256) swiglu_fwd(T *y, const T *gu, u32 total, u32 half) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;
     const u32 row = i / half;  // total and half count vectors
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_fwd(const T *gu, T *y, 
 }
 
 extern "C" __global__ void __launch_bounds__(256) swiglu_bwd(
-    const T *dy, const T *gu, T *dgu, T *y, u32 total, u32 half
+    T *dgu, T *y, const T *dy, const T *gu, u32 total, u32 half
 ) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;

@@ -8,40 +8,15 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.numpy_backend import numpy_kernel, row_blocks
-from tinyforge.op import Array, Op, Stash
-
-
-class SwiGLU(Op):
-    """y = silu(g) * u,  silu(g) = g * s(g),  s(g) = 1 / (1 + exp(-g))
-
-    gu: (..., 2H), the gate g in the first half, u in the second; y: (..., H). Saves gu; backward recomputes s:
-        dg = dy * u * s * (1 + g * (1 - s)),  du = dy * g * s
-
-    Source: Shazeer, "GLU Variants Improve Transformer" (2020).
-    """
-
-    kernels = ("swiglu_fwd", "swiglu_bwd")
-
-    def forward(self, gu: Array, stash: Stash | None = None) -> Array:
-        if stash is not None:
-            stash.push(self, gu)
-        return self.k.swiglu_fwd(gu)
-
-    def backward(self, dy: Array, stash: Stash) -> Array:
-        (gu,) = stash.pop(self)
-        return self.k.swiglu_bwd(dy, gu)
-
-    @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        for shape in ((2, 3, 10), (1, 2), (7, 6), (0, 4)):
-            yield cls(backend), (backend.asarray(rng.normal(size=shape) * 2),)
-
+from tinyforge.backends.numpy_backend import row_blocks
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Stash
 
 # s(g) = (1 + tanh(g / 2)) / 2: unlike exp(-g), tanh overflows nowhere.
 
 
-@numpy_kernel
+@kernel
 def swiglu_fwd(gu: Array) -> Array:
     half = gu.shape[-1] // 2
     rows = gu.reshape(-1, 2 * half)
@@ -56,9 +31,14 @@ def swiglu_fwd(gu: Array) -> Array:
     return y.reshape(*gu.shape[:-1], half)
 
 
-@numpy_kernel
-def swiglu_bwd(dy: Array, gu: Array, hidden: Array | None = None) -> Array:
-    """dgu; with `hidden`, which has the shape of y, y is written there once more."""
+@swiglu_fwd.on("phantom")
+def swiglu_fwd_memory(gu: Array) -> Array:
+    return empty((*gu.shape[:-1], gu.shape[-1] // 2), gu.dtype)
+
+
+@kernel
+def swiglu_bwd(hidden: Array | None, dy: Array, gu: Array) -> Array:
+    """dgu; y is computed again and written to `hidden`, of its shape, where that is given."""
     half = gu.shape[-1] // 2
     rows, dys = gu.reshape(-1, 2 * half), dy.reshape(-1, half)
     dgu = np.empty(rows.shape, gu.dtype)
@@ -78,3 +58,34 @@ def swiglu_bwd(dy: Array, gu: Array, hidden: Array | None = None) -> Array:
         s *= up
         np.multiply(dys[part], s, out=dgate)
     return dgu.reshape(gu.shape)
+
+
+@swiglu_bwd.on("phantom")
+def swiglu_bwd_memory(hidden: Array | None, dy: Array, gu: Array) -> Array:
+    return empty(gu.shape, gu.dtype)
+
+
+class SwiGLU(Op):
+    """y = silu(g) * u,  silu(g) = g * s(g),  s(g) = 1 / (1 + exp(-g))
+
+    gu: (..., 2H), the gate g in the first half, u in the second; y: (..., H). Saves gu; backward recomputes s:
+        dg = dy * u * s * (1 + g * (1 - s)),  du = dy * g * s
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020).
+    """
+
+    kernels = (swiglu_fwd, swiglu_bwd)
+
+    def forward(self, gu: Array, stash: Stash | None = None) -> Array:
+        if stash is not None:
+            stash.push(self, gu)
+        return self.k.swiglu_fwd(gu)
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        (gu,) = stash.pop(self)
+        return self.k.swiglu_bwd(None, dy, gu)
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for shape in ((2, 3, 10), (1, 2), (7, 6), (0, 4)):
+            yield cls(backend), (backend.asarray(rng.normal(size=shape) * 2),)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import blocks, contiguous, cupy_kernel, new, scalar, vector
-from tinyforge.op import Array
+from tinyforge.backends.cupy_backend import blocks, contiguous, new, scalar, vector
+from tinyforge.kernel import Array
+from tinyforge.ops import swiglu
 
 FILE = "ops/swiglu.cu"
 
 
-@cupy_kernel
+@swiglu.swiglu_fwd.on("cupy")
 def swiglu_fwd(gu: Array) -> Array:
     gu = contiguous(gu)
     half = gu.shape[-1] // 2
@@ -19,12 +20,12 @@ def swiglu_fwd(gu: Array) -> Array:
     if y.size:
         vec = vector(half, gu, y)
         launch = load(FILE, "swiglu_fwd", SCALAR=scalar(gu.dtype), VEC=vec)
-        launch(blocks(y.size // vec), (256,), (gu, y, np.uint32(y.size // vec), np.uint32(half // vec)))
+        launch(blocks(y.size // vec), (256,), (y, gu, np.uint32(y.size // vec), np.uint32(half // vec)))
     return y
 
 
-@cupy_kernel
-def swiglu_bwd(dy: Array, gu: Array, hidden: Array | None = None) -> Array:
+@swiglu.swiglu_bwd.on("cupy")
+def swiglu_bwd(hidden: Array | None, dy: Array, gu: Array) -> Array:
     dy, gu = contiguous(dy), contiguous(gu)
     half = gu.shape[-1] // 2
     dgu = new(gu.shape, gu.dtype)
@@ -32,5 +33,5 @@ def swiglu_bwd(dy: Array, gu: Array, hidden: Array | None = None) -> Array:
         vec = vector(half, gu, dy, dgu, *(() if hidden is None else (hidden,)))
         launch = load(FILE, "swiglu_bwd", SCALAR=scalar(gu.dtype), VEC=vec)
         counts = (np.uint32(dy.size // vec), np.uint32(half // vec))
-        launch(blocks(dy.size // vec), (256,), (dy, gu, dgu, np.uintp(0) if hidden is None else hidden, *counts))
+        launch(blocks(dy.size // vec), (256,), (dgu, np.uintp(0) if hidden is None else hidden, dy, gu, *counts))
     return dgu

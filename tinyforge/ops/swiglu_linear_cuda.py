@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from tinyforge.backends.cublas import gemm
-from tinyforge.backends.cupy_backend import contiguous, cupy_kernel, new
-from tinyforge.op import Array
+from tinyforge.backends.cupy_backend import CupyBackend, contiguous, new
+from tinyforge.kernel import Array
+from tinyforge.ops import swiglu_linear
 from tinyforge.ops.linear_cuda import linear_fwd
 from tinyforge.ops.swiglu_cuda import swiglu_bwd, swiglu_fwd
 
 
-@cupy_kernel
-def swiglu_linear_fwd(gu: Array, weight: Array) -> Array:
-    return linear_fwd(swiglu_fwd(gu), weight)
+@swiglu_linear.swiglu_linear_fwd.on("cupy")
+def swiglu_linear_fwd(gu: Array, weight: Array, *, backend: CupyBackend) -> Array:
+    return linear_fwd(swiglu_fwd(gu), weight, backend=backend)
 
 
-@cupy_kernel
-def swiglu_linear_bwd(dy: Array, gu: Array, weight: Array, dweight: Array) -> Array:
+@swiglu_linear.swiglu_linear_bwd.on("cupy")
+def swiglu_linear_bwd(dweight: Array, dy: Array, gu: Array, weight: Array, *, backend: CupyBackend) -> Array:
     dy = contiguous(dy)
     rows = dy.size // dy.shape[-1]
     up = dy.reshape(rows, dy.shape[-1])
     hidden = new((rows, weight.shape[1]), gu.dtype)
-    dgu = swiglu_bwd(gemm(up, weight), gu, hidden)
-    gemm(up, hidden, dweight, transpose_a=True, accumulate=True)
+    dgu = swiglu_bwd(hidden, gemm(up, weight, tf32=backend.tf32), gu)
+    gemm(up, hidden, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
     return dgu

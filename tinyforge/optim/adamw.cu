@@ -25,7 +25,7 @@ typedef Wide<T> A;
 #define VEC 4
 
 // The buffer is padded so that its size is a multiple of VEC.
-extern "C" __global__ void __launch_bounds__(256) square_sums(const A *grads, double *partial, i64 vectors) {
+extern "C" __global__ void __launch_bounds__(256) square_sums(double *partial, const A *grads, i64 vectors) {
     __shared__ double scratch[32];
     double sum = 0;
 #pragma unroll 4
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(256) square_sums(const A *grads, do
 // state[0]: the norm. state[1]: min(1, limit / norm), or 1 where limit is 0; NaN if the norm is not finite, or if the
 // factor of the step before (null: none) was NaN already.
 extern "C" __global__ void finish_norm(
-    const double *partial, const double *before, double *state, int count, double limit
+    double *state, const double *partial, const double *before, int count, double limit
 ) {
     __shared__ double scratch[32];
     double sum = 0;

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.numpy_backend import numpy_kernel
-from tinyforge.op import Array, ParamBuffer
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, bind, kernel
+from tinyforge.params import ParamBuffer
 
 CHUNK = 1 << 17
 """Elements updated at a time on NumPy. The six arrays of them do not all stay in a core's own cache, but fewer, longer
@@ -26,52 +27,7 @@ class AdamWConfig:
     weight_decay: float = 0.1
 
 
-class AdamW:
-    """One step t = 1, 2, ... on gradient g (already scaled by `grad_scale`):
-
-        m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
-        w = w (1 - lr weight_decay)            (matrices only: `Param.decay`)
-        w = w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
-
-    Source: Kingma and Ba, "Adam" (2015); Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
-    """
-
-    def __init__(self, buffer: ParamBuffer, backend: Backend, config: AdamWConfig | None = None) -> None:
-        self.buffer = buffer
-        self.backend = backend
-        self.config = config or AdamWConfig()
-        self.m, self.v = (backend.zeros(buffer.values.shape, backend.master_dtype) for _ in range(2))
-        self.step_count = 0
-        self.k = backend.bind("AdamW", ("adamw_", "clip_factor"))
-        self._factor: Any = 1.0
-
-    def clip(self, limit: float) -> tuple[Any, Any]:
-        """The gradient's norm, and the factor for `step` that brings it within `limit` (0: no limit).
-
-        On a GPU both are numbers in its memory: asking for their values waits for the device, `step` does not. There,
-        from the first norm that is not finite, the factor is NaN, and a step with it changes nothing: whoever looks at
-        the norms later finds the weights as they were before that step.
-        """
-        norm, self._factor = self.k.clip_factor(self.buffer.grads, limit, self._factor)
-        return norm, self._factor
-
-    def step(self, lr: float, grad_scale: Any = 1.0) -> None:
-        self.step_count += 1
-        cut, size = self.buffer.decay_end, self.buffer.values.size
-        config = self.config
-
-        def update(part: tuple[slice, float]) -> None:
-            where, decay = part
-            flat = (self.buffer.values, self.buffer.masters, self.m, self.v, self.buffer.grads)
-            self.k.adamw_(*(a[where] for a in flat), self.step_count, lr, decay, grad_scale, config)
-
-        halves = self.backend.workers
-        parts = [(slice(cut * i // halves, cut * (i + 1) // halves), config.weight_decay) for i in range(halves)]
-        self.backend.map(update, parts)
-        update((slice(cut, size), 0.0))
-
-
-@numpy_kernel
+@kernel
 def adamw_(
     values: Array, masters: Array, m: Array, v: Array, grads: Array, step: int, lr: float, decay: float,
     grad_scale: Any, config: Any,
@@ -102,11 +58,25 @@ def adamw_(
         w -= a
 
 
-@numpy_kernel
-def clip_factor(grads: Array, limit: float, previous: Any) -> tuple[Any, Any]:
+@adamw_.on("phantom")
+def adamw_memory(
+    values: Array, masters: Array, m: Array, v: Array, grads: Array, step: int, lr: float, decay: float,
+    grad_scale: Any, config: Any,
+) -> None:  # fmt: skip
+    pass
+
+
+@kernel
+def clip_factor(grads: Array, previous: Any, limit: float) -> tuple[Any, Any]:
     """The norm and the factor of `AdamW.clip`; previous: the factor of the step before."""
     norm = global_norm(grads)
     return norm, clip_scale(norm, limit)
+
+
+@clip_factor.on("phantom")
+def clip_factor_memory(grads: Array, previous: Any, limit: float) -> tuple[Any, Any]:
+    state = empty((2,), np.float64)
+    return state[0], state[1]
 
 
 def global_norm(grads: Array) -> float:
@@ -118,3 +88,48 @@ def global_norm(grads: Array) -> float:
 def clip_scale(norm: float, limit: float) -> float:
     """min(1, limit / norm), the factor that brings a gradient within `limit`; limit 0 means no clipping."""
     return min(1.0, limit / norm) if limit > 0 and norm > 0 else 1.0
+
+
+class AdamW:
+    """One step t = 1, 2, ... on gradient g (already scaled by `grad_scale`):
+
+        m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
+        w = w (1 - lr weight_decay)            (matrices only: `Param.decay`)
+        w = w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    Source: Kingma and Ba, "Adam" (2015); Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
+    """
+
+    def __init__(self, buffer: ParamBuffer, backend: Backend, config: AdamWConfig | None = None) -> None:
+        self.buffer = buffer
+        self.backend = backend
+        self.config = config or AdamWConfig()
+        self.m, self.v = (backend.zeros(buffer.values.shape, backend.master_dtype) for _ in range(2))
+        self.step_count = 0
+        self.k = bind((adamw_, clip_factor), backend, "AdamW")
+        self._factor: Any = 1.0
+
+    def clip(self, limit: float) -> tuple[Any, Any]:
+        """The gradient's norm, and the factor for `step` that brings it within `limit` (0: no limit).
+
+        On a GPU both are numbers in its memory: asking for their values waits for the device, `step` does not. There,
+        from the first norm that is not finite, the factor is NaN, and a step with it changes nothing: whoever looks at
+        the norms later finds the weights as they were before that step.
+        """
+        norm, self._factor = self.k.clip_factor(self.buffer.grads, self._factor, limit)
+        return norm, self._factor
+
+    def step(self, lr: float, grad_scale: Any = 1.0) -> None:
+        self.step_count += 1
+        cut, size = self.buffer.decay_end, self.buffer.values.size
+        config = self.config
+
+        def update(part: tuple[slice, float]) -> None:
+            where, decay = part
+            flat = (self.buffer.values, self.buffer.masters, self.m, self.v, self.buffer.grads)
+            self.k.adamw_(*(a[where] for a in flat), self.step_count, lr, decay, grad_scale, config)
+
+        halves = self.backend.workers
+        parts = [(slice(cut * i // halves, cut * (i + 1) // halves), config.weight_decay) for i in range(halves)]
+        self.backend.map(update, parts)
+        update((slice(cut, size), 0.0))

@@ -8,14 +8,15 @@ import cupy
 import numpy as np
 
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import FLOAT64, blocks, cupy_kernel, new, processors, scalar
-from tinyforge.op import Array
+from tinyforge.backends.cupy_backend import FLOAT64, blocks, new, processors, scalar
+from tinyforge.kernel import Array
+from tinyforge.optim import adamw
 
 FILE = "optim/adamw.cu"
 VEC = 4  # as in adamw.cu
 
 
-@cupy_kernel
+@adamw.adamw_.on("cupy")
 def adamw_(
     values: Array, masters: Array, m: Array, v: Array, grads: Array, step: int, lr: float, decay: float,
     grad_scale: Any, config: Any,
@@ -34,14 +35,14 @@ def adamw_(
     launch(blocks(vectors), (256,), (rounded, masters, m, v, grads, factor, np.int64(vectors), *map(kind, numbers)))
 
 
-@cupy_kernel
-def clip_factor(grads: Array, limit: float, previous: Any) -> tuple[Any, Any]:
+@adamw.clip_factor.on("cupy")
+def clip_factor(grads: Array, previous: Any, limit: float) -> tuple[Any, Any]:
     count = 4 * processors()
     partial, state = new((count,), FLOAT64), new((2,), FLOAT64)
     dtype = scalar(grads.dtype)
     sums = load(FILE, "square_sums", SCALAR=dtype)
-    sums((count,), (256,), (grads, partial, np.int64(grads.size // VEC)))
+    sums((count,), (256,), (partial, grads, np.int64(grads.size // VEC)))
     before = previous if isinstance(previous, cupy.ndarray) else np.uintp(0)
     finish = load(FILE, "finish_norm", SCALAR=dtype)
-    finish((1,), (256,), (partial, before, state, np.int32(count), np.float64(limit)))
+    finish((1,), (256,), (state, partial, before, np.int32(count), np.float64(limit)))
     return state[0], state[1]

@@ -168,7 +168,6 @@ def print_schedule(settings: Settings, step: str, steps_a_pass: float, data: str
 def open_backend(settings: Settings) -> tuple[Backend, Settings]:
     """The backend that is asked for, and the settings with its number of workers, on which a run's last bits depend."""
     backend = get_backend(settings.backend, settings.precision, settings.workers, settings.device)
-    backend.recomputes = settings.recompute
     return backend, Settings(**{**settings.to_dict(), "workers": backend.workers})
 
 

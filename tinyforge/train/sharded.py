@@ -11,7 +11,10 @@ import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.workers import Worker
-from tinyforge.op import Array, Op, ParamBuffer, Stash
+from tinyforge.kernel import Array
+from tinyforge.op import Op, Stash
+from tinyforge.ops.cross_entropy import sum_tokens
+from tinyforge.params import ParamBuffer
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Batch:
 
 
 class Model(Protocol):
-    """What training asks of a model: an Op from (ids, targets) to nll (K,), its buffer, and copies that share it."""
+    """What training asks of a model: an Op from (ids, targets) to nll (B, T, K), its buffer, and copies that share it.
+    """
 
     buffer: ParamBuffer
 
@@ -77,6 +81,7 @@ def _shard_sum(model: Model, backend: Backend, request: tuple[Sequence[Batch], n
     """The nll of one worker's part of all batches; with a scale, its model's gradients are set too."""
     batches, scale = request
     nll = backend.zeros((batches[0].targets.shape[-1],), np.dtype(np.float64))
+    summed = sum_tokens.bind(backend)
     if scale is not None:
         model.buffer.grads.fill(0)
     # A number that is not finite stops the run by name (train/loop.py); NumPy's own warnings would only precede that.
@@ -85,7 +90,7 @@ def _shard_sum(model: Model, backend: Backend, request: tuple[Sequence[Batch], n
             if len(batch.ids):
                 stash = Stash() if scale is not None else None
                 ids, targets = backend.asarray(batch.ids), backend.asarray(batch.targets)
-                nll += model.forward(ids, targets, stash)
+                nll += summed(model.forward(ids, targets, stash))
                 if stash is not None:
                     model.backward(backend.asarray(scale, backend.master_dtype), stash)
     return nll

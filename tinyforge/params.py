@@ -1,0 +1,102 @@
+"""The parameters of a model: one flat buffer for all of them, and named tensors in and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.errors import UserError
+from tinyforge.kernel import Array
+from tinyforge.op import Op, Param
+from tinyforge.rng import Stream
+
+_ALIGN = 32  # elements; keeps every view in the flat buffer on a 64-byte boundary, bf16 included
+
+
+class ParamBuffer:
+    """All parameters of a model in one flat buffer, all gradients in another: one optimizer call updates everything.
+
+    `values` are the weights as the ops read them; `masters` are the same in the precision in which they are learned
+    and saved: the same array, except in bf16. Decayed parameters come first, so that weight decay is the slice
+    `[:decay_end]`. Handing in `values` makes a second model that reads the same weights but owns its gradients: a
+    worker of data-parallel training.
+    """
+
+    def __init__(self, params: Iterable[Param], backend: Backend, values: Array = None) -> None:
+        unique = list({id(p): p for p in params}.values())
+        names = [p.name for p in unique]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two parameters share a name: {sorted(n for n in names if names.count(n) > 1)}")
+        self.params = sorted(unique, key=lambda p: not p.decay)
+        offset = 0
+        self._slices: dict[str, slice] = {}
+        self.decay_end = 0
+        for p in self.params:
+            self._slices[p.name] = slice(offset, offset + p.size)
+            offset += -(-p.size // _ALIGN) * _ALIGN
+            if p.decay:
+                self.decay_end = offset
+        self._backend = backend
+        self.values = backend.shared_zeros((offset,)) if values is None else values
+        self.masters = self.values
+        if values is None and backend.master_dtype != backend.dtype:
+            self.masters = backend.shared_zeros((offset,), backend.master_dtype)
+        self.grads = backend.shared_zeros((offset,), backend.master_dtype)
+        for p in self.params:
+            p.value, p.grad = self.view(self.values, p), self.view(self.grads, p)
+
+    def view(self, flat: Array, param: Param) -> Array:
+        """The part of `flat` (values, gradients or an optimizer moment) that belongs to `param`, in its shape."""
+        return flat[self._slices[param.name]].reshape(param.shape)
+
+    def initialise(self, stream: Stream) -> None:
+        """Fill every value from its own named stream: adding a parameter never changes another's start."""
+        for p in self.params:
+            noise = stream.fork(p.name).normal(p.shape) if p.std else 0.0
+            self.set_master(p, p.fill + p.std * noise)
+        self.publish()
+
+    def set_master(self, param: Param, value: Any) -> None:
+        """Give a parameter's master weights another value; `publish` when all are set."""
+        self.view(self.masters, param)[...] = self._backend.asarray(value, self._backend.master_dtype)
+
+    def publish(self) -> None:
+        """Round the master weights to the values that the ops read."""
+        if self.masters is not self.values:
+            self.values[...] = self.masters
+
+    @property
+    def count(self) -> int:
+        return sum(p.size for p in self.params)
+
+
+def with_buffer(op: Op, backend: Backend, rng: np.random.Generator, std: float = 0.5) -> Op:
+    """Give `op`'s parameters a buffer of their own with random values: what `cases` needs before a check."""
+    buffer = ParamBuffer(op.params(), backend)
+    for p in buffer.params:
+        buffer.set_master(p, rng.normal(size=p.shape) * std + p.fill)
+    buffer.publish()
+    return op
+
+
+def named(buffer: ParamBuffer, flat: Any, backend: Backend, prefix: str = "") -> dict[str, np.ndarray]:
+    """The parts of a flat array by parameter name, as NumPy copies: what a checkpoint stores."""
+    return {prefix + p.name: np.array(backend.to_numpy(buffer.view(flat, p))) for p in buffer.params}
+
+
+def load_named(
+    buffer: ParamBuffer, flat: Any, tensors: dict[str, np.ndarray], backend: Backend, source: Path, prefix: str = ""
+) -> None:
+    """The reverse of `named`, refusing missing tensors and wrong shapes."""
+    for p in buffer.params:
+        tensor = tensors.get(prefix + p.name)
+        if tensor is None or tensor.shape != p.shape:
+            got = "nothing" if tensor is None else tensor.shape
+            raise UserError(f"checkpoint {source}: {prefix + p.name} has {got}, the model wants {p.shape}")
+        buffer.view(flat, p)[...] = backend.asarray(tensor, flat.dtype)
+    if flat is buffer.masters:
+        buffer.publish()
