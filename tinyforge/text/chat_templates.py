@@ -17,7 +17,7 @@ Sources: the published models' `chat_template`; Taori et al., "Stanford Alpaca" 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -141,45 +141,40 @@ def render_prompt(instruction: str, input: str = "") -> str:
     return f"### Instruction:\n{instruction}\n\n{context}### Response:\n"
 
 
-_ROLES = {"system": "system", "user": "user", "reply": "assistant"}
+def _same(frame: Callable[[str], Frame]) -> tuple[Frame, Frame, Frame]:
+    """The frames of a family that writes all three kinds of message alike, each under its role."""
+    return frame("system"), frame("user"), frame("assistant")
 
-TEMPLATES = {
-    template.name: template
-    for template in (
-        # A base model goes on with the text.
-        Template("plain", system=Frame(after=("\n\n",)), user=Frame(), reply=Frame(), ends=()),
-        # Where Alpaca has its preamble there is room for a system prompt.
-        Template(
-            "alpaca",
-            system=Frame(after=("\n\n",)),
-            user=Frame(("### Instruction:\n",), ("\n\n",)),
-            reply=Frame(("### Response:\n",), (Special(END_OF_REPLY),)),
-            ends=(END_OF_REPLY, "<|endoftext|>"),
-        ),
-        # Qwen, SmolLM2-Instruct.
-        Template(
-            "chatml",
-            **{kind: Frame((Special("<|im_start|>"), f"{role}\n"), (Special("<|im_end|>"), "\n"))
-               for kind, role in _ROLES.items()},
-            ends=("<|im_end|>", "<|endoftext|>"),
-        ),
-        # Llama 3 Instruct. The dates that Llama 3.1 and later write into the system prompt are left out.
-        Template(
-            "llama3",
-            **{kind: Frame((Special("<|start_header_id|>"), role, Special("<|end_header_id|>"), "\n\n"),
-                           (Special("<|eot_id|>"),))
-               for kind, role in _ROLES.items()},
-            ends=("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
-            strips=True,
-        ),
-        # Zephyr, TinyLlama-Chat.
-        Template(
-            "zephyr",
-            **{kind: Frame((f"<|{role}|>\n",), (Special("</s>"), "\n")) for kind, role in _ROLES.items()},
-            ends=("</s>",),
-        ),
-    )
-}  # fmt: skip
+
+_FAMILIES = (
+    # A base model goes on with the text.
+    Template("plain", Frame(after=("\n\n",)), Frame(), Frame(), ends=()),
+    # Where Alpaca has its preamble there is room for a system prompt.
+    Template(
+        "alpaca",
+        Frame(after=("\n\n",)),
+        Frame(("### Instruction:\n",), ("\n\n",)),
+        Frame(("### Response:\n",), (Special(END_OF_REPLY),)),
+        ends=(END_OF_REPLY, "<|endoftext|>"),
+    ),
+    # Qwen, SmolLM2-Instruct.
+    Template(
+        "chatml",
+        *_same(lambda role: Frame((Special("<|im_start|>"), f"{role}\n"), (Special("<|im_end|>"), "\n"))),
+        ends=("<|im_end|>", "<|endoftext|>"),
+    ),
+    # Llama 3 Instruct. The dates that Llama 3.1 and later write into the system prompt are left out.
+    Template(
+        "llama3",
+        *_same(lambda role: Frame((Special("<|start_header_id|>"), role, Special("<|end_header_id|>"), "\n\n"),
+                                  (Special("<|eot_id|>"),))),
+        ends=("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
+        strips=True,
+    ),
+    # Zephyr, TinyLlama-Chat.
+    Template("zephyr", *_same(lambda role: Frame((f"<|{role}|>\n",), (Special("</s>"), "\n"))), ends=("</s>",)),
+)  # fmt: skip
+TEMPLATES = {template.name: template for template in _FAMILIES}
 
 # What a template's Jinja text holds, in the order asked: the first whose marks are all there, and no mark of another
 # family that shares them (Phi 3 has Zephyr's headings, but ends a turn by <|end|>).
