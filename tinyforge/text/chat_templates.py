@@ -17,9 +17,10 @@ Sources: the published models' `chat_template`; Taori et al., "Stanford Alpaca" 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 from tinyforge.errors import UserError
 from tinyforge.text.vocabulary import After, TextTokenizer
@@ -141,7 +142,10 @@ def render_prompt(instruction: str, input: str = "") -> str:
     return f"### Instruction:\n{instruction}\n\n{context}### Response:\n"
 
 
-_ROLES = {"system": "system", "user": "user", "reply": "assistant"}
+def _by_role(frame: Callable[[str], Frame]) -> dict[str, Any]:
+    """The frames of all three kinds of text, where they differ only in the role that they name."""
+    return {"system": frame("system"), "user": frame("user"), "reply": frame("assistant")}
+
 
 TEMPLATES = {
     template.name: template
@@ -159,23 +163,21 @@ TEMPLATES = {
         # Qwen, SmolLM2-Instruct.
         Template(
             "chatml",
-            **{kind: Frame((Special("<|im_start|>"), f"{role}\n"), (Special("<|im_end|>"), "\n"))
-               for kind, role in _ROLES.items()},
+            **_by_role(lambda role: Frame((Special("<|im_start|>"), f"{role}\n"), (Special("<|im_end|>"), "\n"))),
             ends=("<|im_end|>", "<|endoftext|>"),
         ),
         # Llama 3 Instruct. The dates that Llama 3.1 and later write into the system prompt are left out.
         Template(
             "llama3",
-            **{kind: Frame((Special("<|start_header_id|>"), role, Special("<|end_header_id|>"), "\n\n"),
-                           (Special("<|eot_id|>"),))
-               for kind, role in _ROLES.items()},
+            **_by_role(lambda role: Frame((Special("<|start_header_id|>"), role, Special("<|end_header_id|>"), "\n\n"),
+                                          (Special("<|eot_id|>"),))),
             ends=("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
             strips=True,
         ),
         # Zephyr, TinyLlama-Chat.
         Template(
             "zephyr",
-            **{kind: Frame((f"<|{role}|>\n",), (Special("</s>"), "\n")) for kind, role in _ROLES.items()},
+            **_by_role(lambda role: Frame((f"<|{role}|>\n",), (Special("</s>"), "\n"))),
             ends=("</s>",),
         ),
     )
