@@ -45,8 +45,8 @@ class ModelConfig:
             default = getattr(self, name)
             if not _fits(value, default):
                 raise UserError(f"config: {name} is {value!r}, wants {_WANTED[type(default)]}")
-        lists = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        return replace(self, **lists)
+        changes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return replace(self, **changes)
 
 
 _WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", tuple: "a list of numbers"}

@@ -27,6 +27,7 @@ def compiler() -> Any:
     return nvrtc()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("file", FILES)
 def test_every_variant_compiles_and_keeps_its_promise(file: str, arch: str, compiler: Any) -> None:

@@ -25,11 +25,19 @@ TINY = ["--set", "dim=16", "heads=2", "kv_heads=1", "layers=1", "hidden=8", "con
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pretrained and a fine-tuned run of a few steps, and the fine-tuned one exported to `small`."""
     path = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "BUILT_IN_DOCUMENTS", 400)  # of 40,000: a tenth of a second instead of ten
+        patch.setattr(pretrain, "HELD_OUT_DOCUMENTS", 20)
+        patch.setattr(sft, "BUILT_IN_RECORDS", 300)
+        make_runs(path)
+    return path
+
+
+def make_runs(path: Path) -> None:
     common = ["--steps", "3", "--batch-size", "2", "--workers", "1", "--seed", "7"]
     assert pretrain.main([*TINY, *common, "--out", str(path / "pretrain")]) == 0
     assert sft.main([*common, "--base", str(path / "pretrain"), "--out", str(path / "sft")]) == 0
     assert export.main(["--checkpoint", str(path / "sft"), "--out", str(path / "small")]) == 0
-    return path
 
 
 def test_the_weights_are_those_of_the_run_rounded(runs: Path) -> None:

@@ -21,6 +21,17 @@ COMMON = f"{SHAPE} --data text.txt --batch-size 2 --workers 1"
 SLOW, FAST = "slow: --lr 1e-6", "fast: --lr 1e-2 --set mtp_heads=2"
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A comparison of two arms, one seed each, of two steps."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "text.txt").write_text("\n".join(documents("train", 40)), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert compare("--seeds", "1", steps=2) == 0
+    return folder
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text("\n".join(documents("train", 40)), encoding="utf-8")
@@ -128,16 +139,14 @@ def test_one_line(here: None, capsys: pytest.CaptureFixture[str], arms: list[str
     assert not Path("ablation/slow").exists()  # nothing is begun after a fault
 
 
-def test_no_arm_is_taken_for_the_newest_run(here: None) -> None:
+def test_no_arm_is_taken_for_the_newest_run(folder: Path) -> None:
     """sft.py without --base and chat without --checkpoint look under runs/."""
-    assert compare("--seeds", "1", steps=1) == 0
-    assert checkpoint.load(Path("ablation/slow/seed-0")).meta["step"] == 1
+    assert checkpoint.load(Path("ablation/slow/seed-0")).meta["step"] == 2
     assert newest_run(("sft", "pretrain")) is None
 
 
-def test_scores_of_an_earlier_step_do_not_count_as_the_end(here: None) -> None:
-    """As evaluate.py leaves them in an unfinished run that went on and ended, but was killed before it had measured."""
-    assert compare("--seeds", "1", steps=2) == 0
+def test_scores_of_an_earlier_step_do_not_count_as_the_end(folder: Path) -> None:
+    """As evaluate.py leaves them in an unfinished run that was resumed and ended, but was killed before it measured."""
     found = json.loads(Path("found.json").read_text(encoding="utf-8"))
     run = Path("ablation/fast/seed-0")
     (run / "scores.json").unlink()
@@ -146,8 +155,7 @@ def test_scores_of_an_earlier_step_do_not_count_as_the_end(here: None) -> None:
     assert json.loads(Path("found.json").read_text(encoding="utf-8")) == found
 
 
-def test_a_run_of_other_flags_is_not_taken_for_this_one(here: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare("--seeds", "1", steps=2) == 0
+def test_a_run_of_other_flags_is_not_taken_for_this_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run_command(lambda: compare("--seeds", "1", steps=3))
     shown = capsys.readouterr().err
