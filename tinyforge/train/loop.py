@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
-from tinyforge.op import ParamBuffer
 from tinyforge.ops.cross_entropy import head_scale
 from tinyforge.optim import AdamW, AdamWConfig, learning_rate
-from tinyforge.train import checkpoint, metrics
+from tinyforge.params import load_named, named
+from tinyforge.train import metrics
 from tinyforge.train.diagnose import first_nonfinite
 from tinyforge.train.settings import Settings
 from tinyforge.train.sharded import Batch, Model, Sharded
@@ -115,25 +116,6 @@ def evaluate_heads(sharded: Sharded, batches: Any, byte_lengths: np.ndarray) -> 
         nll += sharded.nll(batch)
         size += np.where(batch.targets >= 0, byte_lengths[batch.targets], 0).sum(axis=(0, 1))
     return nll / LN2 / np.maximum(1.0, size)
-
-
-def named(buffer: ParamBuffer, flat: Any, backend: Backend, prefix: str = "") -> dict[str, np.ndarray]:
-    """The parts of a flat array by parameter name, as NumPy copies: what a checkpoint stores."""
-    return {prefix + p.name: np.array(backend.to_numpy(buffer.view(flat, p))) for p in buffer.params}
-
-
-def load_named(
-    buffer: ParamBuffer, flat: Any, tensors: dict[str, np.ndarray], backend: Backend, source: Path, prefix: str = ""
-) -> None:
-    """The reverse of `named`, refusing missing tensors and wrong shapes."""
-    for p in buffer.params:
-        tensor = tensors.get(prefix + p.name)
-        if tensor is None or tensor.shape != p.shape:
-            got = "nothing" if tensor is None else tensor.shape
-            raise UserError(f"checkpoint {source}: {prefix + p.name} has {got}, the model wants {p.shape}")
-        buffer.view(flat, p)[...] = backend.asarray(tensor, flat.dtype)
-    if flat is buffer.masters:
-        buffer.publish()
 
 
 def train(task: Task, settings: Settings, backend: Backend, resume: bool) -> Path:
