@@ -44,14 +44,16 @@ import numpy as np
 from data.alpaca import render_prompt
 from data.world import documents, instructions
 from models.nanoeuler.config import Config
-from models.nanoeuler.decode import make_decoder
-from models.nanoeuler.generate import Sampling, Session, Stats, draw_blocks
 from models.nanoeuler.model import NanoEuler
-from models.nanoeuler.runs import load_model
 from recipes.pretrain import config_of
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.hub import load
+from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.generation import draw_blocks
+from tinyforge.infer.sampling import Sampling
+from tinyforge.infer.session import Session, Stats
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.train.settings import Settings
 
@@ -292,7 +294,7 @@ def heading(found: dict[str, Any]) -> list[tuple[str, str]]:
 def measure_speculation(path: Path, backend: Backend, prompts: int, rounds: int) -> dict[str, Any]:
     """Tokens per second of a trained model by number of drafts, greedy and by the default sampling."""
     load_average = os.getloadavg()[0]
-    loaded = load_model(path, backend)
+    loaded = load(path, backend)
     tokenizer, config = loaded.tokenizer, loaded.model.config
     if loaded.meta["kind"] == "sft":
         asked = instructions("val", prompts, seed=0)

@@ -32,9 +32,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recipes import pretrain
+from tinyforge import checkpoint
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import add_json_flag, check_before, publish
-from tinyforge.train import checkpoint
 from tinyforge.train.metrics import read_scores
 from tinyforge.train.settings import Settings, parse, parser
 

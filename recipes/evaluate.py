@@ -34,9 +34,15 @@ from data.alpaca import END_OF_REPLY, hold_out, read_records, render_prompt
 from data.world import documents, instructions
 from models.kneser_ney.model import KneserNey
 from models.nanoeuler.card import write_card
-from models.nanoeuler.conversation import ROOM_FOR_REPLY
-from models.nanoeuler.decode import make_decoder
-from models.nanoeuler.evaluate import (
+from models.nanoeuler.plan import sequence_length
+from recipes.pretrain import BUILT_IN_DOCUMENTS, HELD_OUT_DOCUMENTS, documents_of, pack
+from tinyforge import checkpoint
+from tinyforge.backends import PRECISIONS, Backend, get_backend, gpu_is_there
+from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.hub import Loaded, add_checkpoint_flag, build, trained_model
+from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.conversation import ROOM_FOR_REPLY
+from tinyforge.infer.evaluate import (
     Reply,
     cloze_credits,
     cloze_items,
@@ -46,15 +52,9 @@ from models.nanoeuler.evaluate import (
     speculate,
     standard_error,
 )
-from models.nanoeuler.generate import Sampling
-from models.nanoeuler.plan import sequence_length
-from models.nanoeuler.runs import Loaded, add_checkpoint_flag, build_model, trained_model
-from recipes.pretrain import BUILT_IN_DOCUMENTS, HELD_OUT_DOCUMENTS, documents_of, pack
-from tinyforge.backends import PRECISIONS, Backend, get_backend, gpu_is_there
-from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.infer.sampling import Sampling
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.text.shards import SEPARATOR
-from tinyforge.train import checkpoint
 from tinyforge.train.batches import PackedTokens, fingerprint
 from tinyforge.train.corpus import HeldOut, find_shards, held_out_text, measure, mix_weights, over_all
 from tinyforge.train.loop import LN2
@@ -327,7 +327,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     own = stored.meta["settings"]["precision"]
     precision = args.precision or (own if name in PRECISIONS[own].backends else "fp32")
     backend = get_backend(name, precision, device=args.device)
-    loaded = build_model(stored, backend)
+    loaded = build(stored, backend)
     config, tuned = loaded.model.config, loaded.meta["kind"] == "sft"
     started = time.perf_counter()
 

@@ -28,14 +28,15 @@ from data.local import read_documents
 from data.world import documents
 from models.nanoeuler.card import write_card
 from models.nanoeuler.config import PRESETS, Config
-from models.nanoeuler.decode import make_decoder
-from models.nanoeuler.generate import Sampling, generate
 from models.nanoeuler.model import FLOP_CONVENTION, NanoEuler
 from models.nanoeuler.plan import check_fits, print_plan, sequence_length
+from tinyforge import checkpoint
 from tinyforge.errors import UserError, run_command
+from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.generation import generate
+from tinyforge.infer.sampling import Sampling
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import SEPARATOR, Part, Shards
-from tinyforge.train import checkpoint
 from tinyforge.train.batches import PackedTokens, check_ids, fingerprint
 from tinyforge.train.corpus import NOT_STATED, Corpus, HeldOut, find_shards, open_corpus, opening_of, summarise
 from tinyforge.train.loop import Task, train

@@ -23,14 +23,16 @@ from data.alpaca import END_OF_REPLY, Record, encode_example, hold_out, origin_o
 from data.world import KINDS, instructions, is_correct
 from models.nanoeuler.card import write_card
 from models.nanoeuler.config import Config
-from models.nanoeuler.decode import Decoder, make_decoder
-from models.nanoeuler.generate import Sampling, generate
 from models.nanoeuler.model import FLOP_CONVENTION
 from models.nanoeuler.plan import check_fits, print_plan, sequence_length
-from models.nanoeuler.runs import Loaded, build_model, newest_run
+from tinyforge import checkpoint
 from tinyforge.errors import UserError, run_command
+from tinyforge.hub import Loaded, build, newest_run
+from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.decoder import Decoder
+from tinyforge.infer.generation import generate
+from tinyforge.infer.sampling import Sampling
 from tinyforge.text import Tokenizer
-from tinyforge.train import checkpoint
 from tinyforge.train.batches import Examples, fingerprint
 from tinyforge.train.loop import Task, evaluate_nll, train
 from tinyforge.train.metrics import save_scores
@@ -104,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     backend, settings = open_backend(settings)
     check_fits(config, backend, settings.batch_size, seq_len, settings.recompute)
-    loaded = build_model(base, backend, settings.recompute)
+    loaded = build(base, backend, settings.recompute)
     model, tokenizer = loaded.model, loaded.tokenizer
     print(f"base: {loaded.path}, {model.buffer.count:,} parameters")
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from tinyforge.config import ModelConfig
@@ -30,7 +31,8 @@ class ModelSpec:
     name: as in --model and in checkpoints. title: for people. build: the class, called as build(config, backend, *,
     values=None, recompute=False). config: the class of its configs. presets: configs by name, the first is the default.
     summary: one line. hf: the module that maps Hugging Face weights, as "package.module"; empty where there is none.
-    architectures: the names in Hugging Face's config.json that it reads.
+    architectures: the names in Hugging Face's config.json that it reads. bundled: a checkpoint that comes
+    with the model's code, a small trained model; chat takes it where nothing has been trained.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ModelSpec:
     summary: str = ""
     hf: str = ""
     architectures: tuple[str, ...] = field(default=())
+    bundled: Path | None = None
 
 
 @cache

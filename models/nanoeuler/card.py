@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from models.nanoeuler.config import Config
+from tinyforge import checkpoint
 from tinyforge.errors import UserError
 from tinyforge.files import write_whole
-from tinyforge.train import checkpoint
 from tinyforge.train.metrics import NOISE, read_scores
 from tinyforge.train.settings import Settings
 
@@ -46,11 +46,11 @@ differentiation. Weights are {weights}.
 or in Python:
 
     from pathlib import Path
-    from models.nanoeuler.generate import Sampling, generate
-    from models.nanoeuler.runs import load_model
     from tinyforge.backends import get_backend
+    from tinyforge.hub import load
+    from tinyforge.infer import Sampling, generate
 
-    loaded = load_model(Path("DIR"), get_backend())
+    loaded = load(Path("DIR"), get_backend())
     stop = frozenset(loaded.tokenizer.specials.values())
     ids = loaded.tokenizer.encode({text})
     print(loaded.tokenizer.decode(generate(loaded.model, ids, Sampling(), stop)))

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.nanoeuler.card import card
+from tinyforge import checkpoint
 from tinyforge.errors import Parser, run_command
-from tinyforge.train import checkpoint
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,11 +12,11 @@ import pytest
 
 from bench.decode import OURS, Options, bytes_per_step, check_parity, contenders_of, main, speculation_table, table
 from models.nanoeuler import Config, NanoEuler
+from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.params import named
 from tinyforge.text import Tokenizer
-from tinyforge.train import checkpoint
 
 TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=40, vocab=19, mtp_heads=2, hidden=24,
               mtp_weights=(1.0, 0.5))  # fmt: skip

@@ -11,18 +11,19 @@ import pytest
 
 from models.char_mlp.model import CharMLP
 from models.nanoeuler import Config, NanoEuler
-from models.nanoeuler.generate import Sampling, generate
-from models.nanoeuler.runs import load_model
-from tinyforge import ops
+from tinyforge import checkpoint, ops
 from tinyforge.backends import get_backend
 from tinyforge.backends.compile import kernel_files
 from tinyforge.errors import UserError
 from tinyforge.gradcheck import TOLERANCE, check_op, known_ops
+from tinyforge.hub import load
+from tinyforge.infer.generation import generate
+from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import override
 from tinyforge.op import Op
 from tinyforge.ops.cross_entropy import head_scale
 from tinyforge.text import Tokenizer
-from tinyforge.train import checkpoint, metrics
+from tinyforge.train import metrics
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.loop import Task, evaluate_nll, train
 from tinyforge.train.settings import Settings
@@ -141,12 +142,12 @@ def test_a_run_learns_resumes_bit_for_bit_and_is_read_on_the_cpu(tmp_path: Path,
 
     weights = checkpoint.load(last).weights
     assert {w.dtype for w in weights.values()} == {np.dtype(np.float32)}
-    on_cpu = load_model(last, get_backend("numpy", "fp32", workers=1))
+    on_cpu = load(last, get_backend("numpy", "fp32", workers=1))
     evaluated = evaluate_nll(Sharded(on_cpu.model, on_cpu.model.backend), whole.data.in_order(4, 200),
                              TOKENIZER.byte_lengths)  # fmt: skip
     assert evaluated == pytest.approx(whole.evaluate(Sharded(whole.model, whole.backend))["val_bits_per_byte"],
                                       rel=1e-5 if precision == "fp32" else 2e-2)  # fmt: skip
-    on_gpu = load_model(last, get_backend("cupy", "fp32"))
+    on_gpu = load(last, get_backend("cupy", "fp32"))
     text = [list(generate(m.model, TOKENIZER.encode("the cat"), Sampling(temperature=0, max_tokens=12)))
             for m in (on_cpu, on_gpu)]  # fmt: skip
     assert text[0] == text[1] and len(text[0]) == 12

@@ -12,10 +12,10 @@ import pytest
 
 from models.nanoeuler import PRESETS, NanoEuler
 from models.nanoeuler.plan import plan_step
+from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.op import Stash
 from tinyforge.optim import AdamW
-from tinyforge.train import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from data.world import documents
-from models.nanoeuler.runs import newest_run
 from recipes import ablation, pretrain
+from tinyforge import checkpoint
 from tinyforge.errors import run_command
-from tinyforge.train import checkpoint
+from tinyforge.hub import newest_run
 from tinyforge.train.metrics import save_scores
 
 SHAPE = "--set dim=16 heads=2 kv_heads=1 layers=1 hidden=8 context=32 vocab=280"

@@ -18,9 +18,9 @@ from data.alpaca import Record
 from data.world import documents
 from models.nanoeuler import chat
 from recipes import pretrain, sft
+from tinyforge import checkpoint
 from tinyforge.errors import run_command
 from tinyforge.text import Tokenizer
-from tinyforge.train import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 MAINS: dict[str, Callable[[list[str]], int]] = {"pretrain": pretrain.main, "sft": sft.main, "chat": chat.main}

@@ -20,14 +20,14 @@ import pytest
 from data.alpaca import hold_out, read_records
 from data.world import documents, instructions
 from models.kneser_ney.model import KneserNey
-from models.nanoeuler import chat, inspect
+from models.nanoeuler import SPEC
 from models.nanoeuler.card import card, write_card
-from models.nanoeuler.runs import BUNDLED
 from recipes import evaluate, pretrain, sft
+from tinyforge import chat, checkpoint, inspect
 from tinyforge.errors import UserError, run_command
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import SEPARATOR, Shards
-from tinyforge.train import checkpoint, metrics
+from tinyforge.train import metrics
 from tinyforge.train.metrics import NOISE, save_scores
 from tinyforge.train.settings import parse, parser
 
@@ -188,7 +188,7 @@ def test_both_cloze_figures_are_of_the_same_sentences(folder: Path) -> None:
 
 def test_what_is_no_run_gets_no_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that was given away has no run around it; the figures go to stdout, the rest to stderr."""
-    shutil.copytree(BUNDLED, "given")
+    shutil.copytree(SPEC.bundled, "given")
     before = {path: path.read_bytes() for path in Path("given").iterdir()}
     flags = [*QUICK, "--data", "text.txt", "--max-tokens", "40", "--card", "--json"]
     assert evaluate.main(["--checkpoint", "given", *flags]) == 0

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from data.world import documents
-from tinyforge.train import checkpoint, metrics
+from tinyforge import checkpoint
+from tinyforge.train import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_EVERY = 200, 3

@@ -13,10 +13,11 @@ import pytest
 
 from data.world import documents
 from recipes import pretrain
+from tinyforge import checkpoint
 from tinyforge.errors import run_command
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import SEPARATOR
-from tinyforge.train import checkpoint, metrics
+from tinyforge.train import metrics
 
 CONFIG = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=32 --batch-size 3 --workers 1"
 PLAN = f"{CONFIG} --steps 8 --save-every 2 --eval-every 4 --keep 0"

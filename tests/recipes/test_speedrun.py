@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from data.world import documents
+from tinyforge import checkpoint
 from tinyforge.text.shards import open_shards
-from tinyforge.train import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "speedrun.sh"

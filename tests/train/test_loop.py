@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from models.nanoeuler import Config, NanoEuler
+from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.text import Tokenizer
-from tinyforge.train import checkpoint, metrics
+from tinyforge.train import metrics
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.loop import Task, bits_per_byte, evaluate_nll, train
 from tinyforge.train.settings import Settings

@@ -27,7 +27,7 @@ from typing import Any
 
 from tinyforge.errors import UserError
 
-FOLDERS = ("ops", "optim")
+FOLDERS = ("ops", "optim", "infer/cuda")
 INSTALL = 'pip install "cupy-cuda13x[ctk]" ml_dtypes'
 OPTIONS = ("-std=c++17",)
 

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
 from tinyforge.ops.cross_entropy import head_scale
 from tinyforge.optim import AdamW, AdamWConfig, learning_rate
 from tinyforge.params import load_named, named
-from tinyforge.train import checkpoint, metrics
+from tinyforge.train import metrics
 from tinyforge.train.diagnose import first_nonfinite
 from tinyforge.train.settings import Settings
 from tinyforge.train.sharded import Batch, Model, Sharded

@@ -178,7 +178,7 @@ def _check(name: str, value: float, above_zero: bool) -> None:
 
 
 def _resumed(given: dict[str, Any], out: Path) -> Settings:
-    from tinyforge.train import checkpoint
+    from tinyforge import checkpoint
 
     if not checkpoint.steps(out):
         raise UserError(f"--resume: nothing to resume in {out}; start the run without --resume")

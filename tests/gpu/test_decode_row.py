@@ -1,0 +1,364 @@
+"""Decoding on the GPU: every position's logits against the model's own forward, tokens, determinism, waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.nanoeuler import SPEC, Config, NanoEuler
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError
+from tinyforge.hub import load
+from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.decoder import ReferenceDecoder
+from tinyforge.infer.sampling import Sampling, probabilities
+from tinyforge.infer.session import Session, Stats
+from tinyforge.rng import Stream
+
+pytestmark = pytest.mark.gpu
+
+# Odd sizes: a hidden width and a vocabulary that fill no whole tile, three query heads to a key.
+CONFIG = Config(dim=96, heads=6, kv_heads=2, layers=3, context=160, vocab=301, mtp_heads=3, hidden=154,
+                mtp_weights=(1, 0.5, 0.25))  # fmt: skip
+# The same with the smallest head that bf16 takes.
+WIDER = Config(dim=192, heads=6, kv_heads=2, layers=3, context=160, vocab=301, mtp_heads=3, hidden=154,
+               mtp_weights=(1, 0.5, 0.25))  # fmt: skip
+BASE = Config(dim=768, heads=12, kv_heads=4, layers=2, context=320, vocab=4096, hidden=2048)
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
+
+
+def engine() -> Any:
+    from tinyforge.infer.cuda import row
+
+    return row
+
+
+def trained_like(config: Config, precision: str, backend: str = "cupy") -> NanoEuler:
+    """A model whose logits differ by enough: every weight is drawn anew, and bf16 holds all of them."""
+    model = NanoEuler(config, get_backend(backend, precision))
+    rng = np.random.default_rng(7)
+    for param in model.buffer.params:
+        noise = rng.standard_normal(param.shape, np.float32) * (1.5 / config.dim**0.5 if param.std else 0.2)
+        bits = (noise + param.fill).astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+        model.buffer.set_master(param, bits.view(np.float32))
+    model.buffer.publish()
+    return model
+
+
+def some_tokens(config: Config, count: int) -> np.ndarray:
+    return np.random.default_rng(5).integers(0, config.vocab, count).astype(np.int32)
+
+
+def forward(model: NanoEuler, tokens: np.ndarray) -> np.ndarray:
+    """The logits of every position by the model's own ops, (T, outputs, vocab) in float64."""
+    h = model.hidden(model.backend.asarray(tokens[None]))
+    heads = [model.backend.to_numpy(model.heads.logits(h, k))[0] for k in range(model.config.mtp_heads)]
+    return np.stack(heads, axis=1).astype(np.float64)
+
+
+def stepped(decoder: Any, tokens: np.ndarray, prompt: int, sizes: tuple[int, ...]) -> np.ndarray:
+    """The same by the kernel, from position `prompt` on, in steps of these sizes, round and round."""
+    decoder.prefill(0, tokens[:prompt].tolist())
+    found, i = [], 0
+    while (past := decoder.lengths[0]) < len(tokens):
+        found.append(decoder.step([tokens[past:][: sizes[i % len(sizes)]].tolist()], decoder.config.mtp_heads)[0])
+        i += 1
+    return np.concatenate(found).astype(np.float64)
+
+
+def drawn(decoder: Any, token: int, sampling: Sampling, count: int, position: int = 0) -> list[int]:
+    stream = Stream(sampling.seed, "sample", position)
+    return [i for block in decoder.stream([token], sampling, [stream], count) for i in block.ids[0].tolist()]
+
+
+@pytest.mark.parametrize(("prompt", "sizes"), [(0, (1,)), (0, (2, 3, 4, 1)), (131, (4,)), (63, (3, 7)), (64, (2,))])
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_every_position_has_the_logits_of_the_model(precision: str, prompt: int, sizes: tuple[int, ...]) -> None:
+    model, tokens = trained_like(CONFIG, precision), some_tokens(CONFIG, 160)
+    wanted = forward(model, tokens)[prompt:]
+    got = stepped(engine().CudaDecoder(model), tokens, prompt, sizes)
+    assert np.abs(got - wanted).max() <= TOLERANCE[precision] * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("config", [WIDER, BASE], ids=["odd", "base"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_bf16_is_as_exact_as_the_model_in_bf16(config: Config, rows: int) -> None:
+    tokens = some_tokens(config, config.context)
+    prompt = config.context - 64
+    exact = forward(trained_like(config, "fp64"), tokens)[prompt:]
+    model = trained_like(config, "bf16")
+    plain = np.abs(forward(model, tokens)[prompt:] - exact)
+    ours = np.abs(stepped(engine().CudaDecoder(model), tokens, prompt, (rows,)) - exact)
+    assert ours.max() <= 2 * plain.max() and ours.mean() <= 2 * plain.mean()
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [{"blocks": 1}, {"blocks": 7, "splits": 1}, {"warps": 4}, {"depth": 16, "spin": 50, "refill": 1}, {"refill": 0}],
+)
+def test_the_spread_over_the_device_does_not_change_the_answer(tuning: dict[str, int]) -> None:
+    model, tokens = trained_like(CONFIG, "fp64"), some_tokens(CONFIG, 100)
+    got = stepped(engine().CudaDecoder(model, **tuning), tokens, 90, (4,))
+    wanted = forward(model, tokens)[90:]
+    assert np.abs(got - wanted).max() <= 1e-10 * np.abs(wanted).max()
+
+
+def test_what_the_launch_reads_before_it_is_written_shows(poisoned_memory: None) -> None:
+    model, tokens = trained_like(CONFIG, "fp32"), some_tokens(CONFIG, 50)
+    got = stepped(engine().CudaDecoder(model), tokens, 40, (3,))
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_bits_every_time(precision: str) -> None:
+    model, tokens = trained_like(BASE, precision), some_tokens(BASE, 100)
+    runs = [stepped(engine().CudaDecoder(model), tokens, 60, (4, 1)).tobytes() for _ in range(4)]
+    assert len(set(runs)) == 1
+
+
+@pytest.mark.parametrize(("config", "precision"), [(CONFIG, "fp64"), (CONFIG, "fp32"), (WIDER, "bf16"), (BASE, "bf16")])
+def test_the_rows_of_a_pass_do_not_change_a_bit(config: Config, precision: str) -> None:
+    model, tokens = trained_like(config, precision), some_tokens(config, 160)
+    decoder = engine().CudaDecoder(model)
+    runs = []
+    for sizes in ((1,), (2,), (3, 1), (4,)):
+        decoder.rewind([0])
+        runs.append(stepped(decoder, tokens, 110, sizes).tobytes())
+    assert len(set(runs)) == 1
+
+
+# --- speculation on the device
+
+GREEDY = Sampling(temperature=0, max_tokens=60)
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def trained(request: pytest.FixtureRequest) -> NanoEuler:
+    """The model that comes with the repository: most of its drafts are right."""
+    return load(SPEC.bundled, get_backend("cupy", request.param)).model
+
+
+def text(session: Session, prompt: list[int], sampling: Sampling, stop: frozenset[int] = frozenset()) -> list[int]:
+    session.set_tokens([])
+    session.extend(prompt)
+    session.stats = Stats()
+    return [token.id for token in session.generate(sampling, stop)]
+
+
+def prompts_of(config: Config, count: int, longest: int) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, config.vocab, int(rng.integers(1, longest))).tolist() for _ in range(count)]
+
+
+def on_the_host(model: NanoEuler) -> Session:
+    """A session on the GPU that drafts and verifies on the host."""
+    decoder = engine().CudaDecoder(model)
+    decoder.draws = lambda sampling: False
+    return Session(model, decoder)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_greedy_text_is_that_of_the_models_own_ops(drafts: int) -> None:
+    model, sampling = trained_like(CONFIG, "fp32"), Sampling(temperature=0, max_tokens=100, drafts=drafts)
+    texts = []
+    for decoder in (ReferenceDecoder(model), engine().CudaDecoder(model)):
+        texts.append(text(Session(model, decoder), some_tokens(CONFIG, 20).tolist(), sampling))
+        assert decoder.lengths == [119]
+    assert texts[0] == texts[1] and len(texts[0]) == 100
+
+
+def test_speculation_changes_no_token(trained: NanoEuler) -> None:
+    """200 prompts, and a stop in every third; in bf16 too, since the rows of a pass change no bit."""
+    session, accepted = Session(trained, engine().CudaDecoder(trained)), np.zeros(3, int)
+    for i, prompt in enumerate(prompts_of(trained.config, 200, 60)):
+        stop = frozenset({prompt[0], 7}) if i % 3 == 0 else frozenset()
+        plain = text(session, prompt, replace(GREEDY, drafts=0), stop)
+        assert text(session, prompt, replace(GREEDY, drafts=1 + i % 4), stop) == plain
+        assert session.tokens == prompt + plain and session.decoder.lengths[0] <= len(session.tokens) - 1
+        accepted[: len(session.stats.accepted)] += np.array(session.stats.accepted, int)
+    assert accepted.min() > 100
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_speculation_changes_no_token_where_drafts_are_wrong(precision: str) -> None:
+    """Random weights: hardly any draft stands."""
+    model = trained_like(WIDER, precision)
+    session = Session(model, engine().CudaDecoder(model))
+    for prompt in prompts_of(WIDER, 40, 60):
+        assert text(session, prompt, GREEDY) == text(session, prompt, replace(GREEDY, drafts=0))
+
+
+def test_counts_are_those_of_the_host(trained: NanoEuler) -> None:
+    """Where a text stops short of max_tokens, in the middle of a block, too."""
+    session, host = Session(trained, engine().CudaDecoder(trained)), on_the_host(trained)
+    for i, prompt in enumerate(prompts_of(trained.config, 40, 50)):
+        sampling = replace(GREEDY, max_tokens=1 + 2 * i % 59, drafts=1 + i % 3)
+        stop = frozenset({11, 12} if i % 2 else ())
+        assert text(session, prompt, sampling, stop) == text(host, prompt, sampling, stop)
+        ours, theirs = session.stats, host.stats
+        assert (ours.passes, ours.tokens, ours.drafted, ours.accepted) == (
+            theirs.passes, theirs.tokens, theirs.drafted, theirs.accepted)  # fmt: skip
+
+
+def test_a_reply_that_was_left_in_the_middle_leaves_nothing(trained: NanoEuler) -> None:
+    """The reply to what follows, after a part of a reply with drafts and without."""
+    for i, prompt in enumerate(prompts_of(trained.config, 20, 30)):
+        found = []
+        for drafts in (0, 3):
+            session = Session(trained, engine().CudaDecoder(trained))
+            session.extend(prompt)
+            for made, _ in enumerate(session.generate(replace(GREEDY, drafts=drafts))):
+                if made == i:
+                    break
+            session.extend(prompt[:5])
+            found.append([token.id for token in session.generate(replace(GREEDY, drafts=drafts))])
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("left", [1, 2, 3, 4, 5, 9])
+def test_speculation_up_to_a_full_context(trained: NanoEuler, left: int, poisoned_memory: None) -> None:
+    session = Session(trained, engine().CudaDecoder(trained))
+    prompt = prompts_of(trained.config, 1, 2)[0] * (trained.config.context - left)
+    plain = text(session, prompt, replace(GREEDY, drafts=0))
+    assert text(session, prompt, GREEDY) == plain and len(plain) == left
+
+
+def test_speculation_gives_the_same_every_time(trained: NanoEuler, poisoned_memory: None) -> None:
+    prompts, found = prompts_of(trained.config, 10, 40), []
+    for _ in range(2):
+        session = Session(trained, engine().CudaDecoder(trained))
+        found.append([(text(session, prompt, GREEDY), session.stats.passes) for prompt in prompts])
+    assert found[0] == found[1]
+
+
+def test_the_host_waits_once_a_block_of_passes(trained: NanoEuler, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = engine().CudaDecoder(trained)
+    waits: list[Any] = []
+    wait = decoder._wait
+    monkeypatch.setattr(decoder, "_wait", lambda event: (waits.append(event), wait(event)))
+    blocks = list(decoder.stream([5], GREEDY, [Stream(0, "sample")], 100))
+    assert [len(block.passes) for block in blocks[:5]] == [1, 2, 4, 8, 8]
+    assert all(sum(block.passes) == block.ids.size for block in blocks)
+    assert sum(block.ids.size for block in blocks) == 100 and len(blocks) <= len(waits) <= len(blocks) + 1
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("choices[n - 1] == ids[n]", "(choices[n - 1] == ids[n] || n == 1)"),  # accepts what it should not
+        ("best_at(k + 1, tile, added - 1)", "best_at(k + 1, tile, 0)"),  # drafts of another position
+        ("        past += added;", "        past += added > 1 ? added - 1 : added;"),  # goes on a position too early
+    ],
+)
+def test_a_wrong_rule_is_seen(right: str, wrong: str, trained: NanoEuler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with any of these mistakes the text or the counts are others."""
+    session, host = Session(trained, faulty_decoder(trained, right, wrong, monkeypatch)), on_the_host(trained)
+    seen = 0
+    for prompt in prompts_of(trained.config, 40, 50):
+        same = text(session, prompt, GREEDY) == text(host, prompt, GREEDY)
+        seen += not same or session.stats.accepted != host.stats.accepted
+    assert seen > 5
+
+
+def faulty_decoder(model: NanoEuler, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A decoder whose kernel has another text."""
+    from tinyforge.backends import compile as compiler
+    from tinyforge.infer.cuda import row_launcher
+
+    specialise = compiler.specialise
+
+    def changed(file: str, macros: Any) -> str:
+        code = specialise(file, macros)
+        assert right in code
+        return code.replace(right, wrong)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "specialise", changed)
+        patch.setattr(row_launcher, "load", compiler.load.__wrapped__)
+        decoder = engine().CudaDecoder(model)
+        for rows in (1, 4):
+            decoder.launcher(rows)
+    return decoder
+
+
+def most_likely_first(p: np.ndarray, uniform: float) -> int:
+    """The kernel's order: the token at which the sum of p, the largest first, passes `uniform`."""
+    order = np.argsort(-p, kind="stable")
+    total = p[order].cumsum()
+    return int(order[min(int(total.searchsorted(uniform * total[-1], side="right")), len(p) - 1)])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1, top_k=0, top_p=1),
+        Sampling(temperature=0.7, top_k=40, top_p=0.95, seed=3),
+        Sampling(temperature=2, top_k=5, top_p=1, seed=4),
+        Sampling(temperature=3, top_k=0, top_p=0.5, seed=5),
+        Sampling(temperature=3, top_k=0, top_p=1, min_p=0.2, seed=6),
+    ],
+)
+def test_drawn_tokens_are_those_of_the_reference_with_the_same_numbers(sampling: Sampling) -> None:
+    model, prompt = trained_like(CONFIG, "fp32"), some_tokens(CONFIG, 20).tolist()
+    decoder = engine().CudaDecoder(model)
+    decoder.prefill(0, prompt[:-1])
+    ids = drawn(decoder, prompt[-1], sampling, 120, position=2)
+    logits = forward(model, np.array([*prompt, *ids], np.int32))[len(prompt) - 1 :, 0]
+    numbers = Stream(sampling.seed, "sample", position=2)
+    for token, p in zip(ids, probabilities(logits, sampling), strict=False):
+        uniform = float(numbers.uniform())
+        # float32 on the device: a number within 1e-5 of a border between two tokens may fall on either side.
+        places = (max(uniform - 1e-5, 0), uniform, min(uniform + 1e-5, 1 - 1e-9))
+        assert token in {most_likely_first(p, u) for u in places}
+    assert len(set(ids)) > 10
+
+
+def test_the_host_waits_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = engine().CudaDecoder(trained_like(CONFIG, "fp32"))
+    waits: list[Any] = []
+    wait = decoder._wait
+    monkeypatch.setattr(decoder, "_wait", lambda event: (waits.append(event), wait(event)))
+    blocks = list(decoder.stream([5], Sampling(temperature=0, drafts=0), [Stream(0, "sample")], 150))
+    assert [block.ids.shape for block in blocks[:6]] == [(1, 2), (1, 4), (1, 8), (1, 16), (1, 16), (1, 16)]
+    assert sum(block.ids.size for block in blocks) == 150 and len(waits) == len(blocks)
+
+
+def test_a_stream_that_is_closed_forgets_what_was_not_yielded() -> None:
+    model, tokens = trained_like(CONFIG, "fp32"), some_tokens(CONFIG, 30)
+    wanted = forward(model, tokens)[-1]
+    decoder = engine().CudaDecoder(model)
+    decoder.prefill(0, tokens[:20].tolist())
+    stream = decoder.stream([int(tokens[20])], Sampling(temperature=0, drafts=0), [Stream(0, "sample")], 100)
+    assert next(stream).ids.shape == (1, 2) and decoder.lengths == [22]
+    stream.close()
+    decoder.rewind([20])
+    got = decoder.step([tokens[20:].tolist()], CONFIG.mtp_heads)[0, -1]
+    assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_chunks_of_a_prompt_are_one_prompt() -> None:
+    model, tokens = trained_like(CONFIG, "fp32"), some_tokens(CONFIG, 90).tolist()
+    whole, parts = (engine().CudaDecoder(model) for _ in range(2))
+    whole.prefill(0, tokens[:-1])
+    for start, end in ((0, 1), (1, 40), (40, 89)):
+        parts.prefill(0, tokens[start:end])
+    wanted, got = (decoder.step([tokens[-1:]]).copy() for decoder in (whole, parts))
+    assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_what_it_is_for_and_what_not() -> None:
+    model = trained_like(CONFIG, "fp32")
+    decoder = make_decoder(model)
+    assert isinstance(decoder, engine().CudaDecoder)
+    assert decoder.draws(Sampling()) and not decoder.draws(Sampling(repetition_penalty=1.1))
+    assert not decoder.draws(Sampling(logprobs=True))
+    assert isinstance(make_decoder(model, spare_memory=True), ReferenceDecoder)
+    with pytest.raises(ValueError, match="no room for 9 more"):
+        engine().CudaDecoder(model, capacity=8).prefill(0, list(range(9)))
+    with pytest.raises(UserError, match="the model is on backend numpy, wants cupy"):
+        engine().CudaDecoder(trained_like(CONFIG, "fp32", "numpy"))
+    with pytest.raises(UserError, match="2 rows, takes one"):
+        engine().CudaDecoder(model, 2)

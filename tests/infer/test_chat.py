@@ -1,0 +1,373 @@
+"""The chat as a user meets it: in a real pseudo-terminal, from a pipe, and with one prompt.
+
+The models here are parrots: their blocks add nothing, and the heads send each token to the one that follows it in a
+given text. So a prompt, which ends in a line feed, is answered by that text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.nanoeuler import Config, NanoEuler
+from tinyforge import checkpoint
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError
+from tinyforge.hub import Loaded, load
+from tinyforge.infer.conversation import Conversation
+from tinyforge.infer.sampling import Sampling
+from tinyforge.params import named
+from tinyforge.text import Tokenizer
+
+pty = pytest.importorskip("pty", reason="pseudo-terminals are Unix's")
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = Tokenizer([], ["<|endoftext|>", "</s>"])
+END = TOKENIZER.specials["</s>"]
+GREEDY = Sampling(temperature=0)
+WORLD = "é你🌍"  # no byte of it comes twice
+
+
+def save_parrot(out: Path, says: bytes, kind: str = "sft", context: int = 300) -> Path:
+    """A run whose model answers `says`, in which each byte has one successor; one that ends as it began never ends."""
+    config = Config(dim=264, heads=4, kv_heads=2, layers=1, context=context, vocab=TOKENIZER.vocab_size, mtp_heads=2,
+                    hidden=8, mtp_weights=(1, 0.5))  # fmt: skip
+    model = NanoEuler(config, get_backend("numpy", "fp32", workers=1))
+    model.initialise(0)
+    follows = np.full(config.vocab, END)
+    chain = [10, *says, END]
+    if says[0] == says[-1]:
+        chain.pop()
+    follows[chain[:-1]] = chain[1:]
+    model.embedding.weight.value[...] = np.eye(config.vocab, config.dim)
+    model.blocks[0].out.weight.value[...] = model.blocks[0].down.weight.value[...] = 0
+    model.heads.weight.value[...] = 0
+    for k, target in enumerate((follows, follows[follows])):
+        model.heads.weight.value[k, target, np.arange(config.vocab)] = 1
+    weights = named(model.buffer, model.buffer.values, model.backend)
+    meta = {"kind": kind, "config": config.to_dict(), "tokenizer_hash": TOKENIZER.hash()}
+    return checkpoint.save(out, 1, weights, {"m": np.zeros(1)}, TOKENIZER, meta, keep=0)
+
+
+def conversation(path: Path) -> Conversation:
+    return Conversation(load(path, get_backend("numpy", "fp32", workers=1)))
+
+
+def say(talk: Conversation, text: str, sampling: Sampling = GREEDY) -> str:
+    return "".join(talk.ask(text, sampling))
+
+
+# --- the conversation
+
+
+def test_turns_share_the_cache(tmp_path: Path) -> None:
+    talk = conversation(save_parrot(tmp_path, WORLD.encode()))
+    assert say(talk, "Hello") == WORLD
+    first = talk.stats.prefilled
+    assert say(talk, "again") == WORLD
+    # Of the first turn, the last token of its reply and the </s> behind it were not in the cache yet.
+    assert talk.stats.prefilled - first == len(TOKENIZER.encode("### Instruction:\nagain\n\n### Response:\n")) + 2
+    assert talk.stats.reused >= first + len(WORLD.encode()) - 2
+
+
+def test_the_model_sees_the_turns_in_the_form_it_was_trained_on(tmp_path: Path) -> None:
+    talk = conversation(save_parrot(tmp_path, b"ok"))
+    say(talk, "one")
+    say(talk, "two </s>")
+    turn = "### Instruction:\n{}\n\n### Response:\n"
+    seen = TOKENIZER.decode_bytes(talk.session.tokens)
+    assert seen == (turn.format("one") + "ok</s>" + turn.format("two </s>") + "ok").encode()
+    assert talk.session.tokens.count(END) == 1  # what was typed is text, not the token
+
+
+def test_a_base_model_continues_the_plain_text(tmp_path: Path) -> None:
+    talk = conversation(save_parrot(tmp_path, b"xyz", kind="pretrain"))
+    assert say(talk, "line\n") == "xyz"
+    assert TOKENIZER.decode(talk.session.tokens) == "line\nxyz"
+
+
+def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
+    talk = conversation(save_parrot(tmp_path, b"ok", context=140))
+    for text in ("one", "two"):
+        say(talk, text)
+        assert not talk.notice
+    say(talk, "three")
+    assert talk.notice == "the context of 140 tokens is full: the oldest turn was left out"
+    assert "one" not in TOKENIZER.decode(talk.session.tokens) and "two" in TOKENIZER.decode(talk.session.tokens)
+    assert len(talk.turns) == 3
+    say(talk, "begin" + "-" * 200 + "end")
+    assert talk.notice == "that is 241 tokens, 105 fit: the first 136 tokens were left out"
+    assert "-end\n" in TOKENIZER.decode(talk.session.tokens) and "begin" not in TOKENIZER.decode(talk.session.tokens)
+
+
+def test_a_reply_that_fills_the_context_says_so(tmp_path: Path) -> None:
+    talk = conversation(save_parrot(tmp_path, b"aba", context=60))
+    assert say(talk, "go").startswith("abab")
+    assert len(talk.session.tokens) == 60
+    assert talk.notice == "the reply ends here: the context of 60 tokens is full"
+
+
+def test_an_empty_prompt_is_refused(tmp_path: Path) -> None:
+    talk = conversation(save_parrot(tmp_path, b"ok"))
+    for text in ("", " \n"):
+        with pytest.raises(UserError, match="the prompt is empty"):
+            say(talk, text)
+    assert talk.turns == []
+
+
+def test_a_reply_that_is_cut_short_stays_as_far_as_it_came(tmp_path: Path) -> None:
+    talk = conversation(save_parrot(tmp_path, b"aba"))
+    pieces = talk.ask("go", GREEDY)
+    assert next(pieces) + next(pieces) == "ab"
+    pieces.close()
+    assert talk.turns[-1].reply == "ab"
+    assert say(talk, "again").startswith("abab")
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    path, file = save_parrot(tmp_path, WORLD.encode()), tmp_path / "talk.json"
+    talk = conversation(path)
+    say(talk, "Hällo \x1b[2J")
+    talk.save(file)
+    talk.save(file)  # its own file may be replaced
+    other = conversation(path)
+    other.load(file)
+    assert other.turns == talk.turns
+    assert b"\x1b" not in file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("no json", "is no saved conversation"), ("[]", "no format nanoeuler-chat"),
+        ('{"format": "nanoeuler-chat", "version": 9}', "has version 9, this program reads 1"),
+        ('{"format": "nanoeuler-chat", "version": 1}', "got no list of turns"),
+        ('{"format": "nanoeuler-chat", "version": 1, "turns": [{"user": "x", "reply": 3}]}', "turn 1 wants the texts"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_conversation_is_neither_read_nor_replaced(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    talk, file = conversation(save_parrot(tmp_path, b"ok")), tmp_path / "file"
+    file.write_text(content)
+    with pytest.raises(UserError, match=message):
+        talk.load(file)
+    if "version" not in content:
+        with pytest.raises(UserError, match=message):
+            talk.save(file)
+        assert file.read_text() == content
+    with pytest.raises(UserError, match="cannot save .*: No such file or directory; choose another place"):
+        talk.save(tmp_path / "absent" / "talk.json")
+    with pytest.raises(UserError, match="cannot read .*: No such file"):
+        talk.load(tmp_path / "absent.json")
+
+
+# --- one prompt, and a pipe
+
+
+def run_chat(*flags: str, cwd: Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "models.nanoeuler.chat", *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    return subprocess.run(command, input=stdin, capture_output=True, cwd=cwd, env=environment, timeout=60)
+
+
+def test_a_prompt_and_a_pipe_print_the_reply_alone(tmp_path: Path) -> None:
+    save_parrot(tmp_path / "runs" / "sft", "é\x1b你".encode())
+    for done in (run_chat("--prompt", "Hi", cwd=tmp_path), run_chat(cwd=tmp_path, stdin=b"Hi\n")):
+        assert (done.returncode, done.stdout, done.stderr) == (0, "é你\n".encode(), b"")
+
+
+def test_a_fresh_clone_answers(tmp_path: Path) -> None:
+    """Where nothing has been trained, the model that comes with the repository does. 13 + 2 was held out of it."""
+    done = run_chat("--prompt", "How much is 13 plus 2?", "--temperature", "0", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"13 14 15, so 15\n", b"")
+
+
+@pytest.mark.parametrize(
+    ("flags", "stdin", "message"),
+    [
+        ((), b"caf\xe9", b"standard input is not utf-8 text at byte 3"),
+        ((), b"", b"the prompt is empty"),
+        (("--prompt", " "), b"", b"the prompt is empty"),
+        (("--prompt", "x", "--top-p", "0"), b"", b"--top-p is 0.0, wants"),
+        (("--prompt", "x", "--temperature", "nan"), b"", b"--temperature is nan, wants"),
+        (("--prompt", "x", "--checkpoint", "absent"), b"", b"no checkpoint in absent"),
+    ],
+)
+def test_a_fault_is_one_line(tmp_path: Path, flags: tuple[str, ...], stdin: bytes, message: bytes) -> None:
+    save_parrot(tmp_path / "runs" / "sft", b"ok")
+    done = run_chat(*flags, cwd=tmp_path, stdin=stdin)
+    assert done.returncode == 2 and done.stdout == b""
+    assert done.stderr.startswith(b"error: " + message) and done.stderr.count(b"\n") == 1
+
+
+# --- a terminal
+
+
+class Terminal:
+    """A chat in a pseudo-terminal of 24 lines and `width` columns."""
+
+    def __init__(self, path: Path, *flags: str, width: int = 80, **environment: str) -> None:
+        import fcntl
+        import struct
+        import termios
+
+        self.fd, child = pty.openpty()
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+        command = [sys.executable, "-m", "models.nanoeuler.chat", "--checkpoint", str(path), *flags]
+        self.process = subprocess.Popen(
+            command, stdin=child, stdout=child, stderr=child, cwd=path, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "LC_ALL": "C.UTF-8", **environment},
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(child)
+        self.seen = b""
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def wait_for(self, text: str, seconds: float = 30.0) -> str:
+        """What has come since the last wait, up to and with `text`."""
+        wanted, end = text.encode(), time.monotonic() + seconds
+        while wanted not in self.seen:
+            if not select.select([self.fd], [], [], max(0, end - time.monotonic()))[0]:
+                raise AssertionError(f"{text!r} did not come; on the screen: {self.seen[-2000:]!r}")
+            self.seen += self._read() or b"[end of output]" + wanted
+        before, found, self.seen = self.seen.partition(wanted)
+        assert b"[end of output]" not in before, before
+        return (before + found).decode()
+
+    def _read(self) -> bytes:
+        try:
+            return os.read(self.fd, 65536)
+        except OSError:  # Linux's way to say that the other side is closed
+            return b""
+
+    def leave(self) -> int:
+        while select.select([self.fd], [], [], 30)[0] and self._read():
+            pass
+        return self.process.wait(30)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.fd)
+
+
+@pytest.fixture
+def terminal() -> Iterator[type[Terminal]]:
+    opened: list[Terminal] = []
+
+    class Kept(Terminal):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)  # type: ignore[arg-type]
+            opened.append(self)
+
+    yield Kept
+    for each in opened:
+        each.close()
+
+
+@pytest.mark.parametrize("width", [80, 12])
+def test_whole_characters_in_a_terminal(tmp_path: Path, terminal: type[Terminal], width: int) -> None:
+    """Wide ones, several bytes each, in a narrow window too; every read is text by itself."""
+    t = terminal(save_parrot(tmp_path, WORLD.encode()), width=width)
+    t.wait_for("> ")
+    t.type("Hi\r")
+    assert WORLD in t.wait_for(WORLD)
+    t.wait_for("> ")
+    t.type("\x04")
+    assert t.leave() == 0
+
+
+def test_ctrl_c_stops_the_reply_and_keeps_the_session(tmp_path: Path, terminal: type[Terminal]) -> None:
+    t = terminal(save_parrot(tmp_path, b"aba", context=30_000), "--max-tokens", "30000")
+    t.wait_for("> ")
+    t.type("go\r")
+    t.wait_for("ababab")
+    t.type("\x03")
+    t.wait_for("[stopped]")
+    t.wait_for("> ")
+    time.sleep(0.5)  # a Ctrl-C between the prompt and Python's wait for a key is seen at the next key only
+    t.type("\x03")
+    t.wait_for("Ctrl-D or /bye leaves")
+    t.wait_for("> ")
+    t.type("/show\r")
+    t.wait_for("turns               1:")
+    t.wait_for("> ")
+    t.type("/set max_tokens 7\r")
+    t.type("/retry\r")
+    t.wait_for("abababa")
+    t.wait_for("> ")
+    t.type("/bye\r")
+    assert t.leave() == 0
+
+
+def test_commands(tmp_path: Path, terminal: type[Terminal]) -> None:
+    t = terminal(save_parrot(tmp_path, b"xyz", context=120), "--temperature", "0", NO_COLOR="1")
+    for typed, shown in (
+        ("one", "xyz"), ("/stats", "3 tokens at"), ("/save talk.json", "saved 1 turns to talk.json"),
+        ("/undo", "taken back: one"), ("/undo", "error: there is no turn to take back"), ("/load talk.json", "> one"),
+        ("/retry", "the reply will be the same"), ("/set top_k 5", "> "), ("/show", "top_k               5 "),
+        ("/set top_k many", "error: /set top_k: got 'many', wanted a number"),
+        ("/set top_p 7", "error: --top-p is 7.0, wants"), ("/set colour 1", "error: /set colour: no such setting"),
+        ("/dance", "error: /dance is no command; /help lists them"), ("/save", "error: /save wants one file name"),
+        ('/save "x', "close the quotation mark"), ("/load talk.jsn", "error: cannot read talk.jsn"),
+        ("/help", "/retry   answer the last question again"), ("two", "xyz"), ("three", "xyz"),
+        ("four", "oldest turn"), ("/clear", "forgotten"), ("/show", "turns               0: 0 of 120 tokens"),
+        ('"""five', ". "), ("", ". "), ('six"""', "xyz"), ("/save talk.json", "saved 1 turns"),
+    ):  # fmt: skip
+        t.type(typed + "\r")
+        t.wait_for(shown)
+    t.type("/bye\r")
+    assert t.leave() == 0
+    path = next(tmp_path.glob("step-*/talk.json"))
+    assert json.loads(path.read_text())["turns"] == [{"user": "five\n\nsix", "reply": "xyz"}]
+
+
+def test_arrow_up_brings_the_last_line_back(tmp_path: Path, terminal: type[Terminal]) -> None:
+    pytest.importorskip("readline")
+    t = terminal(save_parrot(tmp_path, b"xyz"))
+    t.wait_for("> ")
+    t.type("hello\r")
+    t.wait_for("xyz")
+    t.wait_for("> ")
+    t.type("\x1b[A")
+    t.wait_for("hello")
+    t.type("\r")
+    t.wait_for("xyz")
+
+
+def test_colour_only_where_it_is_wanted(tmp_path: Path, terminal: type[Terminal]) -> None:
+    path = save_parrot(tmp_path, b"xyz")
+    assert "\x1b[1;32m" in terminal(path).wait_for("> ")
+    assert "\x1b[1;32m" not in terminal(path, NO_COLOR="1").wait_for("> ")
+
+
+def test_a_reply_cannot_steer_the_terminal(tmp_path: Path, terminal: type[Terminal]) -> None:
+    t = terminal(save_parrot(tmp_path, b"a\x1b[2J\x07b"), NO_COLOR="1")
+    t.wait_for("> ")
+    t.type("Hi\r")
+    assert t.wait_for("a[2Jb").count("\x1b[2J") == 0
+
+
+def test_sigterm_ends_it(tmp_path: Path, terminal: type[Terminal]) -> None:
+    t = terminal(save_parrot(tmp_path, b"xyz"))
+    t.wait_for("> ")
+    t.process.send_signal(signal.SIGTERM)
+    assert t.leave() == -signal.SIGTERM
+
+
+def test_loaded_models_are_what_they_say(tmp_path: Path) -> None:
+    loaded: Loaded = load(save_parrot(tmp_path, b"xyz"), get_backend("numpy", "fp32", workers=1))
+    assert loaded.tokenizer.hash() == TOKENIZER.hash()

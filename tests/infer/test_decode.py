@@ -1,0 +1,178 @@
+"""Decoders: the cache gives what the whole sequence would, in every position, for every head, however it is cut."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from models.nanoeuler import Config, NanoEuler
+from models.nanoeuler.config import PRESETS
+from tinyforge.backends import get_backend
+from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.decoder import Decoder, ReferenceDecoder
+from tinyforge.infer.decoder_numpy import NumpyDecoder, blocks_of, pack
+from tinyforge.infer.sampling import Sampling
+
+CONFIG = Config(dim=24, heads=4, kv_heads=2, layers=2, context=150, vocab=19, mtp_heads=3, hidden=10,
+                mtp_weights=(1, 0.5, 0.25))  # fmt: skip
+ALONE = replace(CONFIG, heads=3, kv_heads=3)  # every query head has its own keys
+SHARED = replace(CONFIG, heads=6, kv_heads=1, layers=3)
+CHUNKS = [[150], [1] * 150, [127, 1, 1, 1, 20], [128, 1, 21], [100, 50], [3, 130, 17], [15, 1, 1, 63, 65, 5]]
+
+
+def model_of(config: Config, precision: str = "fp64") -> NanoEuler:
+    """A model with weights, gains included, that make a difference from place to place."""
+    model = NanoEuler(config, get_backend("numpy", precision, workers=1))
+    model.initialise(0)
+    model.buffer.values[: model.buffer.decay_end] *= 8
+    gains = model.buffer.values[model.buffer.decay_end :]
+    gains *= np.random.default_rng(1).uniform(0.5, 1.5, gains.shape).astype(gains.dtype)
+    return model
+
+
+def tokens_of(config: Config, rows: int, length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(0, config.vocab, (rows, length))
+
+
+def whole(model: NanoEuler, tokens: np.ndarray) -> np.ndarray:
+    """Logits of all heads without a cache, (B, T, K, V)."""
+    h = model.hidden(tokens.astype(np.int32))
+    return np.stack([model.heads.logits(h, k) for k in range(model.config.mtp_heads)], axis=2)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+@pytest.mark.parametrize("config", [CONFIG, ALONE, SHARED], ids=["grouped", "alone", "shared"])
+@pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder])
+def test_the_cache_gives_the_logits_of_the_whole_sequence(
+    kind: type[Decoder], config: Config, chunks: list[int]
+) -> None:
+    """Across the tiles of attention (64 and 128 without a cache, 16 with one), and to the end of the context."""
+    model, tokens = model_of(config), tokens_of(config, 1, 150)
+    decoder, parts = kind(model), []
+    for end, size in zip(np.cumsum(chunks), chunks, strict=True):
+        parts.append(decoder.step(tokens[:, end - size : end], config.mtp_heads).copy())
+    wanted = whole(model, tokens)
+    assert decoder.lengths == [150] and np.abs(wanted).max() > 1
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder])
+def test_rows_of_unequal_lengths_go_on_side_by_side(kind: type[Decoder]) -> None:
+    model, tokens = model_of(CONFIG), tokens_of(CONFIG, 3, 140)
+    wanted = whole(model, tokens)
+    decoder = kind(model, 3)
+    starts = [0, 17, 130]
+    for row, start in enumerate(starts):
+        decoder.prefill(row, tokens[row, :start].tolist())
+    for n, heads in ((1, 3), (4, 3), (1, 1), (3, 2), (1, 1)):
+        new = np.stack([tokens[row, at : at + n] for row, at in enumerate(decoder.lengths)])
+        at = list(decoder.lengths)
+        logits = decoder.step(new, heads)
+        assert logits.shape == (3, n, heads, CONFIG.vocab)
+        for row in range(3):
+            np.testing.assert_allclose(logits[row], wanted[row, at[row] : at[row] + n, :heads], rtol=0, atol=1e-10)
+    assert decoder.lengths == [start + 10 for start in starts]
+
+
+@pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder])
+def test_a_rewound_row_forgets(kind: type[Decoder]) -> None:
+    """What lay behind the new end, other tokens, leaves no trace; the other row keeps all of its own."""
+    model, tokens = model_of(CONFIG), tokens_of(CONFIG, 2, 60)
+    wanted = whole(model, tokens)
+    decoder = kind(model, 2)
+    decoder.prefill(0, tokens[0, :20].tolist())
+    decoder.prefill(0, tokens_of(CONFIG, 1, 100)[0].tolist())
+    decoder.prefill(1, tokens[1, :50].tolist())
+    decoder.rewind([20, 50])
+    logits = decoder.step(np.stack([tokens[0, 20:24], tokens[1, 50:54]]))
+    np.testing.assert_allclose(logits[0, :, 0], wanted[0, 20:24, 0], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(logits[1, :, 0], wanted[1, 50:54, 0], rtol=0, atol=1e-10)
+
+
+def test_float32_stays_near_float64() -> None:
+    tokens = tokens_of(CONFIG, 1, 150)
+    exact = whole(model_of(CONFIG), tokens)
+    logits = NumpyDecoder(model_of(CONFIG, "fp32")).step(tokens, 3)
+    assert np.abs(logits - exact).max() < 1e-5 * np.abs(exact).max()
+
+
+def test_scores_that_would_overflow_an_exponential_do_not() -> None:
+    """float32's exp overflows at 89; these scores are in the hundreds, and SwiGLU's gates are too."""
+    model = model_of(CONFIG, "fp32")
+    model.buffer.values[: model.buffer.decay_end] *= 12
+    tokens = tokens_of(CONFIG, 1, 40)
+    with np.errstate(all="raise", under="ignore"):
+        logits = NumpyDecoder(model).step(tokens, 3)
+    wanted = whole(model, tokens)
+    assert np.isfinite(logits).all()
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-2 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_several_positions_at_once_give_the_bits_of_one_after_the_other(n: int, precision: str) -> None:
+    """What makes speculation exact in floating point: each product adds up a row in the same order, see `pack`."""
+    model = model_of(PRESETS["small"], precision)
+    tokens = tokens_of(model.config, 1, 120)
+    several, single = NumpyDecoder(model), NumpyDecoder(model)
+    for at in range(0, 120, n):
+        logits = several.step(tokens[:, at : at + n], 4).copy()
+        for i in range(n):
+            assert np.array_equal(logits[:, i], single.step(tokens[:, at + i : at + i + 1], 4)[:, 0]), at + i
+
+
+@pytest.mark.parametrize(("rows", "columns", "block"), [
+    (344, 128, 344), (4096, 768, 64), (80, 3000, 80), (96, 4000, 48), (128, 5000, 32), (97, 5000, 97), (5, 400_000, 5),
+])  # fmt: skip
+def test_packed_weights_multiply_as_the_plain_ones(rows: int, columns: int, block: int) -> None:
+    rng = np.random.default_rng(0)
+    weight, x = rng.normal(size=(2, rows, columns)), rng.normal(size=(4, columns))
+    packed = pack(weight)
+    assert packed.shape == (2, rows // block, columns, block)
+    out = np.empty((2, 4, rows))
+    np.matmul(x, packed, out=blocks_of(out, packed))
+    np.testing.assert_allclose(out, x @ weight.swapaxes(1, 2), rtol=0, atol=1e-9)
+
+
+def test_a_token_allocates_nothing() -> None:
+    """Views and a few small objects come and go; no array does, and nothing stays."""
+    decoder = NumpyDecoder(model_of(PRESETS["small"], "fp32"))
+
+    def tokens(count: int) -> None:
+        for token in range(count):
+            decoder.step([[token]], 4)
+
+    tokens(40)
+    decoder.rewind([0])
+    tracemalloc.start()
+    try:
+        tokens(5)
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        tokens(30)
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak - before < 4096 and after - before < 1024
+
+
+def test_a_decoder_refuses_what_it_has_no_room_for() -> None:
+    model = model_of(CONFIG)
+    for kind in (ReferenceDecoder, NumpyDecoder):
+        decoder = kind(model, 2, 10)
+        decoder.prefill(1, [1] * 10)
+        decoder.prefill(0, [])
+        with pytest.raises(ValueError, match="row 1 holds 10 of 10 positions, no room for 1 more"):
+            decoder.step([[1], [1]])
+        with pytest.raises(ValueError, match="no room for 11"):
+            decoder.prefill(0, [1] * 11)
+        assert decoder.lengths == [0, 10]
+        with pytest.raises(ValueError, match="row 0 holds 0 positions, cannot go to 3"):
+            decoder.rewind([3, 3])
+        with pytest.raises(ValueError, match="capacity 151, wants 1 to 150"):
+            kind(model, 1, 151)
+        assert not decoder.draws(Sampling())
+    assert isinstance(make_decoder(model), NumpyDecoder)

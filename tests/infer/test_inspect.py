@@ -1,0 +1,76 @@
+"""What `inspect` shows is what the model computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.nanoeuler import Config, NanoEuler
+from tinyforge import checkpoint, inspect
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError
+from tinyforge.params import named
+from tinyforge.text import Tokenizer
+
+TOKENIZER = Tokenizer([(104, 105)], ["<|endoftext|>", "</s>"])
+CONFIG = Config(dim=16, heads=4, kv_heads=2, layers=2, context=30, vocab=TOKENIZER.vocab_size, mtp_heads=2, hidden=10,
+                mtp_weights=(1, 0.5))  # fmt: skip
+IDS = [5, 200, 256, 7, 7, 90]
+
+
+@pytest.fixture
+def model() -> NanoEuler:
+    model = NanoEuler(CONFIG, get_backend("numpy", "fp64", workers=1))
+    model.initialise(0)
+    model.buffer.values[: model.buffer.decay_end] *= 8
+    return model
+
+
+def test_the_probabilities_are_the_models(model: NanoEuler) -> None:
+    h = model.hidden(np.array([IDS]))
+    for k in range(CONFIG.mtp_heads):
+        logits = model.heads.logits(h, k)[0]
+        p = np.exp(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
+        np.testing.assert_allclose(inspect.trace(model, IDS).probabilities[:, k], p, rtol=1e-10)
+
+
+def test_the_attention_is_what_mixes_the_values(model: NanoEuler, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    attention = type(model.blocks[0].attention)
+    real = attention.forward
+
+    def listen(self: object, qkv: np.ndarray, stash: object = None) -> np.ndarray:
+        out = real(self, qkv, stash)
+        seen.append((qkv[0, :, CONFIG.heads + CONFIG.kv_heads :].copy(), out[0]))
+        return out
+
+    monkeypatch.setattr(attention, "forward", listen)
+    found = inspect.trace(model, IDS).attention
+    assert found.shape == (CONFIG.layers, CONFIG.heads, len(IDS), len(IDS))
+    assert not np.triu(found, 1).any()
+    for weights, (values, out) in zip(found, seen, strict=True):
+        mixed = np.einsum("hts,shd->thd", weights, values.repeat(CONFIG.heads // CONFIG.kv_heads, axis=1))
+        np.testing.assert_allclose(mixed, out.reshape(mixed.shape), rtol=1e-10)
+
+
+def test_the_command(tmp_path: Path, model: NanoEuler, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = named(model.buffer, model.buffer.values, model.backend)
+    meta = {"kind": "pretrain", "config": CONFIG.to_dict(), "tokenizer_hash": TOKENIZER.hash()}
+    path = str(checkpoint.save(tmp_path, 1, weights, {"m": np.zeros(1)}, TOKENIZER, meta, keep=0))
+    picture = tmp_path / "a.png"
+    text = ["$hi\x1b", "--checkpoint", path, "--top", "2"]
+    assert inspect.main([*text, "--out", str(picture)]) == 0
+    shown = capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "   1  'hi'\n" in shown and "   2  '\\x1b'\n" in shown and "*'hi' " in shown
+    assert shown.count("head 1 (+2):") == 3 and "\x1b" not in shown
+    for name in ("absent/a.png", "a.nothing"):
+        with pytest.raises(UserError, match="cannot write .*; choose another --out, a .png file"):
+            inspect.main([*text, "--out", str(tmp_path / name)])
+    for wrong in ("", "x" * 31):
+        with pytest.raises(UserError, match=r"tokens, wanted 1 to 30"):
+            inspect.main([wrong, *text[1:]])
+    with pytest.raises(UserError, match="--top is 0"):
+        inspect.main([*text[:3], "--top", "0"])

@@ -1,0 +1,97 @@
+"""How a decoder's work is spread over blocks: nothing lost, nothing twice, and a queue that is never overrun."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tinyforge.errors import UserError
+from tinyforge.infer.cuda.row_plan import TILE, Layer, Plan
+
+SMALL = Plan(dim=64, hidden=26, heads=4, kv_heads=2, layers=2, vocab=19, outputs=3, rows=2, itemsize=4, blocks=5,
+             shared=160 << 10)  # fmt: skip
+BASE = Plan(dim=768, hidden=2048, heads=12, kv_heads=4, layers=16, vocab=4096, outputs=4, rows=1, itemsize=2,
+            blocks=132, shared=227 << 10)  # fmt: skip
+PLANS = [SMALL, BASE, *(replace(BASE, rows=rows) for rows in (2, 3, 4)), replace(BASE, itemsize=4, rows=4),
+         replace(BASE, shared=99 << 10), replace(BASE, blocks=1), replace(BASE, depth=16),
+         replace(BASE, dim=1024, heads=16, layers=20, vocab=8192, hidden=2816, rows=4)]  # fmt: skip
+
+
+def test_each_block_takes_its_rows_in_the_order_of_the_pass() -> None:
+    plan, number = SMALL, iter(range(1, 10**6))
+    width = (plan.heads + 2 * plan.kv_heads) * plan.head_dim
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        return np.array([next(number) for _ in range(rows * columns)], np.float32).reshape(rows, columns)
+
+    layers = [Layer(matrix(width, 64), matrix(64, 64), matrix(52, 64), matrix(64, 26)) for _ in range(2)]
+    heads = np.stack([matrix(19, 64) for _ in range(3)])
+    stream = plan.arrange(layers, heads, np).view(np.float32)
+    assert stream.shape == (5, plan.warps, plan.lengths[-1].max(), 32 * plan.piece)
+
+    # Read as the kernel does: a matrix-vector product of each tile, from what each lane takes.
+    x = np.random.default_rng(0).normal(size=64)
+    taken, dealt = np.zeros(5, int), 0
+    products = []
+    for count, columns in plan.deals():
+        rows = np.zeros(count * TILE)
+        for tile in range(count if columns else 0):
+            block, steps = (dealt + tile) % 5, plan.steps(columns)
+            padded = np.zeros(plan.warps * steps * 4 * plan.piece)
+            padded[:columns] = x[:columns]
+            units = stream[block, :, taken[block] : taken[block] + steps].reshape(plan.warps, steps, TILE, -1)
+            rows[tile * TILE :][:TILE] = np.einsum("wsrc,wsc->r", units, padded.reshape(plan.warps, steps, -1))
+            taken[block] += steps
+        products.append(rows)
+        dealt += count
+    assert taken.tolist() == plan.lengths[-1].tolist()
+    for i, layer in enumerate(layers):
+        qkv, _, out, gate_up, down = products[5 * i : 5 * i + 5]
+        np.testing.assert_allclose(qkv, layer.qkv @ x)
+        np.testing.assert_allclose(out, layer.out @ x)
+        np.testing.assert_allclose(down, layer.down @ x[:26])
+        pairs = np.empty((8, 2, 4))
+        pairs[plan.hidden_order] = gate_up.reshape(8, 2, 4)
+        gate, up = pairs.transpose(1, 0, 2).reshape(2, -1)[:, :26]
+        np.testing.assert_allclose(np.concatenate([gate, up]), layer.gate_up @ x)
+    np.testing.assert_allclose(np.stack(products[-3:])[:, :19], heads @ x)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_queue_holds_the_tiles_that_are_multiplied_at_one_time(plan: Plan) -> None:
+    assert plan.shared_bytes <= plan.shared
+    for count, columns in plan.deals():
+        tiles = min(plan.tiles, -(-count // plan.blocks))
+        assert 1 <= plan.tiles <= 4 and (not columns or tiles * plan.steps(columns) <= plan.slots)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_blocks_have_about_as_much_to_read(plan: Plan) -> None:
+    lengths = plan.lengths[-1]
+    assert lengths.max() <= 1.1 * lengths.mean() + 4 * max(plan.steps(plan.dim), plan.steps(plan.hidden))
+    assert (np.diff(plan.lengths, axis=0) >= 0).all()
+
+
+@pytest.mark.parametrize("plan", [*PLANS, replace(BASE, blocks=7), replace(BASE, hidden=5)])
+def test_the_hidden_units_of_a_block_are_side_by_side(plan: Plan) -> None:
+    order = plan.hidden_order
+    assert sorted(order.tolist()) == list(range(plan.hidden_rows // 4))
+    for block in range(min(plan.blocks, len(order))):
+        assert (np.diff(order[block :: plan.blocks]) == 1).all()
+
+
+def test_a_queue_has_a_power_of_2_of_places() -> None:
+    assert BASE.slots == 32 and replace(BASE, depth=31).slots == 16 and replace(BASE, depth=16).slots == 16
+
+
+def test_shapes_that_the_kernel_cannot_take_are_refused() -> None:
+    with pytest.raises(UserError, match="head size 48 at 2 bytes a number, wanted a power of 2"):
+        replace(BASE, dim=576)
+    with pytest.raises(UserError, match="head size 16 at 2 bytes a number, wanted a power of 2 of at least 32"):
+        replace(BASE, dim=192)
+    with pytest.raises(UserError, match="24 heads share 1 keys, wanted at most 16 to a key"):
+        replace(BASE, heads=24, kv_heads=1)
+    with pytest.raises(UserError, match="20000 bytes of shared memory a block hold no row of 2048 numbers"):
+        replace(BASE, shared=20000)

@@ -1,0 +1,265 @@
+'''Talk to a trained NanoEuler.
+
+    python -m models.nanoeuler.chat                         the newest run under runs/, else the model that is here
+    python -m models.nanoeuler.chat --prompt "What is 3 plus 4?"
+    echo "What is 3 plus 4?" | python -m models.nanoeuler.chat
+    python -m models.nanoeuler.chat --checkpoint runs/pretrain      a base model continues the text
+
+Ctrl-C stops a reply and keeps the conversation; Ctrl-D or /bye leaves; """ begins and ends a text of several lines;
+/help lists the commands. With --prompt or a pipe only the reply is printed.
+'''
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tinyforge.backends import get_backend
+from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.hub import Loaded, add_checkpoint_flag, load, trained_model
+from tinyforge.infer.conversation import Conversation
+from tinyforge.infer.sampling import Sampling
+from tinyforge.registry import models
+
+BLOCK = '"""'
+SETTINGS = {
+    "temperature": "0 is greedy", "top_k": "most likely tokens kept, 0 for all",
+    "top_p": "share of probability kept", "min_p": "least probability kept, as a share of the greatest",
+    "repetition_penalty": "above 1, words come again less often", "max_tokens": "longest reply", "seed": "",
+    "drafts": "tokens guessed ahead: changes the speed, not the text's odds",
+}  # fmt: skip
+
+
+def printable(text: str) -> str:
+    """`text` without control characters (newline and tab stay): a model must not be able to steer the terminal."""
+    return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
+
+
+def show(pieces: Iterable[str]) -> None:
+    for piece in pieces:
+        print(printable(piece), end="", flush=True)
+
+
+class Leave(Exception):
+    """The user says goodbye."""
+
+
+class Repl:
+    """The loop of a terminal: reads lines, prints replies, obeys commands."""
+
+    def __init__(self, loaded: Loaded, sampling: Sampling) -> None:
+        self.conversation = Conversation(loaded)
+        self.sampling = sampling
+        self.asked = 0  # so that every reply draws other numbers, the same ones in every session
+        self.colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        # Every method named do_X is the command /X; its docstring is its line in /help.
+        self.commands: dict[str, Callable[[list[str]], None]] = {
+            name.removeprefix("do_"): getattr(self, name) for name in dir(self) if name.startswith("do_")
+        }
+
+    def run(self) -> None:
+        with suppress(ImportError):
+            import readline  # noqa: F401  arrow keys and history, where the platform has it
+        while True:
+            try:
+                text = self.read()
+                if text.startswith("/"):
+                    self.obey(text)
+                elif text:
+                    self.reply(text)
+            except UserError as error:
+                self.note(f"error: {printable(str(error))}")
+            except KeyboardInterrupt:
+                print()
+                self.note("Ctrl-D or /bye leaves")
+            except (EOFError, Leave):
+                print()
+                return
+
+    def read(self) -> str:
+        """A line, or the lines between two \"\"\"."""
+        text = input(self.painted("> ", "1;32", prompt=True)).strip()
+        if not text.startswith(BLOCK):
+            return text
+        lines = [text.removeprefix(BLOCK)]
+        while not lines[-1].rstrip().endswith(BLOCK):
+            lines.append(input(self.painted(". ", "32", prompt=True)))
+        return "\n".join(lines).rstrip().removesuffix(BLOCK).strip("\n")
+
+    def reply(self, text: str) -> None:
+        sampling = dataclasses.replace(self.sampling, seed=self.sampling.seed + self.asked)
+        self.asked += 1
+        pieces = self.conversation.ask(text, sampling)
+        try:
+            first = next(pieces, "")
+            self.note(self.conversation.notice)  # what was left out is said before the reply
+            self.conversation.notice = ""
+            show([first])
+            show(pieces)
+            print()
+        except KeyboardInterrupt:
+            pieces.close()
+            print(self.painted(" [stopped]", "2"))
+        self.note(self.conversation.notice)
+
+    def note(self, text: str) -> None:
+        """A line about the conversation, not of it."""
+        if text:
+            print(self.painted(text, "2"))
+
+    def painted(self, text: str, code: str, prompt: bool = False) -> str:
+        if not self.colour:
+            return text
+        # readline counts a prompt's characters; \1 and \2 enclose what takes no room.
+        before, after = ("\1", "\2") if prompt else ("", "")
+        return f"{before}\x1b[{code}m{after}{text}{before}\x1b[0m{after}"
+
+    # --- commands
+
+    def obey(self, line: str) -> None:
+        try:
+            name, *arguments = shlex.split(line[1:]) or [""]
+        except ValueError as error:
+            raise UserError(f"{line}: {error}; close the quotation mark") from error
+        if name not in self.commands:
+            raise UserError(f"/{name} is no command; /help lists them")
+        self.commands[name](arguments)
+
+    def do_help(self, arguments: list[str]) -> None:
+        """this list"""
+        for name, command in self.commands.items():
+            self.note(f"  /{name:<7} {command.__doc__}")
+        self.note(f"  {BLOCK}      begins and ends a text of several lines")
+        self.note("  Ctrl-C   stops a reply; Ctrl-D leaves")
+
+    def do_bye(self, arguments: list[str]) -> None:
+        """leave"""
+        raise Leave
+
+    def do_clear(self, arguments: list[str]) -> None:
+        """forget the conversation"""
+        self.conversation.clear()
+        self.note("forgotten")
+
+    def do_undo(self, arguments: list[str]) -> None:
+        """take the last question and its reply back"""
+        turn = self.conversation.undo()
+        self.note(f"taken back: {printable(turn.user)}")
+
+    def do_retry(self, arguments: list[str]) -> None:
+        """answer the last question again, with other random numbers"""
+        if self.sampling.temperature == 0:
+            self.note("temperature is 0: the reply will be the same; /set temperature 0.7 varies it")
+        self.reply(self.conversation.undo().user)
+
+    def do_set(self, arguments: list[str]) -> None:
+        """/set NAME VALUE changes how replies are drawn; alone, it shows the names"""
+        if not arguments:
+            return self.do_show(arguments)
+        name, value = arguments if len(arguments) == 2 else (arguments[0], "")
+        if name not in SETTINGS:
+            raise UserError(f"/set {name}: no such setting; there are {', '.join(SETTINGS)}")
+        kind = type(getattr(self.sampling, name))
+        try:
+            self.sampling = dataclasses.replace(self.sampling, **{name: kind(value)})
+        except ValueError:
+            raise UserError(f"/set {name}: got {value!r}, wanted a number, e.g. /set {name} "
+                            f"{getattr(self.sampling, name)}") from None  # fmt: skip
+        if name == "seed":
+            self.asked = 0
+
+    def do_show(self, arguments: list[str]) -> None:
+        """the model, the settings, and how full the context is"""
+        conversation = self.conversation
+        self.note(f"  model               {conversation.loaded.path}")
+        for name, meaning in SETTINGS.items():
+            self.note(f"  {name:<19} {getattr(self.sampling, name)!s:<6} {meaning}".rstrip())
+        used = f"{conversation.length} of {conversation.context} tokens"
+        self.note(f"  turns               {len(conversation.turns)}: {used}")
+
+    def do_stats(self, arguments: list[str]) -> None:
+        """tokens a second, time to the first token, guesses accepted"""
+        s = self.conversation.stats
+        self.note(f"  {s.tokens} tokens at {s.tokens_per_second:,.0f} a second; the last reply began after "
+                  f"{1e3 * s.first_seconds:.1f} ms")  # fmt: skip
+        self.note(f"  prompts: {s.prefilled} tokens read, {s.reused} found in the cache")
+        if s.drafted:
+            shares = ", ".join(f"head {k}: {share:.0%}" for k, share in enumerate(s.acceptance, start=1))
+            self.note(f"  {s.tokens_per_pass:.2f} tokens a pass; guesses accepted: {shares}")
+
+    def do_save(self, arguments: list[str]) -> None:
+        """/save FILE writes the conversation"""
+        path = self.file(arguments, "save")
+        self.conversation.save(path)
+        self.note(f"saved {len(self.conversation.turns)} turns to {path}")
+
+    def do_load(self, arguments: list[str]) -> None:
+        """/load FILE goes on with a saved conversation"""
+        self.conversation.load(self.file(arguments, "load"))
+        for turn in self.conversation.turns:
+            self.note(f"> {printable(turn.user)}")
+            print(printable(turn.reply))
+
+    def file(self, arguments: list[str], command: str) -> Path:
+        if len(arguments) != 1:
+            raise UserError(f"/{command} wants one file name, e.g. /{command} talk.json")
+        return Path(arguments[0]).expanduser()
+
+
+def once(loaded: Loaded, text: str, sampling: Sampling) -> None:
+    """One reply, and nothing else, on standard output."""
+    conversation = Conversation(loaded)
+    show(conversation.ask(text, sampling))
+    print(flush=True)
+    if conversation.notice:
+        print(conversation.notice, file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        prog="python -m models.nanoeuler.chat", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add_checkpoint_flag(parser)
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this and leave")
+    parser.add_argument("--backend", default="numpy", help="numpy, cupy (a GPU), or auto (default: %(default)s)")
+    parser.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
+    for name, meaning in SETTINGS.items():
+        default = getattr(Sampling(), name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default,
+                            help=f"{meaning} (default: {default})".strip())  # fmt: skip
+    args = parser.parse_args(argv)
+    sampling = Sampling(**{name: getattr(args, name) for name in SETTINGS})
+    loaded = load(trained_model(args.checkpoint), get_backend(args.backend, args.precision, workers=1))
+    if args.prompt is not None:
+        once(loaded, args.prompt, sampling)
+    elif not sys.stdin.isatty():
+        once(loaded, _piped(), sampling)
+    else:
+        base = loaded.meta["kind"] != "sft"
+        note = "a base model, not fine-tuned: it continues your text" if base else "fine-tuned"
+        if loaded.path in {spec.bundled for spec in models().values()}:
+            note = "comes with the repository; it knows a small world of people, things and numbers"
+        repl = Repl(loaded, sampling)
+        repl.note(f"{loaded.path} ({note}). /help lists the commands; Ctrl-C stops a reply; Ctrl-D or /bye leaves.")
+        repl.run()
+    return 0
+
+
+def _piped() -> str:
+    try:
+        return sys.stdin.read().strip()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"standard input is not {error.encoding} text at byte {error.start}; convert it to {error.encoding}"
+        ) from error
+
+
+if __name__ == "__main__":
+    run_command(main)

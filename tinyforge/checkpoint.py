@@ -1,0 +1,231 @@
+"""Checkpoints: a directory per step, whole or absent.
+
+    step-00000500/
+        model.safetensors       weights by parameter name
+        optimizer.safetensors   AdamW's moments, `m.` and `v.` + parameter name
+        tokenizer.json
+        meta.json               model (its registered name), config, step, settings, seed, tokenizer hash, elapsed time
+        hashes.json             SHA-256 of each file above, written last
+
+Everything is written into a hidden directory beside it, synced to disk, and renamed. A run that is killed or meets a
+full disk leaves at most that hidden directory, which the next save removes; older checkpoints are not touched before
+the new one stands. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinyforge.errors import UserError
+from tinyforge.files import sync
+
+FORMAT = 1
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and whose hashes hold."""
+
+    path: Path
+    meta: dict[str, Any]
+    weights: dict[str, np.ndarray]
+
+    def optimizer(self) -> dict[str, np.ndarray]:
+        return _tensors(self.path / "optimizer.safetensors")
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.path / "tokenizer.json"
+
+
+def save(
+    out: Path,
+    step: int,
+    weights: dict[str, np.ndarray],
+    optimizer: dict[str, np.ndarray],
+    tokenizer: Any,
+    meta: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write out/step-N, then remove all but the newest `keep` checkpoints (0 keeps all)."""
+    from safetensors.numpy import save as to_bytes
+
+    final = out / f"{_PREFIX}{step:08d}"
+    try:
+        for stale in out.glob(f".partial-{_PREFIX}*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        files = {
+            "model.safetensors": to_bytes(weights),
+            "optimizer.safetensors": to_bytes(optimizer),
+            "meta.json": _to_json({"format": FORMAT, **meta, "step": step}),
+        }
+        _write_directory(final, files, tokenizer)
+    except (OSError, UserError) as error:
+        # The tokenizer reports its own faults; what the system said is their cause.
+        cause = error.__cause__ if isinstance(error, UserError) else error
+        left = steps(out)
+        stays = f"the last good checkpoint, {left[-1]}, is untouched" if left else "nothing was saved before"
+        raise UserError(
+            f"cannot save a checkpoint in {out}: {getattr(cause, 'strerror', None) or error}; {stays}. Free some "
+            "space, then go on with --resume"
+        ) from error
+    if keep > 0:
+        for old in steps(out)[:-keep]:
+            # Renamed first: a kill half-way leaves a hidden directory, never half a checkpoint.
+            doomed = out / f".partial-{old.name}"
+            try:
+                os.replace(old, doomed)
+                shutil.rmtree(doomed)
+            except OSError as error:  # the new one is saved: that is no reason to stop
+                print(f"warning: cannot remove the old checkpoint {old}: {error.strerror}; the next save tries again",
+                      file=sys.stderr)  # fmt: skip
+    return final
+
+
+def export(found: Checkpoint, out: Path, card: str) -> None:
+    """Write a checkpoint to give away: weights rounded to bfloat16, no optimizer, the card as README.md.
+
+    `load` reads it like any other; the card has no hash, so that it may be edited. Raises UserError where `out` exists
+    or cannot be written, and without ml_dtypes.
+    """
+    from safetensors.numpy import save as to_bytes
+
+    from tinyforge.text import Tokenizer
+
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise UserError("export: the package ml_dtypes is missing; pip install ml_dtypes") from None
+    if out.exists():
+        raise UserError(f"export: {out} exists already; remove it, or choose another --out")
+    weights = {name: value.astype(ml_dtypes.bfloat16) for name, value in found.weights.items()}
+    files = {"model.safetensors": to_bytes(weights), "meta.json": _to_json(found.meta), "README.md": card.encode()}
+    try:
+        _write_directory(out, files, Tokenizer.load(found.tokenizer_path))
+    except OSError as error:
+        raise UserError(f"export: cannot write {out}: {error.strerror}; choose another --out") from error
+
+
+def _write_directory(final: Path, files: dict[str, bytes], tokenizer: Any) -> None:
+    """Write the files, tokenizer.json and hashes.json into a directory that appears whole or not at all."""
+    partial = final.parent / f".partial-{final.name}"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # what a killed run has left
+        partial.mkdir(parents=True)
+        tokenizer.save(partial / "tokenizer.json")
+        hashes = {"tokenizer.json": _sha256((partial / "tokenizer.json").read_bytes())}
+        for name, data in files.items():
+            _write(partial / name, data)
+            if name != "README.md":
+                hashes[name] = _sha256(data)
+        _write(partial / "hashes.json", _to_json(hashes))
+        sync(partial)
+        os.replace(partial, final)
+        sync(final.parent)
+    except (OSError, UserError):
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def steps(out: Path) -> list[Path]:
+    """The checkpoints in `out`, oldest first."""
+    return sorted(p for p in out.glob(_PREFIX + "*") if p.is_dir()) if out.is_dir() else []
+
+
+def step_of(path: Path) -> int:
+    """The step after which a run has saved the checkpoint `path`."""
+    return int(path.name.removeprefix(_PREFIX))
+
+
+def latest(path: Path) -> Path:
+    """`path` itself if it is a checkpoint, else the newest checkpoint in it."""
+    if (path / "meta.json").is_file():
+        return path
+    found = steps(path)
+    if not found:
+        raise UserError(f"no checkpoint in {path}; train one first, e.g. python recipes/pretrain.py --out {path}")
+    return found[-1]
+
+
+def load(path: Path) -> Checkpoint:
+    """Read a checkpoint (or the newest in a run's directory), checking every file against its hash."""
+    path = latest(path)
+    verify(path)
+    return Checkpoint(path, read_meta(path), _tensors(path / "model.safetensors"))
+
+
+def verify(path: Path) -> None:
+    """Check every file of a checkpoint against its hash; UserError if one is missing or was altered."""
+    hashes = _json(path / "hashes.json")
+    for name, wanted in hashes.items():
+        file = path / name
+        if not file.is_file():
+            raise UserError(f"checkpoint {path}: {name} is missing; use another checkpoint of the run")
+        got = _sha256(file.read_bytes())
+        if got != wanted:
+            raise UserError(
+                f"checkpoint {path}: {name} has SHA-256 {got[:12]}..., hashes.json says {wanted[:12]}...; "
+                "the file was altered or damaged, use another checkpoint of the run"
+            )
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """A checkpoint's meta.json. Raises UserError where it cannot be read or is of another format."""
+    meta = _json(path / "meta.json")
+    if meta.get("format") != FORMAT:
+        raise UserError(f"checkpoint {path}: format {meta.get('format')}, this program reads {FORMAT}")
+    return meta
+
+
+def _tensors(file: Path) -> dict[str, np.ndarray]:
+    """Tensors by name; bfloat16 as float32, which holds it exactly: NumPy itself has no bfloat16."""
+    from safetensors import deserialize
+
+    try:
+        return {name: _array(**stored) for name, stored in deserialize(file.read_bytes())}
+    except Exception as error:  # safetensors raises its own type, and OSError where the file cannot be read
+        raise UserError(f"cannot read {file}: {error}; use another checkpoint of the run") from error
+
+
+def _array(dtype: str, shape: list[int], data: bytes) -> np.ndarray:
+    if dtype == "BF16":
+        wide = np.frombuffer(data, "<u2").astype(np.uint32) << 16
+        return wide.view(np.float32).reshape(shape)
+    if dtype not in ("F32", "F64"):
+        raise ValueError(f"tensors of {dtype}, wanted F32, F64 or BF16")
+    return np.frombuffer(data, {"F32": "<f4", "F64": "<f8"}[dtype]).reshape(shape)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file}: {error}; use another checkpoint of the run") from error
+    if not isinstance(content, dict):
+        raise UserError(f"cannot read {file}: it holds no JSON object; use another checkpoint of the run")
+    return content
+
+
+def _to_json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1) + "\n").encode()
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _write(file: Path, data: bytes) -> None:
+    with open(file, "wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())

@@ -1,0 +1,182 @@
+"""Which block of decode_batch.cu takes which rows of which matrix, and in which order its weights lie in memory.
+
+Plain arithmetic over shapes: it runs, and is tested, without a GPU. The kernel does the same arithmetic for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tinyforge.errors import UserError
+from tinyforge.infer.cuda.row_plan import TILE, DecodePlan, Layer
+from tinyforge.kernel import Array
+
+TEAM_ROWS = 16
+"""Rows of the batch that go through the layers together: those of a product on tensor cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan(DecodePlan):
+    """How the work of decode_batch.cu is spread over a GPU.
+
+    batch: rows. blocks: those that the device runs at once, `resident` of them on a multiprocessor, split evenly among
+    the teams. tiles: whose sums a block keeps at one time, at most.
+    """
+
+    batch: int
+    tiles: int = 4
+    resident: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = (32, 64, 128) if self.itemsize == 2 else (8, 16, 32, 64, 128)
+        if self.head_dim not in sizes:
+            raise UserError(
+                f"decode of a batch on cupy: head size {self.head_dim} at {self.itemsize} bytes a number, wanted one "
+                f"of {', '.join(map(str, sizes))}; use --backend numpy"
+            )
+        if self.heads > 16 * self.kv_heads:
+            raise UserError(
+                f"decode of a batch on cupy: {self.heads} heads share {self.kv_heads} keys, wanted at most 16 to a "
+                "key; use --backend numpy"
+            )
+        if self.teams > self.blocks:
+            raise UserError(
+                f"decode of a batch on cupy: {self.batch} rows, wanted at most {self.blocks * TEAM_ROWS} on this "
+                "device; use a smaller batch"
+            )
+        if self.slots < max(self.steps(self.dim), self.steps(self.hidden)):
+            raise UserError(
+                f"decode of a batch on cupy: {self.shared} bytes of shared memory a block hold no {TILE} rows of "
+                f"{max(self.dim, self.hidden)} numbers; use a smaller model, or --backend numpy"
+            )
+
+    @property
+    def teams(self) -> int:
+        return -(-self.batch // TEAM_ROWS)
+
+    @property
+    def team(self) -> int:
+        """Blocks of a team."""
+        return self.blocks // self.teams
+
+    @property
+    def hidden_tiles(self) -> int:
+        """Of gate and up: four rows of each."""
+        return -(-self.hidden // 4)
+
+    def padded(self, columns: int) -> int:
+        """Columns of a product, filled up to whole pieces of all lanes."""
+        return self.steps(columns) * self.warps * 4 * self.piece
+
+    def products(self) -> Iterator[tuple[int, int]]:
+        """Of a pass with all outputs: the number of tiles, and columns."""
+        for _ in range(self.layers):
+            yield self.width // TILE, self.dim
+            yield self.dim // TILE, self.dim
+            yield self.hidden_tiles, self.dim
+            yield self.dim // TILE, self.hidden
+        for _ in range(self.outputs):
+            yield self.vocab_rows // TILE, self.dim
+
+    def shares(self, count: int) -> np.ndarray:
+        """(team + 1,): the first of `count` tiles that each block of a team takes, and the end."""
+        return count * np.arange(self.team + 1) // self.team
+
+    @property
+    def _other_bytes(self) -> int:
+        """Shared memory beside the queues."""
+        wide, group = max(self.itemsize, 4), self.heads // self.kv_heads
+        sums = 2 * self.warps * self.tiles * 128 * wide
+        attention = self.warps * group * (self.head_dim + 2) * wide
+        draw = 8 * max(1 << (self.vocab_rows - 1).bit_length(), self.warps * 32) + 512
+        columns = -(-self.dim // TILE // self.team) * TILE  # of the residual stream, that a block owns
+        numbers = (TEAM_ROWS + 2 * self.layers + 1) * columns + TEAM_ROWS * (self.head_dim + 1)
+        return max(sums, attention, draw) + numbers * wide + TEAM_ROWS * 4
+
+    @property
+    def exchange_bytes(self) -> int:
+        """What the blocks of a team make for each other."""
+        numbers = TEAM_ROWS * (2 * self.padded(self.dim) + self.padded(self.hidden) + self.dim)
+        squares = TEAM_ROWS * self.dim // TILE
+        return -(-(numbers * self.itemsize + squares * max(self.itemsize, 4)) // 128) * 128
+
+    @property
+    def macros(self) -> dict[str, int]:
+        return {
+            "TEAM": self.team, "DIM": self.dim, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
+            "HEAD_DIM": self.head_dim, "VOCAB": self.vocab, "WARPS": self.warps, "TILES": self.tiles,
+            "DEPTH": self.slots, "RESIDENT": self.resident,
+        }  # fmt: skip
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """(outputs, team): units of weights that a pass with 1, 2, ... outputs takes of a block."""
+        units = [self.steps(columns) * np.diff(self.shares(count)) for count, columns in self.products()]
+        return np.cumsum(units, axis=0).astype(np.int32)[-self.outputs :]
+
+    @cached_property
+    def rope_order(self) -> np.ndarray:
+        """Rows of q, k and v in the order of their tiles: the two that RoPE turns together are neighbours."""
+        pairs = np.arange(self.width).reshape(-1, 2, self.head_dim // 2)
+        return pairs.swapaxes(1, 2).reshape(-1)
+
+    @cached_property
+    def hidden_order(self) -> np.ndarray:
+        """(hidden rounded up to 16,): the hidden unit that each column of `down` takes, as the kernel leaves them.
+
+        Of four tiles, with four units each, those of one tile fill the registers of the same lanes.
+        """
+        units = np.arange(-(-self.hidden // 16) * 16)
+        tile, unit = units // 4, units % 4
+        order = np.empty_like(units)
+        order[tile // 4 * 16 + unit // 2 * 8 + tile % 4 * 2 + unit % 2] = units
+        return order
+
+    def arrange(self, layers: Sequence[Layer], heads: Array, xp: Any) -> Array:
+        """All matrices in the order in which lanes take them: (team, warps, units, 32 lanes, piece).
+
+        A unit is 8 rows by 4 pieces, a piece for each lane of a warp. Rows and columns are padded with zeros. heads:
+        (outputs, vocab, dim). xp: numpy or cupy, whose arrays the matrices are.
+        """
+        bits = np.dtype(f"u{self.itemsize}")  # moved, never computed with: any 16-bit number will do for a bf16
+        layers = [Layer(*(matrix.view(bits) for matrix in layer)) for layer in layers]
+        stream = xp.zeros((self.team, self.warps, int(self.lengths[-1].max()), 32 * self.piece), bits)
+        taken = np.zeros(self.team, np.int64)
+        for matrix, (count, columns) in zip(self._matrices(layers, heads.view(bits), xp), self.products(), strict=True):
+            steps = self.steps(columns)
+            padded = xp.zeros((count * TILE, self.padded(columns)), bits)
+            padded[: len(matrix), : matrix.shape[1]] = matrix
+            # On tensor cores a lane's piece is four pairs: columns 2 c, 2 c + 1 and the same + 8, of two times 16.
+            pieces = (2, 2, 4, 2) if self.itemsize == 2 else (1, 1, 4, self.piece)
+            tiles = padded.reshape(count, TILE, self.warps, steps, *pieces).transpose(2, 0, 3, 1, 6, 4, 5, 7)
+            tiles = tiles.reshape(self.warps, count * steps, -1)
+            for block, (start, end) in enumerate(zip(*self._from_to(count), strict=True)):
+                units = (end - start) * steps
+                stream[block, :, taken[block] : taken[block] + units] = tiles[:, start * steps : end * steps]
+                taken[block] += units
+        return stream
+
+    def _from_to(self, count: int) -> tuple[list[int], list[int]]:
+        shares = self.shares(count).tolist()
+        return shares[:-1], shares[1:]
+
+    def _matrices(self, layers: Sequence[Layer], heads: Array, xp: Any) -> Iterator[Array]:
+        """In the order of `products`."""
+        rope_order, hidden_order = xp.asarray(self.rope_order), xp.asarray(self.hidden_order)
+        for layer in layers:
+            yield layer.qkv[rope_order]
+            yield layer.out
+            # Gate and up of a hidden unit are neighbours: whoever has one has the other.
+            gate_up = xp.zeros((self.hidden_tiles * 4, 2, self.dim), layer.gate_up.dtype)
+            for part in range(2):
+                gate_up[: self.hidden, part] = layer.gate_up[part * self.hidden : (part + 1) * self.hidden]
+            yield gate_up.reshape(-1, self.dim)
+            down = xp.zeros((self.dim, len(hidden_order)), layer.down.dtype)
+            down[:, : self.hidden] = layer.down
+            yield down[:, hidden_order]
+        yield from heads

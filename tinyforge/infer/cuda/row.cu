@@ -1,0 +1,924 @@
+// decode: a decoder with a key/value cache, one launch for many tokens.
+//
+// Kernel:  decode     `passes` passes over all layers, ROWS new positions in each; logits, and the next token drawn, or
+//                     drafts verified and new ones made
+//
+// Idea. A token needs every weight once, and five steps a layer that wait for each other: at batch 1 that is 80 waits,
+// where a launch or a grid barrier would cost more than the bytes do. So one block a multiprocessor stays for all of
+// it.
+//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory (`Queue`), filled by
+// cp.async up to DEPTH pieces ahead, through all waits and from one token into the next. `weights` lies in the order
+// in which lanes take it. A lane reads only what it copied itself: no barrier stands between.
+//   Activations are their own flags. Every number that one block makes for another has a place of its own in
+// `exchange`, filled beforehand with a bit pattern that no result has (`absent`). Who needs it reads until it is
+// there: one trip to the L2 cache, no fence, no counter. Only single words need be atomic: each says itself whether
+// it is there.
+//   Products take tiles of 8 rows of a matrix; tile after tile goes to block after block, round and round through all
+// layers; the warps of a block split the columns, and each takes the inputs of its own columns: a product has one
+// barrier, between the warps' sums and the whole one. bf16 runs on tensor cores, with up to four rows of activations
+// for the price of one. float and double multiply and add, from the same queue. The gain of a norm is applied before a
+// product and 1 / rms after it: there is no barrier between the norm and the product.
+//   Attention: position p belongs to split p % SPLITS of each kv head. The query heads of that group are one block's,
+// the same one in each pass, which writes the keys and values that it will read later itself: they need no flag. The
+// splits are merged by whoever reads them, in order.
+//   Speculation: all blocks find the most likely tokens, so all know which drafts stand and where the next pass is.
+//   Sums run in an order that depends on shapes and on the number of blocks alone: the same bits every time, whatever
+// ROWS.
+// Grid: at most what fits at once (cooperative launch). Block: WARPS x 32 threads, one block a multiprocessor.
+//
+// compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32
+// compile: SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
+// spills: none
+
+#include "infer/cuda/decode.cuh"
+
+// How the work is spread, where the launcher does not say.
+#ifndef BLOCKS
+#define BLOCKS 132
+#endif
+#ifndef SPLITS  // of the positions of a kv head
+#define SPLITS 3
+#endif
+// Pieces that a lane asks for between two looks for a number of attention. What was taken is not replaced at once: many
+// copies at a time are in the way of the numbers that blocks wait for. So the copies never ask for more than passes
+// between two looks. What is missing then is asked for after attention's projection.
+#ifndef REFILL
+#define REFILL 4
+#endif
+
+constexpr int ATTENTION = KV_HEADS * SPLITS * 4;  // dealt out, whatever ROWS: the weights lie the same for all
+constexpr int HIDDEN_TILES = (HIDDEN + 7) / 8 * 2, HIDDEN_ROWS = HIDDEN_TILES * 4;  // a tile: 4 rows of gate, 4 of up
+
+// Columns of a product that are a warp's.
+__device__ constexpr int slice(int columns) { return steps(columns) * STEP; }
+// A row of input in shared memory: zeros up to whole steps, and one step more, so that two rows differ in banks.
+__device__ constexpr int pitch(int columns) { return padded(columns) + STEP; }
+
+// Arrays of a layer in `exchange`, in words. What the next product rounds to a T travels as T, SHARED_BY of them a
+// word. Eight words of an array and the same of other rows are side by side (`place`), with room for four rows, so that
+// a block writes a line of the L2 cache alone: lines that many write while all read them take longer.
+constexpr int SHARED_BY = sizeof(A) / sizeof(T), STATS_WORDS = (SPLITS * HEADS + 7) / 8 * 8;
+constexpr int QKV = 0, PARTS = QKV + 4 * WIDTH, STATS = PARTS + 4 * SPLITS * DIM / SHARED_BY;
+constexpr int MIDDLE = STATS + 4 * STATS_WORDS, GATED = MIDDLE + 4 * DIM;
+constexpr int AFTER = GATED + 4 * ((HIDDEN_ROWS / SHARED_BY + 7) / 8 * 8), LAYER = AFTER + 4 * DIM;
+__device__ __forceinline__ int place(int n, int word) { return word / 8 * 32 + n * 8 + word % 8; }
+
+typedef Pack<A, PARCEL / SHARED_BY> Words;  // that hold PARCEL numbers, each a T
+
+// The first hidden unit of a tile: those of a block's tiles are side by side.
+__device__ __forceinline__ int first_unit(int tile) {
+    const int block = tile % BLOCKS;
+    return (block * (HIDDEN_TILES / BLOCKS) + min(block, HIDDEN_TILES % BLOCKS) + tile / BLOCKS) * 4;
+}
+
+__device__ __forceinline__ A log_for(A x) {
+    if constexpr (TENSOR_CORES) {
+        return __logf(x);
+    } else {
+        return log(x);
+    }
+}
+
+// A bit pattern that no arithmetic yields: results that are not a number are 0x7FFF...
+__device__ __forceinline__ float absent(float) { return __int_as_float(-1); }
+__device__ __forceinline__ double absent(double) { return __longlong_as_double(-1); }
+__device__ __forceinline__ bool there(float x) { return __float_as_int(x) != -1; }
+__device__ __forceinline__ bool there(double x) { return __double_as_longlong(x) != -1; }
+template <int N>
+__device__ __forceinline__ bool there(const Pack<A, N> &p) {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < N; i++) all = all && there(p.v[i]);
+    return all;
+}
+
+__device__ __forceinline__ void publish(float *to, float x) {
+    if (!there(x)) x = NAN;
+    asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+__device__ __forceinline__ void publish(double *to, double x) {
+    if (!there(x)) x = NAN;
+    asm volatile("st.relaxed.gpu.global.f64 [%0], %1;" ::"l"(to), "d"(x) : "memory");
+}
+// Number `index` of row n of an array of T. Lanes that are side by side have indices that are; all lanes of a warp
+// call this.
+__device__ __forceinline__ void publish_narrow(A *array, int n, int index, A x, bool mine) {
+    if constexpr (SHARED_BY == 1) {
+        if (mine) publish(array + place(n, index), x);
+    } else {
+        const A next = __shfl_down_sync(~0u, x, 1);
+        Pack<T, 2> pair;
+        narrow(x, pair.v[0]);
+        narrow(next, pair.v[1]);
+        if (mine && index % 2 == 0) publish(array + place(n, index / 2), *reinterpret_cast<const A *>(&pair));
+    }
+}
+// PARCEL numbers from number `index` on.
+__device__ __forceinline__ void publish_narrow(A *array, int n, int index, const Parcel &x) {
+    Pack<T, PARCEL> rounded;
+#pragma unroll
+    for (int j = 0; j < PARCEL; j++) narrow(x.v[j], rounded.v[j]);
+    const Words words = reinterpret_cast<const Words &>(rounded);
+#pragma unroll
+    for (int j = 0; j < PARCEL / SHARED_BY; j++) publish(array + place(n, index / SHARED_BY) + j, words.v[j]);
+}
+__device__ __forceinline__ void peek(const float *from, Pack<float, 4> &to) {
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(to.v[0]), "=f"(to.v[1]), "=f"(to.v[2]), "=f"(to.v[3])
+                 : "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void peek(const float *from, Pack<float, 2> &to) {
+    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(to.v[0]), "=f"(to.v[1])
+                 : "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void peek(const double *from, Pack<double, 2> &to) {
+    asm volatile("ld.relaxed.gpu.global.v2.f64 {%0, %1}, [%2];"
+                 : "=d"(to.v[0]), "=d"(to.v[1])
+                 : "l"(from)
+                 : "memory");
+}
+
+__device__ __forceinline__ void peek(const float *from, Pack<float, 1> &to) {
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(to.v[0]) : "l"(from) : "memory");
+}
+__device__ __forceinline__ void peek(const double *from, Pack<double, 1> &to) {
+    asm volatile("ld.relaxed.gpu.global.f64 %0, [%1];" : "=d"(to.v[0]) : "l"(from) : "memory");
+}
+
+// COUNT packs made by other blocks, at the addresses at(i), null for none. All loads are under way before the first is
+// looked at.
+template <int COUNT, int N>
+__device__ __forceinline__ void forget(Pack<A, N> (&got)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) got[i].v[0] = absent(A());
+}
+template <int COUNT, int N, class At>
+__device__ __forceinline__ void ask(Pack<A, N> (&got)[COUNT], At at) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        if (at(i) && !there(got[i])) peek(at(i), got[i]);
+}
+template <int COUNT, int N, class At>
+__device__ __forceinline__ bool came(const Pack<A, N> (&got)[COUNT], At at) {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) all = all && (!at(i) || there(got[i]));
+    return all;
+}
+template <int COUNT, int N, class At>
+__device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at) {
+    forget(got);
+    for (u32 looks = 0;; pause(looks)) {
+        ask(got, at);
+        if (came(got, at)) return;
+    }
+}
+
+// What the threads of a block share.
+struct Shared {
+    T *by_dim, *by_hidden;  // inputs of a product: ROWS of pitch(DIM), ROWS of pitch(HIDDEN)
+    A *stream;              // the residual stream: ROWS x DIM
+    A *squares;             // its squared norm, a part of each warp: ROWS x WARPS
+    A *sums;                // of a product, a part of each warp: 2 x TILES x ROWS x 8 x WARPS
+    unsigned char *scratch;
+};
+
+static_assert(TILES * ROWS * 8 <= THREADS, "a thread finishes one number at most");
+
+struct Block {
+    Shared shared;
+    Queue queue;
+    int dealt;   // tiles of all kinds dealt out so far, modulo BLOCKS
+    int parity;  // of the buffer for sums
+    A square;    // of what this lane took of the residual stream
+
+    // This block's first tile of the next `count`; the others follow at distances of BLOCKS.
+    __device__ __forceinline__ int deal(int count) {
+        const int first = int(blockIdx.x) - dealt;
+        dealt += count % BLOCKS;
+        if (dealt >= BLOCKS) dealt -= BLOCKS;
+        return first < 0 ? first + BLOCKS : first;
+    }
+
+    // This warp's part of the sums of up to MOST tiles, several chains of sums for each: a product on tensor cores
+    // takes long to come out, and the next of its chain waits for it. A piece is a left operand as it lies in memory:
+    // its words 0 and 2 as row g, its words 1 and 3 as row g + 8. The right operand has the columns of the first two in
+    // its rows 0 to 3 (all there are of x), those of the other two in 4 to 7; half of what comes out is of use.
+    // Of fewer than MOST tiles the others are multiplied too, whatever lies there; nobody takes their sums.
+    template <int STEPS, int MOST>
+    __device__ __forceinline__ void multiply(const T *part, int pitch, A *sums) {
+        constexpr int CHAINS = MOST == 1 ? 4 : MOST == 2 ? 2 : 1;
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+        const u32 *const input = reinterpret_cast<const u32 *>(part + g % 4 * pitch) + g / 4;
+        float sum[MOST][CHAINS][4] = {};
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) {
+            u32 x[2] = {};
+            if (g % 4 < ROWS) x[0] = input[j * STEP / 2], x[1] = input[j * STEP / 2 + 2];
+#pragma unroll
+            for (int i = 0; i < MOST; i++) {
+                const uint4 w = reinterpret_cast<const uint4 &>(queue[i * STEPS + j]);
+                multiply_add(sum[i][j % CHAINS], w.x, w.y, w.z, w.w, x[0], x[1]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < MOST; i++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                if (e >= ROWS) continue;
+                float all = 0;
+#pragma unroll
+                for (int k = 0; k < CHAINS; k++) all += c < 2 ? sum[i][k][e] : sum[i][k][2 + e];
+                all += __shfl_xor_sync(~0u, all, 2);
+                const int n = c * 2 + e;
+                if (n < ROWS) sums[((i * ROWS + n) * 8 + g) * WARPS + warp] = all;
+            }
+        }
+    }
+
+    // finish(row, n, sum) for each row of this block's ones of COUNT tiles and each row n of input; with NORM it may
+    // ask for the rms of the residual stream. All threads of some warps call it; row is -1 for those that have none.
+    // One barrier: between the warps' sums and the whole sum. What a warp leaves in shared memory for `finish`
+    // (`stream`, `squares`) it overwrites when numbers have come that could not be made before `finish` was done.
+    template <int COLUMNS, int COUNT, bool NORM, class Finish>
+    __device__ __forceinline__ void product(int first, const T *input, Finish finish) {
+        constexpr int STEPS = steps(COLUMNS), PITCH = pitch(COLUMNS), EACH = each(COUNT, BLOCKS);
+        constexpr int MOST = EACH < TILES ? EACH : TILES;
+        const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+        const T *const part = input + warp * slice(COLUMNS) + lane % 4 * PIECE;
+        for (int tile = first; tile < COUNT; tile += MOST * BLOCKS) {
+            int count = 1;
+#pragma unroll
+            for (int i = 1; i < MOST; i++) count += tile + i * BLOCKS < COUNT;
+            A *const sums = shared.sums + parity * (TILES * ROWS * 8 * WARPS);
+            if (int(queue.asked - queue.taken) < count * STEPS) queue.refill(DEPTH);
+            queue.wait(count * STEPS);
+            if constexpr (TENSOR_CORES) {
+                multiply<STEPS, MOST>(part, PITCH, sums);
+            } else {
+                for (int i = 0; i < count; i++) {
+                    A sum[ROWS] = {};
+                    for (int j = 0; j < STEPS; j++) {
+                        const Piece w = queue[i * STEPS + j];
+#pragma unroll
+                        for (int n = 0; n < ROWS; n++) {
+                            const Piece x = load<PIECE>(part + n * PITCH + j * STEP);
+#pragma unroll
+                            for (int e = 0; e < PIECE; e++) sum[n] += widen(x.v[e]) * widen(w.v[e]);
+                        }
+                    }
+#pragma unroll
+                    for (int n = 0; n < ROWS; n++) {
+                        sum[n] += __shfl_xor_sync(~0u, sum[n], 1);
+                        sum[n] += __shfl_xor_sync(~0u, sum[n], 2);
+                        if (lane % 4 == 0) sums[((i * ROWS + n) * 8 + lane / 4) * WARPS + warp] = sum[n];
+                    }
+                }
+            }
+            if (NORM) share_squares();
+            __syncthreads();
+            if (thread - lane < count * ROWS * 8) {
+                const bool mine = thread < count * ROWS * 8;
+                const int i = thread / (ROWS * 8), n = thread / 8 % ROWS;
+                const A sum = mine ? total(sums + thread * WARPS) : A(0);
+                finish(mine ? (tile + i * BLOCKS) * 8 + thread % 8 : -1, n, sum);
+            }
+            queue.taken += count * STEPS;
+            parity ^= 1;
+        }
+    }
+
+    // Of a number's parts, one from each warp.
+    __device__ __forceinline__ static A total(const A *from) {
+        Pack<A, WARPS> parts = load<WARPS>(from);
+#pragma unroll
+        for (int gap = WARPS / 2; gap; gap /= 2) {
+#pragma unroll
+            for (int w = 0; w < gap; w++) parts.v[w] += parts.v[w + gap];
+        }
+        return parts.v[0];
+    }
+
+    // Waits until some one of the `count` words at `from` is there, another one for each warp. Who needs what comes a
+    // step later waits here first: many that look at what cannot be there yet keep away those who write it.
+    __device__ __forceinline__ void glance(const A *from, int count) {
+        const int warp = threadIdx.x / 32;
+        Pack<A, 1> word[1];
+        const A *const at = from + place(0, (blockIdx.x * WARPS + warp) * 8 % count);
+        forget(word);
+        for (u32 looks = 0;; pause(looks)) {
+            if (threadIdx.x % 32 == 0) peek(at, word[0]);
+            if (__any_sync(~0u, there(word[0]))) return;
+            queue.refill(REFILL);
+        }
+    }
+
+    // What follows takes this warp's columns of an input, those that it multiplies itself: no barrier of the block.
+    // Lanes read an array of WORDS words, of which this warp has SLICE, SIZE at a time: whole lines, all rows of them,
+    // a lane always of the same row.
+    template <int WORDS, int SLICE, int SIZE>
+    struct Share {
+        static constexpr int BESIDE = 8 / SIZE;  // lanes that read the eight words of a row
+        static constexpr int LANES = ROWS == 3 ? 4 : ROWS;  // times so many read a line; a fourth row has none of it
+        static constexpr int EACH = each(LANES * SLICE / SIZE, 32);  // for each lane
+
+        __device__ static int task(int i) { return threadIdx.x % 32 + i * 32; }
+        __device__ static int row() { return threadIdx.x % 32 / BESIDE % LANES; }
+        __device__ static int word(int i) {
+            return threadIdx.x / 32 * SLICE + task(i) / (BESIDE * LANES) * 8 + task(i) % BESIDE * SIZE;
+        }
+        __device__ static bool mine(int i) {
+            return row() < ROWS && task(i) < LANES * SLICE / SIZE && word(i) < WORDS;
+        }
+        __device__ static const A *at(const A *from, int i) { return mine(i) ? from + place(row(), word(i)) : nullptr; }
+    };
+    using Stream = Share<DIM, slice(DIM), PARCEL>;
+
+    // The residual stream from `from`, or, where that is null, the embeddings of `ids`; and times the gain as input.
+    __device__ __forceinline__ void take_stream(const A *from, const T *embedding, const int (&ids)[ROWS],
+                                                const A *gain) {
+        using Mine = Stream;
+        Parcel gains[Mine::EACH] = {}, x[Mine::EACH] = {};
+        const int n = Mine::row();
+#pragma unroll
+        for (int i = 0; i < Mine::EACH; i++)
+            if (Mine::mine(i)) gains[i] = load<PARCEL>(gain + Mine::word(i));
+        if (from) {
+            await(x, [&](int i) { return Mine::at(from, i); });
+        } else {
+            int id = ids[0];
+#pragma unroll
+            for (int m = 1; m < ROWS; m++)
+                if (m == n) id = ids[m];
+#pragma unroll
+            for (int i = 0; i < Mine::EACH; i++) {
+                if (!Mine::mine(i)) continue;
+                const Pack<T, PARCEL> row = load<PARCEL>(embedding + i64(max(id, 0)) * DIM + Mine::word(i));
+#pragma unroll
+                for (int j = 0; j < PARCEL; j++) x[i].v[j] = widen(row.v[j]);
+            }
+        }
+        __syncwarp();  // lanes whose numbers came early wait here, not each on a path of its own
+        A squares[Mine::EACH] = {};
+#pragma unroll
+        for (int i = 0; i < Mine::EACH; i++) {
+            if (!Mine::mine(i)) continue;
+            Pack<T, PARCEL> scaled;
+#pragma unroll
+            for (int j = 0; j < PARCEL; j++) {
+                squares[i] += x[i].v[j] * x[i].v[j];
+                narrow(x[i].v[j] * gains[i].v[j], scaled.v[j]);
+            }
+            store(shared.stream + n * DIM + Mine::word(i), x[i]);
+            store(shared.by_dim + n * pitch(DIM) + Mine::word(i), scaled);
+        }
+        // Joined in the order in which lanes are joined afterwards: the same sum, however many lanes a row has.
+        static_assert(Mine::EACH <= 32, "a lane's share of a row");
+#pragma unroll
+        for (int gap = 16; gap; gap /= 2) {
+#pragma unroll
+            for (int i = 0; i < gap; i++)
+                if (i + gap < Mine::EACH) squares[i] += squares[i + gap];
+        }
+        square = squares[0];
+        __syncwarp();
+    }
+
+    // This warp's part of the squared norm of the residual stream; while a product is on its way.
+    __device__ __forceinline__ void share_squares() {
+        constexpr int BESIDE = Stream::BESIDE;
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        A sum = square;
+#pragma unroll
+        for (int gap = 16; gap; gap /= 2)
+            if (gap < BESIDE || gap >= BESIDE * Stream::LANES) sum += __shfl_xor_sync(~0u, sum, gap);  // of this row
+        if (lane % BESIDE == 0 && lane < BESIDE * ROWS) shared.squares[lane / BESIDE * WARPS + warp] = sum;
+    }
+
+    // 1 / rms of row n of the residual stream.
+    __device__ __forceinline__ A inverse_rms(int n, A eps) const {
+        return inverse_root(total(shared.squares + n * WARPS) * (A(1) / A(DIM)) + eps);
+    }
+
+    __device__ __forceinline__ void take_gated(const A *from) {
+        using Mine = Share<HIDDEN_ROWS / SHARED_BY, slice(HIDDEN) / SHARED_BY, PARCEL>;
+        Parcel x[Mine::EACH];
+        await(x, [&](int i) { return Mine::at(from, i); });
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < Mine::EACH; i++) {
+            T *const to = shared.by_hidden + Mine::row() * pitch(HIDDEN) + Mine::word(i) * SHARED_BY;
+            if (Mine::mine(i)) store(to, reinterpret_cast<const Piece &>(x[i]));
+        }
+        __syncwarp();
+    }
+
+    // The output of attention, merged from its splits: each one's output counts exp(log-sum-exp of its scores).
+    __device__ __forceinline__ void take_attended(const A *parts, const A *stats) {
+        using Mine = Share<DIM / SHARED_BY, slice(DIM) / SHARED_BY, PARCEL / SHARED_BY>;
+        Words x[Mine::EACH * SPLITS];
+        Pack<A, 1> lse[Mine::EACH * SPLITS];
+        // Part i % SPLITS of number i / SPLITS.
+        const auto at_x = [&](int i) {
+            return Mine::at(parts + i % SPLITS * (4 * DIM / SHARED_BY), i / SPLITS);
+        };
+        const auto at_lse = [&](int i) {
+            const int head = Mine::word(i / SPLITS) * SHARED_BY / HEAD_DIM;
+            return Mine::mine(i / SPLITS) ? stats + place(Mine::row(), i % SPLITS * HEADS + head) : nullptr;
+        };
+        forget(x);
+        forget(lse);
+        for (u32 looks = 0;; pause(looks)) {
+            ask(lse, at_lse);
+            ask(x, at_x);
+            if (__all_sync(~0u, came(lse, at_lse) && came(x, at_x))) break;
+            queue.refill(REFILL);
+        }
+#pragma unroll
+        for (int i = 0; i < Mine::EACH * SPLITS; i += SPLITS) {
+            if (!Mine::mine(i / SPLITS)) continue;
+            A top = lse[i].v[0], total = 0, sum[PARCEL] = {};
+#pragma unroll
+            for (int s = 1; s < SPLITS; s++) top = largest(top, lse[i + s].v[0]);
+#pragma unroll
+            for (int s = 0; s < SPLITS; s++) {
+                const A share = exp_for<T>(lse[i + s].v[0] - top);
+                const Pack<T, PARCEL> &part = reinterpret_cast<const Pack<T, PARCEL> &>(x[i + s]);
+                total += share;
+#pragma unroll
+                for (int j = 0; j < PARCEL; j++) sum[j] += share * widen(part.v[j]);
+            }
+            const A scale = inverse_for<T>(total);
+            Pack<T, PARCEL> rounded;
+#pragma unroll
+            for (int j = 0; j < PARCEL; j++) narrow(sum[j] * scale, rounded.v[j]);
+            store(shared.by_dim + Mine::row() * pitch(DIM) + Mine::word(i / SPLITS) * SHARED_BY, rounded);
+        }
+        __syncwarp();
+    }
+};
+
+// Attention. A unit is a kv head, a split, and UNIT_ROWS new rows, whose query heads share each key and value: a matrix
+// of QUERIES rows, half of an operand where that is possible. The other half would cost as much again, in one block.
+constexpr int UNIT_ROWS = sizeof(T) > 2 || GROUP > 8 ? 1 : 8 / GROUP < ROWS ? 8 / GROUP : ROWS;
+constexpr int UNITS = KV_HEADS * SPLITS * ((ROWS + UNIT_ROWS - 1) / UNIT_ROWS), QUERIES = UNIT_ROWS * GROUP;
+constexpr int Q_PITCH = HEAD_DIM + STEP;
+static_assert(GROUP <= 16, "a unit is 16 rows of queries at most");
+
+// In shared memory. What each warp found: outputs that are still to be divided by `totals`, with scores relative to
+// `tops`.
+struct Scratch {
+    A *outputs, *tops, *totals;  // WARPS x QUERIES x HEAD_DIM; QUERIES x WARPS
+    T *queries, *fresh;          // 16 x Q_PITCH, rotated; ROWS x (key, value) x HEAD_DIM
+
+    __device__ explicit Scratch(unsigned char *memory) {
+        outputs = reinterpret_cast<A *>(memory);
+        tops = outputs + WARPS * QUERIES * HEAD_DIM;
+        totals = tops + QUERIES * WARPS;
+        queries = reinterpret_cast<T *>(totals + QUERIES * WARPS);
+        fresh = queries + 16 * Q_PITCH;
+    }
+};
+
+// A slab of a split. Number i of the split is position i * SPLITS + split.
+struct SplitSlab : Slab {
+    // The place of key u (0, 1) or value i (0 .. 3) among the 16.
+    __device__ static int key(int u) { return u * 8 + threadIdx.x % 32 / 4; }
+    __device__ static int value(int i) { return threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2; }
+
+    // Those before `past` from the cache.
+    __device__ __forceinline__ void load_old(const T *cache_keys, const T *cache_values, int base, int split,
+                                             int past) {
+        const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+            const int position = (base + key(u)) * SPLITS + split;
+#pragma unroll
+            for (int s = 0; s < CHUNKS; s++) {
+                keys[u][s] = uint4{0, 0, 0, 0};
+                if (position < past) {
+                    keys[u][s] = *reinterpret_cast<const uint4 *>(cache_keys + position * HEAD_DIM + s * 32 + c * 8);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int position = (base + value(i)) * SPLITS + split;
+            values[i] = Pack<T, WIDE>{};
+            if (position < past) values[i] = load<WIDE>(cache_values + position * HEAD_DIM + g * WIDE);
+        }
+    }
+
+    // Those of this pass.
+    __device__ __forceinline__ void load_fresh(const T *fresh, int base, int split, int past) {
+        const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+            const int n = (base + key(u)) * SPLITS + split - past;
+#pragma unroll
+            for (int s = 0; s < CHUNKS; s++) {
+                if (n >= 0 && n < ROWS) {
+                    keys[u][s] = *reinterpret_cast<const uint4 *>(fresh + n * 2 * HEAD_DIM + s * 32 + c * 8);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int n = (base + value(i)) * SPLITS + split - past;
+            if (n >= 0 && n < ROWS) values[i] = load<WIDE>(fresh + (n * 2 + 1) * HEAD_DIM + g * WIDE);
+        }
+    }
+};
+
+// What this warp's positions yield. first: the slab of its first 16 positions, those before `past`.
+__device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab slab, const T *keys, const T *values,
+                                             int split, int first_row, int past) {
+    constexpr int HALVES = QUERIES > 8 ? 2 : 1, CHUNKS = Slab::CHUNKS, WIDE = Slab::WIDE;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    uint4 q[2][CHUNKS] = {};
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+#pragma unroll
+        for (int s = 0; s < CHUNKS; s++) {
+            q[h][s] = *reinterpret_cast<const uint4 *>(scratch.queries + (h * 8 + g) * Q_PITCH + s * 32 + c * 8);
+        }
+    }
+    const float scale = 1.0f / sqrtf(float(HEAD_DIM));
+    float top[2] = {LOWEST, LOWEST}, total[2] = {}, output[WIDE][4] = {};
+    for (int base = warp * 16; base * SPLITS + split < past + ROWS; base += WARPS * 16) {
+        if (base != warp * 16) slab.load_old(keys, values, base, split, past);
+        if ((base + 15) * SPLITS + split >= past) slab.load_fresh(scratch.fresh, base, split, past);
+        float score[2][4] = {};
+        slab.scores(q, score);
+        u32 shares[2][2] = {};
+        float shrink[2] = {1, 1};
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) {
+            const int last = past + first_row + (h * 8 + g) / GROUP;
+            float new_top = top[h];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float &x = score[i / 2][h * 2 + i % 2];
+                x = (base + i / 2 * 8 + c * 2 + i % 2) * SPLITS + split <= last ? x * scale : 2 * LOWEST;
+                new_top = largest(new_top, x);
+            }
+            take_scores(score, h, new_top, top, total, shrink, shares);
+        }
+        slab.add_values(shares, shrink, output);
+    }
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+        total[h] += __shfl_xor_sync(~0u, total[h], 1);
+        total[h] += __shfl_xor_sync(~0u, total[h], 2);
+        const int query = h * 8 + g;
+        if (query >= QUERIES) continue;
+        if (c == 0) scratch.tops[query * WARPS + warp] = top[h], scratch.totals[query * WARPS + warp] = total[h];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            Pack<A, WIDE> part;
+#pragma unroll
+            for (int t = 0; t < WIDE; t++) part.v[t] = output[t][h * 2 + i];
+            store(scratch.outputs + (warp * QUERIES + query) * HEAD_DIM + (c * 2 + i) * WIDE, part);
+        }
+    }
+}
+
+// The same in float and double: KEY_LANES lanes have a key, a warp KEYS of them at once.
+constexpr int KEY_LANES = HEAD_DIM / PIECE, KEYS = 32 / KEY_LANES;
+static_assert(HEAD_DIM % PIECE == 0 && KEY_LANES <= 32 && 32 % KEY_LANES == 0, "a key must fill a power of 2 of lanes");
+
+__device__ __forceinline__ void attend_keys(const Scratch &scratch, const T *keys, const T *values, int split, int row,
+                                            int past) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane % KEY_LANES * PIECE, last = past + row;
+    const A scale = A(1) / sqrt(A(HEAD_DIM));
+    A top[GROUP], total[GROUP] = {}, output[GROUP][PIECE] = {};
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) top[i] = LOWEST;
+    for (int base = warp * KEYS; base * SPLITS + split <= last; base += WARPS * KEYS) {
+        const int position = (base + lane / KEY_LANES) * SPLITS + split;
+        const bool seen = position <= last;
+        Piece k{}, v{};
+        if (seen) {
+            const T *const fresh = scratch.fresh + (position - past) * 2 * HEAD_DIM;
+            k = load<PIECE>((position < past ? keys + position * HEAD_DIM : fresh) + column);
+            v = load<PIECE>((position < past ? values + position * HEAD_DIM : fresh + HEAD_DIM) + column);
+        }
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+            A score = 0;
+#pragma unroll
+            for (int j = 0; j < PIECE; j++) score += widen(scratch.queries[i * Q_PITCH + column + j]) * widen(k.v[j]);
+#pragma unroll
+            for (int gap = 1; gap < KEY_LANES; gap *= 2) score += __shfl_xor_sync(~0u, score, gap);
+            score = seen ? score * scale : A(2 * LOWEST);
+            const A new_top = largest(warp_max(score), top[i]);
+            const A shrink = exp(top[i] - new_top), p = exp(score - new_top);
+            top[i] = new_top;
+            total[i] = total[i] * shrink + p;
+#pragma unroll
+            for (int j = 0; j < PIECE; j++) output[i][j] = output[i][j] * shrink + p * widen(v.v[j]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) {
+#pragma unroll
+        for (int gap = KEY_LANES; gap < 32; gap *= 2) {
+            total[i] += __shfl_xor_sync(~0u, total[i], gap);
+#pragma unroll
+            for (int j = 0; j < PIECE; j++) output[i][j] += __shfl_xor_sync(~0u, output[i][j], gap);
+        }
+#pragma unroll
+        for (int j = 0; j < PIECE; j++) {
+            if (lane < KEY_LANES) scratch.outputs[(warp * GROUP + i) * HEAD_DIM + column + j] = output[i][j];
+        }
+        if (lane == 0) scratch.tops[i * WARPS + warp] = top[i], scratch.totals[i * WARPS + warp] = total[i];
+    }
+}
+
+// Attention of the rows of this pass from `first_row` on, over split `split` of one kv head. Writes the keys and values
+// of the pass that belong to the split: the block of each unit does, the same numbers, so that it finds them in its own
+// cache later. keys, values: of the head. qkv, parts, stats: the layer's places in `exchange`. past: positions before
+// the pass.
+__device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, const A *cosines, const A *sines, T *keys,
+                                       T *values, A *parts, A *stats, int kv_head, int split, int first_row, int past) {
+    const int thread = threadIdx.x;
+    // What the cache holds does not depend on this pass: the first keys and values are loaded before the queries come.
+    SplitSlab slab;
+    if constexpr (TENSOR_CORES) slab.load_old(keys, values, thread / 32 * 16, split, past);
+
+    // Halves of heads: the unit's queries, each row's key and value. Rotated but for the value.
+    constexpr int HALF = HEAD_DIM / 2, LINE = HALF / PARCEL;
+    for (int task = thread; task < (QUERIES + 2 * ROWS) * LINE; task += THREADS) {
+        const int head = task / LINE, column = task % LINE * PARCEL, is_value = (head - QUERIES) % 2;
+        const bool is_query = head < QUERIES;
+        const int n = is_query ? first_row + head / GROUP : (head - QUERIES) / 2, position = past + n;
+        if (is_query ? n >= ROWS : position % SPLITS != split) continue;  // no row; another block's key and value
+        const int line = is_query ? kv_head * GROUP + head % GROUP : HEADS + is_value * KV_HEADS + kv_head;
+        const Parcel c = load<PARCEL>(cosines + position * HALF + column);
+        const Parcel s = load<PARCEL>(sines + position * HALF + column);
+        const A *const from = qkv + place(n, line * HEAD_DIM + column);  // the other half lies HALF / 8 lines behind
+        Parcel x[2];
+        await(x, [&](int i) { return from + i * (HALF * 4); });
+        Pack<T, PARCEL> turned[2];
+#pragma unroll
+        for (int j = 0; j < PARCEL; j++) {
+            const A a = x[0].v[j], b = x[1].v[j];
+            narrow(!is_query && is_value ? a : a * c.v[j] - b * s.v[j], turned[0].v[j]);
+            narrow(!is_query && is_value ? b : b * c.v[j] + a * s.v[j], turned[1].v[j]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int at = half * HALF + column;
+            if (is_query) {
+                store(scratch.queries + head * Q_PITCH + at, turned[half]);
+            } else {
+                store(scratch.fresh + (n * 2 + is_value) * HEAD_DIM + at, turned[half]);
+                store((is_value ? values : keys) + position * HEAD_DIM + at, turned[half]);
+            }
+        }
+    }
+    __syncthreads();
+    if constexpr (TENSOR_CORES) {
+        attend_slabs(scratch, slab, keys, values, split, first_row, past);
+    } else {
+        attend_keys(scratch, keys, values, split, first_row, past);
+    }
+    __syncthreads();
+    for (int task = thread; task < QUERIES * HEAD_DIM / PARCEL; task += THREADS) {
+        const int query = task / (HEAD_DIM / PARCEL), d = task % (HEAD_DIM / PARCEL) * PARCEL;
+        const int n = first_row + query / GROUP, head = kv_head * GROUP + query % GROUP;
+        if (n >= ROWS) continue;
+        const Pack<A, WARPS> tops = load<WARPS>(scratch.tops + query * WARPS);
+        const Pack<A, WARPS> totals = load<WARPS>(scratch.totals + query * WARPS);
+        A all = LOWEST, weight = 0;
+        Parcel mean{};
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) all = largest(all, tops.v[w]);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const A share = exp_for<T>(tops.v[w] - all);
+            const Parcel output = load<PARCEL>(scratch.outputs + (w * QUERIES + query) * HEAD_DIM + d);
+            weight += share * totals.v[w];
+#pragma unroll
+            for (int j = 0; j < PARCEL; j++) mean.v[j] += share * output.v[j];
+        }
+        const bool empty = weight == 0;  // no position of this split yet
+        const A scale = empty ? A(0) : inverse_for<T>(weight);
+#pragma unroll
+        for (int j = 0; j < PARCEL; j++) mean.v[j] *= scale;
+        publish_narrow(parts, n, split * DIM + head * HEAD_DIM + d, mean);
+        if (d == 0) publish(stats + place(n, split * HEADS + head), empty ? A(LOWEST) : all + log_for(weight));
+    }
+}
+
+#include "infer/cuda/sampler.cuh"
+
+// From `logits`, once they are there; every block finds the same.
+__device__ __forceinline__ int sample(unsigned char *scratch, const A *logits, const Sampler &how, u32 draw) {
+    const auto take = [&](auto &x, auto at) {
+        await(x, [&](int i) { return at(i) < 0 ? nullptr : logits + at(i); });
+    };
+    return next_token(scratch, take, how, draw);
+}
+
+// Speculation. In place of the logits each tile of a head leaves its most likely token for each row, (logit, id).
+
+__device__ __forceinline__ int best_at(int head, int tile, int n) {
+    return ((head * VOCAB_TILES + tile) * ROWS + n) * 2;
+}
+
+// The most likely token of each of COUNT sets of logits, of whose tile i at(k, i) is the best; every block finds the
+// same. Of equal ones the smallest id, as `sample` has it.
+template <int COUNT, class At>
+__device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (&ids)[COUNT]) {
+    u64 *const of_warps = reinterpret_cast<u64 *>(scratch);  // COUNT x WARPS
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    constexpr int EACH = each(VOCAB_TILES, THREADS), FEW = EACH < 2 ? EACH : 2;
+    u64 best[COUNT] = {};
+    for (int tile = thread; tile < VOCAB_TILES; tile += FEW * THREADS) {
+        Pack<A, 2> x[COUNT * FEW];
+        await(x, [&](int i) {
+            const int mine = tile + i / COUNT * THREADS;
+            return mine < VOCAB_TILES ? at(i % COUNT, mine) : nullptr;
+        });
+#pragma unroll
+        for (int i = 0; i < COUNT * FEW; i++) {
+            const bool mine = tile + i / COUNT * THREADS < VOCAB_TILES;
+            if (mine) best[i % COUNT] = largest(best[i % COUNT], sort_key(float(x[i].v[0]), int(x[i].v[1])));
+        }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) {
+        best[k] = warp_max(best[k]);
+        if (lane == 0) of_warps[k * WARPS + warp] = best[k];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) {
+        for (int w = 0; w < WARPS; w++) best[k] = largest(best[k], of_warps[k * WARPS + w]);
+        ids[k] = id_of(best[k]);
+    }
+    __syncthreads();
+}
+
+// weights: for each block and warp `stride` units of 32 pieces, in the order in which it takes them; lengths: how many
+// of them a pass takes of each block. gains: (2 * layers + 1, DIM). cosines, sines: (positions, HEAD_DIM / 2). keys,
+// values: (layers, KV_HEADS, capacity, HEAD_DIM), `past` positions of them filled. tokens: of all positions; read at
+// past to past + ROWS - 1; where `sampled`, each pass writes the one behind it. exchange: for each pass layers * LAYER
+// words and the logits, (ROWS, heads, VOCAB_ROWS), all absent. key0, key1: of the random stream, draw: its first number
+// to use.
+// begin: null, or for speculation (1 + ROWS): positions filled, in place of `past`, the token at the next one, and a
+// draft for each position after it, -1 for none. Then `heads` is ROWS. A pass adds the drafts that head 0 would have
+// chosen itself, and what it chooses after them; the other heads at the last of these positions give the next drafts.
+// report: (passes + 1, 1 + ROWS): for each pass the number of tokens it gave, 0 where the cache had no room for it, and
+// these; at last the next launch's `begin`.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
+    const T *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
+    int *tokens, A *exchange, const int *lengths, int stride, int layers, int heads, int capacity, int past, int passes,
+    A eps, int sampled, float temperature, int top_k, float top_p, float min_p, u32 key0, u32 key1, u32 draw,
+    const int *begin, int *report
+) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    Block block;
+    Queue &queue = block.queue;
+    Shared &shared = block.shared;
+    shared.by_dim = reinterpret_cast<T *>(memory + DEPTH * THREADS * 16);
+    shared.by_hidden = shared.by_dim + ROWS * pitch(DIM);
+    shared.stream = reinterpret_cast<A *>(shared.by_hidden + ROWS * pitch(HIDDEN));
+    shared.squares = shared.stream + ROWS * DIM;
+    shared.sums = shared.squares + WARPS * ROWS;
+    shared.scratch = reinterpret_cast<unsigned char *>(shared.sums + 2 * TILES * WARPS * ROWS * 8);
+
+    queue.slots = reinterpret_cast<Piece *>(memory) + thread;
+    queue.source = weights + (i64(blockIdx.x) * WARPS + warp) * stride * (32 * PIECE) + lane * PIECE;
+    queue.length = lengths[blockIdx.x];
+    queue.left = queue.length * passes;
+    queue.taken = queue.asked = queue.next = 0;
+    queue.refill(DEPTH);
+    for (int i = thread; i < ROWS * (pitch(DIM) + pitch(HIDDEN)); i += THREADS) narrow(A(0), shared.by_dim[i]);
+    __syncthreads();
+
+    int ids[ROWS];
+    if (begin) past = begin[0];
+#pragma unroll
+    for (int n = 0; n < ROWS; n++) ids[n] = begin ? begin[1 + n] : tokens[past + n];
+    block.parity = 0;
+    const Sampler how = {temperature, top_p, min_p, top_k, key0, key1};
+    int pass = 0;
+    for (; pass < passes && past + ROWS <= capacity; pass++) {
+        block.dealt = 0;
+        const A *stream = nullptr;
+        const A *gain = gains;
+        for (int layer = 0; layer < layers; layer++, exchange += LAYER, gain += 2 * DIM) {
+            const int qkv = block.deal(WIDTH / 8);
+            block.take_stream(stream, embedding, ids, gain);
+            block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, [&](int row, int n, A sum) {
+                if (row >= 0) publish(exchange + QKV + place(n, row), sum * block.inverse_rms(n, eps));
+            });
+
+            for (int unit = block.deal(ATTENTION); unit < UNITS; unit += BLOCKS) {
+                const int kv_head = unit / SPLITS % KV_HEADS;
+                const i64 cache = i64(layer * KV_HEADS + kv_head) * capacity * HEAD_DIM;
+                attend(Scratch(shared.scratch), exchange + QKV, cosines, sines, keys + cache, values + cache,
+                       exchange + PARTS, exchange + STATS, kv_head, unit % SPLITS,
+                       unit / (SPLITS * KV_HEADS) * UNIT_ROWS, past);
+            }
+
+            const int out = block.deal(DIM / 8);
+            block.glance(exchange + QKV, WIDTH);
+            // Of one row there is little to look at: those who need it look at once.
+            if (ROWS > 1 || out >= DIM / 8) block.glance(exchange + PARTS, SPLITS * DIM / SHARED_BY);
+            if (out < DIM / 8) {
+                block.take_attended(exchange + PARTS, exchange + STATS);
+                block.product<DIM, DIM / 8, false>(out, shared.by_dim, [&](int row, int n, A sum) {
+                    if (row >= 0) publish(exchange + MIDDLE + place(n, row), shared.stream[n * DIM + row] + sum);
+                });
+            }
+            queue.refill(DEPTH);
+
+            const int gate_up = block.deal(HIDDEN_TILES);
+            block.take_stream(exchange + MIDDLE, embedding, ids, gain + DIM);
+            block.product<DIM, HIDDEN_TILES, true>(gate_up, shared.by_dim, [&](int row, int n, A sum) {
+                const A scaled = sum * block.inverse_rms(n, eps), up = __shfl_down_sync(~0u, scaled, 4);
+                const A gated = scaled * inverse_for<T>(A(1) + exp_for<T>(-scaled)) * up;
+                const int unit = first_unit(row / 8) + row % 8;
+                publish_narrow(exchange + GATED, n, unit, gated, row >= 0 && row % 8 < 4);
+            });
+
+            const int down = block.deal(DIM / 8);
+            if (down >= DIM / 8) {
+                block.glance(exchange + GATED, HIDDEN_ROWS / SHARED_BY);
+            } else {
+                block.take_gated(exchange + GATED);
+                block.product<HIDDEN, DIM / 8, false>(down, shared.by_hidden, [&](int row, int n, A sum) {
+                    if (row >= 0) publish(exchange + AFTER + place(n, row), shared.stream[n * DIM + row] + sum);
+                });
+            }
+            stream = exchange + AFTER;
+        }
+
+        // Blocks of different rows of a split write the same keys and values, of drafts too. What another block writes
+        // to these places in the next pass has to come later: it waits for the logits that follow here.
+        if (begin && UNITS > KV_HEADS * SPLITS) __threadfence();
+        block.take_stream(stream, embedding, ids, gain);
+        for (int head = 0; head < heads; head++) {
+            block.product<DIM, VOCAB_TILES, true>(block.deal(VOCAB_TILES), shared.by_dim, [&](int row, int n, A sum) {
+                const A logit = sum * block.inverse_rms(n, eps);
+                if (!begin) {
+                    if (row < 0) return;
+                    publish(exchange + (n * heads + head) * VOCAB_ROWS + row, row < VOCAB ? logit : A(-INFINITY));
+                    return;
+                }
+                u64 best = row >= 0 && row < VOCAB ? sort_key(float(logit), row) : 0;
+#pragma unroll
+                for (int gap = 1; gap < 8; gap *= 2) best = largest(best, __shfl_xor_sync(~0u, best, gap));
+                if (row < 0 || row % 8) return;
+                A *const to = exchange + best_at(head, row / 8, n);
+                publish(to, A(logit_of(best)));
+                publish(to + 1, A(id_of(best)));
+            });
+            queue.refill(DEPTH);
+        }
+        if (ROWS == 1 && sampled) {
+            ids[0] = sample(shared.scratch, exchange, how, draw + pass);
+            if (blockIdx.x == 0 && thread == 0) tokens[past + 1] = ids[0];
+        }
+        int added = ROWS;
+        if (ROWS > 1 && begin) {
+            int choices[ROWS], drafts[ROWS - (ROWS > 1)];
+            most_likely(shared.scratch, [&](int n, int tile) { return exchange + best_at(0, tile, n); }, choices);
+            added = 1;
+#pragma unroll
+            for (int n = 1; n < ROWS; n++) added += added == n && choices[n - 1] == ids[n];
+            most_likely(
+                shared.scratch, [&](int k, int tile) { return exchange + best_at(k + 1, tile, added - 1); }, drafts
+            );
+            if (blockIdx.x == 0 && thread == 0) {
+                report[0] = added;
+#pragma unroll
+                for (int n = 0; n < ROWS; n++) report[1 + n] = choices[n];
+            }
+            report += 1 + ROWS;
+#pragma unroll
+            for (int n = 0; n < ROWS; n++)
+                if (n == added - 1) ids[0] = choices[n];
+#pragma unroll
+            for (int n = 1; n < ROWS; n++) ids[n] = drafts[n - 1];
+        }
+        past += added;
+        exchange += i64(heads) * ROWS * VOCAB_ROWS;
+        __syncthreads();  // the next pass begins to write what some thread may still read: nothing else holds it back
+    }
+    if (begin && blockIdx.x == 0 && thread == 0) {
+        for (; pass < passes; pass++, report += 1 + ROWS) report[0] = 0;
+        report[0] = past;
+#pragma unroll
+        for (int n = 0; n < ROWS; n++) report[1 + n] = ids[n];
+    }
+    copy_wait<0>();
+}

@@ -1,0 +1,244 @@
+"""The fused decoder for CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from models.nanoeuler.model import NanoEuler
+from tinyforge.infer.decoder import Decoder
+
+PREFILL_ROWS = 64
+"""Positions of a prompt in one pass of `NumpyDecoder`: activations stay in a core's cache."""
+MIN_ROWS = 4
+"""`NumpyDecoder` gives BLAS no product of fewer rows. See `pack`."""
+TILE = 16
+"""`NumpyDecoder` scores keys and mixes values in multiples of this: BLAS's inner loop, with nothing left over."""
+SMALL_PRODUCT = 1e6
+"""Multiply-adds up to which OpenBLAS multiplies without copying its operands into packed blocks first."""
+
+
+def pack(weight: np.ndarray) -> np.ndarray:
+    """(..., O, I) to (..., O / b, I, b): x @ this is x W^T in blocks of b columns, each a small product for OpenBLAS.
+
+    Why not a matrix-vector product for one token: with inputs down and outputs across, and MIN_ROWS rows, OpenBLAS's
+    product of small matrices takes as long as its matrix-vector product (both wait for the weights), and it adds up
+    every row in the same order. So four tokens cost as much as one, and give the same bits as one after the other.
+    """
+    *lead, rows, columns = weight.shape
+    limit = int(SMALL_PRODUCT / (MIN_ROWS * columns))
+    # Where one block is too large, 64 columns are fastest. Rows that no whole tiles divide stay one block, and slower.
+    sizes = [64, *range(limit // TILE * TILE, 0, -TILE)]
+    size = rows if rows <= limit else next((b for b in sizes if b <= limit and rows % b == 0), rows)
+    blocks = weight.reshape(*lead, rows // size, size, columns)
+    return np.ascontiguousarray(blocks.swapaxes(-1, -2))
+
+
+def blocks_of(out: np.ndarray, packed: np.ndarray) -> np.ndarray:
+    """out: (..., rows, O) as the (..., O / b, rows, b) that a product with `packed` writes, a view."""
+    return out.reshape(*out.shape[:-1], packed.shape[-3], packed.shape[-1]).swapaxes(-2, -3)
+
+
+class NumpyDecoder(Decoder):
+    """A pass is some 30 calls of NumPy a layer on arrays that exist already. B rows, n positions each, heads of size D:
+
+    - Norms: the gain and sqrt(C) are in the rows of the weights that follow, so a norm is x / sqrt(x . x + C eps).
+    - RoPE: the rows of q and k are reordered so that the two numbers of a pair are neighbours; a pair is one complex
+      number, and turning it is one complex product. q . k does not change when both are reordered alike. The scores'
+      1 / sqrt(D) is in the rows of q.
+    - Cache: keys (layers, B, Hkv, D, positions), values (layers, B, Hkv, positions, D + 1 or more), contiguous for each
+      head. The columns behind D are 1: one product gives the weighted sum and, in them, the softmax's divisor.
+    - SwiGLU: the gate's rows are halved, and silu(2 a) = a (1 + tanh(a)), which does not overflow.
+    - Products have at least MIN_ROWS rows. See `pack`.
+    """
+
+    def __init__(self, model: NanoEuler, batch: int = 1, capacity: int | None = None) -> None:
+        super().__init__(model, batch, capacity)
+        c, self.dtype = model.config, model.backend.dtype
+        complex_dtype = np.result_type(self.dtype, np.complex64)
+        root = c.dim**0.5
+        gains = [p.value * root for norm in [model.first_norm, *model.joints] for p in norm.params()]
+        turned = (c.heads + c.kv_heads) * c.head_dim
+        # Within a head: 0, D/2, 1, D/2 + 1, ...
+        pairs = np.arange(turned).reshape(-1, 2, c.head_dim // 2).swapaxes(1, 2).reshape(-1)
+        order = np.concatenate([pairs, np.arange(turned, turned + c.kv_heads * c.head_dim)])
+        self.table = model.embedding.weight.value
+        self.layers = []
+        for i, block in enumerate(model.blocks):
+            qkv = block.qkv.weight.value[order] * gains[2 * i]
+            qkv[: c.heads * c.head_dim] *= c.head_dim**-0.5
+            gate_up = block.gate_up.weight.value.reshape(2, c.hidden, c.dim) * gains[2 * i + 1]
+            gate_up[0] *= 0.5
+            self.layers.append([pack(w) for w in (qkv, block.out.weight.value, gate_up, block.down.weight.value)])
+        self.heads = pack(model.heads.weight.value * gains[-1])
+        rope = model.blocks[0].rope
+        self.turns = (rope.cos[: self.capacity] + 1j * rope.sin[: self.capacity]).astype(complex_dtype)
+
+        self.positions = -(-self.capacity // TILE) * TILE
+        self.keys = np.zeros((c.layers, batch, c.kv_heads, c.head_dim, self.positions), self.dtype)
+        self.value_width = -(-(c.head_dim + 1) // TILE) * TILE
+        self.values = np.ones((c.layers, batch, c.kv_heads, self.positions, self.value_width), self.dtype)
+        # Row i: 0 up to column i, then -inf; every row a view of the same numbers.
+        steps = np.zeros(2 * self.positions - 1, self.dtype)
+        steps[self.positions :] = -np.inf
+        self.masks = np.lib.stride_tricks.sliding_window_view(steps, self.positions)[::-1]
+        self.norm_eps = self.dtype.type(c.dim * c.norm_eps)
+        self.one = self.dtype.type(1)
+        self._reserve(max(PREFILL_ROWS, batch * c.mtp_heads))
+
+    def prefill(self, row: int, tokens: Sequence[int]) -> None:
+        self._check_room([row], len(tokens))
+        for start in range(0, len(tokens), PREFILL_ROWS):
+            self._pass([tokens[start : start + PREFILL_ROWS]], row, 1, 0)
+
+    def step(self, tokens: Any, heads: int = 1) -> np.ndarray:
+        n = len(tokens[0])
+        self._check_room(range(self.batch), n)
+        if self.batch * n > self.rows:
+            self._reserve(self.batch * n)
+        return self._pass(tokens, 0, self.batch, heads)
+
+    def _reserve(self, rows: int) -> None:
+        """Buffers for passes of up to `rows` positions in all. Zeros: rows that pad a product must be finite."""
+        c = self.config
+        self.rows = rows = -(-rows // MIN_ROWS) * MIN_ROWS
+        wide = (c.heads + 2 * c.kv_heads) * c.head_dim
+
+        def zeros(*shape: int) -> np.ndarray:
+            return np.zeros(shape, self.dtype)
+
+        self.x, self.h, self.delta, self.attended = (zeros(rows, c.dim) for _ in range(4))
+        self.squares, self.qkv, self.qk = zeros(rows), zeros(rows, wide), zeros(rows * wide)
+        self.gate_up, self.hidden = zeros(2 * rows * c.hidden), zeros(rows, c.hidden)
+        self.scores, self.mask = zeros(rows * c.heads * self.positions), zeros(rows * self.positions)
+        self.top, self.mixed = zeros(rows * c.heads), zeros(rows * c.heads * self.value_width)
+        self.logits = zeros(c.mtp_heads * rows * c.vocab)
+        self.turn = np.zeros(rows * c.head_dim // 2, self.turns.dtype)
+        self.ids = np.zeros(rows, np.intp)
+        self._shapes: dict[tuple[int, int], _Shape] = {}
+
+    def _pass(self, tokens: Any, first: int, batch: int, heads: int) -> np.ndarray:
+        """Rows first .. first + batch - 1 take their next tokens, (batch, n); returns (batch, n, heads, V)."""
+        c, n = self.config, len(tokens[0])
+        s = self._shapes.get((batch, n))
+        if s is None:
+            s = self._shapes[batch, n] = _Shape(self, batch, n)
+        rows = range(first, first + batch)
+        lengths = [self.lengths[row] for row in rows]
+        seen = s.seen(max(lengths) + n)
+        for b, past in enumerate(lengths):
+            s.ids[b] = tokens[b]
+            s.turn[b, :, 0] = self.turns[past : past + n]
+            s.mask[b, :, : seen.keys] = self.masks[past : past + n, : seen.keys]
+        places = [(b, row, past, past + n) for b, (row, past) in enumerate(zip(rows, lengths, strict=True))]
+        here = slice(first, first + batch)
+
+        matmul, add, multiply, subtract, divide = np.matmul, np.add, np.multiply, np.subtract, np.divide
+        x, h, f = s.x, s.h, s.f
+        s.x_padding.fill(0)  # else the rows that pad products would grow from pass to pass
+        np.take(self.table, s.flat_ids, axis=0, out=s.x_new, mode="clip")
+        for (w_qkv, w_out, w_gate_up, w_down), keys, values in zip(self.layers, self.keys, self.values, strict=True):
+            self._norm(s)
+            matmul(h, w_qkv, out=s.qkv)
+            multiply(s.qk_flat, s.turn, out=s.qk_turned)
+            for b, row, start, end in places:
+                keys[row, :, :, start:end] = s.k[b]
+                values[row, :, start:end, : c.head_dim] = s.v[b]
+            matmul(s.q, keys[here, :, :, : seen.keys], out=seen.scores)
+            add(seen.by_query, seen.mask, out=seen.by_query)
+            np.maximum.reduce(seen.scores, axis=-1, keepdims=True, out=s.top)
+            subtract(seen.scores, s.top, out=seen.scores)
+            np.exp(seen.scores, out=seen.scores)
+            matmul(seen.scores, values[here, :, : seen.keys], out=s.mixed)
+            divide(s.sums, s.divisors, out=s.attended)
+            matmul(s.a, w_out, out=s.delta_blocks)
+            add(x, s.delta, out=x)
+            self._norm(s)
+            matmul(h, w_gate_up, out=s.gate_up)
+            np.tanh(s.gate, out=f)
+            add(f, self.one, out=f)
+            multiply(f, s.gate, out=f)
+            multiply(f, s.up, out=f)
+            matmul(s.f_padded, w_down, out=s.delta_from_hidden)
+            add(x, s.delta, out=x)
+        for row in rows:
+            self.lengths[row] += n
+        if heads:
+            self._norm(s)
+            matmul(h, self.heads[:heads], out=s.logits_blocks[:heads])
+        return s.logits[:, :, :heads]
+
+    def _norm(self, s: _Shape) -> None:
+        np.vecdot(s.x, s.x, out=s.squares)
+        np.add(s.squares, self.norm_eps, out=s.squares)
+        np.sqrt(s.squares, out=s.squares)
+        np.divide(s.x, s.root, out=s.h)
+
+
+class _Seen(NamedTuple):
+    """Views for a number of visible keys."""
+
+    keys: int
+    scores: np.ndarray  # (B, Hkv, G n, keys)
+    by_query: np.ndarray  # the same as (B, Hkv, G, n, keys)
+    mask: np.ndarray  # (B, 1, 1, n, keys)
+
+
+class _Shape:
+    """Views of a `NumpyDecoder`'s buffers for passes of B rows with n positions each, made once for each such pair."""
+
+    def __init__(self, d: NumpyDecoder, batch: int, n: int) -> None:
+        c, count = d.config, batch * n
+        group, turned = c.heads // c.kv_heads, c.heads + c.kv_heads
+        rows = -(-count // MIN_ROWS) * MIN_ROWS
+        w_qkv, w_out, w_gate_up, w_down = d.layers[0]
+        self.decoder, self.batch, self.n = d, batch, n
+
+        def part(flat: np.ndarray, *shape: int) -> np.ndarray:
+            return flat[: int(np.prod(shape))].reshape(shape)
+
+        self.flat_ids = d.ids[:count]
+        self.ids = self.flat_ids.reshape(batch, n)
+        self.turn = part(d.turn, batch, n, 1, c.head_dim // 2)
+        self.mask = part(d.mask, batch, n, d.positions)
+        self.x, self.h, self.delta, self.a = d.x[:rows], d.h[:rows], d.delta[:rows], d.attended[:rows]
+        self.x_new, self.x_padding = self.x[:count], self.x[count:]
+        self.squares = d.squares[:rows]
+        self.root = self.squares[:, None]
+        self.qkv = blocks_of(d.qkv[:rows], w_qkv)
+        heads = d.qkv[:count].reshape(batch, n, -1, c.head_dim)
+        self.qk_flat = heads[:, :, :turned].view(d.turn.dtype)
+        qk = part(d.qk, batch, turned, n, c.head_dim)
+        self.qk_turned = qk.view(d.turn.dtype).swapaxes(1, 2)
+        self.q = qk[:, : c.heads].reshape(batch, c.kv_heads, group * n, c.head_dim)
+        self.k = qk[:, c.heads :].swapaxes(-1, -2)
+        self.v = heads[:, :, turned:].swapaxes(1, 2)
+        self.top = part(d.top, batch, c.kv_heads, group * n, 1)
+        self.mixed = part(d.mixed, batch, c.kv_heads, group * n, d.value_width)
+        by_query = self.mixed.reshape(batch, c.kv_heads, group, n, -1)
+        self.sums, self.divisors = by_query[..., : c.head_dim], by_query[..., -1:]
+        self.attended = d.attended[:count].reshape(batch, n, c.kv_heads, group, -1).transpose(0, 2, 3, 1, 4)
+        self.delta_blocks = blocks_of(self.delta, w_out)
+        self.delta_from_hidden = blocks_of(self.delta, w_down)
+        gate_up = part(d.gate_up, 2, rows, c.hidden)
+        self.gate_up = blocks_of(gate_up, w_gate_up)
+        self.gate, self.up = gate_up[:, :count]
+        self.f_padded, self.f = d.hidden[:rows], d.hidden[:count]
+        logits = part(d.logits, c.mtp_heads, rows, c.vocab)
+        self.logits_blocks = blocks_of(logits, d.heads)
+        self.logits = logits[:, :count].reshape(-1, batch, n, c.vocab).transpose(1, 2, 0, 3)
+        self._seen: dict[int, _Seen] = {}
+
+    def seen(self, longest: int) -> _Seen:
+        """The views for rows of up to `longest` positions, rounded up to whole tiles of keys."""
+        keys = -(-longest // TILE) * TILE
+        found = self._seen.get(keys)
+        if found is None:
+            c, batch, n = self.decoder.config, self.batch, self.n
+            group = c.heads // c.kv_heads
+            scores = self.decoder.scores[: batch * c.heads * n * keys].reshape(batch, c.kv_heads, group * n, keys)
+            by_query = scores.reshape(batch, c.kv_heads, group, n, keys)
+            found = self._seen[keys] = _Seen(keys, scores, by_query, self.mask[:, None, None, :, :keys])
+        return found

@@ -1,0 +1,98 @@
+"""Generation from one prompt, and from several of unequal lengths side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from models.nanoeuler.model import NanoEuler
+from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.decoder import Decoder, Drawn
+from tinyforge.infer.sampling import Sampling, draw, log_probability, penalise, probabilities
+from tinyforge.infer.session import Session, Token, check_prompt, checked_ids
+from tinyforge.rng import Stream
+
+
+def generate(
+    model: NanoEuler, prompt: Sequence[int], sampling: Sampling, stop: frozenset[int] = frozenset(),
+    decoder: Decoder | None = None,
+) -> Iterator[int]:  # fmt: skip
+    """Yield the ids that follow `prompt`, until one in `stop` (not yielded), max_tokens, or the context is full.
+
+    decoder: one that was made before, which saves the time to lay the weights out.
+    """
+    session = Session(model, decoder)
+    session.extend(prompt)
+    for token in session.generate(sampling, stop):
+        yield token.id
+
+
+def generate_batch(
+    model: NanoEuler, prompts: Sequence[Sequence[int]], sampling: Sampling, stop: frozenset[int] = frozenset(),
+    decoder: Decoder | None = None,
+) -> Generator[tuple[int, Token]]:  # fmt: skip
+    """Yield (i, token) for the tokens that follow each prompt, all prompts side by side, whatever their lengths.
+
+    Prompt i draws as it would alone with the seed sampling.seed + i. Decoding is plain: drafts are not used, since the
+    rows of a batch already share each reading of the weights.
+    """
+    decoder = decoder or make_decoder(model, len(prompts))
+    if decoder.batch != len(prompts):
+        raise ValueError(f"generate_batch: {len(prompts)} prompts for a decoder of {decoder.batch} rows")
+    texts = [checked_ids(prompt, decoder.config.vocab) for prompt in prompts]
+    budgets = []
+    for text in texts:
+        check_prompt(text, decoder.capacity)
+        budgets.append(min(sampling.max_tokens, decoder.capacity - len(text)))
+    decoder.rewind([0] * len(texts))
+    for i, text in enumerate(texts):
+        decoder.prefill(i, text[:-1])
+    active = dict(enumerate(budgets))
+    for ids, logprobs, _ in draw_blocks(decoder, texts, replace(sampling, drafts=0), max(budgets)):
+        for column in range(ids.shape[1]):
+            for i in list(active):
+                token = Token(int(ids[i, column]), None if logprobs is None else float(logprobs[i, column]))
+                if token.id in stop:
+                    del active[i]
+                    continue
+                texts[i].append(token.id)
+                yield i, token
+                active[i] -= 1
+                if not active[i]:
+                    del active[i]
+            if not active:
+                return
+
+
+def draw_blocks(decoder: Decoder, texts: Sequence[Sequence[int]], sampling: Sampling, count: int) -> Iterator[Drawn]:
+    """Up to `count` tokens for each row of a decoder, in blocks: from `Decoder.stream`, or else drawn here from `step`.
+
+    texts: each row's tokens, all but the last of them in the cache. The caller appends what comes; a text that has not
+    grown when the next block is asked for has ended, and what its row gives from then on means nothing.
+    """
+    streams = [Stream(sampling.seed + i, "sample") for i in range(len(texts))]
+    if decoder.draws(sampling):
+        yield from decoder.stream([text[-1] for text in texts], sampling, streams, count)
+        return
+    numbers = np.stack([stream.uniform((count,)) for stream in streams])
+    wanted = [len(text) for text in texts]
+    for t in range(count):
+        logits = decoder.step([[text[-1]] for text in texts])[:, 0, 0]
+        z = logits
+        if sampling.repetition_penalty != 1:
+            z = np.stack([penalise(row, sampling, text) for row, text in zip(logits, texts, strict=True)])
+        if sampling.temperature == 0:
+            ids = z.argmax(axis=-1)
+        else:
+            p = probabilities(z.astype(np.float64), sampling)
+            ids = np.array([draw(row, u) for row, u in zip(p, numbers[:, t], strict=True)])
+        logprobs = None
+        if sampling.logprobs:
+            logprobs = np.array([[log_probability(row, x)] for row, x in zip(logits, ids, strict=True)])
+        yield Drawn(ids[:, None], logprobs)
+        wanted = [length + 1 for length in wanted]
+        # A row that has ended starts over at every step, so that it always has room.
+        decoder.rewind([held if len(text) == length else 0
+                        for held, text, length in zip(decoder.lengths, texts, wanted, strict=True)])  # fmt: skip
