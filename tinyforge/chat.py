@@ -1,9 +1,9 @@
-'''Talk to a trained NanoEuler.
+'''Talk to a trained model, any that predicts tokens from left to right.
 
-    python -m models.nanoeuler.chat                         the newest run under runs/, else the model that is here
-    python -m models.nanoeuler.chat --prompt "What is 3 plus 4?"
-    echo "What is 3 plus 4?" | python -m models.nanoeuler.chat
-    python -m models.nanoeuler.chat --checkpoint runs/pretrain      a base model continues the text
+    python -m tinyforge.chat                            the newest run under runs/, else the model that is here
+    python -m tinyforge.chat --prompt "What is 3 plus 4?"
+    echo "What is 3 plus 4?" | python -m tinyforge.chat
+    python -m tinyforge.chat --checkpoint runs/pretrain         a base model continues the text
 
 Ctrl-C stops a reply and keeps the conversation; Ctrl-D or /bye leaves; """ begins and ends a text of several lines;
 /help lists the commands. With --prompt or a pipe only the reply is printed.
@@ -26,6 +26,8 @@ from tinyforge.hub import Loaded, add_checkpoint_flag, load, trained_model
 from tinyforge.infer.conversation import Conversation
 from tinyforge.infer.sampling import Sampling
 from tinyforge.registry import models
+from tinyforge.terminal import printable
+from tinyforge.text.chat_templates import TEMPLATES
 
 BLOCK = '"""'
 SETTINGS = {
@@ -36,9 +38,8 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def printable(text: str) -> str:
-    """`text` without control characters (newline and tab stay): a model must not be able to steer the terminal."""
-    return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
+def conversation_with(loaded: Loaded) -> Conversation:
+    return Conversation(loaded.model, loaded.tokenizer, TEMPLATES[loaded.template])
 
 
 def show(pieces: Iterable[str]) -> None:
@@ -54,7 +55,8 @@ class Repl:
     """The loop of a terminal: reads lines, prints replies, obeys commands."""
 
     def __init__(self, loaded: Loaded, sampling: Sampling) -> None:
-        self.conversation = Conversation(loaded)
+        self.loaded = loaded
+        self.conversation = conversation_with(loaded)
         self.sampling = sampling
         self.asked = 0  # so that every reply draws other numbers, the same ones in every session
         self.colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -74,7 +76,7 @@ class Repl:
                 elif text:
                     self.reply(text)
             except UserError as error:
-                self.note(f"error: {printable(str(error))}")
+                self.note(f"error: {error}")
             except KeyboardInterrupt:
                 print()
                 self.note("Ctrl-D or /bye leaves")
@@ -111,7 +113,7 @@ class Repl:
     def note(self, text: str) -> None:
         """A line about the conversation, not of it."""
         if text:
-            print(self.painted(text, "2"))
+            print(self.painted(printable(text), "2"))
 
     def painted(self, text: str, code: str, prompt: bool = False) -> str:
         if not self.colour:
@@ -150,7 +152,7 @@ class Repl:
     def do_undo(self, arguments: list[str]) -> None:
         """take the last question and its reply back"""
         turn = self.conversation.undo()
-        self.note(f"taken back: {printable(turn.user)}")
+        self.note(f"taken back: {turn.user}")
 
     def do_retry(self, arguments: list[str]) -> None:
         """answer the last question again, with other random numbers"""
@@ -177,11 +179,12 @@ class Repl:
     def do_show(self, arguments: list[str]) -> None:
         """the model, the settings, and how full the context is"""
         conversation = self.conversation
-        self.note(f"  model               {conversation.loaded.path}")
+        self.note(f"  model               {self.loaded.path}")
         for name, meaning in SETTINGS.items():
             self.note(f"  {name:<19} {getattr(self.sampling, name)!s:<6} {meaning}".rstrip())
-        used = f"{conversation.length} of {conversation.context} tokens"
-        self.note(f"  turns               {len(conversation.turns)}: {used}")
+        (seen, tokens), turns = conversation.seen(), len(conversation.turns)
+        left_out = "" if seen == turns else f"; the model sees the last {seen} of them"
+        self.note(f"  turns               {turns}: {tokens} of {conversation.context} tokens{left_out}")
 
     def do_stats(self, arguments: list[str]) -> None:
         """tokens a second, time to the first token, guesses accepted"""
@@ -203,7 +206,7 @@ class Repl:
         """/load FILE goes on with a saved conversation"""
         self.conversation.load(self.file(arguments, "load"))
         for turn in self.conversation.turns:
-            self.note(f"> {printable(turn.user)}")
+            self.note(f"> {turn.user}")
             print(printable(turn.reply))
 
     def file(self, arguments: list[str], command: str) -> Path:
@@ -214,7 +217,7 @@ class Repl:
 
 def once(loaded: Loaded, text: str, sampling: Sampling) -> None:
     """One reply, and nothing else, on standard output."""
-    conversation = Conversation(loaded)
+    conversation = conversation_with(loaded)
     show(conversation.ask(text, sampling))
     print(flush=True)
     if conversation.notice:
@@ -223,7 +226,7 @@ def once(loaded: Loaded, text: str, sampling: Sampling) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
-        prog="python -m models.nanoeuler.chat", description=__doc__,
+        prog="python -m tinyforge.chat", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add_checkpoint_flag(parser)
@@ -242,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif not sys.stdin.isatty():
         once(loaded, _piped(), sampling)
     else:
-        base = loaded.meta["kind"] != "sft"
+        base = loaded.template == "plain"
         note = "a base model, not fine-tuned: it continues your text" if base else "fine-tuned"
         if loaded.path in {spec.bundled for spec in models().values()}:
             note = "comes with the repository; it knows a small world of people, things and numbers"

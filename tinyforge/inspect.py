@@ -1,11 +1,12 @@
-"""See what NanoEuler makes of a text: every head's candidates at every position, and where each layer looks.
+"""See what a model makes of a text: every head's candidates at every position, and where each layer looks.
 
     python -m tinyforge.inspect "Once upon a time"
     python -m tinyforge.inspect "Once upon a time" --top 3 --checkpoint runs/pretrain --out attention.png
 
 For each token of the text it prints what the heads expect behind it: head 0 the next token, head 1 the one after, and
 so on, with probabilities; what the text really has there is marked with *. The picture has one panel for each layer and
-query head: row t shows how much of its attention the token at t gives to each token up to it.
+query head: row t shows how much of its attention the token at t gives to each token up to it. A model without attention
+has no picture.
 """
 
 from __future__ import annotations
@@ -13,51 +14,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from models.nanoeuler.model import NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.hub import add_checkpoint_flag, load, trained_model
-from tinyforge.kernel import Array
+from tinyforge.infer.trace import trace
+from tinyforge.terminal import printable
 from tinyforge.text import Tokenizer
 from tinyforge.text.command import visible
 
 LABELLED = 40  # tokens: more have no room beside a panel
-
-
-class Trace(NamedTuple):
-    """probabilities: (T, heads, V), of each output head behind each token. attention: (layers, query heads, T, T)."""
-
-    probabilities: np.ndarray
-    attention: np.ndarray
-
-
-def trace(model: NanoEuler, ids: Sequence[int]) -> Trace:
-    """The model's forward over one text with what it usually keeps to itself, in NumPy.
-
-    attention[l, h, t, s] = softmax over s <= t of q_t . k_s / sqrt(D). The query heads of a group read the same keys.
-    """
-    c, to_numpy = model.config, model.backend.to_numpy
-    later = np.triu(np.ones((len(ids), len(ids)), bool), 1)
-    attention = []
-
-    def attend(layer: int, qkv: Array) -> Array:
-        q, k = np.split(to_numpy(qkv)[0, :, : c.heads + c.kv_heads].astype(np.float64), [c.heads], axis=1)
-        scores = np.einsum("thd,shd->hts", q, k.repeat(c.heads // c.kv_heads, axis=1)) * c.head_dim**-0.5
-        attention.append(softmax(np.where(later, -np.inf, scores)))
-        return model.blocks[layer].attention.forward(qkv)
-
-    h = model.hidden(model.backend.asarray(np.asarray([ids])), attend=attend)
-    logits = np.stack([to_numpy(model.heads.logits(h, k))[0] for k in range(c.mtp_heads)], axis=1)
-    return Trace(softmax(logits.astype(np.float64)), np.stack(attention))
-
-
-def softmax(z: np.ndarray) -> np.ndarray:
-    p = np.exp(z - z.max(axis=-1, keepdims=True))
-    return p / p.sum(axis=-1, keepdims=True)
 
 
 def print_candidates(tokenizer: Tokenizer, ids: Sequence[int], probabilities: np.ndarray, top: int) -> None:
@@ -75,14 +43,14 @@ def print_candidates(tokenizer: Tokenizer, ids: Sequence[int], probabilities: np
             print(f"      head {k} (+{k + 1}):  {'  '.join(candidates)}")
 
 
-def plot_attention(tokenizer: Tokenizer, ids: Sequence[int], attention: np.ndarray, out: Path) -> None:
+def plot_attention(tokenizer: Tokenizer, ids: Sequence[int], attention: Sequence[np.ndarray], out: Path) -> None:
     """One panel for each layer (rows) and query head (columns); UserError if the file cannot be written."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    layers, heads, length, _ = attention.shape
+    layers, heads, length = len(attention), max(map(len, attention)), len(ids)
     labels = [visible(tokenizer.token_bytes(i)).replace("$", r"\$") for i in ids] if length <= LABELLED else []
     size = max(2.0, 0.16 * length if labels else 2.5)
     figure, panels = plt.subplots(
@@ -90,8 +58,8 @@ def plot_attention(tokenizer: Tokenizer, ids: Sequence[int], attention: np.ndarr
         layout="constrained",
     )  # fmt: skip
     for layer, row in enumerate(panels):
-        for head, panel in enumerate(row):
-            image = panel.imshow(attention[layer, head], vmin=0, vmax=1, cmap="magma")
+        for head, panel in enumerate(row[: len(attention[layer])]):
+            image = panel.imshow(attention[layer][head], vmin=0, vmax=1, cmap="magma")
             panel.set_title(f"layer {layer}, head {head}", fontsize=8)
             if labels:
                 panel.set_xticks(range(length), labels, rotation=90, fontsize=6)
@@ -124,11 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     ids, context = loaded.tokenizer.encode(args.text), loaded.model.config.context
     if not 1 <= len(ids) <= context:
         raise UserError(f"the text has {len(ids)} tokens, wanted 1 to {context}, the model's context; change the text")
-    print(loaded.path)
+    print(printable(str(loaded.path)))
     found = trace(loaded.model, ids)
     print_candidates(loaded.tokenizer, ids, found.probabilities, args.top)
-    plot_attention(loaded.tokenizer, ids, found.attention, Path(args.out))
-    print(f"wrote {args.out}")
+    if found.attention:
+        plot_attention(loaded.tokenizer, ids, found.attention, Path(args.out))
+        print(f"wrote {printable(args.out)}")
     return 0
 
 

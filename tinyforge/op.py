@@ -86,6 +86,10 @@ class Stash:
     def __len__(self) -> int:
         return len(self._records)
 
+    def __iter__(self) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        """The records, each with its owner, in the order of forward; to look at, none is consumed."""
+        return iter(self._records)
+
 
 class Op:
     """One differentiable operation. Subclasses list the `kernels` they call and write forward and backward.

@@ -13,6 +13,8 @@ import numpy as np
 
 from models.nanoeuler.config import Config
 from tinyforge.backends import Backend
+from tinyforge.infer.cache import KVCache
+from tinyforge.infer.causal_lm import FusedLayer, FusedWeights
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import AddRMSNorm, Attention, Embedding, Linear, LinearCrossEntropy, RMSNorm, RoPE, SwiGLULinear
@@ -20,10 +22,6 @@ from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
 FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and causal attention; no recomputation"
-
-
-# (layer, (B, T, Hq + 2 Hkv, D) after RoPE) to attention's output, (B, T, Hq, D).
-Attend = Callable[[int, Array], Array]
 
 
 class Block:
@@ -88,11 +86,9 @@ class NanoEuler(Op):
         """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
         return NanoEuler(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
-    def hidden(self, ids: Array, stash: Stash | None = None, *, offset: int = 0, attend: Attend | None = None) -> Array:
-        """(B, T) ids at positions `offset` and up to the final-normed stream, (B, T, C).
-
-        attend: in place of each block's attention, for who keeps its keys and values, or looks at them.
-        """
+    def hidden(self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None) -> Array:
+        """ids: (B, T) to the final-normed stream, (B, T, C). With a cache, ids follow the positions that it holds."""
+        offset = cache.length if cache else 0
         shape = (*ids.shape, -1, self.config.head_dim)
         x = self.embedding.forward(ids, stash)
         h = self.first_norm.forward(x, stash)
@@ -100,14 +96,37 @@ class NanoEuler(Op):
         for i, block in enumerate(self.blocks):
             qkv = block.qkv.forward(h, stash, recompute=self._recompute(normed, x)).reshape(shape)
             qkv = block.rope.forward(qkv, stash, offset=offset, out=qkv)
-            a = attend(i, qkv) if attend else block.attention.forward(qkv, stash)
+            a = block.attention.forward(qkv, stash, cache=cache.layer(i) if cache else None)
             a = block.out.forward(a.reshape(x.shape), stash)
             x, h = self.joints[2 * i].forward(x, a, stash)
             gu = block.gate_up.forward(h, stash, recompute=self._recompute(self.joints[2 * i].normed, x))
             f = block.down.forward(gu, stash)
             x, h = self.joints[2 * i + 1].forward(x, f, stash)
             normed = self.joints[2 * i + 1].normed
+        if cache:
+            cache.advance(ids.shape[1])
         return h
+
+    @property
+    def prediction_heads(self) -> int:
+        return self.config.mtp_heads
+
+    def logits(self, h: Array, head: int = 0) -> Array:
+        return self.heads.logits(h, head)
+
+    def make_cache(self, batch: int, capacity: int) -> KVCache:
+        c = self.config
+        return KVCache(self.backend, c.layers, batch, capacity, c.kv_heads, c.head_dim)
+
+    def fused_weights(self) -> FusedWeights:
+        c, rope = self.config, self.blocks[0].rope
+        layers = [FusedLayer(b.qkv.weight.value, b.out.weight.value, b.gate_up.weight.value, b.down.weight.value)
+                  for b in self.blocks]  # fmt: skip
+        gains = [param.value for norm in (self.first_norm, *self.joints) for param in norm.params()]
+        return FusedWeights(
+            c.dim, c.hidden, c.heads, c.kv_heads, c.head_dim, c.context, c.vocab, c.norm_eps, layers, gains,
+            self.embedding.weight.value, self.heads.weight.value, rope.cos, rope.sin,
+        )  # fmt: skip
 
     def _recompute(self, function: Callable[[Array], Array], x: Array) -> Callable[[], Array] | None:
         return partial(function, x) if self.recompute else None

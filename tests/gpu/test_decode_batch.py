@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.gpu.test_decode_cuda import BASE, CONFIG, TOLERANCE, WIDER, forward, most_likely_first, trained_like
 
 from models.nanoeuler import Config, NanoEuler
+from tests.gpu.test_decode_row import BASE, CONFIG, TOLERANCE, WIDER, forward, most_likely_first, trained_like
 from tinyforge.errors import UserError
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.gpu
 
 
 def decoder_of(model: NanoEuler, batch: int, **options: int) -> Any:
-    from tinyforge.infer.cuda.batch import CudaBatchDecoder
+    from tinyforge.infer.cuda.batch import BatchDecoder
 
-    return CudaBatchDecoder(model, batch, **options)
+    return BatchDecoder(model, batch, **options)
 
 
 def texts_of(config: Config, batch: int, new: int) -> list[np.ndarray]:
@@ -206,7 +206,7 @@ def test_what_is_forgotten_leaves_no_trace() -> None:
 def test_what_it_is_for_and_what_not() -> None:
     model = trained_like(CONFIG, "fp32")
     decoder = make_decoder(model, 3)
-    assert type(decoder).__name__ == "CudaBatchDecoder" and decoder.batch == 3
+    assert type(decoder).__name__ == "BatchDecoder" and decoder.batch == 3
     assert decoder.draws(Sampling()) and not decoder.draws(Sampling(repetition_penalty=1.1))
     assert not decoder.draws(Sampling(logprobs=True))
     assert isinstance(make_decoder(model, 3, spare_memory=True), ReferenceDecoder)
@@ -214,7 +214,7 @@ def test_what_it_is_for_and_what_not() -> None:
     assert isinstance(make_decoder(trained_like(CONFIG, "bf16"), 3), ReferenceDecoder)
     with pytest.raises(ValueError, match="row 1 holds 0 of 8 positions, no room for 9 more"):
         decoder_of(model, 2, capacity=8).prefill(1, list(range(9)))
-    with pytest.raises(UserError, match="CudaBatchDecoder: the model is on backend numpy, wants cupy"):
+    with pytest.raises(UserError, match="BatchDecoder: the model is on backend numpy, wants cupy"):
         decoder_of(trained_like(CONFIG, "fp32", "numpy"), 2)
 
 

@@ -79,7 +79,7 @@ def drawn(decoder: Any, token: int, sampling: Sampling, count: int, position: in
 def test_every_position_has_the_logits_of_the_model(precision: str, prompt: int, sizes: tuple[int, ...]) -> None:
     model, tokens = trained_like(CONFIG, precision), some_tokens(CONFIG, 160)
     wanted = forward(model, tokens)[prompt:]
-    got = stepped(engine().CudaDecoder(model), tokens, prompt, sizes)
+    got = stepped(engine().RowDecoder(model), tokens, prompt, sizes)
     assert np.abs(got - wanted).max() <= TOLERANCE[precision] * np.abs(wanted).max()
 
 
@@ -91,7 +91,7 @@ def test_bf16_is_as_exact_as_the_model_in_bf16(config: Config, rows: int) -> Non
     exact = forward(trained_like(config, "fp64"), tokens)[prompt:]
     model = trained_like(config, "bf16")
     plain = np.abs(forward(model, tokens)[prompt:] - exact)
-    ours = np.abs(stepped(engine().CudaDecoder(model), tokens, prompt, (rows,)) - exact)
+    ours = np.abs(stepped(engine().RowDecoder(model), tokens, prompt, (rows,)) - exact)
     assert ours.max() <= 2 * plain.max() and ours.mean() <= 2 * plain.mean()
 
 
@@ -101,28 +101,28 @@ def test_bf16_is_as_exact_as_the_model_in_bf16(config: Config, rows: int) -> Non
 )
 def test_the_spread_over_the_device_does_not_change_the_answer(tuning: dict[str, int]) -> None:
     model, tokens = trained_like(CONFIG, "fp64"), some_tokens(CONFIG, 100)
-    got = stepped(engine().CudaDecoder(model, **tuning), tokens, 90, (4,))
+    got = stepped(engine().RowDecoder(model, **tuning), tokens, 90, (4,))
     wanted = forward(model, tokens)[90:]
     assert np.abs(got - wanted).max() <= 1e-10 * np.abs(wanted).max()
 
 
 def test_what_the_launch_reads_before_it_is_written_shows(poisoned_memory: None) -> None:
     model, tokens = trained_like(CONFIG, "fp32"), some_tokens(CONFIG, 50)
-    got = stepped(engine().CudaDecoder(model), tokens, 40, (3,))
+    got = stepped(engine().RowDecoder(model), tokens, 40, (3,))
     assert np.isfinite(got).all()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_same_bits_every_time(precision: str) -> None:
     model, tokens = trained_like(BASE, precision), some_tokens(BASE, 100)
-    runs = [stepped(engine().CudaDecoder(model), tokens, 60, (4, 1)).tobytes() for _ in range(4)]
+    runs = [stepped(engine().RowDecoder(model), tokens, 60, (4, 1)).tobytes() for _ in range(4)]
     assert len(set(runs)) == 1
 
 
 @pytest.mark.parametrize(("config", "precision"), [(CONFIG, "fp64"), (CONFIG, "fp32"), (WIDER, "bf16"), (BASE, "bf16")])
 def test_the_rows_of_a_pass_do_not_change_a_bit(config: Config, precision: str) -> None:
     model, tokens = trained_like(config, precision), some_tokens(config, 160)
-    decoder = engine().CudaDecoder(model)
+    decoder = engine().RowDecoder(model)
     runs = []
     for sizes in ((1,), (2,), (3, 1), (4,)):
         decoder.rewind([0])
@@ -155,7 +155,7 @@ def prompts_of(config: Config, count: int, longest: int) -> list[list[int]]:
 
 def on_the_host(model: NanoEuler) -> Session:
     """A session on the GPU that drafts and verifies on the host."""
-    decoder = engine().CudaDecoder(model)
+    decoder = engine().RowDecoder(model)
     decoder.draws = lambda sampling: False
     return Session(model, decoder)
 
@@ -164,7 +164,7 @@ def on_the_host(model: NanoEuler) -> Session:
 def test_greedy_text_is_that_of_the_models_own_ops(drafts: int) -> None:
     model, sampling = trained_like(CONFIG, "fp32"), Sampling(temperature=0, max_tokens=100, drafts=drafts)
     texts = []
-    for decoder in (ReferenceDecoder(model), engine().CudaDecoder(model)):
+    for decoder in (ReferenceDecoder(model), engine().RowDecoder(model)):
         texts.append(text(Session(model, decoder), some_tokens(CONFIG, 20).tolist(), sampling))
         assert decoder.lengths == [119]
     assert texts[0] == texts[1] and len(texts[0]) == 100
@@ -172,7 +172,7 @@ def test_greedy_text_is_that_of_the_models_own_ops(drafts: int) -> None:
 
 def test_speculation_changes_no_token(trained: NanoEuler) -> None:
     """200 prompts, and a stop in every third; in bf16 too, since the rows of a pass change no bit."""
-    session, accepted = Session(trained, engine().CudaDecoder(trained)), np.zeros(3, int)
+    session, accepted = Session(trained, engine().RowDecoder(trained)), np.zeros(3, int)
     for i, prompt in enumerate(prompts_of(trained.config, 200, 60)):
         stop = frozenset({prompt[0], 7}) if i % 3 == 0 else frozenset()
         plain = text(session, prompt, replace(GREEDY, drafts=0), stop)
@@ -186,14 +186,14 @@ def test_speculation_changes_no_token(trained: NanoEuler) -> None:
 def test_speculation_changes_no_token_where_drafts_are_wrong(precision: str) -> None:
     """Random weights: hardly any draft stands."""
     model = trained_like(WIDER, precision)
-    session = Session(model, engine().CudaDecoder(model))
+    session = Session(model, engine().RowDecoder(model))
     for prompt in prompts_of(WIDER, 40, 60):
         assert text(session, prompt, GREEDY) == text(session, prompt, replace(GREEDY, drafts=0))
 
 
 def test_counts_are_those_of_the_host(trained: NanoEuler) -> None:
     """Where a text stops short of max_tokens, in the middle of a block, too."""
-    session, host = Session(trained, engine().CudaDecoder(trained)), on_the_host(trained)
+    session, host = Session(trained, engine().RowDecoder(trained)), on_the_host(trained)
     for i, prompt in enumerate(prompts_of(trained.config, 40, 50)):
         sampling = replace(GREEDY, max_tokens=1 + 2 * i % 59, drafts=1 + i % 3)
         stop = frozenset({11, 12} if i % 2 else ())
@@ -208,7 +208,7 @@ def test_a_reply_that_was_left_in_the_middle_leaves_nothing(trained: NanoEuler) 
     for i, prompt in enumerate(prompts_of(trained.config, 20, 30)):
         found = []
         for drafts in (0, 3):
-            session = Session(trained, engine().CudaDecoder(trained))
+            session = Session(trained, engine().RowDecoder(trained))
             session.extend(prompt)
             for made, _ in enumerate(session.generate(replace(GREEDY, drafts=drafts))):
                 if made == i:
@@ -220,7 +220,7 @@ def test_a_reply_that_was_left_in_the_middle_leaves_nothing(trained: NanoEuler) 
 
 @pytest.mark.parametrize("left", [1, 2, 3, 4, 5, 9])
 def test_speculation_up_to_a_full_context(trained: NanoEuler, left: int, poisoned_memory: None) -> None:
-    session = Session(trained, engine().CudaDecoder(trained))
+    session = Session(trained, engine().RowDecoder(trained))
     prompt = prompts_of(trained.config, 1, 2)[0] * (trained.config.context - left)
     plain = text(session, prompt, replace(GREEDY, drafts=0))
     assert text(session, prompt, GREEDY) == plain and len(plain) == left
@@ -229,13 +229,13 @@ def test_speculation_up_to_a_full_context(trained: NanoEuler, left: int, poisone
 def test_speculation_gives_the_same_every_time(trained: NanoEuler, poisoned_memory: None) -> None:
     prompts, found = prompts_of(trained.config, 10, 40), []
     for _ in range(2):
-        session = Session(trained, engine().CudaDecoder(trained))
+        session = Session(trained, engine().RowDecoder(trained))
         found.append([(text(session, prompt, GREEDY), session.stats.passes) for prompt in prompts])
     assert found[0] == found[1]
 
 
 def test_the_host_waits_once_a_block_of_passes(trained: NanoEuler, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = engine().CudaDecoder(trained)
+    decoder = engine().RowDecoder(trained)
     waits: list[Any] = []
     wait = decoder._wait
     monkeypatch.setattr(decoder, "_wait", lambda event: (waits.append(event), wait(event)))
@@ -266,7 +266,7 @@ def test_a_wrong_rule_is_seen(right: str, wrong: str, trained: NanoEuler, monkey
 def faulty_decoder(model: NanoEuler, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A decoder whose kernel has another text."""
     from tinyforge.backends import compile as compiler
-    from tinyforge.infer.cuda import row_launcher
+    from tinyforge.infer.cuda import row
 
     specialise = compiler.specialise
 
@@ -277,8 +277,8 @@ def faulty_decoder(model: NanoEuler, right: str, wrong: str, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "specialise", changed)
-        patch.setattr(row_launcher, "load", compiler.load.__wrapped__)
-        decoder = engine().CudaDecoder(model)
+        patch.setattr(row, "load", compiler.load.__wrapped__)
+        decoder = engine().RowDecoder(model)
         for rows in (1, 4):
             decoder.launcher(rows)
     return decoder
@@ -303,7 +303,7 @@ def most_likely_first(p: np.ndarray, uniform: float) -> int:
 )
 def test_drawn_tokens_are_those_of_the_reference_with_the_same_numbers(sampling: Sampling) -> None:
     model, prompt = trained_like(CONFIG, "fp32"), some_tokens(CONFIG, 20).tolist()
-    decoder = engine().CudaDecoder(model)
+    decoder = engine().RowDecoder(model)
     decoder.prefill(0, prompt[:-1])
     ids = drawn(decoder, prompt[-1], sampling, 120, position=2)
     logits = forward(model, np.array([*prompt, *ids], np.int32))[len(prompt) - 1 :, 0]
@@ -317,7 +317,7 @@ def test_drawn_tokens_are_those_of_the_reference_with_the_same_numbers(sampling:
 
 
 def test_the_host_waits_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = engine().CudaDecoder(trained_like(CONFIG, "fp32"))
+    decoder = engine().RowDecoder(trained_like(CONFIG, "fp32"))
     waits: list[Any] = []
     wait = decoder._wait
     monkeypatch.setattr(decoder, "_wait", lambda event: (waits.append(event), wait(event)))
@@ -329,7 +329,7 @@ def test_the_host_waits_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stream_that_is_closed_forgets_what_was_not_yielded() -> None:
     model, tokens = trained_like(CONFIG, "fp32"), some_tokens(CONFIG, 30)
     wanted = forward(model, tokens)[-1]
-    decoder = engine().CudaDecoder(model)
+    decoder = engine().RowDecoder(model)
     decoder.prefill(0, tokens[:20].tolist())
     stream = decoder.stream([int(tokens[20])], Sampling(temperature=0, drafts=0), [Stream(0, "sample")], 100)
     assert next(stream).ids.shape == (1, 2) and decoder.lengths == [22]
@@ -341,7 +341,7 @@ def test_a_stream_that_is_closed_forgets_what_was_not_yielded() -> None:
 
 def test_chunks_of_a_prompt_are_one_prompt() -> None:
     model, tokens = trained_like(CONFIG, "fp32"), some_tokens(CONFIG, 90).tolist()
-    whole, parts = (engine().CudaDecoder(model) for _ in range(2))
+    whole, parts = (engine().RowDecoder(model) for _ in range(2))
     whole.prefill(0, tokens[:-1])
     for start, end in ((0, 1), (1, 40), (40, 89)):
         parts.prefill(0, tokens[start:end])
@@ -352,13 +352,11 @@ def test_chunks_of_a_prompt_are_one_prompt() -> None:
 def test_what_it_is_for_and_what_not() -> None:
     model = trained_like(CONFIG, "fp32")
     decoder = make_decoder(model)
-    assert isinstance(decoder, engine().CudaDecoder)
+    assert isinstance(decoder, engine().RowDecoder)
     assert decoder.draws(Sampling()) and not decoder.draws(Sampling(repetition_penalty=1.1))
     assert not decoder.draws(Sampling(logprobs=True))
     assert isinstance(make_decoder(model, spare_memory=True), ReferenceDecoder)
     with pytest.raises(ValueError, match="no room for 9 more"):
-        engine().CudaDecoder(model, capacity=8).prefill(0, list(range(9)))
+        engine().RowDecoder(model, capacity=8).prefill(0, list(range(9)))
     with pytest.raises(UserError, match="the model is on backend numpy, wants cupy"):
-        engine().CudaDecoder(trained_like(CONFIG, "fp32", "numpy"))
-    with pytest.raises(UserError, match="2 rows, takes one"):
-        engine().CudaDecoder(model, 2)
+        engine().RowDecoder(trained_like(CONFIG, "fp32", "numpy"))

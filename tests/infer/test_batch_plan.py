@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tinyforge.errors import UserError
+from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.batch_plan import TEAM_ROWS, BatchPlan
-from tinyforge.infer.cuda.row_plan import TILE, Layer
+from tinyforge.infer.cuda.plan import TILE
 
 SMALL = BatchPlan(dim=64, hidden=26, heads=4, kv_heads=2, layers=2, vocab=19, outputs=3, batch=20, itemsize=4,
                   blocks=11, shared=160 << 10)  # fmt: skip
@@ -44,7 +45,7 @@ def test_each_block_takes_its_rows_in_the_order_of_the_pass(itemsize: int) -> No
     def matrix(*shape: int) -> np.ndarray:
         return rng.integers(-99, 99, shape).astype(dtype)
 
-    layers = [Layer(matrix(width, 64), matrix(64, 64), matrix(52, 64), matrix(64, 26)) for _ in range(2)]
+    layers = [FusedLayer(matrix(width, 64), matrix(64, 64), matrix(52, 64), matrix(64, 26)) for _ in range(2)]
     heads = matrix(3, 19, 64)
     stream = plan.arrange(layers, heads, np).view(dtype)
     assert plan.team == 5
@@ -71,7 +72,7 @@ def test_each_block_takes_its_rows_in_the_order_of_the_pass(itemsize: int) -> No
     assert taken.tolist() == plan.lengths[-1].tolist()
     for i, layer in enumerate(layers):
         qkv, out, gate_up, down = products[4 * i : 4 * i + 4]
-        layer = Layer(*(m.astype(int) for m in layer))
+        layer = FusedLayer(*(m.astype(int) for m in layer))
         np.testing.assert_array_equal(qkv, (layer.qkv @ x)[plan.rope_order])
         np.testing.assert_array_equal(out, layer.out @ x)
         np.testing.assert_array_equal(down, layer.down @ x[:26])

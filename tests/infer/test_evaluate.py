@@ -37,7 +37,7 @@ from tinyforge.infer.evaluate import (
 )
 from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling
-from tinyforge.inspect import trace
+from tinyforge.infer.trace import trace
 from tinyforge.text import Tokenizer
 from tinyforge.train import batches
 from tinyforge.train.batches import PackedTokens

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from tinyforge.errors import UserError
-from tinyforge.infer.cuda.row_plan import TILE, Layer, Plan
+from tinyforge.infer.causal_lm import FusedLayer
+from tinyforge.infer.cuda.plan import TILE
+from tinyforge.infer.cuda.row_plan import RowPlan
 
-SMALL = Plan(dim=64, hidden=26, heads=4, kv_heads=2, layers=2, vocab=19, outputs=3, rows=2, itemsize=4, blocks=5,
-             shared=160 << 10)  # fmt: skip
-BASE = Plan(dim=768, hidden=2048, heads=12, kv_heads=4, layers=16, vocab=4096, outputs=4, rows=1, itemsize=2,
-            blocks=132, shared=227 << 10)  # fmt: skip
+SMALL = RowPlan(dim=64, hidden=26, heads=4, kv_heads=2, layers=2, vocab=19, outputs=3, rows=2, itemsize=4, blocks=5,
+                shared=160 << 10)  # fmt: skip
+BASE = RowPlan(dim=768, hidden=2048, heads=12, kv_heads=4, layers=16, vocab=4096, outputs=4, rows=1, itemsize=2,
+               blocks=132, shared=227 << 10)  # fmt: skip
 PLANS = [SMALL, BASE, *(replace(BASE, rows=rows) for rows in (2, 3, 4)), replace(BASE, itemsize=4, rows=4),
          replace(BASE, shared=99 << 10), replace(BASE, blocks=1), replace(BASE, depth=16),
          replace(BASE, dim=1024, heads=16, layers=20, vocab=8192, hidden=2816, rows=4)]  # fmt: skip
@@ -26,7 +28,7 @@ def test_each_block_takes_its_rows_in_the_order_of_the_pass() -> None:
     def matrix(rows: int, columns: int) -> np.ndarray:
         return np.array([next(number) for _ in range(rows * columns)], np.float32).reshape(rows, columns)
 
-    layers = [Layer(matrix(width, 64), matrix(64, 64), matrix(52, 64), matrix(64, 26)) for _ in range(2)]
+    layers = [FusedLayer(matrix(width, 64), matrix(64, 64), matrix(52, 64), matrix(64, 26)) for _ in range(2)]
     heads = np.stack([matrix(19, 64) for _ in range(3)])
     stream = plan.arrange(layers, heads, np).view(np.float32)
     assert stream.shape == (5, plan.warps, plan.lengths[-1].max(), 32 * plan.piece)
@@ -60,7 +62,7 @@ def test_each_block_takes_its_rows_in_the_order_of_the_pass() -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_queue_holds_the_tiles_that_are_multiplied_at_one_time(plan: Plan) -> None:
+def test_a_queue_holds_the_tiles_that_are_multiplied_at_one_time(plan: RowPlan) -> None:
     assert plan.shared_bytes <= plan.shared
     for count, columns in plan.deals():
         tiles = min(plan.tiles, -(-count // plan.blocks))
@@ -68,14 +70,14 @@ def test_a_queue_holds_the_tiles_that_are_multiplied_at_one_time(plan: Plan) -> 
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_blocks_have_about_as_much_to_read(plan: Plan) -> None:
+def test_blocks_have_about_as_much_to_read(plan: RowPlan) -> None:
     lengths = plan.lengths[-1]
     assert lengths.max() <= 1.1 * lengths.mean() + 4 * max(plan.steps(plan.dim), plan.steps(plan.hidden))
     assert (np.diff(plan.lengths, axis=0) >= 0).all()
 
 
 @pytest.mark.parametrize("plan", [*PLANS, replace(BASE, blocks=7), replace(BASE, hidden=5)])
-def test_the_hidden_units_of_a_block_are_side_by_side(plan: Plan) -> None:
+def test_the_hidden_units_of_a_block_are_side_by_side(plan: RowPlan) -> None:
     order = plan.hidden_order
     assert sorted(order.tolist()) == list(range(plan.hidden_rows // 4))
     for block in range(min(plan.blocks, len(order))):

@@ -1,12 +1,12 @@
 """A conversation: the turns so far, laid out as the one text that the model continues.
 
-    conversation = Conversation(loaded)
+    conversation = Conversation(model, tokenizer, TEMPLATES["alpaca"])
     for piece in conversation.ask("What is 3 plus 4?", sampling): ...
     conversation.turns[-1].reply
 
-A fine-tuned model sees each turn in Alpaca's form, the reply ended by </s>; a base model sees the plain text. What two
-questions have in common stays in the key/value cache, so that a turn costs its own tokens only. When the context is
-full, the oldest turns are left out.
+The template lays the turns out as the model was trained to see them; a base model sees the plain text. What two
+questions have in common stays in the cache, so that a turn costs its own tokens only. When the context is full, the
+oldest turns are left out.
 """
 
 from __future__ import annotations
@@ -17,34 +17,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.alpaca import END_OF_REPLY, render_prompt
 from tinyforge.errors import UserError
 from tinyforge.files import write_whole
-from tinyforge.hub import Loaded
+from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
 from tinyforge.infer.stream import stream_text
+from tinyforge.text import Tokenizer
+from tinyforge.text.chat_templates import Template
+from tinyforge.text.chat_templates import Turn as Message
 
-FORMAT, VERSION = "nanoeuler-chat", 1
+FORMAT, VERSION = "tinyforge-chat", 1
+READ = (FORMAT, "nanoeuler-chat")  # the second is what earlier versions wrote, the same otherwise
 ROOM_FOR_REPLY = 4  # a quarter of the context at least
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What was said, and the reply: its text, and the tokens that the model made it of."""
+    """What was said, and the reply: its text, and the tokens that the model made; None where it comes from a file."""
 
     user: str
     reply: str
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] | None = None
 
 
 class Conversation:
-    """The turns with a model, oldest first. `notice` says what had to be left out of the last one, or is empty."""
+    """The turns with a model, oldest first. `notice` says what had to be left out of the last one, or is empty.
 
-    def __init__(self, loaded: Loaded) -> None:
-        self.loaded = loaded
-        self.tuned = loaded.meta["kind"] == "sft"
-        self.session = Session(loaded.model)
+    system: the system prompt, for templates that have a place for it.
+    """
+
+    def __init__(self, model: CausalLM, tokenizer: Tokenizer, template: Template, system: str = "") -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.system = system
+        self.session = Session(model)
         self.turns: list[Turn] = []
         self.notice = ""
         self._first = 0  # the oldest turn that the model still sees
@@ -53,10 +60,10 @@ class Conversation:
     def context(self) -> int:
         return self.session.decoder.capacity
 
-    @property
-    def length(self) -> int:
-        """Tokens of the turns that the model still sees."""
-        return sum(map(len, map(self._turn, self.turns[self._first :])))
+    def seen(self) -> tuple[int, int]:
+        """How many of the turns the model still sees, the newest ones, and how many tokens they are."""
+        first, ids = self._fitting([], self.context)
+        return len(self.turns) - first, len(ids)
 
     @property
     def stats(self) -> Stats:
@@ -73,9 +80,9 @@ class Conversation:
         self.session.set_tokens(ids)
         pieces: list[str] = []
         try:
-            stop = frozenset(self.loaded.tokenizer.specials.values())
+            stop = self.template.stop_ids(self.tokenizer)
             tokens = (token.id for token in self.session.generate(sampling, stop))
-            for piece in stream_text(tokens, self.loaded.tokenizer):
+            for piece in stream_text(tokens, self.tokenizer):
                 pieces.append(piece)
                 yield piece
             if len(self.session.tokens) == self.context:
@@ -86,40 +93,50 @@ class Conversation:
     def _fit(self, text: str, room: int) -> list[int]:
         """The ids of the turns that fit, the new one last, with `room` left for the reply."""
         self.notice = ""
-        new = self._prompt(text)
-        if len(new) > self.context - room:
-            new = self._shortened(text, len(new), room)
-        seen = [self._turn(turn) for turn in self.turns[self._first :]]
-        dropped = 0
-        while sum(map(len, seen[dropped:])) + len(new) > self.context - room:
-            dropped += 1
-        self._first += dropped
+        limit = self.context - room
+        new = self._encode_one(text)
+        if len(new) > limit:
+            text = self._shortened(text, len(new), limit)
+        first, ids = self._fitting([(text, None)], limit)
+        dropped = first - self._first
+        self._first = first
         if dropped and not self.notice:
             turns = "the oldest turn was" if dropped == 1 else f"the {dropped} oldest turns were"
             self.notice = f"the context of {self.context} tokens is full: {turns} left out"
-        return [i for part in (*seen[dropped:], new) for i in part]
+        return ids
 
-    def _shortened(self, text: str, tokens: int, room: int) -> list[int]:
-        """The prompt with the beginning of what was said left out."""
-        tokenizer = self.loaded.tokenizer
-        ids = tokenizer.encode(text)
-        kept = ids[max(1, tokens - (self.context - room)) :]
+    def _fitting(self, new: list[Message], limit: int) -> tuple[int, list[int]]:
+        """The first of the most turns that fit into `limit` tokens together with the new one, and the ids of both."""
+
+        def ids_from(first: int) -> list[int]:
+            turns: list[Message] = [(t.user, t.reply if t.tokens is None else t.tokens) for t in self.turns[first:]]
+            return self.template.encode(self.tokenizer, [*turns, *new], self.system)
+
+        ids = ids_from(self._first)
+        if len(ids) <= limit:
+            return self._first, ids
+        first = len(self.turns)
+        ids = ids_from(first)
+        while first > self._first and len(longer := ids_from(first - 1)) <= limit:
+            first, ids = first - 1, longer
+        return first, ids
+
+    def _shortened(self, text: str, tokens: int, limit: int) -> str:
+        """What was said without its beginning, so that it fits into `limit` tokens alone. tokens: of all of it."""
+        ids = self.tokenizer.encode(text)
+        kept = ids[max(1, tokens - limit) :]
         # Cut ids can join otherwise when they are text again: let go of a few more until it fits.
-        while kept and len(new := self._prompt(tokenizer.decode(kept))) > self.context - room:
+        while kept and len(self._encode_one(self.tokenizer.decode(kept))) > limit:
             kept = kept[1:]
         if not kept:
             raise UserError(f"the context of {self.context} tokens has no room for a prompt; use another model")
         left_out = len(ids) - len(kept)
-        self.notice = f"that is {tokens} tokens, {self.context - room} fit: the first {left_out} tokens were left out"
-        return new
+        self.notice = f"that is {tokens} tokens, {limit} fit: the first {left_out} tokens were left out"
+        return self.tokenizer.decode(kept)
 
-    def _prompt(self, text: str) -> list[int]:
-        # Special tokens typed as text stay text: encode never makes them.
-        return self.loaded.tokenizer.encode(render_prompt(text) if self.tuned else text)
-
-    def _turn(self, turn: Turn) -> list[int]:
-        end = [self.loaded.tokenizer.specials[END_OF_REPLY]] if self.tuned else []
-        return [*self._prompt(turn.user), *turn.tokens, *end]
+    def _encode_one(self, text: str) -> list[int]:
+        """The ids of a prompt alone. Special tokens typed as text stay text: templates encode them as such."""
+        return self.template.encode(self.tokenizer, [(text, None)], self.system)
 
     def clear(self) -> None:
         """Forget all turns."""
@@ -148,8 +165,7 @@ class Conversation:
 
     def load(self, path: Path) -> None:
         """Replace the turns by those of a file that `save` wrote."""
-        encode = self.loaded.tokenizer.encode
-        self.turns = [Turn(user, reply, tuple(encode(reply))) for user, reply in _read(path)]
+        self.turns = [Turn(user, reply) for user, reply in _read(path)]
         self._first = 0
 
 
@@ -160,7 +176,7 @@ def _read(path: Path) -> list[tuple[str, str]]:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
     except ValueError as error:
         raise UserError(f"{path} is no saved conversation ({error}); choose another file") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") not in READ:
         raise UserError(f"{path} is no saved conversation (no format {FORMAT}); choose another file")
     if content.get("version") != VERSION:
         raise UserError(f"{path} has version {content.get('version')}, this program reads {VERSION}; save it again")

@@ -1,7 +1,8 @@
 """Decoders: caches of some rows, and the pass that extends them by some positions and gives their logits.
 
-`Decoder` is the contract; `ReferenceDecoder` runs the model's own ops with the model's own caches: every model, every
-backend, slow. The fused decoders are checked against it.
+`Decoder` is the contract. `ReferenceDecoder` runs the model's own ops with the model's own caches: every model, every
+backend, slow. The fused decoders, which compute one shape of model fast, are checked against it. `make_decoder`
+(choose.py) takes the fastest that fits. docs/inference.md has the reasons and the measurements.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.nanoeuler.model import NanoEuler
+from tinyforge.infer.causal_lm import CausalLM, check_causal_lm
 from tinyforge.infer.sampling import Sampling
+from tinyforge.kernel import Array
 from tinyforge.rng import Stream
 
 
@@ -34,17 +36,23 @@ class Decoder(ABC):
     A pass of `step` takes the next n tokens of every row and returns logits for each of them. All results are in host
     memory. Rows that have ended are kept out of the way by rewinding them to 0. The weights are those of the model when
     the decoder was made: make a new one after training. Tokens are trusted to be below the vocabulary's size.
+
+    can_rewind: whether a row can go back to any length, as a cache of keys and values can; else it goes back to 0 only.
+    most_drafts: drafts that a pass can check.
     """
 
-    def __init__(self, model: NanoEuler, batch: int = 1, capacity: int | None = None) -> None:
+    can_rewind = True
+
+    def __init__(self, model: CausalLM, batch: int = 1, capacity: int | None = None) -> None:
+        check_causal_lm(model)
         self.config = model.config
+        self.prediction_heads = model.prediction_heads
         self.batch = batch
         self.capacity = model.config.context if capacity is None else capacity
         if not 1 <= self.capacity <= model.config.context:
             raise ValueError(f"Decoder: capacity {self.capacity}, wants 1 to {model.config.context}, the context")
         self.lengths = [0] * batch
-        self.most_drafts = model.config.mtp_heads - 1
-        """Drafts that a pass can check."""
+        self.most_drafts = model.prediction_heads - 1
 
     @abstractmethod
     def prefill(self, row: int, tokens: Sequence[int]) -> None:
@@ -58,10 +66,12 @@ class Decoder(ABC):
         """
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Forget the positions of row i from lengths[i] on. Nothing is copied."""
+        """Drop the positions of row i from lengths[i] on. Nothing is copied."""
         for row, (new, old) in enumerate(zip(lengths, self.lengths, strict=True)):
             if not 0 <= new <= old:
                 raise ValueError(f"rewind: row {row} holds {old} positions, cannot go to {new}")
+            if not (self.can_rewind or new in (0, old)):
+                raise ValueError(f"rewind: row {row} holds {old} positions, its cache goes to 0 only, not to {new}")
         self.lengths = list(lengths)
 
     def draws(self, sampling: Sampling) -> bool:
@@ -89,14 +99,15 @@ class Decoder(ABC):
 
 
 class ReferenceDecoder(Decoder):
-    """`NanoEuler.hidden`, row by row, with attention reading the cache: the reference for other decoders."""
+    """`model.hidden` row by row, each with a cache of its own: for every model, and what others are checked against."""
 
-    def __init__(self, model: NanoEuler, batch: int = 1, capacity: int | None = None) -> None:
+    def __init__(self, model: CausalLM, batch: int = 1, capacity: int | None = None) -> None:
         super().__init__(model, batch, capacity)
         self.model = model
-        c = model.config
-        shape = (c.layers, batch, self.capacity, c.kv_heads, c.head_dim)
-        self.keys, self.values = model.backend.empty(shape), model.backend.empty(shape)
+        self.caches = [model.make_cache(1, self.capacity) for _ in range(batch)]
+        self.can_rewind = all(cache.can_rewind for cache in self.caches)
+        if not self.can_rewind:
+            self.most_drafts = 0  # one that falls could not be taken back
 
     def prefill(self, row: int, tokens: Sequence[int]) -> None:
         self._check_room([row], len(tokens))
@@ -108,22 +119,26 @@ class ReferenceDecoder(Decoder):
         self._check_room(range(self.batch), len(tokens[0]))
         for row, new in enumerate(tokens):
             h = self._extend(row, new)
-            logits = [model.backend.to_numpy(model.heads.logits(h, k)) for k in range(heads)]
+            logits = [model.backend.to_numpy(model.logits(h, k)) for k in range(heads)]
             parts.append(np.stack(logits, axis=2))
         return np.concatenate(parts).astype(model.backend.master_dtype, copy=False)
 
-    def _extend(self, row: int, tokens: Sequence[int]) -> Any:
-        """Append to one row; returns the final-normed stream of the new positions, (1, n, C)."""
-        model, c, past = self.model, self.config, self.lengths[row]
-        ids = model.backend.asarray(np.asarray([tokens]))
-        end = past + ids.shape[1]
+    def rewind(self, lengths: Sequence[int]) -> None:
+        super().rewind(lengths)
+        for row, length in enumerate(lengths):
+            if self.can_rewind:
+                self.caches[row].rewind(length)
+            elif length < self.caches[row].length:
+                self.caches[row] = self.model.make_cache(1, self.capacity)
 
-        def attend(layer: int, qkv: Any) -> Any:
-            keys, values = (cache[layer, row : row + 1, :end] for cache in (self.keys, self.values))
-            keys[:, past:] = qkv[:, :, c.heads : c.heads + c.kv_heads]
-            values[:, past:] = qkv[:, :, c.heads + c.kv_heads :]
-            return model.blocks[layer].attention.decode(qkv[:, :, : c.heads], keys, values)
-
-        h = model.hidden(ids, offset=past, attend=attend)
-        self.lengths[row] = end
+    def _extend(self, row: int, tokens: Sequence[int]) -> Array:
+        """Append to one row; returns the final stream of the new positions, (1, n, C)."""
+        ids = self.model.backend.asarray(np.asarray([tokens]))
+        try:
+            h = self.model.hidden(ids, cache=self.caches[row])
+        except BaseException:
+            if not self.can_rewind:  # Ctrl-C may have come between two layers' states
+                self.caches[row], self.lengths[row] = self.model.make_cache(1, self.capacity), 0
+            raise
+        self.lengths[row] = self.caches[row].length
         return h

@@ -1,4 +1,4 @@
-"""The fused decoder for CPUs."""
+"""The fused decoder for CPUs: `FusedWeights` laid out for few positions a pass, in NumPy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.nanoeuler.model import NanoEuler
+from tinyforge.errors import UserError
+from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.decoder import Decoder
 
 PREFILL_ROWS = 64
@@ -42,7 +43,9 @@ def blocks_of(out: np.ndarray, packed: np.ndarray) -> np.ndarray:
 
 
 class NumpyDecoder(Decoder):
-    """A pass is some 30 calls of NumPy a layer on arrays that exist already. B rows, n positions each, heads of size D:
+    """A decoder of any number of rows for models with `fused_weights`; UserError for others, and for another backend.
+
+    A pass is some 30 calls of NumPy a layer on arrays that exist already. B rows, n positions each, heads of size D:
 
     - Norms: the gain and sqrt(C) are in the rows of the weights that follow, so a norm is x / sqrt(x . x + C eps).
     - RoPE: the rows of q and k are reordered so that the two numbers of a pair are neighbours; a pair is one complex
@@ -54,39 +57,45 @@ class NumpyDecoder(Decoder):
     - Products have at least MIN_ROWS rows. See `pack`.
     """
 
-    def __init__(self, model: NanoEuler, batch: int = 1, capacity: int | None = None) -> None:
+    def __init__(self, model: CausalLM, batch: int = 1, capacity: int | None = None) -> None:
         super().__init__(model, batch, capacity)
-        c, self.dtype = model.config, model.backend.dtype
+        if model.backend.name != "numpy":
+            raise UserError(f"NumpyDecoder: the model is on backend {model.backend.name}, not numpy; use make_decoder")
+        weights = model.fused_weights()
+        if weights is None:
+            raise UserError(f"NumpyDecoder: {type(model).__name__} has no fused weights; use make_decoder")
+        c = self.weights = weights
+        self.dtype = model.backend.dtype
         complex_dtype = np.result_type(self.dtype, np.complex64)
         root = c.dim**0.5
-        gains = [p.value * root for norm in [model.first_norm, *model.joints] for p in norm.params()]
+        gains = [gain * root for gain in c.gains]
         turned = (c.heads + c.kv_heads) * c.head_dim
         # Within a head: 0, D/2, 1, D/2 + 1, ...
         pairs = np.arange(turned).reshape(-1, 2, c.head_dim // 2).swapaxes(1, 2).reshape(-1)
         order = np.concatenate([pairs, np.arange(turned, turned + c.kv_heads * c.head_dim)])
-        self.table = model.embedding.weight.value
         self.layers = []
-        for i, block in enumerate(model.blocks):
-            qkv = block.qkv.weight.value[order] * gains[2 * i]
+        for i, layer in enumerate(c.layers):
+            qkv = layer.qkv[order] * gains[2 * i]
             qkv[: c.heads * c.head_dim] *= c.head_dim**-0.5
-            gate_up = block.gate_up.weight.value.reshape(2, c.hidden, c.dim) * gains[2 * i + 1]
+            gate_up = layer.gate_up.reshape(2, c.hidden, c.dim) * gains[2 * i + 1]
             gate_up[0] *= 0.5
-            self.layers.append([pack(w) for w in (qkv, block.out.weight.value, gate_up, block.down.weight.value)])
-        self.heads = pack(model.heads.weight.value * gains[-1])
-        rope = model.blocks[0].rope
-        self.turns = (rope.cos[: self.capacity] + 1j * rope.sin[: self.capacity]).astype(complex_dtype)
+            self.layers.append([pack(w) for w in (qkv, layer.out, gate_up, layer.down)])
+        self.lm_heads = pack(c.lm_heads * gains[-1])
+        self.turns = (c.cos[: self.capacity] + 1j * c.sin[: self.capacity]).astype(complex_dtype)
 
         self.positions = -(-self.capacity // TILE) * TILE
-        self.keys = np.zeros((c.layers, batch, c.kv_heads, c.head_dim, self.positions), self.dtype)
+        layers = len(c.layers)
+        self.keys = np.zeros((layers, batch, c.kv_heads, c.head_dim, self.positions), self.dtype)
         self.value_width = -(-(c.head_dim + 1) // TILE) * TILE
-        self.values = np.ones((c.layers, batch, c.kv_heads, self.positions, self.value_width), self.dtype)
+        self.values = np.zeros((layers, batch, c.kv_heads, self.positions, self.value_width), self.dtype)
+        self.with_ones = 0  # positions whose columns of ones are written: memory is taken as the texts grow
         # Row i: 0 up to column i, then -inf; every row a view of the same numbers.
         steps = np.zeros(2 * self.positions - 1, self.dtype)
         steps[self.positions :] = -np.inf
         self.masks = np.lib.stride_tricks.sliding_window_view(steps, self.positions)[::-1]
         self.norm_eps = self.dtype.type(c.dim * c.norm_eps)
         self.one = self.dtype.type(1)
-        self._reserve(max(PREFILL_ROWS, batch * c.mtp_heads))
+        self._reserve(max(PREFILL_ROWS, batch * self.prediction_heads))
 
     def prefill(self, row: int, tokens: Sequence[int]) -> None:
         self._check_room([row], len(tokens))
@@ -102,32 +111,36 @@ class NumpyDecoder(Decoder):
 
     def _reserve(self, rows: int) -> None:
         """Buffers for passes of up to `rows` positions in all. Zeros: rows that pad a product must be finite."""
-        c = self.config
+        c = self.weights
         self.rows = rows = -(-rows // MIN_ROWS) * MIN_ROWS
         wide = (c.heads + 2 * c.kv_heads) * c.head_dim
 
         def zeros(*shape: int) -> np.ndarray:
             return np.zeros(shape, self.dtype)
 
-        self.x, self.h, self.delta, self.attended = (zeros(rows, c.dim) for _ in range(4))
+        self.x, self.h, self.delta = (zeros(rows, c.dim) for _ in range(3))
+        self.attended = zeros(rows, c.heads * c.head_dim)
         self.squares, self.qkv, self.qk = zeros(rows), zeros(rows, wide), zeros(rows * wide)
         self.gate_up, self.hidden = zeros(2 * rows * c.hidden), zeros(rows, c.hidden)
         self.scores, self.mask = zeros(rows * c.heads * self.positions), zeros(rows * self.positions)
         self.top, self.mixed = zeros(rows * c.heads), zeros(rows * c.heads * self.value_width)
-        self.logits = zeros(c.mtp_heads * rows * c.vocab)
+        self.logits = zeros(self.prediction_heads * rows * c.vocab)
         self.turn = np.zeros(rows * c.head_dim // 2, self.turns.dtype)
         self.ids = np.zeros(rows, np.intp)
         self._shapes: dict[tuple[int, int], _Shape] = {}
 
     def _pass(self, tokens: Any, first: int, batch: int, heads: int) -> np.ndarray:
         """Rows first .. first + batch - 1 take their next tokens, (batch, n); returns (batch, n, heads, V)."""
-        c, n = self.config, len(tokens[0])
+        c, n = self.weights, len(tokens[0])
         s = self._shapes.get((batch, n))
         if s is None:
             s = self._shapes[batch, n] = _Shape(self, batch, n)
         rows = range(first, first + batch)
         lengths = [self.lengths[row] for row in rows]
         seen = s.seen(max(lengths) + n)
+        if seen.keys > self.with_ones:
+            self.values[..., self.with_ones : seen.keys, c.head_dim :] = 1
+            self.with_ones = seen.keys
         for b, past in enumerate(lengths):
             s.ids[b] = tokens[b]
             s.turn[b, :, 0] = self.turns[past : past + n]
@@ -138,7 +151,7 @@ class NumpyDecoder(Decoder):
         matmul, add, multiply, subtract, divide = np.matmul, np.add, np.multiply, np.subtract, np.divide
         x, h, f = s.x, s.h, s.f
         s.x_padding.fill(0)  # else the rows that pad products would grow from pass to pass
-        np.take(self.table, s.flat_ids, axis=0, out=s.x_new, mode="clip")
+        np.take(c.embedding, s.flat_ids, axis=0, out=s.x_new, mode="clip")
         for (w_qkv, w_out, w_gate_up, w_down), keys, values in zip(self.layers, self.keys, self.values, strict=True):
             self._norm(s)
             matmul(h, w_qkv, out=s.qkv)
@@ -167,7 +180,7 @@ class NumpyDecoder(Decoder):
             self.lengths[row] += n
         if heads:
             self._norm(s)
-            matmul(h, self.heads[:heads], out=s.logits_blocks[:heads])
+            matmul(h, self.lm_heads[:heads], out=s.logits_blocks[:heads])
         return s.logits[:, :, :heads]
 
     def _norm(self, s: _Shape) -> None:
@@ -190,7 +203,7 @@ class _Shape:
     """Views of a `NumpyDecoder`'s buffers for passes of B rows with n positions each, made once for each such pair."""
 
     def __init__(self, d: NumpyDecoder, batch: int, n: int) -> None:
-        c, count = d.config, batch * n
+        c, count = d.weights, batch * n
         group, turned = c.heads // c.kv_heads, c.heads + c.kv_heads
         rows = -(-count // MIN_ROWS) * MIN_ROWS
         w_qkv, w_out, w_gate_up, w_down = d.layers[0]
@@ -226,8 +239,8 @@ class _Shape:
         self.gate_up = blocks_of(gate_up, w_gate_up)
         self.gate, self.up = gate_up[:, :count]
         self.f_padded, self.f = d.hidden[:rows], d.hidden[:count]
-        logits = part(d.logits, c.mtp_heads, rows, c.vocab)
-        self.logits_blocks = blocks_of(logits, d.heads)
+        logits = part(d.logits, d.prediction_heads, rows, c.vocab)
+        self.logits_blocks = blocks_of(logits, d.lm_heads)
         self.logits = logits[:, :count].reshape(-1, batch, n, c.vocab).transpose(1, 2, 0, 3)
         self._seen: dict[int, _Seen] = {}
 
@@ -236,7 +249,7 @@ class _Shape:
         keys = -(-longest // TILE) * TILE
         found = self._seen.get(keys)
         if found is None:
-            c, batch, n = self.decoder.config, self.batch, self.n
+            c, batch, n = self.decoder.weights, self.batch, self.n
             group = c.heads // c.kv_heads
             scores = self.decoder.scores[: batch * c.heads * n * keys].reshape(batch, c.kv_heads, group * n, keys)
             by_query = scores.reshape(batch, c.kv_heads, group, n, keys)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from models.nanoeuler.model import NanoEuler
+from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder
 from tinyforge.infer.generation import generate_batch
@@ -102,15 +102,15 @@ def cloze_credits(decoder: Decoder, tokenizer: Tokenizer, items: Sequence[Cloze]
 
 
 def log_probabilities(decoder: Decoder, beginning: Sequence[int], ends: Sequence[Sequence[int]]) -> np.ndarray:
-    """ln p(end | beginning) for each of the ends, tokens all of them; the beginning is computed once."""
-    known = len(beginning) - 1
+    """ln p(end | beginning) for each of the ends, tokens all of them; where the cache can rewind the beginning is
+    computed once."""
+    known, scores = len(beginning) - 1, []
     decoder.rewind([0])
-    decoder.prefill(0, beginning[:-1])
-    scores = []
     for ids in ends:
+        decoder.prefill(0, beginning[decoder.lengths[0] : known])
         logits = decoder.step([[beginning[-1], *ids[:-1]]])[0, :, 0]
         scores.append(sum(log_probability(z, token) for z, token in zip(logits, ids, strict=True)))
-        decoder.rewind([known])
+        decoder.rewind([known if decoder.can_rewind else 0])
     return np.array(scores)
 
 
@@ -126,7 +126,7 @@ class Reply:
     ended: bool
 
 
-def reply_decoder(model: NanoEuler, prompts: int) -> Decoder:
+def reply_decoder(model: CausalLM, prompts: int) -> Decoder:
     """The decoder for so many prompts: one of many rows where it draws for all of them at once, else one of one row."""
     if model.backend.name != "numpy" and prompts > 1:
         groups = -(-prompts // BATCH)
@@ -137,7 +137,7 @@ def reply_decoder(model: NanoEuler, prompts: int) -> Decoder:
 
 
 def reply_to(
-    model: NanoEuler, prompts: Sequence[Sequence[int]], sampling: Sampling, end: int, decoder: Decoder
+    model: CausalLM, prompts: Sequence[Sequence[int]], sampling: Sampling, end: int, decoder: Decoder
 ) -> list[tuple[list[int], bool]]:
     """The tokens of the reply to each prompt, and whether it ended with the token `end`.
 
@@ -196,10 +196,10 @@ def reply_shares(replies: Sequence[Reply]) -> dict[str, float]:
 # --- speculation ------------------------------------------------------------------------------------------------------
 
 
-def speculate(model: NanoEuler, prompts: Sequence[Sequence[int]], max_tokens: int, stop: frozenset[int]) -> Stats:
+def speculate(model: CausalLM, prompts: Sequence[Sequence[int]], max_tokens: int, stop: frozenset[int]) -> Stats:
     """What all drafting heads achieve on greedy continuations of the prompts."""
     session = Session(model)
-    sampling = Sampling(temperature=0.0, max_tokens=max_tokens, drafts=model.config.mtp_heads - 1)
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens, drafts=model.prediction_heads - 1)
     for prompt in prompts:
         session.set_tokens(prompt)
         deque(session.generate(sampling, stop), maxlen=0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from models.nanoeuler.model import NanoEuler
+from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder, Drawn
 from tinyforge.infer.sampling import Sampling, draw, log_probability, penalise, probabilities
@@ -16,7 +16,7 @@ from tinyforge.rng import Stream
 
 
 def generate(
-    model: NanoEuler, prompt: Sequence[int], sampling: Sampling, stop: frozenset[int] = frozenset(),
+    model: CausalLM, prompt: Sequence[int], sampling: Sampling, stop: frozenset[int] = frozenset(),
     decoder: Decoder | None = None,
 ) -> Iterator[int]:  # fmt: skip
     """Yield the ids that follow `prompt`, until one in `stop` (not yielded), max_tokens, or the context is full.
@@ -30,7 +30,7 @@ def generate(
 
 
 def generate_batch(
-    model: NanoEuler, prompts: Sequence[Sequence[int]], sampling: Sampling, stop: frozenset[int] = frozenset(),
+    model: CausalLM, prompts: Sequence[Sequence[int]], sampling: Sampling, stop: frozenset[int] = frozenset(),
     decoder: Decoder | None = None,
 ) -> Generator[tuple[int, Token]]:  # fmt: skip
     """Yield (i, token) for the tokens that follow each prompt, all prompts side by side, whatever their lengths.

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.nanoeuler.model import NanoEuler
 from tinyforge.errors import UserError
+from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder
 from tinyforge.infer.sampling import Sampling, draw, log_probability, penalise, probabilities, uniforms
@@ -75,7 +75,7 @@ class Session:
     The caller may stop a reply at any token, also by an exception: tokens and cache stay whole.
     """
 
-    def __init__(self, model: NanoEuler, decoder: Decoder | None = None) -> None:
+    def __init__(self, model: CausalLM, decoder: Decoder | None = None) -> None:
         self.decoder = decoder or make_decoder(model)
         if self.decoder.batch != 1:
             raise ValueError(f"Session: the decoder has {self.decoder.batch} rows, wants 1")
@@ -100,7 +100,7 @@ class Session:
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
         del self.tokens[length:]
-        self.decoder.rewind([min(self.decoder.lengths[0], len(self.tokens))])
+        self._keep(len(self.tokens))
 
     def generate(self, sampling: Sampling, stop: frozenset[int] = frozenset()) -> Generator[Token]:
         """Yield the tokens that follow the text, appending each, until one in `stop` (which is neither yielded nor
@@ -131,17 +131,23 @@ class Session:
                     break
             self.stats.decode_seconds += time.perf_counter() - start
         finally:
-            # What the cache holds beyond the text is drafts, or tokens behind the end. The last token is not in it.
+            # What the cache holds beyond the text is drafts, or tokens behind the end. The last token is not in it; one
+            # that cannot rewind may hold it, when the token behind was a stop, and keeps it for a text that goes on.
             stream.close()
-            self.decoder.rewind([min(self.decoder.lengths[0], max(0, len(self.tokens) - 1))])
+            self._keep(max(0, len(self.tokens) - self.decoder.can_rewind))
 
     def _prefill(self) -> None:
         """Bring all tokens but the last into the cache: the last one is the first that a pass takes."""
-        cached = min(self.decoder.lengths[0], len(self.tokens) - 1)
-        self.decoder.rewind([cached])
+        cached = self._keep(len(self.tokens) - 1)
         self.decoder.prefill(0, self.tokens[cached:-1])
         self.stats.reused += cached
         self.stats.prefilled += len(self.tokens) - cached
+
+    def _keep(self, length: int) -> int:
+        """Rewind the cache to at most `length` positions, to none if it cannot rewind; returns what it then holds."""
+        if self.decoder.lengths[0] > length:
+            self.decoder.rewind([length if self.decoder.can_rewind else 0])
+        return self.decoder.lengths[0]
 
     def _from_blocks(self, sampling: Sampling, budget: int) -> Generator[Token]:
         """Tokens that the decoder draws itself, with drafts or without."""

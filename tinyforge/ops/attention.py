@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -163,6 +163,13 @@ def attention_bwd_memory(
     empty((*lse.shape, 2), lse.dtype)  # a row's log-sum-exp and its sum of dO O
 
 
+class LayerCache(Protocol):
+    """The keys and values of one layer's earlier positions; see tinyforge/infer/cache.py."""
+
+    def append(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """k, v: (B, T, Hkv, D) of the next T positions; returns those of all S positions so far, (B, S, Hkv, D)."""
+
+
 class Attention(Op):
     """o[t] = sum over s <= t of softmax_s(q[t] . k[s] / sqrt(D)) v[s], per head
 
@@ -172,6 +179,9 @@ class Attention(Op):
 
         P = exp(q k^T / sqrt(D) - lse)      dV = P^T dO          dP = dO V^T
         dS = P * (dP - rowsum(dO * O))      dQ = dS K / sqrt(D)  dK = dS^T Q / sqrt(D)
+
+    With a cache (inference only), the T positions are the last of S: their keys and values are appended to it, and q
+    attends to all S.
 
     Sources: Vaswani et al. (2017); Ainslie et al., "GQA" (2023); the online softmax of Milakov and Gimelshein (2018)
     as tiled by Dao et al., "FlashAttention" (2022).
@@ -186,8 +196,11 @@ class Attention(Op):
         self.heads = heads
         self.kv_heads = kv_heads
 
-    def forward(self, qkv: Array, stash: Stash | None = None) -> Array:
-        out, lse = self.k.attention_fwd(*self._split(qkv))
+    def forward(self, qkv: Array, stash: Stash | None = None, *, cache: LayerCache | None = None) -> Array:
+        q, k, v = self._split(qkv)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        out, lse = self.k.attention_fwd(q, k, v)
         if stash is not None:
             stash.push(self, qkv, out, lse)
         return out
@@ -197,10 +210,6 @@ class Attention(Op):
         dqkv = self.backend.empty(qkv.shape)
         self.k.attention_bwd(*self._split(dqkv), dy, *self._split(qkv), out, lse)
         return dqkv
-
-    def decode(self, q: Array, k: Array, v: Array) -> Array:
-        """Inference with a cache: q: (B, T, Hq, D) are the last T of the S positions in k, v: (B, S, Hkv, D)."""
-        return self.k.attention_fwd(q, k, v)[0]
 
     def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
         kv = self.heads + self.kv_heads

@@ -1,4 +1,4 @@
-"""Which block of decode_batch.cu takes which rows of which matrix, and in which order its weights lie in memory.
+"""Which block of batch.cu takes which rows of which matrix, and in which order its weights lie in memory.
 
 Plain arithmetic over shapes: it runs, and is tested, without a GPU. The kernel does the same arithmetic for itself.
 """
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from tinyforge.errors import UserError
-from tinyforge.infer.cuda.row_plan import TILE, DecodePlan, Layer
+from tinyforge.infer.causal_lm import FusedLayer
+from tinyforge.infer.cuda.plan import TILE, DecodePlan
 from tinyforge.kernel import Array
 
 TEAM_ROWS = 16
@@ -22,7 +23,7 @@ TEAM_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan(DecodePlan):
-    """How the work of decode_batch.cu is spread over a GPU.
+    """How the work of batch.cu is spread over a GPU.
 
     batch: rows. blocks: those that the device runs at once, `resident` of them on a multiprocessor, split evenly among
     the teams. tiles: whose sums a block keeps at one time, at most.
@@ -137,14 +138,14 @@ class BatchPlan(DecodePlan):
         order[tile // 4 * 16 + unit // 2 * 8 + tile % 4 * 2 + unit % 2] = units
         return order
 
-    def arrange(self, layers: Sequence[Layer], heads: Array, xp: Any) -> Array:
+    def arrange(self, layers: Sequence[FusedLayer], heads: Array, xp: Any) -> Array:
         """All matrices in the order in which lanes take them: (team, warps, units, 32 lanes, piece).
 
         A unit is 8 rows by 4 pieces, a piece for each lane of a warp. Rows and columns are padded with zeros. heads:
         (outputs, vocab, dim). xp: numpy or cupy, whose arrays the matrices are.
         """
         bits = np.dtype(f"u{self.itemsize}")  # moved, never computed with: any 16-bit number will do for a bf16
-        layers = [Layer(*(matrix.view(bits) for matrix in layer)) for layer in layers]
+        layers = [FusedLayer(*(matrix.view(bits) for matrix in layer)) for layer in layers]
         stream = xp.zeros((self.team, self.warps, int(self.lengths[-1].max()), 32 * self.piece), bits)
         taken = np.zeros(self.team, np.int64)
         for matrix, (count, columns) in zip(self._matrices(layers, heads.view(bits), xp), self.products(), strict=True):
@@ -165,7 +166,7 @@ class BatchPlan(DecodePlan):
         shares = self.shares(count).tolist()
         return shares[:-1], shares[1:]
 
-    def _matrices(self, layers: Sequence[Layer], heads: Array, xp: Any) -> Iterator[Array]:
+    def _matrices(self, layers: Sequence[FusedLayer], heads: Array, xp: Any) -> Iterator[Array]:
         """In the order of `products`."""
         rope_order, hidden_order = xp.asarray(self.rope_order), xp.asarray(self.hidden_order)
         for layer in layers:

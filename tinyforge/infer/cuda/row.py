@@ -1,133 +1,133 @@
-"""Decoding on a CUDA GPU: one launch for many tokens, and no wait for the host in between.
+"""Decoding one row on a CUDA GPU: one launch for many tokens, and no wait for the host in between.
 
-    decoder = CudaDecoder(model)
-    decoder.prefill(0, prompt[:-1])
-    for drawn in decoder.stream(prompt[-1:], sampling, [Stream(seed, "sample")], 200):   # blocks of ids
-        ...
-
-The kernel is `tinyforge/infer/cuda/row.cu`; `docs/kernels/decode.md` derives it.
+The kernel is row.cu; docs/kernels/decode.md derives it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import cupy
 import numpy as np
 
-from models.nanoeuler.model import NanoEuler
-from tinyforge.backends.cupy_backend import processors
-from tinyforge.errors import UserError
-from tinyforge.infer.cuda.row_launcher import AnyPlan, Cache, Draw, Launcher, Weights, shared_limit
-from tinyforge.infer.cuda.row_plan import MOST_ROWS, Layer, Plan
-from tinyforge.infer.decoder import Decoder, Drawn
+from tinyforge.backends.compile import load
+from tinyforge.backends.cupy_backend import processors, scalar
+from tinyforge.infer.causal_lm import CausalLM
+from tinyforge.infer.cuda.device import BLOCK, NO_DRAW, DeviceDecoder, DeviceWeights, Draw, shared_limit
+from tinyforge.infer.cuda.row_plan import MOST_ROWS, RowPlan
+from tinyforge.infer.decoder import Drawn
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array
 from tinyforge.rng import Stream
 
-BLOCK = 16
-"""Tokens that `stream` yields together once it is under way."""
 PASSES = 8
-"""The same with speculation: passes, of which each gives a token or more."""
+"""Passes with drafts, each of which gives a token or more, that `stream` yields together once it is under way."""
 
 
-class DeviceDecoder(Decoder):
-    """What decoders on a GPU share: the weights, prefill by the model's ops, and ids on their way out."""
+class RowCache:
+    """Keys and values of all layers, (layers, kv_heads, capacity, head_dim), and the tokens, (capacity + 1,)."""
 
-    def __init__(self, model: NanoEuler, batch: int = 1, capacity: int | None = None) -> None:
-        super().__init__(model, batch, capacity)
-        if model.backend.name != "cupy":
-            raise UserError(
-                f"{type(self).__name__}: the model is on backend {model.backend.name}, wants cupy; use --backend cupy"
-            )
-        self.model: NanoEuler = model
-        self._leaving: list[tuple[np.ndarray, Any]] = []
+    def __init__(self, plan: RowPlan, dtype: np.dtype, capacity: int) -> None:
+        shape = (plan.layers, plan.kv_heads, capacity, plan.head_dim)
+        self.capacity = capacity
+        self.keys, self.values = (cupy.zeros(shape, dtype) for _ in range(2))
+        self.tokens = cupy.zeros(capacity + 1, np.int32)
 
-    def _shape(self) -> dict[str, int]:
-        """The fields of `DecodePlan` that are the model's."""
-        c = self.config
-        return {"dim": c.dim, "hidden": c.hidden, "heads": c.heads, "kv_heads": c.kv_heads, "layers": c.layers,
-                "vocab": c.vocab, "outputs": c.mtp_heads, "itemsize": self.model.backend.dtype.itemsize}  # fmt: skip
 
-    def _weights(self, plan: AnyPlan) -> Weights[AnyPlan]:
-        """A copy of the model's, in the order of the plan."""
-        model: NanoEuler = self.model
-        layers = [Layer(b.qkv.weight.value, b.out.weight.value, b.gate_up.weight.value, b.down.weight.value)
-                  for b in model.blocks]  # fmt: skip
-        norms = [param for op in (model.first_norm, *model.joints) for param in op.params()]
-        gains = cupy.stack([gain.value.astype(model.backend.master_dtype) for gain in norms])
-        rope = model.blocks[0].rope
-        return Weights(plan, layers, model.heads.weight.value, model.embedding.weight.value, gains, rope.cos, rope.sin)
+class RowLauncher:
+    """row.cu for one number of new positions a pass. `exchange` holds what the last launch computed."""
 
-    def _fill(self, keys: Array, values: Array, past: int, tokens: Sequence[int]) -> Array:
-        """Write the keys and values of one row from position `past` on; returns the ids on the device, (1, T).
+    def __init__(self, weights: DeviceWeights[RowPlan], rows: int) -> None:
+        self.weights, self.plan = weights, replace(weights.plan, rows=rows)
+        self.kernel = load(
+            "infer/cuda/row.cu", "decode", self.plan.shared_bytes, cooperative=True, SCALAR=scalar(weights.dtype),
+            **self.plan.macros,
+        )  # fmt: skip
+        self.exchange = cupy.empty(0, weights.wide)
 
-        keys, values: (layers, kv_heads, capacity, head_dim).
+    def __call__(self, cache: RowCache, past: int, passes: int, outputs: int, draw: Draw | None = None) -> Array:
+        """Positions past .. past + passes * rows - 1; returns logits, (passes, rows, outputs, vocab), on the device.
+
+        With `draw` (one position a pass only) each pass draws the next one's token, else tokens are those of the cache.
+        Does not wait; the logits are good until the next launch.
         """
-        model, c, end = self.model, self.config, past + len(tokens)
-        ids = model.backend.asarray(np.asarray([tokens], np.int32))
+        plan = self.plan
+        end = past + passes * plan.rows
+        if not (past >= 0 and end <= min(cache.capacity, len(self.weights.cos)) and 1 <= outputs <= plan.outputs):
+            raise ValueError(f"decode: positions {past} to {end}, {outputs} outputs: the cache or the model has fewer")
+        if draw and plan.rows != 1:
+            raise ValueError(f"decode: tokens are drawn one at a time, not {plan.rows}")
+        region = self._launch(cache, past, passes, outputs, draw)
+        found = self.exchange[: passes * region].reshape(passes, region)[:, -plan.rows * outputs * plan.vocab_rows :]
+        return found.reshape(passes, plan.rows, outputs, plan.vocab_rows)[..., : plan.vocab]
 
-        def attend(layer: int, qkv: Array) -> Array:
-            new = qkv[0].transpose(1, 0, 2)[c.heads :]
-            keys[layer, :, past:end], values[layer, :, past:end] = new[: c.kv_heads], new[c.kv_heads :]
-            k, v = (cupy.ascontiguousarray(t[layer, :, :end].transpose(1, 0, 2))[None] for t in (keys, values))
-            return model.blocks[layer].attention.decode(qkv[:, :, : c.heads], k, v)
+    def speculate(self, cache: RowCache, begin: Array, passes: int) -> Array:
+        """Greedy passes, each over the last token and rows - 1 drafts, of which it adds those that stand.
 
-        model.hidden(ids, offset=past, attend=attend)
-        return ids
+        begin: (1 + rows,) int32, positions in the cache, the last token, its drafts (-1: none), on the device. Returns
+        (passes + 1, 1 + rows), on the device: for each pass how many tokens it gave (0: the cache had no room for
+        `rows` more) and these tokens; the last row is the `begin` of what follows. Does not wait.
+        """
+        rows = self.plan.rows
+        if not 2 <= rows <= self.plan.outputs:
+            raise ValueError(f"decode: {rows} positions a pass, wanted 2 to {self.plan.outputs}, a head for each draft")
+        report = cupy.empty((passes + 1, 1 + rows), np.int32)
+        self._launch(cache, 0, passes, rows, None, begin, report)
+        return report
 
-    def draws(self, sampling: Sampling) -> bool:
-        return sampling.repetition_penalty == 1 and not sampling.logprobs
+    def _launch(
+        self, cache: RowCache, past: int, passes: int, outputs: int, draw: Draw | None, begin: Array | None = None,
+        report: Array | None = None,
+    ) -> int:  # fmt: skip
+        """Returns the words of a pass in `exchange`."""
+        plan, weights = self.plan, self.weights
+        region = plan.exchange(outputs)
+        if self.exchange.size < passes * region:
+            self.exchange = cupy.empty(passes * region, weights.wide)
+        self.exchange.data.memset_async(0xFF, passes * region * self.exchange.itemsize)
+        how = draw or NO_DRAW
+        self.kernel(
+            (plan.blocks,), (plan.warps * 32,),
+            (weights.matrices, weights.embedding, weights.gains, weights.cos, weights.sin, cache.keys, cache.values,
+             cache.tokens, self.exchange, weights.lengths[outputs - 1],
+             *map(np.int32, (weights.matrices.shape[2], plan.layers, outputs, cache.capacity, past, passes)),
+             weights.norm_eps, np.int32(draw is not None), *how.args(), *map(np.uint32, (*how.key, how.first)),
+             *(np.uintp(0) if x is None else x for x in (begin, report))),
+            shared_mem=plan.shared_bytes,
+        )  # fmt: skip
+        return region
 
-    def _copy_out(self, ids: Array) -> tuple[np.ndarray, Any]:
-        """Start copying ids to the host; the host's array and the event after which it holds them."""
-        pinned = cupy.cuda.alloc_pinned_memory(ids.nbytes)
-        host = np.frombuffer(pinned, ids.dtype, ids.size).reshape(ids.shape)
-        ids.get(out=host, blocking=False)
-        arrived = cupy.cuda.Event(block=False, disable_timing=True)
-        arrived.record()
-        # Nobody may want it any more when it arrives: until then its memory must not be given to others.
-        self._leaving = [(h, e) for h, e in self._leaving if not e.done] + [(host, arrived)]
-        return host, arrived
 
-    def _wait(self, arrived: Any) -> None:
-        arrived.synchronize()
-
-
-class CudaDecoder(DeviceDecoder):
+class RowDecoder(DeviceDecoder):
     """A decoder of one row, whose passes of up to `MOST_ROWS` positions are one launch, and many passes too.
 
-    It copies the model's weights into the order in which the kernel reads them. tuning: fields of `Plan`, e.g.
+    It copies the model's weights into the order in which the kernel reads them. tuning: fields of `RowPlan`, e.g.
     blocks=128. Raises UserError for a model on another backend, and for a shape that the kernel does not take.
     """
 
-    def __init__(self, model: NanoEuler, batch: int = 1, capacity: int | None = None, **tuning: int) -> None:
-        super().__init__(model, batch, capacity)
-        if batch != 1:
-            raise UserError(f"CudaDecoder: {batch} rows, takes one; use make_decoder")
+    def __init__(self, model: CausalLM, capacity: int | None = None, **tuning: int) -> None:
+        super().__init__(model, 1, capacity)
         tuning = {"blocks": processors(), "shared": shared_limit(), **tuning}
-        plan = Plan(rows=MOST_ROWS, **self._shape(), **tuning)
-        self.weights = self._weights(plan)
-        self.cache = Cache(plan, model.backend.dtype, self.capacity)
+        plan = RowPlan(rows=MOST_ROWS, **self._shape(), **tuning)
+        self.weights = DeviceWeights(plan, self.fused)
+        self.cache = RowCache(plan, self.weights.dtype, self.capacity)
         self.most_drafts = min(self.most_drafts, MOST_ROWS - 1)
-        self._launchers: dict[int, Launcher] = {}
+        self._launchers: dict[int, RowLauncher] = {}
 
-    def launcher(self, rows: int) -> Launcher:
+    def launcher(self, rows: int) -> RowLauncher:
         """The kernel for so many positions a pass; compiled at first use."""
         if rows not in self._launchers:
-            self._launchers[rows] = Launcher(self.weights, rows)
+            self._launchers[rows] = RowLauncher(self.weights, rows)
         return self._launchers[rows]
 
     def prefill(self, row: int, tokens: Sequence[int]) -> None:
         """By the model's own ops. Does not wait for the device."""
         self._check_room([row], len(tokens))
-        if not len(tokens):
-            return
-        past, end = self.lengths[0], self.lengths[0] + len(tokens)
-        self.cache.tokens[past:end] = self._fill(self.cache.keys, self.cache.values, past, tokens)[0]
-        self.lengths[0] = end
+        if len(tokens):
+            past, cache = self.lengths[0], self.cache
+            cache.tokens[past : past + len(tokens)] = self._prefill(0, cache.keys, cache.values, tokens)
 
     def step(self, tokens: Any, heads: int = 1) -> np.ndarray:
         new = np.asarray(tokens, np.int32)[0]
@@ -137,14 +137,9 @@ class CudaDecoder(DeviceDecoder):
         found = []
         for start in range(0, len(new), MOST_ROWS):
             rows = min(MOST_ROWS, len(new) - start)
-            found.append(self.run(rows, heads)[0].get())
+            found.append(self.launcher(rows)(self.cache, self.lengths[0], 1, heads)[0].get())
             self.lengths[0] += rows
         return np.concatenate(found)[None]
-
-    def run(self, rows: int, outputs: int, passes: int = 1, draw: Draw | None = None, past: int | None = None) -> Array:
-        """Queue passes behind `past` positions, all there are if not given; returns what `Launcher` does."""
-        past = self.lengths[0] if past is None else past
-        return self.launcher(rows)(self.cache, past, passes, outputs, self.config.norm_eps, draw)
 
     def stream(
         self, tokens: Sequence[int], sampling: Sampling, streams: Sequence[Stream], count: int
@@ -154,7 +149,7 @@ class CudaDecoder(DeviceDecoder):
         last tokens that the cache has room for, and sampled text, without.
 
         The device works on the next block while this one is read; the host waits once a block. One id more is yielded
-        than appended: the last. Closing the generator forgets what was not yielded.
+        than appended: the last. Closing the generator drops what was not yielded.
         """
         left, last = min(count, self.capacity - self.lengths[0]), int(tokens[0])
         drafts = min(sampling.drafts, self.most_drafts)
@@ -166,21 +161,19 @@ class CudaDecoder(DeviceDecoder):
 
     def _draw(self, token: int, sampling: Sampling, numbers: Stream, count: int) -> Iterator[Drawn]:
         """A token a pass."""
-        past = self.lengths[0]
-        self.cache.tokens[past : past + 1] = token
-        queued, size = 0, 2
-        flying: deque[tuple[np.ndarray, Any]] = deque()
-        while queued < count or flying:
-            while queued < count and len(flying) < 2:
-                passes = min(size, count - queued)
-                draw = Draw(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, numbers.key,
-                            numbers.position + queued)  # fmt: skip
-                self.run(1, 1, passes, draw, past + queued)
-                first = past + queued + 1
-                flying.append(self._copy_out(self.cache.tokens[first : first + passes]))
-                queued, size = queued + passes, min(2 * size, BLOCK)
-            ids, arrived = flying.popleft()
-            self._wait(arrived)
+        launcher, start, done = self.launcher(1), self.lengths[0], 0
+        self.cache.tokens[start : start + 1] = token
+
+        def launch(passes: int, ahead: int) -> Array:
+            drawn = done + ahead
+            launcher(self.cache, start + drawn, passes, 1, Draw(sampling, numbers.key, numbers.position + drawn))
+            return self.cache.tokens[start + drawn + 1 :][:passes]
+
+        def left() -> int:
+            return count - done
+
+        for ids in self._two_under_way(launch, left, 2, BLOCK):
+            done += len(ids)
             self.lengths[0] += len(ids)
             yield Drawn(ids[None], None)
 
@@ -191,18 +184,17 @@ class CudaDecoder(DeviceDecoder):
         """
         launcher = self.launcher(drafts + 1)
         begin = cupy.asarray(np.array([self.lengths[0], token] + [-1] * drafts, np.int32))
-        size, queued = 1, 0  # passes; each gives a token at least
-        flying: deque[tuple[np.ndarray, Any]] = deque()
-        while count > 0:
-            while queued < count and len(flying) < 2:
-                passes = min(size, count - queued)
-                report = launcher.speculate(self.cache, begin, passes, self.config.norm_eps)
-                begin = report[-1]
-                flying.append(self._copy_out(report[:-1]))
-                queued, size = queued + passes, min(2 * size, PASSES)
-            found, arrived = flying.popleft()
-            self._wait(arrived)
-            queued -= len(found)
+
+        def launch(passes: int, ahead: int) -> Array:
+            nonlocal begin
+            report = launcher.speculate(self.cache, begin, passes)
+            begin = report[-1]
+            return report[:-1]
+
+        def left() -> int:
+            return count  # a pass gives a token at least
+
+        for found in self._two_under_way(launch, left, 1, PASSES):
             ids: list[int] = []
             given: list[int] = []
             for added, *choices in found.tolist():

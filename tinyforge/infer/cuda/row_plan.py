@@ -1,100 +1,29 @@
-"""Which block of decode.cu takes which rows of which matrix, and in which order its weights lie in memory.
+"""Which block of row.cu takes which rows of which matrix, and in which order its weights lie in memory.
 
 Plain arithmetic over shapes: it runs, and is tested, without a GPU. The kernel does the same arithmetic for itself.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tinyforge.errors import UserError
+from tinyforge.infer.causal_lm import FusedLayer
+from tinyforge.infer.cuda.plan import TILE, DecodePlan
 from tinyforge.kernel import Array
-
-TILE = 8
-"""Rows of a matrix that are dealt out together."""
 
 MOST_ROWS = 4
 """New positions of a pass, at most."""
 
 
-class Layer(NamedTuple):
-    """The matrices of a layer, rows by columns: W x dim (W of q, k and v), dim x dim, 2 hidden x dim, dim x hidden."""
-
-    qkv: Array
-    out: Array
-    gate_up: Array
-    down: Array
-
-
 @dataclass(frozen=True, kw_only=True)
-class DecodePlan(ABC):
-    """A decoder's shape, and what every kernel for it has: weights that come through a queue of each lane.
-
-    outputs: heads of `vocab` rows each. itemsize: bytes of a stored number. blocks, warps: of the launch. shared: bytes
-    of shared memory that a block may use. depth: pieces of 16 bytes that each lane's queue holds, 0 for as many as fit.
-    """
-
-    dim: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    layers: int
-    vocab: int
-    outputs: int
-    itemsize: int
-    blocks: int
-    shared: int
-    warps: int = 8
-    depth: int = 0
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
-
-    @property
-    def piece(self) -> int:
-        """Numbers of a lane's 16 bytes."""
-        return 16 // self.itemsize
-
-    @property
-    def vocab_rows(self) -> int:
-        return -(-self.vocab // TILE) * TILE
-
-    @property
-    def width(self) -> int:
-        """Rows of q, k and v."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
-    def steps(self, columns: int) -> int:
-        """Pieces of a tile that each lane takes."""
-        return -(-columns // (self.warps * 4 * self.piece))
-
-    @property
-    def slots(self) -> int:
-        """Pieces in each lane's queue: a power of 2, so that a place is found by a mask."""
-        room = (self.shared - self._other_bytes) // (self.warps * 32 * 16)
-        room = min(room, self.depth) if self.depth else room
-        return 1 << (room.bit_length() - 1) if room > 0 else 0
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.slots * self.warps * 32 * 16 + self._other_bytes
-
-    @property
-    @abstractmethod
-    def _other_bytes(self) -> int:
-        """Shared memory beside the queues."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan(DecodePlan):
-    """How the work of decode.cu is spread over a GPU.
+class RowPlan(DecodePlan):
+    """How the work of row.cu is spread over a GPU.
 
     rows: new positions of a pass, 1 to 4. splits: of the positions of a kv head. refill: how many pieces a lane asks
     for between two looks for numbers of attention. spin: nanoseconds that a thread sleeps between two looks.
@@ -195,7 +124,7 @@ class Plan(DecodePlan):
                 found.append(total.copy())
         return np.stack(found)
 
-    def arrange(self, layers: Sequence[Layer], heads: Array, xp: Any) -> Array:
+    def arrange(self, layers: Sequence[FusedLayer], heads: Array, xp: Any) -> Array:
         """All matrices in the order in which lanes take them: (blocks, warps, units, 32 lanes, piece).
 
         A unit is 8 rows by 4 pieces, a piece for each lane of a warp. Rows and columns are padded with zeros. heads:
@@ -203,7 +132,7 @@ class Plan(DecodePlan):
         """
         bits = np.dtype(f"u{self.itemsize}")  # moved, never computed with: any 16-bit number will do for a bf16
         units = int(self.lengths[-1].max())
-        layers = [Layer(*(matrix.view(bits) for matrix in layer)) for layer in layers]
+        layers = [FusedLayer(*(matrix.view(bits) for matrix in layer)) for layer in layers]
         stream = xp.zeros((self.blocks, self.warps, units, 32 * self.piece), bits)
         taken, dealt = np.zeros(self.blocks, np.int64), 0
         warps = np.arange(self.warps)[None, :, None]
@@ -223,7 +152,7 @@ class Plan(DecodePlan):
             dealt += count
         return stream
 
-    def _matrices(self, layers: Sequence[Layer], heads: Array, xp: Any) -> Iterator[Array]:
+    def _matrices(self, layers: Sequence[FusedLayer], heads: Array, xp: Any) -> Iterator[Array]:
         """In the order of `deals`, None for attention."""
         for layer in layers:
             yield layer.qkv

@@ -11,6 +11,7 @@ from models.nanoeuler import Config, NanoEuler
 from tinyforge import checkpoint, inspect
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.infer.trace import trace
 from tinyforge.params import named
 from tinyforge.text import Tokenizer
 
@@ -33,7 +34,7 @@ def test_the_probabilities_are_the_models(model: NanoEuler) -> None:
     for k in range(CONFIG.mtp_heads):
         logits = model.heads.logits(h, k)[0]
         p = np.exp(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
-        np.testing.assert_allclose(inspect.trace(model, IDS).probabilities[:, k], p, rtol=1e-10)
+        np.testing.assert_allclose(trace(model, IDS).probabilities[:, k], p, rtol=1e-10)
 
 
 def test_the_attention_is_what_mixes_the_values(model: NanoEuler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,13 +42,13 @@ def test_the_attention_is_what_mixes_the_values(model: NanoEuler, monkeypatch: p
     attention = type(model.blocks[0].attention)
     real = attention.forward
 
-    def listen(self: object, qkv: np.ndarray, stash: object = None) -> np.ndarray:
-        out = real(self, qkv, stash)
+    def listen(self: object, qkv: np.ndarray, *rest: object, **options: object) -> np.ndarray:
+        out = real(self, qkv, *rest, **options)
         seen.append((qkv[0, :, CONFIG.heads + CONFIG.kv_heads :].copy(), out[0]))
         return out
 
     monkeypatch.setattr(attention, "forward", listen)
-    found = inspect.trace(model, IDS).attention
+    found = trace(model, IDS).attention
     assert found.shape == (CONFIG.layers, CONFIG.heads, len(IDS), len(IDS))
     assert not np.triu(found, 1).any()
     for weights, (values, out) in zip(found, seen, strict=True):

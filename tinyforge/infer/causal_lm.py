@@ -1,0 +1,112 @@
+"""What a model brings to be generated from: the protocol `CausalLM`, and `FusedWeights` for the fused decoders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.config import ModelConfig
+from tinyforge.errors import UserError
+from tinyforge.infer.cache import Cache
+from tinyforge.kernel import Array
+from tinyforge.op import Stash
+
+
+class FusedLayer(NamedTuple):
+    """The matrices of a layer, rows by columns, with W = (heads + 2 kv_heads) head_dim and A = heads head_dim."""
+
+    qkv: Array  # W x dim, rows in the order q, k, v
+    out: Array  # dim x A
+    gate_up: Array  # 2 hidden x dim, the gate first
+    down: Array  # dim x hidden
+
+
+@dataclass(frozen=True)
+class FusedWeights:
+    """The weights of a model of Llama's shape, the model's own arrays: what a fused decoder copies and lays out anew.
+
+    That shape is, for each layer, x + out(attention(rope(qkv(rmsnorm(x))))), then x + down(silu(gate(h)) up(h)) of
+    h = rmsnorm(x), no biases, causal attention over all positions with grouped queries, RoPE with split halves; then a
+    final RMSNorm and `lm_heads`. gains: of the norms in the order of forward, 2 layers + 1. embedding: (vocab, dim).
+    lm_heads: (K, vocab, dim), head k predicts the token k + 1 places ahead. cos, sin: (context, head_dim / 2), of
+    RoPE's angles.
+    """
+
+    dim: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    vocab: int
+    norm_eps: float
+    layers: Sequence[FusedLayer]
+    gains: Sequence[Array]
+    embedding: Array
+    lm_heads: Array
+    cos: Array
+    sin: Array
+
+
+class CausalLM(Protocol):
+    """A model that predicts each token from those before it."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def backend(self) -> Backend: ...
+
+    @property
+    def prediction_heads(self) -> int:
+        """K: output heads, of which head k predicts the token k + 1 places ahead; 1 for most models."""
+
+    def hidden(self, ids: Array, stash: Stash | None = None, *, cache: Any = None) -> Array:
+        """ids: (B, T) int32 to the final stream, (B, T, C). With a cache, of this model's `make_cache`, ids follow what
+        it holds, and it holds them afterwards."""
+
+    def logits(self, h: Array, head: int = 0) -> Array:
+        """h: (..., C) to (..., V), of one output head."""
+
+    def make_cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache for `batch` rows of up to `capacity` positions each."""
+
+    def fused_weights(self) -> FusedWeights | None:
+        """The weights for the fused decoders, None where the model is of another shape than they compute. A model that
+        has them reads and writes its cache through the methods of `KVCache` alone: a fused decoder hands in its own."""
+
+
+_WANTED = ("config", "backend", "prediction_heads", "hidden", "logits", "make_cache", "fused_weights")
+
+
+def check_causal_lm(model: Any) -> CausalLM:
+    """The model, if text can be generated from it; else UserError says what it lacks."""
+    missing = [name for name in _WANTED if not hasattr(model, name)]
+    if missing:
+        raise UserError(
+            f"{type(model).__name__} generates no text: it has no {', '.join(missing)}; use a causal language model "
+            "(tinyforge.infer.CausalLM)"
+        )
+    return model
+
+
+def logits(model: CausalLM, ids: Any) -> np.ndarray:
+    """The logits of head 0 behind every token of ids: (B, T); (B, T, V), in host memory. Nothing is cached.
+
+    dtype: the model's master precision, float64 or float32. UserError for ids outside of the vocabulary and for more
+    tokens than the model's context.
+    """
+    model = check_causal_lm(model)
+    ids, c = np.asarray(ids), model.config
+    if ids.ndim != 2 or ids.dtype.kind not in "iu":
+        raise ValueError(f"logits: ids are {ids.dtype} of shape {ids.shape}, wanted integers of shape (B, T)")
+    if ids.shape[1] > c.context:
+        raise UserError(f"logits: {ids.shape[1]} tokens, the model's context is {c.context}; give fewer")
+    if ids.size and not (ids.min() >= 0 and ids.max() < c.vocab):
+        raise UserError(f"logits: ids {ids.min()} to {ids.max()}, wanted 0 to {c.vocab - 1}; use its own tokenizer")
+    h = model.hidden(model.backend.asarray(ids))
+    return model.backend.to_numpy(model.logits(h)).astype(model.backend.master_dtype, copy=False)

@@ -1,0 +1,171 @@
+"""What the fused decoders for CUDA share: weights in the order of a plan, prefill, and overlapping launches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import cupy
+import numpy as np
+
+from tinyforge.backends import wide
+from tinyforge.errors import UserError
+from tinyforge.infer.causal_lm import CausalLM, FusedWeights
+from tinyforge.infer.cuda.batch_plan import BatchPlan
+from tinyforge.infer.cuda.row_plan import RowPlan
+from tinyforge.infer.decoder import Decoder
+from tinyforge.infer.sampling import Sampling
+from tinyforge.kernel import Array
+
+BLOCK = 16
+"""Tokens of a row that `stream` yields together once it is under way."""
+
+AnyPlan = TypeVar("AnyPlan", RowPlan, BatchPlan)
+
+
+@cache
+def shared_limit(resident: int = 1) -> int:
+    """Bytes of shared memory that a block may use, if so many are to run on each multiprocessor at a time."""
+    device = cupy.cuda.Device().attributes
+    each = device["MaxSharedMemoryPerMultiprocessor"] // resident - device["ReservedSharedMemoryPerBlock"]
+    return int(min(device["MaxSharedMemoryPerBlockOptin"], each))
+
+
+class DeviceWeights(Generic[AnyPlan]):
+    """A model's weights as the kernel of `plan` takes them: the matrices are a copy, in the order of the plan."""
+
+    def __init__(self, plan: AnyPlan, weights: FusedWeights) -> None:
+        self.plan: AnyPlan = plan
+        self.dtype, self.wide = weights.embedding.dtype, wide(weights.embedding.dtype)
+        self.matrices = plan.arrange(weights.layers, weights.lm_heads, cupy)
+        self.embedding = weights.embedding
+        gains = cupy.stack([gain.astype(self.wide, copy=False) for gain in weights.gains])
+        self.gains, self.cos, self.sin = (
+            cupy.ascontiguousarray(x.astype(self.wide, copy=False)) for x in (gains, weights.cos, weights.sin)
+        )
+        self.norm_eps = self.wide.type(weights.norm_eps)
+        self.lengths = cupy.asarray(plan.lengths)
+
+
+class Draw(NamedTuple):
+    """How a kernel draws tokens.
+
+    key: of the row's stream. first: how many of its numbers have been used. Of many rows: arrays on the device, uint32,
+    (batch, 2) and (batch,).
+    """
+
+    sampling: Sampling
+    key: Any
+    first: Any
+
+    def args(self) -> tuple[Any, ...]:
+        """Of both kernels: how the tokens are cut."""
+        s = self.sampling
+        return np.float32(s.temperature), np.int32(s.top_k), np.float32(s.top_p), np.float32(s.min_p)
+
+
+NO_DRAW = Draw(Sampling(temperature=0), (0, 0), 0)
+
+
+class _LayerCache(NamedTuple):
+    """A layer of a `_RowCache`: keys and values, (kv_heads, capacity, head_dim)."""
+
+    keys: Array
+    values: Array
+    length: int
+
+    def append(self, k: Array, v: Array) -> tuple[Array, Array]:
+        end = self.length + k.shape[1]
+        for held, new in ((self.keys, k), (self.values, v)):
+            held[:, self.length : end] = new[0].swapaxes(0, 1)
+        keys, values = (cupy.ascontiguousarray(held[:, :end].swapaxes(0, 1))[None] for held in (self.keys, self.values))
+        return keys, values
+
+
+class _RowCache:
+    """A row of a decoder's keys and values, (layers, kv_heads, capacity, head_dim), as `KVCache` for the model."""
+
+    def __init__(self, keys: Array, values: Array, length: int) -> None:
+        self.keys, self.values, self.length = keys, values, length
+
+    def layer(self, layer: int) -> _LayerCache:
+        return _LayerCache(self.keys[layer], self.values[layer], self.length)
+
+    def advance(self, count: int) -> None:
+        self.length += count
+
+
+class DeviceDecoder(Decoder):
+    """The base of both decoders. UserError for a model on another backend, and of a shape that no kernel takes."""
+
+    def __init__(self, model: CausalLM, batch: int, capacity: int | None) -> None:
+        super().__init__(model, batch, capacity)
+        name, weights = type(self).__name__, model.fused_weights()
+        if model.backend.name != "cupy":
+            raise UserError(f"{name}: the model is on backend {model.backend.name}, wants cupy; use --backend cupy")
+        if weights is None:
+            raise UserError(f"{name}: {type(model).__name__} has no fused weights; use make_decoder")
+        if weights.heads * weights.head_dim != weights.dim:
+            raise UserError(
+                f"{name}: {weights.heads} heads of {weights.head_dim} are not the width of the stream, {weights.dim}; "
+                "use make_decoder"
+            )
+        self.model = model
+        self.fused = weights
+        self._in_transit: list[tuple[np.ndarray, Any]] = []
+
+    def _shape(self) -> dict[str, int]:
+        """The fields of `DecodePlan` that are the model's."""
+        w = self.fused
+        return {"dim": w.dim, "hidden": w.hidden, "heads": w.heads, "kv_heads": w.kv_heads, "layers": len(w.layers),
+                "vocab": w.vocab, "outputs": len(w.lm_heads), "itemsize": w.embedding.dtype.itemsize}  # fmt: skip
+
+    def _prefill(self, row: int, keys: Array, values: Array, tokens: Sequence[int]) -> Array:
+        """Append to a row by the model's own ops, without waiting for the device; returns the ids there, (T,).
+
+        keys, values: the row's, (layers, kv_heads, capacity, head_dim).
+        """
+        ids = self.model.backend.asarray(np.asarray([tokens], np.int32))
+        self.model.hidden(ids, cache=_RowCache(keys, values, self.lengths[row]))
+        self.lengths[row] += len(tokens)
+        return ids[0]
+
+    def draws(self, sampling: Sampling) -> bool:
+        return sampling.repetition_penalty == 1 and not sampling.logprobs
+
+    def _two_under_way(
+        self, launch: Callable[[int, int], Array], left: Callable[[], int], first: int, most: int
+    ) -> Iterator[np.ndarray]:
+        """What launches give, one after the other, in host memory: while one is read, the next is computed.
+
+        launch(passes, ahead) queues passes behind `ahead` that are not read yet; it returns an array on the device, a
+        row a pass. left(): how many passes may still be needed, those that are not read included; at 0 it ends. A
+        launch has `first` passes, then twice as many each time, up to `most`: a reader sees something early.
+        """
+        in_flight: deque[tuple[np.ndarray, Any]] = deque()
+        ahead, size = 0, first
+        while left() > 0:
+            while len(in_flight) < 2 and left() > ahead:
+                passes = min(size, left() - ahead)
+                in_flight.append(self._copy_out(launch(passes, ahead)))
+                ahead, size = ahead + passes, min(2 * size, most)
+            found, arrived = in_flight.popleft()
+            self._wait(arrived)
+            ahead -= len(found)
+            yield found
+
+    def _copy_out(self, found: Array) -> tuple[np.ndarray, Any]:
+        """Start copying to the host; the host's array and the event after which it holds the numbers."""
+        pinned = cupy.cuda.alloc_pinned_memory(found.nbytes)
+        host = np.frombuffer(pinned, found.dtype, found.size).reshape(found.shape)
+        found.get(out=host, blocking=False)
+        arrived = cupy.cuda.Event(block=False, disable_timing=True)
+        arrived.record()
+        # Nobody may want it any more when it arrives: until then its memory must not be given to others.
+        self._in_transit = [(h, e) for h, e in self._in_transit if not e.done] + [(host, arrived)]
+        return host, arrived
+
+    def _wait(self, arrived: Any) -> None:
+        arrived.synchronize()

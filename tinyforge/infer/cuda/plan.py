@@ -1,0 +1,72 @@
+"""What the plans of both decoding kernels share: a decoder's shape, and the queues that its weights come through.
+
+Plain arithmetic over shapes: it runs, and is tested, without a GPU. The kernels do the same arithmetic for themselves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+TILE = 8
+"""Rows of a matrix that are dealt out together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodePlan(ABC):
+    """A decoder's shape, and what every kernel for it has: weights that come through a queue of each lane.
+
+    outputs: heads of `vocab` rows each. itemsize: bytes of a stored number. blocks, warps: of the launch. shared: bytes
+    of shared memory that a block may use. depth: pieces of 16 bytes that each lane's queue holds, 0 for as many as fit.
+    """
+
+    dim: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    layers: int
+    vocab: int
+    outputs: int
+    itemsize: int
+    blocks: int
+    shared: int
+    warps: int = 8
+    depth: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def piece(self) -> int:
+        """Numbers of a lane's 16 bytes."""
+        return 16 // self.itemsize
+
+    @property
+    def vocab_rows(self) -> int:
+        return -(-self.vocab // TILE) * TILE
+
+    @property
+    def width(self) -> int:
+        """Rows of q, k and v."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def steps(self, columns: int) -> int:
+        """Pieces of a tile that each lane takes."""
+        return -(-columns // (self.warps * 4 * self.piece))
+
+    @property
+    def slots(self) -> int:
+        """Pieces in each lane's queue: a power of 2, so that a place is found by a mask."""
+        room = (self.shared - self._other_bytes) // (self.warps * 32 * 16)
+        room = min(room, self.depth) if self.depth else room
+        return 1 << (room.bit_length() - 1) if room > 0 else 0
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.slots * self.warps * 32 * 16 + self._other_bytes
+
+    @property
+    @abstractmethod
+    def _other_bytes(self) -> int:
+        """Shared memory beside the queues."""

@@ -1,0 +1,47 @@
+"""What a model computes over one text and usually keeps to itself: every head's distributions, and its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tinyforge.infer.causal_lm import CausalLM, check_causal_lm
+from tinyforge.kernel import Array
+from tinyforge.op import Stash
+from tinyforge.ops import Attention
+
+
+class Trace(NamedTuple):
+    """probabilities: (T, heads, V), of each output head behind each token. attention: (query heads, T, T) for each of
+    the model's attention ops, in the order of forward; none for a model without attention."""
+
+    probabilities: np.ndarray
+    attention: tuple[np.ndarray, ...]
+
+
+def trace(model: CausalLM, ids: Sequence[int]) -> Trace:
+    """The model's forward over one text, with what a backward would need; float64 NumPy arrays.
+
+    attention[l][h, t, s] = softmax over s <= t of q_t . k_s / sqrt(D). The query heads of a group read the same keys.
+    """
+    model, stash = check_causal_lm(model), Stash()
+    h = model.hidden(model.backend.asarray(np.asarray([ids])), stash)
+    to_numpy = model.backend.to_numpy
+    logits = [to_numpy(model.logits(h, k))[0] for k in range(model.prediction_heads)]
+    attention = [weights_of(op, to_numpy(saved[0])[0]) for op, saved in stash if isinstance(op, Attention)]
+    return Trace(softmax(np.stack(logits, axis=1).astype(np.float64)), tuple(attention))
+
+
+def weights_of(op: Attention, qkv: Array) -> np.ndarray:
+    """The weights with which an attention op mixes the values: (T, Hq + 2 Hkv, D) to (Hq, T, T)."""
+    q, k = np.split(qkv[:, : op.heads + op.kv_heads].astype(np.float64), [op.heads], axis=1)
+    scores = np.einsum("thd,shd->hts", q, k.repeat(op.heads // op.kv_heads, axis=1)) * q.shape[-1] ** -0.5
+    later = np.triu(np.ones(scores.shape[1:], bool), 1)
+    return softmax(np.where(later, -np.inf, scores))
+
+
+def softmax(z: np.ndarray) -> np.ndarray:
+    p = np.exp(z - z.max(axis=-1, keepdims=True))
+    return p / p.sum(axis=-1, keepdims=True)
