@@ -48,7 +48,7 @@ def test_the_attention_is_what_mixes_the_values(model: NanoEuler, monkeypatch: p
         return out
 
     monkeypatch.setattr(attention, "forward", listen)
-    found = trace(model, IDS).attention
+    found = np.stack(trace(model, IDS).attention)
     assert found.shape == (CONFIG.layers, CONFIG.heads, len(IDS), len(IDS))
     assert not np.triu(found, 1).any()
     for weights, (values, out) in zip(found, seen, strict=True):
