@@ -22,13 +22,13 @@ from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.hub import add_checkpoint_flag, load, trained_model
 from tinyforge.infer.trace import trace
 from tinyforge.terminal import printable
-from tinyforge.text import Tokenizer
+from tinyforge.text import TextTokenizer
 from tinyforge.text.command import visible
 
 LABELLED = 40  # tokens: more have no room beside a panel
 
 
-def print_candidates(tokenizer: Tokenizer, ids: Sequence[int], probabilities: np.ndarray, top: int) -> None:
+def print_candidates(tokenizer: TextTokenizer, ids: Sequence[int], probabilities: np.ndarray, top: int) -> None:
     def shown(token: int) -> str:
         return f"'{visible(tokenizer.token_bytes(token))}'"
 
@@ -43,7 +43,7 @@ def print_candidates(tokenizer: Tokenizer, ids: Sequence[int], probabilities: np
             print(f"      head {k} (+{k + 1}):  {'  '.join(candidates)}")
 
 
-def plot_attention(tokenizer: Tokenizer, ids: Sequence[int], attention: Sequence[np.ndarray], out: Path) -> None:
+def plot_attention(tokenizer: TextTokenizer, ids: Sequence[int], attention: Sequence[np.ndarray], out: Path) -> None:
     """One panel for each layer (rows) and query head (columns); UserError if the file cannot be written."""
     import matplotlib
 

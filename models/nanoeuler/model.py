@@ -107,10 +107,6 @@ class NanoEuler(Op):
             cache.advance(ids.shape[1])
         return h
 
-    @property
-    def prediction_heads(self) -> int:
-        return self.config.mtp_heads
-
     def logits(self, h: Array, head: int = 0) -> Array:
         return self.heads.logits(h, head)
 

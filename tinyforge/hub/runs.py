@@ -15,7 +15,7 @@ from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.params import load_named
 from tinyforge.registry import ModelSpec, default_model, find_model, models
-from tinyforge.text import Tokenizer
+from tinyforge.text import TextTokenizer, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Loaded:
     """
 
     model: Any
-    tokenizer: Tokenizer
+    tokenizer: TextTokenizer
     meta: dict[str, Any]
     path: Path
     template: str = "plain"

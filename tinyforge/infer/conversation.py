@@ -23,7 +23,7 @@ from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
 from tinyforge.infer.stream import stream_text
-from tinyforge.text import Tokenizer
+from tinyforge.text import TextTokenizer
 from tinyforge.text.chat_templates import Template
 from tinyforge.text.chat_templates import Turn as Message
 
@@ -47,7 +47,7 @@ class Conversation:
     system: the system prompt, for templates that have a place for it.
     """
 
-    def __init__(self, model: CausalLM, tokenizer: Tokenizer, template: Template, system: str = "") -> None:
+    def __init__(self, model: CausalLM, tokenizer: TextTokenizer, template: Template, system: str = "") -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.system = system

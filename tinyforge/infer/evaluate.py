@@ -25,7 +25,7 @@ from tinyforge.infer.generation import generate_batch
 from tinyforge.infer.sampling import Sampling, log_probability
 from tinyforge.infer.session import Session, Stats
 from tinyforge.rng import Stream
-from tinyforge.text import Tokenizer
+from tinyforge.text import TextTokenizer
 
 CANDIDATES = 10
 NEIGHBOURS = 40
@@ -85,7 +85,7 @@ def cloze_items(texts: Sequence[str], count: int, seed: int) -> list[Cloze]:
     return items
 
 
-def cloze_credits(decoder: Decoder, tokenizer: Tokenizer, items: Sequence[Cloze]) -> list[tuple[Cloze, float]]:
+def cloze_credits(decoder: Decoder, tokenizer: TextTokenizer, items: Sequence[Cloze]) -> list[tuple[Cloze, float]]:
     """Each item that fits the context, with 1 if the right candidate scores highest, 1 / n if n share that, else 0.
 
     score = ln p(candidate and closing mark | beginning), the sum over their tokens. The decoder has one row.

@@ -6,10 +6,10 @@ import codecs
 from collections.abc import Iterable, Iterator, Sequence
 
 from tinyforge.errors import UserError
-from tinyforge.text import Tokenizer
+from tinyforge.text import TextTokenizer
 
 
-def stream_text(tokens: Iterable[int], tokenizer: Tokenizer, stop: Sequence[str] = ()) -> Iterator[str]:
+def stream_text(tokens: Iterable[int], tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> Iterator[str]:
     """The text of tokens in pieces, as soon as it is sure: never half a character, and nothing from a stop string on.
 
     What may be the beginning of a stop string is held back until it is one or cannot be. Bytes that are no UTF-8 become
