@@ -1,4 +1,4 @@
-"""A model to give away: its weights, its card, and that a chat can use it."""
+"""A model to give away: its weights and its card."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.nanoeuler import export
+from models.nanoeuler.card import card
 from recipes import pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
@@ -37,7 +37,12 @@ def make_runs(path: Path) -> None:
     common = ["--steps", "3", "--batch-size", "2", "--workers", "1", "--seed", "7"]
     assert pretrain.main([*TINY, *common, "--out", str(path / "pretrain")]) == 0
     assert sft.main([*common, "--base", str(path / "pretrain"), "--out", str(path / "sft")]) == 0
-    assert export.main(["--checkpoint", str(path / "sft"), "--out", str(path / "small")]) == 0
+    give_away(path / "sft", path / "small")
+
+
+def give_away(run: Path, out: Path) -> None:
+    found = checkpoint.load(run)
+    checkpoint.export(found, out, card(found, "bfloat16"))
 
 
 def test_the_weights_are_those_of_the_run_rounded(runs: Path) -> None:
@@ -54,16 +59,16 @@ def test_the_weights_are_those_of_the_run_rounded(runs: Path) -> None:
 
 
 def test_the_card_tells_the_run(runs: Path) -> None:
-    card = (runs / "small" / "README.md").read_text()
-    assert card.startswith("---\nlicense: mit\n")
-    assert "python recipes/pretrain.py --set dim=16" in card and "--steps 3 --batch-size 2" in card
-    assert "python recipes/sft.py" in card and "--lr 0.002" in card and "--mix" not in card
+    text = (runs / "small" / "README.md").read_text()
+    assert text.startswith("---\nlicense: mit\n")
+    assert "python recipes/pretrain.py --set dim=16" in text and "--steps 3 --batch-size 2" in text
+    assert "python recipes/sft.py" in text and "--lr 0.002" in text and "--mix" not in text
     for step in ("pretrain", "sft"):
         digest = checkpoint.load(runs / step).meta["data_hash"]
-        assert f"seed 7, data SHA-256 `{digest[:16]}`" in card
-    assert re.search(r"\| exact match, all \| \d+\.\d% \|", card)
-    assert "small world of `data/world.py`" in card
-    assert str(runs) not in card
+        assert f"seed 7, data SHA-256 `{digest[:16]}`" in text
+    assert re.search(r"\| exact match, all \| \d+\.\d% \|", text)
+    assert "small world of `data/world.py`" in text
+    assert str(runs) not in text
 
 
 def test_the_card_may_be_edited(runs: Path, tmp_path: Path) -> None:
@@ -76,9 +81,7 @@ def test_the_card_may_be_edited(runs: Path, tmp_path: Path) -> None:
 
 def test_a_folder_that_is_there_is_not_replaced(runs: Path) -> None:
     with pytest.raises(UserError, match="small exists already; remove it, or choose another --out"):
-        export.main(["--checkpoint", str(runs / "sft"), "--out", str(runs / "small")])
-    with pytest.raises(UserError, match="no checkpoint in"):
-        export.main(["--checkpoint", str(runs / "absent"), "--out", str(runs / "other")])
+        give_away(runs / "sft", runs / "small")
 
 
 def test_it_cannot_be_trained_on(runs: Path) -> None:

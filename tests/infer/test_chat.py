@@ -112,6 +112,27 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
     assert "-end\n" in TOKENIZER.decode(talk.session.tokens) and "begin" not in TOKENIZER.decode(talk.session.tokens)
 
 
+def test_show_counts_what_the_model_still_sees(tmp_path: Path) -> None:
+    """Also of a saved conversation that is far longer than the context, and of a reply that filled it."""
+    path, file = save_parrot(tmp_path, b"ok", context=140), tmp_path / "talk.json"
+    talk = conversation(path)
+    assert talk.seen() == (0, 0)
+    say(talk, "one")
+    turn = len(TOKENIZER.encode("### Instruction:\none\n\n### Response:\nok")) + 1
+    assert talk.seen() == (1, turn)
+    talk.turns *= 40
+    talk.save(file)
+    other = conversation(path)
+    other.load(file)
+    assert other.seen() == (140 // turn, 140 // turn * turn) and len(other.turns) == 40
+    say(other, "two")
+    left_out = 40 - (105 - turn) // turn
+    assert other.notice == f"the context of 140 tokens is full: the {left_out} oldest turns were left out"
+    full = conversation(save_parrot(tmp_path / "endless", b"aba", context=60))
+    say(full, "go")
+    assert len(full.session.tokens) == 60 and full.seen() == (0, 0)
+
+
 def test_a_reply_that_fills_the_context_says_so(tmp_path: Path) -> None:
     talk = conversation(save_parrot(tmp_path, b"aba", context=60))
     assert say(talk, "go").startswith("abab")
@@ -174,6 +195,13 @@ def test_a_file_that_is_no_conversation_is_neither_read_nor_replaced(
         talk.load(tmp_path / "absent.json")
 
 
+def test_a_conversation_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    talk, file = conversation(save_parrot(tmp_path, b"ok")), tmp_path / "talk.json"
+    file.write_text('{"format": "nanoeuler-chat", "version": 1, "turns": [{"user": "a", "reply": "b"}]}')
+    talk.load(file)
+    assert say(talk, "c") == "ok" and TOKENIZER.decode(talk.session.tokens).count("### Response:\nb</s>") == 1
+
+
 # --- one prompt, and a pipe
 
 
@@ -187,6 +215,35 @@ def test_a_prompt_and_a_pipe_print_the_reply_alone(tmp_path: Path) -> None:
     save_parrot(tmp_path / "runs" / "sft", "é\x1b你".encode())
     for done in (run_chat("--prompt", "Hi", cwd=tmp_path), run_chat(cwd=tmp_path, stdin=b"Hi\n")):
         assert (done.returncode, done.stdout, done.stderr) == (0, "é你\n".encode(), b"")
+
+
+def test_both_commands_are_the_same(tmp_path: Path) -> None:
+    path = save_parrot(tmp_path / "run", b"ok")
+    command = [sys.executable, "-m", "tinyforge.chat", "--checkpoint", str(path), "--prompt", "Hi"]
+    done = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"ok\n", b"")
+
+
+@pytest.mark.parametrize("module", ["tinyforge.chat", "models.nanoeuler.chat"])
+def test_chat_loads_nothing_of_training_and_downloading(module: str) -> None:
+    """Neither when it starts nor when it answers."""
+    heavy = ("tinyforge.train", "tinyforge.optim", "data", "recipes", "urllib.request", "http.client", "matplotlib",
+             "tqdm", "duckdb", "cupy")  # fmt: skip
+    program = (
+        f"import sys\nfrom {module} import main\nmain(['--prompt', 'Hi', '--max-tokens', '1'])\n"
+        f"print([m for m in sys.modules if any(f'{{m}}.'.startswith(f'{{name}}.') for name in {heavy})])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[]")
+
+
+def test_a_broken_run_does_not_stop_the_default_choice(tmp_path: Path) -> None:
+    save_parrot(tmp_path / "runs" / "whole", b"ok")
+    broken = save_parrot(tmp_path / "runs" / "broken", b"no")
+    (broken / "model.safetensors").write_bytes(b"")
+    done = run_chat("--prompt", "Hi", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, b"ok\n")
+    assert done.stderr.startswith(b"skipping runs/broken/step-00000001: ") and done.stderr.count(b"\n") == 1
 
 
 def test_a_fresh_clone_answers(tmp_path: Path) -> None:

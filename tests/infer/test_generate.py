@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from models.nanoeuler import Config, NanoEuler
-from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.hub import newest_run
 from tinyforge.infer.decoder import Decoder, Drawn, ReferenceDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.generation import generate, generate_batch
 from tinyforge.infer.sampling import Sampling, draw, probabilities
 from tinyforge.infer.session import Session, Stats, Token
 from tinyforge.infer.stream import stream_text
-from tinyforge.params import named
 from tinyforge.rng import Stream
 from tinyforge.text import Tokenizer
 
@@ -43,13 +38,6 @@ def tiny(precision: str = "fp64", config: Config = CONFIG) -> NanoEuler:
 
 def prompt(length: int) -> list[int]:
     return np.random.default_rng(length).integers(0, 256, length).tolist()
-
-
-def save_run(out: Path, kind: str, step: int = 1) -> Path:
-    model = tiny("fp32")
-    weights = named(model.buffer, model.buffer.values, model.backend)
-    meta = {"kind": kind, "config": CONFIG.to_dict(), "tokenizer_hash": TOKENIZER.hash()}
-    return checkpoint.save(out, step, weights, {"m": np.zeros(1)}, TOKENIZER, meta, keep=0)
 
 
 # --- one prompt
@@ -329,17 +317,3 @@ def test_a_stop_string_is_found_across_tokens_and_never_shown(text: str, stop: l
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(UserError, match="a stop string is empty; give at least one character"):
         list(stream_text([1], TOKENIZER, ["\n", ""]))
-
-
-# --- runs
-
-
-def test_the_newest_fine_tuned_run_comes_first(tmp_path: Path) -> None:
-    runs = (("a", "sft", 3), ("b", "sft", 1), ("c", "pretrain", 1))
-    paths = [save_run(tmp_path / name, kind, step) for name, kind, step in runs]
-    for age, path in zip((20, 30, 10), paths, strict=True):  # seconds ago
-        stamp = (path / "hashes.json").stat().st_mtime_ns - age * 10**9
-        os.utime(path / "hashes.json", ns=(stamp, stamp))
-    assert newest_run(("sft", "pretrain"), tmp_path) == paths[0]
-    assert newest_run(("pretrain",), tmp_path) == paths[2]
-    assert newest_run(("pretrain",), tmp_path / "absent") is None

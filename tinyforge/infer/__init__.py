@@ -12,6 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tinyforge.infer.causal_lm import CausalLM as CausalLM
+    from tinyforge.infer.causal_lm import logits as logits
     from tinyforge.infer.choose import make_decoder as make_decoder
     from tinyforge.infer.conversation import Conversation as Conversation
     from tinyforge.infer.generation import generate as generate
@@ -21,8 +23,9 @@ if TYPE_CHECKING:
     from tinyforge.infer.stream import stream_text as stream_text
 
 _MODULES = {
-    "Conversation": "conversation", "Sampling": "sampling", "Session": "session", "generate": "generation",
-    "generate_batch": "generation", "make_decoder": "choose", "stream_text": "stream",
+    "CausalLM": "causal_lm", "Conversation": "conversation", "Sampling": "sampling", "Session": "session",
+    "generate": "generation", "generate_batch": "generation", "logits": "causal_lm", "make_decoder": "choose",
+    "stream_text": "stream",
 }  # fmt: skip
 __all__ = sorted(_MODULES)
 

@@ -1,0 +1,83 @@
+"""What the CUDA decoders share, as far as it runs without a GPU: the order of launches, and prefill's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.nanoeuler import Config, NanoEuler
+from tinyforge.backends import get_backend
+
+pytest.importorskip("cupy", reason="the launchers import CuPy")
+
+
+def blocks(count: int, first: int, most: int, log: list[Any], gives: int = 1) -> Iterator[np.ndarray]:
+    """A run of `_two_under_way` over passes that give `gives` tokens each, until there are `count`."""
+    from tinyforge.infer.cuda.device import DeviceDecoder
+
+    def launch(passes: int, ahead: int) -> np.ndarray:
+        log.append(("launch", passes, ahead))
+        return np.zeros((passes, 1))
+
+    decoder: Any = SimpleNamespace(
+        _copy_out=lambda found: (found, len(found)), _wait=lambda event: log.append(("wait", event))
+    )
+    made = 0
+
+    def left() -> int:
+        return count - made
+
+    for found in DeviceDecoder._two_under_way(decoder, launch, left, first, most):
+        made += gives * len(found)
+        yield found
+
+
+def test_a_launch_is_under_way_while_another_is_read() -> None:
+    log: list[Any] = []
+    stream = blocks(100, 2, 16, log)
+    next(stream)
+    assert log == [("launch", 2, 0), ("launch", 4, 2), ("wait", 2)]
+    next(stream)
+    assert log[3:] == [("launch", 8, 4), ("wait", 4)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 6, 7, 30, 31, 100])
+def test_no_pass_is_launched_that_is_not_needed(count: int) -> None:
+    log: list[Any] = []
+    sizes = [len(found) for found in blocks(count, 2, 16, log)]
+    launched = [entry[1] for entry in log if entry[0] == "launch"]
+    assert sum(sizes) == count == sum(launched) and sizes == launched
+    assert all(size == min(2 << i, 16) for i, size in enumerate(sizes[:-1]))
+
+
+def test_passes_that_give_more_end_the_stream_early() -> None:
+    """As speculation does: what is still under way then is not waited for."""
+    log: list[Any] = []
+    sizes = [len(found) for found in blocks(20, 1, 8, log, gives=3)]
+    assert sizes == [1, 2, 4] and [e for e in log if e[0] == "wait"] == [("wait", 1), ("wait", 2), ("wait", 4)]
+    assert [e[1] for e in log if e[0] == "launch"] == [1, 2, 4, 7]
+
+
+def test_prefill_leaves_keys_and_values_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own ops write a fused decoder's cache, (layers, kv_heads, capacity, head_dim), chunk by chunk."""
+    from tinyforge.infer.cuda import device
+
+    monkeypatch.setattr(device, "cupy", np)  # of which it takes ascontiguousarray here
+    config = Config(dim=24, heads=4, kv_heads=2, layers=2, context=40, vocab=19, mtp_heads=1, hidden=10,
+                    mtp_weights=(1,))  # fmt: skip
+    model = NanoEuler(config, get_backend("numpy", "fp64", workers=1))
+    model.initialise(0)
+    ids = np.random.default_rng(0).integers(0, 19, (1, 25))
+    reference = model.make_cache(1, 40)
+    wanted = model.hidden(ids, cache=reference)
+    keys, values = np.zeros((2, 2, 2, 40, 6))
+    parts = [model.hidden(ids[:, start:end], cache=device._RowCache(keys, values, start))  # type: ignore[arg-type]
+             for start, end in ((0, 1), (1, 20), (20, 25))]  # fmt: skip
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), wanted, rtol=0, atol=1e-12)
+    for ours, theirs in ((keys, reference.keys), (values, reference.values)):
+        np.testing.assert_allclose(ours[:, :, :25], theirs[:, 0, :25].swapaxes(1, 2), rtol=0, atol=1e-12)
+        assert not ours[:, :, 25:].any()
