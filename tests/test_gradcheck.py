@@ -169,8 +169,11 @@ FAULTS = [
     Fault(ops.Linear, "sign of dx", linear_bwd, scaled(-1)),
     Fault(ops.Linear, "dx 1 %", linear_bwd, scaled(1.01)),
     Fault(ops.Linear, "dW of the last row lost", linear_bwd,
-          with_args(lambda dw, dy, x, w: (dw, dy, no_tail(x), w))),
-    Fault(ops.Linear, "dW 1 %", linear_bwd, with_args(lambda dw, dy, x, w: (dw, dy, x * 1.01, w))),
+          with_args(lambda dw, db, dy, x, w: (dw, db, dy, no_tail(x), w))),
+    Fault(ops.Linear, "dW 1 %", linear_bwd, with_args(lambda dw, db, dy, x, w: (dw, db, dy, x * 1.01, w))),
+    Fault(ops.Linear, "db of the first row alone", linear_bwd,
+          then(lambda dw, db, dy, *_: None if db is None else db.__setitem__(..., dy.reshape(-1, len(db))[:1].sum(0)))),
+    Fault(ops.Linear, "db lost", linear_bwd, with_args(lambda dw, db, *a: (dw, None, *a))),
     Fault(ops.RMSNorm, "no mean term", rmsnorm_bwd, lambda _: rmsnorm_without_mean),
     Fault(ops.RMSNorm, "dw sign", rmsnorm_bwd, then(lambda dw, *_: times(dw, -1))),
     Fault(ops.RMSNorm, "1 %", rmsnorm_bwd, scaled(0.99)),
@@ -290,7 +293,7 @@ def test_a_fault_in_a_models_wiring_is_caught(model: Any, what: str, miswire: Ca
 
 def test_a_fault_in_a_kernel_is_caught_through_the_whole_model() -> None:
     def without_slope(dweight: Array, dy: Array, gu: Array, weight: Array) -> Array:
-        linear_bwd(dweight, dy, swiglu_fwd(gu), weight)
+        linear_bwd(dweight, None, dy, swiglu_fwd(gu), weight)
         return swiglu_without_slope(None, dy @ weight, gu)
 
     with override(swiglu_linear_bwd, "numpy", without_slope):
@@ -382,8 +385,8 @@ def test_the_command_fails_on_a_fault_and_marks_it(capsys: pytest.CaptureFixture
     with override(linear_bwd, "numpy", scaled(1.01)(linear_bwd.body)):
         assert gradcheck.main(["--op", "linear"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:-1]] == ["Linear", "Linear"]
-    assert "ABOVE 1e-08" in lines[1] and "ABOVE" not in lines[2]
+    assert [line.split()[0] for line in lines[1:-1]] == ["Linear"] * 3
+    assert "ABOVE 1e-08" in lines[1] and "ABOVE" not in lines[2] + lines[3]
     assert LAST_LINE.fullmatch(lines[-1])
 
 
