@@ -44,9 +44,9 @@ def linear_bwd_memory(dweight: Array, dbias: Array | None, dy: Array, x: Array, 
 class Linear(Op):
     """y = x W^T + b
 
-    x: (..., I); W: (O, I); b: (O,), or none; y: (..., O). Saves x; or `recompute`, a function that computes x again from what other ops
-    have saved anyway: memory for the price of that function (Chen et al., "Training Deep Nets with Sublinear Memory
-    Cost", 2016).
+    x: (..., I); W: (O, I); b: (O,), or none; y: (..., O). Saves x; or `recompute`, a function that computes x again
+    from what other ops have saved anyway: memory for the price of that function (Chen et al., "Training Deep Nets with
+    Sublinear Memory Cost", 2016).
 
     backward: dx = dy W, dW += dy^T x, db += sum over rows of dy, with all leading axes folded into one.
     """
