@@ -340,7 +340,10 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u32 base = shared_address(shared);
     const u32 q_tile = base + warp * WARP_BYTES, stages = base + WORKERS * WARP_BYTES;
-    const Unit unit(queries, keys, heads, kv_heads, warp);
+    const Unit unit(queries, heads, kv_heads, warp);
+    const int ahead = keys - queries, seen_by_block = unit.last_of_block + ahead + 1;
+    const int seen_by_all = unit.first + ahead + 1; // keys that the first row sees
+    const int seen = unit.idle ? 0 : min_int(keys, seen_by_all + OWN - 1);
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
 
@@ -365,12 +368,12 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
         for (int half = 0; half < 2; ++half) top[m][half] = -INFINITY, total[m][half] = 0;
 
     u32 stage = 0;
-    for (int key = 0; key < unit.seen_by_block; key += TILE, stage ^= 1) {
+    for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         __syncthreads(); // this tile has arrived, and no thread reads the other stage any more
-        if (key + TILE < unit.seen_by_block)
+        if (key + TILE < seen_by_block)
             load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, keys, thread);
-        if (key >= unit.seen) continue;
+        if (key >= seen) continue;
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
 
         Scores s = {};
@@ -387,7 +390,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
                 }
             }
         // Only if the diagonal crosses this tile.
-        if (key + TILE > unit.seen_by_all) hide_future(s, key + lane % 4 * 2, unit.seen_by_all + lane / 4);
+        if (key + TILE > seen_by_all) hide_future(s, key, seen_by_all, lane);
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -426,8 +429,8 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            total[m][half] = finish_row(total[m][half], top[m][half], lse, unit.first + m * 16 + half * 8 + lane / 4,
-                                        queries, lane % 4 == 0);
+            total[m][half] = finish_row(total[m][half], top[m][half], lse, unit.first, m * 16 + half * 8, queries,
+                                        lane);
     store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, unit.first, queries, sums, total,
                q_tile, lane);
 }
@@ -447,7 +450,9 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
     const u32 stages = base + WORKERS * 2 * WARP_BYTES;
     float2 *const row_stats =
         reinterpret_cast<float2 *>(shared + WORKERS * 2 * WARP_BYTES + 4 * TILE_BYTES) + warp * OWN;
-    const Unit unit(queries, queries, heads, kv_heads, warp);
+    const Unit unit(queries, heads, kv_heads, warp);
+    const int seen_by_block = unit.last_of_block + 1, seen_by_all = unit.first + 1;
+    const int seen = unit.idle ? 0 : min_int(queries, seen_by_all + OWN - 1);
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
     const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
@@ -482,15 +487,15 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
     const float scale = rsqrtf(float(D));
     Sums sums = {};
     u32 stage = 0;
-    for (int key = 0; key < unit.seen_by_block; key += TILE, stage ^= 1) {
+    for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         __syncthreads();
-        if (key + TILE < unit.seen_by_block)
+        if (key + TILE < seen_by_block)
             load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, queries, thread);
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
 #pragma unroll UNROLL
         for (int part = 0; part < TILE; part += PIECE) {
-            if (key + part >= unit.seen) break;
+            if (key + part >= seen) break;
             Scores s = {}, dp = {};
 #pragma unroll
             for (int n = 0; n < PIECE / 16; ++n)
@@ -507,8 +512,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                         multiply_add(dp[m][2 * n + 1], dy_part[m][step], c[2], c[3]);
                     }
                 }
-            if (key + part + PIECE > unit.seen_by_all)
-                hide_future(s, key + part + lane % 4 * 2, unit.seen_by_all + lane / 4);
+            if (key + part + PIECE > seen_by_all) hide_future(s, key + part, seen_by_all, lane);
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -537,7 +541,9 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
         }
     }
     if (unit.idle) return;
-    store_rows(dq + unit.batch * dq_batch + unit.head * D, dq_token, unit.first, queries, sums, scale, q_tile, lane);
+    RowValues scales;
+    set_rows(scales, scale);
+    store_rows(dq + unit.batch * dq_batch + unit.head * D, dq_token, unit.first, queries, sums, scales, q_tile, lane);
 }
 #endif
 
@@ -616,7 +622,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                     }
                 }
                 // Only if the diagonal crosses this piece.
-                if (query + part < first + OWN - 1) hide_past(p, first + lane / 4, query + part + lane % 4 * 2);
+                if (query + part < first + OWN - 1) hide_past(p, first, query + part, lane);
 #pragma unroll
                 for (int n = 0; n < PIECE / 8; ++n) {
                     float row[4]; // lse, delta, lse, delta of two queries
@@ -651,8 +657,10 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
             }
         }
     if (idle) return;
-    store_rows(dk + batch * dk_batch + kv_head * D, dk_token, first, queries, dk_sums, scale, k_tile, lane);
-    store_rows(dv + batch * dv_batch + kv_head * D, dv_token, first, queries, dv_sums, 1, v_tile, lane);
+    RowValues scales, ones;
+    set_rows(scales, scale), set_rows(ones, 1);
+    store_rows(dk + batch * dk_batch + kv_head * D, dk_token, first, queries, dk_sums, scales, k_tile, lane);
+    store_rows(dv + batch * dv_batch + kv_head * D, dv_token, first, queries, dv_sums, ones, v_tile, lane);
 }
 #endif
 #endif

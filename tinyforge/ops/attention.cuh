@@ -47,6 +47,11 @@ typedef float Scores[ROW_TILES][PIECE / 8][4];
 // One number for each of the rows of which a lane holds scores.
 typedef float RowValues[ROW_TILES][2];
 
+__device__ inline void set_rows(RowValues &x, float value) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) x[m][0] = x[m][1] = value;
+}
+
 // ldmatrix reads 16 bytes at the same column of 8 rows. The exclusive or with the row spreads those over all banks, for
 // stores too, without padding. At 128 bytes a row it is the 128-byte swizzle of wgmma.
 __device__ inline u32 swizzled(int row, int chunk) {
@@ -124,45 +129,44 @@ __device__ inline void load_pair(u32 stage, const Number *k, i64 k_token, const 
 // little is wasted at the diagonal, and a group's keys and values are fetched once for all its heads.
 struct Unit {
     int batch, kv_head, head, first; // first: of its positions
-    int seen_by_block, seen_by_all;  // keys that some row of the block sees; keys that the unit's first row sees
-    int seen;                        // keys that some row of the unit sees
+    int last_of_block;               // the highest position in the block
     bool idle;                       // more workers than units: this one only helps to load
-    __device__ Unit(int queries, int keys, int heads, int kv_heads, int worker) {
+    __device__ Unit(int queries, int heads, int kv_heads, int worker) {
         const int group = heads / kv_heads, units = ceil_div(queries, OWN) * group;
         const int start = (gridDim.y - 1 - blockIdx.y) * WORKERS; // longest blocks first
         batch = blockIdx.x / kv_heads;
         kv_head = blockIdx.x % kv_heads;
         head = kv_head * group + (start + worker) % group;
         first = (start + worker) / group * OWN;
+        last_of_block = min_int(queries, (min_int(start + WORKERS, units) - 1) / group * OWN + OWN) - 1;
         idle = start + worker >= units;
-        const int ahead = keys - queries;
-        const int last = min_int(queries, (min_int(start + WORKERS, units) - 1) / group * OWN + OWN) - 1; // of the block
-        seen_by_block = last + ahead + 1;
-        seen_by_all = first + ahead + 1;
-        seen = idle ? 0 : min_int(keys, seen_by_all + OWN - 1);
     }
 };
 
-// Minus infinity for keys (columns) that a query (row) must not see. column: the first of this lane's columns, counted
-// as keys; seen: how many keys the first of its rows sees.
-__device__ inline void hide_future(Scores &s, int column, int seen) {
+// Minus infinity for keys (columns) that a query (row) must not see. The columns begin at key `key`, and the first row
+// sees `seen` keys.
+__device__ inline void hide_future(Scores &s, int key, int seen, int lane) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
         for (int n = 0; n < PIECE / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (column + n * 8 + i % 2 >= seen + m * 16 + i / 2 * 8) s[m][n][i] = -INFINITY;
+            for (int i = 0; i < 4; ++i) {
+                const int column = key + n * 8 + lane % 4 * 2 + i % 2;
+                if (column >= seen + m * 16 + i / 2 * 8 + lane / 4) s[m][n][i] = -INFINITY;
+            }
 }
-// The transposed case: rows are keys, the first of this lane's is `key`; columns are queries.
-__device__ inline void hide_past(Scores &s, int key, int query) {
+// The transposed case: rows are keys, columns are queries.
+__device__ inline void hide_past(Scores &s, int key, int query, int lane) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
         for (int n = 0; n < PIECE / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (key + m * 16 + i / 2 * 8 > query + n * 8 + i % 2) s[m][n][i] = -INFINITY;
+            for (int i = 0; i < 4; ++i) {
+                const int t = query + n * 8 + lane % 4 * 2 + i % 2;
+                if (key + m * 16 + i / 2 * 8 + lane / 4 > t) s[m][n][i] = -INFINITY;
+            }
 }
 
 // The online softmax of a row (m, half): raises its maximum, `top`, to that of the new scores, and returns what sums
@@ -179,18 +183,19 @@ __device__ inline float raise_top(float &top, const Scores &s, int m, int half, 
     top = most;
     return shrink;
 }
-// A row at the end of the softmax: adds its four lanes' parts of `total`, stores the log-sum-exp of row t if it exists,
-// and returns 1 / total.
-__device__ inline float finish_row(float total, float top, float *lse, int t, int stop, bool first_lane) {
+// The end of the softmax of a row: adds its four lanes' parts of `total`, stores its log-sum-exp if the row exists, and
+// returns 1 / total. first + row is the first of the 8 rows that the lanes of a warp finish together.
+__device__ inline float finish_row(float total, float top, float *lse, int first, int row, i64 stop, int lane) {
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
-    if (first_lane && t < stop) lse[t] = top / LOG2E + logf(total);
+    const int t = first + row + lane / 4;
+    if (lane % 4 == 0 && t < stop) lse[t] = top / LOG2E + logf(total);
     return 1 / total;
 }
 
 // Reads a warp's rows of `out`, for delta: a chunk is a uint4 or a float4, and CHUNKS lanes hold a row.
 template <class Chunk>
-__device__ inline void load_out(Chunk (&part)[OWN_CHUNKS], const Number *out, i64 token, int first, int stop,
+__device__ inline void load_out(Chunk (&part)[OWN_CHUNKS], const Number *out, i64 token, int first, i64 stop,
                                 int lane) {
 #pragma unroll
     for (int i = 0; i < OWN_CHUNKS; ++i) {
@@ -202,7 +207,7 @@ __device__ inline void load_out(Chunk (&part)[OWN_CHUNKS], const Number *out, i6
 // (lse in powers of two, delta) of each of a warp's rows, for this warp in shared memory (`mine`) and for the kernel
 // that owns keys in `stats`. delta_of(i, row, chunk): delta of a row, in all lanes that hold chunks of it.
 template <class Delta>
-__device__ inline void make_statistics(float2 *mine, float2 *stats, const float *lse, i64 first_row, int first, int stop,
+__device__ inline void make_statistics(float2 *mine, float2 *stats, const float *lse, i64 first_row, int first, i64 stop,
                                        int lane, RowValues &row_lse, RowValues &delta, Delta delta_of) {
 #pragma unroll
     for (int i = 0; i < OWN_CHUNKS; ++i) {
@@ -229,10 +234,10 @@ __device__ inline void make_statistics(float2 *mine, float2 *stats, const float 
 struct QueryTiles {
     const Number *q, *dy; // of the group's first head
     const float2 *stats;
-    i64 q_token, dy_token;
-    int queries, start, head, query; // start: the first query that sees any of the block's keys
+    i64 q_token, dy_token, queries;
+    int start, query, head; // start: the first query that sees any of the block's keys
 
-    __device__ QueryTiles(const Number *q, const Number *dy, const float2 *stats, i64 q_token, i64 dy_token, int queries,
+    __device__ QueryTiles(const Number *q, const Number *dy, const float2 *stats, i64 q_token, i64 dy_token, i64 queries,
                           int start)
         : q(q), dy(dy), stats(stats), q_token(q_token), dy_token(dy_token), queries(queries), start(start), head(0),
           query(start) {}
@@ -298,13 +303,6 @@ __device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, cons
         const uint4 line = load_chunk(tile + swizzled(row, chunk));
         if (first + row < stop) *reinterpret_cast<uint4 *>(to + (first + row) * token + chunk * 8) = line;
     }
-}
-__device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, const float (&x)[ROW_TILES][D / 8][4],
-                                  float scale, u32 tile, int lane) {
-    RowValues scales;
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m) scales[m][0] = scales[m][1] = scale;
-    store_rows(to, token, first, stop, x, scales, tile, lane);
 }
 
 // The sum over a row of the products of 8 numbers in shared memory and 8 in registers, by the CHUNKS lanes that hold it.
