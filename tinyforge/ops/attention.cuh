@@ -193,17 +193,6 @@ __device__ inline float finish_row(float total, float top, float *lse, int first
     return 1 / total;
 }
 
-// Reads a warp's rows of `out`, for delta: a chunk is a uint4 or a float4, and CHUNKS lanes hold a row.
-template <class Chunk>
-__device__ inline void load_out(Chunk (&part)[OWN_CHUNKS], const Number *out, i64 token, int first, i64 stop,
-                                int lane) {
-#pragma unroll
-    for (int i = 0; i < OWN_CHUNKS; ++i) {
-        const int t = first + (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS;
-        if (t < stop) part[i] = *reinterpret_cast<const Chunk *>(out + t * token + chunk * CHUNK);
-    }
-}
-
 // (lse in powers of two, delta) of each of a warp's rows, for this warp in shared memory (`mine`) and for the kernel
 // that owns keys in `stats`. delta_of(i, row, chunk): delta of a row, in all lanes that hold chunks of it.
 template <class Delta>
@@ -302,6 +291,15 @@ __device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, cons
         const int row = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
         const uint4 line = load_chunk(tile + swizzled(row, chunk));
         if (first + row < stop) *reinterpret_cast<uint4 *>(to + (first + row) * token + chunk * 8) = line;
+    }
+}
+
+// Reads a warp's rows of `out`, for delta; CHUNKS lanes hold a row.
+__device__ inline void load_out(uint4 (&part)[OWN_CHUNKS], const bf16 *out, i64 token, int first, i64 stop, int lane) {
+#pragma unroll
+    for (int i = 0; i < OWN_CHUNKS; ++i) {
+        const int t = first + (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS;
+        if (t < stop) part[i] = *reinterpret_cast<const uint4 *>(out + t * token + chunk * CHUNK);
     }
 }
 

@@ -34,8 +34,6 @@
 static_assert(D == 64, "a row is one line of the 128-byte swizzle");
 static_assert(TILE % 64 == 0, "a piece is 64 rows");
 
-using u64 = unsigned long long;
-
 // How wgmma finds a matrix in shared memory: its address, the way from 8 rows to the next 8 (1024 bytes, both strides
 // alike), and the 128-byte swizzle, which counts from multiples of 1024.
 __device__ inline u64 matrix(u32 address) { return 1ull << 62 | 64ull << 32 | 64ull << 16 | (address & 0x3ffff) >> 4; }
@@ -125,7 +123,7 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
                     i64 kv_heads) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Thread at;
-    const u32 stages = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 stages = shared_address(shared);
     const u32 q_tile = stages + 4 * TILE_BYTES + at.worker * OWN_BYTES, q_rows = q_tile + at.slab * ROW_BYTES;
     const Unit unit(queries, heads, kv_heads, at.worker);
     const int ahead = keys - queries, seen_by_block = unit.last_of_block + ahead + 1;
@@ -137,24 +135,18 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
 
     if (!unit.idle)
         load_rows<WARP_ROWS, 32>(q_rows, q + unit.batch * q_batch + unit.head * D, q_token, first, queries, at.lane);
-    load_rows<TILE, THREADS>(stages, k, k_token, 0, keys, at.thread);
-    load_rows<TILE, THREADS>(stages + TILE_BYTES, v, v_token, 0, keys, at.thread);
-    copy_commit();
+    load_pair(stages, k, k_token, v, v_token, 0, keys, at.thread);
 
     const float scale = rsqrtf(float(D)) * LOG2E; // exponentials are powers of two
     float sums[1][8][4] = {};
-    float top[2] = {minus_infinity(), minus_infinity()}, total[1][2] = {};
+    float top[2] = {-INFINITY, -INFINITY}, total[1][2] = {};
     u32 stage = 0;
     for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         shared_fence();
         __syncthreads(); // this tile is there, and nobody reads the other stage any more
-        if (key + TILE < seen_by_block) {
-            const u32 next = stages + (stage ^ 1) * 2 * TILE_BYTES;
-            load_rows<TILE, THREADS>(next, k, k_token, key + TILE, keys, at.thread);
-            load_rows<TILE, THREADS>(next + TILE_BYTES, v, v_token, key + TILE, keys, at.thread);
-            copy_commit();
-        }
+        if (key + TILE < seen_by_block)
+            load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, keys, at.thread);
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
 #pragma unroll
         for (int part = 0; part < TILE; part += 64) {
@@ -171,7 +163,7 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
                         if (key + part + n * 8 + at.column + i % 2 >= seen_by_all + at.row + i / 2 * 8)
-                            s[n][i] = minus_infinity();
+                            s[n][i] = -INFINITY;
             }
             settled(sums[0]);
 #pragma unroll
@@ -229,7 +221,7 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
                       i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Thread at;
-    const u32 stages = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 stages = shared_address(shared);
     const u32 q_tile = stages + 4 * TILE_BYTES + at.worker * 2 * OWN_BYTES, dy_tile = q_tile + OWN_BYTES;
     const u32 q_rows = q_tile + at.slab * ROW_BYTES, dy_rows = dy_tile + at.slab * ROW_BYTES;
     float2 *const row_stats =
@@ -254,9 +246,7 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
         }
     }
     copy_commit();
-    load_rows<TILE, THREADS>(stages, k, k_token, 0, queries, at.thread);
-    load_rows<TILE, THREADS>(stages + TILE_BYTES, v, v_token, 0, queries, at.thread);
-    copy_commit();
+    load_pair(stages, k, k_token, v, v_token, 0, queries, at.thread);
     copy_wait<1>();
     __syncwarp();
 
@@ -288,12 +278,8 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
         copy_wait<0>();
         shared_fence();
         __syncthreads();
-        if (key + TILE < seen_by_block) {
-            const u32 next = stages + (stage ^ 1) * 2 * TILE_BYTES;
-            load_rows<TILE, THREADS>(next, k, k_token, key + TILE, queries, at.thread);
-            load_rows<TILE, THREADS>(next + TILE_BYTES, v, v_token, key + TILE, queries, at.thread);
-            copy_commit();
-        }
+        if (key + TILE < seen_by_block)
+            load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, queries, at.thread);
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
 #pragma unroll
         for (int part = 0; part < TILE; part += 64) {
@@ -312,7 +298,7 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
                         if (key + part + n * 8 + at.column + i % 2 >= seen_by_all + at.row + i / 2 * 8)
-                            s[n][i] = minus_infinity();
+                            s[n][i] = -INFINITY;
             }
 #pragma unroll
             for (int n = 0; n < 8; ++n)
@@ -359,7 +345,7 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
                        i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads, i64 kv_heads) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Thread at;
-    const u32 stages = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 stages = shared_address(shared);
     const u32 k_tile = stages + 4 * TILE_BYTES + at.worker * 2 * OWN_BYTES, v_tile = k_tile + OWN_BYTES;
     const u32 k_rows = k_tile + at.slab * ROW_BYTES, v_rows = v_tile + at.slab * ROW_BYTES;
     const u32 all_stats = stages + 4 * TILE_BYTES + WORKERS * 2 * OWN_BYTES;
@@ -420,7 +406,7 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
 #pragma unroll
                         for (int i = 0; i < 4; ++i)
                             if (first_of_worker + at.row + i / 2 * 8 > query + part + n * 8 + at.column + i % 2)
-                                p[n][i] = minus_infinity();
+                                p[n][i] = -INFINITY;
                 }
                 const u32 row_stats = all_stats + (stage * TILE + part + at.column) * 8;
 #pragma unroll
