@@ -231,14 +231,14 @@ struct QueryTiles {
         : q(q), dy(dy), stats(stats), q_token(q_token), dy_token(dy_token), queries(queries), start(start), head(0),
           query(start) {}
 
-    __device__ inline void load_next(u32 tiles, u32 tile_stats, int thread) {
+    __device__ inline void load_next(u32 tiles, u32 pairs, int first_pair, int thread) {
         static_assert(TILE <= THREADS, "a thread for each pair of statistics");
         load_rows<TILE, THREADS>(tiles, q + head * D, q_token, query, queries, thread);
         load_rows<TILE, THREADS>(tiles + TILE_BYTES, dy + head * D, dy_token, query, queries, thread);
         if (thread < TILE) {
             const bool valid = query + thread < queries;
             const float2 *const from = stats + head * queries + query + thread;
-            copy_async_8(tile_stats + thread * 8, valid ? from : stats, valid);
+            copy_async_8(pairs + (first_pair + thread) * 8, valid ? from : stats, valid);
         }
         copy_commit();
         query += TILE;
