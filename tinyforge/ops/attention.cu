@@ -390,7 +390,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
                 }
             }
         // Only if the diagonal crosses this tile.
-        if (key + TILE > seen_by_all) hide_future(s, key, seen_by_all, lane);
+        if (key + TILE > seen_by_all) hide_future(s, key, seen_by_all, lane / 4, lane % 4 * 2);
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -429,8 +429,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            total[m][half] = finish_row(total[m][half], top[m][half], lse, unit.first, m * 16 + half * 8, queries,
-                                        lane);
+            total[m][half] = finish_row(total[m][half], top[m][half], lse, unit.first, queries, m * 16 + half * 8, lane / 4, lane % 4 * 2);
     store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, unit.first, queries, sums, total,
                q_tile, lane);
 }
@@ -512,7 +511,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                         multiply_add(dp[m][2 * n + 1], dy_part[m][step], c[2], c[3]);
                     }
                 }
-            if (key + part + PIECE > seen_by_all) hide_future(s, key + part, seen_by_all, lane);
+            if (key + part + PIECE > seen_by_all) hide_future(s, key + part, seen_by_all, lane / 4, lane % 4 * 2);
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -622,7 +621,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                     }
                 }
                 // Only if the diagonal crosses this piece.
-                if (query + part < first + OWN - 1) hide_past(p, first, query + part, lane);
+                if (query + part < first + OWN - 1) hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
 #pragma unroll
                 for (int n = 0; n < PIECE / 8; ++n) {
                     float row[4]; // lse, delta, lse, delta of two queries

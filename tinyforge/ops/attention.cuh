@@ -145,27 +145,27 @@ struct Unit {
 
 // Minus infinity for keys (columns) that a query (row) must not see. The columns begin at key `key`, and the first row
 // sees `seen` keys.
-__device__ inline void hide_future(Scores &s, int key, int seen, int lane) {
+__device__ inline void hide_future(Scores &s, int key, int seen, int row, int column) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
         for (int n = 0; n < PIECE / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int column = key + n * 8 + lane % 4 * 2 + i % 2;
-                if (column >= seen + m * 16 + i / 2 * 8 + lane / 4) s[m][n][i] = -INFINITY;
+                const int t = key + n * 8 + column + i % 2;
+                if (t >= seen + m * 16 + i / 2 * 8 + row) s[m][n][i] = -INFINITY;
             }
 }
 // The transposed case: rows are keys, columns are queries.
-__device__ inline void hide_past(Scores &s, int key, int query, int lane) {
+__device__ inline void hide_past(Scores &s, int key, int query, int row, int column) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
         for (int n = 0; n < PIECE / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int t = query + n * 8 + lane % 4 * 2 + i % 2;
-                if (key + m * 16 + i / 2 * 8 + lane / 4 > t) s[m][n][i] = -INFINITY;
+                const int t = query + n * 8 + column + i % 2;
+                if (key + m * 16 + i / 2 * 8 + row > t) s[m][n][i] = -INFINITY;
             }
 }
 
@@ -185,11 +185,12 @@ __device__ inline float raise_top(float &top, const Scores &s, int m, int half, 
 }
 // The end of the softmax of a row: adds its four lanes' parts of `total`, stores its log-sum-exp if the row exists, and
 // returns 1 / total. first + row is the first of the 8 rows that the lanes of a warp finish together.
-__device__ inline float finish_row(float total, float top, float *lse, int first, int row, i64 stop, int lane) {
+__device__ inline float finish_row(float total, float top, float *lse, int first, i64 stop, int eight, int row,
+                                   int column) {
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
-    const int t = first + row + lane / 4;
-    if (lane % 4 == 0 && t < stop) lse[t] = top / LOG2E + logf(total);
+    const int t = first + eight + row;
+    if (column == 0 && t < stop) lse[t] = top / LOG2E + logf(total);
     return 1 / total;
 }
 

@@ -157,14 +157,7 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
             multiply_commit();
             multiply_wait<0>(); // the last piece's product too
             settled(s[0]);
-            if (key + part + 64 > seen_by_all) { // the diagonal crosses this piece
-#pragma unroll
-                for (int n = 0; n < 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        if (key + part + n * 8 + at.column + i % 2 >= seen_by_all + at.row + i / 2 * 8)
-                            s[0][n][i] = -INFINITY;
-            }
+            if (key + part + PIECE > seen_by_all) hide_future(s, key + part, seen_by_all, at.row, at.column);
             settled(sums[0]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -192,14 +185,8 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
     settled(sums[0]);
     lse += (unit.batch * heads + unit.head) * queries;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float sum = total[0][half];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        const int t = unit.first + at.row + half * 8;
-        if (at.column == 0 && t < queries) lse[t] = top[0][half] / LOG2E + logf(sum);
-        total[0][half] = 1 / sum;
-    }
+    for (int half = 0; half < 2; ++half)
+        total[0][half] = finish_row(total[0][half], top[0][half], lse, unit.first, queries, half * 8, at.row, at.column);
     store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, first, queries, sums, total, q_rows,
                at.lane);
 }
@@ -266,14 +253,7 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
             multiply_commit();
             multiply_wait<1>();
             settled(s[0]);
-            if (key + part + 64 > seen_by_all) {
-#pragma unroll
-                for (int n = 0; n < 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        if (key + part + n * 8 + at.column + i % 2 >= seen_by_all + at.row + i / 2 * 8)
-                            s[0][n][i] = -INFINITY;
-            }
+            if (key + part + PIECE > seen_by_all) hide_future(s, key + part, seen_by_all, at.row, at.column);
 #pragma unroll
             for (int n = 0; n < 8; ++n)
 #pragma unroll

@@ -242,7 +242,7 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
             Scores s = {};
             add_scores<HELD_OF_FIRST>(s, q_held, q_tile, k_tile + part * ROW_BYTES, lane);
             // The diagonal crosses this piece.
-            if (key + part + PIECE > seen_by_all) hide_future(s, 0, seen_by_all - key - part, lane);
+            if (key + part + PIECE > seen_by_all) hide_future(s, 0, seen_by_all - key - part, lane / 4, lane % 4 * 2);
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -269,8 +269,7 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float inverse = finish_row(total[m][half], top[m][half], lse, unit.first, m * 16 + half * 8, queries,
-                                             lane);
+            const float inverse = finish_row(total[m][half], top[m][half], lse, unit.first, queries, m * 16 + half * 8, lane / 4, lane % 4 * 2);
             scale_columns(sums, 2 * m + half, inverse, lane);
         }
     store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, unit.first, queries, sums, 1, lane);
@@ -349,7 +348,7 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
             Scores s = {}, dp = {};
             add_scores<HELD_OF_FIRST>(s, q_held, q_tile, k_tile + part * ROW_BYTES, lane);
             add_scores<HELD_OF_SECOND>(dp, dy_held, dy_tile, v_tile + part * ROW_BYTES, lane);
-            if (key + part + PIECE > seen_by_all) hide_future(s, 0, seen_by_all - key - part, lane);
+            if (key + part + PIECE > seen_by_all) hide_future(s, 0, seen_by_all - key - part, lane / 4, lane % 4 * 2);
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -418,7 +417,7 @@ attention_bwd_kv_tf32(const float *dy, const float *q, const float *k, const flo
                 Scores p = {}, ds = {};
                 add_scores<HELD_OF_FIRST>(p, k_held, k_tile, q_tile + part * ROW_BYTES, lane);
                 // Only if the diagonal crosses this piece.
-                if (query + part < first + OWN - 1) hide_past(p, first, query + part, lane);
+                if (query + part < first + OWN - 1) hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
                 const u32 row_stats = stats_tile + (part + lane % 4 * 2) * 8; // lse, delta, lse, delta of two queries
 #pragma unroll
                 for (int n = 0; n < PIECE / 8; ++n) {
