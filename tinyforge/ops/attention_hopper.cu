@@ -340,14 +340,7 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
                 multiply_commit();
                 multiply_wait<1>();
                 settled(p[0]);
-                if (query + part < first_of_worker + OWN - 1) { // the diagonal crosses this piece
-#pragma unroll
-                    for (int n = 0; n < 8; ++n)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            if (first_of_worker + at.row + i / 2 * 8 > query + part + n * 8 + at.column + i % 2)
-                                p[0][n][i] = -INFINITY;
-                }
+                if (query + part < first_of_worker + OWN - 1) hide_past(p, first_of_worker + at.row, query + part, 0, at.column);
                 const u32 row_stats = all_stats + (stage * TILE + part + at.column) * 8;
 #pragma unroll
                 for (int n = 0; n < 8; ++n) {
