@@ -35,12 +35,14 @@ from models.nanoeuler.config import PRESETS
 from tinyforge import ops
 from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.kernel import bind
+from tinyforge.kernel import Kernel, bind
 from tinyforge.optim import AdamWConfig
 from tinyforge.optim.adamw import adamw_, clip_factor
 from tinyforge.report import add_json_flag, check_before, publish
 
-KERNELS = (adamw_, clip_factor, *{k.name: k for kind in ops.ALL for k in kind.kernels}.values())
+KERNELS: tuple[Kernel[..., Any], ...] = (
+    adamw_, clip_factor, *{k.name: k for kind in ops.ALL for k in kind.kernels}.values()
+)
 REPEATS, ROUNDS, WARM_UP = 20, 7, 3
 CACHE_BYTES = 256 << 20  # several times the L2 of any GPU so far
 COPY_BYTES = 2 << 30

@@ -11,7 +11,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ import pytest
 from models.char_mlp.model import CharMLP
 from models.nanoeuler import NanoEuler
 from tinyforge import gradcheck, ops
-from tinyforge.backends import get_backend
+from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import UserError
 from tinyforge.gradcheck import TOLERANCE, check_op, directional_error
 from tinyforge.kernel import Array, Kernel, override
-from tinyforge.op import Op, Stash
+from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.add_rmsnorm import add_rmsnorm_fwd
 from tinyforge.ops.attention import TILE, attention_bwd
 from tinyforge.ops.cross_entropy import (
@@ -46,6 +46,7 @@ from tinyforge.ops.rope import rope
 from tinyforge.ops.softmax import softmax_bwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.ops.swiglu_linear import swiglu_linear_bwd
+from tinyforge.params import with_buffer
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 LEDGER = tuple(gradcheck.known_ops())
@@ -169,8 +170,11 @@ FAULTS = [
     Fault(ops.Linear, "sign of dx", linear_bwd, scaled(-1)),
     Fault(ops.Linear, "dx 1 %", linear_bwd, scaled(1.01)),
     Fault(ops.Linear, "dW of the last row lost", linear_bwd,
-          with_args(lambda dw, dy, x, w: (dw, dy, no_tail(x), w))),
-    Fault(ops.Linear, "dW 1 %", linear_bwd, with_args(lambda dw, dy, x, w: (dw, dy, x * 1.01, w))),
+          with_args(lambda dw, db, dy, x, w: (dw, db, dy, no_tail(x), w))),
+    Fault(ops.Linear, "dW 1 %", linear_bwd, with_args(lambda dw, db, dy, x, w: (dw, db, dy, x * 1.01, w))),
+    Fault(ops.Linear, "db of the first row alone", linear_bwd,
+          then(lambda dw, db, dy, *_: None if db is None else db.__setitem__(..., dy.reshape(-1, len(db))[:1].sum(0)))),
+    Fault(ops.Linear, "db lost", linear_bwd, with_args(lambda dw, db, *a: (dw, None, *a))),
     Fault(ops.RMSNorm, "no mean term", rmsnorm_bwd, lambda _: rmsnorm_without_mean),
     Fault(ops.RMSNorm, "dw sign", rmsnorm_bwd, then(lambda dw, *_: times(dw, -1))),
     Fault(ops.RMSNorm, "1 %", rmsnorm_bwd, scaled(0.99)),
@@ -186,14 +190,18 @@ FAULTS = [
     Fault(ops.RoPE, "turned the same way twice", rope,
           with_args(lambda out, x, cos, sin, *a: (out, x, cos, np.abs(sin), *a))),
     Fault(ops.Attention, "no row sum of dO O", attention_bwd,
-          with_args(lambda *a: (*a[:-2], 0 * a[-2], a[-1]))),
+          with_args(lambda *a: (*a[:7], 0 * a[7], *a[8:]))),
     Fault(ops.Attention, "sign of dq", attention_bwd, then(lambda dq, *_: times(dq, -1))),
     Fault(ops.Attention, "dv 1 %", attention_bwd, then(lambda dq, dk, dv, *_: times(dv, 1.01))),
     Fault(ops.Attention, "last key lost", attention_bwd, then(lambda dq, dk, *_: zero(dk[:, -1:]))),
     Fault(ops.Attention, "keys past the first tile lost", attention_bwd,
           then(lambda dq, dk, *_: zero(dk[:, TILE:]))),
     Fault(ops.Attention, "log-sum-exp of another row", attention_bwd,
-          with_args(lambda *a: (*a[:-1], np.roll(a[-1], 1, -1)))),
+          with_args(lambda *a: (*a[:8], np.roll(a[8], 1, -1), *a[9:]))),
+    Fault(ops.Attention, "backward forgets the window", attention_bwd, with_args(lambda *a: (*a[:-1], None))),
+    Fault(ops.Attention, "window one key too wide in backward", attention_bwd,
+          with_args(lambda *a: (*a[:-1], a[-1] and a[-1] + 1))),
+    Fault(ops.Attention, "always causal in backward", attention_bwd, with_args(lambda *a: (*a[:-2], True, a[-1]))),
     Fault(ops.SwiGLU, "no slope of the sigmoid", swiglu_bwd, lambda _: swiglu_without_slope),
     Fault(ops.SwiGLU, "1 %", swiglu_bwd, scaled(1.01)),
     Fault(ops.SwiGLULinear, "sign", swiglu_linear_bwd, scaled(-1)),
@@ -290,11 +298,91 @@ def test_a_fault_in_a_models_wiring_is_caught(model: Any, what: str, miswire: Ca
 
 def test_a_fault_in_a_kernel_is_caught_through_the_whole_model() -> None:
     def without_slope(dweight: Array, dy: Array, gu: Array, weight: Array) -> Array:
-        linear_bwd(dweight, dy, swiglu_fwd(gu), weight)
+        linear_bwd(dweight, None, dy, swiglu_fwd(gu), weight)
         return swiglu_without_slope(None, dy @ weight, gu)
 
     with override(swiglu_linear_bwd, "numpy", without_slope):
         assert worst(NanoEuler) > TOLERANCE
+
+
+class ShiftedPositions(ops.LearnedPositions):
+    """Positions from an offset on."""
+
+    def forward(self, x: Array, stash: Stash | None = None, *, offset: int = 0) -> Array:
+        return super().forward(x, stash, offset=2)
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        op = with_buffer(cls(Param("weight", (7, 3)), backend), backend, rng)
+        yield op, (backend.asarray(rng.normal(size=(2, 4, 3))),)
+
+
+class NormedHeads(ops.RMSNorm):
+    """Two heads of a packed array, normalised in place."""
+
+    def forward(self, x: Array, stash: Stash | None = None, **_: Any) -> Array:
+        packed = x.copy()
+        super().forward(packed[:, :, 1:3], stash, out=packed[:, :, 1:3])
+        return packed
+
+    def backward(self, dy: Array, stash: Stash, residual: Array | None = None, **_: Any) -> Array:
+        packed = dy.copy()
+        super().backward(packed[:, :, 1:3], stash, out=packed[:, :, 1:3])
+        return packed
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        op = with_buffer(cls(Param("weight", (4,), fill=1.0), backend), backend, rng)
+        yield op, (backend.asarray(rng.normal(size=(2, 3, 5, 4))),)
+
+
+class Tied(Op):
+    """An embedding and a head that share their weight."""
+
+    per_head = True
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        table = Param("table", (6, 4))
+        self.embedding, self.head = ops.Embedding(table, backend), ops.LinearCrossEntropy(table, backend)
+
+    def params(self) -> list[Param]:
+        return self.head.params()
+
+    def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Array:
+        return self.head.forward(self.embedding.forward(ids, stash), targets, stash)
+
+    def backward(self, dy: Array, stash: Stash) -> tuple[None, None]:
+        dh, _ = self.head.backward(dy, stash)
+        self.embedding.backward(dh, stash)
+        return None, None
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        ids, targets = rng.integers(0, 6, (2, 5)), rng.integers(-1, 6, (2, 5, 1))
+        yield with_buffer(cls(backend), backend, rng), (backend.asarray(ids), backend.asarray(targets))
+
+
+def assigned(dweight: Array, dy: Array, ids: Array) -> None:
+    """embedding_bwd that assigns: right alone, wrong where another op has added to the gradient before."""
+    dweight[...] = 0
+    embedding_bwd(dweight, dy, ids)
+
+
+USES: list[tuple[type[Op], Kernel[..., Any], Callable[[Function], Function]]] = [
+    (ShiftedPositions, positions_bwd, with_args(lambda dw, dy: (dw[1:], dy))),
+    (NormedHeads, rmsnorm_bwd, with_args(lambda dw, dy, w, x, rstd, r: (dw, dy, w, x[..., ::-1], rstd, r))),
+    (Tied, embedding_bwd, lambda _: assigned),
+]
+
+
+@pytest.mark.parametrize(("kind", "kernel", "broken"), USES, ids=[kind.__name__ for kind, *_ in USES])
+def test_other_uses_of_an_op_are_right_and_faults_in_them_caught(
+    kind: type[Op], kernel: Kernel[..., Any], broken: Callable[[Function], Function]
+) -> None:
+    assert worst(kind) <= TOLERANCE
+    with override(kernel, "numpy", broken(kernel.body)):
+        assert worst(kind) > TOLERANCE
 
 
 def test_a_record_left_on_the_stash_is_an_error() -> None:
@@ -382,8 +470,8 @@ def test_the_command_fails_on_a_fault_and_marks_it(capsys: pytest.CaptureFixture
     with override(linear_bwd, "numpy", scaled(1.01)(linear_bwd.body)):
         assert gradcheck.main(["--op", "linear"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:-1]] == ["Linear", "Linear"]
-    assert "ABOVE 1e-08" in lines[1] and "ABOVE" not in lines[2]
+    assert [line.split()[0] for line in lines[1:-1]] == ["Linear"] * 3
+    assert "ABOVE 1e-08" in lines[1] and "ABOVE" not in lines[2] + lines[3]
     assert LAST_LINE.fullmatch(lines[-1])
 
 

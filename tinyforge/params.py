@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param
 from tinyforge.rng import Stream
+
+AnyOp = TypeVar("AnyOp", bound=Op)
 
 _ALIGN = 32  # elements; keeps every view in the flat buffer on a 64-byte boundary, bf16 included
 
@@ -74,7 +76,7 @@ class ParamBuffer:
         return sum(p.size for p in self.params)
 
 
-def with_buffer(op: Op, backend: Backend, rng: np.random.Generator, std: float = 0.5) -> Op:
+def with_buffer(op: AnyOp, backend: Backend, rng: np.random.Generator, std: float = 0.5) -> AnyOp:
     """Give `op`'s parameters a buffer of their own with random values: what `cases` needs before a check."""
     buffer = ParamBuffer(op.params(), backend)
     for p in buffer.params:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tinyforge import ops
 from tinyforge.backends import Backend, get_backend
+from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.attention import TILE
@@ -38,7 +40,9 @@ def close(got: Array, wanted: Array, tolerance: float = 1e-12) -> None:
     np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)
 
 
-def naive_attention(qkv: Array, heads: int, kv_heads: int) -> Array:
+def naive_attention(
+    qkv: Array, heads: int, kv_heads: int, causal: bool = True, window: int | None = None
+) -> Array:
     """The whole T x T matrix, one head at a time."""
     batch, length, _, dim = qkv.shape
     out = np.empty((batch, length, heads, dim))
@@ -47,7 +51,10 @@ def naive_attention(qkv: Array, heads: int, kv_heads: int) -> Array:
             kv = h * kv_heads // heads
             q, k, v = qkv[b, :, h], qkv[b, :, heads + kv], qkv[b, :, heads + kv_heads + kv]
             s = q @ k.T / math.sqrt(dim)
-            s[np.triu_indices(length, 1)] = -np.inf
+            for t in range(length if causal else 0):
+                s[t, t + 1 :] = -np.inf
+                if window is not None:
+                    s[t, : max(0, t - window + 1)] = -np.inf
             p = np.exp(s - s.max(axis=1, keepdims=True))
             out[b, :, h] = p / p.sum(axis=1, keepdims=True) @ v
     return out
@@ -60,11 +67,45 @@ def test_attention_is_the_full_matrix_formula(heads: int, kv_heads: int, length:
     close(ops.Attention(heads, kv_heads, FP64).forward(qkv), naive_attention(qkv, heads, kv_heads))
 
 
+@pytest.mark.parametrize("length", [1, 5, TILE, 2 * TILE + 37])
+@pytest.mark.parametrize("window", [1, 2, 17, TILE, TILE + 9, 10_000])
+def test_a_window_hides_what_lies_too_far_back(window: int, length: int, rng: np.random.Generator) -> None:
+    qkv = rng.normal(size=(2, length, 8, 6)) * 2
+    got = ops.Attention(4, 2, FP64, window=window).forward(qkv)
+    close(got, naive_attention(qkv, 4, 2, window=window))
+    if window >= length:
+        assert np.array_equal(got, ops.Attention(4, 2, FP64).forward(qkv))
+    elif length > window + 1:
+        changed = qkv.copy()
+        changed[:, 0, 4:] = 1e3  # what the last query no longer sees changes no bit of its result
+        assert np.array_equal(ops.Attention(4, 2, FP64, window=window).forward(changed)[:, window:], got[:, window:])
+
+
+@pytest.mark.parametrize("length", [1, 5, TILE, 2 * TILE + 37])
+def test_attention_in_both_directions(length: int, rng: np.random.Generator) -> None:
+    qkv = rng.normal(size=(2, length, 8, 6)) * 2
+    close(ops.Attention(4, 2, FP64, causal=False).forward(qkv), naive_attention(qkv, 4, 2, causal=False))
+
+
+class Prefix:
+    """A cache of one layer that holds the keys and values of the tokens before."""
+
+    def __init__(self, k: Array, v: Array) -> None:
+        self.k, self.v = k, v
+
+    def append(self, k: Array, v: Array) -> tuple[Array, Array]:
+        return np.concatenate([self.k, k], axis=1), np.concatenate([self.v, v], axis=1)
+
+
 @pytest.mark.parametrize("queries", [1, 5, TILE, TILE + 30])
-def test_attention_decodes_on_a_cached_prefix(queries: int, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("window", [None, 3, TILE + 1])
+def test_attention_decodes_on_a_cached_prefix(window: int | None, queries: int, rng: np.random.Generator) -> None:
     qkv = rng.normal(size=(2, 2 * TILE + 37, 8, 6))
-    got = ops.Attention(4, 2, FP64).decode(qkv[:, -queries:, :4], qkv[:, :, 4:6], qkv[:, :, 6:])
-    close(got, naive_attention(qkv, 4, 2)[:, -queries:])
+    op, prefix = ops.Attention(4, 2, FP64, window=window), Prefix(qkv[:, :-queries, 4:6], qkv[:, :-queries, 6:])
+    got = op.forward(qkv[:, -queries:], cache=prefix)
+    close(got, naive_attention(qkv, 4, 2, window=window)[:, -queries:])
+    with pytest.raises(ValueError, match="a cache and a stash"):
+        op.forward(qkv[:, -queries:], Stash(), cache=prefix)
 
 
 def test_attention_cannot_see_the_future(rng: np.random.Generator) -> None:
@@ -80,6 +121,9 @@ def test_attention_cannot_see_the_future(rng: np.random.Generator) -> None:
 def test_attention_refuses_heads_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="4 query heads do not divide among 3"):
         ops.Attention(4, 3, FP64)
+    for options in ({"window": 0}, {"window": 3, "causal": False}):
+        with pytest.raises(ValueError, match="wants a causal window of 1 or more"):
+            ops.Attention(4, 2, FP64, **options)  # type: ignore[arg-type]
 
 
 def peak_bytes(length: int) -> int:
@@ -129,6 +173,62 @@ def test_rope_in_place_gives_the_same_bits(rng: np.random.Generator) -> None:
     assert op.forward(y, stash, out=y) is y and np.array_equal(y, apart)
     assert op.backward(y, stash, out=y) is y
     close(y, x, 1e-14)  # turned there and back
+
+
+def naive_frequencies(dim: int, theta: float, scaling: ops.RopeScaling) -> list[float]:
+    """Pair by pair, in the words of the published code: by wave lengths and with branches."""
+    found = []
+    for i in range(0, dim, 2):
+        f = 1.0 / theta ** (i / dim)
+        wavelength = 2 * math.pi / f
+        if scaling.kind == "linear" or wavelength > scaling.original_context / scaling.low_freq_factor:
+            f /= scaling.factor
+        elif wavelength >= scaling.original_context / scaling.high_freq_factor:
+            smooth = (scaling.original_context / wavelength - scaling.low_freq_factor) / (
+                scaling.high_freq_factor - scaling.low_freq_factor
+            )
+            f = (1 - smooth) * f / scaling.factor + smooth * f
+        found.append(f)
+    return found
+
+
+@pytest.mark.parametrize(
+    "scaling", [ops.RopeScaling("linear", 4.0), ops.RopeScaling("llama3", 8.0, 1.0, 4.0, 64)], ids=lambda s: s.kind
+)
+def test_rope_scalings_change_the_frequencies(scaling: ops.RopeScaling) -> None:
+    op = ops.RoPE(32, 7, 1, FP64, theta=500.0, scaling=scaling)
+    wanted = np.arange(7)[:, None] * naive_frequencies(32, 500.0, scaling)
+    close(op.cos, np.cos(wanted))
+    close(op.sin, np.sin(wanted))
+    plain = ops.RoPE(32, 7, 1, FP64, theta=500.0)
+    assert np.array_equal(op.cos[:, 0], plain.cos[:, 0]) == (scaling.kind == "llama3")  # fast turns stay as they are
+    assert not np.array_equal(op.sin[:, -1], plain.sin[:, -1])
+
+
+def test_rope_llama3_is_that_of_transformers() -> None:
+    utils = pytest.importorskip("transformers.modeling_rope_utils")
+    config = pytest.importorskip("transformers").LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=1024,
+        rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                         "high_freq_factor": 4.0, "original_max_position_embeddings": 128},
+    )  # fmt: skip
+    wanted, attention_factor = utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    op = ops.RoPE(64, 2, 1, FP64, theta=500000.0, scaling=ops.RopeScaling("llama3", 8.0, original_context=128))
+    np.testing.assert_allclose(np.arctan2(op.sin[1], op.cos[1]), wanted.numpy(), rtol=1e-5)
+    assert attention_factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("yarn", 2.0), "RoPE scaling 'yarn' is unknown; use linear or llama3"),
+        (("linear", 0.0), "factor is 0.0, wants a number above 0"),
+        (("llama3", 8.0, 4.0, 1.0), "wants 0 < low < high and a context"),
+    ],
+)
+def test_rope_scalings_that_make_no_sense_are_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ops.RopeScaling(*arguments)
 
 
 def test_softmax(rng: np.random.Generator) -> None:
@@ -264,8 +364,50 @@ def test_embedding_linear_and_positions(rng: np.random.Generator) -> None:
     close(ops.Linear(param("weight", weight), FP64).forward(x), np.einsum("btc,oc->bto", x, weight))
     positions = ops.LearnedPositions(param("positions", table), FP64)
     close(positions.forward(x[:, :4]), x[:, :4] + np.broadcast_to(table[:4], (2, 4, 3)))
-    with pytest.raises(ValueError, match="x has 6 positions, the table 5"):
+    close(positions.forward(x[:, :2], offset=3), x[:, :2] + table[3:])
+    with pytest.raises(ValueError, match="x has positions 0 to 6, the table 5"):
         positions.forward(np.zeros((1, 6, 3)))
+    with pytest.raises(ValueError, match="x has positions 4 to 6, the table 5"):
+        positions.forward(np.zeros((1, 2, 3)), offset=4)
+
+
+def test_a_bias_is_added_to_every_row(rng: np.random.Generator) -> None:
+    weight, bias, x, dy = (rng.normal(size=shape) for shape in ((4, 3), (4,), (2, 5, 3), (2, 5, 4)))
+    op, stash = ops.Linear(param("weight", weight), FP64, bias=param("bias", bias)), Stash()
+    close(op.forward(x, stash), np.einsum("btc,oc->bto", x, weight) + bias)
+    op.backward(dy, stash)
+    assert [p.name for p in op.params()] == ["weight", "bias"]
+    close(op.params()[1].grad, np.einsum("bto->o", dy))
+
+
+def test_a_head_of_two_axes_is_one_head(rng: np.random.Generator) -> None:
+    h, weight, dnll = rng.normal(size=(7, 3)), rng.normal(size=(5, 3)), np.ones(1)
+    targets = masked_targets(rng, 7, 1, 5)
+    flat = ops.LinearCrossEntropy(param("flat", weight), FP64)
+    deep = ops.LinearCrossEntropy(param("deep", weight[None]), FP64)
+    stash = Stash()
+    assert np.array_equal(flat.forward(h, targets, stash), deep.forward(h, targets, stash))
+    assert np.array_equal(deep.backward(dnll, stash)[0], flat.backward(dnll, stash)[0])
+    assert np.array_equal(flat.weight.grad, deep.weight.grad[0]) and flat.weight.grad.any()
+    assert np.array_equal(flat.logits(h), deep.logits(h))
+
+
+def test_rmsnorm_of_the_heads_of_a_packed_array_in_place(rng: np.random.Generator) -> None:
+    """The q/k norm: the heads of q are normalised, those of k and v stay, and so do their gradients."""
+    qkv, dqkv = rng.normal(size=(2, 2, 5, 7, 6))
+    apart, inside = ops.RMSNorm(param("a", rng.normal(size=6)), FP64), ops.RMSNorm(param("b", np.zeros(6)), FP64)
+    inside.weight.value[...] = apart.weight.value
+    packed, dpacked, stash = qkv.copy(), dqkv.copy(), Stash()
+    heads = packed[:, :, 1:4]
+    assert inside.forward(heads, stash, out=heads) is heads
+    dheads = dpacked[:, :, 1:4]
+    assert inside.backward(dheads, stash, out=dheads) is dheads
+    wanted = apart.forward(np.ascontiguousarray(qkv[:, :, 1:4]), stash)
+    dwanted = apart.backward(np.ascontiguousarray(dqkv[:, :, 1:4]), stash)
+    for got, given, inner in ((packed, qkv, wanted), (dpacked, dqkv, dwanted)):
+        close(got[:, :, 1:4], inner)
+        assert np.array_equal(got[:, :, :1], given[:, :, :1]) and np.array_equal(got[:, :, 4:], given[:, :, 4:])
+    close(inside.weight.grad, apart.weight.grad)
 
 
 def test_dropout_keeps_the_stated_share_and_the_mean() -> None:

@@ -68,6 +68,9 @@ class Phantom(np.ndarray):
     def fill(self, value: Any) -> None:
         pass
 
+    def copy(self, order: Any = "C") -> Phantom:
+        return empty(self.shape, self.dtype)
+
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Phantom:
     phantom = np.broadcast_to(np.zeros((), dtype), shape).view(Phantom)

@@ -11,7 +11,7 @@ from tinyforge.ops.layernorm import LayerNorm
 from tinyforge.ops.linear import Linear
 from tinyforge.ops.positions import LearnedPositions
 from tinyforge.ops.rmsnorm import RMSNorm
-from tinyforge.ops.rope import RoPE
+from tinyforge.ops.rope import RoPE, RopeScaling
 from tinyforge.ops.softmax import Softmax
 from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.ops.swiglu_linear import SwiGLULinear
@@ -24,5 +24,5 @@ ALL: tuple[type[Op], ...] = (
 
 __all__ = [
     "ALL", "AddRMSNorm", "Attention", "CrossEntropy", "Dropout", "Embedding", "GELU", "LayerNorm", "LearnedPositions",
-    "Linear", "LinearCrossEntropy", "RMSNorm", "RoPE", "Softmax", "SwiGLU", "SwiGLULinear",
+    "Linear", "LinearCrossEntropy", "RMSNorm", "RoPE", "RopeScaling", "Softmax", "SwiGLU", "SwiGLULinear",
 ]  # fmt: skip

@@ -72,12 +72,8 @@ constexpr int LINE = PADDED + VEC;                                             /
 constexpr int SCORE_LINE = ROWS + VEC;                                         // a row of scores
 constexpr int TILE = ROWS * LINE;
 
-struct alignas(16) Pack {
-    REAL at[VEC];
-};
-struct alignas(WIDE * sizeof(REAL)) Dims {
-    REAL at[WIDE];
-};
+typedef Pack<REAL, VEC> Vector;
+typedef Pack<REAL, WIDE> Dims;
 
 using Scores = REAL[PER][PER];
 using Sums = REAL[PER][DIMS];
@@ -98,10 +94,10 @@ __device__ void load_tile(REAL *tile, const REAL *from, i64 token, int first, in
         const int row = i / PER_ROW, d = i % PER_ROW * STEP;
         const bool there = first + row < stop && d < D;
         if constexpr (STEP == VEC) {
-            Pack x = {};
-            if (there) x = *reinterpret_cast<const Pack *>(from + (first + row) * token + d);
-            for (int e = 0; e < VEC; ++e) x.at[e] *= scale;
-            *reinterpret_cast<Pack *>(tile + row * LINE + d) = x;
+            Vector x = {};
+            if (there) x = *reinterpret_cast<const Vector *>(from + (first + row) * token + d);
+            for (int e = 0; e < VEC; ++e) x.v[e] *= scale;
+            *reinterpret_cast<Vector *>(tile + row * LINE + d) = x;
         } else {
             tile[row * LINE + d] = there ? from[(first + row) * token + d] * scale : 0;
         }
@@ -112,12 +108,12 @@ __device__ void load_tile(REAL *tile, const REAL *from, i64 token, int first, in
 __device__ void add_scores(Scores &out, const REAL *a, const REAL *b, Place at) {
 #pragma unroll 1
     for (int d = 0; d < PADDED; d += VEC) {
-        Pack x[PER], y[PER];
-        for (int i = 0; i < PER; ++i) x[i] = *reinterpret_cast<const Pack *>(a + at.row(i) * LINE + d);
-        for (int j = 0; j < PER; ++j) y[j] = *reinterpret_cast<const Pack *>(b + at.column(j) * LINE + d);
+        Vector x[PER], y[PER];
+        for (int i = 0; i < PER; ++i) x[i] = *reinterpret_cast<const Vector *>(a + at.row(i) * LINE + d);
+        for (int j = 0; j < PER; ++j) y[j] = *reinterpret_cast<const Vector *>(b + at.column(j) * LINE + d);
         for (int e = 0; e < VEC; ++e)
             for (int i = 0; i < PER; ++i)
-                for (int j = 0; j < PER; ++j) out[i][j] += x[i].at[e] * y[j].at[e];
+                for (int j = 0; j < PER; ++j) out[i][j] += x[i].v[e] * y[j].v[e];
     }
 }
 
@@ -125,13 +121,13 @@ __device__ void add_scores(Scores &out, const REAL *a, const REAL *b, Place at) 
 __device__ void add_product(Sums &out, const REAL *p, const REAL *m, Place at) {
 #pragma unroll 1
     for (int n = 0; n < ROWS; n += VEC) {
-        Pack x[PER];
-        for (int i = 0; i < PER; ++i) x[i] = *reinterpret_cast<const Pack *>(p + at.row(i) * SCORE_LINE + n);
+        Vector x[PER];
+        for (int i = 0; i < PER; ++i) x[i] = *reinterpret_cast<const Vector *>(p + at.row(i) * SCORE_LINE + n);
         for (int e = 0; e < VEC; ++e)
             for (int c = 0; c < DIMS; c += WIDE) {
                 const Dims y = *reinterpret_cast<const Dims *>(m + (n + e) * LINE + at.dim(c));
                 for (int i = 0; i < PER; ++i)
-                    for (int w = 0; w < WIDE; ++w) out[i][c + w] += x[i].at[e] * y.at[w];
+                    for (int w = 0; w < WIDE; ++w) out[i][c + w] += x[i].v[e] * y.v[w];
             }
     }
 }
@@ -181,7 +177,7 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, REAL
     load_tile(q_tile, q, q_token, first, queries, 1 / sqrt(REAL(D)));
     Sums sums = {};
     REAL top[PER], total[PER];
-    for (int i = 0; i < PER; ++i) top[i] = minus_infinity(), total[i] = 0;
+    for (int i = 0; i < PER; ++i) top[i] = -INFINITY, total[i] = 0;
     for (int key = 0; key < seen; key += ROWS) {
         __syncthreads(); // the last tile has been read
         load_tile(k_tile, k, k_token, key, keys);
@@ -193,7 +189,7 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, REAL
             // Key 0 is in the first tile and every row sees it: top is finite from there on.
             REAL most = top[i], sum = 0;
             for (int j = 0; j < PER; ++j) {
-                if (key + at.column(j) > first + at.row(i) + ahead) s[i][j] = minus_infinity();
+                if (key + at.column(j) > first + at.row(i) + ahead) s[i][j] = -INFINITY;
                 most = fmax(most, s[i][j]);
             }
             most = row_max(most);
@@ -329,11 +325,11 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
 // Two C side by side have the layout of an A: scores turn into the left operand of the next product in registers.
 
 __device__ inline void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    multiply_add(c, a[0], a[1], a[2], a[3], b0, b1);
 }
+
+typedef float Sums[ROW_TILES][D / 8][4];
+
 #if PART == FORWARD
 // Grid (batch * kv heads, ceil(units / WORKERS)); shared: q of each warp (later its output), two stages of k and v.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -342,7 +338,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
                   i64 kv_heads) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 base = shared_address(shared);
     const u32 q_tile = base + warp * WARP_BYTES, stages = base + WORKERS * WARP_BYTES;
     const Unit unit(queries, heads, kv_heads, warp);
     const int ahead = keys - queries, seen_by_block = unit.last_of_block + ahead + 1;
@@ -354,9 +350,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
     if (!unit.idle)
         load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
     copy_commit();
-    load_rows<TILE, THREADS>(stages, k, k_token, 0, keys, thread);
-    load_rows<TILE, THREADS>(stages + TILE_BYTES, v, v_token, 0, keys, thread);
-    copy_commit();
+    load_pair(stages, k, k_token, v, v_token, 0, keys, thread);
     copy_wait<1>();
     __syncwarp();
     u32 q_part[ROW_TILES][STEPS][4];
@@ -366,27 +360,23 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
         for (int step = 0; step < STEPS; ++step) load_matrix(q_part[m][step], piece(q_tile, m * 16, step, lane));
 
     const float scale = rsqrtf(float(D)) * LOG2E; // exponentials are powers of two
-    float sums[ROW_TILES][D / 8][4] = {};
-    float top[ROW_TILES][2], total[ROW_TILES][2];
+    Sums sums = {};
+    RowValues top, total;
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) top[m][half] = minus_infinity(), total[m][half] = 0;
+        for (int half = 0; half < 2; ++half) top[m][half] = -INFINITY, total[m][half] = 0;
 
     u32 stage = 0;
     for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
-        __syncthreads(); // this tile is there, and nobody reads the other stage any more
-        if (key + TILE < seen_by_block) {
-            const u32 next = stages + (stage ^ 1) * 2 * TILE_BYTES;
-            load_rows<TILE, THREADS>(next, k, k_token, key + TILE, keys, thread);
-            load_rows<TILE, THREADS>(next + TILE_BYTES, v, v_token, key + TILE, keys, thread);
-            copy_commit();
-        }
+        __syncthreads(); // this tile has arrived, and no thread reads the other stage any more
+        if (key + TILE < seen_by_block)
+            load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, keys, thread);
         if (key >= seen) continue;
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
 
-        float s[ROW_TILES][TILE / 8][4] = {};
+        Scores s = {};
 #pragma unroll
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll
@@ -399,38 +389,20 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
                     multiply_add(s[m][2 * n + 1], q_part[m][step], b[2], b[3]);
                 }
             }
-        if (key + TILE > seen_by_all) { // the diagonal crosses this tile
-#pragma unroll
-            for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-                for (int n = 0; n < TILE / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const int column = key + n * 8 + lane % 4 * 2 + i % 2;
-                        if (column >= seen_by_all + m * 16 + i / 2 * 8 + lane / 4) s[m][n][i] = minus_infinity();
-                    }
-        }
+        // Only if the diagonal crosses this tile.
+        if (key + TILE > seen_by_all) hide_future(s, key, seen_by_all, lane / 4, lane % 4 * 2);
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                // Key 0 is in the first tile and every row sees it: top is finite from there on.
-                float most = s[m][0][2 * half];
-#pragma unroll
-                for (int n = 0; n < TILE / 8; ++n)
-                    most = fmaxf(most, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-                most = fmaxf(top[m][half], most * scale);
-                const float shrink = exp2_fast(top[m][half] - most); // what was summed under the old maximum
-                top[m][half] = most;
+                const float shrink = raise_top(top[m][half], s, m, half, scale);
                 float sum = 0;
 #pragma unroll
                 for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll
                     for (int i = 2 * half; i < 2 * half + 2; ++i)
-                        sum += s[m][n][i] = exp2_fast(fmaf(s[m][n][i], scale, -most));
-                total[m][half] = total[m][half] * shrink + sum; // of this thread's columns; the four meet at the end
+                        sum += s[m][n][i] = exp2_fast(fmaf(s[m][n][i], scale, -top[m][half]));
+                total[m][half] = total[m][half] * shrink + sum; // of this lane's columns; `finish_row` adds the four
 #pragma unroll
                 for (int n = 0; n < D / 8; ++n) sums[m][n][2 * half] *= shrink, sums[m][n][2 * half + 1] *= shrink;
             }
@@ -438,10 +410,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
         for (int step = 0; step < TILE / 16; ++step) {
             u32 p[ROW_TILES][4];
 #pragma unroll
-            for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    p[m][i] = pack(s[m][2 * step + i / 2][i % 2 * 2], s[m][2 * step + i / 2][i % 2 * 2 + 1]);
+            for (int m = 0; m < ROW_TILES; ++m) pack_scores(p[m], s, m, step);
 #pragma unroll
             for (int n = 0; n < STEPS; ++n) {
                 u32 b[4];
@@ -459,21 +428,15 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float sum = total[m][half];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            const int t = unit.first + m * 16 + half * 8 + lane / 4;
-            if (lane % 4 == 0 && t < queries) lse[t] = top[m][half] / LOG2E + logf(sum);
-            total[m][half] = 1 / sum;
-        }
+        for (int half = 0; half < 2; ++half)
+            total[m][half] = finish_row(total[m][half], top[m][half], lse, unit.first, queries, m * 16 + half * 8, lane / 4, lane % 4 * 2);
     store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, unit.first, queries, sums, total,
                q_tile, lane);
 }
 #endif
 
 #if PART == BACKWARD_Q
-// Grid as forward's; shared: q and dO of each warp, two stages of k and v, statistics of each warp's rows.
+// Grid as in forward; shared: q and dO of each warp, two stages of k and v, statistics of each warp's rows.
 // stats: (batch, head, query) pairs (lse in powers of two, delta), for the other kernel.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const float *lse,
@@ -481,7 +444,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                     i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 base = shared_address(shared);
     const u32 q_tile = base + warp * 2 * WARP_BYTES, dy_tile = q_tile + WARP_BYTES;
     const u32 stages = base + WORKERS * 2 * WARP_BYTES;
     float2 *const row_stats =
@@ -493,71 +456,46 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
     v += unit.batch * v_batch + unit.kv_head * D;
     const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
 
-    uint4 out_part[WARP_ROWS * CHUNKS / 32] = {}; // CHUNKS threads a row; on its way together with the rest
+    uint4 out_part[OWN_CHUNKS] = {}; // in flight together with the copies
     if (!unit.idle) {
         load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
         load_rows<OWN, 32>(dy_tile, dy + first_output, row_of_outputs, unit.first, queries, lane);
-#pragma unroll
-        for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
-            const int t = unit.first + (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS;
-            if (t < queries)
-                out_part[i] = *reinterpret_cast<const uint4 *>(out + first_output + t * row_of_outputs + chunk * 8);
-        }
+        load_out(out_part, out + first_output, row_of_outputs, unit.first, queries, lane);
     }
     copy_commit();
-    load_rows<TILE, THREADS>(stages, k, k_token, 0, queries, thread);
-    load_rows<TILE, THREADS>(stages + TILE_BYTES, v, v_token, 0, queries, thread);
-    copy_commit();
+    load_pair(stages, k, k_token, v, v_token, 0, queries, thread);
     copy_wait<1>();
     __syncwarp();
 
     u32 q_part[ROW_TILES][STEPS][4], dy_part[ROW_TILES][STEPS][4];
-    float row_lse[ROW_TILES][2], delta[ROW_TILES][2];
+    RowValues row_lse, delta;
     if (!unit.idle) {
-        const i64 first_row = (unit.batch * heads + unit.head) * queries;
+        make_statistics(row_stats, stats, lse, (unit.batch * heads + unit.head) * queries, unit.first, queries, lane,
+                        row_lse, delta, [&](int i, int row, int chunk) {
+                            return row_product(dy_tile + swizzled(row, chunk), out_part[i]);
+                        });
 #pragma unroll
-        for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
-            const int row = (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS, t = unit.first + row;
-            const float sum = row_product(dy_tile + swizzled(row, chunk), out_part[i]);
-            if (chunk == 0) {
-                const float2 stat = {t < queries ? lse[first_row + t] * LOG2E : 0, sum};
-                row_stats[row] = stat;
-                if (t < queries) stats[first_row + t] = stat;
-            }
-        }
-        __syncwarp();
-#pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float2 stat = row_stats[m * 16 + half * 8 + lane / 4];
-                row_lse[m][half] = stat.x, delta[m][half] = stat.y;
-            }
+        for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
                 load_matrix(q_part[m][step], piece(q_tile, m * 16, step, lane));
                 load_matrix(dy_part[m][step], piece(dy_tile, m * 16, step, lane));
             }
-        }
     }
 
     const float scale = rsqrtf(float(D));
-    float sums[ROW_TILES][D / 8][4] = {};
+    Sums sums = {};
     u32 stage = 0;
     for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         __syncthreads();
-        if (key + TILE < seen_by_block) {
-            const u32 next = stages + (stage ^ 1) * 2 * TILE_BYTES;
-            load_rows<TILE, THREADS>(next, k, k_token, key + TILE, queries, thread);
-            load_rows<TILE, THREADS>(next + TILE_BYTES, v, v_token, key + TILE, queries, thread);
-            copy_commit();
-        }
+        if (key + TILE < seen_by_block)
+            load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, queries, thread);
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
 #pragma unroll UNROLL
         for (int part = 0; part < TILE; part += PIECE) {
             if (key + part >= seen) break;
-            float s[ROW_TILES][PIECE / 8][4] = {}, dp[ROW_TILES][PIECE / 8][4] = {};
+            Scores s = {}, dp = {};
 #pragma unroll
             for (int n = 0; n < PIECE / 16; ++n)
 #pragma unroll
@@ -573,17 +511,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                         multiply_add(dp[m][2 * n + 1], dy_part[m][step], c[2], c[3]);
                     }
                 }
-            if (key + part + PIECE > seen_by_all) {
-#pragma unroll
-                for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-                    for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            const int column = key + part + n * 8 + lane % 4 * 2 + i % 2;
-                            if (column >= seen_by_all + m * 16 + i / 2 * 8 + lane / 4) s[m][n][i] = minus_infinity();
-                        }
-            }
+            if (key + part + PIECE > seen_by_all) hide_future(s, key + part, seen_by_all, lane / 4, lane % 4 * 2);
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -597,10 +525,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
             for (int step = 0; step < PIECE / 16; ++step) {
                 u32 ds[ROW_TILES][4];
 #pragma unroll
-                for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        ds[m][i] = pack(s[m][2 * step + i / 2][i % 2 * 2], s[m][2 * step + i / 2][i % 2 * 2 + 1]);
+                for (int m = 0; m < ROW_TILES; ++m) pack_scores(ds[m], s, m, step);
 #pragma unroll
                 for (int n = 0; n < STEPS; ++n) {
                     u32 b[4];
@@ -615,17 +540,16 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
         }
     }
     if (unit.idle) return;
-    float scales[ROW_TILES][2];
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m) scales[m][0] = scales[m][1] = scale;
+    RowValues scales;
+    set_rows(scales, scale);
     store_rows(dq + unit.batch * dq_batch + unit.head * D, dq_token, unit.first, queries, sums, scales, q_tile, lane);
 }
 #endif
 
 #if PART == BACKWARD_KV
 // Grid (batch * kv heads, ceil(keys / (WORKERS * OWN))); shared: k and v of each warp, two stages of q and dO with the
-// statistics of their rows. Longest blocks first: the first keys. HELD: of the left operands' 2 STEPS fragments (k's,
-// then v's), so many stay in registers; the others are fetched again for every piece of queries.
+// statistics of their rows. Longest blocks first: the first keys. HELD: how many of the left operands' 2 STEPS fragments
+// (those of k, then those of v) stay in registers; the others are fetched again for every piece of queries.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const float2 *stats, bf16 *dk,
                      bf16 *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
@@ -633,31 +557,16 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
     extern __shared__ __align__(128) unsigned char shared[];
     constexpr int STAGE_BYTES = 2 * TILE_BYTES + TILE * 8;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 base = shared_address(shared);
     const u32 k_tile = base + warp * 2 * WARP_BYTES, v_tile = k_tile + WARP_BYTES;
     const u32 stages = base + WORKERS * 2 * WARP_BYTES;
     const int batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads, group = heads / kv_heads;
     const int first_of_block = blockIdx.y * WORKERS * OWN, first = first_of_block + warp * OWN;
     const bool idle = first >= queries;
-    q += batch * q_batch + kv_head * group * D;
-    dy += (batch * queries * heads + kv_head * group) * D;
-    stats += (batch * heads + kv_head * group) * queries;
-
-    // Tiles of queries, head after head: `head` and `query` of the tile in work, `next_` of the one on its way.
     const int start = first_of_block / TILE * TILE;
-    int next_head = 0, next_query = start;
-    const auto load_next = [&](u32 to) {
-        load_rows<TILE, THREADS>(to, q + next_head * D, q_token, next_query, queries, thread);
-        load_rows<TILE, THREADS>(to + TILE_BYTES, dy + next_head * D, heads * D, next_query, queries, thread);
-        if (thread < TILE) {
-            const bool there = next_query + thread < queries;
-            const float2 *const from = stats + next_head * queries + next_query + thread;
-            copy_async_8(to + 2 * TILE_BYTES + thread * 8, there ? from : stats, there);
-        }
-        copy_commit();
-        next_query += TILE;
-        if (next_query >= queries) next_query = start, ++next_head;
-    };
+    QueryTiles tiles(q + batch * q_batch + kv_head * group * D, dy + (batch * queries * heads + kv_head * group) * D,
+                     stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start);
+    const auto load_next = [&](u32 stage) { tiles.load_next(stage, stage + 2 * TILE_BYTES, 0, thread); };
 
     load_rows<OWN, 32>(k_tile, k + batch * k_batch + kv_head * D, k_token, first, queries, lane);
     load_rows<OWN, 32>(v_tile, v + batch * v_batch + kv_head * D, v_token, first, queries, lane);
@@ -675,21 +584,21 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
         }
 
     const float scale = rsqrtf(float(D));
-    float dk_sums[ROW_TILES][D / 8][4] = {}, dv_sums[ROW_TILES][D / 8][4] = {};
+    Sums dk_sums = {}, dv_sums = {};
     u32 stage = 0;
     for (int head = 0; head < group; ++head)
         for (int query = start; query < queries; query += TILE, stage ^= 1) {
             copy_wait<0>();
             __syncthreads();
-            if (next_head < group) load_next(stages + (stage ^ 1) * STAGE_BYTES);
+            if (tiles.head < group) load_next(stages + (stage ^ 1) * STAGE_BYTES);
             if (idle) continue;
             const u32 q_tile = stages + stage * STAGE_BYTES, dy_tile = q_tile + TILE_BYTES;
             const u32 stats_tile = dy_tile + TILE_BYTES;
 #pragma unroll UNROLL
             for (int part = 0; part < TILE; part += PIECE) {
                 if (query + part + PIECE <= first) continue; // all of them before this warp's keys
-                // Rows are keys, columns queries: P^T and dS^T are left operands as they come.
-                float p[ROW_TILES][PIECE / 8][4] = {}, ds[ROW_TILES][PIECE / 8][4] = {};
+                // Rows are keys, columns queries: P^T and dS^T come out as left operands.
+                Scores p = {}, ds = {};
 #pragma unroll
                 for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
@@ -711,24 +620,12 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                         }
                     }
                 }
-                if (query + part < first + OWN - 1) { // the diagonal crosses this piece
-#pragma unroll
-                    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-                        for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-                            for (int i = 0; i < 4; ++i) {
-                                const int t = query + part + n * 8 + lane % 4 * 2 + i % 2;
-                                if (first + m * 16 + i / 2 * 8 + lane / 4 > t) p[m][n][i] = minus_infinity();
-                            }
-                }
+                // Only if the diagonal crosses this piece.
+                if (query + part < first + OWN - 1) hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
 #pragma unroll
                 for (int n = 0; n < PIECE / 8; ++n) {
                     float row[4]; // lse, delta, lse, delta of two queries
-                    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                                 : "=f"(row[0]), "=f"(row[1]), "=f"(row[2]), "=f"(row[3])
-                                 : "r"(stats_tile + (part + n * 8 + lane % 4 * 2) * 8)
-                                 : "memory");
+                    load_four(row, stats_tile + (part + n * 8 + lane % 4 * 2) * 8);
 #pragma unroll
                     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -741,13 +638,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                 for (int step = 0; step < PIECE / 16; ++step) {
                     u32 a[ROW_TILES][4], c[ROW_TILES][4];
 #pragma unroll
-                    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            const int n = 2 * step + i / 2, pair = i % 2 * 2;
-                            a[m][i] = pack(p[m][n][pair], p[m][n][pair + 1]);
-                            c[m][i] = pack(ds[m][n][pair], ds[m][n][pair + 1]);
-                        }
+                    for (int m = 0; m < ROW_TILES; ++m) pack_scores(a[m], p, m, step), pack_scores(c[m], ds, m, step);
 #pragma unroll
                     for (int n = 0; n < STEPS; ++n) {
                         u32 b[4], d[4];
@@ -765,9 +656,8 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
             }
         }
     if (idle) return;
-    float scales[ROW_TILES][2], ones[ROW_TILES][2];
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m) scales[m][0] = scales[m][1] = scale, ones[m][0] = ones[m][1] = 1;
+    RowValues scales, ones;
+    set_rows(scales, scale), set_rows(ones, 1);
     store_rows(dk + batch * dk_batch + kv_head * D, dk_token, first, queries, dk_sums, scales, k_tile, lane);
     store_rows(dv + batch * dv_batch + kv_head * D, dv_token, first, queries, dv_sums, ones, v_tile, lane);
 }

@@ -1,16 +1,15 @@
-// What the kernels of attention.cu, attention_hopper.cu and attention_tf32.cu share: the pieces of FlashAttention on
-// tensor cores.
+// What attention.cu, attention_hopper.cu and attention_tf32.cu share: the parts of FlashAttention on tensor cores.
 //
-// A worker (one warp with mma.sync, a warpgroup of four with wgmma) owns OWN rows, and each of its warps WARP_ROWS of
-// them. Macros: HEAD_DIM, WORKERS of a block, WORKER_WARPS, ROW_TILES (16 rows each) of a warp, TILE rows streamed;
-// TF32 for numbers in float, else they are bf16.
+// A worker is one warp (mma.sync) or a warpgroup of four warps (wgmma). It owns OWN rows, WARP_ROWS of them in each of
+// its warps, and streams the rows of the other side past them.
+//
+// Macros: PART (FORWARD, BACKWARD_Q, BACKWARD_KV); HEAD_DIM; WORKERS in a block; WORKER_WARPS; ROW_TILES, the tiles of
+// 16 rows that a warp owns; TILE, the rows streamed at a time; PIECE, the rows of a tile whose scores a warp holds at a
+// time, TILE if undefined; TF32 for float numbers instead of bf16. The plain kernels define REAL and take only D.
 
-using i64 = long long;
-using u32 = unsigned int;
+#include "ops/common.cuh"
 
-__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __device__ inline int min_int(int a, int b) { return a < b ? a : b; }
-__device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
 
 constexpr int D = HEAD_DIM;
 
@@ -19,44 +18,45 @@ constexpr int D = HEAD_DIM;
 #define BACKWARD_Q 2
 #define BACKWARD_KV 3
 
-struct bf16 { // only moved; numbers are unpacked from pairs
-    unsigned short bits;
-};
+#ifndef PIECE
+#define PIECE TILE
+#endif
 
 #ifdef TF32
-using Number = float;
+typedef float Number;
 #else
-using Number = bf16;
+typedef bf16 Number;
 #endif
 
 constexpr int THREADS = WORKERS * WORKER_WARPS * 32;
-constexpr int WARP_ROWS = ROW_TILES * 16;          // rows that a warp owns
-constexpr int OWN = WORKER_WARPS * WARP_ROWS;      // rows that a worker owns
+constexpr int WARP_ROWS = ROW_TILES * 16;              // rows that a warp owns
+constexpr int OWN = WORKER_WARPS * WARP_ROWS;          // rows that a worker owns
 constexpr int ROW_BYTES = D * sizeof(Number);
-constexpr int STEPS = ROW_BYTES / 32;              // products along a row: each takes 32 bytes of it
-constexpr int CHUNKS = ROW_BYTES / 16;             // pieces of 16 bytes of a row
-constexpr int CHUNK = 16 / sizeof(Number);         // numbers of such a piece
-constexpr int TILE_BYTES = TILE * ROW_BYTES;       // of a streamed tile
-constexpr int WARP_BYTES = WARP_ROWS * ROW_BYTES;  // of a warp's rows
-constexpr int OWN_BYTES = OWN * ROW_BYTES;         // of a worker's
+constexpr int STEPS = ROW_BYTES / 32;                  // products along a row; each takes 32 bytes of it
+constexpr int CHUNKS = ROW_BYTES / 16;                 // 16-byte chunks in a row
+constexpr int CHUNK = 16 / sizeof(Number);             // numbers in a chunk
+constexpr int TILE_BYTES = TILE * ROW_BYTES;
+constexpr int WARP_BYTES = WARP_ROWS * ROW_BYTES;
+constexpr int OWN_BYTES = OWN * ROW_BYTES;
+constexpr int OWN_CHUNKS = WARP_ROWS * CHUNKS / 32;    // chunks of a warp's rows, per lane
 constexpr float LOG2E = 1.4426950408889634f;
 
-// A row of A or of transposed B is 8 pieces of 16 bytes at the same column of 8 rows. Exclusive or with the row puts
-// the 8 into different banks, for stores as well; it needs no padding.
+// Scores of a warp's rows and PIECE streamed rows, as the accumulators of a product: of every 8 columns a lane holds
+// columns c and c + 1, c = 2 (lane % 4), of rows g and g + 8, g = lane / 4.
+typedef float Scores[ROW_TILES][PIECE / 8][4];
+// One number for each of the rows of which a lane holds scores.
+typedef float RowValues[ROW_TILES][2];
+
+__device__ inline void set_rows(RowValues &x, float value) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) x[m][0] = x[m][1] = value;
+}
+
+// ldmatrix reads 16 bytes at the same column of 8 rows. The exclusive or with the row spreads those over all banks, for
+// stores too, without padding. At 128 bytes a row it is the 128-byte swizzle of wgmma.
 __device__ inline u32 swizzled(int row, int chunk) {
     const int turn = ROW_BYTES == 64 ? row / 2 % 4 : row % 8;
     return row * ROW_BYTES + ((chunk ^ turn) << 4);
-}
-
-__device__ inline void copy_async(u32 to, const void *from, bool there) { // zeros where nothing is there
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-__device__ inline void copy_async_8(u32 to, const void *from, bool there) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(there ? 8 : 0) : "memory");
-}
-__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> __device__ inline void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 __device__ inline void load_matrix(u32 (&x)[4], u32 from) {
@@ -70,19 +70,34 @@ __device__ inline float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+__device__ inline void load_four(float (&x)[4], u32 from) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(from)
+                 : "memory");
+}
 
-// Where a lane finds its row of the piece of 16 rows x 32 bytes at (row, 32 * step); row is a multiple of 8, so that
-// the turn is the lane's alone and a step is one exclusive or.
+__device__ inline uint4 load_chunk(u32 from) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(from)
+                 : "memory");
+    return x;
+}
+
+// The address from which a lane fetches its row of a fragment: 16 rows x 32 bytes at (row, 32 * step). `row` must be a
+// multiple of 8; the swizzle then depends on the lane alone, and a step is one exclusive or.
 // As A, or transposed as two B side by side: rows by lane % 16, then the columns.
 __device__ inline u32 piece(u32 tile, int row, int step, int lane) {
     return tile + row * ROW_BYTES + (swizzled(lane % 16, lane / 16) ^ (step * 32));
 }
-// As B of a product with the transpose: columns are rows of the tile, two B one after the other.
+// As B of a product with the transpose: the tile's rows are B's columns; two B, one after the other.
 __device__ inline u32 piece_of_rows(u32 tile, int row, int step, int lane) {
     return tile + row * ROW_BYTES + (swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ (step * 32));
 }
 
-// COUNT rows from row `first` on into a swizzled tile, zeros from row `stop` on.
+// Copies COUNT rows, from row `first` on, into a swizzled tile; zeros from row `stop` on. BY threads take part.
 template <int COUNT, int BY>
 __device__ inline void load_rows(u32 tile, const Number *from, int token, int first, int stop, int thread) {
     static_assert(BY % CHUNKS == 0, "whole rows");
@@ -93,21 +108,29 @@ __device__ inline void load_rows(u32 tile, const Number *from, int token, int fi
     for (int i = 0; i < ceil_div(COUNT * CHUNKS, BY); ++i) {
         constexpr int ROWS = BY / CHUNKS; // in one go
         if (COUNT % ROWS != 0 && row + i * ROWS >= COUNT) break;
-        const bool there = first + row + i * ROWS < stop;
-        // Above a multiple of 8 rows the swizzle repeats.
+        const bool valid = first + row + i * ROWS < stop;
+        // Every 8 rows the swizzle repeats.
         const u32 place = ROWS % 8 == 0 ? to + i * ROWS * ROW_BYTES : tile + swizzled(row + i * ROWS, chunk);
-        copy_async(place, from + (there ? offset : 0), there);
+        copy_async(place, from + (valid ? offset : 0), valid);
         offset += ROWS * token;
     }
 }
 
-// Queries are dealt to workers as units: OWN positions of one head, the heads of a group one after the other at the
-// same positions. A block's workers then need nearly the same keys, whatever the group: little is wasted at the
-// diagonal, and the keys and values of a group are fetched once for all its heads.
+// Two streamed tiles, one behind the other, as one group of copies: k and v.
+__device__ inline void load_pair(u32 stage, const Number *k, i64 k_token, const Number *v, i64 v_token, int first,
+                                 int stop, int thread) {
+    load_rows<TILE, THREADS>(stage, k, k_token, first, stop, thread);
+    load_rows<TILE, THREADS>(stage + TILE_BYTES, v, v_token, first, stop, thread);
+    copy_commit();
+}
+
+// The work of a worker in the kernels that own queries: OWN positions of one head. The heads of a group come one after
+// the other at the same positions. So the workers of a block need nearly the same keys, whatever the size of the group:
+// little is wasted at the diagonal, and a group's keys and values are fetched once for all its heads.
 struct Unit {
     int batch, kv_head, head, first; // first: of its positions
     int last_of_block;               // the highest position in the block
-    bool idle;                       // more workers than units: only helps to load
+    bool idle;                       // more workers than units: this one only helps to load
     __device__ Unit(int queries, int heads, int kv_heads, int worker) {
         const int group = heads / kv_heads, units = ceil_div(queries, OWN) * group;
         const int start = (gridDim.y - 1 - blockIdx.y) * WORKERS; // longest blocks first
@@ -117,6 +140,110 @@ struct Unit {
         first = (start + worker) / group * OWN;
         last_of_block = min_int(queries, (min_int(start + WORKERS, units) - 1) / group * OWN + OWN) - 1;
         idle = start + worker >= units;
+    }
+};
+
+// Minus infinity for keys (columns) that a query (row) must not see. The columns begin at key `key`, and the first row
+// sees `seen` keys.
+__device__ inline void hide_future(Scores &s, int key, int seen, int row, int column) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < PIECE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int t = key + n * 8 + column + i % 2;
+                if (t >= seen + m * 16 + i / 2 * 8 + row) s[m][n][i] = -INFINITY;
+            }
+}
+// The transposed case: rows are keys, columns are queries.
+__device__ inline void hide_past(Scores &s, int key, int query, int row, int column) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < PIECE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int t = query + n * 8 + column + i % 2;
+                if (key + m * 16 + i / 2 * 8 + row > t) s[m][n][i] = -INFINITY;
+            }
+}
+
+// The online softmax of a row (m, half): raises its maximum, `top`, to that of the new scores, and returns what sums
+// under the old maximum are to be multiplied by. Maxima are in powers of two, hence `scale`. Key 0 is in the first piece
+// and every row sees it: top is finite from there on.
+__device__ inline float raise_top(float &top, const Scores &s, int m, int half, float scale) {
+    float most = s[m][0][2 * half];
+#pragma unroll
+    for (int n = 0; n < PIECE / 8; ++n) most = fmaxf(most, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+    most = fmaxf(top, most * scale);
+    const float shrink = exp2_fast(top - most);
+    top = most;
+    return shrink;
+}
+// The end of the softmax of a row: adds its four lanes' parts of `total`, stores its log-sum-exp if the row exists, and
+// returns 1 / total. first + row is the first of the 8 rows that the lanes of a warp finish together.
+__device__ inline float finish_row(float total, float top, float *lse, int first, i64 stop, int eight, int row,
+                                   int column) {
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    const int t = first + eight + row;
+    if (column == 0 && t < stop) lse[t] = top / LOG2E + logf(total);
+    return 1 / total;
+}
+
+// (lse in powers of two, delta) of each of a warp's rows, for this warp in shared memory (`mine`) and for the kernel
+// that owns keys in `stats`. delta_of(i, row, chunk): delta of a row, in all lanes that hold chunks of it.
+template <class Delta>
+__device__ inline void make_statistics(float2 *mine, float2 *stats, const float *lse, i64 first_row, int first, i64 stop,
+                                       int lane, RowValues &row_lse, RowValues &delta, Delta delta_of) {
+#pragma unroll
+    for (int i = 0; i < OWN_CHUNKS; ++i) {
+        const int row = (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS, t = first + row;
+        const float sum = delta_of(i, row, chunk);
+        if (chunk == 0) {
+            const float2 stat = {t < stop ? lse[first_row + t] * LOG2E : 0, sum};
+            mine[row] = stat;
+            if (t < stop) stats[first_row + t] = stat;
+        }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float2 stat = mine[m * 16 + half * 8 + lane / 4];
+            row_lse[m][half] = stat.x, delta[m][half] = stat.y;
+        }
+}
+
+// Tiles of q and dO with their rows' statistics, head after head of a group, for the kernel that owns keys: the next to
+// load.
+struct QueryTiles {
+    const Number *q, *dy; // of the group's first head
+    const float2 *stats;
+    i64 q_token, dy_token, queries;
+    int start, query, head; // start: the first query that sees any of the block's keys
+
+    __device__ QueryTiles(const Number *q, const Number *dy, const float2 *stats, i64 q_token, i64 dy_token, i64 queries,
+                          int start)
+        : q(q), dy(dy), stats(stats), q_token(q_token), dy_token(dy_token), queries(queries), start(start), head(0),
+          query(start) {}
+
+    __device__ inline void load_next(u32 tiles, u32 pairs, int first_pair, int thread) {
+        static_assert(TILE <= THREADS, "a thread for each pair of statistics");
+        load_rows<TILE, THREADS>(tiles, q + head * D, q_token, query, queries, thread);
+        load_rows<TILE, THREADS>(tiles + TILE_BYTES, dy + head * D, dy_token, query, queries, thread);
+        if (thread < TILE) {
+            const bool valid = query + thread < queries;
+            const float2 *const from = stats + head * queries + query + thread;
+            copy_async_8(pairs + (first_pair + thread) * 8, valid ? from : stats, valid);
+        }
+        copy_commit();
+        query += TILE;
+        if (query >= queries) query = start, ++head;
     }
 };
 
@@ -135,9 +262,19 @@ __device__ inline u32 pack(float low, float high) {
 __device__ inline float low(u32 x) { return __uint_as_float(x << 16); }
 __device__ inline float high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 
-// Sums of a warp's rows, scaled, as bf16: through the warp's own part of shared memory, so that 16-byte stores result.
+// 16 columns of scores, as the left operand of a product: two accumulators side by side have the layout of an A.
+__device__ inline void pack_scores(u32 (&a)[4], const Scores &s, int m, int step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int n = 2 * step + i / 2, pair = i % 2 * 2;
+        a[i] = pack(s[m][n][pair], s[m][n][pair + 1]);
+    }
+}
+
+// Stores the sums of a warp's rows, scaled, as bf16: through the warp's own part of shared memory, so that every store to
+// global memory has 16 bytes.
 __device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, const float (&x)[ROW_TILES][D / 8][4],
-                                  const float (&scale)[ROW_TILES][2], u32 tile, int lane) {
+                                  const RowValues &scale, u32 tile, int lane) {
     __syncwarp();
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
@@ -151,24 +288,25 @@ __device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, cons
             }
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
+    for (int i = 0; i < OWN_CHUNKS; ++i) {
         const int row = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
-        uint4 line;
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(line.x), "=r"(line.y), "=r"(line.z), "=r"(line.w)
-                     : "r"(tile + swizzled(row, chunk))
-                     : "memory");
+        const uint4 line = load_chunk(tile + swizzled(row, chunk));
         if (first + row < stop) *reinterpret_cast<uint4 *>(to + (first + row) * token + chunk * 8) = line;
     }
 }
 
-// Sum over a row of products of 8 numbers in shared memory and 8 in registers, by the CHUNKS lanes that hold the row.
+// Reads a warp's rows of `out`, for delta; CHUNKS lanes hold a row.
+__device__ inline void load_out(uint4 (&part)[OWN_CHUNKS], const bf16 *out, i64 token, int first, i64 stop, int lane) {
+#pragma unroll
+    for (int i = 0; i < OWN_CHUNKS; ++i) {
+        const int t = first + (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS;
+        if (t < stop) part[i] = *reinterpret_cast<const uint4 *>(out + t * token + chunk * CHUNK);
+    }
+}
+
+// The sum over a row of the products of 8 numbers in shared memory and 8 in registers, by the CHUNKS lanes that hold it.
 __device__ inline float row_product(u32 place, uint4 y) {
-    uint4 x;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"(place)
-                 : "memory");
+    const uint4 x = load_chunk(place);
     float sum = low(x.x) * low(y.x) + high(x.x) * high(y.x) + low(x.y) * low(y.y) + high(x.y) * high(y.y) +
                 low(x.z) * low(y.z) + high(x.z) * high(y.z) + low(x.w) * low(y.w) + high(x.w) * high(y.w);
 #pragma unroll

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention, tiled: no T x T matrix is ever kept."""
+"""Grouped-query attention, tiled: no T x T matrix is ever kept."""
 
 from __future__ import annotations
 
@@ -17,29 +17,49 @@ from tinyforge.op import Op, Stash
 QUERY_TILE, TILE = 64, 128
 """Queries and keys of a tile of scores (NumPy). Fewer queries, so that less is computed above the diagonal."""
 
+HIDDEN = -1e30
+"""Added to the score of a key that a query does not see: exp of it is 0 beside any other score. Not -inf, since with a
+window a query may see nothing of the first tile that its neighbours need, and -inf - -inf is not a number; what such a
+tile adds is multiplied by exp(HIDDEN - maximum) = 0 when the first visible key comes."""
+
 
 @lru_cache(maxsize=64)
-def causal_mask(columns: int, rows: int, shift: int, group: int, dtype: Any) -> Array:
-    """(columns, group * rows) of 0 and -inf: row i sees columns up to i + shift."""
+def future_mask(columns: int, rows: int, shift: int, group: int, dtype: Any) -> Array:
+    """(columns, group * rows) of 0 and HIDDEN: row i sees columns up to i + shift."""
     hidden = np.arange(columns)[:, None] > np.arange(rows) + shift
-    return np.tile(np.where(hidden, -np.inf, 0.0).astype(dtype), (1, group))
+    return np.tile(np.where(hidden, HIDDEN, 0.0).astype(dtype), (1, group))
 
 
-def tiles(queries: int, keys: int) -> Iterator[tuple[slice, list[tuple[slice, int]]]]:
+@lru_cache(maxsize=64)
+def past_mask(columns: int, rows: int, shift: int, group: int, dtype: Any) -> Array:
+    """(columns, group * rows) of 0 and HIDDEN: row i sees columns after i + shift."""
+    hidden = np.arange(columns)[:, None] <= np.arange(rows) + shift
+    return np.tile(np.where(hidden, HIDDEN, 0.0).astype(dtype), (1, group))
+
+
+def tiles(
+    queries: int, keys: int, causal: bool, window: int | None
+) -> Iterator[tuple[slice, list[tuple[slice, int]]]]:
     """Row tiles, and for each the column tiles that it sees with the diagonal's shift inside the tile."""
     ahead = keys - queries  # cached positions before the first query
     for i in range(0, queries, QUERY_TILE):
         stop = min(i + QUERY_TILE, queries)
-        seen = [(slice(j, min(j + TILE, stop + ahead)), i + ahead - j) for j in range(0, stop + ahead, TILE)]
-        yield slice(i, stop), seen
+        end = stop + ahead if causal else keys
+        first = 0 if window is None else max(0, i + ahead - window + 1) // TILE * TILE
+        yield slice(i, stop), [(slice(j, min(j + TILE, end)), i + ahead - j) for j in range(first, end, TILE)]
 
 
-def hide_future_(s: Array, shift: int, group: int) -> None:
-    """Set the scores of keys after the query to -inf. s: (n, Hkv, columns, G * rows)."""
+def hide_(s: Array, shift: int, group: int, causal: bool, window: int | None) -> None:
+    """Set the scores of keys that a query does not see to HIDDEN. s: (n, Hkv, columns, G * rows)."""
+    if not causal:
+        return
     columns, rows = s.shape[-2], s.shape[-1] // group
     if columns > shift + 1:  # else the first row sees all of them
         first = max(shift + 1, 0)
-        s[:, :, first:] += causal_mask(columns, rows, shift, group, s.dtype)[first:]
+        s[:, :, first:] += future_mask(columns, rows, shift, group, s.dtype)[first:]
+    if window is not None and rows + shift > window:  # else the last row sees all of them
+        last = min(columns, rows + shift - window)
+        s[:, :, :last] += past_mask(columns, rows, shift - window, group, s.dtype)[:last]
 
 
 def by_head(x: Array) -> Array:
@@ -79,8 +99,8 @@ def some_sequences(batch: int, heads: int, itemsize: int) -> Iterator[slice]:
 
 
 @kernel
-def attention_fwd(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """q: (B, T, Hq, D); k, v: (B, S, Hkv, D), S >= T; returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
+def attention_fwd(q: Array, k: Array, v: Array, causal: bool, window: int | None) -> tuple[Array, Array]:
+    """q: (B, T, Hq, D), the last T of S positions; k, v: (B, S, Hkv, D); returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
     group = heads // kv_heads
@@ -88,7 +108,7 @@ def attention_fwd(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     lse = np.empty((batch, heads, queries), q.dtype)
     for part in some_sequences(batch, heads, q.itemsize):
         kb, vb = by_head(k[part]), by_head(v[part])
-        for rows, seen in tiles(queries, keys):
+        for rows, seen in tiles(queries, keys, causal, window):
             qi = as_columns(stack_group(q[part, rows], kv_heads, dim**-0.5))
             top: Array = None
             total: Array = None
@@ -97,7 +117,7 @@ def attention_fwd(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
                 # Keys run down and queries across, so that what belongs to a query (its maximum, its log-sum-exp) is a
                 # row: NumPy takes maxima down the columns of a tile five times as fast as along its rows.
                 s = kb[:, :, columns] @ qi
-                hide_future_(s, shift, group)
+                hide_(s, shift, group, causal, window)
                 new_top = s.max(axis=-2, keepdims=True)
                 if top is not None:
                     np.maximum(new_top, top, out=new_top)
@@ -119,15 +139,16 @@ def attention_fwd(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
 
 
 @attention_fwd.on("phantom")
-def attention_fwd_memory(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def attention_fwd_memory(q: Array, k: Array, v: Array, causal: bool, window: int | None) -> tuple[Array, Array]:
     batch, queries, heads, _ = q.shape
     return empty(q.shape, q.dtype), empty((batch, heads, queries), wide(q.dtype))
 
 
 @kernel
 def attention_bwd(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array
-) -> None:
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool,
+    window: int | None,
+) -> None:  # fmt: skip
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
     batch, queries, heads, dim = q.shape
     kv_heads = k.shape[2]
@@ -136,7 +157,7 @@ def attention_bwd(
     for part in some_sequences(batch, heads, q.itemsize):
         kb, vb = with_ones(by_head(k[part])), with_ones(by_head(v[part]))
         dkb, dvb = np.zeros(by_head(k[part]).shape, q.dtype), np.zeros(by_head(v[part]).shape, q.dtype)
-        for rows, seen in tiles(queries, queries):
+        for rows, seen in tiles(queries, queries, causal, window):
             qi, doi = stack_group(q[part, rows], kv_heads, scale), stack_group(dy[part, rows], kv_heads)
             delta = np.vecdot(dy[part, rows], out[part, rows]).swapaxes(1, 2).reshape(qi.shape[:-1])
             q_columns = as_columns(qi, -lse[part, :, rows].reshape(delta.shape))
@@ -144,7 +165,7 @@ def attention_bwd(
             dqi = np.zeros(qi.shape, q.dtype)
             for columns, shift in seen:
                 p = kb[:, :, columns] @ q_columns  # k q^T - lse
-                hide_future_(p, shift, group)
+                hide_(p, shift, group, causal, window)
                 np.exp(p, out=p)
                 dvb[:, :, columns] += p @ doi
                 ds = vb[:, :, columns] @ do_columns  # v dO^T - delta
@@ -158,8 +179,9 @@ def attention_bwd(
 
 @attention_bwd.on("phantom")
 def attention_bwd_memory(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array
-) -> None:
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool,
+    window: int | None,
+) -> None:  # fmt: skip
     empty((*lse.shape, 2), lse.dtype)  # a row's log-sum-exp and its sum of dO O
 
 
@@ -171,11 +193,12 @@ class LayerCache(Protocol):
 
 
 class Attention(Op):
-    """o[t] = sum over s <= t of softmax_s(q[t] . k[s] / sqrt(D)) v[s], per head
+    """o[t] = sum over the visible s of softmax_s(q[t] . k[s] / sqrt(D)) v[s], per head
 
     qkv: (B, T, Hq + 2 Hkv, D), heads in the order q, k, v; o: (B, T, Hq, D). Query head h reads key and value head
-    h // (Hq / Hkv). Saves qkv, o and the log-sum-exp of each row of scores, (B, Hq, T): memory linear in T. Backward
-    recomputes the probabilities of one tile at a time from it:
+    h // (Hq / Hkv). Visible are all s <= t; with `window`, those of them with s > t - window; with causal=False, all.
+    Saves qkv, o and the log-sum-exp of each row of scores, (B, Hq, T): memory linear in T. Backward recomputes the
+    probabilities of one tile at a time from it:
 
         P = exp(q k^T / sqrt(D) - lse)      dV = P^T dO          dP = dO V^T
         dS = P * (dP - rowsum(dO * O))      dQ = dS K / sqrt(D)  dK = dS^T Q / sqrt(D)
@@ -184,23 +207,33 @@ class Attention(Op):
     attends to all S.
 
     Sources: Vaswani et al. (2017); Ainslie et al., "GQA" (2023); the online softmax of Milakov and Gimelshein (2018)
-    as tiled by Dao et al., "FlashAttention" (2022).
+    as tiled by Dao et al., "FlashAttention" (2022); the sliding window as in Jiang et al.,
+    "Mistral 7B" (2023).
     """
 
     kernels = (attention_fwd, attention_bwd)
 
-    def __init__(self, heads: int, kv_heads: int, backend: Backend, name: str = "") -> None:
+    def __init__(
+        self, heads: int, kv_heads: int, backend: Backend, name: str = "", *, causal: bool = True,
+        window: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(backend, name)
         if heads % kv_heads:
             raise ValueError(f"Attention: {heads} query heads do not divide among {kv_heads} key/value heads")
+        if window is not None and (window < 1 or not causal):
+            raise ValueError(f"Attention: window is {window}, causal is {causal}; wants a causal window of 1 or more")
         self.heads = heads
         self.kv_heads = kv_heads
+        self.causal = causal
+        self.window = window
 
     def forward(self, qkv: Array, stash: Stash | None = None, *, cache: LayerCache | None = None) -> Array:
         q, k, v = self._split(qkv)
         if cache is not None:
+            if stash is not None:
+                raise ValueError(f"{self.name}: a cache and a stash; a pass with a cache has no backward, drop one")
             k, v = cache.append(k, v)
-        out, lse = self.k.attention_fwd(q, k, v)
+        out, lse = self.k.attention_fwd(q, k, v, self.causal, self.window)
         if stash is not None:
             stash.push(self, qkv, out, lse)
         return out
@@ -208,7 +241,7 @@ class Attention(Op):
     def backward(self, dy: Array, stash: Stash) -> Array:
         qkv, out, lse = stash.pop(self)
         dqkv = self.backend.empty(qkv.shape)
-        self.k.attention_bwd(*self._split(dqkv), dy, *self._split(qkv), out, lse)
+        self.k.attention_bwd(*self._split(dqkv), dy, *self._split(qkv), out, lse, self.causal, self.window)
         return dqkv
 
     def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
@@ -220,3 +253,9 @@ class Attention(Op):
         shapes = ((2, 7, 4, 2, 4), (1, 1, 1, 1, 2), (2, 5, 3, 1, 6), (1, TILE + 3, 2, 1, 4), (2, 0, 2, 2, 4))
         for b, t, heads, kv_heads, d in shapes:
             yield cls(heads, kv_heads, backend), (backend.asarray(rng.normal(size=(b, t, heads + 2 * kv_heads, d))),)
+        # Windows within a tile, across the border of one, and wider than the sequence.
+        for t, window in ((7, 1), (7, 3), (TILE + 3, 40), (5, 9)):
+            op = cls(2, 1, backend, window=window)
+            yield op, (backend.asarray(rng.normal(size=(1, t, 4, 4))),)
+        for t in (7, TILE + 3):
+            yield cls(2, 1, backend, causal=False), (backend.asarray(rng.normal(size=(1, t, 4, 4))),)

@@ -114,9 +114,17 @@ def strides(name: str, x: Array) -> tuple[int, int]:
     return sequence // size, token // size
 
 
+def refuse_others(causal: bool, window: int | None) -> None:
+    if not causal or window is not None:
+        raise UserError("attention on cupy is causal, without a window; use --backend numpy")
+
+
 @attention.attention_fwd.on("cupy")
-def attention_fwd(q: Array, k: Array, v: Array, *, backend: CupyBackend) -> tuple[Array, Array]:
+def attention_fwd(
+    q: Array, k: Array, v: Array, causal: bool, window: int | None, *, backend: CupyBackend
+) -> tuple[Array, Array]:
     """q: (B, T, Hq, D); k, v: (B, S, Hkv, D), S >= T; returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
+    refuse_others(causal, window)
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
     out = cp.empty(q.shape, q.dtype)
@@ -133,10 +141,11 @@ def attention_fwd(q: Array, k: Array, v: Array, *, backend: CupyBackend) -> tupl
 
 @attention.attention_bwd.on("cupy")
 def attention_bwd(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
-    *, backend: CupyBackend,
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool,
+    window: int | None, *, backend: CupyBackend,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
+    refuse_others(causal, window)
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
     if keys != queries:

@@ -34,8 +34,6 @@
 static_assert(D == 64, "a row is one line of the 128-byte swizzle");
 static_assert(TILE % 64 == 0, "a piece is 64 rows");
 
-using u64 = unsigned long long;
-
 // How wgmma finds a matrix in shared memory: its address, the way from 8 rows to the next 8 (1024 bytes, both strides
 // alike), and the 128-byte swizzle, which counts from multiples of 1024.
 __device__ inline u64 matrix(u32 address) { return 1ull << 62 | 64ull << 32 | 64ull << 16 | (address & 0x3ffff) >> 4; }
@@ -100,13 +98,13 @@ __device__ inline void accumulate(float (&d)[8][4], const u32 (&p)[4][4], u32 ti
     for (int step = 0; step < 4; ++step) multiply_add(d, p[step], rows(b, step));
 }
 // The accumulators of 64 columns as four left operands of 16.
-__device__ inline void pack_scores(u32 (&p)[4][4], const float (&s)[8][4]) {
+__device__ inline void pack_scores(u32 (&p)[4][4], const Scores &s) {
 #pragma unroll
     for (int step = 0; step < 4; ++step)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int n = 2 * step + i / 2, pair = i % 2 * 2;
-            p[step][i] = pack(s[n][pair], s[n][pair + 1]);
+            p[step][i] = pack(s[0][n][pair], s[0][n][pair + 1]);
         }
 }
 
@@ -125,7 +123,7 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
                     i64 kv_heads) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Thread at;
-    const u32 stages = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 stages = shared_address(shared);
     const u32 q_tile = stages + 4 * TILE_BYTES + at.worker * OWN_BYTES, q_rows = q_tile + at.slab * ROW_BYTES;
     const Unit unit(queries, heads, kv_heads, at.worker);
     const int ahead = keys - queries, seen_by_block = unit.last_of_block + ahead + 1;
@@ -137,60 +135,39 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
 
     if (!unit.idle)
         load_rows<WARP_ROWS, 32>(q_rows, q + unit.batch * q_batch + unit.head * D, q_token, first, queries, at.lane);
-    load_rows<TILE, THREADS>(stages, k, k_token, 0, keys, at.thread);
-    load_rows<TILE, THREADS>(stages + TILE_BYTES, v, v_token, 0, keys, at.thread);
-    copy_commit();
+    load_pair(stages, k, k_token, v, v_token, 0, keys, at.thread);
 
     const float scale = rsqrtf(float(D)) * LOG2E; // exponentials are powers of two
-    float sums[1][8][4] = {};
-    float top[2] = {minus_infinity(), minus_infinity()}, total[1][2] = {};
+    Scores sums = {};
+    RowValues top = {{-INFINITY, -INFINITY}}, total = {};
     u32 stage = 0;
     for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         shared_fence();
         __syncthreads(); // this tile is there, and nobody reads the other stage any more
-        if (key + TILE < seen_by_block) {
-            const u32 next = stages + (stage ^ 1) * 2 * TILE_BYTES;
-            load_rows<TILE, THREADS>(next, k, k_token, key + TILE, keys, at.thread);
-            load_rows<TILE, THREADS>(next + TILE_BYTES, v, v_token, key + TILE, keys, at.thread);
-            copy_commit();
-        }
+        if (key + TILE < seen_by_block)
+            load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, keys, at.thread);
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
 #pragma unroll
         for (int part = 0; part < TILE; part += 64) {
             if (key + part >= seen) break;
-            float s[8][4];
+            Scores s;
             multiply_fence();
-            scores(s, q_tile, k_tile + part * ROW_BYTES);
+            scores(s[0], q_tile, k_tile + part * ROW_BYTES);
             multiply_commit();
             multiply_wait<0>(); // the last piece's product too
-            settled(s);
-            if (key + part + 64 > seen_by_all) { // the diagonal crosses this piece
-#pragma unroll
-                for (int n = 0; n < 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        if (key + part + n * 8 + at.column + i % 2 >= seen_by_all + at.row + i / 2 * 8)
-                            s[n][i] = minus_infinity();
-            }
+            settled(s[0]);
+            if (key + part + PIECE > seen_by_all) hide_future(s, key + part, seen_by_all, at.row, at.column);
             settled(sums[0]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                // Key 0 is in the first tile and every row sees it: top is finite from there on.
-                float most = s[0][2 * half];
-#pragma unroll
-                for (int n = 0; n < 8; ++n) most = fmaxf(most, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-                most = fmaxf(top[half], most * scale);
-                const float shrink = exp2_fast(top[half] - most); // what was summed under the old maximum
-                top[half] = most;
+                const float shrink = raise_top(top[0][half], s, 0, half, scale);
                 float sum = 0;
 #pragma unroll
                 for (int n = 0; n < 8; ++n)
 #pragma unroll
                     for (int i = 2 * half; i < 2 * half + 2; ++i)
-                        sum += s[n][i] = exp2_fast(fmaf(s[n][i], scale, -most));
+                        sum += s[0][n][i] = exp2_fast(fmaf(s[0][n][i], scale, -top[0][half]));
                 total[0][half] = total[0][half] * shrink + sum; // of this thread's columns; the four meet at the end
 #pragma unroll
                 for (int n = 0; n < 8; ++n) sums[0][n][2 * half] *= shrink, sums[0][n][2 * half + 1] *= shrink;
@@ -208,14 +185,8 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
     settled(sums[0]);
     lse += (unit.batch * heads + unit.head) * queries;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float sum = total[0][half];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        const int t = unit.first + at.row + half * 8;
-        if (at.column == 0 && t < queries) lse[t] = top[half] / LOG2E + logf(sum);
-        total[0][half] = 1 / sum;
-    }
+    for (int half = 0; half < 2; ++half)
+        total[0][half] = finish_row(total[0][half], top[0][half], lse, unit.first, queries, half * 8, at.row, at.column);
     store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, first, queries, sums, total, q_rows,
                at.lane);
 }
@@ -229,7 +200,7 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
                       i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Thread at;
-    const u32 stages = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 stages = shared_address(shared);
     const u32 q_tile = stages + 4 * TILE_BYTES + at.worker * 2 * OWN_BYTES, dy_tile = q_tile + OWN_BYTES;
     const u32 q_rows = q_tile + at.slab * ROW_BYTES, dy_rows = dy_tile + at.slab * ROW_BYTES;
     float2 *const row_stats =
@@ -242,88 +213,57 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
     v += unit.batch * v_batch + unit.kv_head * D;
     const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
 
-    uint4 out_part[WARP_ROWS * CHUNKS / 32] = {}; // CHUNKS threads a row; on its way together with the rest
+    uint4 out_part[OWN_CHUNKS] = {}; // in flight together with the copies
     if (!unit.idle) {
         load_rows<WARP_ROWS, 32>(q_rows, q + unit.batch * q_batch + unit.head * D, q_token, first, queries, at.lane);
         load_rows<WARP_ROWS, 32>(dy_rows, dy + first_output, row_of_outputs, first, queries, at.lane);
-#pragma unroll
-        for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
-            const int t = first + (i * 32 + at.lane) / CHUNKS, chunk = at.lane % CHUNKS;
-            if (t < queries)
-                out_part[i] = *reinterpret_cast<const uint4 *>(out + first_output + t * row_of_outputs + chunk * 8);
-        }
+        load_out(out_part, out + first_output, row_of_outputs, first, queries, at.lane);
     }
     copy_commit();
-    load_rows<TILE, THREADS>(stages, k, k_token, 0, queries, at.thread);
-    load_rows<TILE, THREADS>(stages + TILE_BYTES, v, v_token, 0, queries, at.thread);
-    copy_commit();
+    load_pair(stages, k, k_token, v, v_token, 0, queries, at.thread);
     copy_wait<1>();
     __syncwarp();
 
-    float row_lse[2], delta[2];
+    RowValues row_lse, delta;
     if (!unit.idle) {
-        const i64 first_row = (unit.batch * heads + unit.head) * queries;
-#pragma unroll
-        for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
-            const int row = (i * 32 + at.lane) / CHUNKS, chunk = at.lane % CHUNKS, t = first + row;
-            const float sum = row_product(dy_rows + swizzled(row, chunk), out_part[i]);
-            if (chunk == 0) {
-                const float2 stat = {t < queries ? lse[first_row + t] * LOG2E : 0, sum};
-                row_stats[row] = stat;
-                if (t < queries) stats[first_row + t] = stat;
-            }
-        }
-        __syncwarp();
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float2 stat = row_stats[half * 8 + at.lane / 4];
-            row_lse[half] = stat.x, delta[half] = stat.y;
-        }
+        make_statistics(row_stats, stats, lse, (unit.batch * heads + unit.head) * queries, first, queries, at.lane,
+                        row_lse, delta, [&](int i, int row, int chunk) {
+                            return row_product(dy_rows + swizzled(row, chunk), out_part[i]);
+                        });
     }
 
     const float scale = rsqrtf(float(D));
-    float sums[1][8][4] = {};
+    Scores sums = {};
     u32 stage = 0;
     for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         shared_fence();
         __syncthreads();
-        if (key + TILE < seen_by_block) {
-            const u32 next = stages + (stage ^ 1) * 2 * TILE_BYTES;
-            load_rows<TILE, THREADS>(next, k, k_token, key + TILE, queries, at.thread);
-            load_rows<TILE, THREADS>(next + TILE_BYTES, v, v_token, key + TILE, queries, at.thread);
-            copy_commit();
-        }
+        if (key + TILE < seen_by_block)
+            load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, queries, at.thread);
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
 #pragma unroll
         for (int part = 0; part < TILE; part += 64) {
             if (key + part >= seen) break;
-            float s[8][4], dp[8][4];
+            Scores s, dp;
             multiply_fence();
-            scores(s, q_tile, k_tile + part * ROW_BYTES);
+            scores(s[0], q_tile, k_tile + part * ROW_BYTES);
             multiply_commit();
-            scores(dp, dy_tile, v_tile + part * ROW_BYTES);
+            scores(dp[0], dy_tile, v_tile + part * ROW_BYTES);
             multiply_commit();
             multiply_wait<1>();
-            settled(s);
-            if (key + part + 64 > seen_by_all) {
-#pragma unroll
-                for (int n = 0; n < 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        if (key + part + n * 8 + at.column + i % 2 >= seen_by_all + at.row + i / 2 * 8)
-                            s[n][i] = minus_infinity();
-            }
+            settled(s[0]);
+            if (key + part + PIECE > seen_by_all) hide_future(s, key + part, seen_by_all, at.row, at.column);
 #pragma unroll
             for (int n = 0; n < 8; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) s[n][i] = exp2_fast(fmaf(s[n][i], scale * LOG2E, -row_lse[i / 2]));
+                for (int i = 0; i < 4; ++i) s[0][n][i] = exp2_fast(fmaf(s[0][n][i], scale * LOG2E, -row_lse[0][i / 2]));
             multiply_wait<0>();
-            settled(dp);
+            settled(dp[0]);
 #pragma unroll
             for (int n = 0; n < 8; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) s[n][i] *= dp[n][i] - delta[i / 2];
+                for (int i = 0; i < 4; ++i) s[0][n][i] *= dp[0][n][i] - delta[0][i / 2];
             u32 ds[4][4];
             pack_scores(ds, s);
             multiply_fence();
@@ -359,32 +299,18 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
                        i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads, i64 kv_heads) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Thread at;
-    const u32 stages = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 stages = shared_address(shared);
     const u32 k_tile = stages + 4 * TILE_BYTES + at.worker * 2 * OWN_BYTES, v_tile = k_tile + OWN_BYTES;
     const u32 k_rows = k_tile + at.slab * ROW_BYTES, v_rows = v_tile + at.slab * ROW_BYTES;
     const u32 all_stats = stages + 4 * TILE_BYTES + WORKERS * 2 * OWN_BYTES;
     const int batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads, group = heads / kv_heads;
     const int first_of_block = blockIdx.y * WORKERS * OWN, first_of_worker = first_of_block + at.worker * OWN;
     const int first = first_of_worker + at.slab;
-    q += batch * q_batch + kv_head * group * D;
-    dy += (batch * queries * heads + kv_head * group) * D;
-    stats += (batch * heads + kv_head * group) * queries;
-
-    // Tiles of queries, head after head; `next_` is the one to fetch.
     const int start = first_of_block / TILE * TILE;
-    int next_head = 0, next_query = start;
+    QueryTiles tiles(q + batch * q_batch + kv_head * group * D, dy + (batch * queries * heads + kv_head * group) * D,
+                     stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start);
     const auto load_next = [&](int stage) {
-        const u32 to = stages + stage * 2 * TILE_BYTES;
-        load_rows<TILE, THREADS>(to, q + next_head * D, q_token, next_query, queries, at.thread);
-        load_rows<TILE, THREADS>(to + TILE_BYTES, dy + next_head * D, heads * D, next_query, queries, at.thread);
-        if (at.thread < TILE) {
-            const bool there = next_query + at.thread < queries;
-            const float2 *const from = stats + next_head * queries + next_query + at.thread;
-            copy_async_8(all_stats + (stage * TILE + at.thread) * 8, there ? from : stats, there);
-        }
-        copy_commit();
-        next_query += TILE;
-        if (next_query >= queries) next_query = start, ++next_head;
+        tiles.load_next(stages + stage * 2 * TILE_BYTES, all_stats, stage * TILE, at.thread);
     };
 
     load_rows<WARP_ROWS, 32>(k_rows, k + batch * k_batch + kv_head * D, k_token, first, queries, at.lane);
@@ -398,7 +324,7 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
             copy_wait<0>();
             shared_fence();
             __syncthreads();
-            if (next_head < group) load_next(stage ^ 1);
+            if (tiles.head < group) load_next(stage ^ 1);
             const u32 q_tile = stages + stage * 2 * TILE_BYTES, dy_tile = q_tile + TILE_BYTES;
 #pragma unroll
             for (int part = 0; part < TILE; part += 64) {
@@ -406,29 +332,22 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
                 if (query + part >= queries) break;
                 // Rows are keys, columns queries: P^T and dS^T are left operands as they come. For dS, P is unpacked
                 // from the bf16 pairs that dV's product reads: 32 registers less, and a third warpgroup fits.
-                float p[8][4], ds[8][4];
+                Scores p, ds;
                 multiply_fence();
-                scores(p, k_tile, q_tile + part * ROW_BYTES);
+                scores(p[0], k_tile, q_tile + part * ROW_BYTES);
                 multiply_commit();
-                scores(ds, v_tile, dy_tile + part * ROW_BYTES);
+                scores(ds[0], v_tile, dy_tile + part * ROW_BYTES);
                 multiply_commit();
                 multiply_wait<1>();
-                settled(p);
-                if (query + part < first_of_worker + OWN - 1) { // the diagonal crosses this piece
-#pragma unroll
-                    for (int n = 0; n < 8; ++n)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            if (first_of_worker + at.row + i / 2 * 8 > query + part + n * 8 + at.column + i % 2)
-                                p[n][i] = minus_infinity();
-                }
+                settled(p[0]);
+                if (query + part < first_of_worker + OWN - 1) hide_past(p, first_of_worker + at.row, query + part, 0, at.column);
                 const u32 row_stats = all_stats + (stage * TILE + part + at.column) * 8;
 #pragma unroll
                 for (int n = 0; n < 8; ++n) {
                     const float4 two = stats_of_two(row_stats + n * 64);
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
-                        p[n][i] = exp2_fast(fmaf(p[n][i], scale * LOG2E, i % 2 ? -two.z : -two.x));
+                        p[0][n][i] = exp2_fast(fmaf(p[0][n][i], scale * LOG2E, i % 2 ? -two.z : -two.x));
                 }
                 u32 a[4][4], c[4][4];
                 pack_scores(a, p);
@@ -436,14 +355,14 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
                 accumulate(dv_sums[0], a, dy_tile + part * ROW_BYTES);
                 multiply_commit();
                 multiply_wait<1>();
-                settled(ds);
+                settled(ds[0]);
 #pragma unroll
                 for (int n = 0; n < 8; ++n) {
                     const float4 two = stats_of_two(row_stats + n * 64); // again: registers are scarcer than time
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const u32 pair = a[n / 2][n % 2 * 2 + i / 2];
-                        ds[n][i] = (i % 2 ? high(pair) : low(pair)) * (ds[n][i] - (i % 2 ? two.w : two.y));
+                        ds[0][n][i] = (i % 2 ? high(pair) : low(pair)) * (ds[0][n][i] - (i % 2 ? two.w : two.y));
                     }
                 }
                 pack_scores(c, ds);

@@ -76,12 +76,6 @@ __device__ inline u32 rounded(float x) {
 
 __device__ inline float as_factor(float x) { return __uint_as_float(rounded(x)); }
 
-__device__ inline void load_four(float (&x)[4], u32 from) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                 : "r"(from)
-                 : "memory");
-}
 __device__ inline void load_two(float &x, float &y, u32 from) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(from) : "memory");
 }
@@ -101,14 +95,13 @@ __device__ inline void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u3
 // Fragments of a warp's own rows that stay in registers: of q or k, then of dO or v.
 constexpr int HELD_OF_FIRST = HELD < STEPS ? HELD : STEPS, HELD_OF_SECOND = HELD - HELD_OF_FIRST;
 
-using Scores = float[ROW_TILES][PIECE / 8][4];
-using Sums = float[D / 16][2 * ROW_TILES][4]; // transposed: 16 dims by 8 rows
-using Held = u32[ROW_TILES][STEPS][4];
+typedef float Sums[D / 16][2 * ROW_TILES][4]; // transposed: 16 dims by 8 rows
+typedef u32 Held[ROW_TILES][STEPS][4];
 
 // A warp's own rows, rounded where they lie.
 __device__ inline void round_rows(u32 tile, int lane) {
 #pragma unroll
-    for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
+    for (int i = 0; i < OWN_CHUNKS; ++i) {
         float x[4];
         load_four(x, tile + (i * 32 + lane) * 16);
         store_rounded(tile + (i * 32 + lane) * 16, x);
@@ -185,17 +178,6 @@ __device__ inline void scale_columns(Sums &sums, int i, float by, int lane) {
         sums[n][i][0] *= even, sums[n][i][1] *= odd, sums[n][i][2] *= even, sums[n][i][3] *= odd;
 }
 
-// Minus infinity for the scores of keys (columns) that a query (row) must not see; the first row sees `seen` of them.
-__device__ inline void hide_future(Scores &s, int seen, int lane) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (n * 8 + lane % 4 * 2 + i % 2 >= seen + m * 16 + i / 2 * 8 + lane / 4) s[m][n][i] = minus_infinity();
-}
-
 // Sums of a warp's rows, scaled, straight to memory: 8 lanes write 64 bytes of a row.
 __device__ inline void store_rows(float *to, i64 token, int first, int stop, const Sums &x, float scale, int lane) {
 #pragma unroll
@@ -220,7 +202,7 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
                    i64 kv_heads) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 base = shared_address(shared);
     const u32 q_tile = base + warp * WARP_BYTES, stages = base + WORKERS * WARP_BYTES;
     const Unit unit(queries, heads, kv_heads, warp);
     const int ahead = keys - queries, seen_by_block = unit.last_of_block + ahead + 1;
@@ -232,9 +214,7 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
     if (!unit.idle)
         load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
     copy_commit();
-    load_rows<TILE, THREADS>(stages, k, k_token, 0, keys, thread);
-    load_rows<TILE, THREADS>(stages + TILE_BYTES, v, v_token, 0, keys, thread);
-    copy_commit();
+    load_pair(stages, k, k_token, v, v_token, 0, keys, thread);
     copy_wait<1>();
     __syncwarp();
     round_rows(q_tile, lane);
@@ -243,22 +223,18 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
 
     const float scale = rsqrtf(float(D)) * LOG2E; // exponentials are powers of two
     Sums sums = {};
-    float top[ROW_TILES][2], total[ROW_TILES][2];
+    RowValues top, total;
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) top[m][half] = minus_infinity(), total[m][half] = 0;
+        for (int half = 0; half < 2; ++half) top[m][half] = -INFINITY, total[m][half] = 0;
 
     u32 stage = 0;
     for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         __syncthreads(); // this tile is there, and nobody reads the other stage any more
-        if (key + TILE < seen_by_block) {
-            const u32 next = stages + (stage ^ 1) * 2 * TILE_BYTES;
-            load_rows<TILE, THREADS>(next, k, k_token, key + TILE, keys, thread);
-            load_rows<TILE, THREADS>(next + TILE_BYTES, v, v_token, key + TILE, keys, thread);
-            copy_commit();
-        }
+        if (key + TILE < seen_by_block)
+            load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, keys, thread);
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
 #pragma unroll 1
         for (int part = 0; part < TILE; part += PIECE) {
@@ -266,27 +242,18 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
             Scores s = {};
             add_scores<HELD_OF_FIRST>(s, q_held, q_tile, k_tile + part * ROW_BYTES, lane);
             // The diagonal crosses this piece.
-            if (key + part + PIECE > seen_by_all) hide_future(s, seen_by_all - key - part, lane);
+            if (key + part + PIECE > seen_by_all) hide_future(s, 0, seen_by_all - key - part, lane / 4, lane % 4 * 2);
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    // Key 0 is in the first piece and every row sees it: top is finite from there on.
-                    float most = s[m][0][2 * half];
-#pragma unroll
-                    for (int n = 0; n < PIECE / 8; ++n)
-                        most = fmaxf(most, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-                    most = fmaxf(top[m][half], most * scale);
-                    const float shrink = exp2_fast(top[m][half] - most); // what was summed under the old maximum
-                    top[m][half] = most;
+                    const float shrink = raise_top(top[m][half], s, m, half, scale);
                     float sum = 0;
 #pragma unroll
                     for (int n = 0; n < PIECE / 8; ++n)
 #pragma unroll
                         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-                            const float p = exp2_fast(fmaf(s[m][n][i], scale, -most));
+                            const float p = exp2_fast(fmaf(s[m][n][i], scale, -top[m][half]));
                             sum += p;
                             s[m][n][i] = as_factor(p);
                         }
@@ -302,12 +269,8 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float sum = total[m][half];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            const int t = unit.first + m * 16 + half * 8 + lane / 4;
-            if (lane % 4 == 0 && t < queries) lse[t] = top[m][half] / LOG2E + logf(sum);
-            scale_columns(sums, 2 * m + half, 1 / sum, lane);
+            const float inverse = finish_row(total[m][half], top[m][half], lse, unit.first, queries, m * 16 + half * 8, lane / 4, lane % 4 * 2);
+            scale_columns(sums, 2 * m + half, inverse, lane);
         }
     store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, unit.first, queries, sums, 1, lane);
 }
@@ -323,7 +286,7 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
                      i64 v_batch, i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 base = shared_address(shared);
     const u32 q_tile = base + warp * 2 * WARP_BYTES, dy_tile = q_tile + WARP_BYTES;
     const u32 stages = base + WORKERS * 2 * WARP_BYTES;
     float2 *const row_stats =
@@ -335,50 +298,35 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
     v += unit.batch * v_batch + unit.kv_head * D;
     const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
 
-    float4 out_part[WARP_ROWS * CHUNKS / 32] = {}; // CHUNKS threads a row; on its way together with the rest
+    float4 out_part[OWN_CHUNKS] = {}; // in flight together with the copies
     if (!unit.idle) {
         load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
         load_rows<OWN, 32>(dy_tile, dy + first_output, row_of_outputs, unit.first, queries, lane);
 #pragma unroll
-        for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
+        for (int i = 0; i < OWN_CHUNKS; ++i) {
             const int t = unit.first + (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS;
             const float *const from = out + first_output + t * row_of_outputs + chunk * CHUNK;
             if (t < queries) out_part[i] = *reinterpret_cast<const float4 *>(from);
         }
     }
     copy_commit();
-    load_rows<TILE, THREADS>(stages, k, k_token, 0, queries, thread);
-    load_rows<TILE, THREADS>(stages + TILE_BYTES, v, v_token, 0, queries, thread);
-    copy_commit();
+    load_pair(stages, k, k_token, v, v_token, 0, queries, thread);
     copy_wait<1>();
     __syncwarp();
 
     Held q_held, dy_held;
-    float row_lse[ROW_TILES][2], delta[ROW_TILES][2];
+    RowValues row_lse, delta;
     if (!unit.idle) {
-        const i64 first_row = (unit.batch * heads + unit.head) * queries;
+        make_statistics(row_stats, stats, lse, (unit.batch * heads + unit.head) * queries, unit.first, queries, lane,
+                        row_lse, delta, [&](int i, int row, int chunk) {
+                            float x[4]; // of dO, before it is rounded
+                            load_four(x, dy_tile + swizzled(row, chunk));
+                            float sum = x[0] * out_part[i].x + x[1] * out_part[i].y + x[2] * out_part[i].z +
+                                        x[3] * out_part[i].w;
 #pragma unroll
-        for (int i = 0; i < WARP_ROWS * CHUNKS / 32; ++i) {
-            const int row = (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS, t = unit.first + row;
-            float x[4]; // of dO, before it is rounded
-            load_four(x, dy_tile + swizzled(row, chunk));
-            float sum = x[0] * out_part[i].x + x[1] * out_part[i].y + x[2] * out_part[i].z + x[3] * out_part[i].w;
-#pragma unroll
-            for (int other = 1; other < CHUNKS; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
-            if (chunk == 0) {
-                const float2 stat = {t < queries ? lse[first_row + t] * LOG2E : 0, sum};
-                row_stats[row] = stat;
-                if (t < queries) stats[first_row + t] = stat;
-            }
-        }
-        __syncwarp();
-#pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float2 stat = row_stats[m * 16 + half * 8 + lane / 4];
-                row_lse[m][half] = stat.x, delta[m][half] = stat.y;
-            }
+                            for (int other = 1; other < CHUNKS; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
+                            return sum;
+                        });
         round_rows(q_tile, lane);
         round_rows(dy_tile, lane);
         hold<HELD_OF_FIRST>(q_held, q_tile, lane);
@@ -391,12 +339,8 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
     for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         __syncthreads();
-        if (key + TILE < seen_by_block) {
-            const u32 next = stages + (stage ^ 1) * 2 * TILE_BYTES;
-            load_rows<TILE, THREADS>(next, k, k_token, key + TILE, queries, thread);
-            load_rows<TILE, THREADS>(next + TILE_BYTES, v, v_token, key + TILE, queries, thread);
-            copy_commit();
-        }
+        if (key + TILE < seen_by_block)
+            load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, queries, thread);
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
 #pragma unroll 1
         for (int part = 0; part < TILE; part += PIECE) {
@@ -404,7 +348,7 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
             Scores s = {}, dp = {};
             add_scores<HELD_OF_FIRST>(s, q_held, q_tile, k_tile + part * ROW_BYTES, lane);
             add_scores<HELD_OF_SECOND>(dp, dy_held, dy_tile, v_tile + part * ROW_BYTES, lane);
-            if (key + part + PIECE > seen_by_all) hide_future(s, seen_by_all - key - part, lane);
+            if (key + part + PIECE > seen_by_all) hide_future(s, 0, seen_by_all - key - part, lane / 4, lane % 4 * 2);
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -432,32 +376,16 @@ attention_bwd_kv_tf32(const float *dy, const float *q, const float *k, const flo
     extern __shared__ __align__(128) unsigned char shared[];
     constexpr int STAGE_BYTES = 2 * TILE_BYTES + TILE * 8;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 base = shared_address(shared);
     const u32 k_tile = base + warp * 2 * WARP_BYTES, v_tile = k_tile + WARP_BYTES;
     const u32 stages = base + WORKERS * 2 * WARP_BYTES;
     const int batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads, group = heads / kv_heads;
     const int first_of_block = blockIdx.y * WORKERS * OWN, first = first_of_block + warp * OWN;
     const bool idle = first >= queries;
-    q += batch * q_batch + kv_head * group * D;
-    dy += (batch * queries * heads + kv_head * group) * D;
-    stats += (batch * heads + kv_head * group) * queries;
-
-    // Tiles of queries, head after head: `head` and `query` of the tile in work, `next_` of the one on its way.
     const int start = first_of_block / TILE * TILE;
-    int next_head = 0, next_query = start;
-    const auto load_next = [&](u32 to) {
-        load_rows<TILE, THREADS>(to, q + next_head * D, q_token, next_query, queries, thread);
-        load_rows<TILE, THREADS>(to + TILE_BYTES, dy + next_head * D, heads * D, next_query, queries, thread);
-        static_assert(TILE <= THREADS, "a thread a pair");
-        if (thread < TILE) {
-            const bool there = next_query + thread < queries;
-            const float2 *const from = stats + next_head * queries + next_query + thread;
-            copy_async_8(to + 2 * TILE_BYTES + thread * 8, there ? from : stats, there);
-        }
-        copy_commit();
-        next_query += TILE;
-        if (next_query >= queries) next_query = start, ++next_head;
-    };
+    QueryTiles tiles(q + batch * q_batch + kv_head * group * D, dy + (batch * queries * heads + kv_head * group) * D,
+                     stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start);
+    const auto load_next = [&](u32 stage) { tiles.load_next(stage, stage + 2 * TILE_BYTES, 0, thread); };
 
     load_rows<OWN, 32>(k_tile, k + batch * k_batch + kv_head * D, k_token, first, queries, lane);
     load_rows<OWN, 32>(v_tile, v + batch * v_batch + kv_head * D, v_token, first, queries, lane);
@@ -478,7 +406,7 @@ attention_bwd_kv_tf32(const float *dy, const float *q, const float *k, const flo
         for (int query = start; query < queries; query += TILE, stage ^= 1) {
             copy_wait<0>();
             __syncthreads();
-            if (next_head < group) load_next(stages + (stage ^ 1) * STAGE_BYTES);
+            if (tiles.head < group) load_next(stages + (stage ^ 1) * STAGE_BYTES);
             if (idle) continue;
             const u32 q_tile = stages + stage * STAGE_BYTES, dy_tile = q_tile + TILE_BYTES;
             const u32 stats_tile = dy_tile + TILE_BYTES;
@@ -488,17 +416,8 @@ attention_bwd_kv_tf32(const float *dy, const float *q, const float *k, const flo
                 // Rows are keys, columns queries: P^T and dS^T are left operands as they come.
                 Scores p = {}, ds = {};
                 add_scores<HELD_OF_FIRST>(p, k_held, k_tile, q_tile + part * ROW_BYTES, lane);
-                if (query + part < first + OWN - 1) { // the diagonal crosses this piece
-#pragma unroll
-                    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-                        for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-                            for (int i = 0; i < 4; ++i) {
-                                const int t = query + part + n * 8 + lane % 4 * 2 + i % 2;
-                                if (first + m * 16 + i / 2 * 8 + lane / 4 > t) p[m][n][i] = minus_infinity();
-                            }
-                }
+                // Only if the diagonal crosses this piece.
+                if (query + part < first + OWN - 1) hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
                 const u32 row_stats = stats_tile + (part + lane % 4 * 2) * 8; // lse, delta, lse, delta of two queries
 #pragma unroll
                 for (int n = 0; n < PIECE / 8; ++n) {

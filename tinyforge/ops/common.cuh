@@ -7,6 +7,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 // NVRTC has no <math.h> macros.
 #define INFINITY __int_as_float(0x7f800000)
 #define NAN __int_as_float(0x7fffffff)
@@ -88,15 +90,34 @@ __device__ __forceinline__ Pack<T, N> load_from_l2(const Pack<T, N> *from) {
 }
 
 __device__ __forceinline__ u32 shared_address(const void *p) { return u32(__cvta_generic_to_shared(p)); }
-// 16 bytes into shared memory, while the thread goes on; `copy_commit` makes a group of the copies before it.
+// Starts an asynchronous copy of 16 bytes from global to shared memory. `copy_commit` closes a group of such copies.
 __device__ __forceinline__ void copy_async(u32 to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+// The same, but writes zeros where `valid` is false; nothing is read then.
+__device__ __forceinline__ void copy_async(u32 to, const void *from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_async_8(u32 to, const void *from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid ? 8 : 0) : "memory");
+}
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all groups of this thread have come but the last `late`.
-template <int late>
+// Waits until at most the last `pending` groups of this thread are still in flight.
+template <int pending>
 __device__ __forceinline__ void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(late) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// sum += a b^T on tensor cores, in bf16: mma.m16n8k16. With g = lane / 4 and c = 2 (lane % 4), a lane holds two adjacent
+// columns of a row in each register:
+//   a (16 x 16): a0 = (g, c..c+1), a1 = (g + 8, c..c+1), a2 = (g, c+8..c+9), a3 = (g + 8, c+8..c+9)
+//   b (8 x 16):  b0 = (g, c..c+1), b1 = (g, c+8..c+9)
+//   sum (16 x 8): sum[0..1] = (g, c..c+1), sum[2..3] = (g + 8, c..c+1)
+__device__ __forceinline__ void multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // exp(x) and 1 / x for results that are stored as a T: where that is bf16, by the hardware's own approximations, some

@@ -210,7 +210,9 @@ class CrossEntropy(Op):
 class LinearCrossEntropy(Op):
     """nll = cross_entropy(h W^T), chunk by chunk: the reference is Linear, then CrossEntropy
 
-    h: (..., C); W: (K, V, C), one untied output head per predicted token; targets: (..., K); nll: (..., K).
+    h: (..., C); W: (K, V, C), an output head for each predicted token, or (V, C) for one head alone; targets: (..., K);
+    nll: (..., K). W may be another op's too, an embedding's (V, C): then the heads are tied, and both ops add to its
+    gradient.
     With a stash, the logits turn into softmax - onehot in place while they are in cache, and that is what is saved,
     (N, K, V) with N rows, and h; without one, each chunk's logits are dropped.
 
@@ -225,14 +227,15 @@ class LinearCrossEntropy(Op):
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight = weight
+        self.shape = weight.shape if len(weight.shape) == 3 else (1, *weight.shape)
 
     def params(self) -> list[Param]:
         return [self.weight]
 
     def forward(self, h: Array, targets: Array, stash: Stash | None = None) -> Array:
-        heads, _, dim = self.weight.shape
+        heads, _, dim = self.shape
         nll, residual = self.k.linear_cross_entropy_fwd(
-            h.reshape(-1, dim), self.weight.value, targets.reshape(-1, heads), stash is not None
+            h.reshape(-1, dim), self.weight.value.reshape(self.shape), targets.reshape(-1, heads), stash is not None
         )
         if stash is not None:
             stash.push(self, h, residual)
@@ -241,18 +244,20 @@ class LinearCrossEntropy(Op):
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
         h, residual = stash.pop(self)
         rows = h.reshape(-1, h.shape[-1])
-        dh = self.k.linear_cross_entropy_bwd(self.weight.grad, rows_of(dy), rows, residual, self.weight.value)
+        weight, dweight = (flat.reshape(self.shape) for flat in (self.weight.value, self.weight.grad))
+        dh = self.k.linear_cross_entropy_bwd(dweight, rows_of(dy), rows, residual, weight)
         return dh.reshape(h.shape), None
 
     def logits(self, h: Array, head: int = 0) -> Array:
         """Inference: the logits of one head, (..., V)."""
-        return self.k.linear_fwd(h, self.weight.value[head])
+        return self.k.linear_fwd(h, self.weight.value.reshape(self.shape)[head], None)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         # The last case spans several chunks, the last of them partly filled.
         many = 2 * (CHUNK_BYTES // (8 * 2 * 1024)) + 5
-        for n, heads, vocab, dim in ((6, 3, 5, 4), (1, 1, 2, 1), (9, 4, 7, 3), (many, 2, 1024, 3)):
-            op = with_buffer(cls(Param("weight", (heads, vocab, dim), std=1.0), backend), backend, rng)
+        for n, *shape in ((6, 3, 5, 4), (1, 1, 2, 1), (9, 4, 7, 3), (8, 6, 3), (many, 2, 1024, 3)):
+            op = with_buffer(cls(Param("weight", tuple(shape), std=1.0), backend), backend, rng)
+            heads, vocab, dim = op.shape
             h = rng.normal(size=(n, dim))
             yield op, (backend.asarray(h), backend.asarray(masked_targets(rng, n, heads, vocab)))

@@ -1,4 +1,4 @@
-"""Linear map without bias."""
+"""Linear map, with or without a bias."""
 
 from __future__ import annotations
 
@@ -15,59 +15,67 @@ from tinyforge.params import with_buffer
 
 
 @kernel
-def linear_fwd(x: Array, weight: Array) -> Array:
-    return (x.reshape(-1, x.shape[-1]) @ weight.T).reshape(*x.shape[:-1], weight.shape[0])
+def linear_fwd(x: Array, weight: Array, bias: Array | None) -> Array:
+    y = x.reshape(-1, x.shape[-1]) @ weight.T
+    if bias is not None:
+        y += bias
+    return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 @linear_fwd.on("phantom")
-def linear_fwd_memory(x: Array, weight: Array) -> Array:
+def linear_fwd_memory(x: Array, weight: Array, bias: Array | None) -> Array:
     return empty((*x.shape[:-1], weight.shape[0]), x.dtype)
 
 
 @kernel
-def linear_bwd(dweight: Array, dy: Array, x: Array, weight: Array) -> Array:
+def linear_bwd(dweight: Array, dbias: Array | None, dy: Array, x: Array, weight: Array) -> Array:
     rows = dy.reshape(-1, dy.shape[-1])
     dweight += rows.T @ x.reshape(-1, x.shape[-1])
+    if dbias is not None:
+        dbias += rows.sum(axis=0)
     return (rows @ weight).reshape(x.shape)
 
 
 @linear_bwd.on("phantom")
-def linear_bwd_memory(dweight: Array, dy: Array, x: Array, weight: Array) -> Array:
+def linear_bwd_memory(dweight: Array, dbias: Array | None, dy: Array, x: Array, weight: Array) -> Array:
     return empty(x.shape, x.dtype)
 
 
 class Linear(Op):
-    """y = x W^T
+    """y = x W^T + b
 
-    x: (..., I); W: (O, I); y: (..., O). Saves x; or `recompute`, a function that computes x again from what other ops
-    have saved anyway: memory for the price of that function (Chen et al., "Training Deep Nets with Sublinear Memory
-    Cost", 2016).
+    x: (..., I); W: (O, I); b: (O,), or none; y: (..., O). Saves x; or `recompute`, a function that computes x again
+    from what other ops have saved anyway: memory for the price of that function (Chen et al., "Training Deep Nets with
+    Sublinear Memory Cost", 2016).
 
-    backward: dx = dy W, dW += dy^T x, with all leading axes folded into one.
+    backward: dx = dy W, dW += dy^T x, db += sum over rows of dy, with all leading axes folded into one.
     """
 
     kernels = (linear_fwd, linear_bwd)
 
-    def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
+    def __init__(self, weight: Param, backend: Backend, name: str = "", *, bias: Param | None = None) -> None:
         super().__init__(backend, name)
         self.weight = weight
+        self.bias = bias
 
     def params(self) -> list[Param]:
-        return [self.weight]
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def forward(
         self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None
     ) -> Array:
         if stash is not None:
             stash.push(self, recompute or (lambda: x))
-        return self.k.linear_fwd(x, self.weight.value)
+        return self.k.linear_fwd(x, self.weight.value, self.bias.value if self.bias else None)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (x,) = stash.pop(self)
-        return self.k.linear_bwd(self.weight.grad, dy, x(), self.weight.value)
+        dbias = self.bias.grad if self.bias else None
+        return self.k.linear_bwd(self.weight.grad, dbias, dy, x(), self.weight.value)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for (o, i), lead in (((5, 7), (2, 3)), ((1, 1), (1,)), ((6, 4), (9,)), ((3, 2), (0,))):
-            op = with_buffer(cls(Param("weight", (o, i), std=1.0), backend), backend, rng)
-            yield op, (backend.asarray(rng.normal(size=(*lead, i))),)
+            for bias in (None, Param("bias", (o,), decay=False)):
+                op = with_buffer(cls(Param("weight", (o, i), std=1.0), backend, bias=bias), backend, rng)
+                yield op, (backend.asarray(rng.normal(size=(*lead, i))),)

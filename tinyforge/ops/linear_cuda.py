@@ -1,25 +1,61 @@
-"""The linear map on the GPU: matrix products by cuBLAS, with the leading axes folded into one."""
+"""The linear map on the GPU: matrix products by cuBLAS, with the leading axes folded into one, and linear.cu."""
 
 from __future__ import annotations
 
+import numpy as np
+
+from tinyforge.backends.compile import load
 from tinyforge.backends.cublas import gemm
-from tinyforge.backends.cupy_backend import CupyBackend, contiguous
+from tinyforge.backends.cupy_backend import (
+    CupyBackend,
+    add_columns,
+    blocks,
+    contiguous,
+    new,
+    processors,
+    scalar,
+    vector,
+)
 from tinyforge.kernel import Array
 from tinyforge.ops import linear
 
+FILE = "ops/linear.cu"
+
 
 @linear.linear_fwd.on("cupy")
-def linear_fwd(x: Array, weight: Array, *, backend: CupyBackend) -> Array:
+def linear_fwd(x: Array, weight: Array, bias: Array | None, *, backend: CupyBackend) -> Array:
     x = contiguous(x)
     rows, width = x.size // x.shape[-1], x.shape[-1]
-    y = gemm(x.reshape(rows, width), weight, transpose_b=True, tf32=backend.tf32)
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    y = new((rows, len(weight)), x.dtype)
+    if bias is not None and y.size:
+        vec = vector(y.shape[1], y, bias)
+        launch = load(FILE, "linear_fwd_bias", SCALAR=scalar(y.dtype), VEC=vec)
+        launch(blocks(y.size // vec), (256,), (y, bias, np.uint32(y.size // vec), np.uint32(y.shape[1] // vec)))
+    flat = x.reshape(rows, width)
+    gemm(flat, weight, y, transpose_b=True, accumulate=bias is not None, tf32=backend.tf32)
+    return y.reshape(*x.shape[:-1], len(weight))
 
 
 @linear.linear_bwd.on("cupy")
-def linear_bwd(dweight: Array, dy: Array, x: Array, weight: Array, *, backend: CupyBackend) -> Array:
+def linear_bwd(
+    dweight: Array, dbias: Array | None, dy: Array, x: Array, weight: Array, *, backend: CupyBackend
+) -> Array:
     dy, x = contiguous(dy), contiguous(x)
     rows = x.size // x.shape[-1]
     up = dy.reshape(rows, dy.shape[-1])
     gemm(up, x.reshape(rows, x.shape[-1]), dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
+    if dbias is not None and rows:
+        add_bias_gradient(dbias, up)
     return gemm(up, weight, tf32=backend.tf32).reshape(x.shape)
+
+
+def add_bias_gradient(dbias: Array, dy: Array) -> None:
+    """dbias += the sum over the rows of dy, in a fixed order."""
+    rows, width = dy.shape
+    columns = -(-width // 32)
+    # Some eight blocks for each multiprocessor, of at least 64 rows each.
+    parts = min(-(-rows // 64), -(-8 * processors() // columns))
+    partial = new((parts, width), dbias.dtype)
+    launch = load(FILE, "linear_bwd_bias", SCALAR=scalar(dy.dtype), VEC=1)
+    launch((columns, parts), (32, 8), (partial, dy, np.int32(rows), np.int32(width)))
+    add_columns(dbias, None, partial)

@@ -35,10 +35,11 @@ def positions_bwd_memory(dweight: Array, dy: Array) -> None:
 
 
 class LearnedPositions(Op):
-    """y[b, t, :] = x[b, t, :] + P[t, :]
+    """y[b, t, :] = x[b, t, :] + P[offset + t, :]
 
-    x, y: (B, T, C); P: (positions, C), T <= positions. Saves nothing but T.
-    backward: dx = dy (the same array), dP[t] += sum over b of dy[b, t].
+    x, y: (B, T, C); P: (positions, C), offset + T <= positions. offset: how many tokens come before x, when decoding
+    with a cache. Saves nothing but the offset.
+    backward: dx = dy (the same array), dP[offset + t] += sum over b of dy[b, t].
     """
 
     kernels = (positions_fwd, positions_bwd)
@@ -50,18 +51,19 @@ class LearnedPositions(Op):
     def params(self) -> list[Param]:
         return [self.weight]
 
-    def forward(self, x: Array, stash: Stash | None = None) -> Array:
-        if x.shape[1] > self.weight.shape[0]:
+    def forward(self, x: Array, stash: Stash | None = None, *, offset: int = 0) -> Array:
+        if offset + x.shape[1] > self.weight.shape[0]:
             raise ValueError(
-                f"{self.name}: x has {x.shape[1]} positions, the table {self.weight.shape[0]}; shorten the input"
+                f"{self.name}: x has positions {offset} to {offset + x.shape[1]}, the table {self.weight.shape[0]}; "
+                "shorten the input"
             )
         if stash is not None:
-            stash.push(self)
-        return self.k.positions_fwd(x, self.weight.value)
+            stash.push(self, offset)
+        return self.k.positions_fwd(x, self.weight.value[offset:])
 
     def backward(self, dy: Array, stash: Stash) -> Array:
-        stash.pop(self)
-        self.k.positions_bwd(self.weight.grad, dy)
+        (offset,) = stash.pop(self)
+        self.k.positions_bwd(self.weight.grad[offset:], dy)
         return dy
 
     @classmethod

@@ -56,6 +56,14 @@ def rmsnorm_bwd_memory(
     return empty(x.shape, x.dtype)
 
 
+def into(out: Array | None, y: Array) -> Array:
+    """y, or `out` with y written into it."""
+    if out is None:
+        return y
+    out[...] = y
+    return out
+
+
 class RMSNorm(Op):
     """y = w * x * r,  r = 1 / sqrt(mean(x^2) + eps), the mean over the last axis
 
@@ -66,6 +74,10 @@ class RMSNorm(Op):
         dx  = r * (dy * w - xhat * mean(dy * w * xhat))
     backward(..., residual=g) adds g, a gradient that x has from elsewhere, in the same pass: where x is also a residual
     stream that goes on unchanged.
+
+    x may be a strided view, such as the query heads of a packed (B, T, heads, D): then C is D, and every head is
+    normalised by itself with the same w (the q/k norm of Qwen3). `out=x` writes y over it, and a copy of x is saved;
+    backward's `out=` takes dx likewise.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
@@ -80,15 +92,17 @@ class RMSNorm(Op):
     def params(self) -> list[Param]:
         return [self.weight]
 
-    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+    def forward(self, x: Array, stash: Stash | None = None, *, out: Array | None = None) -> Array:
         y, rstd = self.k.rmsnorm_fwd(x, self.weight.value, self.eps)
         if stash is not None:
-            stash.push(self, x, rstd)
-        return y
+            stash.push(self, x if out is None else x.copy(), rstd)
+        return into(out, y)
 
-    def backward(self, dy: Array, stash: Stash, residual: Array | None = None) -> Array:
+    def backward(
+        self, dy: Array, stash: Stash, residual: Array | None = None, *, out: Array | None = None
+    ) -> Array:
         x, rstd = stash.pop(self)
-        return self.k.rmsnorm_bwd(self.weight.grad, dy, self.weight.value, x, rstd, residual)
+        return into(out, self.k.rmsnorm_bwd(self.weight.grad, dy, self.weight.value, x, rstd, residual))
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

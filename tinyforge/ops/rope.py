@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.phantom import empty
+from tinyforge.errors import UserError
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
 
@@ -45,15 +47,52 @@ def rope_memory(out: Array | None, x: Array, cos: Array, sin: Array, rotated: in
     return empty(x.shape, x.dtype) if out is None else out
 
 
+@dataclass(frozen=True)
+class RopeScaling:
+    """How the frequencies f = theta^(-2i/D) are changed for a context longer than the one that was trained on.
+
+    linear: f / factor, as if positions lay closer (Chen et al., "Extending Context Window of Large Language Models via
+    Positional Interpolation", 2023).
+    llama3: by the turns r = original_context f / 2 pi that a pair makes over the original context: f where r is above
+    high_freq_factor, f / factor where it is below low_freq_factor, between them (1 - s) f / factor + s f with
+    s = (r - low_freq_factor) / (high_freq_factor - low_freq_factor) (Llama 3.1, its published `apply_scaling`, 2024).
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3"):
+            raise UserError(f"RoPE scaling {self.kind!r} is unknown; use linear or llama3, or none at all")
+        if self.factor <= 0:
+            raise UserError(f"RoPE scaling: factor is {self.factor}, wants a number above 0")
+        if self.kind == "llama3" and not (0 < self.low_freq_factor < self.high_freq_factor and self.original_context):
+            raise UserError(
+                f"RoPE scaling llama3: low_freq_factor {self.low_freq_factor}, high_freq_factor "
+                f"{self.high_freq_factor}, original_context {self.original_context}; wants 0 < low < high and a context"
+            )
+
+    def apply(self, frequencies: np.ndarray) -> np.ndarray:
+        if self.kind == "linear":
+            return frequencies / self.factor
+        turns = self.original_context * frequencies / (2 * np.pi)
+        share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        share = np.clip(share, 0.0, 1.0)
+        return (1 - share) * frequencies / self.factor + share * frequencies
+
+
 class RoPE(Op):
-    """Rotate each pair (x_i, x_{i + D/2}) of a head by the angle t * theta^(-2i/D), t the position
+    """Rotate each pair (x_i, x_{i + D/2}) of a head by the angle t * f_i, t the position, f_i = theta^(-2i/D)
 
         y_i         = x_i cos - x_{i+D/2} sin
         y_{i+D/2}   = x_{i+D/2} cos + x_i sin
 
     x: (B, T, H, D), D even; the first `rotated` heads are turned, the rest (values, in a packed qkv) copied. Positions
     are offset .. offset+T-1. Halves are split as in Hugging Face's Llama. Saves nothing: backward turns by -angle.
-    `out=x` works in place.
+    `out=x` works in place. scaling: changes f for long contexts.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
@@ -61,13 +100,17 @@ class RoPE(Op):
     kernels = (rope,)
 
     def __init__(
-        self, head_dim: int, positions: int, rotated: int, backend: Backend, theta: float = 10000.0, name: str = ""
-    ) -> None:
+        self, head_dim: int, positions: int, rotated: int, backend: Backend, theta: float = 10000.0, name: str = "",
+        *, scaling: RopeScaling | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(backend, name)
         if head_dim % 2:
             raise ValueError(f"RoPE: head_dim is {head_dim}, wants an even number: it turns pairs")
         self.rotated = rotated
-        angle = np.arange(positions)[:, None] * theta ** (-np.arange(0, head_dim, 2) / head_dim)
+        frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+        if scaling is not None:
+            frequencies = scaling.apply(frequencies)
+        angle = np.arange(positions)[:, None] * frequencies
         self.cos, self.sin = (backend.asarray(f(angle), backend.master_dtype) for f in (np.cos, np.sin))
         self.minus_sin = -self.sin
 
@@ -85,3 +128,5 @@ class RoPE(Op):
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for (b, t, h, d), rotated in (((2, 5, 3, 8), 2), ((1, 1, 1, 2), 1), ((3, 7, 2, 6), 2), ((1, 0, 2, 4), 1)):
             yield cls(d, 16, rotated, backend, theta=100.0), (backend.asarray(rng.normal(size=(b, t, h, d))),)
+        scaling = RopeScaling("llama3", 8.0, original_context=32)
+        yield cls(8, 16, 2, backend, theta=100.0, scaling=scaling), (backend.asarray(rng.normal(size=(2, 5, 3, 8))),)

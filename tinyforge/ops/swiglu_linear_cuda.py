@@ -12,7 +12,7 @@ from tinyforge.ops.swiglu_cuda import swiglu_bwd, swiglu_fwd
 
 @swiglu_linear.swiglu_linear_fwd.on("cupy")
 def swiglu_linear_fwd(gu: Array, weight: Array, *, backend: CupyBackend) -> Array:
-    return linear_fwd(swiglu_fwd(gu), weight, backend=backend)
+    return linear_fwd(swiglu_fwd(gu), weight, None, backend=backend)
 
 
 @swiglu_linear.swiglu_linear_bwd.on("cupy")

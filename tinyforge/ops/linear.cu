@@ -1,0 +1,46 @@
+// linear: what a bias adds to the matrix products of cuBLAS.
+//
+// Kernels:  linear_fwd_bias    y[n, o] = b[o]: the matrix product is then added to it
+//           linear_bwd_bias    partial sums of db[o] += sum over n of dy[n, o]; columns.cu adds them up
+//
+// Idea. y = b first and y += x W^T then, not the other way round: cuBLAS adds in float32, so that in bf16 the sum is
+// rounded once. The traffic is the same, one more pass over y.
+// Backward: block (c, p) sums 32 columns over every P-th share of the rows; the order of the sum does not depend on
+// which block ends first.
+// Grid: forward a thread for each vector of y; backward (columns / 32, partial rows). Block: 256; backward 32 x 8.
+// Shared memory: backward, the eight warps' sums. Bound by memory.
+//
+// compile: SCALAR=double VEC=1|2
+// compile: SCALAR=float VEC=1|4
+// compile: SCALAR=bf16 VEC=1|8
+// spills: none
+
+#include "ops/common.cuh"
+
+typedef SCALAR T;
+typedef Wide<T> A;
+
+// total and width count vectors.
+extern "C" __global__ void __launch_bounds__(256) linear_fwd_bias(T *y, const T *bias, u32 total, u32 width) {
+    const u32 i = blockIdx.x * 256 + threadIdx.x;
+    if (i >= total) return;
+    store(y + i64(i) * VEC, load<VEC>(bias + (i % width) * VEC));
+}
+
+// Thread (c, y) adds every eighth row of its block's share.
+extern "C" __global__ void linear_bwd_bias(A *partial, const T *dy, int rows, int width) {
+    __shared__ A sums[8][32];
+    const int column = blockIdx.x * 32 + threadIdx.x;
+    A sum = 0;
+    if (column < width) {
+        for (int row = blockIdx.y * 8 + threadIdx.y; row < rows; row += gridDim.y * 8) {
+            sum += widen(dy[i64(row) * width + column]);
+        }
+    }
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y == 0 && column < width) {
+        for (int y = 1; y < 8; y++) sum += sums[y][threadIdx.x];
+        partial[i64(blockIdx.y) * width + column] = sum;
+    }
+}
