@@ -115,7 +115,7 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pretrain --set dim=wide", "--set: 'dim=wide' wants KEY=VALUE with a number"),
         ("pretrain --set mtp_weights=1", "config: mtp_weights is 1, wants a list of numbers"),
         ("pretrain --data text.txt --set vocab=200", "vocabulary too small for the bytes: got vocab_size 200"),
-        ("pretrain --data text.txt --tokenizer absent.json", "cannot read the tokenizer file absent.json"),
+        ("pretrain --data text.txt --tokenizer absent.json", "cannot read the tokenizer absent.json"),
         ("pretrain --data text.txt --tokenizer bytes.json", "bytes.json has 258 ids, the config's vocab is 512"),
         ("pretrain --data text.txt --seq-len 129", "--seq-len is 129, the config's context is 128; use at most that"),
         ("pretrain --lr nan", "--lr is nan, wants a number above 0"),
