@@ -86,10 +86,7 @@ def read_bytes(path: str | Path, what: str, max_bytes: int = MOST_BYTES) -> byte
 
 def read_text(path: str | Path, what: str, max_bytes: int = MOST_BYTES) -> str:
     """The text of a UTF-8 file, line ends as they are. Raises UserError as `read_bytes`, and for other bytes."""
-    try:
-        return read_bytes(path, what, max_bytes).decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"cannot read {what} {path}: it is not UTF-8 at byte {error.start}; check the path") from error
+    return _decode(read_bytes(path, what, max_bytes), path, what)
 
 
 def read_json(path: str | Path, what: str, wanted_type: type = dict, max_bytes: int = MOST_BYTES) -> Any:
@@ -98,7 +95,12 @@ def read_json(path: str | Path, what: str, wanted_type: type = dict, max_bytes: 
     Raises UserError, one line that names the file, for a file that cannot be read, is larger than `max_bytes`, is not
     UTF-8 or not JSON, is nested too deeply, holds a whole number of more than MOST_DIGITS digits, or has another type.
     """
-    text = read_text(path, what, max_bytes)
+    return parse_json(read_bytes(path, what, max_bytes), path, what, wanted_type)
+
+
+def parse_json(data: bytes, path: str | Path, what: str, wanted_type: type = dict) -> Any:
+    """As `read_json`, for the bytes of a file that has been read; `path` is for the error."""
+    text = _decode(data, path, what)
     try:
         content = json.loads(text, parse_int=_to_int)
     except json.JSONDecodeError as error:
@@ -112,6 +114,13 @@ def read_json(path: str | Path, what: str, wanted_type: type = dict, max_bytes: 
             return content
         cause = f"got {JSON_NAMES[type(content)]}, wanted {JSON_NAMES[wanted_type]}"
     raise UserError(f"cannot read {what} {path}: {cause}; get or make the file again")
+
+
+def _decode(data: bytes, path: str | Path, what: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {what} {path}: it is not UTF-8 at byte {error.start}; check the path") from error
 
 
 def _to_int(digits: str) -> int:

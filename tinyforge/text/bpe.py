@@ -61,28 +61,29 @@ LONG = 100  # bytes of a piece, from which a heap finds the next merge sooner th
 # --- merging ------------------------------------------------------------------------------------------------
 
 
-def apply_merges(ids: list[int], merged: dict[Pair, int]) -> list[int]:
-    """Apply all merges to one piece: always the pair with the smallest new id, from left to right.
+def apply_merges(ids: list[int], ranks: dict[Pair, int], made: Sequence[int]) -> list[int]:
+    """Apply all merges to one piece: always the pair of lowest rank, from left to right.
 
-    `merged` maps a pair to its new id; ids grow in the order of learning, so the new id is also the rank.
+    `ranks` maps a pair of ids to its rank, and `made[rank]` is the id that it becomes.
     """
     if len(ids) >= LONG:
-        return apply_merges_by_heap(ids, merged)
+        return apply_merges_by_heap(ids, ranks, made)
     ids = ids.copy()
-    ranks = [merged.get(pair, NO_MERGE) for pair in pairwise(ids)]
-    while ranks and (new := min(ranks)) < NO_MERGE:
-        at = ranks.index(new)
+    found = [ranks.get(pair, NO_MERGE) for pair in pairwise(ids)]
+    while found and (rank := min(found)) < NO_MERGE:
+        at = found.index(rank)
+        new = made[rank]
         ids[at : at + 2] = [new]
-        del ranks[at]
+        del found[at]
         if at > 0:
-            ranks[at - 1] = merged.get((ids[at - 1], new), NO_MERGE)
-        if at < len(ranks):
-            ranks[at] = merged.get((new, ids[at + 1]), NO_MERGE)
+            found[at - 1] = ranks.get((ids[at - 1], new), NO_MERGE)
+        if at < len(found):
+            found[at] = ranks.get((new, ids[at + 1]), NO_MERGE)
     return ids
 
 
-def apply_merges_by_heap(ids: list[int], merged: dict[Pair, int]) -> list[int]:
-    """The same in O(n log n) for n bytes, with a linked list of tokens and a heap of candidates.
+def apply_merges_by_heap(ids: list[int], ranks: dict[Pair, int], made: Sequence[int]) -> list[int]:
+    """The same in O(n log n) for n tokens, with a linked list of tokens and a heap of candidates.
 
     So a long run without a space stays cheap.
     """
@@ -90,31 +91,35 @@ def apply_merges_by_heap(ids: list[int], merged: dict[Pair, int]) -> list[int]:
     end = len(ids)
     following = list(range(1, end + 1))
     preceding = list(range(-1, end - 1))
-    heap = [(merged[pair], at) for at, pair in enumerate(pairwise(ids)) if pair in merged]
+    heap = [(ranks[pair], at) for at, pair in enumerate(pairwise(ids)) if pair in ranks]
     heapify(heap)
     while heap:
-        new, left = heappop(heap)
+        rank, left = heappop(heap)
         right = following[left]
-        if right == end or merged.get((ids[left], ids[right])) != new:
+        if right == end or ranks.get((ids[left], ids[right])) != rank:
             continue  # one of the two has gone into another merge since
+        new = made[rank]
         ids[left], ids[right] = new, -1
         following[left] = after = following[right]
         if after < end:
             preceding[after] = left
-            if (pair := (new, ids[after])) in merged:
-                heappush(heap, (merged[pair], left))
+            if (pair := (new, ids[after])) in ranks:
+                heappush(heap, (ranks[pair], left))
         before = preceding[left]
-        if before >= 0 and (pair := (ids[before], new)) in merged:
-            heappush(heap, (merged[pair], before))
+        if before >= 0 and (pair := (ids[before], new)) in ranks:
+            heappush(heap, (ranks[pair], before))
     return [token for token in ids if token >= 0]
 
 
 class Encoder:
     """Texts to token ids. Each distinct piece is merged once; where it comes again, its ids are looked up."""
 
-    def __init__(self, byte_ids: list[int], merged: dict[Pair, int], dtype: npt.DTypeLike) -> None:
+    def __init__(
+        self, byte_ids: list[int], ranks: dict[Pair, int], made: Sequence[int], dtype: npt.DTypeLike
+    ) -> None:
         self.byte_ids = byte_ids
-        self.merged = merged
+        self.ranks = ranks
+        self.made = made
         self.dtype = dtype
         self.forget()
 
@@ -138,11 +143,15 @@ class Encoder:
         part_ends = stops[numbers == 0].tolist()
         return ids, [end for end, (_, is_last) in zip(part_ends, batch, strict=True) if is_last]
 
+    def merge(self, piece: bytes) -> list[int]:
+        """The ids of one piece."""
+        return apply_merges([self.byte_ids[byte] for byte in piece], self.ranks, self.made)
+
     def _merge_new_pieces(self) -> None:
         ids, lengths, _ = self.known
         new = self.table.pieces[len(lengths) :]
         if new:
-            tokens = [apply_merges([self.byte_ids[byte] for byte in piece], self.merged) for piece in new]
+            tokens = [self.merge(piece) for piece in new]
             ids = np.concatenate([ids, np.fromiter(chain.from_iterable(tokens), self.dtype)])
             lengths = np.concatenate([lengths, np.fromiter(map(len, tokens), np.int64)])
             self.known = (ids, lengths, np.cumsum(lengths) - lengths)
@@ -398,7 +407,7 @@ class Tokenizer(Vocabulary):
         """The encoder of this thread: two threads must not write to one memory of pieces."""
         thread = get_ident()
         if thread not in self._encoders:
-            self._encoders[thread] = Encoder(self._byte_ids, self._merged, self.id_dtype)
+            self._encoders[thread] = Encoder(self._byte_ids, self._merged, range(len(self._vocab)), self.id_dtype)
         return self._encoders[thread]
 
     def encode(self, text: str, after: After = "start") -> list[int]:
@@ -444,7 +453,11 @@ class Tokenizer(Vocabulary):
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a file that `save` wrote. Raises UserError, naming the file, when it is missing or damaged."""
-        content = read_json(path, "the tokenizer")
+        return cls.from_content(read_json(path, "the tokenizer"), path)
+
+    @classmethod
+    def from_content(cls, content: dict[str, Any], path: str | Path) -> Tokenizer:
+        """The tokenizer in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
         for key, wanted in (("format", FORMAT), ("version", VERSION), ("pattern", PATTERN)):
             if content.get(key) != wanted:
                 raise UserError(
@@ -457,7 +470,7 @@ class Tokenizer(Vocabulary):
             raise UserError(f"{path}: byte_order {byte_order!r} is none of {', '.join(BYTE_ORDERS)}; {damaged}")
         if not isinstance(specials, list) or not all(isinstance(text, str) for text in specials):
             raise UserError(f"{path}: specials is not a list of texts; {damaged}")
-        if not isinstance(merges, list) or not all(_is_pair(merge) for merge in merges):
+        if not isinstance(merges, list) or not all(is_pair(merge) for merge in merges):
             raise UserError(f"{path}: merges is not a list of pairs of ids; {damaged}")
         try:
             return cls([(left, right) for left, right in merges], specials, byte_order)
@@ -465,5 +478,5 @@ class Tokenizer(Vocabulary):
             raise UserError(f"{path}: {error}") from None
 
 
-def _is_pair(merge: object) -> bool:
+def is_pair(merge: object) -> bool:
     return isinstance(merge, list) and len(merge) == 2 and all(type(token) is int for token in merge)

@@ -275,7 +275,7 @@ def to_tiktoken(tokenizer: Tokenizer) -> list[str]:
     lines = []
     for id in range(256 + len(tokenizer.merges)):
         token = tokenizer.token_bytes(id)
-        parts = apply_merges([byte_ids[byte] for byte in token], merged)
+        parts = apply_merges([byte_ids[byte] for byte in token], merged, range(256 + len(tokenizer.merges)))
         if parts != [id]:
             raise UserError(
                 f"tiktoken's ranks cannot express this vocabulary: got token {id} {token!r}, whose bytes encode to "
@@ -322,7 +322,7 @@ def from_tiktoken(path: str | Path, specials: Iterable[str] = ()) -> Tokenizer:
     merged: dict[Pair, int] = {}
     for rank in range(256, len(tokens)):
         token = tokens[rank]
-        parts = apply_merges([ranks[bytes([byte])] for byte in token], merged)
+        parts = apply_merges([ranks[bytes([byte])] for byte in token], merged, range(rank))
         if len(parts) != 2:
             raise UserError(
                 f"{path} line {lines[token]}: got {token!r}, which tokens of lower rank make in {len(parts)} parts, "

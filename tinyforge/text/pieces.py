@@ -76,14 +76,17 @@ def recut(blocks: Iterable[str]) -> Iterator[str]:
         yield "".join(held)
 
 
-def batches(texts: Iterable[str], size: int | None = None) -> Iterator[Batch]:
-    """`texts` in lists of about `size` characters (default: BATCH): short texts together, a long one in parts."""
+def batches(texts: Iterable[str], size: int | None = None, whole: bool = False) -> Iterator[Batch]:
+    """`texts` in lists of about `size` characters (default: BATCH): short texts together, a long one in parts.
+
+    With `whole` no text is cut.
+    """
     size = size or BATCH
     batch: Batch = []
     room = size
     for text in texts:
         left = len(text)
-        for part in cut(text, size) if text else [""]:
+        for part in cut(text, size) if text and not whole else [text]:
             left -= len(part)
             room -= len(part) + 1  # a text has its price, even without a character
             batch.append((part, left == 0))
@@ -96,10 +99,16 @@ def batches(texts: Iterable[str], size: int | None = None) -> Iterator[Batch]:
 
 def to_utf8(piece: str) -> bytes:
     """UTF-8 bytes of any string: U+DC80..U+DCFF stand for raw bytes, other surrogates become U+FFFD."""
+    return replace_surrogates(piece).encode("utf-8", "surrogateescape")
+
+
+def replace_surrogates(text: str) -> str:
+    """`text` with U+FFFD for the lone surrogates, but for U+DC80..U+DCFF, which stand for raw bytes."""
     try:
-        return piece.encode("utf-8", "surrogateescape")
+        text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
-        return re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", piece).encode("utf-8", "surrogateescape")
+        return re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", text)
+    return text
 
 
 # --- the pattern as a regular expression ---------------------------------------------------------------------

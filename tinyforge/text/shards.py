@@ -39,8 +39,9 @@ import numpy as np
 
 from tinyforge.backends.workers import cores
 from tinyforge.errors import UserError
-from tinyforge.files import sha256_of, sync, write_whole
-from tinyforge.text.bpe import Tokenizer
+from tinyforge.files import parse_json, sha256_of, sync, write_whole
+from tinyforge.text.load import load_tokenizer
+from tinyforge.text.vocabulary import TextTokenizer
 
 MAGIC = b"TFTOKENS"
 FORMAT = "tinyforge-shards"
@@ -140,7 +141,7 @@ class ShardWriter:
     """
 
     def __init__(
-        self, folder: Path, source: str, split: str, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS,
+        self, folder: Path, source: str, split: str, tokenizer: TextTokenizer, shard_tokens: int = SHARD_TOKENS,
         kept: Sequence[ShardFile] = (),
     ) -> None:  # fmt: skip
         self.folder, self.source, self.split = folder, source, split
@@ -202,7 +203,7 @@ def describe(path: Path, name: str | None = None) -> ShardFile:
     return ShardFile(name or path.name, header.tokens, path.stat().st_size, sha256_of(path))
 
 
-def write_manifest(folder: Path, tokenizer: Tokenizer, sources: Sequence[Source], settings: dict[str, Any]) -> None:
+def write_manifest(folder: Path, tokenizer: TextTokenizer, sources: Sequence[Source], settings: dict[str, Any]) -> None:
     """Written last: its presence says that the folder is whole. The same shards give the same bytes."""
     content = {
         "format": FORMAT,
@@ -309,7 +310,7 @@ class Shards:
             digests.append(hashlib.sha256(raw).hexdigest())
             if digests.count(digests[-1]) > 1:
                 raise UserError(f"--data: {folder} has the manifest of a folder named before it; name each folder once")
-            tokenizer = Tokenizer.load(folder / TOKENIZER)
+            tokenizer = load_tokenizer(folder / TOKENIZER)
             if tokenizer.hash() != manifest["tokenizer_hash"]:
                 raise UserError(
                     f"{folder / TOKENIZER}: got the tokenizer {tokenizer.hash()[:12]}..., the manifest says "
@@ -412,13 +413,9 @@ def _read_manifest(folder: Path) -> tuple[bytes, dict[str, Any]]:
             f"{path}: cannot be read ({error.strerror}), and it is what says that a folder of shards is whole; run "
             "python -m data.shards again, it goes on where it was"
         ) from None
-    try:
-        content = json.loads(raw)
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); copy it again, or {_REMAKE}") from None
+    content = parse_json(raw, path, "the manifest")
     for key, wanted in (("format", FORMAT), ("version", VERSION)):
-        got = content.get(key) if isinstance(content, dict) else content
-        if got != wanted:
+        if (got := content.get(key)) != wanted:
             raise UserError(f"{path}: got {key} {got!r}, this program reads {wanted!r}; {_REMAKE}")
     if not isinstance(content.get("tokenizer_hash"), str) or not isinstance(content.get("sources"), list):
         raise UserError(f"{path}: has no tokenizer_hash or no list of sources; copy it again, or {_REMAKE}")

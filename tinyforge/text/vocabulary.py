@@ -17,7 +17,8 @@ from tinyforge.text.pieces import to_utf8
 
 MOST_VOCABULARY_BYTES = 1 << 26  # all tokens together; real vocabularies have a few million
 
-# What stands before a text that is encoded: nothing, a special token, or other text.
+# What stands before a text or its ids: nothing, a special token, or other text. SentencePiece puts a space before text
+# at the start, but not before text that follows other text.
 After = Literal["start", "special", "text"]
 
 
@@ -38,8 +39,8 @@ class TextTokenizer(Protocol):
     def vocab_size(self) -> int: ...
     def encode(self, text: str, after: After = "start") -> list[int]: ...
     def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]: ...
-    def decode(self, ids: Iterable[int]) -> str: ...
-    def decode_bytes(self, ids: Iterable[int]) -> bytes: ...
+    def decode(self, ids: Iterable[int], after: After = "start") -> str: ...
+    def decode_bytes(self, ids: Iterable[int], after: After = "start") -> bytes: ...
     def token_bytes(self, id: int) -> bytes: ...
     def hash(self) -> str: ...
     def save(self, path: str | Path) -> None: ...
@@ -63,12 +64,15 @@ class Vocabulary:
         """Number of token ids."""
         return len(self._vocab)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], after: After = "start") -> str:
         """Text of `ids`; bytes that are not UTF-8 (half a character, say) become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")
+        return self.decode_bytes(ids, after).decode("utf-8", "replace")
 
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Bytes of `ids`, special tokens as the bytes of their text. Raises UserError for an unknown id."""
+    def decode_bytes(self, ids: Iterable[int], after: After = "start") -> bytes:
+        """Bytes of `ids`, special tokens as the bytes of their text. Raises UserError for an unknown id.
+
+        `after` makes a difference for SentencePiece alone.
+        """
         return b"".join(map(self.token_bytes, ids))
 
     def token_bytes(self, id: int) -> bytes:
