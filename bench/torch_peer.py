@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from models.nanoeuler.config import Config
 from tinyforge.optim import AdamWConfig
-from tinyforge.train.sharded import Batch
+from tinyforge.train.objectives import Batch
 
 
 class Block(torch.nn.Module):

@@ -43,20 +43,20 @@ import numpy as np
 
 from models.nanoeuler.config import Config
 from models.nanoeuler.model import FLOP_CONVENTION, NanoEuler
-from models.nanoeuler.plan import plan_step
-from recipes.pretrain import config_of
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.ops.cross_entropy import head_scale
 from tinyforge.optim import AdamW
+from tinyforge.registry import find_model
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.text.shards import Shards
 from tinyforge.train.batches import MixedTokens, PackedTokens
 from tinyforge.train.corpus import mix_weights
+from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.metrics import peak_memory_mib
-from tinyforge.train.settings import Settings
-from tinyforge.train.sharded import Batch, Sharded
+from tinyforge.train.objectives import Batch, NextTokens
+from tinyforge.train.plan import plan_step
+from tinyforge.train.settings import PretrainSettings, config_of
 
 OURS, READING, EAGER, COMPILED = "tinyforge", "tinyforge, data", "torch eager", "torch compiled"
 PEERS = {"torch": (EAGER, COMPILED), "torch-eager": (EAGER,)}
@@ -100,25 +100,25 @@ class Contender(Protocol):
 
 
 class Ours:
-    """The step of `tinyforge.train.loop`, without its logging."""
+    """The step of `tinyforge.train.run`, without its logging."""
 
     def __init__(self, options: Options, backend: Backend) -> None:
         batches = options.batches()
         self.batch: Callable[[int], Batch] = lambda index: batches[index % BATCHES]
-        self.head_weights = options.config.mtp_weights
         self.model = NanoEuler(options.config, backend)
         self.model.initialise(seed=0)
-        self.sharded = Sharded(self.model, backend)
+        self.objective = NextTokens(options.config.head_weights)
+        self.sharded = Sharded(self.model, backend, self.objective)
         self.optimizer = AdamW(self.model.buffer, backend)
         self.backend = backend
 
     def step(self, index: int) -> Any:
         batch = self.batch(index)
-        scale = head_scale(batch.targets, self.head_weights)
-        nll = self.sharded.gradients([batch], scale)
+        totals = self.sharded.gradients([batch])
         _, factor = self.optimizer.clip(CLIP)
         self.optimizer.step(LR, factor)
-        return (nll * self.backend.asarray(scale, np.dtype(np.float64))).sum()
+        scale = self.backend.asarray(self.objective.scale(totals.counts), np.dtype(np.float64))
+        return (totals.sums[: len(scale)] * scale).sum()
 
 
 class Reading(Ours):
@@ -266,7 +266,9 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         "seq_len": options.seq_len,
         "counted_steps": options.steps,
         "gflop_per_step": flop / 1e9,
-        "planned_peak_mib": plan_step(config, options.precision, options.batch_size, options.seq_len).peak / 2**20
+        "planned_peak_mib": plan_step(
+            find_model("nanoeuler"), config, options.precision, options.batch_size, options.seq_len
+        ).peak / 2**20
         if backend.name == "cupy"
         else None,
         "flop_convention": FLOP_CONVENTION,
@@ -317,7 +319,7 @@ def options_of(args: argparse.Namespace) -> Options:
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise UserError(f"--{name.replace('_', '-')} is {value}, wants a number above 0")
-    config = config_of(Settings(config=args.config))
+    config = config_of(PretrainSettings(config=args.config))
     seq_len = args.seq_len or config.context
     # RoPE has no parameters: the context can be any length here.
     config = config.override({"context": max(seq_len, config.context)})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tinyforge.errors import UserError
 from tinyforge.files import read_json
-from tinyforge.text import bpe, sentencepiece
+from tinyforge.text import bpe, chars, sentencepiece
 from tinyforge.text.vocabulary import TextTokenizer
 
 # What a folder can hold, in the order of preference.
@@ -33,4 +33,6 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
     content = read_json(path, "the tokenizer")
     if content.get("format") == sentencepiece.FORMAT:
         return sentencepiece.SentencePiece.from_content(content, path)
+    if content.get("format") == chars.FORMAT:
+        return chars.CharTokenizer.from_content(content, path)
     return bpe.Tokenizer.from_content(content, path)
