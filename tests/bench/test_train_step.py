@@ -88,7 +88,7 @@ def test_a_peer_that_agrees_passes() -> None:
     ("flags", "message"),
     [
         (["--steps", "0"], "--steps is 0"),
-        (["--config", "huge"], "'huge' is no preset"),
+        (["--config", "huge"], "'huge' is no preset of nanoeuler (small, base, large)"),
         (["--precision", "fp8"], "precision 'fp8' is not available"),
         (["--json", "no/such/folder/result.json"], "folder that does not exist"),
         (["--peer", "torch"], "PyTorch is not installed; pip install torch"),
@@ -103,10 +103,10 @@ def test_a_wrong_flag_is_one_line(flags: list[str], message: str, monkeypatch: p
 
 def test_the_torch_peer_takes_the_same_steps_in_float64() -> None:
     pytest.importorskip("torch")
-    options = Options(TINY, 3, 12, steps=1, backend="numpy", precision="fp64", workers=1, threads=1)
+    options = Options("nanoeuler", TINY, 3, 12, steps=1, backend="numpy", precision="fp64", workers=1, threads=1)
     backend = get_backend("numpy", "fp64", 1)
     ours = Ours(options, backend)
     peer: Any = torch_peer(options, compiled=False)
-    peer.load({p.name: p.value for p in ours.model.buffer.params})
+    peer.training.load({p.name: p.value for p in ours.model.buffer.params})
     for index in range(5):
         assert peer.step(index) == pytest.approx(ours.step(index), abs=1e-9)
