@@ -27,7 +27,8 @@ class Block(torch.nn.Module):
         self.head_dim = config.head_dim
         self.heads = (config.heads, config.kv_heads, config.kv_heads)
         self.norm1 = torch.nn.RMSNorm(dim, config.norm_eps)
-        self.qkv = torch.nn.Linear(dim, sum(self.heads) * config.head_dim, bias=False)
+        bias = getattr(config, "qkv_bias", False)
+        self.qkv = torch.nn.Linear(dim, sum(self.heads) * config.head_dim, bias=bias)
         self.out = torch.nn.Linear(config.heads * config.head_dim, dim, bias=False)
         self.norm2 = torch.nn.RMSNorm(dim, config.norm_eps)
         self.gate_up = torch.nn.Linear(dim, 2 * hidden, bias=False)
@@ -88,16 +89,19 @@ class NanoEuler(Trunk):
 
 
 class GPT2Block(torch.nn.Module):
-    """A layer of GPT-2: LayerNorm, full attention, GELU by the tanh formula; dropout where nanoGPT has it."""
+    """A layer of GPT-2: LayerNorm, full attention, GELU by the tanh formula; dropout where nanoGPT has it.
+
+    That is one place more than our model: nanoGPT drops attention's probabilities too.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         dim, bias = config.dim, config.bias
         self.heads, self.dropout = config.heads, config.dropout
-        self.norm1 = torch.nn.LayerNorm(dim, bias=bias)
+        self.norm1 = torch.nn.LayerNorm(dim, config.norm_eps, bias=bias)
         self.qkv = torch.nn.Linear(dim, 3 * dim, bias=bias)
         self.out = torch.nn.Linear(dim, dim, bias=bias)
-        self.norm2 = torch.nn.LayerNorm(dim, bias=bias)
+        self.norm2 = torch.nn.LayerNorm(dim, config.norm_eps, bias=bias)
         self.up = torch.nn.Linear(dim, 4 * dim, bias=bias)
         self.down = torch.nn.Linear(4 * dim, dim, bias=bias)
 
@@ -122,7 +126,7 @@ class GPT2(torch.nn.Module):
         self.embedding = torch.nn.Embedding(-(-config.vocab // 64) * 64, config.dim)
         self.positions = torch.nn.Embedding(config.context, config.dim)
         self.blocks = torch.nn.ModuleList(GPT2Block(config) for _ in range(config.layers))
-        self.final_norm = torch.nn.LayerNorm(config.dim, bias=config.bias)
+        self.final_norm = torch.nn.LayerNorm(config.dim, config.norm_eps, bias=config.bias)
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids) + self.positions.weight[: ids.shape[1]]
