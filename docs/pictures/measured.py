@@ -2,6 +2,8 @@
 
     python docs/pictures/measured.py            write both
     python docs/pictures/measured.py --check    only say whether both are what the JSON gives
+
+A measurement whose file is not there is left out.
 """
 
 from __future__ import annotations
@@ -38,20 +40,21 @@ class Measured:
 
 
 H200, CPU = "H200, bf16", "2 CPU cores, fp32"
+BASE, SMALL, GPT2 = "gpu-train-16x1024.json", "cpu-train-16x128.json", "gpu-train-gpt2-124m.json"
 ROWS = (
-    Measured("training step, NanoEuler base, 16 x 1024 tokens", H200, "gpu-train-16x1024.json", "median_ms", COMPILED, "ms"),
-    Measured("its peak memory", H200, "gpu-train-16x1024.json", "peak_memory_mib", COMPILED, "MiB"),
-    Measured("training step, GPT-2 124M, 16 x 1024 tokens", H200, "gpu-train-gpt2-124m.json", "median_ms", COMPILED, "ms"),
+    Measured("training step, NanoEuler base, 16 x 1024 tokens", H200, BASE, "median_ms", COMPILED, "ms"),
+    Measured("its peak memory", H200, BASE, "peak_memory_mib", COMPILED, "MiB"),
+    Measured("training step, GPT-2 124M, 16 x 1024 tokens", H200, GPT2, "median_ms", COMPILED, "ms"),
     Measured("nanoGPT's shakespeare_char, 5,000 steps", H200, "gpu-shakespeare-char.json", "seconds", COMPILED, "s"),
     Measured("decoding a token, NanoEuler base", H200, "gpu-decode-base.json", "median_us", GRAPH, "us"),
     Measured("decoding a token for each of 64 texts", H200, "gpu-decode-base-64.json", "median_us", GRAPH, "us"),
-    Measured("training step, NanoEuler small, 16 x 128 tokens", CPU, "cpu-train-16x128.json", "median_ms", COMPILED, "ms"),
+    Measured("training step, NanoEuler small, 16 x 128 tokens", CPU, SMALL, "median_ms", COMPILED, "ms"),
     Measured("decoding a token, NanoEuler small", CPU, "cpu-decode-small.json", "median_us", THREADS, "us"),
-)  # fmt: skip
+)
 
 
 def rows() -> list[Measured]:
-    """Those that have been measured."""
+    """The measurements whose file is there."""
     return [row for row in ROWS if (RESULTS / row.file).exists()]
 
 
@@ -76,16 +79,15 @@ def svg() -> str:
     width, left, full, height = 860, 350, 400, 44
     shown = [row for row in rows() if row.figure != "peak_memory_mib"]
     parts = []
-    for number_of, row in enumerate(shown):
+    for index, row in enumerate(shown):
         ours, theirs = row.values()
-        scale, y = full / max(ours, theirs), 52 + number_of * height
+        scale, y = full / max(ours, theirs), 52 + index * height
         parts.append(f'<text x="{left - 12}" y="{y + 13}" text-anchor="end">{row.what}</text>')
         parts.append(f'<text x="{left - 12}" y="{y + 27}" text-anchor="end" class="small">{row.machine}</text>')
         for name, value, top in (("ours", ours, y), ("peer", theirs, y + 15)):
             parts.append(f'<rect class="{name}" x="{left}" y="{top}" width="{value * scale:.1f}" height="13"/>')
-            parts.append(
-                f'<text x="{left + value * scale + 6:.1f}" y="{top + 11}" class="small">{number(value)} {row.unit}</text>'
-            )
+            end, shown_value = left + value * scale + 6, f"{number(value)} {row.unit}"
+            parts.append(f'<text x="{end:.1f}" y="{top + 11}" class="small">{shown_value}</text>')
     bottom = 52 + len(shown) * height
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom}" role="img" font-size="13" \
 font-family="system-ui, sans-serif">
@@ -104,7 +106,7 @@ def readme() -> str:
     """README with the table between its two marks."""
     text = README.read_text(encoding="utf-8")
     head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n{markdown()}\n{END}{rest.split(END)[1]}"
+    return f"{head}{BEGIN}\n\n{markdown()}\n\n{END}{rest.split(END)[1]}"
 
 
 def main(argv: Sequence[str]) -> int:
