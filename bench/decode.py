@@ -45,7 +45,6 @@ from data.alpaca import render_prompt
 from data.world import documents, instructions
 from models.nanoeuler.config import Config
 from models.nanoeuler.model import NanoEuler
-from recipes.pretrain import config_of
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.errors import Parser, UserError, run_command
@@ -55,7 +54,7 @@ from tinyforge.infer.generation import draw_blocks
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
 from tinyforge.report import add_json_flag, check_before, publish
-from tinyforge.train.settings import Settings
+from tinyforge.train.settings import PretrainSettings, config_of
 
 OURS = "tinyforge"
 PARITY_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}  # of logits
@@ -373,7 +372,7 @@ def speculation_table(found: dict[str, Any]) -> str:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    config = config_of(Settings(config=args.config))
+    config = config_of(PretrainSettings(config=args.config))
     position = args.position
     if position < args.tokens // 2 or position - args.tokens // 2 + 1 + args.tokens > config.context:
         raise UserError(

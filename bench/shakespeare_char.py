@@ -4,15 +4,15 @@
     python bench/shakespeare_char.py --data input.txt --backend cupy --precision bf16 --peer torch --json result.json
     python bench/shakespeare_char.py --data input.txt --steps 200 --peer torch-eager       less of it
 
-The data is tiny Shakespeare as one text file, 1.1 MB; its last tenth is held out. The model is the preset `char` of GPT-2
-(6 layers of width 384, dropout 0.2). The run is config/train_shakespeare_char.py of nanoGPT: 5,000 steps of 64 x 256
-characters, AdamW with rates from 1e-3 down to 1e-4, a warm-up of 100 steps, beta2 0.99, weight decay 0.1, clipping at 1.
-Its published validation loss is 1.4697 nats.
+The data is tiny Shakespeare as one text file, 1.1 MB; its last tenth is held out. The model is the preset `char` of
+GPT-2: 6 layers of width 384, dropout 0.2. The run is nanoGPT's train_shakespeare_char: 5,000 steps of 64 x 256
+characters, AdamW with rates from 1e-3 down to 1e-4, a warm-up of 100 steps, beta2 0.99, weight decay 0.1, clipping at
+1. Its published validation loss is 1.4697 nats.
 
 Both start from the same weights and see the same batches. The peer is nanoGPT's model in PyTorch, with dropout on
-attention's probabilities too, which ours does not have. Every 250 steps both are measured on all of the held-out text, in
-order, without dropout; the best of these losses is reported, as nanoGPT does. Seconds are those of the steps: neither
-evaluation nor compilation is in them (a few steps are taken first, and undone).
+attention's probabilities too, which ours does not have. Every 250 steps both are measured on all of the held-out text,
+in order, without dropout; the best of these losses is reported, as nanoGPT does. Seconds are those of the steps:
+neither evaluation nor compilation is in them (a few steps are taken first, and undone).
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def read_characters(path: Path, context: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """The training text and its last tenth as ids, and how many characters there are; ids follow the characters' order."""
+    """The training text and its last tenth as ids in the order of the characters, and how many of those there are."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

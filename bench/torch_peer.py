@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from tinyforge.errors import UserError
 from tinyforge.optim import AdamWConfig
-from tinyforge.train.sharded import Batch
+from tinyforge.train.objectives import Batch
 
 
 class Block(torch.nn.Module):

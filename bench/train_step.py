@@ -25,7 +25,6 @@ FLOP are counted by the model's flop_per_token, the same for all contenders.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import platform
@@ -43,21 +42,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from models.nanoeuler.model import FLOP_CONVENTION
-from models.nanoeuler.plan import plan_step
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.ops.cross_entropy import head_scale
 from tinyforge.optim import AdamW
-from tinyforge.registry import ModelSpec, default_model, find_model, models
+from tinyforge.registry import default_model, find_model, models
 from tinyforge.report import add_json_flag, check_before, publish
+from tinyforge.rng import Stream
 from tinyforge.text.shards import Shards
 from tinyforge.train.batches import MixedTokens, PackedTokens
 from tinyforge.train.corpus import mix_weights
+from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.metrics import peak_memory_mib
-from tinyforge.train.sharded import Batch, Sharded
+from tinyforge.train.objectives import Batch, NextTokens
+from tinyforge.train.plan import plan_step
+from tinyforge.train.run import FLOP_CONVENTION
+from tinyforge.train.settings import PretrainSettings, config_of
 
 OURS, READING, EAGER, COMPILED = "tinyforge", "tinyforge, data", "torch eager", "torch compiled"
 PEERS = {"torch": (EAGER, COMPILED), "torch-eager": (EAGER,)}
@@ -89,10 +90,6 @@ class Options:
     def make_backend(self) -> Backend:
         return get_backend(self.backend, self.precision, self.workers, self.device)
 
-    @property
-    def head_weights(self) -> tuple[float, ...]:
-        return getattr(self.config, "mtp_weights", (1.0,))
-
     def without_dropout(self) -> Options:
         return replace(self, config=self.config.override({"dropout": 0.0}))
 
@@ -100,7 +97,7 @@ class Options:
         """Random tokens, windowed as pretraining does it."""
         windows = BATCHES * self.batch_size + 2
         tokens = np.random.default_rng(0).integers(0, self.config.vocab, windows * self.seq_len)
-        data = PackedTokens(tokens, self.seq_len, len(self.head_weights), seed=0)
+        data = PackedTokens(tokens, self.seq_len, self.config.prediction_heads, seed=0)
         return [data.batch(i, self.batch_size) for i in range(BATCHES)]
 
 
@@ -110,25 +107,26 @@ class Contender(Protocol):
 
 
 class Ours:
-    """The step of `tinyforge.train.loop`, without its logging."""
+    """The step of `tinyforge.train.run`, without its logging."""
 
     def __init__(self, options: Options, backend: Backend) -> None:
         batches = options.batches()
         self.batch: Callable[[int], Batch] = lambda index: batches[index % BATCHES]
-        self.head_weights = options.head_weights
         self.model = find_model(options.model).build(options.config, backend)
         self.model.initialise(seed=0)
-        self.sharded = Sharded(self.model, backend)
+        self.objective = NextTokens(options.config.head_weights)
+        self.sharded = Sharded(self.model, backend, self.objective)
         self.optimizer = AdamW(self.model.buffer, backend)
+        self.noise = Stream(0, "dropout")
         self.backend = backend
 
     def step(self, index: int) -> Any:
         batch = self.batch(index)
-        scale = head_scale(batch.targets, self.head_weights)
-        nll = self.sharded.gradients([batch], scale)
+        totals = self.sharded.gradients([batch], self.noise.fork(str(index)))
         _, factor = self.optimizer.clip(CLIP)
         self.optimizer.step(LR, factor)
-        return (nll * self.backend.asarray(scale, np.dtype(np.float64))).sum()
+        scale = self.backend.asarray(self.objective.scale(totals.counts), np.dtype(np.float64))
+        return (totals.sums[: len(scale)] * scale).sum()
 
 
 class Reading(Ours):
@@ -144,7 +142,7 @@ class Reading(Ours):
             )
         weights = mix_weights((), found)
         sources = {name: found.sequence(name, "train") for name in weights}
-        data = MixedTokens(sources, weights, options.seq_len, len(options.head_weights), seed=0)
+        data = MixedTokens(sources, weights, options.seq_len, config.prediction_heads, seed=0)
         self.batch = lambda index: data.batch(index, options.batch_size)
 
 
@@ -286,7 +284,9 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         "seq_len": options.seq_len,
         "counted_steps": options.steps,
         "gflop_per_step": flop / 1e9,
-        "planned_peak_mib": plan_step(config, options.precision, options.batch_size, options.seq_len).peak / 2**20
+        "planned_peak_mib": plan_step(
+            find_model("nanoeuler"), config, options.precision, options.batch_size, options.seq_len
+        ).peak / 2**20
         if backend.name == "cupy"
         else None,
         "flop_convention": FLOP_CONVENTION,
@@ -333,24 +333,12 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def config_of(spec: ModelSpec, name: str | None) -> ModelConfig:
-    """A preset of the model (None: its first), or the JSON file of that name."""
-    if name is None or name in spec.presets:
-        return spec.presets[name or next(iter(spec.presets))]
-    try:
-        return spec.config.from_dict(json.loads(Path(name).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--config: {name!r} is no preset of {spec.name} ({', '.join(spec.presets)}), and not a JSON file: {error}"
-        ) from error
-
-
 def options_of(args: argparse.Namespace) -> Options:
     for name in ("batch_size", "seq_len", "steps", "workers", "threads"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise UserError(f"--{name.replace('_', '-')} is {value}, wants a number above 0")
-    config = config_of(find_model(args.model), args.config)
+    config = config_of(PretrainSettings(model=args.model, config=args.config or ""))
     seq_len = args.seq_len or config.context
     config = config.override({"context": max(seq_len, config.context)})
     check_before(args.json, args.peer)

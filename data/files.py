@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
-import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -69,31 +67,16 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold `folder` for this process, since two runs that write into one would spoil each other's parts.
-
-    The lock goes with the process, however it ends. Raises UserError if another run holds it. No-op on Windows.
-    """
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
+    """As `tinyforge.files.locked`; raises UserError if another run holds the folder, or where it cannot be made."""
     make_folder(folder)
-    try:
-        descriptor = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError as error:
-        raise write_fault(folder, error) from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise UserError(f"{folder}: another run is writing there; wait for it, or name another --out") from None
-    except OSError:  # a file system without locks
-        pass
-    try:
+    with ExitStack() as held:
+        try:
+            held.enter_context(tinyforge.files.locked(folder))
+        except BlockingIOError:
+            raise UserError(f"{folder}: another run is writing there; wait for it, or name another --out") from None
+        except OSError as error:
+            raise write_fault(folder, error) from None
         yield
-    finally:
-        os.close(descriptor)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

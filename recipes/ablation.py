@@ -31,17 +31,16 @@ from typing import Any
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from recipes import pretrain
 from tinyforge import checkpoint
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.train.metrics import read_scores
-from tinyforge.train.settings import Settings, parse, parser
+from tinyforge.train.settings import PretrainSettings, config_of, parse
 
 OVERALL = "held-out text, bits per byte"
 _OF_SOURCE = re.compile(r"held-out text of ([^,]+), bits per byte")
 _OURS = ("--seed", "--out", "--resume", "--plan", "--card", "--minutes")
-_MAY_DIFFER = ("out", "workers", "device", "backend", "eval_every", "save_every", "keep", "recompute")
+PRETRAIN = Path(__file__).with_name("pretrain.py")
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Arm:
 
     name: str
     flags: tuple[str, ...]
-    settings: Settings
+    settings: PretrainSettings
 
     def run(self, out: Path, seed: int) -> Path:
         return out / re.sub(r"[^\w.=-]+", "-", self.name) / f"seed-{seed}"
@@ -69,10 +68,8 @@ def read_arm(text: str, common: Sequence[str]) -> Arm:
     if taken:
         raise UserError(f"{taken}: is set by the comparison itself (runs end by --steps); leave it out")
     given = (*common, *own)
-    reader = parser("", pretrain.DEFAULTS, with_base=False)
-    reader.prog = "recipes/pretrain.py"
     try:
-        return Arm(name.strip(), given, parse(reader, given, pretrain.DEFAULTS).settings)
+        return Arm(name.strip(), given, parse(PretrainSettings, "", given, prog="recipes/pretrain.py").settings)
     except UserError as error:
         raise UserError(f"--arm {name.strip()}: {error}") from error
 
@@ -80,7 +77,7 @@ def read_arm(text: str, common: Sequence[str]) -> Arm:
 def tokens_of(arm: Arm) -> int:
     """That its run reads."""
     s = arm.settings
-    return (s.steps or 0) * s.batch_size * s.grad_accum * (s.seq_len or pretrain.config_of(s).context)
+    return (s.steps or 0) * s.batch_size * s.grad_accum * (s.seq_len or config_of(s).context)
 
 
 def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
@@ -89,17 +86,15 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
     flags = [*arm.flags, "--seed", str(seed)]
     if checkpoint.steps(run):
         meta = json.loads((checkpoint.latest(run) / "meta.json").read_text(encoding="utf-8"))
-        wanted = replace(arm.settings, seed=seed).to_dict()
-        stored = Settings.from_dict(meta["settings"]).to_dict()
-        other = next((k for k in wanted if k not in _MAY_DIFFER and stored[k] != wanted[k]), None)
-        if other:
-            raise UserError(f"{run} was made with {other} {stored[other]!r}, now it is {wanted[other]!r}; choose "
-                            "another --out")  # fmt: skip
+        wanted, stored = replace(arm.settings, seed=seed), PretrainSettings.from_dict(meta["settings"])
+        for name in wanted.differences(stored):
+            raise UserError(f"{run} was made with {name} {getattr(stored, name)!r}, now it is {getattr(wanted, name)!r}; "
+                            "choose another --out")  # fmt: skip
         if meta["step"] == arm.settings.steps and OVERALL in read_scores(run, meta["step"]):
             return read_scores(run, meta["step"])
         flags = ["--resume"]
     # -u: what fails says so behind all that went before.
-    command = [sys.executable, "-u", str(Path(pretrain.__file__)), *flags, "--out", str(run)]
+    command = [sys.executable, "-u", str(PRETRAIN), *flags, "--out", str(run)]
     try:
         run.mkdir(parents=True, exist_ok=True)
         with open(run / "log.txt", "a", encoding="utf-8") as log:

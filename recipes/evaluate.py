@@ -1,4 +1,4 @@
-"""Measure a trained NanoEuler on text and instructions that it has not seen.
+"""Measure a trained model on text and instructions that it has not seen.
 
     python recipes/evaluate.py                                         the newest run under runs/, on the built-in world
     python recipes/evaluate.py --checkpoint runs/base --data shards --kneser-ney
@@ -31,16 +31,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from data.alpaca import END_OF_REPLY, hold_out, read_records, render_prompt
-from data.world import documents, instructions
+from data.training import WORLD, built_in_held_out, built_in_training, documents_of
+from data.world import instructions
 from models.kneser_ney.model import KneserNey
-from models.nanoeuler.card import write_card
-from models.nanoeuler.plan import sequence_length
-from recipes.pretrain import BUILT_IN_DOCUMENTS, HELD_OUT_DOCUMENTS, documents_of, pack
 from tinyforge import checkpoint
 from tinyforge.backends import PRECISIONS, Backend, get_backend, gpu_is_there
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.hub import Loaded, add_checkpoint_flag, build, trained_model
-from tinyforge.infer.choose import make_decoder
+from tinyforge.infer import Sampling, make_decoder
 from tinyforge.infer.conversation import ROOM_FOR_REPLY
 from tinyforge.infer.evaluate import (
     Reply,
@@ -52,17 +50,25 @@ from tinyforge.infer.evaluate import (
     speculate,
     standard_error,
 )
-from tinyforge.infer.sampling import Sampling
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.text.shards import SEPARATOR
 from tinyforge.train.batches import PackedTokens, fingerprint
-from tinyforge.train.corpus import HeldOut, find_shards, held_out_text, measure, mix_weights, over_all
-from tinyforge.train.loop import LN2
+from tinyforge.train.card import write_card
+from tinyforge.train.corpus import (
+    HeldOut,
+    byte_count,
+    find_shards,
+    held_out_text,
+    measure,
+    mix_weights,
+    over_all,
+    pack,
+)
+from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.metrics import NOISE, save_scores
-from tinyforge.train.settings import Settings
-from tinyforge.train.sharded import Sharded
+from tinyforge.train.objectives import LN2
+from tinyforge.train.settings import PretrainSettings, sequence_length
 
-WORLD = "built-in world"
 ROWS = 16  # windows of text at a time
 SPECULATED = 32  # texts, at most, that are continued to see how often the heads guess right
 OPENING, CONTINUATION = 32, 100  # tokens of held-out text that a base model goes on from, and that it then makes
@@ -77,9 +83,9 @@ class Text:
     training: np.ndarray | None
 
 
-def pretraining_of(loaded: Loaded) -> Settings:
+def pretraining_of(loaded: Loaded) -> PretrainSettings:
     """The settings with which the model, or the base that it was fine-tuned from, was pretrained."""
-    return Settings.from_dict(loaded.meta.get("base", loaded.meta)["settings"])
+    return PretrainSettings.from_dict(loaded.meta.get("base", loaded.meta)["settings"])
 
 
 def open_text(loaded: Loaded, data: Sequence[str], encoding: str, with_training: bool) -> Text:
@@ -102,23 +108,22 @@ def open_text(loaded: Loaded, data: Sequence[str], encoding: str, with_training:
         if with_training:
             read = mix_weights(run.mix if own else (), shards)
             training = np.concatenate([shards.sequence(name, "train")[:] for name in read])
-        return Text(held_out_text(shards, settings, seq_len, config.mtp_heads), own, training)
+        return Text(held_out_text(shards, settings, seq_len, config.prediction_heads), own, training)
     texts: Sequence[str] = []
     if data:
-        texts, held_out = documents_of(settings)
+        texts, held_out = documents_of(data, encoding, run.seed)
     else:
-        held_out = list(documents("val", HELD_OUT_DOCUMENTS, run.seed))
+        held_out = built_in_held_out(run.seed)
         if with_training:
-            texts = list(documents("train", BUILT_IN_DOCUMENTS, run.seed))
+            texts = built_in_training(run.seed)
         if run.data:
             print(f"the model learned from {', '.join(run.data)}; give --data to measure on that rather than on the "
                   f"{WORLD}")  # fmt: skip
     ids = pack(held_out, tokenizer)
     if len(ids) < 2:
         raise UserError(f"--data: {', '.join(data)}: {len(ids)} held-out tokens, wanted at least 2; give more text")
-    windows = PackedTokens(ids, min(seq_len, len(ids) - 1), config.mtp_heads, run.seed)
-    size = sum(len(text.encode("utf-8", "surrogatepass")) for text in held_out)
-    part = HeldOut("text" if data else WORLD, windows, size)
+    windows = PackedTokens(ids, min(seq_len, len(ids) - 1), config.prediction_heads, run.seed)
+    part = HeldOut("text" if data else WORLD, windows, byte_count(held_out))
     own, training = tuple(data) == run.data, None
     if with_training or (own and data):
         training = pack(texts, tokenizer)
@@ -362,7 +367,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     else:
         found["replies"] = {"skipped": "a base model goes on with a text; recipes/sft.py teaches it to answer"}
     said("speculation")
-    if config.mtp_heads == 1:
+    if config.prediction_heads == 1:
         found["speculation"] = {"skipped": "the model has one output head, so nothing is guessed ahead"}
     elif tuned:
         found["speculation"] = measure_speculation(loaded, prompts[:: -(-len(prompts) // SPECULATED)], args.max_tokens)

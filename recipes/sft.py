@@ -1,4 +1,4 @@
-"""Fine-tune a pretrained NanoEuler to follow instructions.
+"""Fine-tune a pretrained model to follow instructions.
 
     python recipes/sft.py                                   the newest pretrained run, the built-in instructions
     python recipes/sft.py --data alpaca.json --base runs/pretrain
@@ -10,6 +10,7 @@ are -1). With the built-in instructions it ends with exact match on held-out one
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,25 +22,23 @@ import numpy as np
 
 from data.alpaca import END_OF_REPLY, Record, encode_example, hold_out, origin_of, read_records, render_prompt
 from data.world import KINDS, instructions, is_correct
-from models.nanoeuler.card import write_card
-from models.nanoeuler.config import Config
-from models.nanoeuler.model import FLOP_CONVENTION
-from models.nanoeuler.plan import check_fits, print_plan, sequence_length
 from tinyforge import checkpoint
+from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError, run_command
-from tinyforge.hub import Loaded, build, newest_run
-from tinyforge.infer.choose import make_decoder
+from tinyforge.hub import Loaded, build, model_of, newest_run
+from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.infer.decoder import Decoder
-from tinyforge.infer.generation import generate
-from tinyforge.infer.sampling import Sampling
-from tinyforge.text import Tokenizer
+from tinyforge.registry import ModelSpec
+from tinyforge.text import TextTokenizer
 from tinyforge.train.batches import Examples, fingerprint
-from tinyforge.train.loop import Task, evaluate_nll, train
+from tinyforge.train.card import write_card
+from tinyforge.train.data_parallel import Sharded, evaluate_nll
 from tinyforge.train.metrics import save_scores
-from tinyforge.train.settings import Settings, open_backend, parse, parser, print_schedule
-from tinyforge.train.sharded import Sharded
+from tinyforge.train.objectives import NextTokens
+from tinyforge.train.plan import check_fits, print_plan
+from tinyforge.train.run import Run, Task, claimed
+from tinyforge.train.settings import SftSettings, open_backend, parse, print_schedule, sequence_length
 
-DEFAULTS = Settings(out="runs/sft", steps=1400, lr=2e-3, weight_decay=0.0)
 BUILT_IN_RECORDS = 30_000
 HELD_OUT_RECORDS = 300
 # What is kept of a base's meta.
@@ -47,9 +46,12 @@ OF_BASE = ("settings", "step", "elapsed", "data_hash", "corpus", "machine", "tok
 
 
 def encode(
-    records: Sequence[Record], tokenizer: Tokenizer, seq_len: int, what: str, max_reply: int | None = None
+    records: Sequence[Record], tokenizer: TextTokenizer, seq_len: int, what: str, max_reply: int | None = None
 ) -> list[tuple[list[int], int]]:
     """Records as ids with the prompt's length; says how many could not be used, and how many lost the end."""
+    if END_OF_REPLY not in tokenizer.specials:
+        raise UserError(f"the base's tokenizer has no special token {END_OF_REPLY}, which ends a reply; pretrain with one "
+                        "that has, e.g. without --tokenizer")  # fmt: skip
     encoded = [encode_example(tokenizer, r, seq_len) for r in records]
     kept = [e for e in encoded if e is not None]
     end = tokenizer.specials[END_OF_REPLY]
@@ -87,7 +89,7 @@ def exact_match(loaded: Loaded, count: int, seed: int) -> dict[str, float]:
     return {**scores, "all": float(np.mean([r for results in right.values() for r in results]))}
 
 
-def base_of(settings: Settings, resume: bool) -> Path:
+def base_of(settings: SftSettings, resume: bool) -> Path:
     if resume:
         return Path(settings.out)
     base = Path(settings.base) if settings.base else newest_run(("pretrain",))
@@ -97,18 +99,30 @@ def base_of(settings: Settings, resume: bool) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    settings, resume, plan_only, with_card = parse(parser(__doc__ or "", DEFAULTS, with_base=True), argv, DEFAULTS)
+    settings, resume, plan_only, with_card = parse(SftSettings, __doc__ or "", argv)
     base = checkpoint.load(base_of(settings, resume))
-    config = Config.from_dict(base.meta["config"])
-    seq_len = sequence_length(config, settings.seq_len)
+    spec, config = model_of(base)
     if plan_only:
-        print_plan(config, settings.precision, settings.batch_size, seq_len, settings.recompute)
+        seq_len = sequence_length(config, settings.seq_len)
+        print_plan(spec, config, settings.precision, settings.batch_size, seq_len, settings.recompute)
         return 0
+    with claimed(settings, resume):
+        fine_tune(settings, base, spec, config, resume)
+    if with_card:
+        print(f"wrote {write_card(Path(settings.out))}")
+    print(f"next: python -m tinyforge.chat --checkpoint {shlex.quote(settings.out)}")
+    return 0
+
+
+def fine_tune(
+    settings: SftSettings, base: checkpoint.Checkpoint, spec: ModelSpec, config: ModelConfig, resume: bool
+) -> None:
+    seq_len = sequence_length(config, settings.seq_len)
     backend, settings = open_backend(settings)
-    check_fits(config, backend, settings.batch_size, seq_len, settings.recompute)
+    check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute)
     loaded = build(base, backend, settings.recompute)
     model, tokenizer = loaded.model, loaded.tokenizer
-    print(f"base: {loaded.path}, {model.buffer.count:,} parameters")
+    print(f"base: {loaded.path}, {spec.name}, {model.buffer.count:,} parameters")
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
 
     if settings.data:
@@ -120,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         training, held_out = ([Record(e.instruction, e.input, e.output) for e in instructions(split, n, settings.seed)]
                               for split, n in (("train", BUILT_IN_RECORDS), ("val", HELD_OUT_RECORDS)))  # fmt: skip
     encoded = encode(training, tokenizer, seq_len, "training", settings.max_reply)
-    data = Examples(encoded, seq_len, config.mtp_heads, settings.seed)
+    data = Examples(encoded, seq_len, config.prediction_heads, settings.seed)
     held = encode(held_out, tokenizer, seq_len, "held out")
     if not held:
         raise UserError(f"data: none of the {len(held_out)} held-out records fits {seq_len} tokens; give more records")
@@ -148,14 +162,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
     task = Task(
-        model, tokenizer, tokenizer.byte_lengths, config.mtp_weights,
+        model, tokenizer, NextTokens(config.head_weights, tokenizer.byte_lengths),
         lambda step: [data.batch(step * accum + i, rows) for i in range(accum)], evaluate, sample,
-        {"kind": "sft", "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
+        {"kind": "sft", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
          "data_hash": fingerprint(stream), "corpus": summary, "machine": backend.describe(),
          "base": base.meta["base"] if resume else {key: base.meta[key] for key in OF_BASE if key in base.meta}},
-        model.flop_per_token(seq_len), FLOP_CONVENTION,
+        model.flop_per_token(seq_len),
     )  # fmt: skip
-    last = train(task, settings, backend, resume)
+    last = Run(task, settings, backend, resume).train()
     if not settings.data:
         scores = exact_match(loaded, 20 * len(KINDS), settings.seed)
         print("exact match on held-out instructions (greedy, 20 of each kind):")
@@ -163,10 +177,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {kind:<14} {score:6.1%}")
         named = {f"exact match, {kind}": score for kind, score in scores.items()}
         save_scores(Path(settings.out), checkpoint.step_of(last), named)
-    if with_card:
-        print(f"wrote {write_card(Path(settings.out))}")
-    print("next: python -m models.nanoeuler.chat")
-    return 0
 
 
 if __name__ == "__main__":

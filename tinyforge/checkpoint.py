@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from tinyforge.files import sync
 
 FORMAT = 1
 _PREFIX = "step-"
+_NAME = re.compile(r"step-\d{8,}")  # what else lies in a run's folder, `step-7-good` say, is not ours to remove
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def export(found: Checkpoint, out: Path, card: str) -> None:
     """
     from safetensors.numpy import save as to_bytes
 
-    from tinyforge.text import Tokenizer
+    from tinyforge.text import load_tokenizer
 
     try:
         import ml_dtypes
@@ -111,7 +113,7 @@ def export(found: Checkpoint, out: Path, card: str) -> None:
     weights = {name: value.astype(ml_dtypes.bfloat16) for name, value in found.weights.items()}
     files = {"model.safetensors": to_bytes(weights), "meta.json": _to_json(found.meta), "README.md": card.encode()}
     try:
-        _write_directory(out, files, Tokenizer.load(found.tokenizer_path))
+        _write_directory(out, files, load_tokenizer(found.tokenizer_path))
     except OSError as error:
         raise UserError(f"export: cannot write {out}: {error.strerror}; choose another --out") from error
 
@@ -139,7 +141,7 @@ def _write_directory(final: Path, files: dict[str, bytes], tokenizer: Any) -> No
 
 def steps(out: Path) -> list[Path]:
     """The checkpoints in `out`, oldest first."""
-    return sorted(p for p in out.glob(_PREFIX + "*") if p.is_dir()) if out.is_dir() else []
+    return sorted((p for p in out.glob(_PREFIX + "*") if _NAME.fullmatch(p.name) and p.is_dir()), key=step_of)
 
 
 def step_of(path: Path) -> int:

@@ -23,6 +23,16 @@ class ModelConfig:
         """Check the fields; a subclass adds its own checks. Raises UserError."""
         self.require_positive("context", "vocab")
 
+    @property
+    def prediction_heads(self) -> int:
+        """K: output heads, head k predicting the token k + 1 places ahead."""
+        return 1
+
+    @property
+    def head_weights(self) -> tuple[float, ...]:
+        """What each head weighs in the loss, (K,); only the ratios count."""
+        return (1.0,) * self.prediction_heads
+
     def require_positive(self, *names: str) -> None:
         for name in names:
             if getattr(self, name) < 1:

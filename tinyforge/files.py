@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,6 +58,75 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text file whole or not at all; as `written_whole`."""
     with written_whole(path) as partial:
         partial.write_text(text, encoding="utf-8", newline="\n")
+
+
+@contextmanager
+def locked(folder: Path, leave_nothing: bool = False) -> Iterator[None]:
+    """Hold `folder`, made if need be, for this process: two that write into one would spoil each other's files.
+
+    The lock goes with the process, however it ends, and is not passed on to those it forks. leave_nothing: at the end
+    remove the lock file, and the folders made for it if they are empty. Raises BlockingIOError where it is held
+    already, OSError where the folder cannot be made or written. On a file system without locks nothing is held.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".lock"
+    while True:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            _lock(descriptor)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise
+        # Who held it may have removed the file between the two calls: then what is locked here is nobody's.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                break
+        os.close(descriptor)
+    _locks.add(descriptor)
+    try:
+        yield
+    finally:
+        _locks.discard(descriptor)
+        if leave_nothing:
+            with suppress(OSError):  # Windows removes no open file
+                path.unlink()
+        os.close(descriptor)
+        if leave_nothing:
+            with suppress(OSError):  # not empty
+                for made in missing:
+                    made.rmdir()
+
+
+_locks: set[int] = set()
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except PermissionError as error:  # how Windows says that it is held
+        raise BlockingIOError(error.errno, error.strerror) from None
+    except BlockingIOError:
+        raise
+    except OSError:  # a file system without locks
+        pass
+
+
+def _forget_locks() -> None:
+    """In a forked child: a lock that it shared would outlive the process that took it."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
 
 
 def sha256_of(path: Path) -> str:

@@ -52,6 +52,14 @@ class Config(ModelConfig):
     def head_dim(self) -> int:
         return self.dim // self.heads
 
+    @property
+    def prediction_heads(self) -> int:
+        return self.mtp_heads
+
+    @property
+    def head_weights(self) -> tuple[float, ...]:
+        return self.mtp_weights
+
     def override(self, values: Mapping[str, Any]) -> Config:
         found = dict(values)
         if isinstance(heads := found.get("mtp_heads"), int) and "mtp_weights" not in found:

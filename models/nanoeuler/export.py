@@ -12,9 +12,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.nanoeuler.card import card
 from tinyforge import checkpoint
 from tinyforge.errors import Parser, run_command
+from tinyforge.train.card import card
 
 
 def main(argv: Sequence[str] | None = None) -> int:

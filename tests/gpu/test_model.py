@@ -21,13 +21,13 @@ from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import override
 from tinyforge.op import Op
-from tinyforge.ops.cross_entropy import head_scale
 from tinyforge.text import Tokenizer
 from tinyforge.train import metrics
 from tinyforge.train.batches import PackedTokens
-from tinyforge.train.loop import Task, evaluate_nll, train
+from tinyforge.train.data_parallel import Sharded, evaluate_nll
+from tinyforge.train.objectives import Batch, NextTokens
+from tinyforge.train.run import Task, train
 from tinyforge.train.settings import Settings
-from tinyforge.train.sharded import Batch, Sharded
 
 pytestmark = pytest.mark.gpu
 
@@ -71,8 +71,8 @@ def gradients(backend_name: str, precision: str) -> tuple[np.ndarray, dict[str, 
     rng = np.random.default_rng(5)
     ids = rng.integers(0, CONFIG.vocab, (4, 96), dtype=np.int32)
     batch = Batch(ids, rng.integers(-1, CONFIG.vocab, (4, 96, 3), dtype=np.int32))
-    nll = Sharded(model, backend).gradients([batch], head_scale(batch.targets, CONFIG.mtp_weights))
-    return backend.to_numpy(nll), {p.name: backend.to_numpy(p.grad).copy() for p in model.buffer.params}
+    sums = Sharded(model, backend, NextTokens(CONFIG.head_weights)).gradients([batch]).sums
+    return backend.to_numpy(sums), {p.name: backend.to_numpy(p.grad).copy() for p in model.buffer.params}
 
 
 # tf32 and bf16 are measured against float64 as well: 10 and 7 bits of mantissa, over the depth of the model.
@@ -108,8 +108,8 @@ class Trial:
         self.model.initialise(0)
         self.data = PackedTokens(TOKENS, 32, 2, seed=0)
         meta = {"kind": "pretrain", "config": TINY.to_dict(), "tokenizer_hash": TOKENIZER.hash()}
-        self.task = Task(self.model, TOKENIZER, TOKENIZER.byte_lengths, TINY.mtp_weights, self.batches, self.evaluate,
-                         lambda: "a sample", meta)  # fmt: skip
+        self.task = Task(self.model, TOKENIZER, NextTokens(TINY.head_weights, TOKENIZER.byte_lengths), self.batches,
+                         self.evaluate, lambda: "a sample", meta)  # fmt: skip
 
     def batches(self, step: int) -> list[Batch]:
         return [self.data.batch(2 * step, 4), self.data.batch(2 * step + 1, 4)]

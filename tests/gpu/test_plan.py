@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from models.nanoeuler import PRESETS, NanoEuler
-from models.nanoeuler.plan import plan_step
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.op import Stash
 from tinyforge.optim import AdamW
+from tinyforge.registry import find_model
+from tinyforge.train.plan import plan_step
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +49,7 @@ def test_the_plan_is_within_five_percent_of_the_measured_peak(precision: str, ro
             model.backward(backend.asarray(np.full(nll.shape[-1], 1e-4), backend.master_dtype), stash)
             _, factor = optimizer.clip(1.0)
             optimizer.step(1e-3, factor)
-    planned = plan_step(config, precision, rows, 512, recompute).peak
+    planned = plan_step(find_model("nanoeuler"), config, precision, rows, 512, recompute).peak
     assert planned == pytest.approx(peak.bytes - before, rel=0.05)
 
 

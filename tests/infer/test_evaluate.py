@@ -41,8 +41,8 @@ from tinyforge.inspect import trace
 from tinyforge.text import Tokenizer
 from tinyforge.train import batches
 from tinyforge.train.batches import PackedTokens
-from tinyforge.train.loop import LN2, evaluate_heads, evaluate_nll
-from tinyforge.train.sharded import Sharded
+from tinyforge.train.data_parallel import Sharded, evaluate_heads, evaluate_nll
+from tinyforge.train.objectives import LN2
 
 TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=64, vocab=258, mtp_heads=3, hidden=10,
               mtp_weights=(1, 1, 1))  # fmt: skip

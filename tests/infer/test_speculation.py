@@ -17,11 +17,11 @@ from tinyforge.infer.decoder import Drawn, ReferenceDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.sampling import Sampling, penalise, probabilities
 from tinyforge.infer.session import Session, Stats
-from tinyforge.ops.cross_entropy import head_scale
 from tinyforge.optim import AdamW
 from tinyforge.rng import Stream
 from tinyforge.train.batches import PackedTokens
-from tinyforge.train.sharded import Sharded
+from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.objectives import NextTokens
 
 FEW = Config(dim=16, heads=4, kv_heads=2, layers=2, context=12, vocab=5, mtp_heads=4, hidden=10)
 LETTERS = Config(dim=32, heads=4, kv_heads=2, layers=2, context=64, vocab=13, mtp_heads=4, hidden=48)
@@ -41,11 +41,12 @@ def trained() -> NanoEuler:
     backend = get_backend("numpy", "fp32", workers=1)
     model = NanoEuler(LETTERS, backend)
     model.initialise(0)
-    data, sharded = PackedTokens(tokens, 32, 4, seed=0), Sharded(model, backend)
+    data = PackedTokens(tokens, 32, 4, seed=0)
+    sharded = Sharded(model, backend, NextTokens(LETTERS.head_weights))
     optimizer = AdamW(model.buffer, backend)
     for step in range(120):
         batch = data.batch(step, 16)
-        sharded.gradients([batch], head_scale(batch.targets, LETTERS.mtp_weights))
+        sharded.gradients([batch])
         optimizer.step(1e-2, optimizer.clip(1.0)[1])
     return model
 

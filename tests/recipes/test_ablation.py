@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from data.world import documents
-from recipes import ablation, pretrain
+from recipes import ablation
 from tinyforge import checkpoint
 from tinyforge.errors import run_command
 from tinyforge.hub import newest_run
 from tinyforge.train.metrics import save_scores
+from tinyforge.train.settings import config_of
 
 SHAPE = "--set dim=16 heads=2 kv_heads=1 layers=1 hidden=8 context=32 vocab=280"
 COMMON = f"{SHAPE} --data text.txt --batch-size 2 --workers 1"
@@ -97,7 +98,7 @@ def test_an_arm_adds_to_the_fields_of_all_and_wins_over_them() -> None:
     common = ("--set", "dim=16", "heads=2", "--steps", "4")
     arm = ablation.read_arm("wide: --set dim=32 layers=1 --lr 1e-2", common)
     assert arm.flags == (*common, "--set", "dim=32", "layers=1", "--lr", "1e-2")
-    config = pretrain.config_of(arm.settings)
+    config = config_of(arm.settings)
     assert (config.dim, config.heads, config.layers, arm.settings.lr) == (32, 2, 1, 1e-2)
 
 

@@ -21,15 +21,15 @@ from data.alpaca import hold_out, read_records
 from data.world import documents, instructions
 from models.kneser_ney.model import KneserNey
 from models.nanoeuler import SPEC
-from models.nanoeuler.card import card, write_card
 from recipes import evaluate, pretrain, sft
 from tinyforge import chat, checkpoint, inspect
 from tinyforge.errors import UserError, run_command
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import SEPARATOR, Shards
 from tinyforge.train import metrics
+from tinyforge.train.card import card, write_card
 from tinyforge.train.metrics import NOISE, save_scores
-from tinyforge.train.settings import parse, parser
+from tinyforge.train.settings import PretrainSettings, SftSettings, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "--batch-size 4 --workers 1 --set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=160"
@@ -271,13 +271,13 @@ def test_the_card_of_a_run(folder: Path) -> None:
 )  # fmt: skip
 def test_the_command_on_the_card_means_what_was_run(folder: Path, recipe: Any, step: str, flags: str) -> None:
     """Read by the recipe that it names it gives the same settings, whatever that recipe's own defaults are."""
-    reader = parser("", recipe.DEFAULTS, with_base=recipe is sft)
-    wanted = parse(reader, shlex.split(flags), recipe.DEFAULTS).settings
+    kind = SftSettings if recipe is sft else PretrainSettings
+    wanted = parse(kind, "", shlex.split(flags)).settings
     found = checkpoint.load(Path(step))
     found.meta["settings"] = json.loads(json.dumps(wanted.to_dict()))
     told = re.findall(rf"    python recipes/{recipe.__name__.rpartition('.')[2]}\.py (.*)", card(found))
     assert len(told) == 1
-    assert parse(reader, shlex.split(told[0]), recipe.DEFAULTS).settings == wanted
+    assert parse(kind, "", shlex.split(told[0])).settings == wanted
 
 
 def test_the_card_of_a_run_with_settings_that_are_gone(folder: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_write_that_breaks_off_leaves_the_old_scores_and_card(folder: Path) ->
     program = """
 import resource
 from pathlib import Path
-from models.nanoeuler.card import write_card
+from tinyforge.train.card import write_card
 from tinyforge.errors import UserError
 from tinyforge.train.metrics import save_scores
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))

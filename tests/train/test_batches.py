@@ -7,7 +7,7 @@ import pytest
 
 from tinyforge.errors import UserError
 from tinyforge.train.batches import Examples, PackedTokens, check_ids, fingerprint, shifted_targets
-from tinyforge.train.sharded import Batch
+from tinyforge.train.objectives import Batch
 
 
 def same(a: Batch, b: Batch) -> bool:

@@ -13,7 +13,7 @@ from tinyforge.text import Tokenizer
 from tinyforge.text.shards import Part, Shards, ShardWriter, Source, TokenSequence, write_manifest
 from tinyforge.train.batches import MixedTokens, PackedTokens
 from tinyforge.train.corpus import mix_weights
-from tinyforge.train.sharded import Batch
+from tinyforge.train.objectives import Batch
 
 
 def mixed(weights: dict[str, Fraction | int], seed: int = 0, lengths: tuple[int, ...] = (103, 211, 57)) -> MixedTokens:

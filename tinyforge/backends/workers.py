@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -56,23 +57,51 @@ def worker_pids() -> list[int]:
     return sorted(_pids)
 
 
+def fork(run: Callable[[Connection], Any]) -> tuple[Connection, Callable[[], None]]:
+    """Start a child process that calls run(pipe) and ends; returns our end of the pipe, and what ends the child.
+
+    The child sees all objects as they are now, and arrays of `shared_zeros` as they will be. Its end of the pipe closes
+    when it ends, however it does, and ours when this process dies: who reads the pipe learns of it.
+    """
+    ours, theirs = Pipe()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _live(run, theirs)
+    theirs.close()
+    _pids.add(pid)
+    return ours, partial(_end, ours, pid)
+
+
+def _live(run: Callable[[Connection], Any], pipe: Connection) -> None:
+    """The child's whole life. It leaves by _exit: the caller's buffered output and exit handlers are not its own."""
+    # Ctrl-C reaches every process of a terminal; the caller decides what becomes of the step, and then lets go.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        run(pipe)
+    finally:
+        os._exit(0)
+
+
+def _end(pipe: Connection, pid: int) -> None:
+    pipe.close()
+    _pids.discard(pid)
+    os.kill(pid, signal.SIGKILL)  # it may be in the middle of a long step, whose result nobody wants any more
+    os.waitpid(pid, 0)
+
+
 class ForkedWorker:
     """A child process that answers each request with answer(request), in order.
 
-    It sees all objects as they were when it was made, and arrays of `shared_zeros` as they are. It ends when the
-    caller lets go of it or dies: its end of the pipe closes then. `advice` ends the message when it dies itself.
+    It ends when the caller lets go of it or dies: its end of the pipe closes then. `advice` ends the message when it
+    dies itself.
     """
 
     def __init__(self, answer: Callable[[Any], Any], advice: str = ADVICE) -> None:
         self._advice = advice
-        self._pipe, theirs = Pipe()
-        pid = os.fork()
-        if pid == 0:
-            self._pipe.close()
-            _serve(theirs, answer)
-        theirs.close()
-        _pids.add(pid)
-        self.close = weakref.finalize(self, _end, self._pipe, pid)
+        self._pipe, end = fork(partial(_serve, answer))
+        self.close = weakref.finalize(self, end)
 
     def send(self, request: Any) -> None:
         self._talk(self._pipe.send, request)
@@ -92,28 +121,14 @@ class ForkedWorker:
             ) from error
 
 
-def _serve(pipe: Connection, answer: Callable[[Any], Any]) -> None:
-    """The child's whole life. It leaves by _exit: the caller's buffered output and exit handlers are not its own."""
-    # Ctrl-C reaches every process of a terminal; the caller decides what becomes of the step, and then lets go.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        while True:
-            request = pipe.recv()
-            try:
-                result = answer(request)
-            except Exception as error:
-                result = error
-            pipe.send(result)
-    finally:
-        os._exit(0)
-
-
-def _end(pipe: Connection, pid: int) -> None:
-    pipe.close()
-    _pids.discard(pid)
-    os.kill(pid, signal.SIGKILL)  # it may be in the middle of a long step, whose result nobody wants any more
-    os.waitpid(pid, 0)
+def _serve(answer: Callable[[Any], Any], pipe: Connection) -> None:
+    while True:
+        request = pipe.recv()
+        try:
+            result = answer(request)
+        except Exception as error:
+            result = error
+        pipe.send(result)
 
 
 class ThreadWorker:

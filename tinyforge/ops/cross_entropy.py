@@ -28,17 +28,6 @@ def masked_targets(rng: np.random.Generator, n: int, heads: int, vocab: int) -> 
     return targets
 
 
-def head_scale(targets: np.ndarray, weights: tuple[float, ...]) -> np.ndarray:
-    """c[k] = w[k] / (sum(w) * number of targets of head k), so that loss = sum_k c[k] nll[k] is the weighted mean.
-
-    targets: (..., K), of the whole step: every shard and micro-batch. A head with no target at all gets 0, and the
-    others keep theirs, w[k] / sum(w): a head's share of the gradient does not depend on what the others had to predict.
-    The loss of such a step lacks that head's mean, so it is smaller than that of other steps.
-    """
-    counts = (targets >= 0).reshape(-1, targets.shape[-1]).sum(axis=0)
-    return np.asarray(weights) / sum(weights) / np.maximum(counts, 1) * (counts > 0)
-
-
 def exp_needs_shift(x: Array) -> bool:
     """Whether a softmax of x must subtract the maximum first. Within +-60 exp neither overflows nor vanishes, in fp32
     too, and neither do its sums; softmax is the same function with and without the shift, and one pass over all of x

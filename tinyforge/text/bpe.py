@@ -322,8 +322,12 @@ class Tokenizer(Vocabulary):
         progress: bool = True,
         workers: int | None = None,
         size: int | None = None,
+        exact: bool = True,
     ) -> Tokenizer:
         """Learn a vocabulary of exactly `vocab_size` ids from `texts`, whose order does not matter.
+
+        Not `exact`: where the text has too few merges, of as many ids as it can give, in multiples of 64, which matrix
+        products on a GPU want.
 
         Pieces are counted on `workers` processes (default: one for each core), whose number changes nothing.
         `size` is the number of characters in all texts, where it is known, for the time left. Of more than
@@ -353,6 +357,8 @@ class Tokenizer(Vocabulary):
         if not counts:
             raise UserError("no text to train the tokenizer on: got 0 characters; give a file with text")
         merges = learn_merges(counts, vocab_size - smallest, progress)
+        if len(merges) < vocab_size - smallest and not exact:
+            return cls(merges[: max(0, (smallest + len(merges)) // 64 * 64 - smallest)], specials)
         if len(merges) < vocab_size - smallest:
             raise UserError(
                 f"too little text for vocab_size {vocab_size}: got {len(merges)} possible merges, wanted "

@@ -13,7 +13,7 @@ import numpy as np
 
 from tinyforge.errors import UserError
 from tinyforge.rng import Stream, permute
-from tinyforge.train.sharded import Batch
+from tinyforge.train.objectives import Batch
 
 
 class Tokens(Protocol):

@@ -12,15 +12,17 @@ from typing import Any
 
 import numpy as np
 
+from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
-from tinyforge.text import Tokenizer
+from tinyforge.registry import find_model
+from tinyforge.text import CharTokenizer, TextTokenizer, Tokenizer, load_tokenizer
 from tinyforge.text.shards import SEPARATOR, Part, Shards, is_shard_folder
-from tinyforge.train.batches import MixedTokens, PackedTokens
-from tinyforge.train.loop import evaluate_heads
-from tinyforge.train.settings import Settings
-from tinyforge.train.sharded import Sharded
+from tinyforge.train.batches import MixedTokens, PackedTokens, check_ids, fingerprint
+from tinyforge.train.data_parallel import Sharded, evaluate_heads
+from tinyforge.train.settings import PretrainSettings
 
 NOT_STATED = "not stated"  # a licence
+CHARS = "chars"  # in place of a tokenizer's file
 FEW_DOCUMENTS, FEW_BYTES = 50, 100_000  # of held-out text: below these, its figures are mostly chance
 
 
@@ -38,7 +40,7 @@ class Corpus:
     """tokens: of training text. opening: of a held-out document. hash: a resumed run must find the same. summary: a
     row for each source that is read, from `summarise`, for the model's card."""
 
-    tokenizer: Tokenizer
+    tokenizer: TextTokenizer
     batches: PackedTokens | MixedTokens
     tokens: int
     held_out: tuple[HeldOut, ...]
@@ -88,7 +90,7 @@ def opening_of(text: str) -> str:
     return text[:40].rsplit(" ", 1)[0] or text[:40]
 
 
-def find_shards(settings: Settings) -> Shards | None:
+def find_shards(settings: PretrainSettings) -> Shards | None:
     """The token shards that --data names, not yet verified; None where it names text, or nothing."""
     shards = [path for path in settings.data if is_shard_folder(Path(path))]
     text = [path for path in settings.data if path not in shards]
@@ -128,7 +130,7 @@ def mix_weights(mix: Sequence[str], shards: Shards) -> dict[str, Fraction]:
     return {name: weight for name, weight in weights.items() if weight}
 
 
-def open_corpus(shards: Shards, settings: Settings, seq_len: int, heads: int) -> Corpus:
+def open_corpus(shards: Shards, settings: PretrainSettings, seq_len: int, heads: int) -> Corpus:
     """Verify the shards, and say what is read of them how often."""
     weights = mix_weights(settings.mix, shards)
     train = {name: shards.sequence(name, "train") for name in weights}
@@ -154,7 +156,7 @@ def open_corpus(shards: Shards, settings: Settings, seq_len: int, heads: int) ->
     return Corpus(shards.tokenizer, batches, sum(map(len, train.values())), held_out, opening, shards.hash, summary)
 
 
-def held_out_text(shards: Shards, settings: Settings, seq_len: int, heads: int) -> tuple[HeldOut, ...]:
+def held_out_text(shards: Shards, settings: PretrainSettings, seq_len: int, heads: int) -> tuple[HeldOut, ...]:
     """The val split of all sources, in the mix or not: so that runs with other mixes can be compared."""
     parts = []
     for source in shards.sources.values():
@@ -168,3 +170,90 @@ def held_out_text(shards: Shards, settings: Settings, seq_len: int, heads: int) 
             "more documents"
         )
     return tuple(parts)
+
+
+def pack(texts: Sequence[str], tokenizer: TextTokenizer) -> np.ndarray:
+    """One stream of ids, each document followed by the separator."""
+    end = np.array([tokenizer.specials[SEPARATOR]], np.int32)
+    parts = [part for ids in tokenizer.encode_many(texts) for part in (ids, end)]
+    return np.concatenate([end[:0], *parts], dtype=np.int32, casting="same_kind")
+
+
+def byte_count(texts: Sequence[str]) -> int:
+    return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+
+
+def tokenizer_for(
+    settings: PretrainSettings, config: ModelConfig, training: Sequence[str], held_out: Sequence[str]
+) -> tuple[TextTokenizer, ModelConfig]:
+    """The tokenizer of --tokenizer, or one trained on the text, and the config with its vocabulary.
+
+    A vocabulary that the user asked for is kept or refused. That of a preset becomes what the characters make, or what
+    can be learned from the built-in corpus.
+    """
+    asked = any(item.startswith("vocab=") for item in settings.set) or settings.config not in find_model(
+        settings.model
+    ).presets
+    tokenizer: TextTokenizer
+    if settings.tokenizer == CHARS:
+        tokenizer = CharTokenizer.of([*training, *held_out])
+    elif settings.tokenizer:
+        tokenizer = load_tokenizer(settings.tokenizer)
+        if SEPARATOR not in tokenizer.specials:
+            raise UserError(f"--tokenizer: {settings.tokenizer} has no special token {SEPARATOR}; use another")
+    else:
+        progress = sys.stderr.isatty()
+        tokenizer = Tokenizer.train(training, config.vocab, progress=progress, exact=bool(settings.data))
+    if tokenizer.vocab_size == config.vocab:
+        return tokenizer, config
+    if settings.tokenizer and (asked or settings.tokenizer != CHARS):
+        raise UserError(
+            f"--tokenizer: {settings.tokenizer} has {tokenizer.vocab_size} ids, the config's vocab is {config.vocab}; "
+            f"use --set vocab={tokenizer.vocab_size}, or another tokenizer"
+        )
+    why = "the characters of the text" if settings.tokenizer else "what can be learned from the built-in corpus"
+    print(f"vocab {config.vocab} -> {tokenizer.vocab_size}: {why}")
+    return tokenizer, config.override({"vocab": tokenizer.vocab_size})
+
+
+def corpus_of_text(
+    settings: PretrainSettings, config: ModelConfig, seq_len: int, training: Sequence[str], held_out: Sequence[str],
+    tokenizer: TextTokenizer,
+) -> Corpus:  # fmt: skip
+    """Plain text, or the built-in corpus: the ids are held in memory."""
+    streams = [pack(texts, tokenizer) for texts in (training, held_out)]
+    for stream in streams:
+        check_ids(stream, config.vocab)
+    train, val = (Part(len(texts), len(stream), byte_count(texts))
+                  for texts, stream in zip((training, held_out), streams, strict=True))  # fmt: skip
+    print(f"tokenizer: {tokenizer.vocab_size} ids, {train.bytes / max(1, train.tokens - train.documents):.2f} bytes a "
+          "token")  # fmt: skip
+    print(f"training text: {train.bytes:,} bytes, {train.tokens:,} tokens; held out: {val.tokens:,} tokens")
+    data = PackedTokens(streams[0], seq_len, config.prediction_heads, settings.seed)
+    length = min(seq_len, max(1, len(streams[1]) - 1))
+    parts = (HeldOut("text", PackedTokens(streams[1], length, config.prediction_heads, settings.seed), 1),)
+    name, licence = ("text", NOT_STATED) if settings.data else ("the built-in world", "MIT")
+    summary = (summarise(name, licence, 1.0, train, val),)
+    return Corpus(tokenizer, data, train.tokens, parts, opening_of(held_out[0]), fingerprint(streams[0]), summary)
+
+
+def config_for(shards: Shards, config: ModelConfig, settings: PretrainSettings) -> ModelConfig:
+    """The config with the vocabulary of the shards' tokenizer, unless the user asked for another."""
+    tokenizer = shards.tokenizer
+    if settings.tokenizer and (
+        settings.tokenizer == CHARS or load_tokenizer(settings.tokenizer).hash() != tokenizer.hash()
+    ):
+        raise UserError(
+            f"--tokenizer: {settings.tokenizer} is not the one that {settings.data[0]} was made with; drop the flag, "
+            f"or make the shards with python -m data.shards --tokenizer {settings.tokenizer}"
+        )
+    if config.vocab == tokenizer.vocab_size:
+        return config
+    preset = settings.config in find_model(settings.model).presets
+    if not preset or any(item.startswith("vocab=") for item in settings.set):
+        raise UserError(
+            f"config: vocab is {config.vocab}, the tokenizer of {settings.data[0]} has {tokenizer.vocab_size} ids; use "
+            f"--set vocab={tokenizer.vocab_size}, or shards made with a tokenizer of {config.vocab}"
+        )
+    print(f"vocab {config.vocab} -> {tokenizer.vocab_size}: what the tokenizer of the shards has")
+    return config.override({"vocab": tokenizer.vocab_size})

@@ -8,15 +8,22 @@ from typing import Any
 import numpy as np
 
 from tinyforge.op import Op, Stash
-from tinyforge.train.sharded import Batch, Model
+from tinyforge.rng import Stream
+from tinyforge.train.data_parallel import Model
+from tinyforge.train.objectives import Batch, Objective
 
 
 class _NotFinite(Exception):
     pass
 
 
-def first_nonfinite(model: Model, batch: Batch, scale: np.ndarray) -> str:
-    """Run the batch again with every op's results looked at; returns e.g. "forward of blocks.2.down"."""
+def first_nonfinite(
+    model: Model, batch: Batch, objective: Objective, counts: np.ndarray, noise: Stream | None = None
+) -> str:
+    """Run the batch again with every op's results looked at; returns e.g. "forward of blocks.2.down".
+
+    Empty where every op's own results are finite: then it is their sum that is not.
+    """
     backend = model.ops()[0].backend
     model.buffer.grads[...] = 0  # what the batch that failed left there would be blamed on the first op
     for op in model.ops():
@@ -40,13 +47,13 @@ def first_nonfinite(model: Model, batch: Batch, scale: np.ndarray) -> str:
         for op in model.ops():
             # Instance attributes shadow the class's methods; they are removed again below.
             vars(op).update(forward=watched(op, "forward"), backward=watched(op, "backward"))
-        stash = Stash()
-        model.forward(backend.asarray(batch.ids), backend.asarray(batch.targets), stash)
-        model.backward(backend.asarray(scale, backend.master_dtype), stash)
+        stash = Stash(noise)
+        nll = model.forward(backend.asarray(batch.ids), backend.asarray(batch.targets), stash)
+        model.backward(objective.weigh(nll, batch, counts, backend)[1], stash)
     except _NotFinite as found:
         return str(found)
     finally:
         for op in model.ops():
             vars(op).pop("forward", None)
             vars(op).pop("backward", None)
-    return "the sum of the gradients (every op's own results are finite)"
+    return ""

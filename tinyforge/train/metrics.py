@@ -29,9 +29,7 @@ class Metrics:
             # A kill here must not lose the rows that no later step writes again.
             write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
         except OSError as error:
-            raise UserError(
-                f"cannot write in {out}: {error.strerror}; choose another --out, or see to its permissions and space"
-            ) from error
+            raise cannot_write_in(out, error) from error
 
     def write(self, **row: Any) -> None:
         try:
@@ -44,14 +42,26 @@ class Metrics:
             ) from error
 
 
+def cannot_write_in(out: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write in {out}: {error.strerror}; choose another --out, or check its permissions and space")
+
+
 def read(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics file; the last may have been cut by a kill."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    """The rows of a metrics file. A last line without its end was cut by a kill, and is left out; other lines that are
+    damaged are left out with a warning."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    rows, damaged = [], []
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
-            break
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        else:
+            damaged.append(number)
+    if damaged:
+        print(f"warning: {path}: line {', '.join(map(str, damaged))} damaged, left out", file=sys.stderr)
     return rows
 
 
@@ -99,7 +109,8 @@ def plot(rows: Sequence[dict[str, Any]], target: Path) -> bool:
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(4, 1), layout="constrained"
     )
-    tokens, loss = [row["tokens"] / 1e6 for row in train], [row["bits_per_byte"] for row in train]
+    measured = "bits_per_byte" if "bits_per_byte" in train[0] else "loss"  # an objective without text has no bytes
+    tokens, loss = [row["tokens"] / 1e6 for row in train], [row[measured] for row in train]
     top.plot(tokens, loss, color="0.75", linewidth=0.8, label="training, one step")
     smooth, average = [], loss[0]
     for value in loss:
@@ -118,7 +129,7 @@ def plot(rows: Sequence[dict[str, Any]], target: Path) -> bool:
     lowest = min([*loss, *(row[key] for row in held_out for key in (whole, *sources))])
     top.set_ylim(0.9 * lowest, sorted(loss)[int(len(loss) * 0.98)] * 1.15)
     top.set_xlim(0, tokens[-1])
-    top.set_ylabel("bits per byte")
+    top.set_ylabel(measured.replace("_", " "))
     top.grid(alpha=0.3)
     top.legend()
     # The clock runs on while a run evaluates and saves: its ticks stand where the tokens' are.

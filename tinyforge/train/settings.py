@@ -1,161 +1,324 @@
-"""The flags that all recipes share, and the frozen settings they become."""
+"""The settings of a recipe: each a field that carries its flag's help, its check, and what a change of it means.
+
+    @dataclass(frozen=True)
+    class MySettings(Settings):
+        out: str = setting("runs/mine", "directory of the run", metavar="DIR", changes=NOTHING, card=NEVER)
+        colour: str = setting("red", "what to paint", choices=("red", "blue"))
+
+    settings, resume, plan, card = parse(MySettings, __doc__, argv)
+
+The command line, what --resume may change, what makes two runs comparable and the flags on the model's card all follow
+from the fields; a recipe's flags are its fields and no others.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
+from tinyforge import checkpoint
 from tinyforge.backends import Backend, get_backend
+from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError
 from tinyforge.optim.schedules import SCHEDULES
+from tinyforge.registry import default_model, find_model
+
+# What another value of a setting changes in a run: nothing that is learned; the last bits of it; what is learned.
+NOTHING, BITS, LEARNING = "nothing", "bits", "learning"
+# Whether a model's card shows its flag.
+NEVER, UNUSUAL, ALWAYS = "never", "unusual", "always"
+
+Check = Callable[[Any], str]  # what the value should have been; empty if it is good
+
+
+def above_zero(value: float) -> str:
+    return "" if 0 < value < math.inf else "a number above 0"
+
+
+def zero_or_more(value: float) -> str:
+    return "" if 0 <= value < math.inf else "a number of 0 or more"
+
+
+def share(value: float) -> str:
+    return "" if 0 < value <= 1 else "a share of the run above 0 and up to 1"
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    check: Check | None = None,
+    changes: str = LEARNING,
+    card: str = UNUSUAL,
+    metavar: str | None = None,
+    choices: Sequence[str] | None = None,
+    adds: bool = False,
+) -> Any:
+    """A field of `Settings`.
+
+    default: or a function that gives it. changes: NOTHING, BITS or LEARNING; only the first may differ in --resume.
+    card: UNUSUAL shows the flag where it is not the default; NEVER is for what another machine does not know. adds: a
+    flag that is given twice adds to its list, where others replace it.
+    """
+    meta = {"help": help, "check": check, "changes": changes, "card": card, "metavar": metavar, "choices": choices,
+            "adds": adds}  # fmt: skip
+    return field(default_factory=default, metadata=meta) if callable(default) else field(default=default, metadata=meta)
+
+
+def with_default(name: str, default: Any) -> Any:
+    """The field `name` of `Settings` with another default, for a recipe that has one of its own."""
+    return field(default=default, metadata=Settings.__dataclass_fields__[name].metadata)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One training run. They are stored in its checkpoints; `--resume` takes them from there.
+    """What every training run has. They are stored in its checkpoints; `--resume` takes them from there.
 
-    steps: optimizer steps, or None to stop after `minutes`. seq_len: tokens a sequence. max_reply: most tokens of a
-    reply to learn from, None for any. lr: peak learning rate. lr_decay: the last share of the run, in which the
-    schedule wsd lowers it. eval_every, save_every: steps. keep: newest checkpoints kept (0: all). workers: shards of a
-    batch; part of the settings because the sum of gradients depends, in its last bits, on how the batch was cut.
+    None in steps: the run ends after `minutes`. None in another field is said in its help. A `Settings` holds checked
+    values only if `check` was called; `parse` does.
     """
 
-    config: str = "small"
-    set: tuple[str, ...] = ()
-    backend: str = "auto"
-    device: int | None = None
-    recompute: bool = False
-    precision: str = "fp32"
-    data: tuple[str, ...] = ()
-    mix: tuple[str, ...] = ()
-    encoding: str = "utf-8"
-    tokenizer: str | None = None
-    base: str | None = None
-    max_reply: int | None = None
-    out: str = ""
-    steps: int | None = None
-    minutes: float | None = None
-    batch_size: int = 16
-    grad_accum: int = 1
-    seq_len: int | None = None
-    lr: float = 4e-3
-    schedule: str = "wsd"
-    lr_decay: float = 0.4
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-    eval_every: int = 250
-    save_every: int = 500
-    keep: int = 2
-    workers: int | None = None
+    backend: str = setting("auto", "where to compute: numpy, cupy (an NVIDIA GPU), or auto, which takes a GPU if there "
+                           "is one", changes=NOTHING)  # fmt: skip
+    device: int | None = setting(None, "number of the GPU, as CUDA counts the visible ones (default: 0)",
+                                 changes=NOTHING, card=NEVER)  # fmt: skip
+    recompute: bool = setting(False, "recompute norms in backward: a tenth less memory, 2 %% slower, the same bits",
+                              changes=NOTHING, card=NEVER)  # fmt: skip
+    precision: str = setting("fp32", "fp32, fp64, and on a GPU tf32 or bf16")
+    data: tuple[str, ...] = setting((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
+    encoding: str = setting("utf-8", "encoding of text files")
+    out: str = setting("", "directory of the run", metavar="DIR", changes=NOTHING, card=NEVER)
+    steps: int | None = setting(None, "optimizer steps", check=above_zero, card=ALWAYS)
+    minutes: float | None = setting(None, "stop after so many minutes instead; the schedule follows the clock",
+                                    check=above_zero)  # fmt: skip
+    batch_size: int = setting(16, "sequences a step and micro-batch", check=above_zero)
+    grad_accum: int = setting(1, "micro-batches a step", check=above_zero)
+    seq_len: int | None = setting(None, "tokens a sequence (default: the config's context)", check=above_zero)
+    lr: float = setting(4e-3, "peak learning rate", check=above_zero, card=ALWAYS)
+    schedule: str = setting("wsd", "learning-rate schedule", choices=tuple(SCHEDULES))
+    lr_decay: float = setting(0.4, "the last share of the run, 0 to 1, in which the schedule wsd lowers the rate",
+                              check=share)  # fmt: skip
+    weight_decay: float = setting(0.1, "AdamW's decay of matrices, per unit of learning rate", check=zero_or_more,
+                                  card=ALWAYS)  # fmt: skip
+    clip: float = setting(1.0, "limit on the gradient's norm, 0 for none", check=zero_or_more)
+    seed: int = setting(0, "seed of weights, order and samples")
+    eval_every: int = setting(250, "steps between evaluations on held-out text", check=above_zero, changes=NOTHING,
+                              card=NEVER)  # fmt: skip
+    save_every: int = setting(500, "steps between checkpoints", check=above_zero, changes=NOTHING, card=NEVER)
+    keep: int = setting(2, "newest checkpoints kept, 0 for all", check=zero_or_more, changes=NOTHING, card=NEVER)
+    # Part of the settings because the sum of gradients depends, in its last bits, on how the batch was cut.
+    workers: int | None = setting(None, "shards of a batch, each in a process (default: one a core)", check=above_zero,
+                                  changes=BITS, card=NEVER)  # fmt: skip
+
+    def check(self) -> None:
+        """Raise UserError for a value that cannot be."""
+        for f in fields(self):
+            value, check = getattr(self, f.name), f.metadata["check"]
+            if check and value is not None and (wanted := check(value)):
+                raise UserError(f"{_flag(f)} is {value}, wants {wanted}")
+        if self.steps is None and self.minutes is None:
+            raise UserError("neither --steps nor --minutes is given; one of them must end the run")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> Settings:
+    def from_dict(cls, stored: Mapping[str, Any]) -> Self:
         """As a checkpoint has them: lists are tuples again, and what this version does not know is left out."""
         known = {f.name for f in fields(cls)}
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
         return cls(**values)
 
+    def differences(self, other: Settings) -> list[str]:
+        """The names of settings in which the runs would learn something else."""
+        learning = [f.name for f in fields(self) if f.metadata["changes"] == LEARNING]
+        return [name for name in learning if getattr(self, name) != getattr(other, name)]
 
-# What may differ between a run and its continuation: none of it changes a step that was already planned.
-_FREE = {"out", "eval_every", "save_every", "keep", "backend", "device", "recompute"}
+    def flags(self) -> list[str]:
+        """The flags that a model's card shows; with them, the recipe does the same again."""
+        usual, shown = self.usual(), []
+        for f in fields(self):
+            value, told = getattr(self, f.name), f.metadata["card"]
+            if value is not None and (told == ALWAYS or (told == UNUSUAL and value != getattr(usual, f.name))):
+                values = value if isinstance(value, tuple) else (value,)
+                shown.append(" ".join([_flag(f), *(shlex.quote(str(v)) for v in values)]))
+        return shown
 
-
-def parser(description: str, defaults: Settings, with_base: bool) -> argparse.ArgumentParser:
-    """The recipes' command line. Defaults are applied later, to know which flags were given."""
-    p = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def flag(name: str, help: str, **options: Any) -> None:
-        default = getattr(defaults, name.replace("-", "_"))
-        shown = f" (default: {default})" if default not in (None, ()) else ""
-        p.add_argument(f"--{name}", default=None, help=help + shown, **options)
-
-    if with_base:
-        flag("base", "pretrained run or checkpoint to start from", metavar="DIR")
-        flag("max-reply", "leave out training records whose reply takes more tokens: a model answers as briefly as "
-             "what it learned from", type=int, metavar="TOKENS")  # fmt: skip
-    else:
-        flag("config", "preset (small, base, large) or a JSON file with the config's fields")
-        flag("set", "override fields of the config, e.g. --set dim=192 layers=6; given again, it adds to them",
-             nargs="+", action="extend", metavar="KEY=VALUE")  # fmt: skip
-        flag("tokenizer", "tokenizer.json to use (default: train one on the data)", metavar="FILE")
-    flag("backend", "where to compute: numpy, cupy (an NVIDIA GPU), or auto, which takes a GPU if there is one")
-    flag("device", "number of the GPU, as CUDA counts the visible ones (default: 0)", type=int)
-    flag("precision", "fp32, fp64, and on a GPU tf32 or bf16")
-    flag("data", "files or folders: text, parquet, token shards (pretrain), Alpaca JSON (sft) (default: the built-in "
-         "corpus)", nargs="+", metavar="PATH")  # fmt: skip
-    if not with_base:
-        flag("mix", "shares of the shards' sources, e.g. --mix books=0.7 web=0.3 (default: by their tokens)", nargs="+",
-             metavar="NAME=WEIGHT")  # fmt: skip
-    flag("encoding", "encoding of text files")
-    flag("out", "directory of the run", metavar="DIR")
-    flag("steps", "optimizer steps", type=int)
-    flag("minutes", "stop after so many minutes instead; the schedule follows the clock", type=float)
-    flag("batch-size", "sequences a step and micro-batch", type=int)
-    flag("grad-accum", "micro-batches a step", type=int)
-    flag("seq-len", "tokens a sequence (default: the config's context)", type=int)
-    flag("lr", "peak learning rate", type=float)
-    flag("schedule", "learning-rate schedule", choices=SCHEDULES)
-    flag("lr-decay", "the last share of the run, 0 to 1, in which the schedule wsd lowers the rate", type=float)
-    flag("weight-decay", "AdamW's decay of matrices, per unit of learning rate", type=float)
-    flag("clip", "limit on the gradient's norm, 0 for none", type=float)
-    flag("seed", "seed of weights, order and samples", type=int)
-    flag("eval-every", "steps between evaluations on held-out text", type=int)
-    flag("save-every", "steps between checkpoints", type=int)
-    flag("keep", "newest checkpoints kept, 0 for all", type=int)
-    flag("workers", "shards of a batch, each in a process (default: one a core)", type=int)
-    p.add_argument("--recompute", action="store_true", default=None,
-                   help="make norms again in backward: a tenth less memory, 2 %% slower, the same bits")  # fmt: skip
-    p.add_argument("--resume", action="store_true", help="continue the run in --out from its newest checkpoint")
-    p.add_argument("--plan", action="store_true", help="print what a step needs in a GPU's memory, and leave")
-    p.add_argument("--card", action="store_true", help="write a model card, README.md, into --out at the end")
-    return p
+    def usual(self) -> Self:
+        """The recipe's defaults."""
+        return type(self)()
 
 
-class Command(NamedTuple):
+@dataclass(frozen=True)
+class PretrainSettings(Settings):
+    """recipes/pretrain.py: the model, its config and its tokenizer, and the mix of its text."""
+
+    out: str = with_default("out", "runs/pretrain")
+    steps: int | None = with_default("steps", 2300)
+    model: str = setting(default_model, "which model of the zoo")
+    config: str = setting("", "preset of the model, or a JSON file with the config's fields")
+    set: tuple[str, ...] = setting((), "override fields of the config, e.g. --set dim=192 layers=6; given again, it adds "
+                                   "to them", metavar="KEY=VALUE", adds=True)  # fmt: skip
+    tokenizer: str | None = setting(None, "tokenizer.json to use (default: train one on the data)", metavar="FILE")
+    mix: tuple[str, ...] = setting((), "shares of the shards' sources, e.g. --mix books=0.7 web=0.3 (default: by their "
+                                   "tokens)", metavar="NAME=WEIGHT")  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if not self.config:
+            object.__setattr__(self, "config", next(iter(find_model(self.model).presets)))
+
+    def usual(self) -> Self:
+        return type(self)(model=self.model)
+
+    def check(self) -> None:
+        super().check()
+        config_of(self)
+
+
+@dataclass(frozen=True)
+class SftSettings(Settings):
+    """recipes/sft.py: what it starts from."""
+
+    out: str = with_default("out", "runs/sft")
+    steps: int | None = with_default("steps", 1400)
+    lr: float = with_default("lr", 2e-3)
+    weight_decay: float = with_default("weight_decay", 0.0)
+    base: str | None = setting(None, "pretrained run or checkpoint to start from (default: the newest one under runs/)",
+                               metavar="DIR", card=NEVER)  # fmt: skip
+    max_reply: int | None = setting(None, "leave out training records whose reply takes more tokens: a model answers as "
+                                    "briefly as what it learned from", check=above_zero, metavar="TOKENS")  # fmt: skip
+
+
+RECIPES: dict[str, type[Settings]] = {"pretrain": PretrainSettings, "sft": SftSettings}
+"""The settings of a checkpoint by its `kind`."""
+
+S = TypeVar("S", bound=Settings)
+
+
+class Command(NamedTuple, Generic[S]):
     """What was asked for. plan: only the memory's plan is wanted. card: so is a model card."""
 
-    settings: Settings
+    settings: S
     resume: bool
     plan: bool
     card: bool
 
 
-def parse(p: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Settings) -> Command:
-    """The command line; the settings' fields are checked here, once."""
-    given = {name: value for name, value in vars(p.parse_args(argv)).items() if value is not None}
-    resume, plan, card = (given.pop(name) for name in ("resume", "plan", "card"))
-    for name in ("data", "mix", "set"):
-        if name in given:
-            given[name] = tuple(given[name])
-    out = given.get("out", defaults.out)
-    if resume:
-        settings = _resumed(given, Path(out))
+_ACTIONS = {
+    "resume": "continue the run in --out from its newest checkpoint",
+    "plan": "print what a step needs in memory, and leave",
+    "card": "write a model card, README.md, into --out at the end",
+}
+
+
+def parse(
+    kind: type[S], description: str, argv: Sequence[str] | None, *, actions: Sequence[str] = tuple(_ACTIONS),
+    prog: str | None = None,
+) -> Command[S]:  # fmt: skip
+    """The command line of a recipe whose settings are a `kind`, checked. actions: which of resume, plan and card the
+    recipe can do; the others' flags are refused. Raises UserError."""
+    given = {name: value for name, value in vars(_parser(kind, description, actions, prog).parse_args(argv)).items()
+             if value is not None}  # fmt: skip
+    wanted = {name: bool(given.pop(name, False)) for name in _ACTIONS}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    if wanted["resume"]:
+        settings = _resumed(kind, given, Path(given.get("out", kind().out)))
     else:
         if "minutes" in given and "steps" in given:
             raise UserError("--steps and --minutes are both given, and a run ends by one of them; drop the other")
         if "minutes" in given:
             given["steps"] = None
-        settings = Settings(**{**defaults.to_dict(), **given})
-    for name in ("batch_size", "grad_accum", "eval_every", "save_every", "lr"):
-        _check(name, getattr(settings, name), above_zero=True)
-    for name in ("weight_decay", "clip", "keep"):
-        _check(name, getattr(settings, name), above_zero=False)
-    for name in ("steps", "minutes", "seq_len", "max_reply", "workers"):
-        if getattr(settings, name) is not None:
-            _check(name, getattr(settings, name), above_zero=True)
-    if not 0 < settings.lr_decay <= 1:
-        raise UserError(f"--lr-decay is {settings.lr_decay}, wants a share of the run above 0 and up to 1")
-    if settings.steps is None and settings.minutes is None:
-        raise UserError("neither --steps nor --minutes is given; one of them must end the run")
-    return Command(settings, resume, plan, card)
+        settings = kind(**given)
+    settings.check()
+    return Command(settings, **wanted)
+
+
+def _parser(kind: type[Settings], description: str, actions: Sequence[str], prog: str | None) -> Parser:
+    """Every field is a flag. Defaults are applied later, to know which flags were given."""
+    p = Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    usual, types = kind(), get_type_hints(kind)
+    for f in fields(kind):
+        default, options = getattr(usual, f.name), {k: f.metadata[k] for k in ("metavar", "choices") if f.metadata[k]}
+        shown = f" (default: {default})" if default not in (None, (), "", False) else ""
+        plain = next((t for t in get_args(types[f.name]) if t is not type(None)), types[f.name])
+        if plain is bool:
+            options["action"] = "store_true"
+        elif isinstance(default, tuple):
+            options |= {"nargs": "+", "action": "extend" if f.metadata["adds"] else "store"}
+        else:
+            options["type"] = plain
+        p.add_argument(_flag(f), default=None, help=f.metadata["help"] + shown, **options)
+    for action in actions:
+        p.add_argument(f"--{action}", action="store_true", default=None, help=_ACTIONS[action])
+    return p
+
+
+def _flag(f: Field[Any]) -> str:
+    return f"--{f.name.replace('_', '-')}"
+
+
+def _resumed(kind: type[S], given: dict[str, Any], out: Path) -> S:
+    if not checkpoint.steps(out):
+        raise UserError(f"--resume: nothing to resume in {out}; start the run without --resume")
+    stored = kind.from_dict(checkpoint.load(out).meta["settings"])
+    for f in fields(kind):
+        name = f.name
+        if f.metadata["changes"] != NOTHING and name in given and getattr(stored, name) != given[name]:
+            raise UserError(
+                f"--resume: {_flag(f)} is {given[name]!r}, the run in {out} has {getattr(stored, name)!r}; "
+                f"drop {_flag(f)}, or start a new run with another --out"
+            )
+    return replace(stored, **{**given, "out": str(out)})
+
+
+# --- what follows from settings ---------------------------------------------------------------------------------------
+
+
+def config_of(settings: PretrainSettings) -> ModelConfig:
+    """The preset or JSON file of --config with the fields of --set replaced. Raises UserError."""
+    spec = find_model(settings.model)
+    config = spec.presets.get(settings.config)
+    if config is None:
+        path = Path(settings.config)
+        if not path.is_file():
+            raise UserError(f"--config: {settings.config!r} is no preset ({', '.join(spec.presets)}) and no file")
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"--config: cannot read {path} as JSON: {error}; check the file") from error
+        if not isinstance(values, dict):
+            raise UserError(f"--config: {path} holds a {type(values).__name__}, wants an object of the config's fields")
+        config = spec.config.from_dict(values)
+    changes: dict[str, Any] = {}
+    for item in settings.set:
+        key, _, value = item.partition("=")
+        if isinstance(getattr(config, key, None), str):
+            changes[key] = value
+            continue
+        try:
+            changes[key] = json.loads(value)
+        except ValueError as error:
+            raise UserError(f"--set: {item!r} wants KEY=VALUE with a number, e.g. --set dim=192") from error
+    return config.override(changes)
+
+
+def sequence_length(config: ModelConfig, asked: int | None) -> int:
+    """Tokens a sequence: what --seq-len asks for, or the whole context."""
+    if asked is not None and asked > config.context:
+        raise UserError(f"--seq-len is {asked}, the config's context is {config.context}; use at most that")
+    return asked or config.context
+
+
+def open_backend(settings: S) -> tuple[Backend, S]:
+    """The backend that is asked for, and the settings with its number of workers, on which a run's last bits depend."""
+    backend = get_backend(settings.backend, settings.precision, settings.workers, settings.device)
+    return backend, replace(settings, workers=backend.workers)
 
 
 def print_schedule(settings: Settings, step: str, steps_a_pass: float, data: str) -> None:
@@ -163,31 +326,3 @@ def print_schedule(settings: Settings, step: str, steps_a_pass: float, data: str
     length = f"{settings.steps:,} steps" if settings.steps else f"{settings.minutes:g} minutes"
     passes = f", {settings.steps / steps_a_pass:.1f} times through the {data}" if settings.steps else ""
     print(f"plan: {length} of {step}{passes}; {settings.schedule} schedule, peak rate {settings.lr:g}")
-
-
-def open_backend(settings: Settings) -> tuple[Backend, Settings]:
-    """The backend that is asked for, and the settings with its number of workers, on which a run's last bits depend."""
-    backend = get_backend(settings.backend, settings.precision, settings.workers, settings.device)
-    return backend, Settings(**{**settings.to_dict(), "workers": backend.workers})
-
-
-def _check(name: str, value: float, above_zero: bool) -> None:
-    if not (0 <= value < math.inf) or (above_zero and value == 0):
-        wanted = "above 0" if above_zero else "of 0 or more"
-        raise UserError(f"--{name.replace('_', '-')} is {value}, wants a number {wanted}")
-
-
-def _resumed(given: dict[str, Any], out: Path) -> Settings:
-    from tinyforge import checkpoint
-
-    if not checkpoint.steps(out):
-        raise UserError(f"--resume: nothing to resume in {out}; start the run without --resume")
-    stored = Settings.from_dict(checkpoint.load(out).meta["settings"]).to_dict()
-    for name, value in given.items():
-        if name not in _FREE and stored.get(name) != value:
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(
-                f"--resume: {flag} is {value!r}, the run in {out} has {stored.get(name)!r}; "
-                f"drop {flag}, or start a new run with another --out"
-            )
-    return Settings(**{**stored, **given, "out": str(out)})

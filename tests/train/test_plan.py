@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
 from models.nanoeuler import PRESETS, Config, NanoEuler
-from models.nanoeuler.plan import OUTSIDE, check_fits, gib, plan_step
 from tinyforge.backends import get_backend
 from tinyforge.backends.phantom import METER, Phantom, empty
 from tinyforge.errors import UserError
+from tinyforge.registry import find_model
+from tinyforge.train import plan
+from tinyforge.train.plan import OUTSIDE, check_fits, free_host_memory, gib, plan_step
 
+SPEC = find_model("nanoeuler")
 TINY = Config(dim=64, heads=4, kv_heads=2, layers=2, context=256, vocab=128, mtp_heads=2, hidden=96,
               mtp_weights=(1, 0.5))  # fmt: skip
 # Per token and layer, in elements: qkv, attention's result, gate and up, two sums and their norms; statistics float32.
@@ -37,7 +41,7 @@ def test_memory_counts_while_anything_refers_to_it() -> None:
     ("precision", "size", "wide"), [("bf16", 2, 4), ("fp32", 4, 4), ("tf32", 4, 4), ("fp64", 8, 8)]
 )
 def test_the_parts_are_what_the_formulas_say(precision: str, size: int, wide: int) -> None:
-    plan = plan_step(TINY, precision, 8, 256)
+    plan = plan_step(SPEC, TINY, precision, 8, 256)
     tokens = 8 * 256
     count = NanoEuler(TINY, get_backend("numpy", "fp64", workers=1)).buffer.values.size
     masters = 0 if size == wide else wide
@@ -49,12 +53,12 @@ def test_the_parts_are_what_the_formulas_say(precision: str, size: int, wide: in
     rest = 4 * (1 + 2) + (2 * 64 + 2 * 128) * size + wide
     assert plan.saved == pytest.approx(tokens * (layers + rest), rel=0.02)
     assert plan.peak > plan.weights + plan.moments + plan.saved
-    spared = plan.saved - plan_step(TINY, precision, 8, 256, recompute=True).saved
+    spared = plan.saved - plan_step(SPEC, TINY, precision, 8, 256, recompute=True).saved
     assert spared == pytest.approx(tokens * TINY.layers * 2 * 64 * size, rel=0.02)
 
 
 def test_memory_grows_with_the_tokens_alone() -> None:
-    one, two, three = (plan_step(PRESETS["base"], "bf16", rows, 512) for rows in (8, 16, 24))
+    one, two, three = (plan_step(SPEC, PRESETS["base"], "bf16", rows, 512) for rows in (8, 16, 24))
     assert three.saved - two.saved == two.saved - one.saved
     assert one.weights == three.weights
 
@@ -63,6 +67,7 @@ class Small:
     """A device with so much free memory."""
 
     precision = get_backend("numpy", "fp32", workers=1).precision
+    workers = 1
 
     def __init__(self, free: int | None) -> None:
         self.free = free
@@ -72,24 +77,46 @@ class Small:
 
 
 def test_what_does_not_fit_is_refused_with_the_batch_that_does() -> None:
-    fits = plan_step(TINY, "fp32", 5, 256).peak + OUTSIDE
+    fits = plan_step(SPEC, TINY, "fp32", 5, 256).peak + OUTSIDE
     device: Any = Small(fits)
-    check_fits(TINY, device, 5, 256, recompute=False)
-    check_fits(TINY, Small(None), 10**6, 256, recompute=False)  # type: ignore[arg-type]  # a CPU has no memory of its own
+    check_fits(SPEC, TINY, device, 5, 256)
     with pytest.raises(UserError) as refusal:
-        check_fits(TINY, device, 64, 256, recompute=False)
-    needed = gib(plan_step(TINY, "fp32", 64, 256).peak + OUTSIDE)
+        check_fits(SPEC, TINY, device, 64, 256)
+    needed = gib(plan_step(SPEC, TINY, "fp32", 64, 256).peak + OUTSIDE)
     assert str(refusal.value) == (
         f"64 x 256 tokens in fp32 need {needed} on the GPU, {gib(fits)} are free; --batch-size 5 fits, with "
         "--grad-accum for as large a step"
     )
-    with_recomputation = plan_step(TINY, "fp32", 64, 256, recompute=True).peak + OUTSIDE
+    with_recomputation = plan_step(SPEC, TINY, "fp32", 64, 256, recompute=True).peak + OUTSIDE
     with pytest.raises(UserError, match="; --recompute makes it fit"):
-        check_fits(TINY, Small(with_recomputation), 64, 256, recompute=False)  # type: ignore[arg-type]
+        check_fits(SPEC, TINY, Small(with_recomputation), 64, 256)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="not even --batch-size 1 fits"):
-        check_fits(TINY, Small(OUTSIDE), 64, 256, recompute=False)  # type: ignore[arg-type]
+        check_fits(SPEC, TINY, Small(OUTSIDE), 64, 256)  # type: ignore[arg-type]
 
 
 def test_an_unknown_precision() -> None:
     with pytest.raises(UserError, match="'fp8' is not one of: fp64, fp32, tf32, bf16"):
-        plan_step(TINY, "fp8", 1, 8)
+        plan_step(SPEC, TINY, "fp8", 1, 8)
+
+
+def test_a_cpu_refuses_what_its_memory_cannot_hold_at_once() -> None:
+    backend = get_backend("numpy", "fp32", workers=2)
+    check_fits(SPEC, TINY, backend, 4, 256)
+    start = time.perf_counter()
+    with pytest.raises(UserError, match=r"5000000 x 256 tokens in fp32 need [\d.]+ GiB of memory, [\d.]+ GiB are free"):
+        check_fits(SPEC, TINY, backend, 5_000_000, 256)
+    assert time.perf_counter() - start < 5
+
+
+def test_the_free_memory_of_this_machine() -> None:
+    free = free_host_memory()
+    assert free is None or 1 << 20 < free < 1 << 50
+
+
+def test_more_workers_need_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has gradients of its own."""
+    alone = plan_step(SPEC, TINY, "fp32", 4, 256)
+    monkeypatch.setattr(plan, "free_host_memory", lambda: alone.peak)
+    check_fits(SPEC, TINY, get_backend("numpy", "fp32", workers=1), 4, 256)
+    with pytest.raises(UserError, match="--batch-size 3 fits|--recompute makes it fit"):
+        check_fits(SPEC, TINY, get_backend("numpy", "fp32", workers=2), 4, 256)

@@ -8,40 +8,35 @@ Nothing is typed in by hand: all of it comes from the checkpoint's meta.json and
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from models.nanoeuler.config import Config
 from tinyforge import checkpoint
+from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.files import write_whole
+from tinyforge.registry import default_model, find_model
 from tinyforge.train.metrics import NOISE, read_scores
-from tinyforge.train.settings import Settings
-
-# What does not change what is learned, or is not known to another machine.
-_UNTOLD = {"out", "base", "workers", "device", "eval_every", "save_every", "keep", "recompute"}
-# Each recipe has a default of its own for these (and for steps, which Settings leaves open).
-_ALWAYS_TOLD = {"lr", "weight_decay"}
+from tinyforge.train.settings import RECIPES, Settings
 
 CARD = """---
 license: {license}
 language: en
 library_name: tinyforge
 pipeline_tag: text-generation
-tags: [nanoeuler, multi-token-prediction, grouped-query-attention]
+tags: [{name}]
 ---
 
-# NanoEuler, {size} parameters, {kind}
+# {title}, {size} parameters, {kind}
 
-A decoder-only language model whose every gradient was written by hand, trained and run by tinyforge without automatic
-differentiation. Weights are {weights}.
+{summary}. Every gradient was written by hand; trained and run by tinyforge without automatic differentiation. Weights
+are {weights}.
 
 ## How to use it
 
-    python -m models.nanoeuler.chat --checkpoint DIR{prompt}
+    python -m tinyforge.chat --checkpoint DIR{prompt}
 
 or in Python:
 
@@ -63,13 +58,7 @@ or in Python:
 
 ## The model
 
-| dim | layers | query / key heads | SwiGLU hidden | output heads | vocabulary | context |
-|---|---|---|---|---|---|---|
-| {dim} | {layers} | {heads} / {kv_heads} | {hidden} | {mtp_heads} | {vocab} | {context} |
-
-RMSNorm before each half of a block, rotary positions, no biases. Output head k predicts the token k + 1 places ahead;
-text is drawn from head 0, the others guess ahead.
-
+{shape}
 ## What it learned from
 
 {corpus}
@@ -94,22 +83,25 @@ def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
 
     Raises UserError for a checkpoint of a version that did not note the machine.
     """
-    config, meta = Config.from_dict(found.meta["config"]), found.meta
+    meta = found.meta
+    spec = find_model(meta.get("model", default_model()))
+    config = spec.config.from_dict(meta["config"])
     if "machine" not in meta:
         raise UserError(f"{found.path} was made before runs noted what a card needs; train it again")
-    runs = [("recipes/pretrain.py", meta["base"])] if "base" in meta else []
-    runs.append((f"recipes/{meta['kind']}.py", meta))
+    runs = [("pretrain", meta["base"])] if "base" in meta else []
+    runs.append((meta["kind"], meta))
     built_in, tuned = not any(run["settings"]["data"] for _, run in runs), meta["kind"] == "sft"
     return CARD.format(
-        **config.to_dict(), size=f"{sum(weight.size for weight in found.weights.values()):,}", weights=weights,
+        name=spec.name, title=spec.title, summary=spec.summary or "A language model", weights=weights,
+        size=f"{sum(weight.size for weight in found.weights.values()):,}",
         # Under which terms a model may be given away that has learned from others' text is not for a program to say.
         license="mit" if built_in else "other",
         kind="fine-tuned to answer" if tuned else "a base model: it continues text",
         prompt="" if tuned else ' --prompt "Once upon a time"',
         text='"### Instruction:\\nWho is here?\\n\\n### Response:\\n"' if tuned else '"Once upon a time"',
-        use=USE, limits=WORLD if built_in else OWN,
-        corpus="\n".join(_learned_from(recipe, run) for recipe, run in runs),
-        runs="\n".join(_trained(recipe, run, config) for recipe, run in runs),
+        use=USE, limits=WORLD if built_in else OWN, shape=_table([{k: f"{v:g}" if isinstance(v, float) else v for k, v in config.to_dict().items()}]),
+        corpus="\n".join(_learned_from(kind, run) for kind, run in runs),
+        runs="\n".join(_trained(kind, run, config) for kind, run in runs),
         scores=_scores(read_scores(found.path.parent, meta["step"])),
     )  # fmt: skip
 
@@ -125,45 +117,53 @@ def write_card(run: Path) -> Path:
     return path
 
 
-def _learned_from(recipe: str, run: Mapping[str, Any]) -> str:
+def _learned_from(kind: str, run: Mapping[str, Any]) -> str:
     named = ", ".join(run["settings"]["data"])
-    head = "Text, by `recipes/pretrain.py`" if recipe.endswith("pretrain.py") else f"Instructions, by `{recipe}`"
+    head = f"{'Text' if kind == 'pretrain' else 'Instructions'}, by `recipes/{kind}.py`"
     rows = run.get("corpus")
     if not rows:
         return f"{head}: {named or 'what comes with the repository (`data/world.py`)'}.\n"
+    return f"{head}:\n\n{_table(rows)}"
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(rows[0])
-    lines = [f"{head}:", "", f"| {' | '.join(columns)} |".replace("_", " "), "|---" * len(columns) + "|"]
+    lines = [f"| {' | '.join(columns)} |".replace("_", " "), "|---" * len(columns) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(_cell(row[name]) for name in columns)} |" for row in rows), ""])
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return ", ".join(f"{v:g}" for v in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:.1%}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _trained(recipe: str, run: Mapping[str, Any], config: Config) -> str:
-    settings, usual = run["settings"], json.loads(json.dumps(Settings().to_dict()))
-    names = [name for name, value in settings.items() if name in _ALWAYS_TOLD or value != usual.get(name)]
-    flags = [_flag(name, settings[name]) for name in names if name not in _UNTOLD]
-    rows, length = settings["batch_size"] * settings["grad_accum"], settings["seq_len"] or config.context
+def _trained(kind: str, run: Mapping[str, Any], config: ModelConfig) -> str:
+    settings = RECIPES.get(kind, Settings).from_dict(run["settings"])
+    rows, length = settings.batch_size * settings.grad_accum, settings.seq_len or config.context
     told = f"{run['step']:,} steps in {run['elapsed']:,.0f} s on {run['machine']}"
     told += f": {run['tokens']:,} tokens" if "tokens" in run else ""
     if "tokens_per_second" in run:
         told += f", {run['tokens_per_second']:,} a second while it trains"
     if "joules" in run:
         told += f"; {run['joules'] / 3.6e6:.3f} kWh"
-    cells = ("AdamW", f"{settings['lr']:g}", settings["schedule"], f"{settings['weight_decay']:g}",
-             f"{settings['clip']:g}", f"{rows} x {length}", settings["precision"])  # fmt: skip
+    cells = ("AdamW", f"{settings.lr:g}", settings.schedule, f"{settings.weight_decay:g}", f"{settings.clip:g}",
+             f"{rows} x {length}", settings.precision)  # fmt: skip
     return (
-        f"    python {' '.join([recipe, *flags])}\n\n{told}; seed {settings['seed']}, data SHA-256 "
-        f"`{run['data_hash'][:16]}`.\n\n"
+        f"    python {' '.join([f'recipes/{kind}.py', *settings.flags(), *_gone(run['settings'])])}\n\n{told}; seed "
+        f"{settings.seed}, data SHA-256 `{run['data_hash'][:16]}`.\n\n"
         "| optimizer | peak rate | schedule | weight decay | clip | batch, tokens | precision |\n"
         f"|---|---|---|---|---|---|---|\n| {' | '.join(cells)} |\n"
     )
 
 
-def _flag(name: str, value: Any) -> str:
-    values: Sequence[Any] = value if isinstance(value, list) else [value]
-    return " ".join([f"--{name.replace('_', '-')}", *(shlex.quote(str(v)) for v in values)])
+def _gone(stored: Mapping[str, Any]) -> list[str]:
+    """Flags of settings that an earlier version had."""
+    known = {f.name for kind in RECIPES.values() for f in fields(kind)}
+    return [f"--{name.replace('_', '-')} {value}" for name, value in stored.items()
+            if name not in known and value is not None]  # fmt: skip
 
 
 def _scores(scores: Mapping[str, float]) -> str:

@@ -1,0 +1,38 @@
+"""The text and the instructions that recipes learn from: the user's files, or what comes with the repository."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from data.local import read_documents
+from data.world import documents
+
+WORLD = "built-in world"
+BUILT_IN_DOCUMENTS = 40_000
+HELD_OUT_DOCUMENTS = 1_000
+
+
+def built_in_training(seed: int) -> list[str]:
+    return list(documents("train", BUILT_IN_DOCUMENTS, seed))
+
+
+def built_in_held_out(seed: int) -> list[str]:
+    return list(documents("val", HELD_OUT_DOCUMENTS, seed))
+
+
+def documents_of(paths: Sequence[str], encoding: str, seed: int) -> tuple[list[str], list[str]]:
+    """Training and held-out documents: those of --data, whose last tenth is held out, else the built-in ones."""
+    if not paths:
+        print(f"corpus: built in (no --data given), {BUILT_IN_DOCUMENTS:,} documents of a small world")
+        return built_in_training(seed), built_in_held_out(seed)
+    found = read_documents(paths, encoding)
+    # The cut is a position in the text, so that one large file is split as well as many small ones.
+    remaining = int(sum(map(len, found)) * 0.9)
+    training, held_out = [], []
+    for text in found:
+        cut = min(max(remaining, 0), len(text))
+        remaining -= len(text)
+        training += [text[:cut]] if cut else []
+        held_out += [text[cut:]] if cut < len(text) else []
+    print(f"corpus: {len(found)} documents from {', '.join(paths)}; the last tenth of the text is held out")
+    return training, held_out

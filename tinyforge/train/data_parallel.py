@@ -1,0 +1,137 @@
+"""Data-parallel gradients: one part of the batch per rank, gradients added in the order of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.config import ModelConfig
+from tinyforge.kernel import Array
+from tinyforge.op import Op, Stash
+from tinyforge.ops.cross_entropy import sum_tokens
+from tinyforge.parallel import Group, part_of, send_object, start_group
+from tinyforge.params import ParamBuffer
+from tinyforge.rng import Stream
+from tinyforge.train.objectives import LN2, Batch, Objective
+
+
+class Model(Protocol):
+    """What training asks of a model: nll (B, T, K) from ids and targets, its gradient, and copies that share weights."""
+
+    config: ModelConfig
+    buffer: ParamBuffer
+
+    def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Array: ...
+    def backward(self, dnll: Array, stash: Stash) -> Any: ...
+    def replica(self) -> Any: ...
+    def ops(self) -> list[Op]: ...
+    def flop_per_token(self, seq_len: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of all batches of a step: what the objective has summed and counted. The sums may still be under way on a
+    device."""
+
+    sums: Array
+    counts: np.ndarray
+
+
+class Sharded:
+    """A model and its replicas, one per rank of a group. Replicas read the model's weights and own their gradients.
+
+    This process is rank 0, takes the first part of every batch itself, and tells the others what to do; they take
+    theirs at the same time. `backend.workers` says how many there are.
+    """
+
+    def __init__(self, model: Model, backend: Backend, objective: Objective | None = None) -> None:
+        """objective: for `gradients`; `nll` needs none."""
+        self.model, self.backend, self.objective = model, backend, objective
+        self.group = start_group(backend.workers, partial(_follow, model, backend, objective))
+
+    def gradients(self, batches: Sequence[Batch], noise: Stream | None = None) -> Totals:
+        """Set the model's gradients to those of the objective over all `batches`.
+
+        noise: what is random in this step's passes; each batch and rank draws from a stream of its own below it. On a
+        GPU the sums stay there: this returns before they are computed, and `backend.to_numpy` waits for them.
+        """
+        assert self.objective is not None, "Sharded was made without an objective"
+        counts = sum((self.objective.count(batch) for batch in batches[1:]), self.objective.count(batches[0]))
+        return Totals(self._on_all_ranks(_gradients, tuple(batches), counts, noise), counts)
+
+    def nll(self, batch: Batch) -> np.ndarray:
+        """Summed negative log-likelihood per head, (K,) float64; nothing is saved."""
+        return self.backend.to_numpy(self._on_all_ranks(_nll, batch))
+
+    def _on_all_ranks(self, work: Callable[..., Array], *arguments: Any) -> Array:
+        send_object(self.group, (work, arguments))
+        return work(self.group, self.model, self.backend, self.objective, *arguments)
+
+
+def _follow(model: Model, backend: Backend, objective: Objective | None, group: Group) -> None:
+    """A rank above 0: do what rank 0 does, with a replica."""
+    replica = model.replica()
+    while True:
+        work, arguments = send_object(group)
+        work(group, replica, backend, objective, *arguments)
+
+
+def _gradients(
+    group: Group, model: Model, backend: Backend, objective: Objective, batches: Sequence[Batch], counts: np.ndarray,
+    noise: Stream | None,
+) -> Array:  # fmt: skip
+    """Leave the sum of all ranks' gradients in the model's; returns the sums."""
+    grads = model.buffer.grads
+    grads.fill(0)
+    total: Array = 0.0
+    # A number that is not finite stops the run by name (train/run.py); NumPy's own warnings would only precede that.
+    with np.errstate(all="ignore"):
+        for number, whole in enumerate(batches):
+            batch = _part(group, whole)
+            stash = Stash(noise=noise and noise.fork(f"{number}/{group.rank}"))
+            nll = _forward(model, backend, batch, stash)
+            sums, dnll = objective.weigh(nll, batch, counts, backend)
+            if len(batch.ids):
+                model.backward(dnll, stash)
+            total = total + sums
+    group.all_reduce_(grads)
+    group.all_reduce_(total)
+    return total
+
+
+def _nll(group: Group, model: Model, backend: Backend, _: Objective | None, whole: Batch) -> Array:
+    with np.errstate(all="ignore"):
+        total = sum_tokens.bind(backend)(_forward(model, backend, _part(group, whole), None))
+    group.all_reduce_(total)
+    return total
+
+
+def _part(group: Group, batch: Batch) -> Batch:
+    return batch[part_of(group.rank, group.size, len(batch.ids))]
+
+
+def _forward(model: Model, backend: Backend, batch: Batch, stash: Stash | None) -> Array:
+    """nll of a batch, which has no row where there are fewer rows than ranks."""
+    if not len(batch.ids):
+        return backend.zeros(batch.targets.shape, backend.master_dtype)
+    return model.forward(backend.asarray(batch.ids), backend.asarray(batch.targets), stash)
+
+
+def evaluate_heads(sharded: Sharded, batches: Iterable[Batch], byte_lengths: np.ndarray) -> np.ndarray:
+    """Bits per byte of every head over all `batches`, (K,): its nll over the bytes of its own targets."""
+    nll: Any = 0.0
+    size: Any = 0.0
+    for batch in batches:
+        nll += sharded.nll(batch)
+        size += np.where(batch.targets >= 0, byte_lengths[batch.targets], 0).sum(axis=(0, 1))
+    return nll / LN2 / np.maximum(1.0, size)
+
+
+def evaluate_nll(sharded: Sharded, batches: Iterable[Batch], byte_lengths: np.ndarray) -> float:
+    """Head 0's bits per byte over all `batches`."""
+    return float(evaluate_heads(sharded, batches, byte_lengths)[0])

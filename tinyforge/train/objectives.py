@@ -1,0 +1,107 @@
+"""What is learned: how much each token's negative log-likelihood weighs in the loss, and so its gradient.
+
+A model's forward gives nll, (B, T, K): one number for each token and head. An objective weighs them into a loss and
+says what the loss's gradient in them is; nothing below it knows what is being learned. Losses are sums divided by
+counts, and the counts are those of the whole step: all micro-batches, all ranks. So one large batch and many small ones
+have the same gradient.
+
+    counts = sum(objective.count(batch) for batch in batches)
+    for batch in batches:
+        sums, dnll = objective.weigh(model.forward(ids, targets, stash), batch, counts)
+        model.backward(dnll, stash)
+    objective.figures(total of the sums, counts)["loss"]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.kernel import Array
+from tinyforge.ops.cross_entropy import sum_tokens
+
+LN2 = float(np.log(2.0))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a model reads and predicts.
+
+    ids: (B, T) int32, in range. targets: (B, T, K) int32, -1 for none. weights: (B, T, K) float, what each prediction
+    weighs in the loss; None for 1.
+    """
+
+    ids: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray | None = None
+
+    def __getitem__(self, rows: slice) -> Batch:
+        return Batch(self.ids[rows], self.targets[rows], None if self.weights is None else self.weights[rows])
+
+
+class Objective(Protocol):
+    """See the module's text. `weigh` runs on the model's backend and waits for no device."""
+
+    def count(self, batch: Batch) -> np.ndarray:
+        """What the loss is divided by, as a vector; added up over the step."""
+
+    def weigh(self, nll: Array, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Array, Array]:
+        """nll: (B, T, K), of `batch`; counts: of the step. Returns the batch's share of the sums, a float64 vector on
+        the device, and the gradient of the loss in nll: (B, T, K), or (K,) where it is the same for every token."""
+
+    def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+        """"loss", and what else is worth logging, from the step's sums and counts."""
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """loss = sum_k w[k] / sum(w) * (sum over tokens of a nll[..., k]) / n[k], the weighted mean over heads
+
+    head_weights: w, (K,). a: `Batch.weights`, 1 without them. n[k]: the targets of head k whose a is not 0, in the
+    whole step. A head with no target at all adds nothing, and the others keep their share: a head's part of the
+    gradient does not depend on what the others had to predict.
+
+    byte_lengths: the bytes of each token id, for the figure bits_per_byte: head 0's summed nll in bits over the bytes
+    of the tokens it predicted. None where targets are no text.
+
+    Replies alone are learned with targets of -1 on the prompts, masked tokens with -1 on all others; classes are
+    targets at one position; preferences and policy gradients are weights.
+    """
+
+    head_weights: tuple[float, ...] = (1.0,)
+    byte_lengths: np.ndarray | None = None
+
+    def count(self, batch: Batch) -> np.ndarray:
+        """(K + 1,): targets of each head, and the bytes of head 0's."""
+        counted = batch.targets >= 0
+        if batch.weights is not None:
+            counted = counted & (batch.weights != 0)
+        heads = batch.targets.shape[-1]
+        first = batch.targets[..., 0]
+        size = 0 if self.byte_lengths is None else int(self.byte_lengths[first[first >= 0]].sum())
+        return np.append(counted.reshape(-1, heads).sum(axis=0), size)
+
+    def scale(self, counts: np.ndarray) -> np.ndarray:
+        """(K,): what a nll of each head weighs, w[k] / (sum(w) n[k]), and 0 where n[k] is."""
+        targets = counts[:-1]
+        weights = np.asarray(self.head_weights)
+        return weights / sum(self.head_weights) / np.maximum(targets, 1) * (targets > 0)
+
+    def weigh(self, nll: Array, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Array, Array]:
+        """sums: (2 K,), of a nll and of nll, each by head."""
+        scale, summed = backend.asarray(self.scale(counts), backend.master_dtype), sum_tokens.bind(backend)
+        plain = summed(nll)
+        if batch.weights is None:
+            return backend.xp.concatenate([plain, plain]), scale
+        weights = backend.asarray(batch.weights, backend.master_dtype)
+        return backend.xp.concatenate([summed(weights * nll), plain]), weights * scale
+
+    def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+        weighed, plain = sums.reshape(2, -1)
+        found = {"loss": float(weighed @ self.scale(counts))}
+        if self.byte_lengths is not None:
+            found["bits_per_byte"] = float(plain[0]) / LN2 / max(1, int(counts[-1]))
+        return found

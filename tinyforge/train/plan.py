@@ -1,0 +1,126 @@
+"""What a training step needs in memory, known before the first byte is allocated."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.backends.phantom import METER, PhantomBackend
+from tinyforge.config import ModelConfig
+from tinyforge.errors import UserError
+from tinyforge.op import Stash
+from tinyforge.optim import AdamW
+from tinyforge.registry import ModelSpec
+
+OUTSIDE = 128 << 20
+"""Bytes on a GPU that are not ours to count: cuBLAS's workspace, the kernels' code."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes. weights: with masters and gradients. moments: AdamW's. saved: what forward keeps for backward. peak: the
+    most at one time, the other three included."""
+
+    weights: int
+    moments: int
+    saved: int
+    peak: int
+
+    def __str__(self) -> str:
+        rows = (
+            ("weights, masters, gradients", self.weights), ("AdamW's moments", self.moments),
+            ("saved for backward", self.saved), ("temporary", self.peak - self.weights - self.moments - self.saved),
+            ("peak", self.peak),
+        )  # fmt: skip
+        return "\n".join(f"  {what:<28} {gib(count):>10}" for what, count in rows)
+
+
+def gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def plan_step(
+    spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: bool = False
+) -> Plan:
+    """Run one step on arrays without memory and read the meter: what it takes on a GPU."""
+    start = METER.now
+    METER.peak = start
+    backend = PhantomBackend(precision)
+    model = spec.build(config, backend, recompute=recompute)
+    weights = METER.now - start
+    optimizer = AdamW(model.buffer, backend)
+    ready = METER.now - start
+    shape = (batch_size, seq_len)
+    ids, targets = backend.zeros(shape, np.dtype(np.int32)), backend.zeros((*shape, config.prediction_heads), np.dtype(np.int32))
+    stash = Stash()
+    # The upstream gradient of `NextTokens`: one number for each head.
+    model.forward(ids, targets, stash)
+    saved = METER.now - start - ready
+    model.backward(backend.zeros((config.prediction_heads,), backend.master_dtype), stash)
+    _, factor = optimizer.clip(1.0)
+    optimizer.step(1e-3, factor)
+    return Plan(weights, ready - weights, saved, METER.peak - start)
+
+
+def print_plan(
+    spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: bool
+) -> None:
+    print(f"a step of {batch_size} x {seq_len} tokens in {precision} on a GPU{', recomputing' if recompute else ''}:")
+    print(plan_step(spec, config, precision, batch_size, seq_len, recompute))
+
+
+def check_fits(
+    spec: ModelSpec, config: ModelConfig, backend: Backend, batch_size: int, seq_len: int, recompute: bool = False
+) -> None:
+    """Refuse, before anything is allocated, a run that would not fit into the free memory.
+
+    On a CPU the forecast is that of a GPU, and a copy of the gradients for each worker beyond the first. The kernels
+    there allocate a little less or more; what is refused does not fit by far. Raises UserError.
+    """
+    free, place = backend.memory().get("free"), "on the GPU"
+    if free is None:
+        free, place = free_host_memory(), "of memory"
+    if free is None:
+        return
+
+    def needed(rows: int, recompute: bool = recompute) -> int:
+        plan = plan_step(spec, config, backend.precision.name, rows, seq_len, recompute)
+        if place == "on the GPU":
+            return plan.peak + OUTSIDE
+        return plan.peak + (backend.workers - 1) * plan.moments // 2
+
+    if needed(batch_size) <= free:
+        return
+    low, high = 0, batch_size  # low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle) <= free else (low, middle)
+    if needed(batch_size, recompute=True) <= free:
+        fix = "--recompute makes it fit"
+    elif low:
+        fix = f"--batch-size {low} fits, with --grad-accum for as large a step"
+    else:
+        fix = "not even --batch-size 1 fits; use a smaller --config or --seq-len, or --precision bf16"
+    raise UserError(
+        f"{batch_size} x {seq_len} tokens in {backend.precision.name} need {gib(needed(batch_size))} {place}, "
+        f"{gib(free)} are free; {fix}"
+    )
+
+
+def free_host_memory() -> int | None:
+    """Bytes that this process may still take: of the machine, or of the container it is in; None where nobody says."""
+    found = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        lines = (line.split() for line in meminfo.read_text(encoding="ascii").splitlines())
+        found += [int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"]
+    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:  # macOS: all there is, used or not
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit.is_file() and used.is_file() and (most := limit.read_text(encoding="ascii").strip()) != "max":
+        found.append(int(most) - int(used.read_text(encoding="ascii")))
+    return min(found, default=None)

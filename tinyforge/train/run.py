@@ -1,0 +1,375 @@
+"""One training run: what pretraining, fine-tuning and a recipe of one's own share.
+
+A recipe hands in a `Task`: the model, where batches come from, what is learned of them, how to evaluate, what to
+sample. `Run` does the rest: sharded gradients, clipping, AdamW, the schedule, progress, metrics, checkpoints, signals,
+and the stop on a number that is not finite. Read `Run.train`, then `Run.step`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from tinyforge import checkpoint
+from tinyforge.backends import Backend
+from tinyforge.errors import UserError
+from tinyforge.files import locked
+from tinyforge.optim import AdamW, AdamWConfig, learning_rate
+from tinyforge.params import load_named, named
+from tinyforge.rng import Stream
+from tinyforge.train import metrics
+from tinyforge.train.data_parallel import Model, Sharded, Totals
+from tinyforge.train.diagnose import first_nonfinite
+from tinyforge.train.objectives import Batch, Objective
+from tinyforge.train.settings import Settings
+
+FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and causal attention; no recomputation"
+OVERFITTED = 0.01  # share by which held-out text may end worse than it was
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a recipe brings to a run.
+
+    batches(step): the micro-batches of that step, a pure function. evaluate(sharded): figures on held-out data, with
+    `val_bits_per_byte` among them where there are bytes. sample(): a few lines to show. meta: what else goes into
+    meta.json: "kind", "model" and "config" at least, so that the checkpoint can be opened. flop_per_token: for the share
+    of the machine's peak that training reached.
+    """
+
+    model: Model
+    tokenizer: Any
+    objective: Objective
+    batches: Callable[[int], Sequence[Batch]]
+    evaluate: Callable[[Sharded], Mapping[str, float]]
+    sample: Callable[[], str]
+    meta: dict[str, Any]
+    flop_per_token: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was taken, or is about to be. Its sums and norm may still be under way on a device."""
+
+    number: int
+    batches: Sequence[Batch]
+    totals: Totals
+    norm: Any
+    lr: float
+
+    @property
+    def size(self) -> int:
+        """Tokens that were read, those that only fill a row counted too."""
+        return sum(batch.ids.size for batch in self.batches)
+
+
+class Signals:
+    """Ctrl-C and SIGTERM ask the run to save and leave after the step; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def __enter__(self) -> Signals:
+        numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+        self._old = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.received = number
+        signal.signal(number, self._old[number])
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def claimed(settings: Settings, resume: bool) -> Iterator[None]:
+    """Hold --out for this process. Refused where another run writes there, and, without `resume`, where one has been.
+
+    A recipe claims its folder before it prepares anything: what is wrong shows at once. Raises UserError.
+    """
+    out = Path(settings.out)
+    if checkpoint.steps(out) and not resume:
+        raise UserError(f"{out} already holds a run; continue it with --resume, or choose another --out")
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(out, leave_nothing=True))
+        except BlockingIOError:
+            raise UserError(f"{out}: another run is writing there; wait for it, or choose another --out") from None
+        except OSError as error:
+            raise metrics.cannot_write_in(out, error) from error
+        yield
+
+
+class Run:
+    """The state of a run and its parts, each of which can be called alone.
+
+    step: steps taken. tokens, joules: used by them. unread: steps whose loss has not been looked at: on a device each
+    look waits, so it is taken every `backend.read_every` steps. rates: tokens per second between looks. last_saved:
+    the newest checkpoint. received: the signal that ends the run.
+    """
+
+    def __init__(self, task: Task, settings: Settings, backend: Backend, resume: bool = False) -> None:
+        self.task, self.settings, self.backend = task, settings, backend
+        self.out = Path(settings.out)
+        self.buffer = task.model.buffer
+        self.sharded = Sharded(task.model, backend, task.objective)
+        self.optimizer = AdamW(self.buffer, backend, AdamWConfig(weight_decay=settings.weight_decay))
+        self.noise = Stream(settings.seed, "dropout")
+        self.step, self.tokens = 0, 0
+        self.last_saved: Path | None = None
+        self.signals = Signals()
+        self.unread: list[Step] = []
+        self.rates: list[float] = []
+        self._before, self._joules_before = 0.0, 0.0  # seconds and joules of earlier processes
+        if resume:
+            self._load()
+        self.log = metrics.Metrics(self.out, self.step)
+        self._start, self._energy_at_start = time.perf_counter(), backend.energy()
+        self._bar: Any = None
+
+    def _load(self) -> None:
+        found = checkpoint.load(self.out)
+        _check_same(found, self.task)
+        load_named(self.buffer, self.buffer.masters, found.weights, self.backend, found.path)
+        moments = found.optimizer()
+        for prefix, flat in (("m.", self.optimizer.m), ("v.", self.optimizer.v)):
+            load_named(self.buffer, flat, moments, self.backend, found.path, prefix)
+        self.step = self.optimizer.step_count = found.meta["step"]
+        self.tokens, self._before = found.meta.get("tokens", 0), found.meta["elapsed"]
+        self._joules_before = found.meta.get("joules", 0.0)
+        self.last_saved = found.path
+        print(f"resuming at step {self.step} from {found.path}")
+
+    # --- where the run is
+
+    def elapsed(self) -> float:
+        """Seconds, those of the processes before this one included."""
+        return self._before + time.perf_counter() - self._start
+
+    def joules(self) -> float | None:
+        """What the device has used for the run; None where nobody counts."""
+        energy = self.backend.energy()
+        if energy is None or self._energy_at_start is None:
+            return None
+        return self._joules_before + energy - self._energy_at_start
+
+    def progress(self) -> float:
+        """The fraction of the run that is done."""
+        if self.settings.steps is not None:
+            return self.step / self.settings.steps
+        return self.elapsed() / (60.0 * (self.settings.minutes or 0.0))
+
+    # --- the run
+
+    def train(self) -> Path:
+        """Run to the end of the settings; returns the last checkpoint. Exits with 128 + number after a signal."""
+        from tqdm import tqdm
+
+        pace = 0.5 if sys.stderr.isatty() else 20.0  # seconds between updates: a log file wants few lines
+        self._bar = tqdm(total=self.settings.steps, initial=self.step, unit="step", dynamic_ncols=True,
+                         mininterval=pace, maxinterval=pace)  # fmt: skip
+        with self.signals, self._bar, warnings.catch_warnings():
+            # Each step is checked for numbers that are not finite, and the message names their source.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            done = self.progress() >= 1.0
+            self._began = time.perf_counter()
+            while not done and not self.signals.received:
+                self.take_step()
+                done = self.progress() >= 1.0
+                stopping = done or self.signals.received is not None
+                if stopping or any(self._every(n) for n in (
+                    self.backend.read_every, self.settings.eval_every, self.settings.save_every)):  # fmt: skip
+                    self.report()
+                # Evaluation comes before the save: what is resumed has its figures in the metrics already.
+                if self._every(self.settings.eval_every) or done:
+                    self.evaluate()
+                if self._every(self.settings.save_every) or done or self.signals.received is not None:
+                    self.report()  # the signal may have come after the look above
+                    self.save()
+                if not self.unread:
+                    self._began = time.perf_counter()  # evaluating and saving are not training
+        return self.finish()
+
+    def _every(self, steps: int) -> bool:
+        return self.step % steps == 0
+
+    def take_step(self) -> None:
+        """One optimizer step. On a device nothing here waits for it."""
+        task, settings = self.task, self.settings
+        batches = task.batches(self.step)
+        totals = self.sharded.gradients(batches, self.noise.fork(str(self.step)))
+        norm, factor = self.optimizer.clip(settings.clip)
+        lr = learning_rate(settings.schedule, self.progress(), settings.lr, decay=settings.lr_decay)
+        self.unread.append(Step(self.step, batches, totals, norm, lr))
+        if self.backend.read_every == 1:
+            self._figures(self.unread[-1])  # before the weights change; a device keeps them by itself, see AdamW.clip
+        self.optimizer.step(lr, factor)
+        self.step += 1
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def _figures(self, taken: Step) -> tuple[dict[str, float], float]:
+        """A step's figures and gradient norm; waits for the device. Raises UserError if they are not finite."""
+        found = self.task.objective.figures(self.backend.to_numpy(taken.totals.sums), taken.totals.counts)
+        norm = float(taken.norm)
+        if not (np.isfinite(found["loss"]) and np.isfinite(norm)):
+            self._refuse_nonfinite(taken, found["loss"], norm)
+        return found, norm
+
+    def report(self) -> None:
+        """Look at the steps since the last look, and write them down."""
+        if not self.unread:
+            return
+        self.backend.synchronize()
+        rate = sum(taken.size for taken in self.unread) / (time.perf_counter() - self._began)
+        self.rates.append(rate)
+        for taken in self.unread:
+            found, norm = self._figures(taken)
+            self.tokens += taken.size
+            self.log.write(
+                step=taken.number + 1, tokens=self.tokens, **found, lr=taken.lr, grad_norm=norm,
+                tokens_per_second=round(rate), seconds=round(self.elapsed(), 3),
+            )  # fmt: skip
+        if self._bar is not None:
+            bits = f", {found['bits_per_byte']:.2f} bits/byte" if "bits_per_byte" in found else ""
+            left = max(0.0, 60 * (self.settings.minutes or 0) - self.elapsed())
+            rest = "" if self.settings.steps else f", {left:.0f} s left"
+            self._bar.set_postfix_str(f"loss {found['loss']:.3f}{bits}, {rate:,.0f} tokens/s{rest}", refresh=False)
+        self.unread.clear()
+        self._began = time.perf_counter()
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Measure the model on held-out data, and show a sample."""
+        figures = self.task.evaluate(self.sharded)
+        self.log.write(step=self.step, tokens=self.tokens, seconds=round(self.elapsed(), 3), **figures)
+        shown = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
+        self._say(f"step {self.step}: {shown}")
+        self._say(self.task.sample())
+        return figures
+
+    def _say(self, line: str) -> None:
+        print(line) if self._bar is None else self._bar.write(line)
+
+    def save(self) -> Path:
+        """Write a checkpoint. Raises UserError where a weight is not finite, or the disk refuses."""
+        buffer, backend = self.buffer, self.backend
+        weights = named(buffer, buffer.masters, backend)
+        bad = next((name for name, value in weights.items() if not np.isfinite(value).all()), None)
+        if bad is not None:
+            raise UserError(
+                f"step {self.step}: weight {bad} is not finite; {self._last_good()}. Try a lower --lr or --clip"
+            )
+        moments = named(buffer, self.optimizer.m, backend, "m.") | named(buffer, self.optimizer.v, backend, "v.")
+        meta = {
+            **self.task.meta, "settings": self.settings.to_dict(), "elapsed": round(self.elapsed(), 3),
+            "tokens": self.tokens,
+        }  # fmt: skip
+        if (joules := self.joules()) is not None:
+            meta["joules"] = joules
+        if self.rates:
+            meta["tokens_per_second"] = round(float(np.median(self.rates)))
+        self.last_saved = checkpoint.save(
+            self.out, self.step, weights, moments, self.task.tokenizer, meta, self.settings.keep
+        )
+        return self.last_saved
+
+    # --- the end
+
+    def finish(self) -> Path:
+        """Draw the curve and say how it went; after a signal leave the process."""
+        last = self.last_saved or self.save()
+        rows, picture = metrics.read(self.log.path), self.out / "loss.png"
+        written = [last, self.log.path]
+        resume = f"--resume --out {shlex.quote(str(self.out))}"
+        try:
+            if metrics.plot(rows, picture):
+                written.append(picture)
+        except OSError as error:  # a picture is no reason to end as if the run had failed
+            print(f"warning: cannot write {picture}: {error.strerror or error}; all else is saved. Free some space, "
+                  f"then {resume} draws it", file=sys.stderr)  # fmt: skip
+        if self.signals.received is not None:
+            print(f"\nstopped at step {self.step}; saved {last}. Continue with {resume}", file=sys.stderr)
+            sys.exit(128 + self.signals.received)
+        held, joules = self.backend.memory().get("held"), self.joules()
+        on_gpu = f", {held / 2**20:.0f} MiB on the GPU" if held else ""
+        energy = f", {joules / 3600:.1f} Wh as the GPU counts" if joules is not None else ""
+        print(f"{self.step} steps in {self.elapsed():.0f} s, peak memory {metrics.peak_memory_mib():.0f} MiB"
+              f"{on_gpu}{energy}")  # fmt: skip
+        print(f"wrote {', '.join(map(str, written))}")
+        self._print_utilisation()
+        _print_overfitting(rows)
+        return last
+
+    def _print_utilisation(self) -> None:
+        if not (self.rates and self.task.flop_per_token):
+            return
+        try:
+            peak = self.backend.matmul_peak() / 1e9
+        except MemoryError:  # the model fills the device; what it trained is saved
+            return
+        rate = float(np.median(self.rates))
+        achieved = rate * self.task.flop_per_token / 1e9
+        print(
+            f"median {rate:,.0f} tokens/s: {achieved:,.0f} GFLOP/s, {achieved / peak:.0%} of the {peak:,.0f} that a "
+            f"matrix product reaches here in {self.backend.precision.name} ({FLOP_CONVENTION})"
+        )
+
+    def _refuse_nonfinite(self, taken: Step, loss: float, norm: float) -> NoReturn:
+        if self._bar is not None:
+            self._bar.close()
+        noise = self.noise.fork(str(taken.number))
+        sources = (
+            first_nonfinite(self.task.model, batch, self.task.objective, taken.totals.counts, noise.fork(f"{i}/0"))
+            for i, batch in enumerate(taken.batches)
+        )
+        source = next(filter(None, sources), "the sum of the gradients")
+        raise UserError(
+            f"step {taken.number}: loss {loss}, gradient norm {norm}: the first number that is not finite came from "
+            f"{source}; {self._last_good()}. Try a lower --lr or --clip"
+        )
+
+    def _last_good(self) -> str:
+        left = checkpoint.steps(self.out)
+        return f"the last good checkpoint is {left[-1]}" if left else "no checkpoint had been saved yet"
+
+
+def train(task: Task, settings: Settings, backend: Backend, resume: bool = False) -> Path:
+    """Run to the end of `settings`; returns the last checkpoint. Exits with 128 + number after a signal."""
+    with claimed(settings, resume):
+        return Run(task, settings, backend, resume).train()
+
+
+def _print_overfitting(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Say so if held-out text was predicted better before: the end of a schedule is where it should be best."""
+    key = "val_bits_per_byte"
+    held_out = [row for row in rows if key in row]
+    if not held_out:
+        return
+    best, last = min(held_out, key=lambda row: row[key]), held_out[-1]
+    if last[key] > (1 + OVERFITTED) * best[key]:
+        print(f"held-out bits per byte were {best[key]:.3f} at step {best['step']} and are {last[key]:.3f} now: the "
+              "model overfits. Train for fewer steps, on more data, or with more --weight-decay")  # fmt: skip
+
+
+def _check_same(found: checkpoint.Checkpoint, task: Task) -> None:
+    given = json.loads(json.dumps(task.meta))  # as the checkpoint has it: a tuple is a list there
+    for key, what in (("model", "model"), ("config", "config"), ("tokenizer_hash", "tokenizer"), ("data_hash", "data")):
+        # Checkpoints of earlier versions name no model: their settings do, by default.
+        if key in found.meta and found.meta[key] != given.get(key):
+            raise UserError(
+                f"--resume: {found.path} was made with another {what}; give the same {what}, or start a new run "
+                "with another --out"
+            )
