@@ -285,7 +285,7 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         "counted_steps": options.steps,
         "gflop_per_step": flop / 1e9,
         "planned_peak_mib": plan_step(
-            find_model("nanoeuler"), config, options.precision, options.batch_size, options.seq_len
+            find_model(options.model), config, options.precision, options.batch_size, options.seq_len
         ).peak / 2**20
         if backend.name == "cupy"
         else None,
