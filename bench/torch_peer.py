@@ -143,10 +143,10 @@ class Llama(Trunk):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         if not config.tied:
-            self.head = torch.nn.Linear(config.dim, config.vocab, bias=False)
+            self.heads = torch.nn.Linear(config.dim, config.vocab, bias=False)
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        weight = self.head.weight if hasattr(self, "head") else self.embedding.weight
+        weight = self.heads.weight if hasattr(self, "heads") else self.embedding.weight
         logits = F.linear(self.hidden(ids), weight).flatten(0, 1)
         return F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
 

@@ -89,6 +89,6 @@ def test_the_command_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     flags = ["--data", str(tmp_path / "input.txt"), "--backend", "numpy", "--steps", "3", "--workers", "1"]
     assert bench.main([*flags, "--json", str(target)]) == 0
     found = json.loads(target.read_text(encoding="utf-8"))
-    assert list(found["results"]) == [bench.OURS] and found["config"]["vocab"] == 9
+    assert list(found["results"]) == [bench.OURS] and found["config"]["vocab"] == 8
     with pytest.raises(UserError, match="--steps is 0, wants a number above 0"):
         bench.main([*flags, "--steps", "0"])
