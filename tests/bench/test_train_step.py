@@ -131,8 +131,9 @@ def test_the_torch_peer_takes_the_same_steps_in_float64(model: str, changes: dic
 def test_dropout_is_timed_and_parity_is_checked_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     config = {"dim": 8, "heads": 2, "layers": 1, "context": 16, "vocab": 11, "dropout": 0.5}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    flags = ["--model", "gpt2", "--config", str(tmp_path / "config.json"), "--peer", "torch-eager", "--backend", "numpy"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    flags = ["--model", "gpt2", "--config", str(path), "--peer", "torch-eager", "--backend", "numpy"]
     assert main([*FLAGS, *flags, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == "gpt2" and found["config"]["dropout"] == 0.5
