@@ -1,31 +1,35 @@
-"""NanoEuler and its training step in PyTorch: the peer of `bench/train_step.py`.
+"""The models and their training step in PyTorch: the peers of `bench/train_step.py` and `bench/shakespeare_char.py`.
 
-Written as PyTorch is best used: merged projections, fused attention, RMSNorm, loss and AdamW, gradients set to None.
-Modules carry our parameters' names, so that our weights load by name.
+Written as PyTorch is best used: merged projections, fused attention, norms, loss and AdamW, a tied head that is the
+embedding itself, gradients set to None. Modules carry our parameters' names, so that our weights load by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from models.nanoeuler.config import Config
+from tinyforge.errors import UserError
 from tinyforge.optim import AdamWConfig
 from tinyforge.train.objectives import Batch
 
 
 class Block(torch.nn.Module):
-    def __init__(self, config: Config) -> None:
+    """A layer of NanoEuler and Llama: grouped queries, rotary positions, RMSNorm, SwiGLU."""
+
+    def __init__(self, config: Any) -> None:
         super().__init__()
         dim, hidden = config.dim, config.hidden
         self.head_dim = config.head_dim
         self.heads = (config.heads, config.kv_heads, config.kv_heads)
         self.norm1 = torch.nn.RMSNorm(dim, config.norm_eps)
-        self.qkv = torch.nn.Linear(dim, sum(self.heads) * config.head_dim, bias=False)
-        self.out = torch.nn.Linear(dim, dim, bias=False)
+        bias = getattr(config, "qkv_bias", False)
+        self.qkv = torch.nn.Linear(dim, sum(self.heads) * config.head_dim, bias=bias)
+        self.out = torch.nn.Linear(config.heads * config.head_dim, dim, bias=False)
         self.norm2 = torch.nn.RMSNorm(dim, config.norm_eps)
         self.gate_up = torch.nn.Linear(dim, 2 * hidden, bias=False)
         self.down = torch.nn.Linear(hidden, dim, bias=False)
@@ -46,69 +50,169 @@ class Block(torch.nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
-class NanoEuler(torch.nn.Module):
-    """ids: (B, T), targets: (B, T, K), -1 for none, to the loss: the weighted mean over heads of their mean nll."""
+class Trunk(torch.nn.Module):
+    """What NanoEuler and Llama share: ids (B, T) to the final-normed stream (B, T, C)."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(config.vocab, config.dim)
         self.blocks = torch.nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = torch.nn.RMSNorm(config.dim, config.norm_eps)
-        self.heads = torch.nn.Linear(config.dim, config.mtp_heads * config.vocab, bias=False)
         frequency = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
         angle = torch.from_numpy(np.arange(config.context)[:, None, None] * frequency)
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
-        weights = torch.tensor(config.mtp_weights, dtype=torch.float64)
-        self.register_buffer("weights", weights / weights.sum(), persistent=False)
 
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits = self.heads(self.final_norm(x)).view(-1, self.embedding.num_embeddings)
+        return self.final_norm(x)
+
+
+class NanoEuler(Trunk):
+    """ids: (B, T), targets: (B, T, K), -1 for none, to the loss: the weighted mean over heads of their mean nll."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.heads = torch.nn.Linear(config.dim, config.mtp_heads * config.vocab, bias=False)
+        weights = torch.tensor(config.mtp_weights, dtype=torch.float64)
+        self.register_buffer("weights", weights / weights.sum(), persistent=False)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.heads(self.hidden(ids)).view(-1, self.embedding.num_embeddings)
         # All heads in one call: a call per head copies its slice of the logits, and takes longer.
         nll = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="none")
         counts = (targets >= 0).flatten(0, 1).sum(0).clamp(min=1)
         return (nll.view(-1, len(counts)).sum(0) * self.weights / counts).sum()
 
 
-class TorchPeer:
-    """Training steps on `device`, eager or through torch.compile (its default mode); on a CPU with `threads` threads.
+class GPT2Block(torch.nn.Module):
+    """A layer of GPT-2: LayerNorm, full attention, GELU by the tanh formula; dropout where nanoGPT has it.
 
-    precision: "bf16" is autocast over float32 weights, with TF32 allowed for what stays in float32.
+    That is one place more than our model: nanoGPT drops attention's probabilities too.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        dim, bias = config.dim, config.bias
+        self.heads, self.dropout = config.heads, config.dropout
+        self.norm1 = torch.nn.LayerNorm(dim, config.norm_eps, bias=bias)
+        self.qkv = torch.nn.Linear(dim, 3 * dim, bias=bias)
+        self.out = torch.nn.Linear(dim, dim, bias=bias)
+        self.norm2 = torch.nn.LayerNorm(dim, config.norm_eps, bias=bias)
+        self.up = torch.nn.Linear(dim, 4 * dim, bias=bias)
+        self.down = torch.nn.Linear(4 * dim, dim, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rate = self.dropout if self.training else 0.0
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        a = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        x = x + F.dropout(self.out(a.transpose(1, 2).flatten(2)), rate)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh")), rate)
+
+
+class GPT2(torch.nn.Module):
+    """ids: (B, T), targets: (B, T, 1), -1 for none, to the mean nll. The head is the embedding.
+
+    nanoGPT pads GPT-2's 50,257 ids to 50,304, a multiple of 64, since matrix products with an odd side are slow. So
+    does this: `load` leaves the rows behind the vocabulary 0, and the loss does not read their logits.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.vocab, self.dropout = config.vocab, config.dropout
+        self.embedding = torch.nn.Embedding(-(-config.vocab // 64) * 64, config.dim)
+        self.positions = torch.nn.Embedding(config.context, config.dim)
+        self.blocks = torch.nn.ModuleList(GPT2Block(config) for _ in range(config.layers))
+        self.final_norm = torch.nn.LayerNorm(config.dim, config.norm_eps, bias=config.bias)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids) + self.positions.weight[: ids.shape[1]]
+        x = F.dropout(x, self.dropout, self.training)
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.final_norm(x), self.embedding.weight).flatten(0, 1)
+        return F.cross_entropy(logits[:, : self.vocab], targets.flatten(), ignore_index=-1)
+
+
+class Llama(Trunk):
+    """ids: (B, T), targets: (B, T, 1), -1 for none, to the mean nll. A tied head is the embedding."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if not config.tied:
+            self.heads = torch.nn.Linear(config.dim, config.vocab, bias=False)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        weight = self.heads.weight if hasattr(self, "heads") else self.embedding.weight
+        logits = F.linear(self.hidden(ids), weight).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
+
+
+MODELS: dict[str, type[torch.nn.Module]] = {"nanoeuler": NanoEuler, "gpt2": GPT2, "llama": Llama}
+
+
+class TorchTraining:
+    """A model and its optimizer on `device`, eager or through torch.compile (its default mode).
+
+    precision: "bf16" is autocast over float32 weights, with TF32 allowed for what stays in float32. threads: on a CPU.
     """
 
     def __init__(
-        self, config: Config, batches: Sequence[Batch], *, precision: str, device: str, threads: int, lr: float,
-        clip: float, compiled: bool,
+        self, model: str, config: Any, *, precision: str, device: str, threads: int, clip: float, compiled: bool,
+        adamw: AdamWConfig | None = None,
     ) -> None:  # fmt: skip
+        if model not in MODELS:
+            raise UserError(f"--peer: {model} has no peer in PyTorch; there are {', '.join(MODELS)}. Leave out --peer")
         torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision in ("tf32", "bf16")
         self.device = torch.device(device)
         self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
-        self.model = NanoEuler(config).to(self.device, torch.float64 if precision == "fp64" else torch.float32)
+        self.model = MODELS[model](config).to(self.device, torch.float64 if precision == "fp64" else torch.float32)
         self.forward = torch.compile(self.model) if compiled else self.model
-        self.batches = [tuple(torch.from_numpy(a).long().to(self.device) for a in (b.ids, b.targets)) for b in batches]
         self.clip = clip
-        ours = AdamWConfig()
+        ours = adamw or AdamWConfig()
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        gains = [p for p in self.model.parameters() if p.dim() == 1]
-        groups = [{"params": matrices, "weight_decay": ours.weight_decay}, {"params": gains, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(ours.beta1, ours.beta2), eps=ours.eps, fused=True)
+        vectors = [p for p in self.model.parameters() if p.dim() == 1]
+        groups = [{"params": matrices, "weight_decay": ours.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, betas=(ours.beta1, ours.beta2), eps=ours.eps, fused=True)
 
     def load(self, weights: Mapping[str, np.ndarray]) -> None:
-        """Copy our weights, all of them, by name."""
+        """Copy our weights, all of them, by name; a table that is padded here gets rows of zeros."""
         own = self.model.state_dict()
-        self.model.load_state_dict({name: torch.from_numpy(w).reshape(own[name].shape) for name, w in weights.items()})
+        if unknown := set(weights) ^ set(own):
+            raise KeyError(f"the peer's parameters are not ours: {', '.join(sorted(unknown))}")
+        with torch.no_grad():
+            for name, value in weights.items():
+                own[name].zero_()
+                own[name].flatten()[: value.size].copy_(torch.from_numpy(value).flatten())
 
-    def step(self, index: int) -> float | torch.Tensor:
-        """One step on a batch; returns the loss before it, on a GPU without waiting for it."""
+    def batch(self, found: Batch) -> tuple[torch.Tensor, ...]:
+        """ids and targets on the device."""
+        return tuple(torch.from_numpy(a).long().to(self.device) for a in (found.ids, found.targets))
+
+    def step(self, ids: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
+        """One step; returns the loss before it, without waiting for a GPU."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         with self.autocast:
-            loss = self.forward(*self.batches[index % len(self.batches)])
+            loss = self.forward(ids, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.item() if self.device.type == "cpu" else loss.detach()
+        return loss.detach()
+
+
+class TorchPeer:
+    """Training steps on `batches` in turn, which lie on the device from the start."""
+
+    def __init__(self, training: TorchTraining, batches: Sequence[Batch], lr: float) -> None:
+        self.training, self.lr = training, lr
+        self.batches = [training.batch(b) for b in batches]
+
+    def step(self, index: int) -> float | torch.Tensor:
+        loss = self.training.step(*self.batches[index % len(self.batches)], self.lr)
+        return loss.item() if self.training.device.type == "cpu" else loss

@@ -1,15 +1,16 @@
-"""Time one training step of NanoEuler: forward, backward, clipping, AdamW.
+"""Time one training step of a model: forward, backward, clipping, AdamW.
 
     python bench/train_step.py                                                  ours alone
     python bench/train_step.py --batch-size 16 --seq-len 128 --peer torch       next to PyTorch, eager and compiled
     python bench/train_step.py --peer torch --json result.json                  and everything as one JSON object
     python bench/train_step.py --config base --backend cupy --precision bf16 --batch-size 32 --steps 100 --peer torch
+    python bench/train_step.py --model gpt2 --config 124m --backend cupy --precision bf16 --seq-len 1024 --peer torch
 
 All contenders start from the same weights, see the same random tokens, and must agree on the loss of the first steps
-before any is timed. They then take turns in one process, a few steps each, so that a machine that gets slower or
-faster in between does so for all of them; the first step of each turn is not counted. Time on an idle machine all the
-same: another busy process slows the contenders unequally. Peak memory is that of a child process that does nothing but
-the steps of one contender.
+before any is timed (where the config has dropout, models without it must agree: each contender draws its own masks).
+They then take turns in one process, a few steps each, so that a machine that gets slower or faster in between does so
+for all of them; the first step of each turn is not counted. Use an idle machine all the same: another busy process
+slows the contenders unequally. Peak memory is that of a child process that does nothing but the steps of one contender.
 
 On a GPU a turn is timed as a whole, from an idle device to an idle device, and its mean is one measurement: steps
 follow each other without waiting, as in training. PyTorch's batches lie on the device from the start, ours are uploaded
@@ -18,7 +19,7 @@ in the step. Peak memory is what arrays took on the device at most, without the 
 With --data our step is timed once more with batches that are read, as training does, from token shards, where all
 others repeat a few: the difference is what loading costs.
 
-FLOP are counted as NanoEuler.flop_per_token does it, the same for all contenders.
+FLOP are counted by the model's flop_per_token, the same for all contenders.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -41,14 +42,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from models.nanoeuler.config import Config
-from models.nanoeuler.model import FLOP_CONVENTION, NanoEuler
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores, cpu_model
+from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.optim import AdamW
-from tinyforge.registry import find_model
+from tinyforge.registry import default_model, find_model, models
 from tinyforge.report import add_json_flag, check_before, publish
+from tinyforge.rng import Stream
 from tinyforge.text.shards import Shards
 from tinyforge.train.batches import MixedTokens, PackedTokens
 from tinyforge.train.corpus import mix_weights
@@ -56,6 +57,7 @@ from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.metrics import peak_memory_mib
 from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.plan import plan_step
+from tinyforge.train.run import FLOP_CONVENTION
 from tinyforge.train.settings import PretrainSettings, config_of
 
 OURS, READING, EAGER, COMPILED = "tinyforge", "tinyforge, data", "torch eager", "torch compiled"
@@ -63,6 +65,7 @@ PEERS = {"torch": (EAGER, COMPILED), "torch-eager": (EAGER,)}
 LR, CLIP = 1e-3, 1.0
 BATCHES = 8  # distinct ones, visited in turn
 PARITY_STEPS = 3  # the second and third loss depend on the gradients, the clipping and AdamW too
+WARM_UP_STEPS = 3
 PARITY_TOLERANCE = {"fp64": 1e-4, "fp32": 1e-4, "tf32": 1e-2, "bf16": 3e-2}  # nats
 TURN = 5  # counted steps before the next contender's turn
 MEMORY_STEPS = 5
@@ -72,7 +75,8 @@ MEMORY_STEPS = 5
 class Options:
     """What is timed. workers: processes of ours. threads: of PyTorch. steps: counted for each contender."""
 
-    config: Config
+    model: str
+    config: ModelConfig
     batch_size: int
     seq_len: int
     steps: int
@@ -86,11 +90,14 @@ class Options:
     def make_backend(self) -> Backend:
         return get_backend(self.backend, self.precision, self.workers, self.device)
 
+    def without_dropout(self) -> Options:
+        return replace(self, config=self.config.override({"dropout": 0.0}))
+
     def batches(self) -> list[Batch]:
         """Random tokens, windowed as pretraining does it."""
         windows = BATCHES * self.batch_size + 2
         tokens = np.random.default_rng(0).integers(0, self.config.vocab, windows * self.seq_len)
-        data = PackedTokens(tokens, self.seq_len, self.config.mtp_heads, seed=0)
+        data = PackedTokens(tokens, self.seq_len, self.config.prediction_heads, seed=0)
         return [data.batch(i, self.batch_size) for i in range(BATCHES)]
 
 
@@ -105,16 +112,17 @@ class Ours:
     def __init__(self, options: Options, backend: Backend) -> None:
         batches = options.batches()
         self.batch: Callable[[int], Batch] = lambda index: batches[index % BATCHES]
-        self.model = NanoEuler(options.config, backend)
+        self.model = find_model(options.model).build(options.config, backend)
         self.model.initialise(seed=0)
         self.objective = NextTokens(options.config.head_weights)
         self.sharded = Sharded(self.model, backend, self.objective)
         self.optimizer = AdamW(self.model.buffer, backend)
+        self.noise = Stream(0, "dropout")
         self.backend = backend
 
     def step(self, index: int) -> Any:
         batch = self.batch(index)
-        totals = self.sharded.gradients([batch])
+        totals = self.sharded.gradients([batch], self.noise.fork(str(index)))
         _, factor = self.optimizer.clip(CLIP)
         self.optimizer.step(LR, factor)
         scale = self.backend.asarray(self.objective.scale(totals.counts), np.dtype(np.float64))
@@ -134,19 +142,20 @@ class Reading(Ours):
             )
         weights = mix_weights((), found)
         sources = {name: found.sequence(name, "train") for name in weights}
-        data = MixedTokens(sources, weights, options.seq_len, config.mtp_heads, seed=0)
+        data = MixedTokens(sources, weights, options.seq_len, config.prediction_heads, seed=0)
         self.batch = lambda index: data.batch(index, options.batch_size)
 
 
 def torch_peer(options: Options, compiled: bool) -> Any:
     # Here and not at the top: torch is needed, and its memory counted, only when it is the peer.
-    from bench.torch_peer import TorchPeer
+    from bench.torch_peer import TorchPeer, TorchTraining
 
     device = f"cuda:{options.device or 0}" if options.backend == "cupy" else "cpu"
-    return TorchPeer(
-        options.config, options.batches(), precision=options.precision, device=device, threads=options.threads, lr=LR,
+    training = TorchTraining(
+        options.model, options.config, precision=options.precision, device=device, threads=options.threads,
         clip=CLIP, compiled=compiled,
     )  # fmt: skip
+    return TorchPeer(training, options.batches(), LR)
 
 
 def peak_memory(name: str, options: Options) -> float:
@@ -175,8 +184,20 @@ def _steps_only(name: str, options: Options) -> float:
     return sys.modules["torch"].cuda.max_memory_allocated() / 2**20
 
 
+def make_contenders(options: Options, backend: Backend, peers: Sequence[str]) -> dict[str, Any]:
+    """Ours and the peers, all with our weights."""
+    ours = Ours(options, backend)
+    buffer = ours.model.buffer
+    weights = {p.name: backend.to_numpy(buffer.view(buffer.masters, p)) for p in buffer.params}
+    found: dict[str, Any] = {OURS: ours}
+    for name in peers:
+        found[name] = torch_peer(options, compiled=name == COMPILED)
+        found[name].training.load(weights)
+    return found
+
+
 def check_parity(contenders: dict[str, Contender], tolerance: float) -> dict[str, Any]:
-    """Take the first steps, which also warm up; raises if a peer's loss is not ours."""
+    """Take the first steps; raises if a peer's loss is not ours."""
     losses = {name: [float(c.step(i)) for i in range(PARITY_STEPS)] for name, c in contenders.items()}
     # np.max hands on a NaN, which is then not within the tolerance.
     worst = float(np.max([np.abs(np.subtract(theirs, losses[OURS])) for theirs in losses.values()]))
@@ -188,7 +209,7 @@ def check_parity(contenders: dict[str, Contender], tolerance: float) -> dict[str
 def take_turns(contenders: dict[str, Contender], steps: int, backend: Backend) -> dict[str, list[float]]:
     """Seconds of each of `steps` counted steps, by contender; on a GPU, of a step on average over each turn."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    index = PARITY_STEPS
+    index = 0
     for done in range(0, steps, TURN):
         counted = min(TURN, steps - done)
         for name, contender in contenders.items():
@@ -215,24 +236,20 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     measured = [name for name in (OURS, *peers) if options.backend == "cupy" or name != COMPILED]
     memory = {name: peak_memory(name, options) for name in measured}
     backend = options.make_backend()
-    ours = Ours(options, backend)
-    contenders: dict[str, Contender] = {OURS: ours}
     versions = {"python": platform.python_version(), "numpy": np.__version__}
+    contenders = make_contenders(options, backend, peers)
+    ours, parity = contenders[OURS], None
     if peer:
-        buffer = ours.model.buffer
-        weights = {p.name: backend.to_numpy(buffer.view(buffer.masters, p)) for p in buffer.params}
-        for name in peers:
-            contenders[name] = torch_peer(options, compiled=name == COMPILED)
-            contenders[name].load(weights)  # type: ignore[attr-defined]
         versions["torch"] = sys.modules["torch"].__version__
-    parity = check_parity(contenders, PARITY_TOLERANCE[options.precision]) if peer else None
-    if not peer:
-        for i in range(PARITY_STEPS):
-            ours.step(i)
+        dropout = getattr(config, "dropout", 0.0) > 0
+        same = make_contenders(options.without_dropout(), backend, peers) if dropout else contenders
+        parity = check_parity(same, PARITY_TOLERANCE[options.precision])
+        del same
     if options.data:
-        contenders[READING] = reading = Reading(options, backend)
-        for i in range(PARITY_STEPS):
-            reading.step(i)
+        contenders[READING] = Reading(options, backend)
+    for contender in contenders.values():
+        for i in range(WARM_UP_STEPS):
+            contender.step(i)
     peak_before = backend.matmul_peak()
     seconds = take_turns(contenders, options.steps, backend)
     peak = max(peak_before, backend.matmul_peak()) / 1e9
@@ -260,6 +277,7 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         "threads": {"ours": options.workers, "torch": options.threads if peer else None},
         "backend": backend.name,
         "precision": options.precision,
+        "model": options.model,
         "config": config.to_dict(),
         "parameters": parameters,
         "batch_size": options.batch_size,
@@ -267,7 +285,7 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         "counted_steps": options.steps,
         "gflop_per_step": flop / 1e9,
         "planned_peak_mib": plan_step(
-            find_model("nanoeuler"), config, options.precision, options.batch_size, options.seq_len
+            find_model(options.model), config, options.precision, options.batch_size, options.seq_len
         ).peak / 2**20
         if backend.name == "cupy"
         else None,
@@ -284,6 +302,7 @@ def table(found: dict[str, Any]) -> str:
     tokens = found["batch_size"] * found["seq_len"]
     torch_threads = f", torch {threads['torch']}" if threads["torch"] else ""
     rows = [
+        ("model", found["model"]),
         ("device", f"{device['cpu']}, {device['cores']} cores" + (f"; {device['gpu']}" if "gpu" in device else "")),
         ("load average", f"{device['load_average_before']:.2f} over the minute before the start"),
         ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
@@ -291,7 +310,7 @@ def table(found: dict[str, Any]) -> str:
         ("precision", f"{found['precision']}, backend {found['backend']}"),
         ("parameters", f"{found['parameters']:,}"),
         ("batch", f"{found['batch_size']} x {found['seq_len']} = {tokens:,} random tokens"),
-        ("steps", f"{found['counted_steps']} counted each, in turns of {TURN}, after {PARITY_STEPS} to warm up"),
+        ("steps", f"{found['counted_steps']} counted each, in turns of {TURN}, after {WARM_UP_STEPS} to warm up"),
         ("FLOP", f"{found['gflop_per_step']:.2f} GFLOP a step: {found['flop_convention']}"),
         ("matmul peak", f"{found['matmul_peak_gflop_per_second']:.0f} GFLOP/s, measured, by our own backend"),
     ]
@@ -319,23 +338,23 @@ def options_of(args: argparse.Namespace) -> Options:
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise UserError(f"--{name.replace('_', '-')} is {value}, wants a number above 0")
-    config = config_of(PretrainSettings(config=args.config))
+    config = config_of(PretrainSettings(model=args.model, config=args.config or ""))
     seq_len = args.seq_len or config.context
-    # RoPE has no parameters: the context can be any length here.
     config = config.override({"context": max(seq_len, config.context)})
     check_before(args.json, args.peer)
     workers = args.workers or cores()
     # Refuses names it does not know before a child meets them, and says what `auto` is.
     backend = get_backend(args.backend, args.precision, workers, args.device)
     return Options(
-        config, args.batch_size, seq_len, args.steps, backend.name, args.precision, backend.workers,
+        args.model, config, args.batch_size, seq_len, args.steps, backend.name, args.precision, backend.workers,
         args.threads or workers, args.device, args.data,
     )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--config", default="small", help="preset (small, base, large) or a JSON file (default: small)")
+    p.add_argument("--model", default=default_model(), help=f"{', '.join(models())} (default: {default_model()})")
+    p.add_argument("--config", help="preset of the model or a JSON file (default: the model's first preset)")
     p.add_argument("--batch-size", type=int, default=16, help="sequences a step (default: 16)")
     p.add_argument(
         "--seq-len", type=int, help="tokens a sequence (default: the config's context, which a longer one lengthens)"

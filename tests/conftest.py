@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -39,3 +40,15 @@ def _make_shards(folder: Path, tokenizer: Tokenizer, counts: dict[str, tuple[int
             parts[split] = Part(count, sum(f.tokens for f in files), sum(len(t.encode()) for t in texts), files)
         sources.append(Source(name, "", **parts))
     write_manifest(folder, tokenizer, sources, {})
+
+
+@pytest.fixture
+def write_examples() -> Callable[[Path, Path], None]:
+    return _write_examples
+
+
+def _write_examples(page: Path, folder: Path) -> None:
+    """The files that a page of docs/ shows: blocks that begin with a comment of the file's name."""
+    shown = re.findall(r"^```\w+\n((?:#|//) (\w+\.(?:py|cu))\n.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    for text, name in shown:
+        (folder / name).write_text(text, encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +82,26 @@ def test_an_error_names_the_file_the_macros_and_the_line(compiler: Any) -> None:
     message = str(caught.value)
     assert message.startswith("tinyforge/ops/swiglu.cu with SCALAR=float VEC=nonsense does not compile for sm_80:\n")
     assert re.search(r'tinyforge/ops/swiglu\.cu\(\d+\): error: identifier "nonsense" is undefined', message)
+
+
+def test_a_file_of_ones_own_includes_headers_beside_it_and_of_the_package(tmp_path: Path, compiler: Any) -> None:
+    (tmp_path / "mine.cuh").write_text("#define FACTOR 3\n", encoding="utf-8")
+    source = tmp_path / "mine.cu"
+    source.write_text(
+        '// compile: SCALAR=float|bf16\n#include "ops/common.cuh"\n#include "mine.cuh"\n'
+        'extern "C" __global__ void triple(SCALAR *x) { narrow(FACTOR * widen(x[0]), x[0]); }\n', encoding="utf-8"
+    )  # fmt: skip
+    assert kernels.entries(source) == ["triple"]
+    assert [found["SCALAR"] for found in kernels.variants(source)] == ["float", "bf16"]
+    for macros in kernels.variants(source):
+        assert "Used" in kernels.compile_to_cubin(source, macros, "sm_80")
+    source.write_text("nonsense\n", encoding="utf-8")
+    kernels.read.cache_clear()
+    kernels.specialise.cache_clear()
+    with pytest.raises(kernels.KernelError, match=rf"{source} with no macros does not compile.*\n(.*\n)*{source}\(1\)"):
+        kernels.compile_to_cubin(source, {}, "sm_80")
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(kernels.KernelError, match=r"tinyforge/mine.cu does not exist; .* full path"):
+        kernels.read("mine.cu")

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.train_step import EAGER, OURS, READING, Options, Ours, check_parity, main, table, torch_peer
 from models.nanoeuler.config import Config
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.registry import find_model
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import SEPARATOR
 
@@ -88,7 +90,7 @@ def test_a_peer_that_agrees_passes() -> None:
     ("flags", "message"),
     [
         (["--steps", "0"], "--steps is 0"),
-        (["--config", "huge"], "'huge' is no preset"),
+        (["--config", "huge"], "'huge' is no preset (small, base, large)"),
         (["--precision", "fp8"], "precision 'fp8' is not available"),
         (["--json", "no/such/folder/result.json"], "folder that does not exist"),
         (["--peer", "torch"], "PyTorch is not installed; pip install torch"),
@@ -101,12 +103,53 @@ def test_a_wrong_flag_is_one_line(flags: list[str], message: str, monkeypatch: p
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_torch_peer_takes_the_same_steps_in_float64() -> None:
+LLAMA = {"dim": 12, "heads": 2, "kv_heads": 1, "layers": 2, "context": 12, "vocab": 19, "hidden": 10, "head_dim": 6}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("nanoeuler", TINY.to_dict()),
+        ("gpt2", {"dim": 16, "heads": 4, "layers": 2, "context": 12, "vocab": 19}),
+        ("gpt2", {"dim": 12, "heads": 2, "layers": 1, "context": 12, "vocab": 64, "bias": False}),
+        ("llama", LLAMA),
+        ("llama", {**LLAMA, "tied": False, "qkv_bias": True}),
+    ],
+)
+def test_the_torch_peer_takes_the_same_steps_in_float64(model: str, changes: dict[str, Any]) -> None:
     pytest.importorskip("torch")
-    options = Options(TINY, 3, 12, steps=1, backend="numpy", precision="fp64", workers=1, threads=1)
+    config = find_model(model).config.from_dict(changes)
+    options = Options(model, config, 3, 12, steps=1, backend="numpy", precision="fp64", workers=1, threads=1)
     backend = get_backend("numpy", "fp64", 1)
     ours = Ours(options, backend)
     peer: Any = torch_peer(options, compiled=False)
-    peer.load({p.name: p.value for p in ours.model.buffer.params})
+    peer.training.load({p.name: p.value for p in ours.model.buffer.params})
     for index in range(5):
         assert peer.step(index) == pytest.approx(ours.step(index), abs=1e-9)
+
+
+def test_dropout_is_timed_and_parity_is_checked_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    config = {"dim": 8, "heads": 2, "layers": 1, "context": 16, "vocab": 11, "dropout": 0.5}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    flags = ["--model", "gpt2", "--config", str(path), "--peer", "torch-eager", "--backend", "numpy"]
+    assert main([*FLAGS, *flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "gpt2" and found["config"]["dropout"] == 0.5
+    assert found["parity"]["worst_difference"] < 1e-5 and list(found["results"]) == [OURS, EAGER]
+
+
+def test_weights_that_are_not_the_peers_are_refused() -> None:
+    pytest.importorskip("torch")
+    options = Options("nanoeuler", TINY, 3, 12, steps=1, backend="numpy", precision="fp64", workers=1, threads=1)
+    peer: Any = torch_peer(options, compiled=False)
+    with pytest.raises(KeyError, match="the peer's parameters are not ours: .*unknown"):
+        peer.training.load({"unknown": np.zeros(1)})
+
+
+def test_a_model_without_a_peer_is_named() -> None:
+    pytest.importorskip("torch")
+    options = Options("mamba", TINY, 3, 12, steps=1, backend="numpy", precision="fp64", workers=1, threads=1)
+    with pytest.raises(UserError, match="--peer: mamba has no peer in PyTorch; there are nanoeuler, gpt2, llama"):
+        torch_peer(options, compiled=False)

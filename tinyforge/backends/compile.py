@@ -1,9 +1,14 @@
-"""From a .cu file of this package to a kernel: find it, specialise it by macros, compile it at first use.
+"""From a .cu file to a kernel: find it, specialise it by macros, compile it at first use.
 
 A kernel is written once, over macros such as SCALAR (double, float, bf16) and VEC (elements of a 16-byte access), and
 compiled by NVRTC for each combination that is asked for:
 
     load("ops/rmsnorm.cu", "rmsnorm_fwd", SCALAR="float", VEC=4)
+
+A relative name is a file of this package. A kernel of your own is named by its full path, and may include both headers
+that lie beside it and those of this package:
+
+    load(Path(__file__).with_name("mine.cu"), "mine_fwd", SCALAR="float")
 
 Each file lists the combinations that are used in its head, so that all of them can be compiled ahead of time, and on
 a machine without a GPU, to see that they build and what they cost in registers:
@@ -23,6 +28,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from tinyforge.errors import UserError
@@ -38,6 +44,7 @@ _NO_SPILLS = re.compile(r"^// spills: none$", re.MULTILINE)
 _ENTRY = re.compile(r'^extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?(?!__)(\w+)\(', re.MULTILINE)
 
 Macros = Mapping[str, int | str]
+File = str | Path  # relative to the package, or the full path of a file outside it
 
 
 class KernelError(RuntimeError):
@@ -51,25 +58,37 @@ def kernel_files() -> list[str]:
 
 
 @cache
-def read(file: str) -> str:
-    """The text of a .cu file of the package, headers pasted in; errors still point at the files as they are."""
-    text = files("tinyforge").joinpath(file).read_text(encoding="utf-8")
+def read(file: File) -> str:
+    """The text of a .cu file, headers pasted in; errors still point at the files as they are. Raises KernelError."""
+    path = Path(file) if Path(file).is_absolute() else files("tinyforge").joinpath(str(file))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise KernelError(f"{_shown(file)} does not exist; a kernel outside tinyforge is named by its full path, "
+                          'Path(__file__).with_name("name.cu")') from error  # fmt: skip
 
     def paste(found: re.Match[str]) -> str:
         line = text.count("\n", 0, found.start()) + 2
-        return f'#line 1 "tinyforge/{found[1]}"\n{read(found[1])}\n#line {line} "tinyforge/{file}"'
+        beside = Path(file).parent / found[1]
+        header: File = beside if beside.is_absolute() and beside.is_file() else found[1]
+        return f'#line 1 "{_shown(header)}"\n{read(header)}\n#line {line} "{_shown(file)}"'
 
     return _INCLUDE.sub(paste, text)
 
 
+def _shown(file: File) -> str:
+    """The file as messages name it."""
+    return str(file) if Path(file).is_absolute() else f"tinyforge/{file}"
+
+
 @cache
-def specialise(file: str, macros: tuple[tuple[str, int | str], ...]) -> str:
+def specialise(file: File, macros: tuple[tuple[str, int | str], ...]) -> str:
     """The text that is compiled: the macros as #define lines, then the file."""
     defines = "".join(f"#define {name} {value}\n" for name, value in macros)
-    return f'{defines}#line 1 "tinyforge/{file}"\n{read(file)}'
+    return f'{defines}#line 1 "{_shown(file)}"\n{read(file)}'
 
 
-def variants(file: str) -> list[dict[str, str]]:
+def variants(file: File) -> list[dict[str, str]]:
     """The macros of every specialisation that the head of `file` lists."""
     found = []
     for line in _VARIANTS.findall(read(file)):
@@ -78,23 +97,23 @@ def variants(file: str) -> list[dict[str, str]]:
     return found
 
 
-def constant(file: str, name: str) -> int:
+def constant(file: File, name: str) -> int:
     """The number after `#define name` in a file: what a launcher needs to know of its kernel stands in one place."""
     found = re.search(rf"^#define {name} (\d+)", read(file), re.MULTILINE)
     if found is None:
-        raise KernelError(f"tinyforge/{file} has no line `#define {name} <number>`")
+        raise KernelError(f"{_shown(file)} has no line `#define {name} <number>`")
     return int(found[1])
 
 
-def promises_no_spills(file: str) -> bool:
+def promises_no_spills(file: File) -> bool:
     return _NO_SPILLS.search(read(file)) is not None
 
 
 @cache
 def load(
-    file: str, entry: str, shared_bytes: int = 0, *, arch: str = "", cooperative: bool = False, **macros: int | str
+    file: File, entry: str, shared_bytes: int = 0, *, arch: str = "", cooperative: bool = False, **macros: int | str
 ) -> Any:
-    """The kernel `entry` of a .cu file of this package, as a cupy.RawKernel; compiled here, the first time.
+    """The kernel `entry` of a .cu file, as a cupy.RawKernel; compiled here, the first time.
 
     shared_bytes: the dynamic shared memory of its launches; unasked they get 48 KB, static shared memory included.
     arch: for what needs a feature of one architecture, e.g. "sm_90a", in place of the device's own. cooperative: its
@@ -118,12 +137,12 @@ def load(
     return kernel
 
 
-def describe(file: str, macros: Macros) -> str:
+def describe(file: File, macros: Macros) -> str:
     """ "tinyforge/ops/rmsnorm.cu with SCALAR=float VEC=4"."""
-    return f"tinyforge/{file} with {' '.join(f'{k}={v}' for k, v in macros.items()) or 'no macros'}"
+    return f"{_shown(file)} with {' '.join(f'{k}={v}' for k, v in macros.items()) or 'no macros'}"
 
 
-def entries(file: str) -> list[str]:
+def entries(file: File) -> list[str]:
     """The kernels that a file defines."""
     return _ENTRY.findall(read(file))
 
@@ -147,7 +166,7 @@ def warm_up_wanted() -> bool:
     return os.environ.get("TINYFORGE_WARMUP", "") not in ("", "0")
 
 
-def compile_to_cubin(file: str, macros: Macros, arch: str) -> str:
+def compile_to_cubin(file: File, macros: Macros, arch: str) -> str:
     """Compile for `arch` ("sm_80") without a GPU; returns the log, with each kernel's registers and spills."""
     from cupy_backends.cuda.libs import nvrtc
 
@@ -156,7 +175,7 @@ def compile_to_cubin(file: str, macros: Macros, arch: str) -> str:
     code = specialise(file, tuple(sorted(macros.items())))
     # As CuPy compiles it, and the report of the assembler.
     options = (*OPTIONS, f"-arch={arch}", "-ftz=true", "--ptxas-options=-v", f"-I{_headers()}")
-    program = nvrtc.createProgram(code, file, (), ())
+    program = nvrtc.createProgram(code, str(file), (), ())
     try:
         try:
             nvrtc.compileProgram(program, options)

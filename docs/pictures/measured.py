@@ -1,0 +1,124 @@
+"""Draw measured.svg and write README's table of measurements, both from docs/results/*.json.
+
+    python docs/pictures/measured.py            write both
+    python docs/pictures/measured.py --check    only say whether both are what the JSON gives
+
+A measurement whose file is not there is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS, PICTURE, README = ROOT / "docs/results", ROOT / "docs/pictures/measured.svg", ROOT / "README.md"
+BEGIN, END = "<!-- measured: docs/pictures/measured.py writes this table -->", "<!-- measured, end -->"
+OURS = "tinyforge"
+COMPILED, GRAPH, THREADS = "torch compiled", "torch compiled, CUDA graph", "torch eager, 2 threads"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One row: what is timed, where, and the file, figure and peer that it comes from."""
+
+    what: str
+    machine: str
+    file: str
+    figure: str
+    peer: str
+    unit: str
+
+    def values(self) -> tuple[float, float]:
+        """Ours and the peer's."""
+        results: dict[str, Any] = json.loads((RESULTS / self.file).read_text(encoding="utf-8"))["results"]
+        return results[OURS][self.figure], results[self.peer][self.figure]
+
+
+H200, CPU = "H200, bf16", "2 CPU cores, fp32"
+BASE, SMALL, GPT2 = "gpu-train-16x1024.json", "cpu-train-16x128.json", "gpu-train-gpt2-124m.json"
+ROWS = (
+    Measured("training step, NanoEuler base, 16 x 1024 tokens", H200, BASE, "median_ms", COMPILED, "ms"),
+    Measured("its peak memory", H200, BASE, "peak_memory_mib", COMPILED, "MiB"),
+    Measured("training step, GPT-2 124M, 16 x 1024 tokens", H200, GPT2, "median_ms", COMPILED, "ms"),
+    Measured("nanoGPT's shakespeare_char, 5,000 steps", H200, "gpu-shakespeare-char.json", "seconds", COMPILED, "s"),
+    Measured("decoding a token, NanoEuler base", H200, "gpu-decode-base.json", "median_us", GRAPH, "us"),
+    Measured("decoding a token for each of 64 texts", H200, "gpu-decode-base-64.json", "median_us", GRAPH, "us"),
+    Measured("training step, NanoEuler small, 16 x 128 tokens", CPU, SMALL, "median_ms", COMPILED, "ms"),
+    Measured("decoding a token, NanoEuler small", CPU, "cpu-decode-small.json", "median_us", THREADS, "us"),
+)
+
+
+def rows() -> list[Measured]:
+    """The measurements whose file is there."""
+    return [row for row in ROWS if (RESULTS / row.file).exists()]
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def markdown() -> str:
+    lines = ["| | machine | tinyforge | PyTorch | ratio |", "|---|---|---|---|---|"]
+    for row in rows():
+        ours, theirs = row.values()
+        peer = "eager" if row.peer == THREADS else "compiled"
+        lines.append(
+            f"| {row.what} | {row.machine} | [{number(ours)} {row.unit}](docs/results/{row.file}) "
+            f"| {number(theirs)} {row.unit} ({peer}) | **{ours / theirs:.2f}** |"
+        )
+    return "\n".join(lines)
+
+
+def svg() -> str:
+    """Two bars a row, as long as the time that was taken, PyTorch's 1."""
+    width, left, full, height = 860, 350, 400, 44
+    shown = [row for row in rows() if row.figure != "peak_memory_mib"]
+    parts = []
+    for index, row in enumerate(shown):
+        ours, theirs = row.values()
+        scale, y = full / max(ours, theirs), 52 + index * height
+        parts.append(f'<text x="{left - 12}" y="{y + 13}" text-anchor="end">{row.what}</text>')
+        parts.append(f'<text x="{left - 12}" y="{y + 27}" text-anchor="end" class="small">{row.machine}</text>')
+        for name, value, top in (("ours", ours, y), ("peer", theirs, y + 15)):
+            parts.append(f'<rect class="{name}" x="{left}" y="{top}" width="{value * scale:.1f}" height="13"/>')
+            end, shown_value = left + value * scale + 6, f"{number(value)} {row.unit}"
+            parts.append(f'<text x="{end:.1f}" y="{top + 11}" class="small">{shown_value}</text>')
+    bottom = 52 + len(shown) * height
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom}" role="img" font-size="13" \
+font-family="system-ui, sans-serif">
+<title>Time taken by tinyforge and by PyTorch</title>
+<style>.small {{ font-size: 11px; fill: #666 }} .ours {{ fill: #d9542b }} .peer {{ fill: #b9bec6 }}</style>
+<rect width="{width}" height="{bottom}" rx="6" fill="#fff"/>
+<rect class="ours" x="{left}" y="18" width="13" height="13"/><text x="{left + 19}" y="29">tinyforge</text>
+<rect class="peer" x="{left + 100}" y="18" width="13" height="13"/>
+<text x="{left + 119}" y="29">PyTorch, best of its modes measured; shorter is faster</text>
+{chr(10).join(parts)}
+</svg>
+"""
+
+
+def readme() -> str:
+    """README with the table between its two marks."""
+    text = README.read_text(encoding="utf-8")
+    head, rest = text.split(BEGIN)
+    return f"{head}{BEGIN}\n\n{markdown()}\n\n{END}{rest.split(END)[1]}"
+
+
+def main(argv: Sequence[str]) -> int:
+    wanted = {PICTURE: svg(), README: readme()}
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if "--check" not in argv:
+        for path in stale:
+            path.write_text(wanted[path], encoding="utf-8")
+    for path in stale:
+        print(f"{'stale' if '--check' in argv else 'wrote'}: {path.relative_to(ROOT)}")
+    return 1 if stale and "--check" in argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

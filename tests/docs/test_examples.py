@@ -1,0 +1,66 @@
+"""The code in the pages runs as it stands and prints what the page says.
+
+A block that begins with a file's name is that file; the blocks after it can import it. Another Python block is run, and
+if a block of text follows it, that is its output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tinyforge.backends.compile import compile_to_cubin, promises_no_spills, variants
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "docs/gradcheck.md", ROOT / "docs/add-an-op.md", *sorted((ROOT / "docs/ops").glob("[a-z]*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"(?:#|//) (\w+\.(?:py|cu))\n")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_examples_of_a_page_print_what_it_says(
+    page: Path, tmp_path: Path, write_examples: Callable[[Path, Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_examples(page, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+    try:
+        for (kind, code), (follows, wanted) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
+            if kind != "python" or FILE.match(code):
+                continue
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(code, str(page), "exec"), {"__name__": "example"})
+            if follows == "text":
+                assert printed.getvalue() == wanted
+    finally:
+        for name in set(sys.modules) - before:
+            if (tmp_path / f"{name}.py").exists():
+                del sys.modules[name]
+
+
+def test_every_op_page_has_an_example_with_its_output() -> None:
+    for page in PAGES:
+        kinds = [kind for kind, _ in BLOCK.findall(page.read_text(encoding="utf-8"))]
+        assert ("python", "text") in zip(kinds, kinds[1:], strict=False), page
+
+
+def test_the_cuda_kernel_of_add_an_op_compiles(tmp_path: Path, write_examples: Callable[[Path, Path], None]) -> None:
+    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is not installed")
+    try:
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"NVRTC is not installed: {error}")
+    write_examples(ROOT / "docs/add-an-op.md", tmp_path)
+    file = tmp_path / "squared_reglu.cu"
+    assert promises_no_spills(file) and len(variants(file)) == 3
+    for macros in variants(file):
+        log = compile_to_cubin(file, macros, "sm_80")
+        assert "Used" in log and not any(map(int, re.findall(r"(\d+) bytes spill", log)))

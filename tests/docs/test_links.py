@@ -1,0 +1,119 @@
+"""What README and the pages refer to is there: links and their headings, files, modules, commands and flags."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PACKAGES = r"(?:tinyforge|models|recipes|data|bench|tests|docs)"
+MENTIONED = re.compile(rf"(?<![\w/.-])({PACKAGES}/[\w./-]*\w)")
+COMMAND = re.compile(r"python (?:-m ([\w.]+)|((?:recipes|bench|docs)/[\w./]+\.py))((?: [^\n`#|]*)?)")
+
+
+def prose(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def slug(heading: str) -> str:
+    """GitHub's anchor for a heading."""
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+    return re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-")
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    return {slug(found) for found in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for link in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_that_is_named_is_there(page: Path) -> None:
+    """`ops/rmsnorm.py` and its like: paths in backticks, from the root, from the package or from the page's folder."""
+    missing = []
+    for code in re.findall(r"`([^`\n]+)`", prose(page)):
+        if re.fullmatch(r"[\w./-]+\.(?:py|cu|cuh|md|json|sh|toml)", code) and "/" in code:
+            roots = (ROOT, ROOT / "tinyforge", page.parent)
+            if not any((root / code).exists() for root in roots) and not code.startswith(("runs/", "out/")):
+                missing.append(code)
+    for path in MENTIONED.findall(prose(page)):
+        if Path(path).suffix in (".py", ".cu", ".cuh", ".md", ".sh") and not (ROOT / path).exists():
+            missing.append(path)
+    assert missing == []
+
+
+@cache
+def flags(module: str, script: str) -> set[str] | None:
+    """The flags in the command's --help; None if there is no such command."""
+    if module and importlib.util.find_spec(module) is None:
+        return None
+    if script and not (ROOT / script).exists():
+        return None
+    what = ["-m", module] if module else [script]
+    done = subprocess.run([sys.executable, *what, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"(--[a-z][\w-]*)", done.stdout))
+
+
+def test_every_command_and_flag_exists() -> None:
+    wrong = []
+    for page in PAGES:
+        text = prose(page).replace("\\\n", " ")
+        for module, script, rest in COMMAND.findall(text):
+            if module in ("venv", "pip", "pytest", "http.server", "tokenizers"):
+                continue
+            known = flags(module, script)
+            if known is None:
+                wrong.append(f"{page.relative_to(ROOT)}: {module or script}")
+                continue
+            unknown = set(re.findall(r"(?<!\S)--[a-z][\w-]*", rest)) - known
+            wrong += [f"{page.relative_to(ROOT)}: {module or script} {flag}" for flag in sorted(unknown)]
+    assert wrong == []
+
+
+def test_every_module_and_name_in_it_exists() -> None:
+    """`tinyforge.gradcheck.check_op` and its like."""
+    wrong = []
+    for page in PAGES:
+        for name in re.findall(r"`((?:tinyforge|models|data)(?:\.\w+)+)`", prose(page)):
+            if Path(name).suffix in (".py", ".md"):
+                continue
+            module, _, attribute = name.rpartition(".")
+            if _is_module(name) or (_is_module(module) and hasattr(importlib.import_module(module), attribute)):
+                continue
+            wrong.append(f"{page.relative_to(ROOT)}: {name}")
+    assert wrong == []
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def test_every_make_target_exists() -> None:
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = {target for page in PAGES for target in re.findall(r"(?:^    |`)make ([a-z][\w-]*)", prose(page), re.M)}
+    assert named and named <= targets
