@@ -290,7 +290,7 @@ def test_a_folder_with_other_files(tmp_path: Path, corpus: Path) -> None:
         ("--vocab-size 100", "vocabulary too small for the bytes: got vocab_size 100"),
         ("--vocab-size 99999", "too little text for vocab_size 99999"),
         ("--vocab-size 300 --tokenizer t.json", "give one of the two"),
-        ("--tokenizer absent.json", "cannot read the tokenizer file absent.json"),
+        ("--tokenizer absent.json", "cannot read the tokenizer absent.json"),
         ("--tokenizer bare.json", "bare.json: the tokenizer has no special token <|endoftext|>"),
     ],
 )

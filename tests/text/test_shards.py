@@ -222,7 +222,7 @@ def swap(folder: Path) -> None:
         (lambda f: patch(f / SHARD, 100, b"\1\0"), f"{SHARD}: got SHA-256 "),
         (swap, "got 100 ids from position 200, the manifest says 100 from 100"),
         (lambda f: OTHER.save(f / "tokenizer.json"), "tokenizer.json: got the tokenizer "),
-        (lambda f: (f / "tokenizer.json").unlink(), "cannot read the tokenizer file"),
+        (lambda f: (f / "tokenizer.json").unlink(), "cannot read the tokenizer"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json: cannot be read (No such file or directory), and it"),
         (lambda f: (f / "manifest.json").write_text("{"), "manifest.json: not JSON"),
         (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json: got format []"),
