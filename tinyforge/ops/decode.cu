@@ -151,18 +151,18 @@ __device__ __forceinline__ void peek(const double *from, Pack<double, 1> &to) {
 // COUNT packs made by other blocks, at the addresses at(i), null for none. All loads are under way before the first is
 // looked at.
 template <int COUNT, int N>
-__device__ __forceinline__ void forget(Pack<A, N> (&got)[COUNT]) {
+__device__ __forceinline__ void clear(Pack<A, N> (&got)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) got[i].v[0] = absent(A());
 }
 template <int COUNT, int N, class At>
-__device__ __forceinline__ void ask(Pack<A, N> (&got)[COUNT], At at) {
+__device__ __forceinline__ void request(Pack<A, N> (&got)[COUNT], At at) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
         if (at(i) && !there(got[i])) peek(at(i), got[i]);
 }
 template <int COUNT, int N, class At>
-__device__ __forceinline__ bool came(const Pack<A, N> (&got)[COUNT], At at) {
+__device__ __forceinline__ bool arrived(const Pack<A, N> (&got)[COUNT], At at) {
     bool all = true;
 #pragma unroll
     for (int i = 0; i < COUNT; i++) all = all && (!at(i) || there(got[i]));
@@ -170,10 +170,10 @@ __device__ __forceinline__ bool came(const Pack<A, N> (&got)[COUNT], At at) {
 }
 template <int COUNT, int N, class At>
 __device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at) {
-    forget(got);
+    clear(got);
     for (u32 looks = 0;; pause(looks)) {
-        ask(got, at);
-        if (came(got, at)) return;
+        request(got, at);
+        if (arrived(got, at)) return;
     }
 }
 
@@ -245,7 +245,7 @@ struct Block {
     // (`stream`, `squares`) it overwrites when numbers have come that could not be made before `finish` was done.
     template <int COLUMNS, int COUNT, bool NORM, class Finish>
     __device__ __forceinline__ void product(int first, const T *input, Finish finish) {
-        constexpr int STEPS = steps(COLUMNS), PITCH = pitch(COLUMNS), EACH = each(COUNT, BLOCKS);
+        constexpr int STEPS = steps(COLUMNS), PITCH = pitch(COLUMNS), EACH = ceil_div(COUNT, BLOCKS);
         constexpr int MOST = EACH < TILES ? EACH : TILES;
         const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
         const T *const part = input + warp * slice(COLUMNS) + lane % 4 * PIECE;
@@ -254,7 +254,7 @@ struct Block {
 #pragma unroll
             for (int i = 1; i < MOST; i++) count += tile + i * BLOCKS < COUNT;
             A *const sums = shared.sums + parity * (TILES * ROWS * 8 * WARPS);
-            if (int(queue.asked - queue.taken) < count * STEPS) queue.refill(DEPTH);
+            if (int(queue.requested - queue.taken) < count * STEPS) queue.refill(DEPTH);
             queue.wait(count * STEPS);
             if constexpr (TENSOR_CORES) {
                 multiply<STEPS, MOST>(part, PITCH, sums);
@@ -304,11 +304,11 @@ struct Block {
 
     // Waits until some one of the `count` words at `from` is there, another one for each warp. Who needs what comes a
     // step later waits here first: many that look at what cannot be there yet keep away those who write it.
-    __device__ __forceinline__ void glance(const A *from, int count) {
+    __device__ __forceinline__ void poll(const A *from, int count) {
         const int warp = threadIdx.x / 32;
         Pack<A, 1> word[1];
         const A *const at = from + place(0, (blockIdx.x * WARPS + warp) * 8 % count);
-        forget(word);
+        clear(word);
         for (u32 looks = 0;; pause(looks)) {
             if (threadIdx.x % 32 == 0) peek(at, word[0]);
             if (__any_sync(~0u, there(word[0]))) return;
@@ -323,7 +323,7 @@ struct Block {
     struct Share {
         static constexpr int BESIDE = 8 / SIZE;  // lanes that read the eight words of a row
         static constexpr int LANES = ROWS == 3 ? 4 : ROWS;  // times so many read a line; a fourth row has none of it
-        static constexpr int EACH = each(LANES * SLICE / SIZE, 32);  // for each lane
+        static constexpr int EACH = ceil_div(LANES * SLICE / SIZE, 32);  // for each lane
 
         __device__ static int task(int i) { return threadIdx.x % 32 + i * 32; }
         __device__ static int row() { return threadIdx.x % 32 / BESIDE % LANES; }
@@ -429,12 +429,12 @@ struct Block {
             const int head = Mine::word(i / SPLITS) * SHARED_BY / HEAD_DIM;
             return Mine::mine(i / SPLITS) ? stats + place(Mine::row(), i % SPLITS * HEADS + head) : nullptr;
         };
-        forget(x);
-        forget(lse);
+        clear(x);
+        clear(lse);
         for (u32 looks = 0;; pause(looks)) {
-            ask(lse, at_lse);
-            ask(x, at_x);
-            if (__all_sync(~0u, came(lse, at_lse) && came(x, at_x))) break;
+            request(lse, at_lse);
+            request(x, at_x);
+            if (__all_sync(~0u, arrived(lse, at_lse) && arrived(x, at_x))) break;
             queue.refill(REFILL);
         }
 #pragma unroll
@@ -736,7 +736,7 @@ template <int COUNT, class At>
 __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (&ids)[COUNT]) {
     u64 *const of_warps = reinterpret_cast<u64 *>(scratch);  // COUNT x WARPS
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    constexpr int EACH = each(VOCAB_TILES, THREADS), FEW = EACH < 2 ? EACH : 2;
+    constexpr int EACH = ceil_div(VOCAB_TILES, THREADS), FEW = EACH < 2 ? EACH : 2;
     u64 best[COUNT] = {};
     for (int tile = thread; tile < VOCAB_TILES; tile += FEW * THREADS) {
         Pack<A, 2> x[COUNT * FEW];
@@ -798,7 +798,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     queue.source = weights + (i64(blockIdx.x) * WARPS + warp) * stride * (32 * PIECE) + lane * PIECE;
     queue.length = lengths[blockIdx.x];
     queue.left = queue.length * passes;
-    queue.taken = queue.asked = queue.next = 0;
+    queue.taken = queue.requested = queue.next = 0;
     queue.refill(DEPTH);
     for (int i = thread; i < ROWS * (pitch(DIM) + pitch(HIDDEN)); i += THREADS) narrow(A(0), shared.by_dim[i]);
     __syncthreads();
@@ -830,9 +830,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             }
 
             const int out = block.deal(DIM / 8);
-            block.glance(exchange + QKV, WIDTH);
+            block.poll(exchange + QKV, WIDTH);
             // Of one row there is little to look at: those who need it look at once.
-            if (ROWS > 1 || out >= DIM / 8) block.glance(exchange + PARTS, SPLITS * DIM / SHARED_BY);
+            if (ROWS > 1 || out >= DIM / 8) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
             if (out < DIM / 8) {
                 block.take_attended(exchange + PARTS, exchange + STATS);
                 block.product<DIM, DIM / 8, false>(out, shared.by_dim, [&](int row, int n, A sum) {
@@ -852,7 +852,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 
             const int down = block.deal(DIM / 8);
             if (down >= DIM / 8) {
-                block.glance(exchange + GATED, HIDDEN_ROWS / SHARED_BY);
+                block.poll(exchange + GATED, HIDDEN_ROWS / SHARED_BY);
             } else {
                 block.take_gated(exchange + GATED);
                 block.product<HIDDEN, DIM / 8, false>(down, shared.by_hidden, [&](int row, int n, A sum) {

@@ -30,9 +30,8 @@ constexpr int VOCAB_TILES = (VOCAB + 7) / 8, VOCAB_ROWS = VOCAB_TILES * 8;
 typedef Pack<T, PIECE> Piece;
 typedef Pack<A, PARCEL> Parcel;
 
-__device__ constexpr int each(int count, int parts) { return (count + parts - 1) / parts; }
 // Pieces of a tile that each lane takes, and the columns of a product, filled up to whole ones.
-__device__ constexpr int steps(int columns) { return each(columns, WARPS * STEP); }
+__device__ constexpr int steps(int columns) { return ceil_div(columns, WARPS * STEP); }
 __device__ constexpr int padded(int columns) { return steps(columns) * WARPS * STEP; }
 
 // 1 / sqrt(x), in bf16 by the hardware's approximation.
@@ -55,25 +54,25 @@ __device__ __forceinline__ void pause(u32 &looks) {
 struct Queue {
     Piece *slots;
     const T *source;
-    u32 taken, asked, early;  // pieces so far: used; asked for; asked for before the last group of copies
+    u32 taken, requested, early;  // pieces so far: used; asked for; asked for before the last group of copies
     int next, length;         // of the next to ask for, its place in `source`, of so many
     int left;                 // to ask for in all
 
     // At most `most` pieces, as far as there is room; one group.
     __device__ __forceinline__ void refill(int most = 0x7FFFFFFF) {
-        early = asked;
-        for (int pieces = min(min(most, int(taken + DEPTH - asked)), left); pieces > 0; pieces -= 4) {
+        early = requested;
+        for (int pieces = min(min(most, int(taken + DEPTH - requested)), left); pieces > 0; pieces -= 4) {
             if (pieces >= 4 && next + 4 <= length) {
                 const T *const from = source + next * (32 * PIECE);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    copy_async(shared_address(slots + (asked + i) % DEPTH * THREADS), from + i * (32 * PIECE));
+                    copy_async(shared_address(slots + (requested + i) % DEPTH * THREADS), from + i * (32 * PIECE));
                 }
                 advance(4);
             } else {
 #pragma unroll 1
                 for (int i = min(pieces, 4); i > 0; i--) {
-                    copy_async(shared_address(slots + asked % DEPTH * THREADS), source + next * (32 * PIECE));
+                    copy_async(shared_address(slots + requested % DEPTH * THREADS), source + next * (32 * PIECE));
                     advance(1);
                 }
             }
@@ -81,7 +80,7 @@ struct Queue {
         copy_commit();
     }
     __device__ __forceinline__ void advance(int pieces) {
-        asked += pieces, left -= pieces, next += pieces;
+        requested += pieces, left -= pieces, next += pieces;
         if (next >= length) next = 0;
     }
 
@@ -101,15 +100,6 @@ struct Queue {
 };
 static_assert((DEPTH & (DEPTH - 1)) == 0, "the queue's places are counted modulo a power of 2");
 
-// sum += a b^T on tensor cores: m16n8k16. A lane, g = lane / 4 and c = lane % 4, has two adjacent columns of a row in
-// each word: of a a0 in row g, a1 in row g + 8 (both of the first 8 columns), a2 and a3 the same of the other 8; of b
-// b0 and b1, of row g. It gets row g of a by rows 2 c and 2 c + 1 of b in sum[0] and sum[1], row g + 8 in the others.
-__device__ __forceinline__ void multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 // A register of an operand.
 __device__ __forceinline__ u32 pair(T low, T high) {
     const Pack<T, 2> both = {{low, high}};

@@ -134,7 +134,7 @@ struct Scratch {
     }
 };
 
-constexpr int OWN = each(DIM_TILES, TEAM) * 8;  // columns of the residual stream that a block owns, at most
+constexpr int OWN = ceil_div(DIM_TILES, TEAM) * 8;  // columns of the residual stream that a block owns, at most
 
 struct Block {
     Shared shared;
@@ -220,10 +220,10 @@ struct Block {
     // the residual stream in `shared.scale`.
     template <int COLUMNS, int COUNT, class Finish>
     __device__ __forceinline__ void product(const T *x, const A *squares, A eps, Finish finish) {
-        constexpr int STEPS = steps(COLUMNS), EACH = each(COUNT, TEAM);
+        constexpr int STEPS = steps(COLUMNS), EACH = ceil_div(COUNT, TEAM);
         constexpr int LIMIT = DEPTH / STEPS < TILES ? DEPTH / STEPS : TILES;
         static_assert(LIMIT > 0, "the queue holds no tile");
-        constexpr int MOST = each(EACH, each(EACH, LIMIT)), LANES = THREADS / ROWS;
+        constexpr int MOST = ceil_div(EACH, ceil_div(EACH, LIMIT)), LANES = THREADS / ROWS;
         const int thread = threadIdx.x, row = thread / LANES, begin = first(COUNT), behind = end(COUNT);
         A square = 0;
         if (squares && begin < behind) {
@@ -379,7 +379,7 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, CacheSlab s
 // The same in float and double: a warp has one position at a time, a lane some of its numbers.
 __device__ __forceinline__ void attend_plainly(const Scratch &scratch, const T *queries, const T *keys, const T *values,
                                                int member, int position) {
-    constexpr int EACH = each(HEAD_DIM, 32);
+    constexpr int EACH = ceil_div(HEAD_DIM, 32);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const A scale = A(1) / sqrt(A(HEAD_DIM));
     A q[GROUP][EACH] = {}, top[GROUP], total[GROUP] = {}, output[GROUP][EACH] = {};
@@ -490,7 +490,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
     queue.source = weights + (i64(block.rank) * WARPS + warp) * stride * (32 * PIECE) + lane * PIECE;
     queue.length = lengths[block.rank];
     queue.left = queue.length * passes;
-    queue.taken = queue.asked = queue.next = 0;
+    queue.taken = queue.requested = queue.next = 0;
     queue.refill();
 
     const int dim_begin = block.first(DIM_TILES), dim_end = block.end(DIM_TILES);

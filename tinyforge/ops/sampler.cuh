@@ -45,7 +45,7 @@ __device__ __forceinline__ int next_token(unsigned char *scratch, Take take, con
     int *const counts = reinterpret_cast<int *>(masses + 33);  // 32
     int &found = counts[32];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    constexpr int COUNT = VOCAB_ROWS / PARCEL, EACH = each(COUNT, THREADS), FEW = EACH < 8 ? EACH : 8;
+    constexpr int COUNT = VOCAB_ROWS / PARCEL, EACH = ceil_div(COUNT, THREADS), FEW = EACH < 8 ? EACH : 8;
     u32 ranks[(EACH + FEW - 1) / FEW * FEW * PARCEL];  // the upper halves of the sort keys; 0 for no token
 #pragma unroll
     for (int base = 0; base < EACH; base += FEW) {
