@@ -103,7 +103,7 @@ class Ours:
             qkv, dy = (backend.asarray(x) for x in random_set(shape, i))
             parts = self._split(qkv, shape)
             dqkv = backend.empty(qkv.shape)
-            self.saved.append((*self._split(dqkv, shape), dy, *parts, *self.k.attention_fwd(*parts)))
+            self.saved.append((*self._split(dqkv, shape), dy, *parts, *self.k.attention_fwd(*parts, True, None)))
 
     @staticmethod
     def _split(x: Any, shape: Shape) -> tuple[Any, Any, Any]:
@@ -111,10 +111,10 @@ class Ours:
         return x[:, :, : shape.heads], x[:, :, shape.heads : kv], x[:, :, kv:]
 
     def forward(self, i: int) -> Any:
-        return self.k.attention_fwd(*self.saved[i][4:7])[0]
+        return self.k.attention_fwd(*self.saved[i][4:7], True, None)[0]
 
     def backward(self, i: int) -> Any:
-        self.k.attention_bwd(*self.saved[i])
+        self.k.attention_bwd(*self.saved[i], True, None)
         return self.saved[i][:3]
 
     def timed(self, call: Callable[[int], Any], calls: Sequence[int]) -> list[float]:

@@ -59,14 +59,19 @@ def storage(dtype: Any) -> Any:
     return np.float32 if isinstance(dtype, str) else dtype
 
 
-def forward(dtype: Any, *args: Any) -> Any:
-    """attention_fwd, computing as `dtype` says."""
-    return kernels().attention_fwd(*args, backend=SimpleNamespace(tf32=isinstance(dtype, str)))
+Seen = tuple[bool, int | None]
+CAUSAL: Seen = (True, None)
+BOTH_WAYS: Seen = (False, None)
 
 
-def backward(dtype: Any, *args: Any) -> None:
+def forward(dtype: Any, *args: Any, seen: Seen = CAUSAL) -> Any:
+    """attention_fwd(q, k, v), computing as `dtype` says."""
+    return kernels().attention_fwd(*args, *seen, backend=SimpleNamespace(tf32=isinstance(dtype, str)))
+
+
+def backward(dtype: Any, *args: Any, seen: Seen = CAUSAL) -> None:
     """attention_bwd(dq, dk, dv, dy, q, k, v, out, lse), computing as `dtype` says."""
-    kernels().attention_bwd(*args, backend=SimpleNamespace(tf32=isinstance(dtype, str)))
+    kernels().attention_bwd(*args, *seen, backend=SimpleNamespace(tf32=isinstance(dtype, str)))
 
 
 def rounded(x: Any, dtype: Any) -> Any:
@@ -102,20 +107,20 @@ def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
     return upload(np.full(shape, POISON), dtype)
 
 
-def run(qkv: Any, dy: Any, heads: int, kv_heads: int, dtype: Any) -> dict[str, Any]:
+def run(qkv: Any, dy: Any, heads: int, kv_heads: int, dtype: Any, seen: Seen = CAUSAL) -> dict[str, Any]:
     """Forward and backward on the GPU; the gradients land in one poisoned dqkv."""
     parts = split(upload(qkv, dtype), heads, kv_heads)
     dqkv = poisoned(qkv.shape, dtype)
-    out, lse = forward(dtype, *parts)
-    backward(dtype, *split(dqkv, heads, kv_heads), upload(dy, dtype), *parts, out, lse)
+    out, lse = forward(dtype, *parts, seen=seen)
+    backward(dtype, *split(dqkv, heads, kv_heads), upload(dy, dtype), *parts, out, lse, seen=seen)
     return {"out": out, "lse": lse, "dqkv": dqkv}
 
 
-def expected(qkv: Any, dy: Any, heads: int, kv_heads: int) -> dict[str, Any]:
+def expected(qkv: Any, dy: Any, heads: int, kv_heads: int, seen: Seen = CAUSAL) -> dict[str, Any]:
     parts = split(qkv, heads, kv_heads)
-    out, lse = reference.attention_fwd(*parts)
+    out, lse = reference.attention_fwd(*parts, *seen)
     dqkv = np.empty_like(qkv)
-    reference.attention_bwd(*split(dqkv, heads, kv_heads), dy, *parts, out, lse)
+    reference.attention_bwd(*split(dqkv, heads, kv_heads), dy, *parts, out, lse, *seen)
     return {"out": out, "lse": lse, "dqkv": dqkv}
 
 
@@ -124,14 +129,20 @@ def error(got: Any, wanted: Any) -> float:
 
 
 def unfused(
-    qkv: Any, dy: Any, heads: int, kv_heads: int, factor: Callable[[Any], Any], result: Callable[[Any], Any]
-) -> dict[str, Any]:
+    qkv: Any, dy: Any, heads: int, kv_heads: int, factor: Callable[[Any], Any], result: Callable[[Any], Any],
+    seen: Seen = CAUSAL,
+) -> dict[str, Any]:  # fmt: skip
     """Attention one product at a time, factors and results rounded: the precision that a user of it expects."""
     q, k, v = (factor(x.transpose(0, 2, 1, 3)) for x in split(qkv, heads, kv_heads))
     group, scale, t = heads // kv_heads, qkv.shape[-1] ** -0.5, qkv.shape[1]
     k, v, dy = np.repeat(k, group, 1), np.repeat(v, group, 1), dy.transpose(0, 2, 1, 3)
     s = result(q @ k.swapaxes(-1, -2)) * scale
-    s[..., np.triu(np.ones((t, t), bool), 1)] = -np.inf
+    ahead = np.arange(t) - np.arange(t)[:, None]  # of its query, each key
+    causal, window = seen
+    if causal:
+        s[..., ahead > 0] = -np.inf
+    if window is not None:
+        s[..., ahead <= -window] = -np.inf
     p = np.exp(s - s.max(axis=-1, keepdims=True))
     p = result(p / p.sum(axis=-1, keepdims=True))
     o = result(factor(p) @ v)
@@ -143,8 +154,9 @@ def unfused(
     return {"out": o.transpose(0, 2, 1, 3), "dqkv": result(dqkv)}
 
 
-def unfused_bf16(qkv: Any, dy: Any, heads: int, kv_heads: int) -> dict[str, Any]:
-    return unfused(qkv, dy, heads, kv_heads, lambda x: x, lambda x: rounded(x, BF16))  # factors are bf16 as they come
+def unfused_bf16(qkv: Any, dy: Any, heads: int, kv_heads: int, seen: Seen = CAUSAL) -> dict[str, Any]:
+    # factors are bf16 as they come
+    return unfused(qkv, dy, heads, kv_heads, lambda x: x, lambda x: rounded(x, BF16), seen)
 
 
 def unfused_tf32(qkv: Any, dy: Any, heads: int, kv_heads: int) -> dict[str, Any]:
@@ -189,6 +201,48 @@ def test_bf16_is_no_worse_than_twice_unfused_bf16(d: int, heads: int, kv_heads: 
         assert_no_worse_than_twice(unfused_bf16(qkv, dy, heads, kv_heads), got, want, t)
 
 
+# Windows of one key, within a tile, of about a tile, over several, as wide as the sequence; and all keys both ways.
+SEEN: tuple[Seen, ...] = (BOTH_WAYS, *((True, w) for w in (1, 5, 33, 63, 64, 65, 100, 199, 1000)))
+
+
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("d", (6, 32, 64, 128))
+@pytest.mark.parametrize("dtype,tolerance", ((np.float64, 1e-13), (np.float32, 2e-6), (TF32, 2e-6)))
+def test_windows_and_both_ways_match_numpy(dtype: Any, tolerance: float, d: int, seen: Seen) -> None:
+    if dtype is TF32 and seen[1] == 1000:
+        pytest.skip("a window as wide as the sequence is causal attention, which rounds in TF32")
+    rng = np.random.default_rng()
+    for t in LENGTHS:
+        if seen[1] is not None and seen[1] >= t and dtype is TF32:
+            continue
+        qkv, dy = random_inputs(rng, 2, t, 6, 2, d, dtype)
+        got, want = run(qkv, dy, 6, 2, dtype, seen), expected(qkv, dy, 6, 2, seen)
+        for name in want:
+            assert error(got[name], want[name]) <= tolerance, (name, t)
+
+
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("heads,kv_heads", HEADS)
+@pytest.mark.parametrize("d", (32, 64, 128))
+def test_windows_and_both_ways_in_bf16(d: int, heads: int, kv_heads: int, seen: Seen) -> None:
+    rng = np.random.default_rng()
+    for t in LENGTHS:
+        qkv, dy = random_inputs(rng, 2, t, heads, kv_heads, d, BF16)
+        got, want = run(qkv, dy, heads, kv_heads, BF16, seen), expected(qkv, dy, heads, kv_heads, seen)
+        assert error(got["lse"], want["lse"]) <= 1e-5, t
+        assert_no_worse_than_twice(unfused_bf16(qkv, dy, heads, kv_heads, seen), got, want, t)
+
+
+@pytest.mark.parametrize("dtype", (np.float64, np.float32, BF16))
+def test_a_window_changes_no_bit_of_what_it_hides(dtype: Any) -> None:
+    qkv, dy = random_inputs(np.random.default_rng(), 1, 300, 4, 2, 64, dtype)
+    changed = qkv.copy()
+    changed[:, :50, 4:] = rounded(1e4, dtype)  # keys and values that queries from 150 on no longer see
+    first, second = (run(x, dy, 4, 2, dtype, (True, 100)) for x in (qkv, changed))
+    assert cp.asnumpy(first["out"][:, 150:]).tobytes() == cp.asnumpy(second["out"][:, 150:]).tobytes()
+    assert np.isfinite(download(second["out"])).all()
+
+
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("heads,kv_heads", (*HEADS, (4, 2)))
 @pytest.mark.parametrize("d", (32, 64, 128))
@@ -208,9 +262,9 @@ def test_only_tf32_rounds_and_only_where_it_has_kernels(d: int) -> None:
     for precision in ("fp32", "tf32"):
         k = bind(Attention.kernels, get_backend("cupy", precision), "test")
         parts = split(upload(qkv, np.float32), 4, 2)
-        out, lse = k.attention_fwd(*parts)
+        out, lse = k.attention_fwd(*parts, *CAUSAL)
         dqkv = poisoned(qkv.shape, np.float32)
-        k.attention_bwd(*split(dqkv, 4, 2), upload(dy, np.float32), *parts, out, lse)
+        k.attention_bwd(*split(dqkv, 4, 2), upload(dy, np.float32), *parts, out, lse, *CAUSAL)
         for name, got in (("out", out), ("dqkv", dqkv)):
             rounds = error(got, want[name]) > 1e-5
             assert rounds == (precision == "tf32" and d == 64), (precision, name)
@@ -225,10 +279,12 @@ def test_a_cache_longer_than_the_queries(d: int, dtype: Any, tolerance: float) -
         q = rounded(rng.normal(size=(2, queries, 6, d)), dtype)
         cache = rounded(rng.normal(size=(2, 256, 4, d)), dtype)  # k and v of a preallocated cache, not yet full
         on_gpu = upload(cache, dtype)
-        got = forward(dtype, upload(q, dtype), on_gpu[:, :keys, :2], on_gpu[:, :keys, 2:])
-        want = reference.attention_fwd(q, cache[:, :keys, :2], cache[:, :keys, 2:])
-        assert error(got[0], want[0]) <= tolerance, (queries, keys)
-        assert error(got[1], want[1]) <= (tolerance if dtype is TF32 else min(tolerance, 1e-5)), (queries, keys)
+        for seen in (CAUSAL, BOTH_WAYS, (True, 1), (True, 70)):
+            got = forward(dtype, upload(q, dtype), on_gpu[:, :keys, :2], on_gpu[:, :keys, 2:], seen=seen)
+            want = reference.attention_fwd(q, cache[:, :keys, :2], cache[:, :keys, 2:], *seen)
+            assert error(got[0], want[0]) <= tolerance, (queries, keys, seen)
+            exact = tolerance if dtype is TF32 else min(tolerance, 1e-5)
+            assert error(got[1], want[1]) <= exact, (queries, keys, seen)
 
 
 @pytest.mark.usefixtures("tensor_cores")
@@ -332,7 +388,9 @@ def test_hopper_runs_its_own_kernels() -> None:
     if not kernels().has_wgmma():
         pytest.skip("needs a GPU of compute capability 9.0")
     for d, name in ((64, "attention_fwd_wgmma"), (32, "attention_fwd_mma")):
-        assert kernels().tensor_core(kernels().tensor_core_file(BF16, d, False), "FORWARD", d).kernel.name == name
+        file = kernels().tensor_core_file(BF16, d, False, False)
+        assert kernels().tensor_core(file, "FORWARD", d, False).kernel.name == name
+    assert kernels().tensor_core_file(BF16, 64, False, True) == kernels().FILE  # bands are not its business
 
 
 @pytest.mark.parametrize("dtype", (np.float64, TF32))

@@ -1,4 +1,4 @@
-// Causal grouped-query attention, forward and backward (FlashAttention): no T x T matrix in memory, no atomics.
+// Grouped-query attention, forward and backward (FlashAttention): no T x T matrix in memory, no atomics.
 //
 // Two families of kernels, chosen by macros, a third with Hopper's own instructions in attention_hopper.cu, a fourth
 // for float32 with products in TF32 in attention_tf32.cu:
@@ -20,8 +20,13 @@
 // in registers: dV = P^T dO, dK = dS^T Q. That is seven products where five would do, if dQ were added up in memory
 // by atomics; in return the sums have one order, and two runs give the same bits.
 //
-// A query at position t of the last T of S positions sees keys 0 .. t + (S - T). Tensors are (batch, token, head, dim)
-// with heads side by side; token and batch strides are arguments, so that q, k, v are views of one packed tensor.
+// A query at position t of the last T of S positions sees keys 0 .. t + (S - T). With BAND=1, a macro, it sees those from
+// `back` before its own position to `forth` after it, two more arguments: a sliding window, or all keys both ways. The
+// causal kernels know nothing of it. A band's tiles of keys begin where the block's first query begins to see, so a row
+// may see nothing of the first ones: its maximum is then still -inf, and 0 stands in for it. The kernel that owns keys
+// skips the products with queries too far behind them, but loads them.
+// Tensors are (batch, token, head, dim) with heads side by side; token and batch strides are arguments, so that q, k, v
+// are views of one packed tensor.
 //
 // Grid, block, shared memory: above each kernel. Blocks of the same sequence and kv head differ in y, the longest come
 // first: the short ones fill the gaps at the end.
@@ -49,10 +54,32 @@
 // compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2
 // compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=2 HELD=3
 // compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0
+// compile: REAL=float HEAD_DIM=64 ROWS=64 BAND=1
+// compile: REAL=double HEAD_DIM=32 ROWS=32 BAND=1
+// compile: PART=FORWARD HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 BLOCKS=2 BAND=1
+// compile: PART=FORWARD HEAD_DIM=128 ROW_TILES=1 WORKERS=8 TILE=64 BLOCKS=1 BAND=1
+// compile: PART=BACKWARD_Q HEAD_DIM=32|64 ROW_TILES=1 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=3 BAND=1
+// compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 BAND=1
+// compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 BAND=1
+// compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 BAND=1
 // spills: none
 
 #define WORKER_WARPS 1
 #include "ops/attention.cuh"
+
+#ifdef BAND
+#define BAND_ARGUMENTS , i64 back, i64 forth
+constexpr bool band = true;
+#else
+#define BAND_ARGUMENTS
+constexpr bool band = false;
+constexpr int back = 0, forth = 0; // `back` is never read
+#endif
+
+// The first key, a multiple of `tile`, that a block must look at whose first query is at `position`.
+__device__ inline int first_key(int position, int back, int tile) {
+    return band && position > back ? (position - back) / tile * tile : 0;
+}
 
 #ifdef REAL
 // ------------------------------------------------------------------------------------------------- the plain kernels
@@ -160,14 +187,14 @@ __device__ void store_rows(REAL *to, i64 token, int first, int stop, const Sums 
 extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
 attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, REAL *lse, i64 q_batch, i64 q_token,
                     i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
-                    i64 kv_heads) {
+                    i64 kv_heads BAND_ARGUMENTS) {
     extern __shared__ __align__(16) unsigned char shared[];
     REAL *const q_tile = reinterpret_cast<REAL *>(shared);
     REAL *const k_tile = q_tile + TILE, *const v_tile = k_tile + TILE, *const p_tile = v_tile + TILE;
     const Place at;
     const int batch = blockIdx.x / heads, head = blockIdx.x % heads, kv_head = head / (heads / kv_heads);
     const int first = (gridDim.y - 1 - blockIdx.y) * ROWS, ahead = keys - queries;
-    const int seen = min_int(keys, first + ROWS + ahead);
+    const int seen = min_int(keys, first + ROWS + ahead + forth);
     q += batch * q_batch + head * D;
     k += batch * k_batch + kv_head * D;
     v += batch * v_batch + kv_head * D;
@@ -178,7 +205,7 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, REAL
     Sums sums = {};
     REAL top[PER], total[PER];
     for (int i = 0; i < PER; ++i) top[i] = -INFINITY, total[i] = 0;
-    for (int key = 0; key < seen; key += ROWS) {
+    for (int key = first_key(first + ahead, back, ROWS); key < seen; key += ROWS) {
         __syncthreads(); // the last tile has been read
         load_tile(k_tile, k, k_token, key, keys);
         load_tile(v_tile, v, v_token, key, keys);
@@ -186,15 +213,19 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, REAL
         Scores s = {};
         add_scores(s, q_tile, k_tile, at);
         for (int i = 0; i < PER; ++i) {
-            // Key 0 is in the first tile and every row sees it: top is finite from there on.
+            // Key 0 is in the first tile and, without a band, every row sees it: top is finite from there on.
             REAL most = top[i], sum = 0;
+            const int position = first + at.row(i) + ahead;
             for (int j = 0; j < PER; ++j) {
-                if (key + at.column(j) > first + at.row(i) + ahead) s[i][j] = -INFINITY;
+                const int column = key + at.column(j);
+                if (column > position + forth || band && (column < position - back || column >= keys))
+                    s[i][j] = -INFINITY;
                 most = fmax(most, s[i][j]);
             }
             most = row_max(most);
-            const REAL shrink = exp(top[i] - most); // what was summed under the old maximum
-            for (int j = 0; j < PER; ++j) sum += s[i][j] = exp(s[i][j] - most);
+            const REAL base = band && most == -INFINITY ? REAL(0) : most;
+            const REAL shrink = exp(top[i] - base); // what was summed under the old maximum
+            for (int j = 0; j < PER; ++j) sum += s[i][j] = exp(s[i][j] - base);
             total[i] = total[i] * shrink + row_sum(sum);
             top[i] = most;
             for (int c = 0; c < DIMS; ++c) sums[i][c] *= shrink;
@@ -213,14 +244,14 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, REAL
 extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
 attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *v, const REAL *out, const REAL *lse,
                       REAL *stats, REAL *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
-                      i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads) {
+                      i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads BAND_ARGUMENTS) {
     extern __shared__ __align__(16) unsigned char shared[];
     REAL *const q_tile = reinterpret_cast<REAL *>(shared);
     REAL *const dy_tile = q_tile + TILE, *const k_tile = dy_tile + TILE, *const v_tile = k_tile + TILE;
     REAL *const ds_tile = v_tile + TILE;
     const Place at;
     const int batch = blockIdx.x / heads, head = blockIdx.x % heads, kv_head = head / (heads / kv_heads);
-    const int first = (gridDim.y - 1 - blockIdx.y) * ROWS, seen = min_int(queries, first + ROWS);
+    const int first = (gridDim.y - 1 - blockIdx.y) * ROWS, seen = min_int(queries, first + ROWS + forth);
     const REAL scale = 1 / sqrt(REAL(D));
     q += batch * q_batch + head * D;
     k += batch * k_batch + kv_head * D;
@@ -245,7 +276,7 @@ attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *
         if (at.tx == 0 && t < queries) stats[2 * t] = row_lse[i], stats[2 * t + 1] = delta[i];
     }
     Sums sums = {};
-    for (int key = 0; key < seen; key += ROWS) {
+    for (int key = first_key(first, back, ROWS); key < seen; key += ROWS) {
         __syncthreads();
         load_tile(k_tile, k, k_token, key, queries);
         load_tile(v_tile, v, v_token, key, queries);
@@ -255,7 +286,8 @@ attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *
         add_scores(dp, dy_tile, v_tile, at);
         for (int i = 0; i < PER; ++i)
             for (int j = 0; j < PER; ++j) {
-                const bool seen_by_row = key + at.column(j) <= first + at.row(i);
+                const int column = key + at.column(j), t = first + at.row(i);
+                const bool seen_by_row = column <= t + forth && !(band && (column < t - back || column >= queries));
                 s[i][j] = seen_by_row ? exp(s[i][j] - row_lse[i]) * (dp[i][j] - delta[i]) : 0;
             }
         store_scores(ds_tile, s, at);
@@ -269,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
 attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *v, const REAL *stats, REAL *dk,
                        REAL *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
                        i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads,
-                       i64 kv_heads) {
+                       i64 kv_heads BAND_ARGUMENTS) {
     extern __shared__ __align__(16) unsigned char shared[];
     REAL *const k_tile = reinterpret_cast<REAL *>(shared);
     REAL *const v_tile = k_tile + TILE, *const q_tile = v_tile + TILE, *const dy_tile = q_tile + TILE;
@@ -277,6 +309,8 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
     const Place at;
     const int batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads, group = heads / kv_heads;
     const int first = blockIdx.y * ROWS;
+    const int from = band ? first_key(first, forth, ROWS) : first; // the queries that see any of these keys
+    const i64 stop = band ? min_int(queries, first + ROWS + back) : queries;
     const REAL scale = 1 / sqrt(REAL(D));
     k += batch * k_batch + kv_head * D;
     v += batch * v_batch + kv_head * D;
@@ -285,7 +319,7 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
     load_tile(v_tile, v, v_token, first, queries);
     Sums dk_sums = {}, dv_sums = {};
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
-        for (int query = first; query < queries; query += ROWS) {
+        for (int query = from; query < stop; query += ROWS) {
             __syncthreads();
             load_tile(q_tile, q + batch * q_batch + head * D, q_token, query, queries);
             load_tile(dy_tile, dy + (batch * queries * heads + head) * D, heads * D, query, queries);
@@ -297,7 +331,8 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
                 const int t = query + at.column(j);
                 const REAL *const stat = stats + 2 * ((batch * heads + head) * queries + min_int(t, queries - 1));
                 for (int i = 0; i < PER; ++i) {
-                    const bool seen_by_query = first + at.row(i) <= t && t < queries;
+                    const int key = first + at.row(i);
+                    const bool seen_by_query = key <= t + forth && t < queries && !(band && key < t - back);
                     p[i][j] = seen_by_query ? exp(p[i][j] - stat[0]) : 0;
                     ds[i][j] = p[i][j] * (ds[i][j] - stat[1]);
                 }
@@ -330,27 +365,55 @@ __device__ inline void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u3
 
 typedef float Sums[ROW_TILES][D / 8][4];
 
+// Minus infinity for keys (columns, from `key` on) outside the band of a query (row): the first row sees low .. seen - 1.
+__device__ inline void hide_outside(Scores &s, int key, int low, int seen, int keys, int row, int column) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < PIECE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int at = key + n * 8 + column + i % 2, r = m * 16 + i / 2 * 8 + row;
+                if (at < low + r || at >= seen + r || at >= keys) s[m][n][i] = -INFINITY;
+            }
+}
+// The transposed case: rows are keys, columns are queries.
+__device__ inline void hide_outside_transposed(Scores &s, int key, int query, int back, int forth, int row, int column) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < PIECE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int t = query + n * 8 + column + i % 2, at = key + m * 16 + i / 2 * 8 + row;
+                if (at > t + forth || at < t - back) s[m][n][i] = -INFINITY;
+            }
+}
+
 #if PART == FORWARD
 // Grid (batch * kv heads, ceil(units / WORKERS)); shared: q of each warp (later its output), two stages of k and v.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lse, i64 q_batch, i64 q_token,
                   i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
-                  i64 kv_heads) {
+                  i64 kv_heads BAND_ARGUMENTS) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u32 base = shared_address(shared);
     const u32 q_tile = base + warp * WARP_BYTES, stages = base + WORKERS * WARP_BYTES;
     const Unit unit(queries, heads, kv_heads, warp);
-    const int ahead = keys - queries, seen_by_block = unit.last_of_block + ahead + 1;
-    const int seen_by_all = unit.first + ahead + 1; // keys that the first row sees
+    const int ahead = keys - queries, behind_last = unit.last_of_block + ahead + 1 + forth;
+    const int seen_by_block = band ? min_int(keys, behind_last) : behind_last;
+    const int seen_by_all = unit.first + ahead + 1 + forth; // behind the last key that the first row sees
     const int seen = unit.idle ? 0 : min_int(keys, seen_by_all + OWN - 1);
+    const int low = unit.first + ahead - back; // the first key that the first row sees, in a band
+    const int from = band ? first_key(Unit(queries, heads, kv_heads, 0).first + ahead, back, TILE) : 0;
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
 
     if (!unit.idle)
         load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
     copy_commit();
-    load_pair(stages, k, k_token, v, v_token, 0, keys, thread);
+    load_pair(stages, k, k_token, v, v_token, from, keys, thread);
     copy_wait<1>();
     __syncwarp();
     u32 q_part[ROW_TILES][STEPS][4];
@@ -368,12 +431,12 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
         for (int half = 0; half < 2; ++half) top[m][half] = -INFINITY, total[m][half] = 0;
 
     u32 stage = 0;
-    for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
+    for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         __syncthreads(); // this tile has arrived, and no thread reads the other stage any more
         if (key + TILE < seen_by_block)
             load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, keys, thread);
-        if (key >= seen) continue;
+        if (key >= seen || band && key + TILE <= low) continue;
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
 
         Scores s = {};
@@ -389,19 +452,24 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
                     multiply_add(s[m][2 * n + 1], q_part[m][step], b[2], b[3]);
                 }
             }
-        // Only if the diagonal crosses this tile.
-        if (key + TILE > seen_by_all) hide_future(s, key, seen_by_all, lane / 4, lane % 4 * 2);
+        // Only if the diagonal, or a border of the band, crosses this tile.
+        if (band) {
+            if (key < low + OWN - 1 || key + TILE > min_int(keys, seen_by_all))
+                hide_outside(s, key, low, seen_by_all, keys, lane / 4, lane % 4 * 2);
+        } else if (key + TILE > seen_by_all) {
+            hide_future(s, key, seen_by_all, lane / 4, lane % 4 * 2);
+        }
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float shrink = raise_top(top[m][half], s, m, half, scale);
-                float sum = 0;
+                float shrink = raise_top(top[m][half], s, m, half, scale), base = top[m][half], sum = 0;
+                if (band && base == -INFINITY) base = shrink = 0;
 #pragma unroll
                 for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll
                     for (int i = 2 * half; i < 2 * half + 2; ++i)
-                        sum += s[m][n][i] = exp2_fast(fmaf(s[m][n][i], scale, -top[m][half]));
+                        sum += s[m][n][i] = exp2_fast(fmaf(s[m][n][i], scale, -base));
                 total[m][half] = total[m][half] * shrink + sum; // of this lane's columns; `finish_row` adds the four
 #pragma unroll
                 for (int n = 0; n < D / 8; ++n) sums[m][n][2 * half] *= shrink, sums[m][n][2 * half + 1] *= shrink;
@@ -441,7 +509,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const float *lse,
                     float2 *stats, bf16 *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
-                    i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads) {
+                    i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads BAND_ARGUMENTS) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u32 base = shared_address(shared);
@@ -450,8 +518,10 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
     float2 *const row_stats =
         reinterpret_cast<float2 *>(shared + WORKERS * 2 * WARP_BYTES + 4 * TILE_BYTES) + warp * OWN;
     const Unit unit(queries, heads, kv_heads, warp);
-    const int seen_by_block = unit.last_of_block + 1, seen_by_all = unit.first + 1;
+    const int behind_last = unit.last_of_block + 1 + forth, seen_by_all = unit.first + 1 + forth;
+    const int seen_by_block = band ? min_int(queries, behind_last) : behind_last;
     const int seen = unit.idle ? 0 : min_int(queries, seen_by_all + OWN - 1);
+    const int low = unit.first - back, from = band ? first_key(Unit(queries, heads, kv_heads, 0).first, back, TILE) : 0;
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
     const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
@@ -463,7 +533,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
         load_out(out_part, out + first_output, row_of_outputs, unit.first, queries, lane);
     }
     copy_commit();
-    load_pair(stages, k, k_token, v, v_token, 0, queries, thread);
+    load_pair(stages, k, k_token, v, v_token, from, queries, thread);
     copy_wait<1>();
     __syncwarp();
 
@@ -486,7 +556,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
     const float scale = rsqrtf(float(D));
     Sums sums = {};
     u32 stage = 0;
-    for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
+    for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         __syncthreads();
         if (key + TILE < seen_by_block)
@@ -495,6 +565,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
 #pragma unroll UNROLL
         for (int part = 0; part < TILE; part += PIECE) {
             if (key + part >= seen) break;
+            if (band && key + part + PIECE <= low) continue;
             Scores s = {}, dp = {};
 #pragma unroll
             for (int n = 0; n < PIECE / 16; ++n)
@@ -511,7 +582,12 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                         multiply_add(dp[m][2 * n + 1], dy_part[m][step], c[2], c[3]);
                     }
                 }
-            if (key + part + PIECE > seen_by_all) hide_future(s, key + part, seen_by_all, lane / 4, lane % 4 * 2);
+            if (band) {
+                if (key + part < low + OWN - 1 || key + part + PIECE > min_int(queries, seen_by_all))
+                    hide_outside(s, key + part, low, seen_by_all, queries, lane / 4, lane % 4 * 2);
+            } else if (key + part + PIECE > seen_by_all) {
+                hide_future(s, key + part, seen_by_all, lane / 4, lane % 4 * 2);
+            }
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -553,7 +629,8 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const float2 *stats, bf16 *dk,
                      bf16 *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
-                     i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads, i64 kv_heads) {
+                     i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads,
+                     i64 kv_heads BAND_ARGUMENTS) {
     extern __shared__ __align__(128) unsigned char shared[];
     constexpr int STAGE_BYTES = 2 * TILE_BYTES + TILE * 8;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -563,7 +640,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
     const int batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads, group = heads / kv_heads;
     const int first_of_block = blockIdx.y * WORKERS * OWN, first = first_of_block + warp * OWN;
     const bool idle = first >= queries;
-    const int start = first_of_block / TILE * TILE;
+    const int start = band ? first_key(first_of_block, forth, TILE) : first_of_block / TILE * TILE;
     QueryTiles tiles(q + batch * q_batch + kv_head * group * D, dy + (batch * queries * heads + kv_head * group) * D,
                      stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start);
     const auto load_next = [&](u32 stage) { tiles.load_next(stage, stage + 2 * TILE_BYTES, 0, thread); };
@@ -596,7 +673,8 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
             const u32 stats_tile = dy_tile + TILE_BYTES;
 #pragma unroll UNROLL
             for (int part = 0; part < TILE; part += PIECE) {
-                if (query + part + PIECE <= first) continue; // all of them before this warp's keys
+                if (query + part + PIECE + forth <= first) continue; // all of them before this warp's keys
+                if (band && query + part - back > first + OWN - 1) continue;
                 // Rows are keys, columns queries: P^T and dS^T come out as left operands.
                 Scores p = {}, ds = {};
 #pragma unroll
@@ -620,8 +698,13 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                         }
                     }
                 }
-                // Only if the diagonal crosses this piece.
-                if (query + part < first + OWN - 1) hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
+                // Only if the diagonal, or a border of the band, crosses this piece.
+                if (band) {
+                    if (query + part + forth < first + OWN - 1 || query + part + PIECE - 1 - back > first)
+                        hide_outside_transposed(p, first, query + part, back, forth, lane / 4, lane % 4 * 2);
+                } else if (query + part < first + OWN - 1) {
+                    hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
+                }
 #pragma unroll
                 for (int n = 0; n < PIECE / 8; ++n) {
                     float row[4]; // lse, delta, lse, delta of two queries

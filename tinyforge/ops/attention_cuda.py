@@ -1,8 +1,8 @@
 """Attention on a CUDA GPU: chooses a kernel of attention.cu, its grid and its shared memory, and launches it.
 
 float64 and float32 run the plain kernels of attention.cu, float32 in precision tf32 those of attention_tf32.cu,
-bfloat16 those of attention_hopper.cu where they run, else attention.cu's with tensor cores. The heads of these files
-list the tile sizes.
+bfloat16 those of attention_hopper.cu where they run, else attention.cu's with tensor cores. A window, or attention in
+both directions, is attention.cu's alone. The heads of these files list the tile sizes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Launch(NamedTuple):
 
 
 @cache
-def plain(entry: str, dtype: Any, dim: int, tiles: int) -> Launch:
+def plain(entry: str, dtype: Any, dim: int, tiles: int, band: bool) -> Launch:
     """tiles: of rows of q, k, v or dO that a block holds at a time; it holds one of scores besides."""
     if not 1 <= dim <= PLAIN_LIMIT:
         raise UserError(f"attention on cupy: head size {dim}, wanted 1 to {PLAIN_LIMIT}; use that, or --backend numpy")
@@ -59,7 +59,8 @@ def plain(entry: str, dtype: Any, dim: int, tiles: int) -> Launch:
     vector = 16 // dtype.itemsize
     line = -(-dim // 16) * 16 + vector
     shared = (tiles * rows * line + rows * (rows + vector)) * dtype.itemsize
-    kernel = load(FILE, entry, shared, REAL=REALS[dtype], HEAD_DIM=dim, ROWS=rows)
+    banded = {"BAND": 1} if band else {}
+    kernel = load(FILE, entry, shared, REAL=REALS[dtype], HEAD_DIM=dim, ROWS=rows, **banded)
     return Launch(kernel, rows, 1, PLAIN_THREADS, shared)
 
 
@@ -69,20 +70,21 @@ def has_wgmma() -> bool:
     return bool(cp.cuda.Device().compute_capability == "90")
 
 
-def tensor_core_file(dtype: Any, dim: int, tf32: bool) -> str | None:
-    """The file whose tensor-core kernels are to run, None for the plain kernels."""
+def tensor_core_file(dtype: Any, dim: int, tf32: bool, band: bool) -> str | None:
+    """The file whose tensor-core kernels are to run, None for the plain kernels. Only attention.cu knows bands."""
     if dtype == BF16:
-        return WGMMA_FILE if has_wgmma() and dim in WGMMA_HEAD_SIZES else FILE
-    return TF32_FILE if tf32 and dtype.itemsize == 4 and dim in HEAD_SIZES else None
+        return WGMMA_FILE if has_wgmma() and dim in WGMMA_HEAD_SIZES and not band else FILE
+    return TF32_FILE if tf32 and dtype.itemsize == 4 and dim in HEAD_SIZES and not band else None
 
 
 @cache
-def tensor_core(file: str, part: str, dim: int) -> Launch:
+def tensor_core(file: str, part: str, dim: int, band: bool) -> Launch:
     """The kernel of a part (a key of ENTRIES) in a file of `tensor_core_file`."""
     if dim not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
         raise UserError(f"attention in bf16: head size {dim}, wanted one of {sizes}; use that, or --precision fp32")
-    macros = next(v for v in variants(file) if v.get("PART") == part and v["HEAD_DIM"] == str(dim))
+    listed = (v for v in variants(file) if v.get("PART") == part and v["HEAD_DIM"] == str(dim))
+    macros = next(v for v in listed if ("BAND" in v) == band)
     return tensor_core_launch(file, part, macros)
 
 
@@ -114,9 +116,12 @@ def strides(name: str, x: Array) -> tuple[int, int]:
     return sequence // size, token // size
 
 
-def refuse_others(causal: bool, window: int | None) -> None:
-    if not causal or window is not None:
-        raise UserError("attention on cupy is causal, without a window; use --backend numpy")
+def band_of(causal: bool, window: int | None, keys: int) -> tuple[int, ...]:
+    """The arguments (back, forth) of the BAND kernels: a query sees the keys from `back` before its position to `forth`
+    after it. Empty for the causal kernels."""
+    if not causal:
+        return keys, keys
+    return () if window is None or window >= keys else (window - 1, 0)
 
 
 @attention.attention_fwd.on("cupy")
@@ -124,18 +129,19 @@ def attention_fwd(
     q: Array, k: Array, v: Array, causal: bool, window: int | None, *, backend: CupyBackend
 ) -> tuple[Array, Array]:
     """q: (B, T, Hq, D); k, v: (B, S, Hkv, D), S >= T; returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
-    refuse_others(causal, window)
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
     out = cp.empty(q.shape, q.dtype)
     lse = cp.empty((batch, heads, queries), np.float32 if q.dtype == BF16 else q.dtype)
     if not out.size:
         return out, lse
-    args = (q, k, v, out, lse, *strides("q", q), *strides("k", k), *strides("v", v), queries, keys, heads, kv_heads)
-    if file := tensor_core_file(q.dtype, dim, backend.tf32):
-        tensor_core(file, "FORWARD", dim)(batch * kv_heads, queries, heads // kv_heads, *args)
+    band = band_of(causal, window, keys)
+    sizes = (queries, keys, heads, kv_heads, *band)
+    args = (q, k, v, out, lse, *strides("q", q), *strides("k", k), *strides("v", v), *sizes)
+    if file := tensor_core_file(q.dtype, dim, backend.tf32, bool(band)):
+        tensor_core(file, "FORWARD", dim, bool(band))(batch * kv_heads, queries, heads // kv_heads, *args)
     else:
-        plain("attention_fwd_plain", q.dtype, dim, 3)(batch * heads, queries, 1, *args)
+        plain("attention_fwd_plain", q.dtype, dim, 3, bool(band))(batch * heads, queries, 1, *args)
     return out, lse
 
 
@@ -145,7 +151,6 @@ def attention_bwd(
     window: int | None, *, backend: CupyBackend,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
-    refuse_others(causal, window)
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
     if keys != queries:
@@ -155,14 +160,15 @@ def attention_bwd(
     dy = cp.ascontiguousarray(dy)
     stats = cp.empty((batch, heads, queries, 2), lse.dtype)
     inputs = (*strides("q", q), *strides("k", k), *strides("v", v))
-    sizes = (queries, heads, kv_heads)
+    band = band_of(causal, window, keys)
+    sizes = (queries, heads, kv_heads, *band)
     q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *strides("dq", dq), *sizes)
     kv_args = (dy, q, k, v, stats, dk, dv, *inputs, *strides("dk", dk), *strides("dv", dv), *sizes)
     # In this order: the first writes the statistics that the second reads.
-    if file := tensor_core_file(q.dtype, dim, backend.tf32):
+    if file := tensor_core_file(q.dtype, dim, backend.tf32, bool(band)):
         group = heads // kv_heads
-        tensor_core(file, "BACKWARD_Q", dim)(batch * kv_heads, queries, group, *q_args)
-        tensor_core(file, "BACKWARD_KV", dim)(batch * kv_heads, queries, 1, *kv_args)
+        tensor_core(file, "BACKWARD_Q", dim, bool(band))(batch * kv_heads, queries, group, *q_args)
+        tensor_core(file, "BACKWARD_KV", dim, bool(band))(batch * kv_heads, queries, 1, *kv_args)
     else:
-        plain("attention_bwd_q_plain", q.dtype, dim, 4)(batch * heads, queries, 1, *q_args)
-        plain("attention_bwd_kv_plain", q.dtype, dim, 4)(batch * kv_heads, queries, 1, *kv_args)
+        plain("attention_bwd_q_plain", q.dtype, dim, 4, bool(band))(batch * heads, queries, 1, *q_args)
+        plain("attention_bwd_kv_plain", q.dtype, dim, 4, bool(band))(batch * kv_heads, queries, 1, *kv_args)
