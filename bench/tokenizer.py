@@ -38,7 +38,9 @@ from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.text import Tokenizer
-from tinyforge.text.formats import GPT2_PATTERN, to_huggingface, to_tiktoken
+from tinyforge.text.huggingface import to_huggingface
+from tinyforge.text.pieces import GPT2
+from tinyforge.text.tiktoken import to_tiktoken
 from tinyforge.train.metrics import peak_memory_mib
 
 Step = Callable[[], object]
@@ -78,7 +80,7 @@ def tiktoken_encoding(tokenizer: Tokenizer) -> Any:
         path = Path(folder) / "ranks"
         path.write_text("".join(to_tiktoken(tokenizer)), encoding="ascii")
         return tiktoken.Encoding(
-            "ours", pat_str=GPT2_PATTERN, mergeable_ranks=load_tiktoken_bpe(str(path)), special_tokens={}
+            "ours", pat_str=GPT2.published, mergeable_ranks=load_tiktoken_bpe(str(path)), special_tokens={}
         )
 
 

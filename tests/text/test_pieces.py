@@ -123,8 +123,8 @@ def test_chunks_do_not_change_the_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_wrong_pattern_is_caught(wrong: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fault seeded into the pattern must show on the tricky strings."""
 
-    def split_pattern(end: int) -> re.Pattern[str]:
-        right = right_pattern(end).pattern
+    def split_pattern(end: int, pattern: pieces.Pattern) -> re.Pattern[str]:
+        right = right_pattern(end, pattern).pattern
         assert wrong(right) != right
         return re.compile(wrong(right))
 

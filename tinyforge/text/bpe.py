@@ -25,11 +25,13 @@ page.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import chain, pairwise
 from pathlib import Path
 from threading import get_ident
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +39,7 @@ import numpy.typing as npt
 from tinyforge.errors import UserError
 from tinyforge.files import read_json, read_text
 from tinyforge.text.parallel import ordered_map
-from tinyforge.text.pieces import Batch, PieceTable, batches, to_utf8
+from tinyforge.text.pieces import GPT2, Batch, Pattern, PieceTable, batches, to_utf8
 from tinyforge.text.vocabulary import MOST_VOCABULARY_BYTES, After, Vocabulary
 
 Pair = tuple[int, int]
@@ -111,20 +113,38 @@ def apply_merges_by_heap(ids: list[int], ranks: dict[Pair, int], made: Sequence[
     return [token for token in ids if token >= 0]
 
 
+@dataclass(frozen=True)
+class Merging:
+    """How a text becomes ids: the pattern that cuts it, the ids of the 256 bytes, and the merges, see `apply_merges`.
+
+    nfc: the text is brought into Unicode's normal form C first. whole: pieces that are tokens as they are, by their
+    bytes, whatever the merges would make of them.
+    """
+
+    byte_ids: list[int]
+    ranks: dict[Pair, int]
+    made: Sequence[int]
+    pattern: Pattern = GPT2
+    nfc: bool = False
+    whole: dict[bytes, int] = field(default_factory=dict)
+
+    def merge(self, piece: bytes) -> list[int]:
+        """The ids of one piece."""
+        if (id := self.whole.get(piece)) is not None:
+            return [id]
+        return apply_merges([self.byte_ids[byte] for byte in piece], self.ranks, self.made)
+
+
 class Encoder:
     """Texts to token ids. Each distinct piece is merged once; where it comes again, its ids are looked up."""
 
-    def __init__(
-        self, byte_ids: list[int], ranks: dict[Pair, int], made: Sequence[int], dtype: npt.DTypeLike
-    ) -> None:
-        self.byte_ids = byte_ids
-        self.ranks = ranks
-        self.made = made
+    def __init__(self, merging: Merging, dtype: npt.DTypeLike) -> None:
+        self.merging = merging
         self.dtype = dtype
         self.forget()
 
     def forget(self) -> None:
-        self.table = PieceTable()
+        self.table = PieceTable(self.merging.pattern)
         # The ids of all pieces end to end, in the order of their numbers, how many each has, and where they begin.
         # Piece 0, the edge of a text, has none. One attribute, so that Ctrl-C cannot leave a part of it changed.
         self.known = (np.zeros(0, self.dtype), np.zeros(1, np.int64), np.zeros(1, np.int64))
@@ -133,7 +153,10 @@ class Encoder:
         """The ids of all parts in `batch`, end to end, and where among them each text ends that ends here."""
         if self.table.is_full:
             self.forget()
-        numbers = self.table.number([part for part, _ in batch])
+        parts = [part for part, _ in batch]
+        if self.merging.nfc:
+            parts = [normalize("NFC", part) for part in parts]
+        numbers = self.table.number(parts)
         self._merge_new_pieces()
         known_ids, known_lengths, known_firsts = self.known
         lengths = known_lengths.take(numbers)
@@ -143,15 +166,11 @@ class Encoder:
         part_ends = stops[numbers == 0].tolist()
         return ids, [end for end, (_, is_last) in zip(part_ends, batch, strict=True) if is_last]
 
-    def merge(self, piece: bytes) -> list[int]:
-        """The ids of one piece."""
-        return apply_merges([self.byte_ids[byte] for byte in piece], self.ranks, self.made)
-
     def _merge_new_pieces(self) -> None:
         ids, lengths, _ = self.known
         new = self.table.pieces[len(lengths) :]
         if new:
-            tokens = [self.merge(piece) for piece in new]
+            tokens = list(map(self.merging.merge, new))
             ids = np.concatenate([ids, np.fromiter(chain.from_iterable(tokens), self.dtype)])
             lengths = np.concatenate([lengths, np.fromiter(map(len, tokens), np.int64)])
             self.known = (ids, lengths, np.cumsum(lengths) - lengths)
@@ -282,7 +301,52 @@ def learn_merges(counts: dict[bytes, int], limit: int, progress: bool) -> list[P
 # --- the tokenizer ------------------------------------------------------------------------------------------
 
 
-class Tokenizer(Vocabulary):
+class ByteLevelBPE(Vocabulary):
+    """Byte-level BPE of any origin: text to ids by a `Merging`, on all cores, and back."""
+
+    def __init__(self, tokens: Sequence[bytes], specials: dict[str, int], bos: int | None, merging: Merging) -> None:
+        super().__init__(tokens, specials, bos)
+        self.merging = merging
+        self._encoders: dict[int, Encoder] = {}  # one for each thread
+
+    @property
+    def _encoder(self) -> Encoder:
+        """The encoder of this thread: two threads must not write to one memory of pieces."""
+        thread = get_ident()
+        if thread not in self._encoders:
+            self._encoders[thread] = Encoder(self.merging, self.id_dtype)
+        return self._encoders[thread]
+
+    def encode(self, text: str, after: After = "start") -> list[int]:
+        """Token ids of `text`. Text that spells a special token is encoded as plain bytes, never as its id.
+
+        What stands before the text makes no difference to these ids; `after` is for tokenizers where it does.
+        U+DC80..U+DCFF stand for raw bytes, as `encode_bytes` makes them. Any other lone surrogate, which UTF-8 cannot
+        hold, becomes U+FFFD.
+        """
+        return next(self.encode_many([text], workers=1)).tolist()
+
+    def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]:
+        """Token ids of each text, in order, as arrays of `id_dtype`: what `encode` gives, on all cores.
+
+        `workers` processes (default: one for each core) take batches of about BATCH characters, so that many short
+        texts and one long text both keep them busy; their number changes no id. In memory are one batch for each
+        and the text that is on its way. Raises UserError when a worker dies.
+        """
+        parts: list[npt.NDArray[Any]] = []
+        for ids, ends in ordered_map(self._encoder.encode, batches(texts, pattern=self.merging.pattern), workers):
+            start = 0
+            for end in ends:
+                yield np.concatenate([*parts, ids[start:end]])
+                parts, start = [], end
+            parts.append(ids[start:])
+
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """Token ids of any bytes, valid UTF-8 or not: `decode_bytes` gives the same bytes back."""
+        return self.encode(data.decode("utf-8", "surrogateescape"))
+
+
+class Tokenizer(ByteLevelBPE):
     """A byte-level BPE vocabulary: 256 bytes, the merges, the special tokens, with ids in this order.
 
     `merges[i]` is the pair of ids that becomes id 256 + i. `byte_order` is "plain" (id b is byte b) or
@@ -315,10 +379,8 @@ class Tokenizer(Vocabulary):
             merged[pair] = len(vocab)
             vocab.append(vocab[pair[0]] + vocab[pair[1]])
         ids = {text: len(vocab) + index for index, text in enumerate(special_texts)}
-        super().__init__([*vocab, *map(to_utf8, special_texts)], ids)
-        self._byte_ids = [order.index(byte) for byte in range(256)]
-        self._merged = merged
-        self._encoders: dict[int, Encoder] = {}  # one for each thread
+        merging = Merging([order.index(byte) for byte in range(256)], merged, range(len(vocab)))
+        super().__init__([*vocab, *map(to_utf8, special_texts)], ids, None, merging)
 
     # --- making one
 
@@ -394,8 +456,11 @@ class Tokenizer(Vocabulary):
             left, _, right = line.partition(" ")
             if left not in ids or right not in ids:
                 raise UserError(
-                    f"{vocab_bpe} line {number}: got {line!r}, wanted two earlier tokens; get GPT-2's vocab.bpe again"
+                    f"{vocab_bpe} line {number}: got {line[:80]!r}, wanted two earlier tokens; "
+                    "get GPT-2's vocab.bpe again"
                 )
+            if left + right not in encoder:  # asked before it is kept: each merge can double a token
+                break
             ids[left + right] = 256 + len(merges)
             merges.append((ids[left], ids[right]))
         ids["<|endoftext|>"] = 256 + len(merges)
@@ -405,44 +470,6 @@ class Tokenizer(Vocabulary):
                 "merges; get both of GPT-2's files again, from one place"
             )
         return cls(merges, ["<|endoftext|>"], byte_order="gpt2")
-
-    # --- text to ids and back
-
-    @property
-    def _encoder(self) -> Encoder:
-        """The encoder of this thread: two threads must not write to one memory of pieces."""
-        thread = get_ident()
-        if thread not in self._encoders:
-            self._encoders[thread] = Encoder(self._byte_ids, self._merged, range(len(self._vocab)), self.id_dtype)
-        return self._encoders[thread]
-
-    def encode(self, text: str, after: After = "start") -> list[int]:
-        """Token ids of `text`. Text that spells a special token is encoded as plain bytes, never as its id.
-
-        What stands before the text makes no difference to these ids; `after` is for tokenizers where it does.
-        U+DC80..U+DCFF stand for raw bytes, as `encode_bytes` makes them. Any other lone surrogate, which UTF-8 cannot
-        hold, becomes U+FFFD.
-        """
-        return next(self.encode_many([text], workers=1)).tolist()
-
-    def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]:
-        """Token ids of each text, in order, as arrays of `id_dtype`: what `encode` gives, on all cores.
-
-        `workers` processes (default: one for each core) take batches of about BATCH characters, so that many short
-        texts and one long text both keep them busy; their number changes no id. In memory are one batch for each
-        and the text that is on its way. Raises UserError when a worker dies.
-        """
-        parts: list[npt.NDArray[Any]] = []
-        for ids, ends in ordered_map(self._encoder.encode, batches(texts), workers):
-            start = 0
-            for end in ends:
-                yield np.concatenate([*parts, ids[start:end]])
-                parts, start = [], end
-            parts.append(ids[start:])
-
-    def encode_bytes(self, data: bytes) -> list[int]:
-        """Token ids of any bytes, valid UTF-8 or not: `decode_bytes` gives the same bytes back."""
-        return self.encode(data.decode("utf-8", "surrogateescape"))
 
     # --- on disk
 
@@ -486,3 +513,9 @@ class Tokenizer(Vocabulary):
 
 def is_pair(merge: object) -> bool:
     return isinstance(merge, list) and len(merge) == 2 and all(type(token) is int for token in merge)
+
+
+def byte_order_of(byte_ids: Sequence[int | None]) -> str | None:
+    """Name of the byte order in which byte b has the id `byte_ids[b]`; None when it has no name."""
+    orders = BYTE_ORDERS.items()
+    return next((name for name, order in orders if all(byte_ids[b] == id for id, b in enumerate(order))), None)

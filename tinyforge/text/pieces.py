@@ -9,6 +9,8 @@ The same rule stands here twice. `split` is the pattern itself, a regular expres
 against, and what short texts and damaged ones go through. `piece_starts` looks at each character and its two
 neighbours, for all characters of a text at once in NumPy. `PieceTable` gives equal pieces the same number, also in
 NumPy, so that a long text is never a list of millions of Python strings.
+
+Other models cut otherwise. Their patterns are in PATTERNS, beside GPT-2's, as regular expressions alone.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 
@@ -33,9 +36,62 @@ Batch = list[tuple[str, bool]]
 # it also takes the separators U+001C..U+001F, and would cut text that holds them in other places.
 WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 
-# A cut is safe where a space follows something that is not one: no piece reaches across (a space joins only
-# what comes after it), and the look-ahead of the pattern looks no further than the run of space it stands in.
-SAFE_CUT = re.compile(f"[^{WHITE_SPACE}](?=[{WHITE_SPACE}])")
+
+@dataclass(frozen=True)
+class Pattern:
+    r"""One way to cut text into pieces.
+
+    `published` is the pattern as the files of models spell it; it is compared, never compiled. `regex` is the same for
+    Python's `re`, with {L}, {N} and {S} inside of classes for \p{L}, \p{N} and \s, which `re` lacks or takes otherwise.
+    Text can be cut in parts where a character of `safe` follows something that is not white space: no piece reaches
+    across, and no look-ahead looks so far.
+    """
+
+    name: str
+    published: str
+    regex: str
+    safe: str = WHITE_SPACE
+
+
+# A sign and the line ends after it are one piece, so Llama 3's and Qwen2's texts are not cut before a line end.
+NO_LINE_END = WHITE_SPACE.replace("\t-\r", "\t\v\f")
+
+_PATTERNS = (
+    Pattern(
+        "gpt2",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?[{L}]+| ?[{N}]+| ?[^{S}{L}{N}]+|[{S}]+(?![^{S}])|[{S}]+",
+    ),
+    # Numbers three digits at a time, words with any one sign before them.
+    Pattern(
+        "llama3",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n{L}{N}]?[{L}]+|[{N}]{{1,3}}"
+        r"| ?[^{S}{L}{N}]+[\r\n]*|[{S}]*[\r\n]+|[{S}]+(?![^{S}])|[{S}]+",
+        NO_LINE_END,
+    ),
+    # The same with every digit by itself.
+    Pattern(
+        "qwen2",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n{L}{N}]?[{L}]+|[{N}]"
+        r"| ?[^{S}{L}{N}]+[\r\n]*|[{S}]*[\r\n]+|[{S}]+(?![^{S}])|[{S}]+",
+        NO_LINE_END,
+    ),
+    # SmolLM2: numbers are taken out one by one, and what stands between them is cut by GPT-2's pattern. No file spells
+    # this as one pattern.
+    Pattern(
+        "digits",
+        "",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?[{L}]+|[{N}]| ?[^{S}{L}{N}]+|[{S}]+(?![^{S}{N}])|[{S}]+",
+    ),
+)
+PATTERNS = {pattern.name: pattern for pattern in _PATTERNS}
+GPT2 = PATTERNS["gpt2"]
+
+# The last place where a text can be cut for GPT-2's pattern.
 LAST_SAFE_CUT = re.compile(f"(?s:.*)[^{WHITE_SPACE}](?=[{WHITE_SPACE}])")
 
 BMP_END = 0x10000
@@ -49,18 +105,24 @@ def major_categories(end: int) -> str:
     return "".join(map(unicodedata.category, map(chr, range(end))))[::2]
 
 
-def cut(text: str, size: int) -> Iterator[str]:
+@cache
+def safe_cut(pattern: Pattern) -> re.Pattern[str]:
+    """Finds the character before a place where text can be cut."""
+    return re.compile(f"[^{WHITE_SPACE}](?=[{pattern.safe}])")
+
+
+def cut(text: str, size: int, pattern: Pattern = GPT2) -> Iterator[str]:
     """`text` in parts of about `size` characters, between two pieces where there is such a place."""
     start = 0
     while start < len(text):
-        found = SAFE_CUT.search(text, start + size)
+        found = safe_cut(pattern).search(text, start + size)
         stop = found.end() if found else len(text)
         yield text[start:stop]
         start = stop
 
 
 def recut(blocks: Iterable[str]) -> Iterator[str]:
-    """A text that comes in blocks of any size, in parts that end between two pieces, so far as there are such places.
+    """A text that comes in blocks of any size, in parts that end between two of GPT-2's pieces, where there are such.
 
     Whether a space belongs to the next piece depends on what follows, so the end of a block waits for the next.
     """
@@ -76,17 +138,17 @@ def recut(blocks: Iterable[str]) -> Iterator[str]:
         yield "".join(held)
 
 
-def batches(texts: Iterable[str], size: int | None = None, whole: bool = False) -> Iterator[Batch]:
+def batches(texts: Iterable[str], size: int | None = None, pattern: Pattern | None = GPT2) -> Iterator[Batch]:
     """`texts` in lists of about `size` characters (default: BATCH): short texts together, a long one in parts.
 
-    With `whole` no text is cut.
+    The parts end between two pieces; without a pattern no text is cut.
     """
     size = size or BATCH
     batch: Batch = []
     room = size
     for text in texts:
         left = len(text)
-        for part in cut(text, size) if text and not whole else [text]:
+        for part in cut(text, size, pattern) if text and pattern else [text]:
             left -= len(part)
             room -= len(part) + 1  # a text has its price, even without a character
             batch.append((part, left == 0))
@@ -121,25 +183,28 @@ def class_body(categories: str, wanted: str) -> str:
 
 
 @cache
-def split_pattern(end: int) -> re.Pattern[str]:
-    """GPT-2's pattern for text whose characters all lie below `end`."""
+def split_pattern(end: int, pattern: Pattern = GPT2) -> re.Pattern[str]:
+    """The pattern for text whose characters all lie below `end`."""
     # `re` has no \p{L}, so the classes are spelt out from the Unicode tables that come with Python.
+    letters, numbers = classes(end)
+    return re.compile(pattern.regex.format(L=letters, N=numbers, S=WHITE_SPACE))
+
+
+@cache
+def classes(end: int) -> tuple[str, str]:
+    """The letters and the numbers below `end`, each as the body of a class."""
     categories = major_categories(end)
-    letters, numbers = class_body(categories, "L"), class_body(categories, "N")
-    return re.compile(
-        f"'s|'t|'re|'ve|'m|'ll|'d| ?[{letters}]+| ?[{numbers}]+| ?[^{WHITE_SPACE}{letters}{numbers}]+"
-        f"|[{WHITE_SPACE}]+(?![^{WHITE_SPACE}])|[{WHITE_SPACE}]+"
-    )
+    return class_body(categories, "L"), class_body(categories, "N")
 
 
-def split(text: str) -> Iterator[list[str]]:
+def split(text: str, pattern: Pattern = GPT2) -> Iterator[list[str]]:
     """The pieces of `text`, a chunk at a time. Joined, they are the text again."""
-    for chunk in cut(text, CHUNK):
+    for chunk in cut(text, CHUNK, pattern):
         # `re` looks up the first 65,536 characters in a table but tries the ranges beyond one by one, three
         # times as slow over English; so they are in the pattern only where they are in the text. A character
         # beyond takes two units of UTF-16, which is the quickest way to see one.
         is_bmp = len(chunk.encode("utf-16-le", "surrogatepass")) == 2 * len(chunk)
-        yield split_pattern(BMP_END if is_bmp else ASSIGNED_END).findall(chunk)
+        yield split_pattern(BMP_END if is_bmp else ASSIGNED_END, pattern).findall(chunk)
 
 
 # --- the pattern on arrays -----------------------------------------------------------------------------------
@@ -231,7 +296,8 @@ class PieceTable:
     common ones for a whole array at once; which piece has the slot decides the speed and never the result.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pattern: Pattern = GPT2) -> None:
+        self.pattern = pattern
         self.pieces: list[bytes] = [b""]
         self.size = 0  # bytes of all pieces
         self._numbers: dict[bytes, int] = {}
@@ -246,7 +312,7 @@ class PieceTable:
 
     def number(self, texts: Sequence[str]) -> npt.NDArray[np.int32]:
         """The numbers of all pieces of `texts`, in order, with a 0 after each text."""
-        if sum(map(len, texts)) < SHORT:
+        if self.pattern is not GPT2 or sum(map(len, texts)) < SHORT:
             return self._number_by_pattern(texts)
         try:
             data = b"".join([part for text in texts for part in (text.encode(), EDGE_BYTES)])
@@ -259,7 +325,7 @@ class PieceTable:
     def _number_by_pattern(self, texts: Iterable[str]) -> npt.NDArray[np.int32]:
         numbers: list[int] = []
         for text in texts:
-            numbers += map(self._numbers_of_text.__getitem__, chain.from_iterable(split(text)))
+            numbers += map(self._numbers_of_text.__getitem__, chain.from_iterable(split(text, self.pattern)))
             numbers.append(0)
         return np.array(numbers, np.int32)
 

@@ -212,7 +212,7 @@ class SentencePiece(Vocabulary):
         A text is encoded by one of the `workers` processes (default: one for each core); their number changes no id.
         Raises UserError when a worker dies.
         """
-        for arrays in ordered_map(self._encode_batch, batches(texts, whole=True), workers):
+        for arrays in ordered_map(self._encode_batch, batches(texts, pattern=None), workers):
             yield from arrays
 
     def _encode_batch(self, batch: Sequence[tuple[str, bool]]) -> list[npt.NDArray[Any]]:
