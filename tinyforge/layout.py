@@ -25,23 +25,26 @@ class Entry:
     """One tensor of theirs: a parameter of ours, or a part of it along the first axis.
 
     theirs, shape: its name and shape there. ours: our parameter's name; empty for a tensor that is zeros, since we have
-    none. part: which rows of ours (a slice), or which entry (a number, which drops the axis). transposed: theirs is the
+    none. part: which rows of ours (a slice), or which entry (a number, which drops the axis); None for all of it. transposed: theirs is the
     transpose.
     """
 
     theirs: str
     shape: tuple[int, ...]
     ours: str
-    part: slice | int = slice(None)
+    part: slice | int | None = None
     transposed: bool = False
 
     def put(self, ours: Array, theirs: Array) -> None:
         """Write their tensor into its place in our parameter."""
-        ours[self.part] = theirs.T if self.transposed else theirs
+        self._at(ours)[...] = theirs.T if self.transposed else theirs
 
     def take(self, ours: Array) -> Array:
         """Their tensor, a view of our parameter."""
-        return ours[self.part].T if self.transposed else ours[self.part]
+        return self._at(ours).T if self.transposed else self._at(ours)
+
+    def _at(self, ours: Array) -> Array:
+        return ours if self.part is None else ours[self.part]
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

@@ -18,9 +18,19 @@ from tinyforge.infer.cache import Cache, KVCache
 from tinyforge.infer.causal_lm import FusedLayer, FusedWeights
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops import AddRMSNorm, Attention, Embedding, Linear, LinearCrossEntropy, RMSNorm, RoPE, SwiGLULinear
+from models.temp import AddRMSNorm, Attention, Embedding, Linear, LinearCrossEntropy, RMSNorm, RoPE, SwiGLULinear, QKNorm
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
+
+
+def freqs(c):
+    f = c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
+    if c.rope_scaling == "linear": return f / c.rope_factor
+    if c.rope_scaling == "llama3":
+        w = 2 * np.pi / f
+        smooth = np.clip((c.original_context / w - c.rope_low_freq) / (c.rope_high_freq - c.rope_low_freq), 0, 1)
+        return (1 - smooth) * f / c.rope_factor + smooth * f
+    return f
 
 
 class Block:
@@ -37,7 +47,9 @@ class Block:
 
         bias = Param(f"{at}.qkv.bias", (heads * c.head_dim,), decay=False) if c.qkv_bias else None
         self.qkv = Linear(weight("qkv", heads * c.head_dim, c.dim, std), backend, f"{at}.qkv", bias=bias)
-        self.rope = RoPE(c.head_dim, c.context, c.heads + c.kv_heads, backend, c.rope_theta, f"{at}.rope")
+        gains = [Param(f"{at}.{n}_norm.weight", (c.head_dim,), fill=1.0, decay=False) for n in ("q", "k")]
+        self.qk_norm = QKNorm(*gains, c.heads, c.kv_heads, backend, c.norm_eps, f"{at}.qk_norm") if c.qk_norm else None
+        self.rope = RoPE(c.head_dim, c.context, c.heads + c.kv_heads, backend, c.rope_theta, f"{at}.rope", freqs(c))
         self.attention = Attention(c.heads, c.kv_heads, backend, f"{at}.attention", window=c.window)
         self.out = Linear(weight("out", c.dim, width, residual_std), backend, f"{at}.out")
         self.gate_up = Linear(weight("gate_up", 2 * c.hidden, c.dim, std), backend, f"{at}.gate_up")
