@@ -45,7 +45,8 @@ def open_file(path: Path) -> Weights:
         length = path.stat().st_size
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
-    if head[:2] == b"PK" or head[:1] == b"\x80":
+    # Taken as a dim, these would be above 65,536; a true dim has zeros there.
+    if (head[:2] == b"PK" or head[:1] == b"\x80") and head[2:4] != b"\0\0":
         raise UserError(
             f"{path} is a pickle, which can run code when it is read; supported: llama2.c's .bin, safetensors"
         )

@@ -1,11 +1,7 @@
-"""Trained models of others in, and ours out, whatever the format.
+"""Models in the formats of others: Hugging Face directories (safetensors) and llama2.c's .bin files.
 
-    model, tokenizer = load_pretrained("SmolLM2-135M", get_backend())
-    save_pretrained(model, tokenizer, "my-model")
-
-Formats: our own checkpoints; Hugging Face directories (safetensors); llama2.c's .bin files. What a tensor of theirs is
-to us, the model's hf.py says (see `tinyforge.layout`). Nothing in a file is executed, all names and shapes are checked
-before a model is built, and tensors are read and written one at a time.
+What a tensor of theirs is to us, the model's hf.py says (see `tinyforge.layout`). Nothing in a file is executed, all
+names and shapes are checked before a model is built, and tensors are read and written one at a time.
 """
 
 from __future__ import annotations
