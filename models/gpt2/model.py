@@ -72,6 +72,7 @@ class GPT2(Op):
     """
 
     prediction_heads = 1
+    per_head = True
 
     def __init__(
         self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False

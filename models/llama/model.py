@@ -69,6 +69,7 @@ class Llama(Op):
     """
 
     prediction_heads = 1
+    per_head = True
 
     def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
         super().__init__(backend)
