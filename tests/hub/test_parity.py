@@ -130,7 +130,7 @@ def test_transformers_loads_what_is_written(name: str, tmp_path: Path) -> None:
     peer = make_peer(name)
     peer.save_pretrained(tmp_path / "theirs")
     model = load_weights(open_directory(tmp_path / "theirs"), FP64)
-    write_directory(tmp_path / "ours", weights_of(model), "f32", {})
+    write_directory(tmp_path / "ours", weights_of(model), "f32")
     again = load_peer(tmp_path / "ours")
     # A Mistral without a window is a Llama.
     assert type(again).__name__ == PEERS[name][0].replace("Mistral", "Mistral" if model.config.window else "Llama")
@@ -143,7 +143,7 @@ def test_nanoeuler_is_a_llama_to_transformers(tmp_path: Path, capsys: pytest.Cap
     model = NanoEuler(PRESETS["small"], FP64)
     model.initialise(seed=0)
     model.buffer.values[...] = model.buffer.values.astype(np.float32)  # what the file can hold
-    write_directory(tmp_path / "small", weights_of(model), "f32", {})
+    write_directory(tmp_path / "small", weights_of(model), "f32")
     assert "the 3 later output heads" in capsys.readouterr().err
     peer = load_peer(tmp_path / "small")
     assert type(peer).__name__ == "LlamaForCausalLM"
@@ -163,7 +163,7 @@ def test_a_gpt2_without_biases_is_written_with_zeros(tmp_path: Path) -> None:
     model = Model(Config(dim=24, heads=3, layers=2, context=40, vocab=37, bias=False), FP64)
     model.initialise(seed=0)
     model.buffer.values[...] = model.buffer.values.astype(np.float32)
-    write_directory(tmp_path / "gpt2", weights_of(model), "f32", {})
+    write_directory(tmp_path / "gpt2", weights_of(model), "f32")
     ids, _ = batch()
     assert worst(peer_logits(load_peer(tmp_path / "gpt2"), ids), model.logits(model.hidden(ids))) < 1e-9
 

@@ -23,6 +23,7 @@ from tinyforge.hub import huggingface, llama2c
 from tinyforge.hub.weights import Weights
 from tinyforge.layout import Entry
 from tinyforge.registry import ModelSpec, models
+from tinyforge.tensors import Lazy
 
 HEAD = "lm_head.weight"
 
@@ -58,7 +59,7 @@ def load_weights(weights: Weights, backend: Backend) -> Any:
 
 def entries_of(model: Any) -> list[Entry]:
     """Every tensor that the model has under Hugging Face's names. Raises UserError for a model that has none."""
-    return list(_layout(_registered(model)).entries(model.config))
+    return list(_layout(spec_of_model(model)).entries(model.config))
 
 
 def weights_of(model: Any) -> Weights:
@@ -66,7 +67,7 @@ def weights_of(model: Any) -> Weights:
 
     Raises UserError for a model that has no such form.
     """
-    layout = _layout(_registered(model))
+    layout = _layout(spec_of_model(model))
     if lost := layout.left_out(model.config):
         print(f"note: left out: {lost}", file=sys.stderr)
     params = {p.name: model.buffer.view(model.buffer.masters, p) for p in model.buffer.params}
@@ -77,10 +78,11 @@ def weights_of(model: Any) -> Weights:
         return lambda: entry.take(model.backend.to_numpy(params[entry.ours]))
 
     tensors = {entry.theirs: (entry.shape, maker(entry)) for entry in layout.entries(model.config)}
-    return Weights(Path(_registered(model).name), layout.write_config(model.config), tensors)
+    return Weights(Path(spec_of_model(model).name), layout.write_config(model.config), tensors)
 
 
-def _registered(model: Any) -> ModelSpec:
+def spec_of_model(model: Any) -> ModelSpec:
+    """The registered model that `model` is one of."""
     return next(spec for spec in models().values() if type(model.config) is spec.config)
 
 
@@ -124,6 +126,6 @@ def _places(
     return places
 
 
-def _is_tied(head: tuple[tuple[int, ...], Callable[[], np.ndarray]], embedding: tuple[Entry, Any]) -> bool:
+def _is_tied(head: Lazy, embedding: tuple[Entry, Any]) -> bool:
     """Whether a head that config.json calls tied is the embedding, written twice."""
     return head[0] == embedding[0].shape and np.array_equal(head[1](), embedding[1]())

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tinyforge.errors import UserError
-from tinyforge.files import sync, write_whole
-from tinyforge.hub import tensors
+from tinyforge.files import read_json, sync, write_whole
+from tinyforge import tensors
 from tinyforge.hub.weights import Weights
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -29,7 +30,7 @@ def open_directory(path: Path) -> Weights:
 
     Raises UserError for a directory without safetensors, a damaged file, a shard that is missing or lies elsewhere.
     """
-    config = _read_json(path / CONFIG)
+    config = read_json(path / CONFIG, "the config")
     if (path / INDEX).is_file():
         found = _sharded(path)
     elif (path / SINGLE).is_file():
@@ -42,7 +43,7 @@ def open_directory(path: Path) -> Weights:
 
 
 def _sharded(path: Path) -> dict[str, tensors.Tensor]:
-    places = _read_json(path / INDEX).get("weight_map")
+    places = read_json(path / INDEX, "the index of shards").get("weight_map")
     if not isinstance(places, dict):
         raise UserError(f"{path / INDEX} has no weight_map; get the file again")
     shards: dict[str, dict[str, tensors.Tensor]] = {}
@@ -59,8 +60,8 @@ def _sharded(path: Path) -> dict[str, tensors.Tensor]:
     return found
 
 
-def write_directory(path: Path, weights: Weights, dtype: str, texts: dict[str, str]) -> None:
-    """Write a directory that appears whole or not at all. texts: other files by name, the tokenizer's and a card.
+def write_directory(path: Path, weights: Weights, dtype: str, others: Callable[[Path], Any] | None = None) -> None:
+    """Write a directory that appears whole or not at all. others(directory) writes the tokenizer's files and a card.
 
     Raises UserError where `path` exists or cannot be written.
     """
@@ -72,8 +73,8 @@ def write_directory(path: Path, weights: Weights, dtype: str, texts: dict[str, s
         shutil.rmtree(partial, ignore_errors=True)  # what a killed run has left
         partial.mkdir(parents=True)
         write_whole(partial / CONFIG, json.dumps({**weights.config, "dtype": stored}, indent=2) + "\n")
-        for name, text in texts.items():
-            write_whole(partial / name, text)
+        if others:
+            others(partial)
         tensors.write(partial / SINGLE, weights.tensors, dtype)
         os.replace(partial, path)
         sync(path.parent)
@@ -81,15 +82,3 @@ def write_directory(path: Path, weights: Weights, dtype: str, texts: dict[str, s
         raise UserError(f"cannot write {path}: {error.strerror}; free some space or choose another place") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}; check the path") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON ({error}); get the file again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: got a JSON {type(content).__name__}, wanted an object; get the file again")
-    return content

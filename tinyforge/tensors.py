@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ _STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _NAMES = {"f32": "F32", "bf16": "BF16"}
 DTYPES = tuple(_NAMES)
 """What files are written in; reading takes F16 and F64 too."""
+
+Lazy = tuple[tuple[int, ...], Callable[[], np.ndarray]]
+"""A tensor's shape, and the function that makes it: what keeps one tensor in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,18 @@ def _tensor(name: str, file: Path, entry: dict[str, Any], base: int) -> Tensor:
     return Tensor(name, file, dtype, shape, base + begin)
 
 
-def write(file: Path, tensors: Mapping[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]], dtype: str) -> None:
-    """Write tensors, given as in `Weights`, whole or not at all; one is in memory at a time.
+def write(file: Path, tensors: Mapping[str, Lazy], dtype: str) -> None:
+    """Write tensors whole or not at all; one is in memory at a time.
 
     dtype: one of DTYPES; bf16 rounds to nearest, ties to even. Raises OSError.
     """
+    with written_whole(file) as partial, open(partial, "wb") as out:
+        for part in chunks(tensors, dtype):
+            out.write(part)
+
+
+def chunks(tensors: Mapping[str, Lazy], dtype: str) -> Iterator[bytes]:
+    """The bytes of a file: its header, then one tensor after the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset, itemsize = 0, np.dtype(_STORED[_NAMES[dtype]]).itemsize
     for name, (shape, _) in tensors.items():
@@ -92,10 +102,9 @@ def write(file: Path, tensors: Mapping[str, tuple[tuple[int, ...], Callable[[], 
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
-    with written_whole(file) as partial, open(partial, "wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for _, make in tensors.values():
-            encoded(make(), dtype).tofile(out)
+    yield len(text).to_bytes(8, "little") + text
+    for _, make in tensors.values():
+        yield encoded(make(), dtype).tobytes()
 
 
 def encoded(x: np.ndarray, dtype: str) -> np.ndarray:

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tinyforge.errors import UserError
-from tinyforge.hub import tensors
+from tinyforge import tensors
 
 
 def test_every_type_that_is_read(tmp_path: Path) -> None:
