@@ -17,7 +17,7 @@ from tinyforge.backends import Backend
 from tinyforge.infer.cache import Cache, KVCache
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
-from models.temp import GELU, Attention, Dropout, Embedding, LayerNorm, LearnedPositions, Linear, LinearCrossEntropy
+from tinyforge.ops import GELU, Attention, Dropout, Embedding, LayerNorm, LearnedPositions, Linear, LinearCrossEntropy
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 

@@ -18,19 +18,11 @@ from tinyforge.infer.cache import Cache, KVCache
 from tinyforge.infer.causal_lm import FusedLayer, FusedWeights
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
-from models.temp import AddRMSNorm, Attention, Embedding, Linear, LinearCrossEntropy, RMSNorm, RoPE, SwiGLULinear, QKNorm
+from tinyforge.ops import (
+    AddRMSNorm, Attention, Embedding, Linear, LinearCrossEntropy, RMSNorm, RoPE, RopeScaling, SwiGLULinear,
+)  # fmt: skip
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
-
-
-def freqs(c):
-    f = c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
-    if c.rope_scaling == "linear": return f / c.rope_factor
-    if c.rope_scaling == "llama3":
-        w = 2 * np.pi / f
-        smooth = np.clip((c.original_context / w - c.rope_low_freq) / (c.rope_high_freq - c.rope_low_freq), 0, 1)
-        return (1 - smooth) * f / c.rope_factor + smooth * f
-    return f
 
 
 class Block:
@@ -45,15 +37,27 @@ class Block:
         def weight(name: str, rows: int, columns: int, std: float) -> Param:
             return Param(f"{at}.{name}.weight", (rows, columns), std=std)
 
+        def head_norm(name: str) -> RMSNorm:
+            gain = Param(f"{at}.{name}.weight", (c.head_dim,), fill=1.0, decay=False)
+            return RMSNorm(gain, backend, c.norm_eps, f"{at}.{name}")
+
         bias = Param(f"{at}.qkv.bias", (heads * c.head_dim,), decay=False) if c.qkv_bias else None
         self.qkv = Linear(weight("qkv", heads * c.head_dim, c.dim, std), backend, f"{at}.qkv", bias=bias)
-        gains = [Param(f"{at}.{n}_norm.weight", (c.head_dim,), fill=1.0, decay=False) for n in ("q", "k")]
-        self.qk_norm = QKNorm(*gains, c.heads, c.kv_heads, backend, c.norm_eps, f"{at}.qk_norm") if c.qk_norm else None
-        self.rope = RoPE(c.head_dim, c.context, c.heads + c.kv_heads, backend, c.rope_theta, f"{at}.rope", freqs(c))
-        self.attention = Attention(c.heads, c.kv_heads, backend, f"{at}.attention", window=c.window)
+        # Qwen3: a norm for all query heads, one for all key heads.
+        of_q, of_k = slice(0, c.heads), slice(c.heads, c.heads + c.kv_heads)
+        self.normed_heads = [(head_norm("q_norm"), of_q), (head_norm("k_norm"), of_k)] if c.qk_norm else []
+        self.rope = RoPE(c.head_dim, c.context, c.heads + c.kv_heads, backend, c.rope_theta, f"{at}.rope",
+                         scaling=scaling(c))  # fmt: skip
+        self.attention = Attention(c.heads, c.kv_heads, backend, f"{at}.attention", window=c.window or None)
         self.out = Linear(weight("out", c.dim, width, residual_std), backend, f"{at}.out")
         self.gate_up = Linear(weight("gate_up", 2 * c.hidden, c.dim, std), backend, f"{at}.gate_up")
         self.down = SwiGLULinear(weight("down", c.dim, c.hidden, residual_std), backend, f"{at}.down")
+
+
+def scaling(c: Config) -> RopeScaling | None:
+    if c.rope_scaling == "none":
+        return None
+    return RopeScaling(c.rope_scaling, c.rope_factor, c.rope_low_freq, c.rope_high_freq, c.original_context)
 
 
 class Llama(Op):
@@ -104,8 +108,8 @@ class Llama(Op):
         normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
         for i, block in enumerate(self.blocks):
             qkv = block.qkv.forward(h, stash, recompute=self._recompute(normed, x)).reshape(shape)  # (B, T, H + 2 Hkv, D)
-            if block.qk_norm:
-                qkv = block.qk_norm.forward(qkv, stash)
+            for norm, heads in block.normed_heads:
+                norm.forward(qkv[:, :, heads], stash, out=qkv[:, :, heads])
             qkv = block.rope.forward(qkv, stash, offset=cache.length if cache else 0, out=qkv)
             a = block.attention.forward(qkv, stash, cache=cache.layer(i) if cache else None)  # (B, T, H, D)
             a = block.out.forward(a.reshape(*ids.shape, -1), stash)  # (B, T, C)
@@ -137,8 +141,8 @@ class Llama(Op):
             da = block.out.backward(da, stash)  # (B, T, H D)
             dqkv = block.attention.backward(da.reshape(*da.shape[:-1], -1, self.config.head_dim), stash)
             dqkv = block.rope.backward(dqkv, stash, out=dqkv)  # (B, T, H + 2 Hkv, D)
-            if block.qk_norm:
-                dqkv = block.qk_norm.backward(dqkv, stash)
+            for norm, heads in reversed(block.normed_heads):
+                norm.backward(dqkv[:, :, heads], stash, out=dqkv[:, :, heads])
             dh = block.qkv.backward(dqkv.reshape(*da.shape[:-1], -1), stash)
         dx = self.first_norm.backward(dh, stash, residual=dx)
         self.embedding.backward(dx, stash)
@@ -176,7 +180,7 @@ class Llama(Op):
         """Every op, in the order of forward."""
         ops: list[Op] = [self.embedding, self.first_norm]
         for i, b in enumerate(self.blocks):
-            ops += [b.qkv, *([b.qk_norm] if b.qk_norm else []), b.rope, b.attention, b.out, self.joints[2 * i]]
+            ops += [b.qkv, *(norm for norm, _ in b.normed_heads), b.rope, b.attention, b.out, self.joints[2 * i]]
             ops += [b.gate_up, b.down, self.joints[2 * i + 1]]
         return [*ops, self.heads]
 
