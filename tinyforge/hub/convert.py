@@ -52,7 +52,7 @@ def _card_of(path: Path, dtype: str) -> str:
     """The card of a model of ours, which lies in it or in its run's directory; "" where there is none."""
     if is_foreign(path):
         return ""
-    places = [path, path.parent] if path.name.startswith(checkpoint.PREFIX) else [path]
+    places = [path, path.parent] if path in checkpoint.steps(path.parent) else [path]
     found = next((file for place in places if (file := place / checkpoint.CARD).is_file()), None)
     text = read_text(found, "the card") if found else ""
     return re.sub(r"(Weights\s+are )float32", r"\1bfloat16", text) if dtype == "bf16" else text

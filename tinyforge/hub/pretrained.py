@@ -16,7 +16,7 @@ from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
 from tinyforge.files import write_whole
-from tinyforge.hub import foreign, huggingface, llama2c
+from tinyforge.hub import foreign, huggingface, llama2c, tokenizers
 from tinyforge.hub.runs import load
 from tinyforge.params import named
 from tinyforge.tensors import DTYPES
@@ -65,8 +65,8 @@ def save_pretrained(
     if format == "llama2c":
         if dtype != "f32":
             raise UserError("llama2.c's .bin holds float32; leave out --dtype")
-        foreign.write_tokenizer_beside(path, tokenizer)
         llama2c.write_file(path, foreign.weights_of(model))
+        tokenizers.write_for_llama2c(path, tokenizer)
         return
     content = {
         "kind": "pretrain", "step": 0, **(meta or {}), "format": checkpoint.FORMAT, "model": spec.name,
@@ -74,15 +74,17 @@ def save_pretrained(
     }  # fmt: skip
     card = card or _card(spec.title, spec.summary, model, format, dtype)
     if format == "tinyforge":
-        weights = named(model.buffer, model.buffer.masters, model.backend)
-        checkpoint.export(checkpoint.Checkpoint(path, content, weights), path, tokenizer, card, dtype)
+        tensors = named(model.buffer, model.buffer.masters, model.backend)
+        checkpoint.export(path, tensors, tokenizer, content, card, dtype)
         return
 
     def others(directory: Path) -> None:
-        foreign.write_tokenizer(directory, tokenizer, content)
+        tokenizers.write_for_huggingface(directory, tokenizer, model.config.context)
         write_whole(directory / "README.md", card)
 
-    huggingface.write_directory(path, foreign.weights_of(model), dtype, others)
+    weights = foreign.weights_of(model)
+    weights.config.update(tokenizers.special_ids(tokenizer))
+    huggingface.write_directory(path, weights, dtype, others)
 
 
 CARD = """---
