@@ -10,7 +10,6 @@ from tinyforge.errors import UserError
 from tinyforge.files import read_json, read_text, write_whole
 from tinyforge.text import Tokenizer, load_tokenizer
 from tinyforge.text.chat_templates import recognise
-from tinyforge.text.huggingface import to_huggingface
 from tinyforge.text.sentencepiece import SentencePiece, write_llama2c
 from tinyforge.text.vocabulary import TextTokenizer
 
@@ -50,7 +49,7 @@ def _in_directory(path: Path) -> TextTokenizer:
 
 
 def template_in(path: Path, tokenizer: TextTokenizer) -> str:
-    """The name of the chat template of a Hugging Face directory, "plain" where it has none that is known."""
+    """The name of the chat template of a Hugging Face directory, "plain" where there is none that is known."""
     text = read_text(path / TEMPLATE, "the chat template") if (path / TEMPLATE).is_file() else ""
     if not text and (path / CONFIG).is_file():
         text = read_json(path / CONFIG, "the tokenizer's config").get("chat_template") or ""
@@ -66,6 +65,8 @@ def special_ids(tokenizer: TextTokenizer) -> dict[str, Any]:
 
 def write_for_huggingface(directory: Path, tokenizer: TextTokenizer, context: int) -> None:
     """tokenizer.json and tokenizer_config.json."""
+    from tinyforge.text.huggingface import to_huggingface
+
     texts = {id: text for text, id in tokenizer.specials.items()}
     end = next((text for text in ENDS if text in tokenizer.specials), None)
     config = {
