@@ -3,6 +3,10 @@
 Adding a model touches its own folder and this file.
 """
 
+from models.gpt2 import GPT2
+from models.gpt2 import SPEC as GPT2_SPEC
+from models.llama import SPEC as LLAMA
+from models.llama import Llama
 from models.nanoeuler import SPEC as NANOEULER
 
-SPECS = (NANOEULER,)
+SPECS = (NANOEULER, GPT2_SPEC, LLAMA)

@@ -21,6 +21,7 @@ import re
 import shutil
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ import numpy as np
 
 from tinyforge.errors import UserError
 from tinyforge.files import sync
+from tinyforge.tensors import chunks
 
 FORMAT = 1
 _PREFIX = "step-"
 _NAME = re.compile(r"step-\d{8,}")  # what else lies in a run's folder, `step-7-good` say, is not ours to remove
+CARD = "README.md"
 
 
 @dataclass(frozen=True)
@@ -94,28 +97,22 @@ def save(
     return final
 
 
-def export(found: Checkpoint, out: Path, card: str) -> None:
-    """Write a checkpoint to give away: weights rounded to bfloat16, no optimizer, the card as README.md.
+def export(
+    out: Path, weights: dict[str, np.ndarray], tokenizer: Any, meta: dict[str, Any], card: str, dtype: str
+) -> None:
+    """Write a checkpoint to give away: no optimizer, weights in `dtype` (see `tensors.DTYPES`), the card as README.md.
 
     `load` reads it like any other; the card has no hash, so that it may be edited. Raises UserError where `out` exists
-    or cannot be written, and without ml_dtypes.
+    or cannot be written.
     """
-    from safetensors.numpy import save as to_bytes
-
-    from tinyforge.text import load_tokenizer
-
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise UserError("export: the package ml_dtypes is missing; pip install ml_dtypes") from None
     if out.exists():
-        raise UserError(f"export: {out} exists already; remove it, or choose another --out")
-    weights = {name: value.astype(ml_dtypes.bfloat16) for name, value in found.weights.items()}
-    files = {"model.safetensors": to_bytes(weights), "meta.json": _to_json(found.meta), "README.md": card.encode()}
+        raise UserError(f"{out} exists already; remove it, or choose another name")
+    lazy = {name: (value.shape, partial(np.asarray, value)) for name, value in weights.items()}
+    files = {"model.safetensors": b"".join(chunks(lazy, dtype)), "meta.json": _to_json(meta), CARD: card.encode()}
     try:
-        _write_directory(out, files, load_tokenizer(found.tokenizer_path))
+        _write_directory(out, files, tokenizer)
     except OSError as error:
-        raise UserError(f"export: cannot write {out}: {error.strerror}; choose another --out") from error
+        raise UserError(f"cannot write {out}: {error.strerror}; free some space or choose another place") from error
 
 
 def _write_directory(final: Path, files: dict[str, bytes], tokenizer: Any) -> None:
@@ -128,7 +125,7 @@ def _write_directory(final: Path, files: dict[str, bytes], tokenizer: Any) -> No
         hashes = {"tokenizer.json": _sha256((partial / "tokenizer.json").read_bytes())}
         for name, data in files.items():
             _write(partial / name, data)
-            if name != "README.md":
+            if name != CARD:
                 hashes[name] = _sha256(data)
         _write(partial / "hashes.json", _to_json(hashes))
         sync(partial)

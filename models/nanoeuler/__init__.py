@@ -8,6 +8,6 @@ from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(
     "nanoeuler", "NanoEuler", NanoEuler, Config, PRESETS, "Llama-like blocks with multi-token prediction heads",
-    bundled=Path(__file__).parent / "small",
+    hf="models.nanoeuler.hf", bundled=Path(__file__).parent / "small",
 )  # fmt: skip
 __all__ = ["PRESETS", "SPEC", "Config", "NanoEuler"]

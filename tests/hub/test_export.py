@@ -9,14 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.nanoeuler.card import card
 from recipes import pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.hub import load
-
-pytest.importorskip("ml_dtypes", reason="rounding to bfloat16 needs ml_dtypes")
+from tinyforge.hub import convert, load
 
 TINY = ["--set", "dim=16", "heads=2", "kv_heads=1", "layers=1", "hidden=8", "context=64", "vocab=300"]
 
@@ -36,13 +33,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_runs(path: Path) -> None:
     common = ["--steps", "3", "--batch-size", "2", "--workers", "1", "--seed", "7"]
     assert pretrain.main([*TINY, *common, "--out", str(path / "pretrain")]) == 0
-    assert sft.main([*common, "--base", str(path / "pretrain"), "--out", str(path / "sft")]) == 0
+    assert sft.main([*common, "--base", str(path / "pretrain"), "--out", str(path / "sft"), "--card"]) == 0
     give_away(path / "sft", path / "small")
 
 
 def give_away(run: Path, out: Path) -> None:
-    found = checkpoint.load(run)
-    checkpoint.export(found, out, card(found, "bfloat16"))
+    assert convert.main([str(run), str(out), "--format", "tinyforge", "--dtype", "bf16"]) == 0
 
 
 def test_the_weights_are_those_of_the_run_rounded(runs: Path) -> None:
@@ -80,7 +76,7 @@ def test_the_card_may_be_edited(runs: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_there_is_not_replaced(runs: Path) -> None:
-    with pytest.raises(UserError, match="small exists already; remove it, or choose another --out"):
+    with pytest.raises(UserError, match="small exists already; remove it, or choose another name"):
         give_away(runs / "sft", runs / "small")
 
 

@@ -13,9 +13,11 @@ from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
+from tinyforge.hub.foreign import is_foreign, load_weights, open_weights, spec_of_model
+from tinyforge.hub.tokenizers import find_tokenizer, template_in
 from tinyforge.params import load_named
 from tinyforge.registry import ModelSpec, default_model, find_model, models
-from tinyforge.text import TextTokenizer, Tokenizer
+from tinyforge.text import TextTokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -33,18 +35,38 @@ class Loaded:
     template: str = "plain"
 
 
-def load(path: Path, backend: Backend) -> Loaded:
-    """The model of a checkpoint, or of the newest checkpoint in a run's directory; UserError for a faulty one."""
+def load(path: Path, backend: Backend, tokenizer: Path | None = None) -> Loaded:
+    """The model of a checkpoint, of the newest checkpoint in a run's directory, or of another program: a Hugging Face
+    directory, a .bin file of llama2.c. UserError for a faulty one.
+
+    tokenizer: of another program's model, where it does not lie beside it.
+    """
+    if is_foreign(path):
+        return _load_foreign(path, backend, tokenizer)
+    if tokenizer is not None:
+        raise UserError(f"{path} has a tokenizer of its own; leave out --tokenizer")
     return build(checkpoint.load(path), backend)
+
+
+def _load_foreign(path: Path, backend: Backend, asked: Path | None) -> Loaded:
+    model = load_weights(open_weights(path), backend)
+    tokenizer = find_tokenizer(path, model.config.vocab, asked)
+    template = template_in(path, tokenizer)
+    meta = {
+        "format": checkpoint.FORMAT, "kind": "pretrain" if template == "plain" else "sft", "step": 0,
+        "model": spec_of_model(model).name, "config": model.config.to_dict(), "tokenizer_hash": tokenizer.hash(),
+        "template": template,
+    }  # fmt: skip
+    return Loaded(model, tokenizer, meta, path, template)
 
 
 def build(found: checkpoint.Checkpoint, backend: Backend, recompute: bool = False) -> Loaded:
     """The model of a checkpoint that has been read."""
     spec, config = model_of(found)
-    tokenizer = Tokenizer.load(found.tokenizer_path)
+    tokenizer = load_tokenizer(found.tokenizer_path)
     if tokenizer.hash() != found.meta.get("tokenizer_hash"):
         raise UserError(f"checkpoint {found.path}: tokenizer.json is not the one it was trained with; use another")
-    if tokenizer.vocab_size != config.vocab:
+    if tokenizer.vocab_size > config.vocab:  # published models often have a few ids more than their tokenizers
         raise UserError(
             f"checkpoint {found.path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab}; "
             "use another checkpoint of the run"
@@ -80,7 +102,7 @@ def model_of(found: checkpoint.Checkpoint) -> tuple[ModelSpec, ModelConfig]:
 def add_checkpoint_flag(p: argparse.ArgumentParser) -> None:
     """--checkpoint, for `trained_model`."""
     p.add_argument("--checkpoint", metavar="DIR",
-                   help="a run or one of its checkpoints (default: the newest run under runs/, fine-tuned before "
+                   help="a run, one of its checkpoints, or another program's model (default: the newest run under runs/, fine-tuned before "
                    "pretrained; else the model that comes with the repository)")  # fmt: skip
 
 

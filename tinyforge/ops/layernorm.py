@@ -1,4 +1,4 @@
-"""Layer normalisation with gain and bias."""
+"""Layer normalisation with gain, and bias if wanted."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ from tinyforge.params import with_buffer
 
 
 @kernel
-def layernorm_fwd(x: Array, weight: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
+def layernorm_fwd(x: Array, weight: Array, bias: Array | None, eps: float) -> tuple[Array, Array, Array]:
     xhat = x - x.mean(axis=-1, keepdims=True)
     rstd = 1.0 / np.sqrt(np.vecdot(xhat, xhat) / x.dtype.type(x.shape[-1]) + x.dtype.type(eps))
     xhat *= rstd[..., None]
     y = xhat * weight
-    y += bias
+    if bias is not None:
+        y += bias
     return y, xhat, rstd
 
 
 @layernorm_fwd.on("phantom")
-def layernorm_fwd_memory(x: Array, weight: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
+def layernorm_fwd_memory(x: Array, weight: Array, bias: Array | None, eps: float) -> tuple[Array, Array, Array]:
     return empty(x.shape, x.dtype), empty(x.shape, x.dtype), empty(x.shape[:-1], wide(x.dtype))
 
 
 @kernel
-def layernorm_bwd(dweight: Array, dbias: Array, dy: Array, weight: Array, xhat: Array, rstd: Array) -> Array:
+def layernorm_bwd(
+    dweight: Array, dbias: Array | None, dy: Array, weight: Array, xhat: Array, rstd: Array
+) -> Array:
     rows = (-1, dy.shape[-1])
     dweight += (dy * xhat).reshape(rows).sum(axis=0)
-    dbias += dy.reshape(rows).sum(axis=0)
+    if dbias is not None:
+        dbias += dy.reshape(rows).sum(axis=0)
     g = dy * weight
     along = np.vecdot(g, xhat)[..., None] / dy.dtype.type(dy.shape[-1])
     g -= g.mean(axis=-1, keepdims=True)
@@ -43,14 +47,16 @@ def layernorm_bwd(dweight: Array, dbias: Array, dy: Array, weight: Array, xhat: 
 
 
 @layernorm_bwd.on("phantom")
-def layernorm_bwd_memory(dweight: Array, dbias: Array, dy: Array, weight: Array, xhat: Array, rstd: Array) -> Array:
+def layernorm_bwd_memory(
+    dweight: Array, dbias: Array | None, dy: Array, weight: Array, xhat: Array, rstd: Array
+) -> Array:
     return empty(xhat.shape, xhat.dtype)
 
 
 class LayerNorm(Op):
     """y = w * xhat + b,  xhat = (x - mean(x)) * r,  r = 1 / sqrt(var(x) + eps), over the last axis
 
-    x, y: (..., C); w, b: (C,). The variance divides by C. Saves xhat and r: (...).
+    x, y: (..., C); w: (C,); b: (C,), or none. The variance divides by C. Saves xhat and r: (...).
 
     backward, with g = dy * w:
         dw += sum over rows of dy * xhat,   db += sum over rows of dy
@@ -61,27 +67,32 @@ class LayerNorm(Op):
 
     kernels = (layernorm_fwd, layernorm_bwd)
 
-    def __init__(self, weight: Param, bias: Param, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
+    def __init__(
+        self, weight: Param, bias: Param | None, backend: Backend, eps: float = 1e-5, name: str = ""
+    ) -> None:
         super().__init__(backend, name)
         self.weight, self.bias = weight, bias
         self.eps = eps
 
     def params(self) -> list[Param]:
-        return [self.weight, self.bias]
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
-        y, xhat, rstd = self.k.layernorm_fwd(x, self.weight.value, self.bias.value, self.eps)
+        bias = self.bias.value if self.bias else None
+        y, xhat, rstd = self.k.layernorm_fwd(x, self.weight.value, bias, self.eps)
         if stash is not None:
             stash.push(self, xhat, rstd)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         xhat, rstd = stash.pop(self)
-        return self.k.layernorm_bwd(self.weight.grad, self.bias.grad, dy, self.weight.value, xhat, rstd)
+        dbias = self.bias.grad if self.bias else None
+        return self.k.layernorm_bwd(self.weight.grad, dbias, dy, self.weight.value, xhat, rstd)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for shape in ((2, 3, 8), (1, 1), (5, 7), (0, 4)):
-            weight = Param("weight", shape[-1:], fill=1.0, decay=False)
-            op = with_buffer(cls(weight, Param("bias", shape[-1:], decay=False), backend), backend, rng)
-            yield op, (backend.asarray(rng.normal(size=shape) + 1),)
+            for bias in (Param("bias", shape[-1:], decay=False), None):
+                weight = Param("weight", shape[-1:], fill=1.0, decay=False)
+                op = with_buffer(cls(weight, bias, backend), backend, rng)
+                yield op, (backend.asarray(rng.normal(size=shape) + 1),)

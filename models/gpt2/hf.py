@@ -1,0 +1,75 @@
+"""GPT-2 in Hugging Face's names and layout.
+
+Its linear maps are `Conv1D`, whose weights are the transposes of ours. It has biases always: a model without them is
+written with zeros, which changes no output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from models.gpt2.config import Config
+from tinyforge.errors import UserError
+from tinyforge.layout import Entry, require, setting
+
+PREFIX = "transformer."
+IGNORED = r".*\.attn\.(masked_)?bias"  # the causal mask, which older files hold
+
+
+def read_config(given: Mapping[str, Any]) -> Config:
+    require(given, "activation_function", "gelu_new", "gelu_pytorch_tanh")
+    require(given, "scale_attn_weights", True)
+    require(given, "scale_attn_by_inverse_layer_idx", False)
+    require(given, "add_cross_attention", False)
+    require(given, "tie_word_embeddings", True)
+    dim = setting(given, "n_embd", int)
+    if (inner := setting(given, "n_inner", int, 4 * dim)) != 4 * dim:
+        raise UserError(f"config.json: n_inner is {inner}; supported: 4 n_embd, {4 * dim}")
+    return Config(
+        dim=dim,
+        heads=setting(given, "n_head", int),
+        layers=setting(given, "n_layer", int),
+        context=setting(given, "n_positions", int),
+        vocab=setting(given, "vocab_size", int),
+        dropout=setting(given, "resid_pdrop", float, 0.1),
+        norm_eps=setting(given, "layer_norm_epsilon", float, 1e-5),
+    )
+
+
+def write_config(config: Config) -> dict[str, Any]:
+    c = config
+    return {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
+        "n_embd": c.dim, "n_head": c.heads, "n_layer": c.layers, "n_positions": c.context, "vocab_size": c.vocab,
+        "embd_pdrop": c.dropout, "resid_pdrop": c.dropout, "attn_pdrop": 0.0, "layer_norm_epsilon": c.norm_eps,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
+def entries(config: Config) -> Iterator[Entry]:
+    c = config
+
+    def linear(theirs: str, ours: str, inputs: int, outputs: int) -> Iterator[Entry]:
+        yield Entry(f"{theirs}.weight", (inputs, outputs), f"{ours}.weight", transposed=True)
+        yield Entry(f"{theirs}.bias", (outputs,), f"{ours}.bias" if c.bias else "")
+
+    def norm(theirs: str, ours: str) -> Iterator[Entry]:
+        yield Entry(f"{theirs}.weight", (c.dim,), f"{ours}.weight")
+        yield Entry(f"{theirs}.bias", (c.dim,), f"{ours}.bias" if c.bias else "")
+
+    yield Entry("transformer.wte.weight", (c.vocab, c.dim), "embedding.weight")
+    yield Entry("transformer.wpe.weight", (c.context, c.dim), "positions.weight")
+    for i in range(c.layers):
+        ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
+        yield from norm(f"{theirs}.ln_1", f"{ours}.norm1")
+        yield from linear(f"{theirs}.attn.c_attn", f"{ours}.qkv", c.dim, 3 * c.dim)
+        yield from linear(f"{theirs}.attn.c_proj", f"{ours}.out", c.dim, c.dim)
+        yield from norm(f"{theirs}.ln_2", f"{ours}.norm2")
+        yield from linear(f"{theirs}.mlp.c_fc", f"{ours}.up", c.dim, 4 * c.dim)
+        yield from linear(f"{theirs}.mlp.c_proj", f"{ours}.down", 4 * c.dim, c.dim)
+    yield from norm("transformer.ln_f", "final_norm")
+
+
+def left_out(config: Config) -> str:
+    return ""

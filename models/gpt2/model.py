@@ -1,0 +1,181 @@
+"""GPT-2, forward and backward. Read `hidden` and `forward`, then `backward` beside them from the bottom up.
+
+What differs from NanoEuler: LayerNorm, learned positions, GELU, biases, dropout, and an output head that is the
+embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from models.gpt2.config import Config
+from tinyforge.backends import Backend
+from tinyforge.infer.cache import Cache, KVCache
+from tinyforge.kernel import Array
+from tinyforge.op import Op, Param, Stash
+from tinyforge.ops import GELU, Attention, Dropout, Embedding, LayerNorm, LearnedPositions, Linear, LinearCrossEntropy
+from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.rng import Stream
+
+
+class Block:
+    """The ops of one layer."""
+
+    def __init__(self, config: Config, layer: int, backend: Backend) -> None:
+        dim, at = config.dim, f"blocks.{layer}"
+        # 2 * layers projections add to the residual stream; this keeps its variance from growing with them.
+        std, residual_std = 0.02, 0.02 / (2 * config.layers) ** 0.5
+
+        def linear(name: str, rows: int, columns: int, std: float) -> Linear:
+            bias = Param(f"{at}.{name}.bias", (rows,), decay=False) if config.bias else None
+            return Linear(Param(f"{at}.{name}.weight", (rows, columns), std=std), backend, f"{at}.{name}", bias=bias)
+
+        def dropout(name: str) -> Dropout:
+            return Dropout(config.dropout, backend, f"{at}.{name}")
+
+        self.norm1 = norm(config, f"{at}.norm1", backend)
+        self.qkv = linear("qkv", 3 * dim, dim, std)
+        self.attention = Attention(config.heads, config.heads, backend, f"{at}.attention")
+        self.out = linear("out", dim, dim, residual_std)
+        self.out_dropout = dropout("out_dropout")
+        self.norm2 = norm(config, f"{at}.norm2", backend)
+        self.up = linear("up", 4 * dim, dim, std)
+        self.gelu = GELU(backend, "tanh", f"{at}.gelu")
+        self.down = linear("down", dim, 4 * dim, residual_std)
+        self.down_dropout = dropout("down_dropout")
+
+    def ops(self) -> list[Op]:
+        return [self.norm1, self.qkv, self.attention, self.out, self.out_dropout, self.norm2, self.up, self.gelu,
+                self.down, self.down_dropout]  # fmt: skip
+
+
+def norm(config: Config, name: str, backend: Backend) -> LayerNorm:
+    gain = Param(f"{name}.weight", (config.dim,), fill=1.0, decay=False)
+    bias = Param(f"{name}.bias", (config.dim,), decay=False) if config.bias else None
+    return LayerNorm(gain, bias, backend, config.norm_eps, name)
+
+
+class GPT2(Op):
+    """nll[b, t, 0] = -log p(targets[b, t, 0] | tokens 0..t of row b), 0 where the target is -1
+
+    ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). With x the stream, x = embedding + position at the start:
+        x = x + out(attention(qkv(norm1(x))));   x = x + down(gelu(up(norm2(x))))
+    then a final norm, and the embedding once more as output head. In training, dropout on the start and on both things
+    added. recompute: keep the GELUs' inputs only, and compute their outputs again in backward. Handing in `values`
+    shares another model's weights (see ParamBuffer).
+
+    Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); the start as in nanoGPT.
+    """
+
+    prediction_heads = 1
+    per_head = True
+
+    def __init__(
+        self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False
+    ) -> None:
+        super().__init__(backend)
+        self.config, self.recompute = config, recompute
+        table = Param("embedding.weight", (config.vocab, config.dim), std=0.02)
+        self.embedding = Embedding(table, backend, "embedding")
+        self.positions = LearnedPositions(
+            Param("positions.weight", (config.context, config.dim), std=0.02), backend, "positions"
+        )
+        self.dropout = Dropout(config.dropout, backend, "dropout")
+        self.blocks = [Block(config, i, backend) for i in range(config.layers)]
+        self.final_norm = norm(config, "final_norm", backend)
+        self.head = LinearCrossEntropy(table, backend, "head")
+        self.buffer = ParamBuffer(self.params(), backend, values)
+
+    def initialise(self, seed: int) -> None:
+        self.buffer.initialise(Stream(seed, "init"))
+
+    def replica(self) -> GPT2:
+        """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
+        return GPT2(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
+
+    def hidden(self, ids: Array, stash: Stash | None = None, *, cache: Cache | None = None) -> Array:
+        """(B, T) ids to the final-normed stream, (B, T, C). With a cache, the ids follow what it holds."""
+        c = self.config
+        x = self.embedding.forward(ids, stash)
+        x = self.positions.forward(x, stash, offset=cache.length if cache else 0)
+        x = self.dropout.forward(x, stash)
+        for i, block in enumerate(self.blocks):
+            h = block.norm1.forward(x, stash)
+            qkv = block.qkv.forward(h, stash).reshape(*ids.shape, 3 * c.heads, c.head_dim)  # (B, T, 3 H, D)
+            a = block.attention.forward(qkv, stash, cache=cache.layer(i) if cache else None)  # (B, T, H, D)
+            a = block.out.forward(a.reshape(x.shape), stash)  # (B, T, C)
+            x = x + block.out_dropout.forward(a, stash)
+            h = block.norm2.forward(x, stash)
+            u = block.up.forward(h, stash)  # (B, T, 4 C)
+            g = block.gelu.forward(u, stash)
+            f = block.down.forward(g, stash, recompute=partial(block.gelu.forward, u) if self.recompute else None)
+            x = x + block.down_dropout.forward(f, stash)
+        if cache:
+            cache.advance(ids.shape[1])
+        return self.final_norm.forward(x, stash)
+
+    def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Array:
+        return self.head.forward(self.hidden(ids, stash), targets, stash)
+
+    def backward(self, dy: Array, stash: Stash) -> None:
+        c = self.config
+        dh, _ = self.head.backward(dy, stash)
+        dx = self.final_norm.backward(dh, stash)
+        for block in reversed(self.blocks):
+            df = block.down_dropout.backward(dx, stash)
+            dg = block.down.backward(df, stash)
+            du = block.gelu.backward(dg, stash)
+            dh = block.up.backward(du, stash)
+            dx = dx + block.norm2.backward(dh, stash)
+            da = block.out_dropout.backward(dx, stash)
+            da = block.out.backward(da, stash)
+            dqkv = block.attention.backward(da.reshape(*da.shape[:2], c.heads, c.head_dim), stash)  # (B, T, 3 H, D)
+            dh = block.qkv.backward(dqkv.reshape(*da.shape[:2], -1), stash)
+            dx = dx + block.norm1.backward(dh, stash)
+        dx = self.dropout.backward(dx, stash)
+        dx = self.positions.backward(dx, stash)
+        self.embedding.backward(dx, stash)
+
+    def logits(self, h: Array, head: int = 0) -> Array:
+        """(..., V) from the final-normed stream."""
+        return self.head.logits(h, head)
+
+    def make_cache(self, batch: int, capacity: int) -> KVCache:
+        c = self.config
+        return KVCache(self.backend, c.layers, batch, capacity, c.heads, c.head_dim)
+
+    def fused_weights(self) -> None:
+        """None: the fused decoders take the Llama shape."""
+
+    def flop_per_token(self, seq_len: int) -> float:
+        """Floating-point operations of a training step, per token: 6 for each parameter that is multiplied with, the
+        embedding counted once, as the output head; and causal attention, as in NanoEuler. No recomputation."""
+        c = self.config
+        pairs = (seq_len + 1) / 2
+        return 6 * (self.buffer.count - c.context * c.dim) + 3 * 2 * 2 * c.dim * c.layers * pairs
+
+    def ops(self) -> list[Op]:
+        """Every op, in the order of forward."""
+        blocks = [op for block in self.blocks for op in block.ops()]
+        return [self.embedding, self.positions, self.dropout, *blocks, self.final_norm, self.head]
+
+    def params(self) -> list[Param]:
+        return list(dict.fromkeys(p for op in self.ops() for p in op.params()))
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        shapes = (
+            (Config(dim=12, heads=3, layers=2, context=9, vocab=11, dropout=0.3), 2, 9),
+            (Config(dim=10, heads=5, layers=1, context=7, vocab=3, bias=False), 3, 5),
+            (Config(dim=4, heads=1, layers=1, context=1, vocab=5, norm_eps=0.1), 2, 1),
+            (Config(dim=8, heads=2, layers=3, context=140, vocab=7), 1, 131),
+        )
+        for config, batch, length in shapes:
+            model = with_buffer(cls(config, backend), backend, rng, std=0.2)
+            ids = rng.integers(0, config.vocab, (batch, length))
+            targets = rng.integers(-1, config.vocab, (batch, length, 1))
+            yield model, (backend.asarray(ids), backend.asarray(targets))

@@ -1,0 +1,190 @@
+"""What every language model of the zoo promises: tiny ones of each kind, with every option, through the same tests."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models import gpt2, llama, nanoeuler
+from tinyforge.backends import get_backend
+from tinyforge.infer.causal_lm import check_causal_lm
+from tinyforge.op import Stash
+from tinyforge.rng import Stream
+
+FP64 = get_backend("numpy", "fp64", workers=1)
+GPT2 = gpt2.Config(dim=12, heads=3, layers=2, context=140, vocab=11, dropout=0.25)
+LLAMA = llama.Config(dim=12, heads=4, kv_heads=2, head_dim=6, layers=2, context=140, vocab=11, hidden=10, tied=False)
+LLAMA3: dict[str, Any] = {"rope_scaling": "llama3", "rope_factor": 4.0, "original_context": 12, "rope_theta": 50.0}
+KINDS: dict[str, tuple[Any, Any]] = {
+    "nanoeuler": (nanoeuler.NanoEuler, nanoeuler.Config(
+        dim=16, heads=4, kv_heads=2, layers=2, context=140, vocab=11, mtp_heads=3, hidden=10, mtp_weights=(1, 1, 1))),
+    "gpt2": (gpt2.GPT2, GPT2),
+    "gpt2-char": (gpt2.GPT2, GPT2.override({"bias": False})),
+    "llama": (llama.Llama, LLAMA),
+    "llama-tied": (llama.Llama, LLAMA.override({"tied": True, "rope_scaling": "linear", "rope_factor": 3.0})),
+    "llama-qwen2": (llama.Llama, LLAMA.override({"qkv_bias": True})),
+    "llama-qwen3": (llama.Llama, LLAMA.override({"qk_norm": True, **LLAMA3})),
+    "llama-mistral": (llama.Llama, LLAMA.override({"window": 5})),
+}  # fmt: skip
+EVERY = pytest.mark.parametrize("kind", KINDS)
+
+
+def tiny(kind: str, seed: int = 0, **options: Any) -> Any:
+    """A random model, its weights larger than at the start of training, so that every part of it counts."""
+    model = KINDS[kind][0](KINDS[kind][1], FP64, **options)
+    model.initialise(seed)
+    rng = np.random.default_rng(seed)
+    for p in model.buffer.params:
+        p.value += 0.2 * rng.normal(size=p.shape)
+    return model
+
+
+def batch(model: Any, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    targets = rng.integers(-1, 11, (rows, length, model.prediction_heads), dtype=np.int32)
+    return rng.integers(0, 11, (rows, length), dtype=np.int32), targets
+
+
+@EVERY
+def test_it_can_generate(kind: str) -> None:
+    assert check_causal_lm(tiny(kind))
+
+
+@EVERY
+@pytest.mark.parametrize("length", [9, 140])
+def test_no_position_sees_the_future(kind: str, length: int) -> None:
+    """A changed token leaves every bit before it and changes its own position; 140 is more than a tile."""
+    model = tiny(kind)
+    ids, _ = batch(model, 2, length)
+    before = model.hidden(ids)
+    for t in {1, length // 2, length - 1}:
+        changed = ids.copy()
+        changed[:, t] = (ids[:, t] + 1) % 11
+        after = model.hidden(changed)
+        assert np.array_equal(after[:, :t], before[:, :t])
+        assert (after[:, t] != before[:, t]).any(axis=-1).all()
+
+
+@EVERY
+def test_gradients_do_not_come_from_the_future_either(kind: str) -> None:
+    """Of the loss at position 0 alone, no gradient depends on later tokens."""
+    model = tiny(kind)
+    targets = np.full((1, 9, model.prediction_heads), -1, np.int32)
+    targets[0, 0] = 10
+    grads = []
+    for ids in (np.arange(9), np.array([0, 5, 5, 5, 5, 2, 2, 10, 10])):
+        stash = Stash()
+        model.forward(ids[None], targets, stash)
+        model.buffer.grads[...] = 0
+        model.backward(np.ones(model.prediction_heads), stash)
+        grads.append(model.buffer.grads.copy())
+    assert np.array_equal(*grads) and grads[0].any()
+
+
+@EVERY
+def test_a_cache_gives_the_same_as_the_whole_text(kind: str) -> None:
+    """In pieces of any size, also behind a rewind."""
+    model = tiny(kind)
+    ids, _ = batch(model, 2, 60)
+    wanted = model.hidden(ids)
+    cache = model.make_cache(2, 60)
+    parts = [model.hidden(part, cache=cache) for part in np.split(ids, [1, 2, 20, 40], axis=1)]
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), wanted, rtol=1e-10, atol=1e-12)
+    assert cache.length == 60 and cache.can_rewind
+    cache.rewind(17)
+    np.testing.assert_allclose(model.hidden(ids[:, 17:], cache=cache), wanted[:, 17:], rtol=1e-10, atol=1e-12)
+
+
+@EVERY
+def test_logits_are_those_that_the_loss_is_of(kind: str) -> None:
+    model = tiny(kind)
+    ids, targets = batch(model, 2, 7)
+    nll = model.forward(ids, targets)
+    assert nll.shape == targets.shape
+    for k in range(model.prediction_heads):
+        z = model.logits(model.hidden(ids), k)
+        picked = np.take_along_axis(z, np.maximum(targets[..., k, None], 0), axis=-1)[..., 0]
+        wanted = np.where(targets[..., k] < 0, 0, np.log(np.exp(z).sum(axis=-1)) - picked)
+        np.testing.assert_allclose(nll[..., k], wanted, rtol=1e-12, atol=1e-14)
+
+
+@EVERY
+def test_shards_of_a_batch_add_up_to_the_batch(kind: str) -> None:
+    """Replicas read the model's weights and own their gradients: the sum over shards is the whole step."""
+    model = tiny(kind)
+    ids, targets = batch(model, 4, 12)
+    scale, stash = np.full(model.prediction_heads, 0.3), Stash()
+    nll = model.forward(ids, targets, stash)
+    model.backward(scale, stash)
+    replicas, parts = [model.replica() for _ in range(2)], []
+    for replica, rows in zip(replicas, (slice(0, 1), slice(1, 4)), strict=True):
+        parts.append(replica.forward(ids[rows], targets[rows], stash))
+        replica.backward(scale, stash)
+    np.testing.assert_allclose(np.concatenate(parts), nll, rtol=1e-12)
+    summed = replicas[0].buffer.grads + replicas[1].buffer.grads
+    np.testing.assert_allclose(summed, model.buffer.grads, rtol=1e-9, atol=1e-12)
+    assert replicas[0].recompute == model.recompute
+
+
+@EVERY
+def test_ops_lists_each_in_the_order_of_forward(kind: str) -> None:
+    """What looks for the first NaN walks this list."""
+    order: list[str] = []
+
+    class Watched(Stash):
+        def push(self, owner: Any, *saved: Any) -> None:
+            order.append(owner.name)
+            super().push(owner, *saved)
+
+    model = tiny(kind)
+    model.forward(*batch(model, 1, 3), Watched(Stream(0, "noise")))
+    assert order == [op.name for op in model.ops()] and len(set(order)) == len(order)
+
+
+@EVERY
+def test_recomputation_gives_the_same_bits_from_less_memory(kind: str) -> None:
+    gradients, kept = [], []
+    for recompute in (False, True):
+        model = tiny(kind, recompute=recompute)
+        ids, targets = batch(model, 2, 131)
+        model.forward(ids, targets)  # what is made once, and kept: masks
+        stash = Stash(Stream(0, "noise"))
+        tracemalloc.start()
+        nll = model.forward(ids, targets, stash)
+        kept.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        model.backward(np.ones_like(nll), stash)
+        gradients.append(model.buffer.grads.copy())
+    assert np.array_equal(*gradients)
+    # NanoEuler and Llama keep the results of two norms less, GPT-2 those of the GELU; float64.
+    saved = model.config.layers * ids.size * 8 * model.config.dim * (4 if kind.startswith("gpt2") else 2)
+    assert kept[0] - kept[1] == pytest.approx(saved, rel=0.03)
+
+
+@EVERY
+def test_only_matrices_decay_and_they_come_first(kind: str) -> None:
+    model = tiny(kind)
+    model.buffer.values[: model.buffer.decay_end] = 7
+    for p in model.buffer.params:
+        assert bool((p.value == 7).all()) == p.decay == (len(p.shape) > 1), p.name
+
+
+@EVERY
+def test_the_start_is_gpt2s(kind: str) -> None:
+    """N(0, 0.02), projections into the stream divided by sqrt(2 layers), gains 1, biases 0: about log(V) nats."""
+    model = KINDS[kind][0](KINDS[kind][1].override({"dim": 96, "vocab": 300}), FP64)
+    model.initialise(seed=0)
+    for p in model.buffer.params:
+        if len(p.shape) == 1:
+            assert (p.value == (0 if p.name.endswith("bias") else 1)).all(), p.name
+        else:
+            into_residual = p.name.endswith(("out.weight", "down.weight"))
+            std = 0.02 / math.sqrt(2 * model.config.layers) if into_residual else 0.02
+            assert p.value.std() == pytest.approx(std, rel=4 / math.sqrt(2 * p.size)), p.name
+    rng = np.random.default_rng(0)
+    ids, targets = rng.integers(0, 300, (2, 64)), rng.integers(0, 300, (2, 64, model.prediction_heads))
+    assert model.forward(ids, targets).mean() == pytest.approx(math.log(300), rel=0.03)

@@ -1,0 +1,109 @@
+"""Llama and its kin: sizes and options. What all language models promise is in test_language_models.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.llama import PRESETS, Config, Llama
+from tinyforge.backends import get_backend
+from tinyforge.backends.phantom import PhantomBackend
+from tinyforge.errors import UserError
+
+FP64 = get_backend("numpy", "fp64", workers=1)
+TINY = Config(dim=12, heads=3, kv_heads=1, layers=2, context=40, vocab=11, hidden=10)
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [
+        ("stories260K", 260_032),
+        ("stories15M", 15_191_712),
+        ("stories42M", 41_689_600),
+        ("stories110M", 109_529_856),
+        ("SmolLM2-135M", 134_515_008),
+        ("TinyLlama-1.1B", 1_100_048_384),
+        ("Qwen2.5-0.5B", 494_032_768),
+    ],
+)
+def test_presets_have_the_published_sizes(preset: str, count: int) -> None:
+    config = PRESETS[preset].override({"context": 8})  # the tables of angles are no parameters
+    assert Llama(config, PhantomBackend("fp32")).buffer.count == count
+
+
+def test_a_config_survives_its_dictionary() -> None:
+    for config in PRESETS.values():
+        assert Config.from_dict(config.to_dict()) == config
+
+
+def test_the_head_size_follows_dim_and_heads_unless_it_is_given() -> None:
+    assert Config().override({"dim": 96}).head_dim == 12
+    assert Config().override({"dim": 96, "head_dim": 10}).override({"heads": 4}).head_dim == 10
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dim": 65}, "dim 65 is not divisible by heads 8; give head_dim"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"head_dim": -2}, "head_dim is -2, wants at least 1"),
+        ({"kv_heads": 3}, "heads 8 is not divisible by kv_heads 3"),
+        ({"window": -1}, "window is -1, wants 0"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; supported: none, linear, llama3"),
+        ({"rope_factor": 0.5}, "rope_factor 0.5"),
+        ({"rope_low_freq": 4.0}, "low below high"),
+    ],
+)
+def test_a_bad_config_is_a_one_line_error(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"config: .*{message}"):
+        Config.from_dict(values)
+
+
+def test_a_window_hides_what_lies_before_it() -> None:
+    """With one layer of window 5, position t reads the tokens t - 4 to t, and no other."""
+    model = Llama(TINY.override({"layers": 1, "window": 5}), FP64)
+    model.initialise(seed=0)
+    ids = np.arange(20)[None] % 11
+    before = model.hidden(ids)
+    changed = ids.copy()
+    changed[0, 3] = 0
+    differs = (model.hidden(changed) != before).any(axis=-1)[0]
+    assert np.flatnonzero(differs).tolist() == [3, 4, 5, 6, 7]
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    tied, untied = Llama(TINY, FP64), Llama(TINY.override({"tied": False}), FP64)
+    assert untied.buffer.count - tied.buffer.count == 11 * 12
+    assert "heads.weight" not in {p.name for p in tied.buffer.params}
+    tied.initialise(seed=0)
+    h = np.random.default_rng(0).normal(size=(2, 12))
+    np.testing.assert_allclose(tied.logits(h), h @ tied.embedding.weight.value.T, rtol=1e-14)
+
+
+@pytest.mark.parametrize("values", [{"qkv_bias": True}, {"qk_norm": True}, {"window": 5}, {"head_dim": 6}], ids=str)
+def test_the_fused_decoders_are_for_the_plain_shape(values: dict[str, Any]) -> None:
+    assert Llama(TINY.override(values), FP64).fused_weights() is None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_plain_shape_has_fused_weights(tied: bool) -> None:
+    model = Llama(TINY.override({"tied": tied}), FP64)
+    model.initialise(seed=0)
+    fused = model.fused_weights()
+    assert fused is not None and len(fused.layers) == 2 and len(fused.gains) == 5
+    assert fused.lm_heads.shape == (1, 11, 12) and np.shares_memory(fused.lm_heads, model.heads.weight.value)
+    assert np.shares_memory(fused.lm_heads, fused.embedding) == tied
+    assert fused.cos.shape == (40, 2)
+
+
+def test_flop_of_a_model_small_enough_to_count_by_hand() -> None:
+    # One layer, dim 4, hidden 6, one head of each kind, vocab 5, T = 3, norms included; the tied embedding once.
+    config = Config(dim=4, heads=1, kv_heads=1, layers=1, context=3, vocab=5, hidden=6)
+    params = 3 * 4 * 4 + 4 * 4 + 2 * 6 * 4 + 4 * 6 + 3 * 4 + 5 * 4
+    for window, pairs in ((0, 1 + 2 + 3), (2, 1 + 2 + 2), (7, 6)):
+        model = Llama(config.override({"window": window}), FP64)
+        assert model.flop_per_token(3) * 3 == pytest.approx(6 * params * 3 + 3 * 2 * (2 * 4) * pairs, rel=1e-15)
+    untied = Llama(config.override({"tied": False}), FP64)
+    assert untied.flop_per_token(3) == model.flop_per_token(3)

@@ -1,0 +1,131 @@
+"""Models in the formats of others: Hugging Face directories (safetensors) and llama2.c's .bin files.
+
+What a tensor of theirs is to us, the model's hf.py says (see `tinyforge.layout`). Nothing in a file is executed, all
+names and shapes are checked before a model is built, and tensors are read and written one at a time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.config import ModelConfig
+from tinyforge.errors import UserError
+from tinyforge.hub import huggingface, llama2c
+from tinyforge.hub.weights import Weights
+from tinyforge.layout import Entry
+from tinyforge.registry import ModelSpec, models
+from tinyforge.tensors import Lazy
+
+HEAD = "lm_head.weight"
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether `path` is another program's model; else it should be a checkpoint of ours."""
+    return llama2c.is_file(path) or huggingface.is_directory(path)
+
+
+def open_weights(path: Path) -> Weights:
+    """The weights of a foreign model, not read yet; UserError where the files are faulty."""
+    return llama2c.open_file(path) if llama2c.is_file(path) else huggingface.open_directory(path)
+
+
+def load_weights(weights: Weights, backend: Backend) -> Any:
+    """The model that the weights are of. Raises UserError, before anything is built, for an architecture that no
+    registered model reads, and for tensors that are missing, too many, or of the wrong shape."""
+    try:
+        spec = _spec_of(weights.config)
+        layout = _layout(spec)
+        config = layout.read_config(weights.config)
+        places = _places(weights, layout, config)
+    except UserError as error:
+        raise UserError(f"{weights.source}: {error}") from error
+    model = spec.build(config, backend)
+    params = {p.name: model.buffer.view(model.buffer.masters, p) for p in model.buffer.params}
+    for entry, read in places:
+        target = params[entry.ours]
+        entry.put(target, backend.asarray(read(), target.dtype))
+    model.buffer.publish()
+    return model
+
+
+def entries_of(model: Any) -> list[Entry]:
+    """Every tensor that the model has under Hugging Face's names. Raises UserError for a model that has none."""
+    return list(_layout(spec_of_model(model)).entries(model.config))
+
+
+def weights_of(model: Any) -> Weights:
+    """A model's weights under Hugging Face's names. What they have no place for is left out, with a line on stderr.
+
+    Raises UserError for a model that has no such form.
+    """
+    layout = _layout(spec_of_model(model))
+    if lost := layout.left_out(model.config):
+        print(f"note: left out: {lost}", file=sys.stderr)
+    params = {p.name: model.buffer.view(model.buffer.masters, p) for p in model.buffer.params}
+
+    def maker(entry: Entry) -> Callable[[], np.ndarray]:
+        if not entry.ours:
+            return lambda: np.zeros(entry.shape, np.float32)
+        return lambda: entry.take(model.backend.to_numpy(params[entry.ours]))
+
+    tensors = {entry.theirs: (entry.shape, maker(entry)) for entry in layout.entries(model.config)}
+    return Weights(Path(spec_of_model(model).name), layout.write_config(model.config), tensors)
+
+
+def spec_of_model(model: Any) -> ModelSpec:
+    """The registered model that `model` is one of."""
+    return next(spec for spec in models().values() if type(model.config) is spec.config)
+
+
+def _spec_of(config: dict[str, Any]) -> ModelSpec:
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise UserError(f"config.json: architectures is {names!r}, wants a list of one name; get the file again")
+    supported = {name: spec for spec in models().values() for name in spec.architectures}
+    if names[0] not in supported:
+        raise UserError(f"config.json: architecture {names[0]!r}; supported: {', '.join(supported)}")
+    return supported[names[0]]
+
+
+def _layout(spec: ModelSpec) -> ModuleType:
+    if not spec.hf:
+        raise UserError(f"{spec.title} has no form that other programs read; supported: --format tinyforge")
+    return importlib.import_module(spec.hf)
+
+
+def _places(
+    weights: Weights, layout: ModuleType, config: ModelConfig
+) -> list[tuple[Entry, Callable[[], np.ndarray]]]:
+    """Each tensor with its place, after a look at all names and shapes. One layer's tensors follow the other's, so that
+    a config of a billion layers is refused at the first that is missing."""
+    left = {name: found for name, found in weights.tensors.items() if not re.fullmatch(layout.IGNORED, name)}
+    if left and not any(name.startswith(layout.PREFIX) for name in left):  # files of the bare trunk
+        left = {name if name == HEAD else layout.PREFIX + name: found for name, found in left.items()}
+    places = []
+    for entry in layout.entries(config):
+        shape, read = left.pop(entry.theirs, (None, None))
+        if read is None:
+            raise UserError(f"tensor {entry.theirs} is missing; get the files again")
+        if shape != entry.shape:
+            raise UserError(f"tensor {entry.theirs} has shape {shape}, config.json asks for {entry.shape}")
+        places.append((entry, read))
+    if HEAD in left and _is_tied(left[HEAD], places[0]):
+        del left[HEAD]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise UserError(f"tensor {min(left)}{more} has no place in the model; its layers would be lost")
+    return places
+
+
+def _is_tied(head: Lazy, embedding: tuple[Entry, Any]) -> bool:
+    """Whether a head that config.json calls tied is the embedding, written twice."""
+    return head[0] == embedding[0].shape and np.array_equal(head[1](), embedding[1]())

@@ -1,0 +1,159 @@
+"""llama2.c's .bin files, read and written: https://github.com/karpathy/llama2.c, `legacy_export` and `run.c`.
+
+    header      7 int32: dim, hidden, layers, heads, kv_heads, vocab (negative: the head is not tied), context
+    float32     embedding (V, C); for all layers: attention norm, q, k, v, out, MLP norm, gate, down, up;
+                final norm; cos and sin of the angles (context, D/2); the head (V, C) where it is not tied
+
+Rotary pairs are neighbours there, (x_2i, x_2i+1), where Hugging Face and this project pair (x_i, x_i+D/2): the rows of q
+and k are reordered. The rest is a LlamaForCausalLM, and that is how this module shows it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinyforge.errors import UserError
+from tinyforge.files import written_whole
+from tinyforge.hub.weights import Weights
+
+HEADER = struct.Struct("<7i")
+LIMITS = {"dim": 1 << 16, "hidden": 1 << 20, "layers": 1 << 10, "heads": 1 << 10, "kv_heads": 1 << 10, "vocab": 1 << 24,
+          "context": 1 << 24}  # fmt: skip
+"""The largest sizes believed; a file that claims more is something else."""
+EPS, THETA = 1e-5, 10000.0  # as run.c has them
+_MAGIC = 0x616B3432  # "ak42": versions 1 and 2
+
+
+def is_file(path: Path) -> bool:
+    return path.suffix == ".bin"
+
+
+def open_file(path: Path) -> Weights:
+    """The weights in a .bin file, as a LlamaForCausalLM; tensors are not read yet.
+
+    Raises UserError for a file of another kind or version, sizes that cannot be, and a wrong length.
+    """
+    try:
+        with open(path, "rb") as opened:
+            head = opened.read(HEADER.size)
+        length = path.stat().st_size
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+    # Taken as a dim, these would be above 65,536; a true dim has zeros there.
+    if (head[:2] == b"PK" or head[:1] == b"\x80") and head[2:4] != b"\0\0":
+        raise UserError(
+            f"{path} is a pickle, which can run code when it is read; supported: llama2.c's .bin, safetensors"
+        )
+    if len(head) < HEADER.size:
+        raise UserError(f"{path} has {length} bytes, llama2.c's header alone {HEADER.size}; get the file again")
+    if int.from_bytes(head[:4], "little") == _MAGIC:
+        raise UserError(f"{path} is of llama2.c's version 1 or 2; supported: version 0, which run.c reads")
+    sizes = dict(zip(LIMITS, HEADER.unpack(head), strict=True))
+    tied, sizes["vocab"] = sizes["vocab"] > 0, abs(sizes["vocab"])
+    for name, limit in LIMITS.items():
+        if not 1 <= sizes[name] <= limit:
+            raise UserError(f"{path}: its header says {name} {sizes[name]}, wants 1 to {limit}; is it llama2.c's?")
+    config = _config(sizes, tied)
+    if sizes["dim"] % sizes["heads"] or sizes["heads"] % sizes["kv_heads"] or config["head_dim"] % 2:
+        raise UserError(
+            f"{path}: its header says dim {sizes['dim']}, {sizes['heads']} heads, {sizes['kv_heads']} key/value heads, "
+            "which do not divide; is it llama2.c's?"
+        )
+    places, offset = {}, HEADER.size
+    for name, shape in layout(config):
+        if name is not None:
+            places[name] = (shape, _reader(path, offset, shape, _heads(name, config)))
+        offset += 4 * math.prod(shape)
+    if offset != length:
+        raise UserError(f"{path} has {length:,} bytes, its header wants {offset:,}; get the file again")
+    return Weights(path, config, places)
+
+
+def write_file(path: Path, weights: Weights) -> None:
+    """Write a .bin file that run.c reads. Raises UserError for a model it cannot hold, and where it cannot write."""
+    config = weights.config
+    wanted = {
+        "architectures": ["LlamaForCausalLM"], "rms_norm_eps": EPS, "rope_theta": THETA, "rope_scaling": None,
+        "head_dim": config.get("hidden_size", 0) // config.get("num_attention_heads", 1),
+    }  # fmt: skip
+    for name, value in wanted.items():
+        if config.get(name) != value:
+            raise UserError(f"{path}: llama2.c's format has {name} {value}, the model {config.get(name)}; use a directory")
+    head_dim, context = config["head_dim"], config["max_position_embeddings"]
+    angle = np.arange(context)[:, None] * THETA ** (-np.arange(0, head_dim, 2) / head_dim)
+    angles = iter((np.cos(angle), np.sin(angle)))
+    vocab = config["vocab_size"] * (1 if config["tie_word_embeddings"] else -1)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    try:
+        with written_whole(path) as partial, open(partial, "wb") as out:
+            out.write(HEADER.pack(*(config[name] for name in names), vocab, context))
+            for name, _ in layout(config):
+                values = next(angles) if name is None else _interleaved(weights.tensors[name][1](), _heads(name, config))
+                np.ascontiguousarray(values, "<f4").tofile(out)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; free some space or choose another place") from error
+
+
+def layout(config: dict[str, Any]) -> Iterator[tuple[str | None, tuple[int, ...]]]:
+    """The tensors in the order of the file, by Hugging Face's names; None for the tables of angles."""
+    dim, hidden, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    width, kv = config["num_attention_heads"] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+    yield "model.embed_tokens.weight", (vocab, dim)
+    for name, shape in (
+        ("input_layernorm", (dim,)),
+        ("self_attn.q_proj", (width, dim)),
+        ("self_attn.k_proj", (kv, dim)),
+        ("self_attn.v_proj", (kv, dim)),
+        ("self_attn.o_proj", (dim, width)),
+        ("post_attention_layernorm", (dim,)),
+        ("mlp.gate_proj", (hidden, dim)),
+        ("mlp.down_proj", (dim, hidden)),
+        ("mlp.up_proj", (hidden, dim)),
+    ):
+        for layer in range(config["num_hidden_layers"]):
+            yield f"model.layers.{layer}.{name}.weight", shape
+    yield "model.norm.weight", (dim,)
+    for _ in ("cos", "sin"):
+        yield None, (config["max_position_embeddings"], config["head_dim"] // 2)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (vocab, dim)
+
+
+def _config(sizes: dict[str, int], tied: bool) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "hidden_size": sizes["dim"], "intermediate_size": sizes["hidden"], "num_hidden_layers": sizes["layers"],
+        "num_attention_heads": sizes["heads"], "num_key_value_heads": sizes["kv_heads"],
+        "head_dim": sizes["dim"] // sizes["heads"], "vocab_size": sizes["vocab"],
+        "max_position_embeddings": sizes["context"], "rms_norm_eps": EPS, "rope_theta": THETA, "rope_scaling": None,
+        "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
+def _heads(name: str, config: dict[str, Any]) -> int:
+    """How many heads' rotary pairs a tensor holds; 0 where it holds none."""
+    if name.endswith("q_proj.weight"):
+        return config["num_attention_heads"]
+    return config["num_key_value_heads"] if name.endswith("k_proj.weight") else 0
+
+
+def _reader(path: Path, offset: int, shape: tuple[int, ...], heads: int) -> Callable[[], np.ndarray]:
+    def read() -> np.ndarray:
+        stored = np.fromfile(path, "<f4", math.prod(shape), offset=offset).reshape(shape)
+        if not heads:
+            return stored
+        pairs = stored.reshape(heads, -1, 2, shape[1])  # (H, D/2, 2, C)
+        return pairs.swapaxes(1, 2).reshape(shape)
+
+    return read
+
+
+def _interleaved(x: np.ndarray, heads: int) -> np.ndarray:
+    """The rows of q or k, halves of each head, as neighbouring pairs; the reverse of what `_reader` does."""
+    return x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape) if heads else x

@@ -1,0 +1,113 @@
+"""Trained models in and out, whatever the format.
+
+    model, tokenizer = load_pretrained("SmolLM2-135M", get_backend())
+    save_pretrained(model, tokenizer, "my-model")
+
+Formats: "tinyforge", our own checkpoints; "hf", Hugging Face directories; "llama2c", llama2.c's .bin files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tinyforge import checkpoint
+from tinyforge.backends import Backend
+from tinyforge.errors import UserError
+from tinyforge.files import write_whole
+from tinyforge.hub import foreign, huggingface, llama2c, tokenizers
+from tinyforge.hub.runs import load
+from tinyforge.params import named
+from tinyforge.tensors import DTYPES
+from tinyforge.text.vocabulary import TextTokenizer
+
+FORMATS = ("hf", "llama2c", "tinyforge")
+
+
+def load_pretrained(
+    path: str | Path, backend: Backend, tokenizer: str | Path | None = None
+) -> tuple[Any, TextTokenizer]:
+    """The model and the tokenizer at `path`, in any of the formats.
+
+    tokenizer: its file or folder, where it does not lie beside the model. Raises UserError, naming the file, for what
+    is damaged or not supported; nothing is loaded by halves.
+    """
+    found = load(Path(path), backend, None if tokenizer is None else Path(tokenizer))
+    return found.model, found.tokenizer
+
+
+def save_pretrained(
+    model: Any,
+    tokenizer: TextTokenizer,
+    path: str | Path,
+    *,
+    format: str = "",
+    dtype: str = "f32",
+    meta: Mapping[str, Any] | None = None,
+    card: str = "",
+) -> None:
+    """Write a model and its tokenizer; other programs and `load_pretrained` read them.
+
+    format: one of FORMATS; left out, llama2c for a path that ends in .bin, else hf. dtype: "f32" or "bf16"; llama2c has
+    float32 alone. meta: of the run, for "tinyforge". card: the text of README.md; a short one where it is left out.
+    What a format has no place for is left out with a line on stderr. Raises UserError where the format cannot hold the
+    model, where `path` exists, and where it cannot be written.
+    """
+    path, spec = Path(path), foreign.spec_of_model(model)
+    format = format or ("llama2c" if llama2c.is_file(path) else "hf")
+    if format not in FORMATS or dtype not in DTYPES:
+        raise UserError(
+            f"cannot save as {format} in {dtype}; formats: {', '.join(FORMATS)}; types: {', '.join(DTYPES)}"
+        )
+    if path.exists():
+        raise UserError(f"{path} exists already; remove it, or choose another name")
+    if format == "llama2c":
+        if dtype != "f32":
+            raise UserError("llama2.c's .bin holds float32; leave out --dtype")
+        llama2c.write_file(path, foreign.weights_of(model))
+        tokenizers.write_for_llama2c(path, tokenizer)
+        return
+    content = {
+        "kind": "pretrain", "step": 0, **(meta or {}), "format": checkpoint.FORMAT, "model": spec.name,
+        "config": model.config.to_dict(), "tokenizer_hash": tokenizer.hash(),
+    }  # fmt: skip
+    card = card or _card(spec.title, spec.summary, model, format, dtype)
+    if format == "tinyforge":
+        tensors = named(model.buffer, model.buffer.masters, model.backend)
+        checkpoint.export(path, tensors, tokenizer, content, card, dtype)
+        return
+
+    def others(directory: Path) -> None:
+        tokenizers.write_for_huggingface(directory, tokenizer, model.config.context)
+        write_whole(directory / "README.md", card)
+
+    weights = foreign.weights_of(model)
+    weights.config.update(tokenizers.special_ids(tokenizer))
+    huggingface.write_directory(path, weights, dtype, others)
+
+
+CARD = """---
+library_name: {library}
+pipeline_tag: text-generation
+---
+
+# {title}, {count:,} parameters
+
+{summary}. Weights in {dtype}, written by tinyforge.
+
+    python -m tinyforge.chat --checkpoint DIR
+
+| {names} |
+|{rule}|
+| {values} |
+"""
+
+
+def _card(title: str, summary: str, model: Any, format: str, dtype: str) -> str:
+    config = model.config.to_dict()
+    return CARD.format(
+        library="transformers" if format == "hf" else "tinyforge", title=title, summary=summary, dtype=dtype,
+        count=model.buffer.count, names=" | ".join(config), rule="|".join(["---"] * len(config)),
+        values=" | ".join(map(str, config.values())),
+    )  # fmt: skip

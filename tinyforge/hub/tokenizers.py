@@ -1,0 +1,95 @@
+"""The tokenizer beside a model's weights: finding it, writing it, and the chat template that goes with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tinyforge.errors import UserError
+from tinyforge.files import read_json, read_text, write_whole
+from tinyforge.text import Tokenizer, load_tokenizer
+from tinyforge.text.chat_templates import recognise
+from tinyforge.text.sentencepiece import SentencePiece, write_llama2c
+from tinyforge.text.vocabulary import TextTokenizer
+
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+ENDS = ("<|endoftext|>", "</s>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>")
+"""Special tokens that end a text or a reply, as published models call them."""
+
+
+def find_tokenizer(model: Path, vocab: int, asked: Path | None = None) -> TextTokenizer:
+    """The tokenizer of a foreign model with `vocab` ids: what was asked for, or what lies beside the model.
+
+    A directory has it under a usual name; a .bin file beside it, as tok<vocab>.bin or tokenizer.bin, or in another
+    format under the same names. Raises UserError where there is none, and where it has more ids than the model.
+    """
+    if asked is not None:
+        found = load_tokenizer(asked)
+    elif model.is_dir():
+        found = _in_directory(model)
+    else:
+        names = [f"{stem}{suffix}" for stem in (f"tok{vocab}", "tokenizer") for suffix in (".bin", ".model", ".json")]
+        beside = next((file for name in names if (file := model.parent / name).is_file()), None)
+        if beside is None:
+            raise UserError(f"{model}: no tokenizer lies beside it; looked for {', '.join(names)}; give --tokenizer FILE")
+        found = load_tokenizer(beside)
+    if found.vocab_size > vocab:
+        raise UserError(
+            f"{model}: its tokenizer has {found.vocab_size} ids, the model {vocab}; give its own with --tokenizer FILE"
+        )
+    return found
+
+
+def _in_directory(path: Path) -> TextTokenizer:
+    # GPT-2's repository as it was first published.
+    if not (path / "tokenizer.json").is_file() and (path / "vocab.json").is_file():
+        return Tokenizer.from_gpt2(path / "vocab.json", path / "merges.txt")
+    return load_tokenizer(path)
+
+
+def template_in(path: Path, tokenizer: TextTokenizer) -> str:
+    """The name of the chat template of a Hugging Face directory, "plain" where there is none that is known."""
+    text = read_text(path / TEMPLATE, "the chat template") if (path / TEMPLATE).is_file() else ""
+    if not text and (path / CONFIG).is_file():
+        text = read_json(path / CONFIG, "the tokenizer's config").get("chat_template") or ""
+    found = recognise(text, tokenizer.specials) if isinstance(text, str) else None
+    return found.name if found else "plain"
+
+
+def special_ids(tokenizer: TextTokenizer) -> dict[str, Any]:
+    """bos_token_id and eos_token_id of config.json. transformers' defaults, 1 and 2, are two letters here."""
+    ends = [tokenizer.specials[text] for text in ENDS if text in tokenizer.specials]
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+
+
+def write_for_huggingface(directory: Path, tokenizer: TextTokenizer, context: int) -> None:
+    """tokenizer.json and tokenizer_config.json."""
+    from tinyforge.text.huggingface import to_huggingface
+
+    texts = {id: text for text, id in tokenizer.specials.items()}
+    end = next((text for text in ENDS if text in tokenizer.specials), None)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": False,
+        "bos_token": None if tokenizer.bos is None else texts[tokenizer.bos], "eos_token": end,
+    }  # fmt: skip
+    for name, content in (("tokenizer.json", to_huggingface(tokenizer)), (CONFIG, config)):
+        write_whole(directory / name, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+
+
+def write_for_llama2c(model: Path, tokenizer: TextTokenizer) -> Path:
+    """The tokenizer beside a .bin file, as `find_tokenizer` looks for it; returns its path.
+
+    llama2.c reads SentencePiece tokenizers alone; another one is written in our own format. Raises UserError where
+    another tokenizer lies in its place.
+    """
+    own = not isinstance(tokenizer, SentencePiece)
+    path = model.parent / f"tok{tokenizer.vocab_size}{'.json' if own else '.bin'}"
+    if path.exists():
+        if load_tokenizer(path).hash() != tokenizer.hash():
+            raise UserError(f"{path} exists already and is another tokenizer; choose another directory")
+    elif isinstance(tokenizer, SentencePiece):
+        write_llama2c(tokenizer, path)
+    else:
+        tokenizer.save(path)
+    return path

@@ -1,0 +1,71 @@
+"""How other libraries lay out a model's weights: the table that a model's hf.py is made of, and the checks it needs.
+
+The module that `ModelSpec.hf` names has
+
+    PREFIX                  what the names of the trunk's tensors begin with; files of the bare trunk lack it
+    IGNORED                 a regular expression: tensors that older files hold and that are no weights
+    read_config(given)      a Config from the content of config.json; raises UserError for what the model cannot be
+    write_config(config)    the reverse, architecture included
+    entries(config)          every tensor of theirs, as an `Entry`, layer by layer
+    left_out(config)        what `entries` does not carry over: a few words, or ""
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tinyforge.errors import UserError
+from tinyforge.kernel import Array
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of theirs: a parameter of ours, or a part of it along the first axis.
+
+    theirs, shape: its name and shape there. ours: our parameter's name; empty for a tensor that is zeros, since we have
+    none. part: which rows of ours (a slice), or which entry (a number, which drops the axis); None for all of it. transposed: theirs is the
+    transpose.
+    """
+
+    theirs: str
+    shape: tuple[int, ...]
+    ours: str
+    part: slice | int | None = None
+    transposed: bool = False
+
+    def put(self, ours: Array, theirs: Array) -> None:
+        """Write their tensor into its place in our parameter."""
+        self._at(ours)[...] = theirs.T if self.transposed else theirs
+
+    def take(self, ours: Array) -> Array:
+        """Their tensor, a view of our parameter."""
+        return self._at(ours).T if self.transposed else self._at(ours)
+
+    def _at(self, ours: Array) -> Array:
+        return ours if self.part is None else ours[self.part]
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def setting(given: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
+    """config.json's value of that name; the default where it is absent or null. Raises UserError for a wrong type,
+    and for a missing value without a default."""
+    value = given.get(name)
+    if value is None:
+        if default is None:
+            raise UserError(f"config.json has no {name}; get the file again")
+        return default
+    fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+    if not fits:
+        raise UserError(f"config.json: {name} is {value!r}, wants {_KINDS[kind]}")
+    return kind(value)
+
+
+def require(given: Mapping[str, Any], name: str, *supported: Any) -> None:
+    """Refuse a value of config.json that is none of those supported; the first is the default."""
+    value = given.get(name, supported[0])
+    if value not in supported:
+        raise UserError(f"config.json: {name} is {value!r}; supported: {', '.join(map(repr, supported))}")

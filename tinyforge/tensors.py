@@ -1,0 +1,117 @@
+"""Tensors in safetensors files, read and written one at a time.
+
+A file is the length of its header (8 bytes, little-endian), the header (JSON: type, shape and place of each tensor),
+and the tensors' bytes. Nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinyforge.errors import UserError
+from tinyforge.files import written_whole
+
+MOST_HEADER = 100 << 20  # bytes, as in the safetensors library
+
+_STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_NAMES = {"f32": "F32", "bf16": "BF16"}
+DTYPES = tuple(_NAMES)
+"""What files are written in; reading takes F16 and F64 too."""
+
+Lazy = tuple[tuple[int, ...], Callable[[], np.ndarray]]
+"""A tensor's shape, and the function that makes it: what keeps one tensor in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies. dtype: as the file calls it."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    def read(self) -> np.ndarray:
+        """float32, or float64 where it is stored so: both hold what the file has exactly."""
+        if self.dtype not in _STORED:
+            raise UserError(f"{self.file}: {self.name} is of type {self.dtype}; supported: {', '.join(_STORED)}")
+        stored = np.fromfile(self.file, _STORED[self.dtype], math.prod(self.shape), offset=self.start)
+        if self.dtype == "BF16":
+            stored = (stored.astype(np.uint32) << 16).view(np.float32)
+        elif self.dtype == "F16":
+            stored = stored.astype(np.float32)
+        return stored.reshape(self.shape)
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name; no tensor is read. Raises UserError, naming the file, where it is damaged."""
+    try:
+        size = file.stat().st_size
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if size < 8 or length > min(size - 8, MOST_HEADER):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(opened.read(length))
+        found = {name: _tensor(name, file, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"}
+        for name, tensor in found.items():
+            end = tensor.start + math.prod(tensor.shape) * np.dtype(_STORED.get(tensor.dtype, "u1")).itemsize
+            if end > size:
+                raise ValueError(f"{name} ends at byte {end} of {size}")
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}; check the path") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{file} is damaged, or no safetensors file ({error}); get it again") from error
+    return found
+
+
+def _tensor(name: str, file: Path, entry: dict[str, Any], base: int) -> Tensor:
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError(f"{name} has shape {shape} at {begin} to {end}")
+    dtype = entry["dtype"]
+    if dtype in _STORED and end - begin != math.prod(shape) * np.dtype(_STORED[dtype]).itemsize:
+        raise ValueError(f"{name} has shape {shape} of {dtype} in {end - begin} bytes")
+    return Tensor(name, file, dtype, shape, base + begin)
+
+
+def write(file: Path, tensors: Mapping[str, Lazy], dtype: str) -> None:
+    """Write tensors whole or not at all; one is in memory at a time.
+
+    dtype: one of DTYPES; bf16 rounds to nearest, ties to even. Raises OSError.
+    """
+    with written_whole(file) as partial, open(partial, "wb") as out:
+        for part in chunks(tensors, dtype):
+            out.write(part)
+
+
+def chunks(tensors: Mapping[str, Lazy], dtype: str) -> Iterator[bytes]:
+    """The bytes of a file: its header, then one tensor after the other."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset, itemsize = 0, np.dtype(_STORED[_NAMES[dtype]]).itemsize
+    for name, (shape, _) in tensors.items():
+        end = offset + math.prod(shape) * itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    yield len(text).to_bytes(8, "little") + text
+    for _, make in tensors.values():
+        yield encoded(make(), dtype).tobytes()
+
+
+def encoded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """x as it is stored: C-contiguous, little-endian."""
+    if dtype != "bf16":
+        return np.ascontiguousarray(x, _STORED[_NAMES[dtype]])
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
+    # Rounding up must not turn a NaN into an infinity; a quiet NaN keeps its upper half.
+    return np.where(np.isnan(x), (bits >> 16) | np.uint32(0x40), rounded).astype("<u2")
