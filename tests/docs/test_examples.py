@@ -18,7 +18,8 @@ import pytest
 from tinyforge.backends.compile import compile_to_cubin, promises_no_spills, variants
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs/gradcheck.md", ROOT / "docs/add-an-op.md", *sorted((ROOT / "docs/ops").glob("[a-z]*.md"))]
+GUIDES = [ROOT / "docs/gradcheck.md", ROOT / "docs/add-an-op.md", ROOT / "docs/inference.md"]
+PAGES = [*GUIDES, *sorted((ROOT / "docs/ops").glob("[a-z]*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"(?:#|//) (\w+\.(?:py|cu))\n")
 
@@ -29,6 +30,7 @@ def test_the_examples_of_a_page_print_what_it_says(
 ) -> None:
     write_examples(page, tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(ROOT)
     before = set(sys.modules)
     blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
     try:
@@ -46,7 +48,7 @@ def test_the_examples_of_a_page_print_what_it_says(
                 del sys.modules[name]
 
 
-def test_every_op_page_has_an_example_with_its_output() -> None:
+def test_every_page_has_an_example_with_its_output() -> None:
     for page in PAGES:
         kinds = [kind for kind, _ in BLOCK.findall(page.read_text(encoding="utf-8"))]
         assert ("python", "text") in zip(kinds, kinds[1:], strict=False), page

@@ -64,16 +64,16 @@ def test_every_file_that_is_named_is_there(page: Path) -> None:
 
 
 @cache
-def flags(module: str, script: str) -> set[str] | None:
-    """The flags in the command's --help; None if there is no such command."""
-    if module and importlib.util.find_spec(module) is None:
+def flags(module: str, script: str, word: str) -> set[str] | None:
+    """The flags in the command's --help, or in that of its subcommand `word`; None if there is no such command."""
+    if (module and not _is_module(module)) or (script and not (ROOT / script).exists()):
         return None
-    if script and not (ROOT / script).exists():
-        return None
-    what = ["-m", module] if module else [script]
-    done = subprocess.run([sys.executable, *what, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return set(re.findall(r"(--[a-z][\w-]*)", done.stdout))
+    command = [sys.executable, *(["-m", module] if module else [script])]
+    for arguments in ([word], []) if word else ([],):
+        done = subprocess.run([*command, *arguments, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        if done.returncode == 0:
+            return set(re.findall(r"(--[a-z][\w-]*)", done.stdout))
+    raise AssertionError(done.stderr)
 
 
 def test_every_command_and_flag_exists() -> None:
@@ -83,7 +83,8 @@ def test_every_command_and_flag_exists() -> None:
         for module, script, rest in COMMAND.findall(text):
             if module in ("venv", "pip", "pytest", "http.server", "tokenizers"):
                 continue
-            known = flags(module, script)
+            first = rest.split()[0] if rest.split() else ""
+            known = flags(module, script, first if re.fullmatch("[a-z]+", first) else "")
             if known is None:
                 wrong.append(f"{page.relative_to(ROOT)}: {module or script}")
                 continue

@@ -1,4 +1,4 @@
-"""README's first screen: its op is the real one, its row of the ledger is what the command prints, its figures are measured."""
+"""README's first screen: its op is the real one, its ledger row is what the command prints, figures are measured."""
 
 from __future__ import annotations
 
