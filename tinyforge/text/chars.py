@@ -51,8 +51,8 @@ class CharTokenizer(Vocabulary):
         known[known] = self._codes[ids[known]] == codes[known]
         if not known.all():
             raise UserError(
-                f"the tokenizer knows {len(self._codes)} characters, {chr(codes[~known][0])!r} is not among them; leave "
-                "it out, or use another tokenizer"
+                f"the tokenizer knows {len(self._codes)} characters, {chr(codes[~known][0])!r} is not among them; "
+                "leave it out, or use another tokenizer"
             )
         return ids.astype(self.id_dtype)
 
@@ -64,11 +64,8 @@ class CharTokenizer(Vocabulary):
         """Read a file that `save` wrote. Raises UserError, naming the file, when it is missing or damaged."""
         content = read_json(path, "the tokenizer")
         characters, specials = content.get("characters"), content.get("specials")
-        good = (
-            (content.get("format"), content.get("version")) == (FORMAT, VERSION)
-            and all(isinstance(part, list) and all(isinstance(t, str) and t for t in part) for part in (characters, specials))
-            and all(len(character) == 1 for character in characters)
-        )
-        if not good:
+        texts = isinstance(characters, list) and isinstance(specials, list) and [*characters, *specials]
+        good = texts and all(isinstance(text, str) and text for text in texts) and set(map(len, characters)) <= {1}
+        if not good or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
             raise UserError(f"{path} is not a tokenizer of characters; the file is damaged, make the tokenizer again")
         return cls(characters, specials)
