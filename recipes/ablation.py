@@ -88,8 +88,10 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
         meta = json.loads((checkpoint.latest(run) / "meta.json").read_text(encoding="utf-8"))
         wanted, stored = replace(arm.settings, seed=seed), PretrainSettings.from_dict(meta["settings"])
         for name in wanted.differences(stored):
-            raise UserError(f"{run} was made with {name} {getattr(stored, name)!r}, now it is {getattr(wanted, name)!r}; "
-                            "choose another --out")  # fmt: skip
+            raise UserError(
+                f"{run} was made with {name} {getattr(stored, name)!r}, now it is {getattr(wanted, name)!r}; choose "
+                "another --out"
+            )
         if meta["step"] == arm.settings.steps and OVERALL in read_scores(run, meta["step"]):
             return read_scores(run, meta["step"])
         flags = ["--resume"]

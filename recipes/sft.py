@@ -50,8 +50,10 @@ def encode(
 ) -> list[tuple[list[int], int]]:
     """Records as ids with the prompt's length; says how many could not be used, and how many lost the end."""
     if END_OF_REPLY not in tokenizer.specials:
-        raise UserError(f"the base's tokenizer has no special token {END_OF_REPLY}, which ends a reply; pretrain with one "
-                        "that has, e.g. without --tokenizer")  # fmt: skip
+        raise UserError(
+            f"the base's tokenizer has no special token {END_OF_REPLY}, which ends a reply; pretrain a base with one "
+            "that has, e.g. without --tokenizer"
+        )
     encoded = [encode_example(tokenizer, r, seq_len) for r in records]
     kept = [e for e in encoded if e is not None]
     end = tokenizer.specials[END_OF_REPLY]

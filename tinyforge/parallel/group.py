@@ -33,8 +33,8 @@ SLOT = 4 << 20  # bytes of a collective that are under way at a time
 class Group(Protocol):
     """`size` ranks, of which this is number `rank`.
 
-    Arrays are NumPy's and C-contiguous, those of `Alone` of any kind. Raises ValueError for another layout, RuntimeError where the ranks' calls do
-    not match, UserError where a rank has died.
+    Arrays are NumPy's and C-contiguous, those of `Alone` of any kind. Raises ValueError for another layout,
+    RuntimeError where the ranks' calls do not match, UserError where a rank has died.
     """
 
     rank: int

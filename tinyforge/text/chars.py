@@ -50,8 +50,8 @@ class CharTokenizer(Vocabulary):
         known[known] = self._codes[ids[known]] == codes[known]
         if not known.all():
             raise UserError(
-                f"the tokenizer knows {len(self._codes)} characters, {chr(codes[~known][0])!r} is not among them; leave "
-                "it out, or use another tokenizer"
+                f"the tokenizer knows {len(self._codes)} characters, {chr(codes[~known][0])!r} is not among them; "
+                "leave it out, or use another tokenizer"
             )
         return ids.astype(self.id_dtype)
 
@@ -62,11 +62,8 @@ class CharTokenizer(Vocabulary):
     def from_content(cls, content: dict[str, Any], path: Path) -> CharTokenizer:
         """From what `save` wrote into the file at `path`. Raises UserError, naming it, where it is damaged."""
         characters, specials = content.get("characters"), content.get("specials")
-        good = (
-            (content.get("format"), content.get("version")) == (FORMAT, VERSION)
-            and all(isinstance(part, list) and all(isinstance(t, str) and t for t in part) for part in (characters, specials))
-            and all(len(character) == 1 for character in characters)
-        )
-        if not good:
+        texts = isinstance(characters, list) and isinstance(specials, list) and [*characters, *specials]
+        good = texts and all(isinstance(text, str) and text for text in texts) and set(map(len, characters)) <= {1}
+        if not good or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
             raise UserError(f"{path} is not a tokenizer of characters; the file is damaged, make the tokenizer again")
         return cls(characters, specials)

@@ -31,8 +31,8 @@ tags: [{name}]
 
 # {title}, {size} parameters, {kind}
 
-{summary}. Every gradient was written by hand; trained and run by tinyforge without automatic differentiation. Weights
-are {weights}.
+{summary}. Every gradient was written by hand: it was trained, and runs, without automatic differentiation.
+Weights are {weights}.
 
 ## How to use it
 
@@ -99,7 +99,7 @@ def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
         kind="fine-tuned to answer" if tuned else "a base model: it continues text",
         prompt="" if tuned else ' --prompt "Once upon a time"',
         text='"### Instruction:\\nWho is here?\\n\\n### Response:\\n"' if tuned else '"Once upon a time"',
-        use=USE, limits=WORLD if built_in else OWN, shape=_table([{k: f"{v:g}" if isinstance(v, float) else v for k, v in config.to_dict().items()}]),
+        use=USE, limits=WORLD if built_in else OWN, shape=_table([_numbers(config)]),
         corpus="\n".join(_learned_from(kind, run) for kind, run in runs),
         runs="\n".join(_trained(kind, run, config) for kind, run in runs),
         scores=_scores(read_scores(found.path.parent, meta["step"])),
@@ -130,6 +130,10 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(rows[0])
     lines = [f"| {' | '.join(columns)} |".replace("_", " "), "|---" * len(columns) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(_cell(row[name]) for name in columns)} |" for row in rows), ""])
+
+
+def _numbers(config: ModelConfig) -> dict[str, Any]:
+    return {name: f"{value:g}" if isinstance(value, float) else value for name, value in config.to_dict().items()}
 
 
 def _cell(value: Any) -> str:

@@ -21,7 +21,7 @@ from tinyforge.train.objectives import LN2, Batch, Objective
 
 
 class Model(Protocol):
-    """What training asks of a model: nll (B, T, K) from ids and targets, its gradient, and copies that share weights."""
+    """What training asks of a model: nll, (B, T, K), its gradient, and copies that share its weights."""
 
     config: ModelConfig
     buffer: ParamBuffer

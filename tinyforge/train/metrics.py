@@ -43,7 +43,8 @@ class Metrics:
 
 
 def cannot_write_in(out: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write in {out}: {error.strerror}; choose another --out, or check its permissions and space")
+    fix = "choose another --out, or check its permissions and space"
+    return UserError(f"cannot write in {out}: {error.strerror}; {fix}")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -54,13 +54,12 @@ def plan_step(
     weights = METER.now - start
     optimizer = AdamW(model.buffer, backend)
     ready = METER.now - start
-    shape = (batch_size, seq_len)
-    ids, targets = backend.zeros(shape, np.dtype(np.int32)), backend.zeros((*shape, config.prediction_heads), np.dtype(np.int32))
-    stash = Stash()
-    # The upstream gradient of `NextTokens`: one number for each head.
-    model.forward(ids, targets, stash)
+    shape, heads, integers = (batch_size, seq_len), config.prediction_heads, np.dtype(np.int32)
+    ids, targets, stash = backend.zeros(shape, integers), backend.zeros((*shape, heads), integers), Stash()
+    nll = model.forward(ids, targets, stash)
     saved = METER.now - start - ready
-    model.backward(backend.zeros((config.prediction_heads,), backend.master_dtype), stash)
+    # One number for each head, as `NextTokens` gives without weights.
+    model.backward(backend.zeros((heads,), backend.master_dtype), stash)
     _, factor = optimizer.clip(1.0)
     optimizer.step(1e-3, factor)
     return Plan(weights, ready - weights, saved, METER.peak - start)

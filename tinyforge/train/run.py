@@ -44,8 +44,8 @@ class Task:
 
     batches(step): the micro-batches of that step, a pure function. evaluate(sharded): figures on held-out data, with
     `val_bits_per_byte` among them where there are bytes. sample(): a few lines to show. meta: what else goes into
-    meta.json: "kind", "model" and "config" at least, so that the checkpoint can be opened. flop_per_token: for the share
-    of the machine's peak that training reached.
+    meta.json; "kind", "model", "config" and "tokenizer_hash" at least, so that the checkpoint can be opened.
+    flop_per_token: for the share of the machine's peak that training reached.
     """
 
     model: Model

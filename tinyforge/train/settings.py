@@ -163,8 +163,8 @@ class PretrainSettings(Settings):
     steps: int | None = with_default("steps", 2300)
     model: str = setting(default_model, "which model of the zoo")
     config: str = setting("", "preset of the model, or a JSON file with the config's fields")
-    set: tuple[str, ...] = setting((), "override fields of the config, e.g. --set dim=192 layers=6; given again, it adds "
-                                   "to them", metavar="KEY=VALUE", adds=True)  # fmt: skip
+    set: tuple[str, ...] = setting((), "override fields of the config, e.g. --set dim=192 layers=6; given again, it "
+                                   "adds to them", metavar="KEY=VALUE", adds=True)  # fmt: skip
     tokenizer: str | None = setting(None, "tokenizer.json to use (default: train one on the data)", metavar="FILE")
     mix: tuple[str, ...] = setting((), "shares of the shards' sources, e.g. --mix books=0.7 web=0.3 (default: by their "
                                    "tokens)", metavar="NAME=WEIGHT")  # fmt: skip
@@ -189,10 +189,10 @@ class SftSettings(Settings):
     steps: int | None = with_default("steps", 1400)
     lr: float = with_default("lr", 2e-3)
     weight_decay: float = with_default("weight_decay", 0.0)
-    base: str | None = setting(None, "pretrained run or checkpoint to start from (default: the newest one under runs/)",
+    base: str | None = setting(None, "pretrained run or checkpoint to start from (default: the newest under runs/)",
                                metavar="DIR", card=NEVER)  # fmt: skip
-    max_reply: int | None = setting(None, "leave out training records whose reply takes more tokens: a model answers as "
-                                    "briefly as what it learned from", check=above_zero, metavar="TOKENS")  # fmt: skip
+    max_reply: int | None = setting(None, "leave out training records whose reply takes more tokens: a model answers "
+                                    "as briefly as what it learned from", check=above_zero, metavar="TOKENS")  # fmt: skip
 
 
 RECIPES: dict[str, type[Settings]] = {"pretrain": PretrainSettings, "sft": SftSettings}

@@ -1,0 +1,139 @@
+"""What is learned: an objective is checked through a small model like an op, and its figures are the loss by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.nanoeuler import Config, NanoEuler
+from tinyforge.backends import get_backend
+from tinyforge.gradcheck import TOLERANCE, directional_error
+from tinyforge.op import Stash
+from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.objectives import Batch, NextTokens
+
+FP64 = get_backend("numpy", "fp64", workers=1)
+CONFIG = Config(dim=8, heads=2, kv_heads=1, layers=1, context=7, vocab=11, mtp_heads=2, hidden=6, mtp_weights=(1, 0.5))
+OBJECTIVE = NextTokens(CONFIG.head_weights)
+
+
+def model() -> NanoEuler:
+    made = NanoEuler(CONFIG, FP64)
+    made.initialise(seed=1)
+    made.buffer.values *= 8  # far from the start, where all tokens are as likely
+    return made
+
+
+def batch(rows: int, seed: int, weights: str = "none") -> Batch:
+    """Random ids; a fifth of the targets are missing. weights: none, random of both signs, or a mask of 0 and 1."""
+    rng = np.random.default_rng(seed)
+    shape = (rows, 7, 2)
+    targets = rng.integers(0, 11, shape, dtype=np.int32)
+    targets[rng.random(shape) < 0.2] = -1
+    made = {"none": None, "random": rng.normal(size=shape), "mask": (rng.random(shape) < 0.5).astype(float)}
+    return Batch(rng.integers(0, 11, (rows, 7), dtype=np.int32), targets, made[weights])
+
+
+def loss_of(net: NanoEuler, batches: list[Batch], objective: NextTokens = OBJECTIVE) -> float:
+    counts = sum(objective.count(b) for b in batches)
+    sums = sum(objective.weigh(net.forward(b.ids, b.targets), b, counts, FP64)[0] for b in batches)
+    return objective.figures(sums, counts)["loss"]
+
+
+def worst_error(weights: str, objective: Any = OBJECTIVE) -> float:
+    """The gradient of the loss of two unequal micro-batches, against finite differences of it, over all parameters."""
+    net, rng = model(), np.random.default_rng(3)
+    batches = [batch(3, 0, weights), batch(2, 1, weights)]
+    counts = sum(objective.count(b) for b in batches)
+    for b in batches:
+        stash = Stash()
+        net.backward(objective.weigh(net.forward(b.ids, b.targets, stash), b, counts, FP64)[1], stash)
+        assert not len(stash)
+    return max(directional_error(lambda: loss_of(net, batches), p.value, p.grad, rng) for p in net.params())
+
+
+@pytest.mark.parametrize("weights", ["none", "random", "mask"])
+def test_the_gradient_is_the_losses(weights: str) -> None:
+    assert worst_error(weights) < TOLERANCE
+
+
+class PerBatch(NextTokens):
+    """A fault: each micro-batch is divided by its own count, as if the mean of means were the mean."""
+
+    def weigh(self, nll: Any, batch: Batch, counts: np.ndarray, backend: Any) -> tuple[Any, Any]:
+        return super().weigh(nll, batch, self.count(batch), backend)
+
+
+class Unweighted(NextTokens):
+    """A fault: the weights go into the loss and not into its gradient."""
+
+    def weigh(self, nll: Any, batch: Batch, counts: np.ndarray, backend: Any) -> tuple[Any, Any]:
+        sums, _ = super().weigh(nll, batch, counts, backend)
+        return sums, self.scale(counts)
+
+
+@pytest.mark.parametrize("fault", [PerBatch, Unweighted])
+def test_a_wrong_gradient_is_found(fault: type[NextTokens]) -> None:
+    assert worst_error("random", fault(CONFIG.head_weights)) > 1e-3
+
+
+def test_the_loss_is_the_weighted_mean_over_heads() -> None:
+    net, b = model(), batch(4, 5)
+    nll = net.forward(b.ids, b.targets)
+    means = [nll[..., k][b.targets[..., k] >= 0].mean() for k in range(2)]
+    assert loss_of(net, [b]) == pytest.approx((means[0] + 0.5 * means[1]) / 1.5, rel=1e-12)
+
+
+def test_a_mask_does_what_missing_targets_do() -> None:
+    net, b = model(), batch(4, 5, "mask")
+    gone = Batch(b.ids, np.where(b.weights == 0, -1, b.targets).astype(np.int32))
+    assert loss_of(net, [b]) == pytest.approx(loss_of(net, [gone]), rel=1e-12)
+    gradients = []
+    for each in (b, gone):
+        Sharded(net, FP64, OBJECTIVE).gradients([each])
+        gradients.append(net.buffer.grads.copy())
+    np.testing.assert_allclose(*gradients, rtol=1e-9, atol=1e-14)
+
+
+def test_uniform_weights_need_no_gradient_per_token() -> None:
+    """The fast path: one number for each head, and with weights of 1 the same gradient by the other path."""
+    net, b = model(), batch(4, 5)
+    counts = OBJECTIVE.count(b)
+    nll = net.forward(b.ids, b.targets)
+    fast, ones = OBJECTIVE.weigh(nll, b, counts, FP64), Batch(b.ids, b.targets, np.ones(b.targets.shape))
+    slow = OBJECTIVE.weigh(nll, ones, counts, FP64)
+    assert fast[1].shape == (2,) and slow[1].shape == (4, 7, 2)
+    assert np.array_equal(fast[0], slow[0]) and np.array_equal(np.broadcast_to(fast[1], (4, 7, 2)), slow[1])
+
+
+def test_a_head_without_targets_adds_nothing_and_takes_nothing_from_the_others() -> None:
+    whole = batch(4, 5)
+    targets = whole.targets.copy()
+    targets[..., 1] = -1
+    first = Batch(whole.ids, targets)
+    both, alone = (OBJECTIVE.scale(OBJECTIVE.count(b)) for b in (whole, first))
+    assert alone.tolist() == [both[0], 0.0]
+    assert OBJECTIVE.scale(np.zeros(3)).tolist() == [0.0, 0.0]
+
+
+def test_bits_per_byte_counts_true_bytes() -> None:
+    """Three predicted tokens of 1, 3 and 0 bytes (a special one), with 8 bits of surprise between them: 2 a byte."""
+    objective = NextTokens((1.0, 1.0), np.array([1, 3, 0, 9, 9, 9]))
+    b = Batch(np.zeros((1, 4), np.int32), np.array([[[0, 5], [1, 5], [2, -1], [-1, 5]]], np.int32))
+    sums = np.array([0, 0, 8 * np.log(2), 0])
+    assert objective.figures(sums, objective.count(b))["bits_per_byte"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("weights", ["none", "random"])
+def test_ranks_do_not_change_the_gradient(weights: str, workers: int) -> None:
+    batches = [batch(5, 0, weights), batch(1, 1, weights)]  # of one row, most ranks have none
+    found = []
+    for count in (1, workers):
+        net = model()
+        totals = Sharded(net, get_backend("numpy", "fp64", count), OBJECTIVE).gradients(batches)
+        found.append((totals.sums.copy(), net.buffer.grads.copy()))
+    for alone, shared in zip(*found, strict=True):
+        np.testing.assert_allclose(shared, alone, rtol=1e-10, atol=1e-14)
