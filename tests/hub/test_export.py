@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data import training
 from recipes import pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
@@ -23,8 +24,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pretrained and a fine-tuned run of a few steps, and the fine-tuned one exported to `small`."""
     path = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain, "BUILT_IN_DOCUMENTS", 400)  # of 40,000: a tenth of a second instead of ten
-        patch.setattr(pretrain, "HELD_OUT_DOCUMENTS", 20)
+        patch.setattr(training, "BUILT_IN_DOCUMENTS", 400)  # of 40,000: a tenth of a second instead of ten
+        patch.setattr(training, "HELD_OUT_DOCUMENTS", 20)
         patch.setattr(sft, "BUILT_IN_RECORDS", 300)
         make_runs(path)
     return path
