@@ -58,7 +58,7 @@ def test_the_weights_are_those_of_the_run_rounded(runs: Path) -> None:
 def test_the_card_tells_the_run(runs: Path) -> None:
     text = (runs / "small" / "README.md").read_text()
     assert text.startswith("---\nlicense: mit\n")
-    assert "python recipes/pretrain.py --set dim=16" in text and "--steps 3 --batch-size 2" in text
+    assert "python recipes/pretrain.py --steps 3 --batch-size 2" in text and "--set dim=16" in text
     assert "python recipes/sft.py" in text and "--lr 0.002" in text and "--mix" not in text
     for step in ("pretrain", "sft"):
         digest = checkpoint.load(runs / step).meta["data_hash"]
