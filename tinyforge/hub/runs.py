@@ -17,6 +17,7 @@ from tinyforge.hub.foreign import is_foreign, load_weights, open_weights, spec_o
 from tinyforge.hub.tokenizers import find_tokenizer, template_in
 from tinyforge.params import load_named
 from tinyforge.registry import ModelSpec, default_model, find_model, models
+from tinyforge.terminal import printable
 from tinyforge.text import TextTokenizer, load_tokenizer
 
 
@@ -148,4 +149,4 @@ def _is_whole(path: Path) -> bool:
 
 
 def _skip(path: Path, error: Exception) -> None:
-    print(f"skipping {path}: {error}", file=sys.stderr)
+    print(printable(f"skipping {path}: {error}"), file=sys.stderr)
