@@ -74,13 +74,13 @@ def build(found: checkpoint.Checkpoint, backend: Backend, recompute: bool = Fals
         )
     model = spec.build(config, backend, recompute=recompute)
     load_named(model.buffer, model.buffer.masters, found.weights, backend, found.path)
-    template = found.meta.get("template", "alpaca" if found.meta.get("kind") == "sft" else "plain")
+    template = str(found.meta.get("template", "alpaca" if found.meta.get("kind") == "sft" else "plain"))
     return Loaded(model, tokenizer, found.meta, found.path, template)
 
 
 def model_of(found: checkpoint.Checkpoint) -> tuple[ModelSpec, ModelConfig]:
     """The registered model that a checkpoint is of, the default one where it names none, and its config."""
-    name = found.meta.get("model", default_model())
+    name = str(found.meta.get("model", default_model()))
     if name not in models():
         raise UserError(
             f"checkpoint {found.path}: it holds a model {name!r}, which is not registered; known: "
