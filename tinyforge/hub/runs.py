@@ -103,8 +103,8 @@ def model_of(found: checkpoint.Checkpoint) -> tuple[ModelSpec, ModelConfig]:
 def add_checkpoint_flag(p: argparse.ArgumentParser) -> None:
     """--checkpoint, for `trained_model`."""
     p.add_argument("--checkpoint", metavar="DIR",
-                   help="a run, one of its checkpoints, or another program's model (default: the newest run under runs/, fine-tuned before "
-                   "pretrained; else the model that comes with the repository)")  # fmt: skip
+                   help="a run, one of its checkpoints, or another program's model (default: the newest run under "
+                   "runs/, fine-tuned before pretrained; else the model that comes with the repository)")  # fmt: skip
 
 
 def trained_model(asked: str | None) -> Path:
