@@ -373,7 +373,7 @@ def speculation_table(found: dict[str, Any]) -> str:
 
 def options_of(args: argparse.Namespace) -> Options:
     config = config_of(PretrainSettings(config=args.config))
-    assert isinstance(config, Config)  # the default model's, whose peer is in torch_decode.py
+    assert isinstance(config, Config), "the default model is not NanoEuler"
     position = args.position
     if position < args.tokens // 2 or position - args.tokens // 2 + 1 + args.tokens > config.context:
         raise UserError(
