@@ -186,7 +186,7 @@ FAULTS = [
           with_args(lambda *a: (*a[:-1], np.roll(a[-1], 1)))),
     Fault(ops.LayerNorm, "no term along xhat", layernorm_bwd,
           with_args(lambda dw, db, dy, w, xhat, rstd: (dw, db, dy, w, xhat * 0, rstd))),
-    Fault(ops.LayerNorm, "db 1 %", layernorm_bwd, then(lambda dw, db, *_: times(db, 1.01))),
+    Fault(ops.LayerNorm, "db 1 %", layernorm_bwd, then(lambda dw, db, *_: None if db is None else times(db, 1.01))),
     Fault(ops.RoPE, "turned the same way twice", rope,
           with_args(lambda out, x, cos, sin, *a: (out, x, cos, np.abs(sin), *a))),
     Fault(ops.Attention, "no row sum of dO O", attention_bwd,

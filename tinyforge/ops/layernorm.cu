@@ -28,6 +28,7 @@
 
 #include "ops/rows.cuh"
 
+// bias: null where there is none.
 extern "C" __global__ void layernorm_fwd(
     T *y, T *xhat, A *rstd, const T *x, const T *weight, const T *bias, int rows, int width, A eps
 ) {
@@ -53,7 +54,7 @@ extern "C" __global__ void layernorm_fwd(
     const A r = A(1) / sqrt(warp_sum(square) / A(width) + eps);
     if (threadIdx.x == 0) rstd[row] = r;
     each_vector(vectors, [&](int i, int v) {
-        const Vector p = in(i, v), w = load<VEC>(weight + v * VEC), b = load<VEC>(bias + v * VEC);
+        const Vector p = in(i, v), w = load<VEC>(weight + v * VEC), b = bias ? load<VEC>(bias + v * VEC) : Vector{};
         Vector out, hat;
 #pragma unroll
         for (int j = 0; j < VEC; j++) {

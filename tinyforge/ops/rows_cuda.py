@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends.compile import constant, load
-from tinyforge.backends.cupy_backend import add_columns, blocks, new, processors, scalar, vector, vectors_a_lane
+from tinyforge.backends.cupy_backend import (
+    add_columns,
+    blocks,
+    new,
+    or_null,
+    processors,
+    scalar,
+    vector,
+    vectors_a_lane,
+)
 from tinyforge.kernel import Array
 
 HEADER = "ops/rows.cuh"
@@ -20,19 +29,20 @@ def rows_and_width(x: Array) -> tuple[int, int]:
 
 
 def launch_rows(file: str, entry: str, arrays: tuple[Array, ...], *scalars: Any) -> None:
-    """One warp for each row. arrays: the kernel's, in its order; the first has the shape and the storage type."""
+    """One warp for each row. arrays: the kernel's, in its order, the first with the shape and the storage type; None
+    for a null pointer."""
     rows, width = rows_and_width(arrays[0])
     if rows:
-        vec, dtype = vector(width, *arrays), arrays[0].dtype
+        vec, dtype = vector(width, *(a for a in arrays if a is not None)), arrays[0].dtype
         launch = load(file, entry, SCALAR=scalar(dtype), VEC=vec, PER=vectors_a_lane(width, vec, dtype))
-        launch(blocks(rows, WARPS), (32, WARPS), (*arrays, np.int32(rows), np.int32(width), *scalars))
+        launch(blocks(rows, WARPS), (32, WARPS), (*map(or_null, arrays), np.int32(rows), np.int32(width), *scalars))
 
 
 def norm_backward(
     sums: tuple[Array, ...], file: str, entry: str, dy: Array, weight: Array, x: Array, rstd: Array,
     sums_alone: tuple[str, tuple[Array, ...]], residual: Array | None = None,
 ) -> Array:  # fmt: skip
-    """dx; the gradients of gain and bias are added to `sums`.
+    """dx; the gradients of gain and bias are added to `sums`, where the second may be None.
 
     sums_alone: the kernel, and its inputs, that makes the partial sums where a row does not fit in registers.
     """
