@@ -94,10 +94,11 @@ def encode_example(tokenizer: TextTokenizer, record: Record, seq_len: int) -> tu
     """
     if END_OF_REPLY not in tokenizer.specials:
         raise UserError(f"tokenizer: no special token {END_OF_REPLY}, wanted to end a reply; use another")
-    prompt = tokenizer.encode(render_prompt(record.instruction, record.input))
+    prompt = [] if tokenizer.bos is None else [tokenizer.bos]
+    prompt += tokenizer.encode(render_prompt(record.instruction, record.input))
     if not record.output.strip() or len(prompt) > seq_len:
         return None
-    ids = [*prompt, *tokenizer.encode(record.output), tokenizer.specials[END_OF_REPLY]]
+    ids = [*prompt, *tokenizer.encode(record.output, "text"), tokenizer.specials[END_OF_REPLY]]
     return ids[: seq_len + 1], len(prompt)
 
 
