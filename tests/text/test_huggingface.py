@@ -451,7 +451,7 @@ def test_byte_fallback_files_that_are_refused(dotted: str, value: object, wanted
         ({"tokens": ["a"], "specials": {}, "bos": None}, "got no token for the byte 0x00"),
         ({"specials": []}, "specials does not map texts to ids"),
         ({"specials": {"</s>": 999}}, "specials does not map texts to ids"),
-        ({"bos": -1}, "is no special token\'s id"),
+        ({"bos": -1}, "is not the id of a special token"),
         ({"merges": [[1, 2, 3]]}, "merges is not a list of pairs"),
         ({"merges": [[97, 999]]}, "merge 0: got the ids 97 and 999"),
         ({"merges": [[97, 97]]}, "merge 0: got the ids 97 and 97"),
