@@ -284,7 +284,7 @@ GOOD = HEAD + b"".join(entry(byte.encode()) for byte in BYTES)
         (GOOD + entry(b"ab", -1.0, 2**31 - 1), "got the length 2147483647"),
         (GOOD + entry(b"ab", -1.0, -9), "got the length -9"),
         (GOOD + entry(b"\xff"), "can't decode"),
-        (GOOD + entry(b""), "token 259: got 0 characters, wanted 1 to 1024"),
+        (GOOD + entry(b""), "token 259: got 0 characters, wanted 1 to 256"),
         (GOOD + entry(b"a" * 2000, -1.0), "token 259: got 2000 characters"),
         (GOOD + 2 * entry(b"a"), "token 260: got 'a', which is token 259 too"),
         (GOOD + entry(b"a") + entry(b"ab", -1.0) + entry(b"ac", -1.0), "got the score -1.0"),

@@ -41,7 +41,7 @@ VERSION = 1
 
 SPACE = "\u2581"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-MOST_CHARACTERS = 1024  # of one token; published vocabularies have up to 128
+MOST_CHARACTERS = 256  # of one token; SentencePiece itself makes at most 16 by default
 KNOWN_CHARACTERS = 1 << 22  # of all words that an encoder remembers
 
 DAMAGED = "get or make the file again"
