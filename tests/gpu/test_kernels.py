@@ -84,15 +84,20 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
         acc(r, c), act(r, n, c), act(r, c), act(r, n, c), some_rstd(r, n), act(r, n, c)),
     "add_rmsnorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), 1e-5),
     "layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, c), act(r, c), 1e-5),
-    "layernorm_bwd": lambda r, n, c: (acc(r, c), acc(r, c), act(r, n, c), act(r, c), act(r, n, c), some_rstd(r, n)),
+    "add_layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), act(r, c), 1e-5),
+    "add_layernorm_fwd no bias": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), None, 1e-5),
+    "layernorm_bwd": lambda r, n, c: (
+        acc(r, c), acc(r, c), act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), None),
+    "layernorm_bwd residual": lambda r, n, c: (
+        acc(r, c), acc(r, c), act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), act(r, n, c)),
     "softmax_fwd": lambda r, n, c: (act(r, n, c),),
     "softmax_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
     "swiglu_fwd": lambda r, n, c: (act(r, n, 2 * c),),
     "swiglu_bwd": lambda r, n, c: (None, act(r, n, c), act(r, n, 2 * c)),
     "gelu_fwd": lambda r, n, c: (act(r, n, c), "tanh"),
     "gelu_fwd erf": lambda r, n, c: (act(r, n, c), "erf"),
-    "gelu_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c), "tanh"),
-    "gelu_bwd erf": lambda r, n, c: (act(r, n, c), act(r, n, c), "erf"),
+    "gelu_bwd": lambda r, n, c: (None, act(r, n, c), act(r, n, c), "tanh"),
+    "gelu_bwd erf": lambda r, n, c: (None, act(r, n, c), act(r, n, c), "erf"),
     "rope": lambda r, n, c: (None, act(r, 2, n, 5, 2 * c), angles(r, n, c), angles(r, n, c), 3),
     "dropout": lambda r, n, c: (act(r, n, c), Stream(1).key, 0.3),
     "positions_fwd": lambda r, n, c: (act(r, 3, n, c), act(r, n + 1, c)),
@@ -104,6 +109,8 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "linear_bwd": lambda r, n, c: (acc(r, 24, c), None, act(r, n, 24), act(r, n, c), act(r, 24, c)),
     "linear_bwd bias": lambda r, n, c: (acc(r, c, 24), acc(r, c), act(r, n, c), act(r, n, 24), act(r, c, 24)),
     "swiglu_linear_fwd": lambda r, n, c: (act(r, n, 2 * c), act(r, 24, c)),
+    "gelu_linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24)),
+    "gelu_linear_bwd": lambda r, n, c: (acc(r, 24, c), acc(r, 24), act(r, n, 24), act(r, n, c), act(r, 24, c)),
     "swiglu_linear_bwd": lambda r, n, c: (acc(r, 24, c), act(r, n, 24), act(r, n, 2 * c), act(r, 24, c)),
 }  # fmt: skip
 
@@ -111,7 +118,7 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
 SHAPES = [(1, 1), (7, 33), (3, 8), (5, 128), (65, 768), (19, 1024), (4, 4096), (3000, 64)]
 # Rows of which a warp takes several, one more or one less than others, and more than are under way at a time.
 MANY_ROWS = [(9001, 200), (9001, 768), (9001, 1024)]
-OVER_MANY_ROWS = ("rmsnorm_bwd", "rmsnorm_bwd residual", "layernorm_bwd")
+OVER_MANY_ROWS = ("rmsnorm_bwd", "rmsnorm_bwd residual", "layernorm_bwd", "layernorm_bwd residual")
 ARRAYS = (Activation, Master)
 
 
@@ -167,7 +174,7 @@ def test_a_kernel_computes_what_numpy_computes(name: str, precision: str) -> Non
         assert len(got) == len(wanted)
         for g, w in zip(got, wanted, strict=True):
             assert g.dtype == backend.dtype and g.shape == w.shape
-            assert error(backend.to_numpy(g), w) <= TOLERANCE[precision] * (8 if name == "layernorm_fwd" else 1), (n, c)
+            assert error(backend.to_numpy(g), w) <= TOLERANCE[precision] * (8 if "layernorm_fwd" in name else 1), (n, c)
 
 
 def rounded(a: Any) -> Any:
@@ -181,7 +188,15 @@ def add_then_rmsnorm(residual: np.ndarray, delta: np.ndarray, weight: np.ndarray
     return (x, *KERNELS["rmsnorm_fwd"](x, weight, eps))
 
 
-PLAIN = {"add_rmsnorm_fwd": add_then_rmsnorm}
+def add_then_layernorm(residual: np.ndarray, delta: np.ndarray, *more: Any) -> Any:
+    x = (residual + delta).astype(dtype_of("bfloat16")).astype(np.float32)
+    return (x, *KERNELS["layernorm_fwd"](x, *more))
+
+
+PLAIN = {
+    "add_rmsnorm_fwd": add_then_rmsnorm, "add_layernorm_fwd": add_then_layernorm,
+    "add_layernorm_fwd no bias": add_then_layernorm,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
