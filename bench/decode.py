@@ -307,7 +307,7 @@ def measure_speculation(path: Path, backend: Backend, prompts: int, rounds: int)
     kinds = {"greedy": Sampling(temperature=0, max_tokens=SPECULATION_TOKENS),
              "sampled": Sampling(max_tokens=SPECULATION_TOKENS)}  # fmt: skip
     for kind, sampling in kinds.items():
-        drafts = range(config.mtp_heads)
+        drafts = range(loaded.model.prediction_heads)
         best = np.full((len(drafts), len(texts)), np.inf)
         totals = [Stats() for _ in drafts]
         replies: list[list[list[int]]] = [[] for _ in drafts]
@@ -373,6 +373,7 @@ def speculation_table(found: dict[str, Any]) -> str:
 
 def options_of(args: argparse.Namespace) -> Options:
     config = config_of(PretrainSettings(config=args.config))
+    assert isinstance(config, Config), "the default model is not NanoEuler"
     position = args.position
     if position < args.tokens // 2 or position - args.tokens // 2 + 1 + args.tokens > config.context:
         raise UserError(

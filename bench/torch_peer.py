@@ -189,12 +189,13 @@ class TorchTraining:
                 own[name].zero_()
                 own[name].flatten()[: value.size].copy_(torch.from_numpy(value).flatten())
 
-    def batch(self, found: Batch) -> tuple[torch.Tensor, ...]:
+    def batch(self, found: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """ids and targets on the device; a GPU takes them from pinned memory, and nothing waits for it."""
-        arrays = (torch.from_numpy(a).long() for a in (found.ids, found.targets))
+        ids, targets = torch.from_numpy(found.ids).long(), torch.from_numpy(found.targets).long()
         if self.device.type == "cpu":
-            return tuple(arrays)
-        return tuple(a.pin_memory().to(self.device, non_blocking=True) for a in arrays)
+            return ids, targets
+        on_device = {"device": self.device, "non_blocking": True}
+        return ids.pin_memory().to(**on_device), targets.pin_memory().to(**on_device)
 
     def step(self, ids: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
         """One step; returns the loss before it, without waiting for a GPU."""

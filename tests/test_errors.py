@@ -25,7 +25,11 @@ def raising(error: BaseException) -> None:
 
 @pytest.mark.parametrize(
     ("error", "status", "shown"),
-    [(UserError("no file; give one"), 2, "error: no file; give one\n"), (KeyboardInterrupt(), 130, "\nstopped\n")],
+    [
+        (UserError("no file; give one"), 2, "error: no file; give one\n"),
+        (UserError("unknown key 'a\x1b]0;title\x07'"), 2, "error: unknown key 'a]0;title'\n"),  # of somebody's file
+        (KeyboardInterrupt(), 130, "\nstopped\n"),
+    ],
 )
 def test_one_line_and_a_status(
     error: BaseException, status: int, shown: str, capsys: pytest.CaptureFixture[str]

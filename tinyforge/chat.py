@@ -39,6 +39,8 @@ SETTINGS = {
 
 
 def conversation_with(loaded: Loaded) -> Conversation:
+    if loaded.template not in TEMPLATES:
+        raise UserError(f"{loaded.path}: its chat template is {loaded.template!r}; known: {', '.join(TEMPLATES)}")
     return Conversation(loaded.model, loaded.tokenizer, TEMPLATES[loaded.template])
 
 

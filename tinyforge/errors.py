@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from tinyforge.terminal import printable
+
 
 class UserError(Exception):
     """A fault the user can mend. The message is one line that says what is wrong and what to do next."""
@@ -30,7 +32,7 @@ def run_command(main: Callable[[], int | None]) -> None:
     try:
         sys.exit(main() or 0)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)  # it may name what stands in a file
         sys.exit(2)
     except MemoryError as error:  # NumPy's, and CuPy's for a GPU
         cause = " ".join(str(error).split()) or "no memory is left"

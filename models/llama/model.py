@@ -157,7 +157,7 @@ class Llama(Op):
 
     def fused_weights(self) -> FusedWeights | None:
         c = self.config
-        if c.qkv_bias or c.qk_norm or c.window or c.heads * c.head_dim != c.dim:
+        if c.qkv_bias or c.qk_norm or c.window:
             return None
         layers = [FusedLayer(*(op.weight.value for op in (b.qkv, b.out, b.gate_up, b.down))) for b in self.blocks]
         table = self.embedding.weight.value

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data import training
 from recipes import pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
@@ -23,8 +24,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pretrained and a fine-tuned run of a few steps, and the fine-tuned one exported to `small`."""
     path = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain, "BUILT_IN_DOCUMENTS", 400)  # of 40,000: a tenth of a second instead of ten
-        patch.setattr(pretrain, "HELD_OUT_DOCUMENTS", 20)
+        patch.setattr(training, "BUILT_IN_DOCUMENTS", 400)  # of 40,000: a tenth of a second instead of ten
+        patch.setattr(training, "HELD_OUT_DOCUMENTS", 20)
         patch.setattr(sft, "BUILT_IN_RECORDS", 300)
         make_runs(path)
     return path
@@ -57,7 +58,7 @@ def test_the_weights_are_those_of_the_run_rounded(runs: Path) -> None:
 def test_the_card_tells_the_run(runs: Path) -> None:
     text = (runs / "small" / "README.md").read_text()
     assert text.startswith("---\nlicense: mit\n")
-    assert "python recipes/pretrain.py --set dim=16" in text and "--steps 3 --batch-size 2" in text
+    assert "python recipes/pretrain.py --steps 3 --batch-size 2" in text and "--set dim=16" in text
     assert "python recipes/sft.py" in text and "--lr 0.002" in text and "--mix" not in text
     for step in ("pretrain", "sft"):
         digest = checkpoint.load(runs / step).meta["data_hash"]

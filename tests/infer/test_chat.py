@@ -39,7 +39,7 @@ GREEDY = Sampling(temperature=0)
 WORLD = "é你🌍"  # no byte of it comes twice
 
 
-def save_parrot(out: Path, says: bytes, kind: str = "sft", context: int = 300) -> Path:
+def save_parrot(out: Path, says: bytes, kind: str = "sft", context: int = 300, **more: str) -> Path:
     """A run whose model answers `says`, in which each byte has one successor; one that ends as it began never ends."""
     config = Config(dim=264, heads=4, kv_heads=2, layers=1, context=context, vocab=TOKENIZER.vocab_size, mtp_heads=2,
                     hidden=8, mtp_weights=(1, 0.5))  # fmt: skip
@@ -56,7 +56,7 @@ def save_parrot(out: Path, says: bytes, kind: str = "sft", context: int = 300) -
     for k, target in enumerate((follows, follows[follows])):
         model.heads.weight.value[k, target, np.arange(config.vocab)] = 1
     weights = named(model.buffer, model.buffer.values, model.backend)
-    meta = {"kind": kind, "config": config.to_dict(), "tokenizer_hash": TOKENIZER.hash()}
+    meta = {"kind": kind, "config": config.to_dict(), "tokenizer_hash": TOKENIZER.hash()} | more
     return checkpoint.save(out, 1, weights, {"m": np.zeros(1)}, TOKENIZER, meta, keep=0)
 
 
@@ -244,6 +244,13 @@ def test_a_broken_run_does_not_stop_the_default_choice(tmp_path: Path) -> None:
     done = run_chat("--prompt", "Hi", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, b"ok\n")
     assert done.stderr.startswith(b"skipping runs/broken/step-00000001: ") and done.stderr.count(b"\n") == 1
+
+
+def test_a_template_that_is_not_known_is_one_line(tmp_path: Path) -> None:
+    path = save_parrot(tmp_path, b"ok", template="morse")
+    done = run_chat("--checkpoint", str(path), "--prompt", "Hi", cwd=tmp_path)
+    assert done.returncode == 2 and b"its chat template is 'morse'; known: plain, alpaca" in done.stderr
+    assert done.stderr.count(b"\n") == 1
 
 
 def test_a_fresh_clone_answers(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from models.nanoeuler import Config, NanoEuler
 from tinyforge import checkpoint, inspect
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.infer.trace import trace
+from tinyforge.infer.trace import trace, weights_of
+from tinyforge.ops import Attention
 from tinyforge.params import named
 from tinyforge.text import Tokenizer
 
@@ -54,6 +56,14 @@ def test_the_attention_is_what_mixes_the_values(model: NanoEuler, monkeypatch: p
     for weights, (values, out) in zip(found, seen, strict=True):
         mixed = np.einsum("hts,shd->thd", weights, values.repeat(CONFIG.heads // CONFIG.kv_heads, axis=1))
         np.testing.assert_allclose(mixed, out.reshape(mixed.shape), rtol=1e-10)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 3}, {"causal": False}])
+def test_what_a_query_does_not_see_gets_no_weight(options: dict[str, Any]) -> None:
+    backend = get_backend("numpy", "fp64", workers=1)
+    op, qkv = Attention(4, 2, backend, **options), np.random.default_rng(0).normal(size=(1, 7, 8, 4))
+    mixed = np.einsum("hts,shd->thd", weights_of(op, qkv[0]), qkv[0, :, 6:].repeat(2, axis=1))
+    np.testing.assert_allclose(mixed, op.forward(qkv)[0], rtol=1e-10)
 
 
 def test_the_command(tmp_path: Path, model: NanoEuler, capsys: pytest.CaptureFixture[str]) -> None:

@@ -421,6 +421,8 @@ def test_dropout_draws_its_mask_from_the_stashs_noise(rng: np.random.Generator) 
     assert not np.array_equal(other, y)
     words = Stream(3, "step 1").fork("blocks.0.dropout").bits(x.size)
     assert np.array_equal(y > 0, (words >= 2**31).reshape(x.shape))
+    off = ops.Dropout(0.0, FP64)
+    assert off.forward(x, stash) is x and off.backward(dy, stash) is dy  # no kernel runs
     with pytest.raises(ValueError, match="rate is 1.0, wants 0 <= rate < 1"):
         ops.Dropout(1.0, FP64)
 

@@ -120,3 +120,10 @@ def test_more_workers_need_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     check_fits(SPEC, TINY, get_backend("numpy", "fp32", workers=1), 4, 256)
     with pytest.raises(UserError, match="--batch-size 3 fits|--recompute makes it fit"):
         check_fits(SPEC, TINY, get_backend("numpy", "fp32", workers=2), 4, 256)
+
+
+def test_dropout_is_part_of_the_forecast() -> None:
+    spec = find_model("gpt2")
+    config = spec.presets["char"].override({"dim": 32, "heads": 2, "layers": 1, "dropout": 0.5})
+    with_dropout, without = (plan_step(spec, c, "bf16", 4, 64) for c in (config, config.override({"dropout": 0.0})))
+    assert with_dropout.peak > without.peak

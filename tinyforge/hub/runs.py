@@ -17,6 +17,7 @@ from tinyforge.hub.foreign import is_foreign, load_weights, open_weights, spec_o
 from tinyforge.hub.tokenizers import find_tokenizer, template_in
 from tinyforge.params import load_named
 from tinyforge.registry import ModelSpec, default_model, find_model, models
+from tinyforge.terminal import printable
 from tinyforge.text import TextTokenizer, load_tokenizer
 
 
@@ -73,13 +74,13 @@ def build(found: checkpoint.Checkpoint, backend: Backend, recompute: bool = Fals
         )
     model = spec.build(config, backend, recompute=recompute)
     load_named(model.buffer, model.buffer.masters, found.weights, backend, found.path)
-    template = found.meta.get("template", "alpaca" if found.meta.get("kind") == "sft" else "plain")
+    template = str(found.meta.get("template", "alpaca" if found.meta.get("kind") == "sft" else "plain"))
     return Loaded(model, tokenizer, found.meta, found.path, template)
 
 
 def model_of(found: checkpoint.Checkpoint) -> tuple[ModelSpec, ModelConfig]:
     """The registered model that a checkpoint is of, the default one where it names none, and its config."""
-    name = found.meta.get("model", default_model())
+    name = str(found.meta.get("model", default_model()))
     if name not in models():
         raise UserError(
             f"checkpoint {found.path}: it holds a model {name!r}, which is not registered; known: "
@@ -102,8 +103,8 @@ def model_of(found: checkpoint.Checkpoint) -> tuple[ModelSpec, ModelConfig]:
 def add_checkpoint_flag(p: argparse.ArgumentParser) -> None:
     """--checkpoint, for `trained_model`."""
     p.add_argument("--checkpoint", metavar="DIR",
-                   help="a run, one of its checkpoints, or another program's model (default: the newest run under runs/, fine-tuned before "
-                   "pretrained; else the model that comes with the repository)")  # fmt: skip
+                   help="a run, one of its checkpoints, or another program's model (default: the newest run under "
+                   "runs/, fine-tuned before pretrained; else the model that comes with the repository)")  # fmt: skip
 
 
 def trained_model(asked: str | None) -> Path:
@@ -148,4 +149,4 @@ def _is_whole(path: Path) -> bool:
 
 
 def _skip(path: Path, error: Exception) -> None:
-    print(f"skipping {path}: {error}", file=sys.stderr)
+    print(printable(f"skipping {path}: {error}"), file=sys.stderr)

@@ -24,7 +24,8 @@ class Trace(NamedTuple):
 def trace(model: CausalLM, ids: Sequence[int]) -> Trace:
     """The model's forward over one text, with what a backward would need; float64 NumPy arrays.
 
-    attention[l][h, t, s] = softmax over s <= t of q_t . k_s / sqrt(D). The query heads of a group read the same keys.
+    attention[l][h, t, s] = softmax over the visible s of q_t . k_s / sqrt(D). The query heads of a group read the same
+    keys.
     """
     model, stash = check_causal_lm(model), Stash()
     h = model.hidden(model.backend.asarray(np.asarray([ids])), stash)
@@ -38,8 +39,12 @@ def weights_of(op: Attention, qkv: Array) -> np.ndarray:
     """The weights with which an attention op mixes the values: (T, Hq + 2 Hkv, D) to (Hq, T, T)."""
     q, k = np.split(qkv[:, : op.heads + op.kv_heads].astype(np.float64), [op.heads], axis=1)
     scores = np.einsum("thd,shd->hts", q, k.repeat(op.heads // op.kv_heads, axis=1)) * q.shape[-1] ** -0.5
-    later = np.triu(np.ones(scores.shape[1:], bool), 1)
-    return softmax(np.where(later, -np.inf, scores))
+    visible = np.ones(scores.shape[1:], bool)
+    if op.causal:
+        visible = np.tril(visible)
+    if op.window is not None:
+        visible = np.triu(visible, 1 - op.window)
+    return softmax(np.where(visible, scores, -np.inf))
 
 
 def softmax(z: np.ndarray) -> np.ndarray:

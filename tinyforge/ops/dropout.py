@@ -34,7 +34,7 @@ class Dropout(Op):
     x, y: (...). m[i] = (bits[i] >= floor(p * 2^32)), bits[i] the i-th 32-bit word of the stream
     `stash.noise.fork(name)`: the same mask on every backend, and again in backward, so nothing but the stream's key is
     saved. Give each dropout of a model a name of its own, and each micro-batch of a run a noise of its own. Without a
-    stash, or without noise on it, nothing is random: y = x.
+    stash, without noise on it, or at rate 0, nothing is random: y = x, the same array.
 
     Source: Srivastava et al., "Dropout" (2014); masks without memory as in Salmon et al., Philox (2011).
     """
@@ -50,7 +50,7 @@ class Dropout(Op):
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         if stash is None:
             return x
-        key = None if stash.noise is None else stash.noise.fork(self.name).key
+        key = stash.noise.fork(self.name).key if stash.noise and self.rate else None
         stash.push(self, key)
         return x if key is None else self.k.dropout(x, key, self.rate)
 

@@ -15,6 +15,7 @@ from tinyforge.errors import UserError
 from tinyforge.op import Stash
 from tinyforge.optim import AdamW
 from tinyforge.registry import ModelSpec
+from tinyforge.rng import Stream
 
 OUTSIDE = 128 << 20
 """Bytes on a GPU that are not ours to count: cuBLAS's workspace, the kernels' code."""
@@ -55,8 +56,9 @@ def plan_step(
     optimizer = AdamW(model.buffer, backend)
     ready = METER.now - start
     shape, heads, integers = (batch_size, seq_len), config.prediction_heads, np.dtype(np.int32)
-    ids, targets, stash = backend.zeros(shape, integers), backend.zeros((*shape, heads), integers), Stash()
-    nll = model.forward(ids, targets, stash)
+    ids, targets = backend.zeros(shape, integers), backend.zeros((*shape, heads), integers)
+    stash = Stash(Stream(0, "plan"))  # as in a run: dropout takes memory too
+    _nll = model.forward(ids, targets, stash)  # alive until the end of backward, as in a step
     saved = METER.now - start - ready
     # One number for each head, as `NextTokens` gives without weights.
     model.backward(backend.zeros((heads,), backend.master_dtype), stash)

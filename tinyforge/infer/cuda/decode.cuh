@@ -1,4 +1,4 @@
-// What decode.cu and decode_batch.cu share: the queue of weights, products on tensor cores, attention over slabs.
+// What row.cu and batch.cu share: the queue of weights, products on tensor cores, attention over slabs.
 //
 // Before this is included, as macros: SCALAR, HEADS, KV_HEADS, HEAD_DIM, VOCAB, and DEPTH, the pieces in a lane's
 // queue.

@@ -1,0 +1,69 @@
+"""Every registered causal model, in the shapes of its gradient-check cases: decoders, sessions and traces agree with
+its plain forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError
+from tinyforge.infer import Sampling, generate, logits, make_decoder
+from tinyforge.infer.causal_lm import CausalLM
+from tinyforge.infer.decoder import ReferenceDecoder
+from tinyforge.infer.trace import trace
+from tinyforge.registry import models
+
+
+def small_models() -> Iterator[Any]:
+    for name, spec in models().items():
+        if hasattr(spec.build, "make_cache"):
+            cases = spec.build.cases(get_backend("numpy", "fp64", workers=1), np.random.default_rng(0))
+            for number, (model, _) in enumerate(cases):
+                yield pytest.param(model, id=f"{name}-{number}")
+
+
+MODELS = list(small_models())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_decoders_continue_as_the_plain_forward_does(model: CausalLM) -> None:
+    c = model.config
+    ids = np.random.default_rng(1).integers(0, c.vocab, (2, c.context))
+    wanted = logits(model, ids)
+    for decoder in (make_decoder(model, 2), ReferenceDecoder(model, 2)):
+        cut = c.context // 3
+        for row in range(2):
+            decoder.prefill(row, ids[row, :cut].tolist())
+        found = [decoder.step(ids[:, start : start + 2])[:, :, 0].copy() for start in range(cut, c.context, 2)]
+        np.testing.assert_allclose(np.concatenate(found, axis=1), wanted[:, cut:], rtol=0, atol=1e-9)
+        assert decoder.lengths == [c.context] * 2
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_greedy_text_is_that_of_the_plain_forward(model: CausalLM) -> None:
+    text, room = [0], min(12, model.config.context - 1)
+    if room == 0:
+        with pytest.raises(UserError, match="takes 1 tokens, the model's context is 1"):
+            next(generate(model, text, Sampling()))
+        return
+    for token in generate(model, [0], Sampling(temperature=0, max_tokens=room)):
+        assert token == logits(model, [text])[0, -1].argmax()
+        text.append(token)
+    assert len(text) == room + 1
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_trace_is_the_plain_forward_seen_inside(model: CausalLM) -> None:
+    ids = np.random.default_rng(2).integers(0, model.config.vocab, model.config.context).tolist()
+    found = trace(model, ids)
+    z = logits(model, [ids])[0]
+    p = np.exp(z - z.max(axis=-1, keepdims=True))
+    np.testing.assert_allclose(found.probabilities[:, 0], p / p.sum(axis=-1, keepdims=True), rtol=1e-9)
+    assert found.probabilities.shape[1] == model.prediction_heads
+    for weights in found.attention:
+        np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-12)
+        assert not np.triu(weights, 1).any()
