@@ -85,9 +85,12 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "add_rmsnorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), 1e-5),
     "layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, c), act(r, c), 1e-5),
     "add_layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), act(r, c), 1e-5),
-    "add_layernorm_fwd no bias": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), None, 1e-5),
+    "add_layernorm_fwd plain": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), None, 1e-5),
     "layernorm_bwd": lambda r, n, c: (
         acc(r, c), acc(r, c), act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), None),
+    "layernorm_fwd plain": lambda r, n, c: (act(r, n, c), act(r, c), None, 1e-5),
+    "layernorm_bwd plain": lambda r, n, c: (
+        acc(r, c), None, act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), None),
     "layernorm_bwd residual": lambda r, n, c: (
         acc(r, c), acc(r, c), act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), act(r, n, c)),
     "softmax_fwd": lambda r, n, c: (act(r, n, c),),
@@ -118,7 +121,8 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
 SHAPES = [(1, 1), (7, 33), (3, 8), (5, 128), (65, 768), (19, 1024), (4, 4096), (3000, 64)]
 # Rows of which a warp takes several, one more or one less than others, and more than are under way at a time.
 MANY_ROWS = [(9001, 200), (9001, 768), (9001, 1024)]
-OVER_MANY_ROWS = ("rmsnorm_bwd", "rmsnorm_bwd residual", "layernorm_bwd", "layernorm_bwd residual")
+OVER_MANY_ROWS = ("rmsnorm_bwd", "rmsnorm_bwd residual", "layernorm_bwd", "layernorm_bwd plain",
+                  "layernorm_bwd residual")  # fmt: skip
 ARRAYS = (Activation, Master)
 
 
@@ -195,7 +199,7 @@ def add_then_layernorm(residual: np.ndarray, delta: np.ndarray, *more: Any) -> A
 
 PLAIN = {
     "add_rmsnorm_fwd": add_then_rmsnorm, "add_layernorm_fwd": add_then_layernorm,
-    "add_layernorm_fwd no bias": add_then_layernorm,
+    "add_layernorm_fwd plain": add_then_layernorm,
 }  # fmt: skip
 
 

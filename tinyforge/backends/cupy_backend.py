@@ -49,6 +49,11 @@ def contiguous(x: Array) -> Array:
     return x if x.flags.c_contiguous else cupy.ascontiguousarray(x)
 
 
+def or_null(x: Array | None) -> Any:
+    """x, or the null pointer."""
+    return np.uintp(0) if x is None else x
+
+
 def vector(width: int, *arrays: Array) -> int:
     """Elements of a 16-byte access where rows of `width` and all addresses allow it, else 1. First array: storage."""
     count = 16 // arrays[0].itemsize
@@ -78,11 +83,11 @@ def processors() -> int:
 
 
 def add_columns(out: Array, second: Array | None, partial: Array) -> None:
-    """out += the sum over the rows of partial, in a fixed order; the columns past out's size go to `second`."""
+    """out += the sum over the rows of partial, in a fixed order; the columns past out's size go to `second`, if any."""
     count, columns = partial.shape
     launch = load("ops/columns.cu", "add_columns", SCALAR=scalar(partial.dtype))
     numbers = map(np.int32, (count, columns, out.size))
-    launch(blocks(columns, 32), (32, 32), (out, out if second is None else second, partial, *numbers))
+    launch(blocks(columns, 32), (32, 32), (out, or_null(second), partial, *numbers))
 
 
 class CupyBackend(Backend):

@@ -3,8 +3,8 @@
 A phantom array has a shape, a dtype and an owner that counts its bytes while anything refers to it. The model, its
 backward and the optimizer run on phantoms as they do on arrays; Python lets go of a phantom when it would let go of the
 array, so the peak of the count is the peak of the real step. Each kernel has a memory shape function beside its body,
-`@....on("phantom")`, which allocates what the CUDA launcher does and computes nothing. No GPU is needed, and `base`
-takes a tenth of a second.
+`@....on("phantom")`, which allocates what the CUDA launcher does and computes nothing. Left out is scratch whose size
+follows from the number of multiprocessors: a megabyte or two. No GPU is needed, and `base` takes a tenth of a second.
 """
 
 from __future__ import annotations

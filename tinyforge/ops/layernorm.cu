@@ -67,11 +67,8 @@ __device__ __forceinline__ void forward(
         rstd[row] = r;
     }
     each_vector(vectors, [&](int i, int v) {
-        const Vector p = in(i, v), w = load<VEC>(weight + v * VEC);
-        Vector b, out;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) narrow(A(0), b.v[j]);
-        if (bias) b = load<VEC>(bias + v * VEC);
+        const Vector p = in(i, v), w = load<VEC>(weight + v * VEC), b = bias ? load<VEC>(bias + v * VEC) : Vector{};
+        Vector out;
 #pragma unroll
         for (int j = 0; j < VEC; j++) {
             narrow((widen(p.v[j]) - mean) * r * widen(w.v[j]) + widen(b.v[j]), out.v[j]);

@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends.compile import constant, load
-from tinyforge.backends.cupy_backend import add_columns, blocks, new, processors, scalar, vector, vectors_a_lane
+from tinyforge.backends.cupy_backend import (
+    add_columns,
+    blocks,
+    new,
+    or_null,
+    processors,
+    scalar,
+    vector,
+    vectors_a_lane,
+)
 from tinyforge.kernel import Array
 
 HEADER = "ops/rows.cuh"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import blocks, contiguous, new, scalar, vector
+from tinyforge.backends.cupy_backend import blocks, contiguous, new, or_null, scalar, vector
 from tinyforge.kernel import Array
 from tinyforge.ops import swiglu
 
@@ -33,5 +33,5 @@ def swiglu_bwd(hidden: Array | None, dy: Array, gu: Array) -> Array:
         vec = vector(half, gu, dy, dgu, *(() if hidden is None else (hidden,)))
         launch = load(FILE, "swiglu_bwd", SCALAR=scalar(gu.dtype), VEC=vec)
         counts = (np.uint32(dy.size // vec), np.uint32(half // vec))
-        launch(blocks(dy.size // vec), (256,), (dgu, np.uintp(0) if hidden is None else hidden, dy, gu, *counts))
+        launch(blocks(dy.size // vec), (256,), (dgu, or_null(hidden), dy, gu, *counts))
     return dgu

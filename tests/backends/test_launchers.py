@@ -1,0 +1,225 @@
+"""What launchers hand to their kernels, against the signatures in the .cu files, without a GPU.
+
+A launch checks nothing: an argument too few, a float32 array for a bf16 one or a 64-bit number for a 32-bit one is read
+as whatever bits are there. Here every launcher runs on arrays of the host that stand for the device's, and each launch
+is compared with the entry's parameters: how many, which element type a pointer has, which width a number.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinyforge import ops
+from tinyforge.backends import PRECISIONS, Backend, dtype_of, wide
+from tinyforge.backends import compile as kernels
+from tinyforge.kernel import bind
+from tinyforge.op import Op, Stash
+from tinyforge.ops.attention import attention_bwd, attention_fwd
+from tinyforge.ops.cross_entropy import sum_tokens
+from tinyforge.optim import AdamWConfig
+from tinyforge.optim.adamw import adamw_, clip_factor
+from tinyforge.rng import Stream
+
+pytest.importorskip("cupy", reason="launchers need CuPy, not a GPU")
+pytest.importorskip("ml_dtypes")
+
+LAUNCHERS = (
+    "ops.add_rmsnorm", "ops.attention", "ops.cross_entropy", "ops.dropout", "ops.embedding", "ops.gelu",
+    "ops.layernorm", "ops.linear", "ops.positions", "ops.rmsnorm", "ops.rope", "ops.rows", "ops.softmax", "ops.swiglu",
+    "ops.swiglu_linear", "optim.adamw",
+)  # fmt: skip
+NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32}
+SCALARS = {"double": "float64", "float": "float32", "bf16": "bfloat16"}
+
+
+class OnDevice(np.ndarray):
+    """An array of the host that a launcher takes for one of the device: it has an address to look at."""
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(ptr=self.ctypes.data // 512 * 512)
+
+
+class FakeCupy(Backend):
+    """The backend `cupy` on arrays of the host; nothing is computed."""
+
+    name = "cupy"
+    xp = np
+    tf32 = False
+
+    def __init__(self, precision: str) -> None:
+        super().__init__(precision, workers=1)
+
+    def empty(self, shape: tuple[int, ...]) -> OnDevice:
+        return np.zeros(shape, self.dtype).view(OnDevice)
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype | None = None) -> OnDevice:
+        return np.zeros(shape, self.dtype if dtype is None else dtype).view(OnDevice)
+
+    def asarray(self, array: Any, dtype: np.dtype | None = None) -> OnDevice:
+        array = np.asarray(array)
+        return array.astype(dtype or (self.dtype if array.dtype.kind in "fV" else np.int32)).view(OnDevice)
+
+
+class Launches:
+    """Stands for `compile.load`: each kernel that it gives compares its arguments with the entry's parameters."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def load(self, file: str, entry: str, shared_bytes: int = 0, **macros: Any) -> Callable[..., None]:
+        parameters = self.parameters(file, entry, macros)
+        known = {name for v in kernels.variants(file) for name in v}
+        assert set(macros) <= known, f"{file} is never compiled with {set(macros) - known}"
+
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_mem: int = 0) -> None:
+            self.seen.append(entry)
+            assert min(grid) > 0 and 0 < np.prod(block) <= 1024 and shared_mem == shared_bytes, (entry, grid, block)
+            assert len(args) == len(parameters), f"{entry} takes {parameters}, got {len(args)}"
+            for argument, parameter in zip(args, parameters, strict=True):
+                self.compare(entry, parameter, argument, macros)
+
+        return launch
+
+    @staticmethod
+    def parameters(file: str, entry: str, macros: dict[str, Any]) -> list[str]:
+        text = kernels.read(file).replace("BAND_ARGUMENTS", ", i64 back, i64 forth" if "BAND" in macros else "")
+        found = re.search(rf'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?{entry}\(([^)]*)\)', text)
+        assert found is not None, f"{file} has no entry {entry}"
+        return [" ".join(p.split()) for p in found[1].split(",")]
+
+    @staticmethod
+    def compare(entry: str, parameter: str, argument: Any, macros: dict[str, Any]) -> None:
+        kind = parameter.removeprefix("const ").rsplit(" ", 1)[0]
+        scalar = macros.get("SCALAR") or macros.get("REAL") or "bf16"
+        if kind == "T":
+            kind = scalar
+        elif kind == "A":
+            kind = "double" if scalar == "double" else "float"
+        elif kind in ("REAL", "float2"):
+            kind = scalar if kind == "REAL" else "float"
+        where = f"{entry}: {parameter}"
+        if "*" in parameter:
+            if isinstance(argument, np.uintp):
+                assert argument == 0, where
+                return
+            assert isinstance(argument, OnDevice), f"{where}, got {type(argument)}"
+            wanted = dtype_of(SCALARS[kind]) if kind in SCALARS else np.dtype(NUMBERS[kind])
+            assert argument.dtype == wanted, f"{where}, got {argument.dtype}"
+        elif isinstance(argument, int):  # CuPy passes it with 64 bits
+            assert kind == "i64", where
+        else:
+            assert type(argument) is NUMBERS[kind], f"{where}, got {type(argument)}"
+
+
+def fake_gemm(
+    a: Any, b: Any, out: Any = None, *, transpose_a: bool = False, transpose_b: bool = False, accumulate: bool = False,
+    tf32: bool = False,
+) -> Any:  # fmt: skip
+    m, k = a.shape[::-1] if transpose_a else a.shape
+    rows, n = b.shape[::-1] if transpose_b else b.shape
+    assert k == rows and a.dtype == b.dtype and (out is not None or not accumulate)
+    out = OnDevice((m, n), a.dtype) if out is None else out
+    assert out.shape == (m, n) and out.dtype in (a.dtype, wide(a.dtype))
+    return out
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    found = Launches()
+    device = SimpleNamespace(attributes={"MultiProcessorCount": 132}, compute_capability="90")
+    cupy = SimpleNamespace(
+        ndarray=OnDevice, asarray=lambda x: np.asarray(x).view(OnDevice), cuda=SimpleNamespace(Device=lambda: device),
+        ascontiguousarray=lambda x: np.ascontiguousarray(x).view(OnDevice), empty=OnDevice,
+    )  # fmt: skip
+    from tinyforge.backends import cupy_backend
+    from tinyforge.ops import attention_cuda
+
+    caches = (cupy_backend.processors, attention_cuda.plain, attention_cuda.tensor_core, attention_cuda.has_wgmma)
+    for module in (cupy_backend, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
+        for name, stand_in in (("load", found.load), ("gemm", fake_gemm), ("cupy", cupy), ("cp", cupy)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand_in)
+    for cached in caches:
+        cached.cache_clear()
+    yield found
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_no_launcher_is_left_out() -> None:
+    folder = files("tinyforge")
+    there = {f"{d}.{f.name[: -len('_cuda.py')]}" for d in ("ops", "optim") for f in (folder / d).iterdir()
+             if f.name.endswith("_cuda.py")}  # fmt: skip
+    assert there == set(LAUNCHERS)
+
+
+@pytest.mark.parametrize("kind", ops.ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_launchers_pass_what_their_kernels_declare(kind: type[Op], precision: str, launches: Launches) -> None:
+    if kind is ops.Attention and precision == "bf16":
+        pytest.skip("the cases' head sizes have no kernel in bf16; the next test has some that do")
+    for op, inputs in kind.cases(FakeCupy(precision), np.random.default_rng(0)):
+        for per_head in (False, True)[: 1 + kind.per_head]:
+            stash = Stash(Stream(7, "test"))
+            y = op.forward(*inputs, stash=stash)
+            op.backward(y[0, :].reshape(-1)[: y.shape[-1]] if per_head else y, stash)
+            assert not len(stash)
+    assert launches.seen
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("seen", [(True, None), (True, 40), (False, None)])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_attention_kernel_gets_what_it_declares(
+    precision: str, dim: int, seen: Any, hopper: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinyforge.ops import attention_cuda
+
+    monkeypatch.setattr(attention_cuda, "has_wgmma", lambda: hopper)
+    backend = FakeCupy(precision)
+    monkeypatch.setattr(backend, "tf32", precision == "tf32", raising=False)
+    k = bind((attention_fwd, attention_bwd), backend, "test")
+    qkv, dqkv = (backend.zeros((2, 130, 8, dim)) for _ in range(2))
+    parts, dparts = ((x[:, :, :4], x[:, :, 4:6], x[:, :, 6:]) for x in (qkv, dqkv))
+    q, key, v = parts
+    out, lse = k.attention_fwd(q, key, v, *seen)
+    k.attention_bwd(*dparts, out, q, key, v, out, lse, *seen)
+    instructions = "plain"
+    if precision == "bf16":
+        instructions = "wgmma" if hopper and dim == 64 and seen == (True, None) else "mma"
+    elif precision == "tf32" and seen == (True, None):
+        instructions = "tf32"
+    assert launches.seen == [f"attention_{part}_{instructions}" for part in ("fwd", "bwd_q", "bwd_kv")]
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_the_optimizers_launches(precision: str, launches: Launches) -> None:
+    backend = FakeCupy(precision)
+    flat = [backend.zeros((64,), backend.master_dtype) for _ in range(4)]
+    values = flat[0] if backend.dtype == backend.master_dtype else backend.zeros((64,))
+    clip, update, summed = (k.bind(backend) for k in (clip_factor, adamw_, sum_tokens))
+    _, factor = clip(flat[3], 1.0, 1.0)
+    clip(flat[3], np.asarray(factor).view(OnDevice), 1.0)
+    update(values, *flat, 1, 1e-3, 0.1, np.asarray(factor).view(OnDevice), AdamWConfig())
+    summed(backend.zeros((5, 3), backend.master_dtype))
+    assert launches.seen == ["square_sums", "finish_norm", "square_sums", "finish_norm", "adamw", "sum_heads"]
+
+
+def test_a_wrong_argument_shows(launches: Launches) -> None:
+    kernel = launches.load("ops/softmax.cu", "softmax_fwd", SCALAR="bf16", VEC=8, PER=1)
+    y, x = (FakeCupy("bf16").zeros((2, 64)) for _ in range(2))
+    single, rows = FakeCupy("fp32").zeros((2, 64)), np.int32(2)
+    kernel((1,), (32, 8), (y, x, rows, np.int32(64)))
+    for wrong in ((y, x, rows), (y, single, rows, rows), (y, x, 2, rows), (y, x, rows, 64.0)):
+        with pytest.raises(AssertionError, match="softmax_fwd"):
+            kernel((1,), (32, 8), wrong)
