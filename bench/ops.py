@@ -140,15 +140,18 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
     add("add_rmsnorm_fwd", 4 * c + wide, (dim,) * 2, lambda a, b: k.add_rmsnorm_fwd(a, b, gain, 1e-5))
     add("rmsnorm_bwd (residual)", 4 * c + wide, (dim,) * 3,
         lambda dx, dy, x: k.rmsnorm_bwd(dgain, dy, gain, x, rstd, dx))  # fmt: skip
-    add("layernorm_fwd", 3 * c + wide, (dim,), lambda x: k.layernorm_fwd(x, gain, bias, 1e-5))
-    add("layernorm_bwd", 3 * c + wide, (dim,) * 2,
-        lambda dy, x: k.layernorm_bwd(dgain, dbias, dy, gain, x, rstd))  # fmt: skip
+    add("layernorm_fwd", 2 * c + 2 * wide, (dim,), lambda x: k.layernorm_fwd(x, gain, bias, 1e-5))
+    add("layernorm_bwd", 3 * c + 2 * wide, (dim,) * 2,
+        lambda dy, x: k.layernorm_bwd(dgain, dbias, dy, gain, x, rstd, rstd, None))  # fmt: skip
+    add("add_layernorm_fwd", 4 * c + 2 * wide, (dim,) * 2, lambda a, b: k.add_layernorm_fwd(a, b, gain, bias, 1e-5))
+    add("layernorm_bwd (residual)", 4 * c + 2 * wide, (dim,) * 3,
+        lambda dx, dy, x: k.layernorm_bwd(dgain, dbias, dy, gain, x, rstd, rstd, dx))  # fmt: skip
     add("softmax_fwd", 2 * c, (dim,), k.softmax_fwd)
     add("softmax_bwd", 3 * c, (dim,) * 2, k.softmax_bwd)
     add("swiglu_fwd", 3 * h, (2 * hidden,), k.swiglu_fwd)
     add("swiglu_bwd", 5 * h, (hidden, 2 * hidden), lambda dy, gu: k.swiglu_bwd(None, dy, gu))
     add("gelu_fwd", 2 * h, (hidden,), lambda x: k.gelu_fwd(x, "tanh"))
-    add("gelu_bwd", 3 * h, (hidden,) * 2, lambda dy, x: k.gelu_bwd(dy, x, "tanh"))
+    add("gelu_bwd", 3 * h, (hidden,) * 2, lambda dy, x: k.gelu_bwd(None, dy, x, "tanh"))
     add("dropout", 2 * h, (hidden,), lambda x: k.dropout(x, (1, 2), 0.1))
 
     length, turned, all_heads = 512, config.heads + config.kv_heads, config.heads + 2 * config.kv_heads

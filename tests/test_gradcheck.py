@@ -27,6 +27,7 @@ from tinyforge.errors import UserError
 from tinyforge.gradcheck import TOLERANCE, check_op, directional_error
 from tinyforge.kernel import Array, Kernel, override
 from tinyforge.op import Op, Param, Stash
+from tinyforge.ops.add_layernorm import add_layernorm_fwd
 from tinyforge.ops.add_rmsnorm import add_rmsnorm_fwd
 from tinyforge.ops.attention import TILE, attention_bwd
 from tinyforge.ops.cross_entropy import (
@@ -38,6 +39,7 @@ from tinyforge.ops.cross_entropy import (
 from tinyforge.ops.dropout import dropout
 from tinyforge.ops.embedding import embedding_bwd
 from tinyforge.ops.gelu import gelu_bwd
+from tinyforge.ops.gelu_linear import gelu_linear_bwd
 from tinyforge.ops.layernorm import layernorm_bwd
 from tinyforge.ops.linear import linear_bwd
 from tinyforge.ops.positions import positions_bwd
@@ -183,10 +185,16 @@ FAULTS = [
     Fault(ops.AddRMSNorm, "norm of the residual alone", add_rmsnorm_fwd,
           lambda right: lambda r, d, w, eps: (right(r, d, w, eps)[0], *right(r, 0 * d, w, eps)[1:])),
     Fault(ops.LayerNorm, "r of another row", layernorm_bwd,
-          with_args(lambda *a: (*a[:-1], np.roll(a[-1], 1)))),
+          with_args(lambda *a: (*a[:-2], np.roll(a[-2], 1), a[-1]))),
+    Fault(ops.LayerNorm, "mean of another row", layernorm_bwd,
+          with_args(lambda *a: (*a[:-3], np.roll(a[-3], 1), *a[-2:]))),
     Fault(ops.LayerNorm, "no term along xhat", layernorm_bwd,
-          with_args(lambda dw, db, dy, w, xhat, rstd: (dw, db, dy, w, xhat * 0, rstd))),
-    Fault(ops.LayerNorm, "db 1 %", layernorm_bwd, then(lambda dw, db, *_: None if db is None else times(db, 1.01))),
+          with_args(lambda dw, db, dy, w, x, mean, *a: (dw, db, dy, w, x * 0 + mean[..., None], mean, *a))),
+    Fault(ops.AddLayerNorm, "no residual term", layernorm_bwd, with_args(lambda *a: (*a[:-1], None))),
+    Fault(ops.AddLayerNorm, "residual sign", layernorm_bwd, with_args(lambda *a: (*a[:-1], -a[-1]))),
+    Fault(ops.AddLayerNorm, "norm of the residual alone", add_layernorm_fwd,
+          lambda right: lambda r, d, *a: (right(r, d, *a)[0], *right(r, 0 * d, *a)[1:])),
+    Fault(ops.LayerNorm, "db 1 %", layernorm_bwd, then(lambda dw, db, *_: db is not None and times(db, 1.01))),
     Fault(ops.RoPE, "turned the same way twice", rope,
           with_args(lambda out, x, cos, sin, *a: (out, x, cos, np.abs(sin), *a))),
     Fault(ops.Attention, "no row sum of dO O", attention_bwd,
@@ -206,8 +214,11 @@ FAULTS = [
     Fault(ops.SwiGLU, "1 %", swiglu_bwd, scaled(1.01)),
     Fault(ops.SwiGLULinear, "sign", swiglu_linear_bwd, scaled(-1)),
     Fault(ops.SwiGLULinear, "dW 1 %", swiglu_linear_bwd, then(lambda dw, *_: times(dw, 1.01))),
-    Fault(ops.GELU, "slope of the other formula", gelu_bwd, with_args(lambda dy, x, _: (dy, x, "tanh"))),
+    Fault(ops.GELU, "slope of the other formula", gelu_bwd, with_args(lambda hidden, dy, x, _: (hidden, dy, x, "tanh"))),
     Fault(ops.GELU, "sign", gelu_bwd, scaled(-1)),
+    Fault(ops.GELULinear, "sign", gelu_linear_bwd, scaled(-1)),
+    Fault(ops.GELULinear, "dW 1 %", gelu_linear_bwd, then(lambda dw, *_: times(dw, 1.01))),
+    Fault(ops.GELULinear, "db 1 %", gelu_linear_bwd, then(lambda dw, db, *_: db is not None and times(db, 1.01))),
     Fault(ops.Softmax, "no sum term", softmax_bwd, lambda _: lambda dy, y: dy * y),
     Fault(ops.Softmax, "wrong row", softmax_bwd, with_args(lambda dy, y: (dy, np.roll(y, 1, axis=0)))),
     Fault(ops.Dropout, "mask drawn anew in backward", dropout, drawn_anew),

@@ -6,7 +6,7 @@ embedding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,46 +17,39 @@ from tinyforge.backends import Backend
 from tinyforge.infer.cache import Cache, KVCache
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops import GELU, Attention, Dropout, Embedding, LayerNorm, LearnedPositions, Linear, LinearCrossEntropy
+from tinyforge.ops import (
+    AddLayerNorm, Attention, Dropout, Embedding, GELULinear, LayerNorm, LearnedPositions, Linear, LinearCrossEntropy,
+)  # fmt: skip
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
 
 class Block:
-    """The ops of one layer."""
+    """The ops of one layer; the norms stand at the joints, where a residual is added, and so belong to the model."""
 
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
         dim, at = config.dim, f"blocks.{layer}"
         # 2 * layers projections add to the residual stream; this keeps its variance from growing with them.
         std, residual_std = 0.02, 0.02 / (2 * config.layers) ** 0.5
 
+        def bias(name: str, rows: int) -> Param | None:
+            return Param(f"{at}.{name}.bias", (rows,), decay=False) if config.bias else None
+
         def linear(name: str, rows: int, columns: int, std: float) -> Linear:
-            bias = Param(f"{at}.{name}.bias", (rows,), decay=False) if config.bias else None
-            return Linear(Param(f"{at}.{name}.weight", (rows, columns), std=std), backend, f"{at}.{name}", bias=bias)
+            weight = Param(f"{at}.{name}.weight", (rows, columns), std=std)
+            return Linear(weight, backend, f"{at}.{name}", bias=bias(name, rows))
 
         def dropout(name: str) -> Dropout:
             return Dropout(config.dropout, backend, f"{at}.{name}")
 
-        self.norm1 = norm(config, f"{at}.norm1", backend)
         self.qkv = linear("qkv", 3 * dim, dim, std)
         self.attention = Attention(config.heads, config.heads, backend, f"{at}.attention")
         self.out = linear("out", dim, dim, residual_std)
         self.out_dropout = dropout("out_dropout")
-        self.norm2 = norm(config, f"{at}.norm2", backend)
         self.up = linear("up", 4 * dim, dim, std)
-        self.gelu = GELU(backend, "tanh", f"{at}.gelu")
-        self.down = linear("down", dim, 4 * dim, residual_std)
+        down = Param(f"{at}.down.weight", (dim, 4 * dim), std=residual_std)
+        self.down = GELULinear(down, backend, f"{at}.down", bias=bias("down", dim))
         self.down_dropout = dropout("down_dropout")
-
-    def ops(self) -> list[Op]:
-        return [self.norm1, self.qkv, self.attention, self.out, self.out_dropout, self.norm2, self.up, self.gelu,
-                self.down, self.down_dropout]  # fmt: skip
-
-
-def norm(config: Config, name: str, backend: Backend) -> LayerNorm:
-    gain = Param(f"{name}.weight", (config.dim,), fill=1.0, decay=False)
-    bias = Param(f"{name}.bias", (config.dim,), decay=False) if config.bias else None
-    return LayerNorm(gain, bias, backend, config.norm_eps, name)
 
 
 class GPT2(Op):
@@ -64,9 +57,9 @@ class GPT2(Op):
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). With x the stream, x = embedding + position at the start:
         x = x + out(attention(qkv(norm1(x))));   x = x + down(gelu(up(norm2(x))))
-    then a final norm, and the embedding once more as output head. In training, dropout on the start and on both things
-    added. recompute: keep the GELUs' inputs only, and compute their outputs again in backward. Handing in `values`
-    shares another model's weights (see ParamBuffer).
+    then a final norm, and the embedding again as the output head; down begins with the GELU. In training, dropout on the
+    start and on both things added. recompute: keep the stream, not the norms' outputs, and compute these again in
+    backward. Handing in `values` shares another model's weights (see ParamBuffer).
 
     Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); the start as in nanoGPT.
     """
@@ -74,11 +67,14 @@ class GPT2(Op):
     prediction_heads = 1
     per_head = True
 
-    def __init__(
-        self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False
-    ) -> None:
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
         super().__init__(backend)
         self.config, self.recompute = config, recompute
+
+        def gain_and_bias(name: str) -> tuple[Param, Param | None]:
+            gain = Param(f"{name}.weight", (config.dim,), fill=1.0, decay=False)
+            return gain, Param(f"{name}.bias", (config.dim,), decay=False) if config.bias else None
+
         table = Param("embedding.weight", (config.vocab, config.dim), std=0.02)
         self.embedding = Embedding(table, backend, "embedding")
         self.positions = LearnedPositions(
@@ -86,7 +82,10 @@ class GPT2(Op):
         )
         self.dropout = Dropout(config.dropout, backend, "dropout")
         self.blocks = [Block(config, i, backend) for i in range(config.layers)]
-        self.final_norm = norm(config, "final_norm", backend)
+        # One norm before the first block, one at each joint after it, the last of them the final norm.
+        names = [f"blocks.{i}.norm{half}" for i in range(config.layers) for half in (1, 2)] + ["final_norm"]
+        self.first_norm = LayerNorm(*gain_and_bias(names[0]), backend, config.norm_eps, names[0])
+        self.joints = [AddLayerNorm(*gain_and_bias(n), backend, config.norm_eps, n) for n in names[1:]]
         self.head = LinearCrossEntropy(table, backend, "head")
         self.buffer = ParamBuffer(self.params(), backend, values)
 
@@ -103,20 +102,25 @@ class GPT2(Op):
         x = self.embedding.forward(ids, stash)
         x = self.positions.forward(x, stash, offset=cache.length if cache else 0)
         x = self.dropout.forward(x, stash)
+        h = self.first_norm.forward(x, stash)
+        normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
         for i, block in enumerate(self.blocks):
-            h = block.norm1.forward(x, stash)
-            qkv = block.qkv.forward(h, stash).reshape(*ids.shape, 3 * c.heads, c.head_dim)  # (B, T, 3 H, D)
+            joint, next_joint = self.joints[2 * i], self.joints[2 * i + 1]
+            qkv = block.qkv.forward(h, stash, recompute=self._recompute(normed, x))
+            qkv = qkv.reshape(*ids.shape, 3 * c.heads, c.head_dim)  # (B, T, 3 H, D)
             a = block.attention.forward(qkv, stash, cache=cache.layer(i) if cache else None)  # (B, T, H, D)
             a = block.out.forward(a.reshape(x.shape), stash)  # (B, T, C)
-            x = x + block.out_dropout.forward(a, stash)
-            h = block.norm2.forward(x, stash)
-            u = block.up.forward(h, stash)  # (B, T, 4 C)
-            g = block.gelu.forward(u, stash)
-            f = block.down.forward(g, stash, recompute=partial(block.gelu.forward, u) if self.recompute else None)
-            x = x + block.down_dropout.forward(f, stash)
+            x, h = joint.forward(x, block.out_dropout.forward(a, stash), stash)
+            u = block.up.forward(h, stash, recompute=self._recompute(joint.normed, x))  # (B, T, 4 C)
+            f = block.down.forward(u, stash)
+            x, h = next_joint.forward(x, block.down_dropout.forward(f, stash), stash)
+            normed = next_joint.normed
         if cache:
             cache.advance(ids.shape[1])
-        return self.final_norm.forward(x, stash)
+        return h
+
+    def _recompute(self, function: Callable[[Array], Array], x: Array) -> Callable[[], Array] | None:
+        return partial(function, x) if self.recompute else None
 
     def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Array:
         return self.head.forward(self.hidden(ids, stash), targets, stash)
@@ -124,18 +128,20 @@ class GPT2(Op):
     def backward(self, dy: Array, stash: Stash) -> None:
         c = self.config
         dh, _ = self.head.backward(dy, stash)
-        dx = self.final_norm.backward(dh, stash)
-        for block in reversed(self.blocks):
-            df = block.down_dropout.backward(dx, stash)
-            dg = block.down.backward(df, stash)
-            du = block.gelu.backward(dg, stash)
+        # The stream ends at the final norm: nothing else reads it.
+        dx: Array | None = None
+        for i in reversed(range(c.layers)):
+            block, joint, next_joint = self.blocks[i], self.joints[2 * i], self.joints[2 * i + 1]
+            dx, df = next_joint.backward((dx, dh), stash)
+            df = block.down_dropout.backward(df, stash)
+            du = block.down.backward(df, stash)
             dh = block.up.backward(du, stash)
-            dx = dx + block.norm2.backward(dh, stash)
-            da = block.out_dropout.backward(dx, stash)
+            dx, da = joint.backward((dx, dh), stash)
+            da = block.out_dropout.backward(da, stash)
             da = block.out.backward(da, stash)
             dqkv = block.attention.backward(da.reshape(*da.shape[:2], c.heads, c.head_dim), stash)  # (B, T, 3 H, D)
             dh = block.qkv.backward(dqkv.reshape(*da.shape[:2], -1), stash)
-            dx = dx + block.norm1.backward(dh, stash)
+        dx = self.first_norm.backward(dh, stash, residual=dx)
         dx = self.dropout.backward(dx, stash)
         dx = self.positions.backward(dx, stash)
         self.embedding.backward(dx, stash)
@@ -160,8 +166,11 @@ class GPT2(Op):
 
     def ops(self) -> list[Op]:
         """Every op, in the order of forward."""
-        blocks = [op for block in self.blocks for op in block.ops()]
-        return [self.embedding, self.positions, self.dropout, *blocks, self.final_norm, self.head]
+        ops: list[Op] = [self.embedding, self.positions, self.dropout, self.first_norm]
+        for i, b in enumerate(self.blocks):
+            ops += [b.qkv, b.attention, b.out, b.out_dropout, self.joints[2 * i]]
+            ops += [b.up, b.down, b.down_dropout, self.joints[2 * i + 1]]
+        return [*ops, self.head]
 
     def params(self) -> list[Param]:
         return list(dict.fromkeys(p for op in self.ops() for p in op.params()))

@@ -84,17 +84,23 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
         acc(r, c), act(r, n, c), act(r, c), act(r, n, c), some_rstd(r, n), act(r, n, c)),
     "add_rmsnorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), 1e-5),
     "layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, c), act(r, c), 1e-5),
-    "layernorm_bwd": lambda r, n, c: (acc(r, c), acc(r, c), act(r, n, c), act(r, c), act(r, n, c), some_rstd(r, n)),
+    "add_layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), act(r, c), 1e-5),
+    "add_layernorm_fwd plain": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), None, 1e-5),
+    "layernorm_bwd": lambda r, n, c: (
+        acc(r, c), acc(r, c), act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), None),
     "layernorm_fwd plain": lambda r, n, c: (act(r, n, c), act(r, c), None, 1e-5),
-    "layernorm_bwd plain": lambda r, n, c: (acc(r, c), None, act(r, n, c), act(r, c), act(r, n, c), some_rstd(r, n)),
+    "layernorm_bwd plain": lambda r, n, c: (
+        acc(r, c), None, act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), None),
+    "layernorm_bwd residual": lambda r, n, c: (
+        acc(r, c), acc(r, c), act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), act(r, n, c)),
     "softmax_fwd": lambda r, n, c: (act(r, n, c),),
     "softmax_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
     "swiglu_fwd": lambda r, n, c: (act(r, n, 2 * c),),
     "swiglu_bwd": lambda r, n, c: (None, act(r, n, c), act(r, n, 2 * c)),
     "gelu_fwd": lambda r, n, c: (act(r, n, c), "tanh"),
     "gelu_fwd erf": lambda r, n, c: (act(r, n, c), "erf"),
-    "gelu_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c), "tanh"),
-    "gelu_bwd erf": lambda r, n, c: (act(r, n, c), act(r, n, c), "erf"),
+    "gelu_bwd": lambda r, n, c: (None, act(r, n, c), act(r, n, c), "tanh"),
+    "gelu_bwd erf": lambda r, n, c: (None, act(r, n, c), act(r, n, c), "erf"),
     "rope": lambda r, n, c: (None, act(r, 2, n, 5, 2 * c), angles(r, n, c), angles(r, n, c), 3),
     "dropout": lambda r, n, c: (act(r, n, c), Stream(1).key, 0.3),
     "positions_fwd": lambda r, n, c: (act(r, 3, n, c), act(r, n + 1, c)),
@@ -106,6 +112,8 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "linear_bwd": lambda r, n, c: (acc(r, 24, c), None, act(r, n, 24), act(r, n, c), act(r, 24, c)),
     "linear_bwd bias": lambda r, n, c: (acc(r, c, 24), acc(r, c), act(r, n, c), act(r, n, 24), act(r, c, 24)),
     "swiglu_linear_fwd": lambda r, n, c: (act(r, n, 2 * c), act(r, 24, c)),
+    "gelu_linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24)),
+    "gelu_linear_bwd": lambda r, n, c: (acc(r, 24, c), acc(r, 24), act(r, n, 24), act(r, n, c), act(r, 24, c)),
     "swiglu_linear_bwd": lambda r, n, c: (acc(r, 24, c), act(r, n, 24), act(r, n, 2 * c), act(r, 24, c)),
 }  # fmt: skip
 
@@ -113,7 +121,8 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
 SHAPES = [(1, 1), (7, 33), (3, 8), (5, 128), (65, 768), (19, 1024), (4, 4096), (3000, 64)]
 # Rows of which a warp takes several, one more or one less than others, and more than are under way at a time.
 MANY_ROWS = [(9001, 200), (9001, 768), (9001, 1024)]
-OVER_MANY_ROWS = ("rmsnorm_bwd", "rmsnorm_bwd residual", "layernorm_bwd", "layernorm_bwd plain")
+OVER_MANY_ROWS = ("rmsnorm_bwd", "rmsnorm_bwd residual", "layernorm_bwd", "layernorm_bwd plain",
+                  "layernorm_bwd residual")  # fmt: skip
 ARRAYS = (Activation, Master)
 
 
@@ -183,7 +192,15 @@ def add_then_rmsnorm(residual: np.ndarray, delta: np.ndarray, weight: np.ndarray
     return (x, *KERNELS["rmsnorm_fwd"](x, weight, eps))
 
 
-PLAIN = {"add_rmsnorm_fwd": add_then_rmsnorm}
+def add_then_layernorm(residual: np.ndarray, delta: np.ndarray, *more: Any) -> Any:
+    x = (residual + delta).astype(dtype_of("bfloat16")).astype(np.float32)
+    return (x, *KERNELS["layernorm_fwd"](x, *more))
+
+
+PLAIN = {
+    "add_rmsnorm_fwd": add_then_rmsnorm, "add_layernorm_fwd": add_then_layernorm,
+    "add_layernorm_fwd plain": add_then_layernorm,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

@@ -1,12 +1,14 @@
 """The ops: one file each, with its formula, shapes, what it saves, and the kernels for each backend."""
 
 from tinyforge.op import Op
+from tinyforge.ops.add_layernorm import AddLayerNorm
 from tinyforge.ops.add_rmsnorm import AddRMSNorm
 from tinyforge.ops.attention import Attention
 from tinyforge.ops.cross_entropy import CrossEntropy, LinearCrossEntropy
 from tinyforge.ops.dropout import Dropout
 from tinyforge.ops.embedding import Embedding
 from tinyforge.ops.gelu import GELU
+from tinyforge.ops.gelu_linear import GELULinear
 from tinyforge.ops.layernorm import LayerNorm
 from tinyforge.ops.linear import Linear
 from tinyforge.ops.positions import LearnedPositions
@@ -17,12 +19,13 @@ from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.ops.swiglu_linear import SwiGLULinear
 
 ALL: tuple[type[Op], ...] = (
-    Embedding, LearnedPositions, Linear, RMSNorm, AddRMSNorm, LayerNorm, RoPE, Attention, SwiGLU, SwiGLULinear, GELU,
-    Softmax, Dropout, CrossEntropy, LinearCrossEntropy,
+    Embedding, LearnedPositions, Linear, RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, RoPE, Attention, SwiGLU,
+    SwiGLULinear, GELU, GELULinear, Softmax, Dropout, CrossEntropy, LinearCrossEntropy,
 )  # fmt: skip
 """Every op, in the order of the gradient-check ledger."""
 
 __all__ = [
-    "ALL", "AddRMSNorm", "Attention", "CrossEntropy", "Dropout", "Embedding", "GELU", "LayerNorm", "LearnedPositions",
-    "Linear", "LinearCrossEntropy", "RMSNorm", "RoPE", "RopeScaling", "Softmax", "SwiGLU", "SwiGLULinear",
+    "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CrossEntropy", "Dropout", "Embedding", "GELU", "GELULinear",
+    "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "RMSNorm", "RoPE", "RopeScaling", "Softmax",
+    "SwiGLU", "SwiGLULinear",
 ]  # fmt: skip

@@ -13,7 +13,8 @@
 // Grid: a block for each row (token and head). Block: up to 256 threads, as many as the row has vectors.
 // Shared memory: 64 numbers. Bound by memory: the row read and written.
 // PER = 0 is for any vocabulary: maximum and sum are found in one pass by rescaling (the online softmax), and the row
-// is read a second time.
+// is read a second time. EDGE = 1 is for a vocabulary that is not a whole number of vectors (GPT-2's 50,257): rows are
+// `pitch` apart, so that each begins at 16 bytes, and numbers past the vocabulary count as -inf and get a residual of 0.
 //
 // Tried on an H200 (65,536 rows of 4,096 in bf16: 1.07 GB): two reductions with a barrier each and exp in full 392 us;
 // one barrier and the hardware's exponential 327 us; the same held to 32 registers, so that eight blocks fit on a
@@ -28,6 +29,9 @@
 // compile: SCALAR=bf16 VEC=1 PER=0
 // compile: SCALAR=float VEC=4 PER=0|1|4|8
 // compile: SCALAR=bf16 VEC=8 PER=0|1|2|4
+// compile: SCALAR=double VEC=2 PER=0 EDGE=1
+// compile: SCALAR=float VEC=4 PER=0 EDGE=1
+// compile: SCALAR=bf16 VEC=8 PER=0 EDGE=1
 // spills: none
 
 #include "ops/common.cuh"
@@ -35,17 +39,34 @@
 typedef SCALAR T;
 typedef Wide<T> A;
 
+#ifndef EDGE
+#define EDGE 0
+#endif
+
 // Blocks of 256 threads that must fit on a multiprocessor: all that it can hold where a thread keeps few numbers.
 #define RESIDENT (PER && PER * VEC <= 16 ? 8 : 4)
 
-// write: 0 for inference, where the logits are dropped.
+// Vector v of a row.
+__device__ __forceinline__ Pack<T, VEC> logits_at(const T *z, int v, int vocab) {
+    Pack<T, VEC> p = load<VEC>(z + v * VEC);
+#if EDGE
+#pragma unroll
+    for (int j = 0; j < VEC; j++) {
+        if (v * VEC + j >= vocab) narrow(A(-INFINITY), p.v[j]);
+    }
+#endif
+    return p;
+}
+
+// pitch: numbers from row to row, those past the vocabulary included. write: 0 for inference, where the logits are
+// dropped.
 extern "C" __global__ void __launch_bounds__(256, RESIDENT) softmax_residual(
-    A *nll, T *logits, const int *targets, int vocab, int write
+    A *nll, T *logits, const int *targets, int vocab, int pitch, int write
 ) {
     __shared__ A tops[32], sums[32];
     const i64 row = blockIdx.x;
-    const int target = targets[row], vectors = vocab / VEC, lane = threadIdx.x % 32;
-    T *z = logits + row * vocab;
+    const int target = targets[row], vectors = pitch / VEC, lane = threadIdx.x % 32;
+    T *z = logits + row * pitch;
     if (target < 0) {  // the same for the whole block
         if (threadIdx.x == 0) nll[row] = 0;
         Pack<T, VEC> zero;
@@ -65,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) softmax_residual(
     for (int i = 0; i < PER; i++) {
         const int v = i * blockDim.x + threadIdx.x;
         if (v < vectors) {
-            const Pack<T, VEC> p = load<VEC>(z + v * VEC);
+            const Pack<T, VEC> p = logits_at(z, v, vocab);
 #pragma unroll
             for (int j = 0; j < VEC; j++) top = largest(top, kept[i][j] = widen(p.v[j]));
         }
@@ -81,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) softmax_residual(
     sum = warp_sum(sum);
 #else
     for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
-        const Pack<T, VEC> p = load<VEC>(z + v * VEC);
+        const Pack<T, VEC> p = logits_at(z, v, vocab);
         A highest = top;
 #pragma unroll
         for (int j = 0; j < VEC; j++) highest = largest(highest, widen(p.v[j]));
@@ -115,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) softmax_residual(
     const A scale = A(1) / sum;
     for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
         {
-            const Pack<T, VEC> p = load<VEC>(z + v * VEC);
+            const Pack<T, VEC> p = logits_at(z, v, vocab);
 #endif
             Pack<T, VEC> out;
 #pragma unroll

@@ -101,6 +101,13 @@ def chunks(rows: int, weight: Array) -> Iterator[slice]:
     return row_blocks(rows, weight.shape[0] * weight.shape[1] * weight.itemsize, CHUNK_BYTES)
 
 
+def row_pitch(heads: int, vocab: int, itemsize: int) -> int:
+    """Numbers from one token's logits to the next on a GPU: heads * vocab, and for one head with an odd vocabulary as
+    many more as let every row begin at 128 bytes. Matrix products and vector accesses slow down several times else."""
+    odd = heads == 1 and vocab * itemsize % 16
+    return -(-vocab * itemsize // 128) * 128 // itemsize if odd else heads * vocab
+
+
 @kernel
 def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Any]:
     """h: (n, C); weight: (K, V, C); targets: (n, K). Returns nll: (n, K), and with `keep` the residual, in a layout
@@ -119,7 +126,8 @@ def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool
 @linear_cross_entropy_fwd.on("phantom")
 def linear_cross_entropy_fwd_memory(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Any]:
     heads, vocab, _ = weight.shape
-    nll, residual = empty((len(h), heads), wide(h.dtype)), empty((len(h), heads * vocab), h.dtype)
+    nll = empty((len(h), heads), wide(h.dtype))
+    residual = empty((len(h), row_pitch(heads, vocab, h.itemsize)), h.dtype)
     return nll, residual if keep else None
 
 
@@ -149,8 +157,9 @@ def linear_cross_entropy_bwd(dweight: Array, dnll: Array, h: Array, residual: An
 def linear_cross_entropy_bwd_memory(dweight: Array, dnll: Array, h: Array, residual: Any, weight: Array) -> Array:
     if dnll.ndim > 1:
         return empty(h.shape, h.dtype)
-    empty(weight.shape, dweight.dtype)  # dW before the heads' weights in the loss go onto it
-    scaled = empty(weight.shape, weight.dtype)
+    shape = residual.shape[1], weight.shape[2]
+    empty(shape, dweight.dtype)  # dW before the heads' weights in the loss go onto it
+    scaled = empty(shape, weight.dtype)
     return empty(h.shape, scaled.dtype)
 
 

@@ -12,6 +12,7 @@ from tinyforge.backends.cublas import gemm
 from tinyforge.backends.cupy_backend import FLOAT64, CupyBackend, blocks, contiguous, new, scalar, vector
 from tinyforge.kernel import Array
 from tinyforge.ops import cross_entropy
+from tinyforge.ops.cross_entropy import row_pitch
 
 FILE = "ops/cross_entropy.cu"
 CHUNK = 4096
@@ -20,22 +21,23 @@ CHUNK = 4096
 _IN_REGISTERS = {"float64": (), "float32": (1, 4, 8), "bfloat16": (1, 2, 4)}
 
 
-def softmax_residual_(nll: Array, logits: Array, targets: Array, write: bool) -> None:
-    """Rows of logits, (..., V), into their residuals (with `write`); nll: one number a row."""
-    vocab = logits.shape[-1]
-    vec = vector(vocab, logits)
-    vectors = vocab // vec
+def softmax_residual_(nll: Array, logits: Array, targets: Array, write: bool, vocab: int) -> None:
+    """Rows of logits, (..., V or more), into their residuals (with `write`); nll: one number a row."""
+    pitch = logits.shape[-1]
+    vec = vector(pitch, logits)
+    vectors, edge = pitch // vec, {"EDGE": 1} if pitch > vocab else {}
     threads = min(256, -(-vectors // 32) * 32)
     needed = -(-vectors // threads)
-    kept = _IN_REGISTERS[logits.dtype.name] if vec > 1 else ()
+    kept = _IN_REGISTERS[logits.dtype.name] if vec > 1 and not edge else ()
     per = next((n for n in kept if n >= needed), 0)
-    launch = load(FILE, "softmax_residual", SCALAR=scalar(logits.dtype), VEC=vec, PER=per)
-    launch((targets.size,), (threads,), (nll, logits, targets, np.int32(vocab), np.int32(write)))
+    launch = load(FILE, "softmax_residual", SCALAR=scalar(logits.dtype), VEC=vec, PER=per, **edge)
+    launch((targets.size,), (threads,), (nll, logits, targets, *map(np.int32, (vocab, pitch, write))))
 
 
-def scale_heads(x: Array, scale: Array, part: int) -> Array:
-    """x with scale[k] on the numbers of head k: `part` of them in a row, head after head."""
-    y = new(x.shape, x.dtype)
+def scale_heads(x: Array, scale: Array, part: int, y: Array = None) -> Array:
+    """x with scale[k] on the numbers of head k: `part` of them in a row, head after head. Into y, or a new array."""
+    if y is None:
+        y = new(x.shape, x.dtype)
     if x.size:
         vec = vector(part, x, y)
         launch = load(FILE, "scale_heads", SCALAR=scalar(x.dtype), VEC=vec, PER=0)
@@ -79,7 +81,7 @@ def cross_entropy_fwd(logits: Array, targets: Array) -> tuple[Array, Array]:
     residual, targets = logits.copy(order="C"), contiguous(targets)
     nll = new(targets.shape, wide(logits.dtype))
     if targets.size:
-        softmax_residual_(nll, residual, targets, write=True)
+        softmax_residual_(nll, residual, targets, True, logits.shape[-1])
     return nll, residual
 
 
@@ -96,14 +98,15 @@ def linear_cross_entropy_fwd(
     h, targets = contiguous(h), contiguous(targets)
     heads, vocab, dim = weight.shape
     tokens = len(h)
-    nll = new((tokens, heads), wide(h.dtype))
+    nll, pitch = new((tokens, heads), wide(h.dtype)), row_pitch(heads, vocab, h.itemsize)
     # The same chunks with and without a stash: cuBLAS may sum in another order for another number of rows.
-    residual = new((tokens if keep else min(tokens, CHUNK), heads * vocab), h.dtype)
+    residual = new((tokens if keep else min(tokens, CHUNK), pitch), h.dtype)
     for start in range(0, tokens, CHUNK):
         part = slice(start, min(start + CHUNK, tokens))
         logits = residual[part] if keep else residual[: part.stop - start]
-        gemm(h[part], weight.reshape(heads * vocab, dim), logits, transpose_b=True, tf32=backend.tf32)
-        softmax_residual_(nll[part], logits.reshape(-1, vocab), targets[part], write=keep)
+        flat = weight.reshape(heads * vocab, dim)
+        gemm(h[part], flat, logits[:, : heads * vocab], transpose_b=True, tf32=backend.tf32)
+        softmax_residual_(nll[part], logits.reshape(-1, pitch // heads), targets[part], keep, vocab)
     return nll, residual if keep else None
 
 
@@ -113,15 +116,18 @@ def linear_cross_entropy_bwd(
 ) -> Array:
     h = contiguous(h)
     heads, vocab, dim = weight.shape
+    rows, pitch = heads * vocab, residual.shape[1]
     if dnll.ndim > 1:
         scale_rows_(residual, dnll)
-        flat = (heads * vocab, dim)
-        gemm(residual, h, dweight.reshape(flat), transpose_a=True, accumulate=True, tf32=backend.tf32)
-        return gemm(residual, weight.reshape(flat), tf32=backend.tf32)
+        gemm(residual[:, :rows], h, dweight.reshape(rows, dim), transpose_a=True, accumulate=True, tf32=backend.tf32)
+        return gemm(residual[:, :rows], weight.reshape(rows, dim), tf32=backend.tf32)
     # dnll goes onto the small matrices, W and dW: the large one is read twice and never written.
-    unscaled = gemm(residual, h, new((heads * vocab, dim), dweight.dtype), transpose_a=True, tf32=backend.tf32)
+    unscaled = gemm(residual, h, new((pitch, dim), dweight.dtype), transpose_a=True, tf32=backend.tf32)[:rows]
     if len(h):
         add_scaled_heads(dweight, unscaled.reshape(weight.shape), dnll)
     del unscaled
-    scaled = scale_heads(weight, dnll, vocab * dim).reshape(heads * vocab, dim)
+    scaled = new((pitch, dim), weight.dtype)
+    if pitch > rows:
+        scaled[rows:].fill(0)
+    scale_heads(weight, dnll, vocab * dim, scaled[:rows].reshape(weight.shape))
     return gemm(residual, scaled, tf32=backend.tf32)

@@ -1,6 +1,8 @@
 // gelu: y = x Phi(x), by the error function or by GPT-2's tanh formula (EXACT = 1 or 0).
 //
-// Kernels:  gelu_fwd, gelu_bwd     dx = dy (Phi(x) + x Phi'(x))
+// Kernels:  gelu_fwd     y
+//           gelu_bwd     dx = dy (Phi(x) + x Phi'(x)); and y again, where the caller gives room for it: the linear map
+//                        that follows needs it, and x is at hand
 //
 // Idea. Elementwise: one thread takes one vector of VEC elements, nothing is shared.
 // Grid: a thread for each vector. Block: 256 threads. No shared memory.
@@ -49,15 +51,17 @@ extern "C" __global__ void __launch_bounds__(256) gelu_fwd(T *y, const T *x, u32
     store(y + i64(i) * VEC, p);
 }
 
-extern "C" __global__ void __launch_bounds__(256) gelu_bwd(T *dx, const T *dy, const T *x, u32 total) {
+extern "C" __global__ void __launch_bounds__(256) gelu_bwd(T *dx, T *y, const T *dy, const T *x, u32 total) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;
     const Pack<T, VEC> p = load<VEC>(x + i64(i) * VEC), d = load<VEC>(dy + i64(i) * VEC);
-    Pack<T, VEC> out;
+    Pack<T, VEC> out, activated;
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
         const A value = widen(p.v[j]), share = phi(value);
         narrow(widen(d.v[j]) * (share + value * slope_of_phi(value, share)), out.v[j]);
+        narrow(value * share, activated.v[j]);
     }
-    store(dx + i64(i) * VEC, out);
+    store_streaming(dx + i64(i) * VEC, out);
+    if (y) store(y + i64(i) * VEC, activated);
 }

@@ -79,8 +79,11 @@ def gelu_fwd_memory(x: Array, approximate: str) -> Array:
 
 
 @kernel
-def gelu_bwd(dy: Array, x: Array, approximate: str) -> Array:
+def gelu_bwd(hidden: Array | None, dy: Array, x: Array, approximate: str) -> Array:
+    """dx; with `hidden`, which has the shape of x, gelu(x) is written there too."""
     phi = _phi(x, approximate)
+    if hidden is not None:
+        np.multiply(x, phi, out=hidden)
     if approximate == "erf":
         slope = np.exp(-0.5 * x * x) * (0.5 * _SQRT_2_PI)
     else:
@@ -90,7 +93,7 @@ def gelu_bwd(dy: Array, x: Array, approximate: str) -> Array:
 
 
 @gelu_bwd.on("phantom")
-def gelu_bwd_memory(dy: Array, x: Array, approximate: str) -> Array:
+def gelu_bwd_memory(hidden: Array | None, dy: Array, x: Array, approximate: str) -> Array:
     return empty(x.shape, x.dtype)
 
 
@@ -120,7 +123,7 @@ class GELU(Op):
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (x,) = stash.pop(self)
-        return self.k.gelu_bwd(dy, x, self.approximate)
+        return self.k.gelu_bwd(None, dy, x, self.approximate)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

@@ -24,11 +24,11 @@ def gelu_fwd(x: Array, approximate: str) -> Array:
 
 
 @gelu.gelu_bwd.on("cupy")
-def gelu_bwd(dy: Array, x: Array, approximate: str) -> Array:
+def gelu_bwd(hidden: Array | None, dy: Array, x: Array, approximate: str) -> Array:
     dy, x = contiguous(dy), contiguous(x)
     dx = new(x.shape, x.dtype)
     if x.size:
-        vec = vector(x.size, x, dy, dx)
+        vec = vector(x.size, x, dy, dx, *(() if hidden is None else (hidden,)))
         launch = load(FILE, "gelu_bwd", SCALAR=scalar(x.dtype), VEC=vec, EXACT=int(approximate == "erf"))
-        launch(blocks(x.size // vec), (256,), (dx, dy, x, np.uint32(x.size // vec)))
+        launch(blocks(x.size // vec), (256,), (dx, np.uintp(0) if hidden is None else hidden, dy, x, np.uint32(x.size // vec)))
     return dx

@@ -1,18 +1,19 @@
-// layernorm: y = w * xhat + b, xhat = (x - mean(x)) r, r = 1 / sqrt(var(x) + eps).
+// layernorm: y = w * xhat + b, xhat = (x - mean(x)) r, r = 1 / sqrt(var(x) + eps), and the same behind a residual add.
 //
-// Kernels:  layernorm_fwd        y, xhat, r
-//           layernorm_bwd        dx, partial sums of dw and db
-//           layernorm_columns    partial sums of dw and db alone, for rows that do not fit in registers
+// Kernels:  layernorm_fwd, add_layernorm_fwd    y, mean and r (and x = residual + delta)
+//           layernorm_bwd, add_layernorm_bwd    dx (plus the gradient of the residual stream), partial sums of dw and db
+//           layernorm_columns                   partial sums of dw and db alone, for rows that do not fit in registers
 //
 // Idea. As rmsnorm.cu: a warp takes a row, sums are shuffles, dw and db stay in registers over all rows of a warp, and
 // the rows to come are on their way to shared memory meanwhile (rows.cuh). The variance is taken of x - mean(x), in a
-// second pass over the registers: E[x^2] - E[x]^2 loses all digits where the mean is large.
+// second pass over the registers: E[x^2] - E[x]^2 loses all digits where the mean is large. Backward computes xhat again
+// from x: to keep xhat as well would cost forward a third row of traffic.
 //   g = dy w     dx = r (g - mean(g) - xhat mean(g xhat))     dw = sum of dy xhat     db = sum of dy
 // Grid: forward a warp for each row; backward a fixed number of blocks. Block: 32 x WARPS threads.
-// Bound by memory: three rows of traffic either way.
+// Bound by memory: forward 2 (with add 4), backward 3 (4) rows of traffic.
 //
-// Tried on an H200 (bf16, 16,384 x 768), us of layernorm_bwd alone and, after +, with add_columns; a copy of as many
-// bytes takes 20.9:
+// Tried on an H200 while xhat was kept (bf16, 16,384 x 768), us of layernorm_bwd alone and, after +, with add_columns; a
+// copy of as many bytes takes 20.9:
 //   two rows under way, two blocks of 8 warps, as here    24.5 + 3.5
 //   one row / three rows                                  25.4 + 3.9  /  24.9 + 3.7
 //   three blocks: 80 registers, 72 bytes spilled          35.2 + 4.4
@@ -28,21 +29,30 @@
 
 #include "ops/rows.cuh"
 
-// bias: null where there is none.
-extern "C" __global__ void layernorm_fwd(
-    T *y, T *xhat, A *rstd, const T *x, const T *weight, const T *bias, int rows, int width, A eps
+template <bool ADD>
+__device__ __forceinline__ void forward(
+    T *sum, T *y, A *means, A *rstd, const T *x, const T *delta, const T *weight, const T *bias, int rows, int width,
+    A eps
 ) {
     const int row = blockIdx.x * blockDim.y + threadIdx.y, vectors = width / VEC;
     if (row >= rows) return;
     const i64 at = i64(row) * width;
-    const Row in(x + at, vectors);
-    A sum = 0, square = 0;
+    Row in(x + at, vectors);
+    const Row add(delta + at, ADD ? vectors : 0);
+    A total = 0, square = 0;
     each_vector(vectors, [&](int i, int v) {
-        const Vector p = in(i, v);
+        Vector p = in(i, v);
+        if (ADD) {
+            const Vector q = add(i, v);
 #pragma unroll
-        for (int j = 0; j < VEC; j++) sum += widen(p.v[j]);
+            for (int j = 0; j < VEC; j++) narrow(widen(p.v[j]) + widen(q.v[j]), p.v[j]);
+            in.put(sum + at, i, v, p);
+        }
+#pragma unroll
+        for (int j = 0; j < VEC; j++) total += widen(p.v[j]);
     });
-    const A mean = warp_sum(sum) / A(width);
+    if (ADD) in.moved(sum + at);  // each lane reads back what it wrote itself
+    const A mean = warp_sum(total) / A(width);
     each_vector(vectors, [&](int i, int v) {
         const Vector p = in(i, v);
 #pragma unroll
@@ -52,41 +62,60 @@ extern "C" __global__ void layernorm_fwd(
         }
     });
     const A r = A(1) / sqrt(warp_sum(square) / A(width) + eps);
-    if (threadIdx.x == 0) rstd[row] = r;
+    if (threadIdx.x == 0) {
+        means[row] = mean;
+        rstd[row] = r;
+    }
     each_vector(vectors, [&](int i, int v) {
         const Vector p = in(i, v), w = load<VEC>(weight + v * VEC), b = bias ? load<VEC>(bias + v * VEC) : Vector{};
-        Vector out, hat;
+        Vector out;
 #pragma unroll
         for (int j = 0; j < VEC; j++) {
-            const A h = (widen(p.v[j]) - mean) * r;
-            narrow(h, hat.v[j]);
-            narrow(h * widen(w.v[j]) + widen(b.v[j]), out.v[j]);
+            narrow((widen(p.v[j]) - mean) * r * widen(w.v[j]) + widen(b.v[j]), out.v[j]);
         }
-        store(xhat + at + v * VEC, hat);
         store(y + at + v * VEC, out);
     });
 }
 
+// bias may be a null pointer.
+extern "C" __global__ void layernorm_fwd(
+    T *y, A *mean, A *rstd, const T *x, const T *weight, const T *bias, int rows, int width, A eps
+) {
+    forward<false>(nullptr, y, mean, rstd, x, x, weight, bias, rows, width, eps);
+}
+
+extern "C" __global__ void add_layernorm_fwd(
+    T *x, T *y, A *mean, A *rstd, const T *residual, const T *delta, const T *weight, const T *bias, int rows,
+    int width, A eps
+) {
+    forward<true>(x, y, mean, rstd, residual, delta, weight, bias, rows, width, eps);
+}
+
 // partial: (blocks, 2 width): dw, then db. With PER = 0 it is not touched, and layernorm_columns makes it.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) layernorm_bwd(
-    T *dx, A *partial, const T *dy, const T *weight, const T *xhat, const A *rstd, int rows, int width
+template <int ARRAYS>
+__device__ __forceinline__ void backward(
+    T *dx, A *partial, const T *const (&arrays)[ARRAYS], const T *weight, const A *means, const A *rstd, int rows,
+    int width
 ) {
     const int vectors = width / VEC;
-    RowStream<2> in({dy, xhat}, rows, width);
+    RowStream<ARRAYS> in(arrays, rows, width);  // dy, x and, if there is a third, the gradient of the residual stream
     const Row gain(weight, vectors);
 #if PER
     Pack<A, VEC> dweight[PER] = {}, dbias[PER] = {};
 #endif
-    A coming = in.row < rows ? rstd[in.row] : A(0);
+    A coming = in.row < rows ? rstd[in.row] : A(0), coming_mean = in.row < rows ? means[in.row] : A(0);
     for (; in.ready(); in.next()) {
-        const A r = coming;
-        if (in.row + in.stride < rows) coming = rstd[in.row + in.stride];  // as far ahead of its use as the row
+        const A r = coming, center = coming_mean;
+        if (in.row + in.stride < rows) {  // as far ahead of their use as the row
+            coming = rstd[in.row + in.stride];
+            coming_mean = means[in.row + in.stride];
+        }
         A sum = 0, along = 0;
         each_vector(vectors, [&](int i, int v) {
-            const Vector up = in(0, i, v), hat = in(1, i, v), w = gain(i, v);
+            const Vector up = in(0, i, v), x = in(1, i, v), w = gain(i, v);
 #pragma unroll
             for (int j = 0; j < VEC; j++) {
-                const A d = widen(up.v[j]), h = widen(hat.v[j]), g = d * widen(w.v[j]);
+                const A d = widen(up.v[j]), h = (widen(x.v[j]) - center) * r, g = d * widen(w.v[j]);
 #if PER
                 dweight[i].v[j] += d * h;
                 dbias[i].v[j] += d;
@@ -97,11 +126,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) layernorm_bwd(
         });
         const A mean = warp_sum(sum) / A(width), mean_along = warp_sum(along) / A(width);
         each_vector(vectors, [&](int i, int v) {
-            const Vector up = in(0, i, v), hat = in(1, i, v), w = gain(i, v);
+            const Vector up = in(0, i, v), x = in(1, i, v), more = in(ARRAYS - 1, i, v), w = gain(i, v);
             Vector out;
 #pragma unroll
             for (int j = 0; j < VEC; j++) {
-                narrow(r * (widen(up.v[j]) * widen(w.v[j]) - mean - widen(hat.v[j]) * mean_along), out.v[j]);
+                const A h = (widen(x.v[j]) - center) * r;
+                A d = r * (widen(up.v[j]) * widen(w.v[j]) - mean - h * mean_along);
+                if (ARRAYS == 3) d += widen(more.v[j]);
+                narrow(d, out.v[j]);
             }
             store(dx + i64(in.row) * width + v * VEC, out);
         });
@@ -113,8 +145,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) layernorm_bwd(
 #endif
 }
 
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) layernorm_bwd(
+    T *dx, A *partial, const T *dy, const T *weight, const T *x, const A *mean, const A *rstd, int rows, int width
+) {
+    backward(dx, partial, {dy, x}, weight, mean, rstd, rows, width);
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) add_layernorm_bwd(
+    T *dx, A *partial, const T *dy, const T *weight, const T *x, const A *mean, const A *rstd, const T *residual,
+    int rows, int width
+) {
+    backward(dx, partial, {dy, x, residual}, weight, mean, rstd, rows, width);
+}
+
 // Grid: (columns / 32, partial rows). Block: 32 x 8; thread (c, y) adds every eighth row of its block's share.
-extern "C" __global__ void layernorm_columns(A *partial, const T *dy, const T *xhat, int rows, int width) {
+extern "C" __global__ void layernorm_columns(
+    A *partial, const T *dy, const T *x, const A *mean, const A *rstd, int rows, int width
+) {
     __shared__ A sums[2][8][32];
     const int column = blockIdx.x * 32 + threadIdx.x;
     A dweight = 0, dbias = 0;
@@ -122,7 +169,7 @@ extern "C" __global__ void layernorm_columns(A *partial, const T *dy, const T *x
         for (int row = blockIdx.y * 8 + threadIdx.y; row < rows; row += gridDim.y * 8) {
             const i64 at = i64(row) * width + column;
             const A d = widen(dy[at]);
-            dweight += d * widen(xhat[at]);
+            dweight += d * (widen(x[at]) - mean[row]) * rstd[row];
             dbias += d;
         }
     }

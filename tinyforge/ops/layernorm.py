@@ -16,25 +16,30 @@ from tinyforge.params import with_buffer
 
 @kernel
 def layernorm_fwd(x: Array, weight: Array, bias: Array | None, eps: float) -> tuple[Array, Array, Array]:
-    xhat = x - x.mean(axis=-1, keepdims=True)
-    rstd = 1.0 / np.sqrt(np.vecdot(xhat, xhat) / x.dtype.type(x.shape[-1]) + x.dtype.type(eps))
-    xhat *= rstd[..., None]
-    y = xhat * weight
+    mean = x.mean(axis=-1)
+    y = x - mean[..., None]
+    rstd = 1.0 / np.sqrt(np.vecdot(y, y) / x.dtype.type(x.shape[-1]) + x.dtype.type(eps))
+    y *= rstd[..., None]
+    y *= weight
     if bias is not None:
         y += bias
-    return y, xhat, rstd
+    return y, mean, rstd
 
 
 @layernorm_fwd.on("phantom")
 def layernorm_fwd_memory(x: Array, weight: Array, bias: Array | None, eps: float) -> tuple[Array, Array, Array]:
-    return empty(x.shape, x.dtype), empty(x.shape, x.dtype), empty(x.shape[:-1], wide(x.dtype))
+    return empty(x.shape, x.dtype), *(empty(x.shape[:-1], wide(x.dtype)) for _ in range(2))
 
 
 @kernel
 def layernorm_bwd(
-    dweight: Array, dbias: Array | None, dy: Array, weight: Array, xhat: Array, rstd: Array
-) -> Array:
+    dweight: Array, dbias: Array | None, dy: Array, weight: Array, x: Array, mean: Array, rstd: Array,
+    residual: Array | None,
+) -> Array:  # fmt: skip
+    """residual: a gradient that x has from elsewhere; it is added to dx."""
     rows = (-1, dy.shape[-1])
+    xhat = x - mean[..., None]
+    xhat *= rstd[..., None]
     dweight += (dy * xhat).reshape(rows).sum(axis=0)
     if dbias is not None:
         dbias += dy.reshape(rows).sum(axis=0)
@@ -43,24 +48,30 @@ def layernorm_bwd(
     g -= g.mean(axis=-1, keepdims=True)
     g -= xhat * along
     g *= rstd[..., None]
+    if residual is not None:
+        g += residual
     return g
 
 
 @layernorm_bwd.on("phantom")
 def layernorm_bwd_memory(
-    dweight: Array, dbias: Array | None, dy: Array, weight: Array, xhat: Array, rstd: Array
-) -> Array:
-    return empty(xhat.shape, xhat.dtype)
+    dweight: Array, dbias: Array | None, dy: Array, weight: Array, x: Array, mean: Array, rstd: Array,
+    residual: Array | None,
+) -> Array:  # fmt: skip
+    return empty(x.shape, x.dtype)
 
 
 class LayerNorm(Op):
     """y = w * xhat + b,  xhat = (x - mean(x)) * r,  r = 1 / sqrt(var(x) + eps), over the last axis
 
-    x, y: (..., C); w: (C,); b: (C,), or none. The variance divides by C. Saves xhat and r: (...).
+    x, y: (..., C); w: (C,); b: (C,), or none. The variance divides by C. Saves x, and mean and r: (...).
 
     backward, with g = dy * w:
         dw += sum over rows of dy * xhat,   db += sum over rows of dy
         dx  = r * (g - mean(g) - xhat * mean(g * xhat))
+
+    backward(..., residual=g) adds g, a gradient that x has from elsewhere, in the same pass: where x is also a residual
+    stream that continues unchanged.
 
     Source: Ba, Kiros, Hinton, "Layer Normalization" (2016).
     """
@@ -79,15 +90,15 @@ class LayerNorm(Op):
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         bias = self.bias.value if self.bias else None
-        y, xhat, rstd = self.k.layernorm_fwd(x, self.weight.value, bias, self.eps)
+        y, mean, rstd = self.k.layernorm_fwd(x, self.weight.value, bias, self.eps)
         if stash is not None:
-            stash.push(self, xhat, rstd)
+            stash.push(self, x, mean, rstd)
         return y
 
-    def backward(self, dy: Array, stash: Stash) -> Array:
-        xhat, rstd = stash.pop(self)
+    def backward(self, dy: Array, stash: Stash, residual: Array | None = None) -> Array:
+        x, mean, rstd = stash.pop(self)
         dbias = self.bias.grad if self.bias else None
-        return self.k.layernorm_bwd(self.weight.grad, dbias, dy, self.weight.value, xhat, rstd)
+        return self.k.layernorm_bwd(self.weight.grad, dbias, dy, self.weight.value, x, mean, rstd, residual)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

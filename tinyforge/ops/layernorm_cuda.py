@@ -14,15 +14,20 @@ FILE = "ops/layernorm.cu"
 @layernorm.layernorm_fwd.on("cupy")
 def layernorm_fwd(x: Array, weight: Array, bias: Array | None, eps: float) -> tuple[Array, Array, Array]:
     x = contiguous(x)
-    y, xhat, rstd = new(x.shape, x.dtype), new(x.shape, x.dtype), new(x.shape[:-1], wide(x.dtype))
-    launch_rows(FILE, "layernorm_fwd", (y, xhat, rstd, x, weight, bias), rstd.dtype.type(eps))
-    return y, xhat, rstd
+    y, mean, rstd = new(x.shape, x.dtype), *(new(x.shape[:-1], wide(x.dtype)) for _ in range(2))
+    launch_rows(FILE, "layernorm_fwd", (y, mean, rstd, x, weight, bias), rstd.dtype.type(eps))
+    return y, mean, rstd
 
 
 @layernorm.layernorm_bwd.on("cupy")
 def layernorm_bwd(
-    dweight: Array, dbias: Array | None, dy: Array, weight: Array, xhat: Array, rstd: Array
-) -> Array:
-    dy, xhat = contiguous(dy), contiguous(xhat)
-    alone = ("layernorm_columns", (dy, xhat))
-    return norm_backward((dweight, dbias), FILE, "layernorm_bwd", dy, weight, xhat, rstd, alone)
+    dweight: Array, dbias: Array | None, dy: Array, weight: Array, x: Array, mean: Array, rstd: Array,
+    residual: Array | None,
+) -> Array:  # fmt: skip
+    dy, x = contiguous(dy), contiguous(x)
+    if dbias is None:  # its sum comes along with dweight's, and nobody reads it
+        dbias = new(dweight.shape, dweight.dtype)
+    alone, sums = ("layernorm_columns", (dy, x, mean, rstd)), (dweight, dbias)
+    if residual is None:
+        return norm_backward(sums, FILE, "layernorm_bwd", dy, weight, x, (mean, rstd), alone)
+    return norm_backward(sums, FILE, "add_layernorm_bwd", dy, weight, x, (mean, rstd), alone, contiguous(residual))

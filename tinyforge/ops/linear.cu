@@ -5,9 +5,9 @@
 //
 // Idea. y = b first and y += x W^T then, not the other way round: cuBLAS adds in float32, so that in bf16 the sum is
 // rounded once. The traffic is the same, one more pass over y.
-// Backward: block (c, p) sums 32 columns over every P-th share of the rows; the order of the sum does not depend on
+// Backward: block (c, p) sums 32 vectors of columns over every P-th share of the rows; the order of the sum does not depend on
 // which block ends first.
-// Grid: forward a thread for each vector of y; backward (columns / 32, partial rows). Block: 256; backward 32 x 8.
+// Grid: forward a thread for each vector of y; backward (columns / (32 VEC), partial rows). Block: 256; backward 32 x 8.
 // Shared memory: backward, the eight warps' sums. Bound by memory.
 //
 // compile: SCALAR=double VEC=1|2
@@ -27,20 +27,27 @@ extern "C" __global__ void __launch_bounds__(256) linear_fwd_bias(T *y, const T 
     store(y + i64(i) * VEC, load<VEC>(bias + (i % width) * VEC));
 }
 
-// Thread (c, y) adds every eighth row of its block's share.
-extern "C" __global__ void linear_bwd_bias(A *partial, const T *dy, int rows, int width) {
-    __shared__ A sums[8][32];
-    const int column = blockIdx.x * 32 + threadIdx.x;
-    A sum = 0;
-    if (column < width) {
+// Thread (c, y) adds every eighth row of its block's share, a vector of columns.
+extern "C" __global__ void __launch_bounds__(256) linear_bwd_bias(A *partial, const T *dy, int rows, int width) {
+    __shared__ A sums[8][32 * VEC];
+    const int vector = blockIdx.x * 32 + threadIdx.x;
+    Pack<A, VEC> sum = {};
+    if (vector < width / VEC) {
+#pragma unroll 4
         for (int row = blockIdx.y * 8 + threadIdx.y; row < rows; row += gridDim.y * 8) {
-            sum += widen(dy[i64(row) * width + column]);
+            const Pack<T, VEC> p = load<VEC>(dy + i64(row) * width + vector * VEC);
+#pragma unroll
+            for (int j = 0; j < VEC; j++) sum.v[j] += widen(p.v[j]);
         }
     }
-    sums[threadIdx.y][threadIdx.x] = sum;
+#pragma unroll
+    for (int j = 0; j < VEC; j++) sums[threadIdx.y][threadIdx.x * VEC + j] = sum.v[j];
     __syncthreads();
-    if (threadIdx.y == 0 && column < width) {
-        for (int y = 1; y < 8; y++) sum += sums[y][threadIdx.x];
-        partial[i64(blockIdx.y) * width + column] = sum;
+    for (int c = threadIdx.y * 32 + threadIdx.x; c < 32 * VEC; c += 256) {
+        const int column = blockIdx.x * 32 * VEC + c;
+        A total = sums[0][c];
+#pragma unroll
+        for (int y = 1; y < 8; y++) total += sums[y][c];
+        if (column < width) partial[i64(blockIdx.y) * width + column] = total;
     }
 }

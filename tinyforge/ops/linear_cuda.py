@@ -52,10 +52,11 @@ def linear_bwd(
 def add_bias_gradient(dbias: Array, dy: Array) -> None:
     """dbias += the sum over the rows of dy, in a fixed order."""
     rows, width = dy.shape
-    columns = -(-width // 32)
+    vec = vector(width, dy)
+    columns = -(-width // (32 * vec))
     # Some eight blocks for each multiprocessor, of at least 64 rows each.
     parts = min(-(-rows // 64), -(-8 * processors() // columns))
     partial = new((parts, width), dbias.dtype)
-    launch = load(FILE, "linear_bwd_bias", SCALAR=scalar(dy.dtype), VEC=1)
+    launch = load(FILE, "linear_bwd_bias", SCALAR=scalar(dy.dtype), VEC=vec)
     launch((columns, parts), (32, 8), (partial, dy, np.int32(rows), np.int32(width)))
     add_columns(dbias, None, partial)

@@ -26,5 +26,5 @@ def rmsnorm_bwd(
     dy, x = contiguous(dy), contiguous(x)
     alone = ("rmsnorm_dweight", (dy, x, rstd))
     if residual is None:
-        return norm_backward((dweight,), FILE, "rmsnorm_bwd", dy, weight, x, rstd, alone)
-    return norm_backward((dweight,), FILE, "add_rmsnorm_bwd", dy, weight, x, rstd, alone, contiguous(residual))
+        return norm_backward((dweight,), FILE, "rmsnorm_bwd", dy, weight, x, (rstd,), alone)
+    return norm_backward((dweight,), FILE, "add_rmsnorm_bwd", dy, weight, x, (rstd,), alone, contiguous(residual))

@@ -29,20 +29,21 @@ def rows_and_width(x: Array) -> tuple[int, int]:
 
 
 def launch_rows(file: str, entry: str, arrays: tuple[Array, ...], *scalars: Any) -> None:
-    """One warp for each row. arrays: the kernel's, in its order, the first with the shape and the storage type; None
-    for a null pointer."""
+    """One warp for each row. arrays: the kernel's, in its order, None for a null pointer; the first has the shape and
+    the storage type."""
     rows, width = rows_and_width(arrays[0])
     if rows:
         vec, dtype = vector(width, *(a for a in arrays if a is not None)), arrays[0].dtype
         launch = load(file, entry, SCALAR=scalar(dtype), VEC=vec, PER=vectors_a_lane(width, vec, dtype))
-        launch(blocks(rows, WARPS), (32, WARPS), (*map(or_null, arrays), np.int32(rows), np.int32(width), *scalars))
+        pointers = (np.uintp(0) if a is None else a for a in arrays)
+        launch(blocks(rows, WARPS), (32, WARPS), (*pointers, np.int32(rows), np.int32(width), *scalars))
 
 
 def norm_backward(
-    sums: tuple[Array, ...], file: str, entry: str, dy: Array, weight: Array, x: Array, rstd: Array,
-    sums_alone: tuple[str, tuple[Array, ...]], residual: Array | None = None,
+    sums: tuple[Array, ...], file: str, entry: str, dy: Array, weight: Array, x: Array,
+    stats: tuple[Array, ...], sums_alone: tuple[str, tuple[Array, ...]], residual: Array | None = None,
 ) -> Array:  # fmt: skip
-    """dx; the gradients of gain and bias are added to `sums`, where the second may be None.
+    """dx; the gradients of gain and bias are added to `sums`. stats: one number a row each.
 
     sums_alone: the kernel, and its inputs, that makes the partial sums where a row does not fit in registers.
     """
@@ -56,11 +57,11 @@ def norm_backward(
     warps = WARPS if per <= 4 else WARPS // 2  # as in rows.cuh
     shared = STAGES * (2 + len(extra)) * per * warps * 32 * 16
     launch = load(file, entry, shared, SCALAR=scalar(dx.dtype), VEC=vec, PER=per)
-    partial = new((min(*blocks(rows, warps), BLOCKS * processors()), len(sums) * width), rstd.dtype)
+    partial = new((min(*blocks(rows, warps), BLOCKS * processors()), len(sums) * width), sums[0].dtype)
     sizes = (np.int32(rows), np.int32(width))
     # With the sums in registers each warp takes many rows, else a row.
     grid = (len(partial),) if per else blocks(rows, warps)
-    launch(grid, (32, warps), (dx, partial, dy, weight, x, rstd, *extra, *sizes), shared_mem=shared)
+    launch(grid, (32, warps), (dx, partial, dy, weight, x, *stats, *extra, *sizes), shared_mem=shared)
     if not per:
         name, inputs = sums_alone
         alone = load(file, name, SCALAR=scalar(dx.dtype), VEC=1, PER=0)

@@ -1,0 +1,84 @@
+"""Residual add and layer normalisation in one op: the joint between two halves of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend, wide
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Param, Stash
+from tinyforge.ops.layernorm import layernorm_bwd, layernorm_fwd
+from tinyforge.params import with_buffer
+
+
+@kernel
+def add_layernorm_fwd(
+    residual: Array, delta: Array, weight: Array, bias: Array | None, eps: float
+) -> tuple[Array, Array, Array, Array]:
+    x = residual + delta
+    return x, *layernorm_fwd(x, weight, bias, eps)
+
+
+@add_layernorm_fwd.on("phantom")
+def add_layernorm_fwd_memory(
+    residual: Array, delta: Array, weight: Array, bias: Array | None, eps: float
+) -> tuple[Array, Array, Array, Array]:
+    x, y = (empty(delta.shape, delta.dtype) for _ in range(2))
+    mean, rstd = (empty(delta.shape[:-1], wide(delta.dtype)) for _ in range(2))
+    return x, y, mean, rstd
+
+
+class AddLayerNorm(Op):
+    """x = residual + delta,  y = layernorm(x); returns (x, y)
+
+    residual, delta, x, y: (..., C); w: (C,); b: (C,), or none. Saves x, and mean and reciprocal deviation: (...).
+    The unfused reference is `residual + delta`, then LayerNorm.
+
+    backward(dy=(dx, dy)): both inputs of the add get the same gradient, dx + layernorm_bwd(dy), returned as
+    (dresidual, ddelta), which are the same array. dx is None at the end of the stream, where nothing else reads x.
+    """
+
+    kernels = (add_layernorm_fwd, layernorm_fwd, layernorm_bwd)
+
+    def __init__(
+        self, weight: Param, bias: Param | None, backend: Backend, eps: float = 1e-5, name: str = ""
+    ) -> None:
+        super().__init__(backend, name)
+        self.weight, self.bias = weight, bias
+        self.eps = eps
+
+    def params(self) -> list[Param]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def forward(self, residual: Array, delta: Array, stash: Stash | None = None) -> tuple[Array, Array]:
+        bias = self.bias.value if self.bias else None
+        x, y, mean, rstd = self.k.add_layernorm_fwd(residual, delta, self.weight.value, bias, self.eps)
+        if stash is not None:
+            stash.push(self, x, mean, rstd)
+        return x, y
+
+    def normed(self, x: Array) -> Array:
+        """y computed again, from the sum x."""
+        bias = self.bias.value if self.bias else None
+        return self.k.layernorm_fwd(x, self.weight.value, bias, self.eps)[0]
+
+    def backward(self, dy: tuple[Array | None, Array], stash: Stash) -> tuple[Array, Array]:
+        x, mean, rstd = stash.pop(self)
+        residual, dnormed = dy
+        dbias = self.bias.grad if self.bias else None
+        dsum = self.k.layernorm_bwd(
+            self.weight.grad, dbias, dnormed, self.weight.value, x, mean, rstd, residual
+        )
+        return dsum, dsum
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for shape in ((2, 3, 8), (1, 1), (5, 7), (0, 4)):
+            for bias in (Param("bias", shape[-1:], decay=False), None):
+                weight = Param("weight", shape[-1:], fill=1.0, decay=False)
+                op = with_buffer(cls(weight, bias, backend), backend, rng)
+                yield op, (backend.asarray(rng.normal(size=shape) + 1), backend.asarray(rng.normal(size=shape)))

@@ -1,0 +1,30 @@
+"""Launches of GELULinear: matrix products around gelu.cu."""
+
+from __future__ import annotations
+
+from tinyforge.backends.cublas import gemm
+from tinyforge.backends.cupy_backend import CupyBackend, contiguous, new
+from tinyforge.kernel import Array
+from tinyforge.ops import gelu_linear
+from tinyforge.ops.gelu_cuda import gelu_bwd, gelu_fwd
+from tinyforge.ops.linear_cuda import add_bias_gradient, linear_fwd
+
+
+@gelu_linear.gelu_linear_fwd.on("cupy")
+def gelu_linear_fwd(u: Array, weight: Array, bias: Array | None, *, backend: CupyBackend) -> Array:
+    return linear_fwd(gelu_fwd(u, gelu_linear.FORMULA), weight, bias, backend=backend)
+
+
+@gelu_linear.gelu_linear_bwd.on("cupy")
+def gelu_linear_bwd(
+    dweight: Array, dbias: Array | None, dy: Array, u: Array, weight: Array, *, backend: CupyBackend
+) -> Array:
+    dy, u = contiguous(dy), contiguous(u)
+    rows = dy.size // dy.shape[-1]
+    up = dy.reshape(rows, dy.shape[-1])
+    hidden = new((rows, weight.shape[1]), u.dtype)
+    du = gelu_bwd(hidden, gemm(up, weight, tf32=backend.tf32), u.reshape(hidden.shape), gelu_linear.FORMULA)
+    gemm(up, hidden, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
+    if dbias is not None and rows:
+        add_bias_gradient(dbias, up)
+    return du.reshape(u.shape)
