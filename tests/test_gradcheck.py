@@ -316,6 +316,11 @@ def test_a_fault_in_a_models_wiring_is_caught(model: Any, what: str, miswire: Ca
             super().__init__(*args, **options)
             miswire(self)
 
+        @classmethod
+        def cases(cls, backend: Backend, rng: np.random.Generator) -> Any:
+            # The long texts are there for the kernels' tiles; a wrong wire shows in short ones.
+            return (case for case in super().cases(backend, rng) if case[1][0].size < 100)
+
     assert worst(Miswired) > TOLERANCE
 
 

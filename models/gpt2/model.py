@@ -172,7 +172,7 @@ class GPT2(Op):
             (Config(dim=12, heads=3, layers=2, context=9, vocab=11, dropout=0.3), 2, 9),
             (Config(dim=10, heads=5, layers=1, context=7, vocab=3, bias=False), 3, 5),
             (Config(dim=4, heads=1, layers=1, context=1, vocab=5, norm_eps=0.1), 2, 1),
-            (Config(dim=4, heads=2, layers=1, context=140, vocab=7), 1, 131),
+            (Config(dim=8, heads=2, layers=1, context=140, vocab=7), 1, 131),
         )
         for config, batch, length in shapes:
             model = with_buffer(cls(config, backend), backend, rng, std=0.2)

@@ -10,6 +10,7 @@ from tinyforge.errors import UserError
 from tinyforge.files import read_json, read_text, write_whole
 from tinyforge.text import Tokenizer, load_tokenizer
 from tinyforge.text.chat_templates import recognise
+from tinyforge.text.huggingface import to_huggingface
 from tinyforge.text.sentencepiece import SentencePiece, write_llama2c
 from tinyforge.text.vocabulary import TextTokenizer
 
@@ -65,15 +66,13 @@ def special_ids(tokenizer: TextTokenizer) -> dict[str, Any]:
 
 def write_for_huggingface(directory: Path, tokenizer: TextTokenizer, context: int) -> None:
     """tokenizer.json and tokenizer_config.json."""
-    from tinyforge.text.huggingface import to_huggingface
-
     texts = {id: text for text, id in tokenizer.specials.items()}
     end = next((text for text in ENDS if text in tokenizer.specials), None)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": False,
         "bos_token": None if tokenizer.bos is None else texts[tokenizer.bos], "eos_token": end,
     }  # fmt: skip
-    for name, content in (("tokenizer.json", to_huggingface(tokenizer)), (CONFIG, config)):
+    for name, content in (("tokenizer.json", to_huggingface(tokenizer, recognise_specials=True)), (CONFIG, config)):
         write_whole(directory / name, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
 
