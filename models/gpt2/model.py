@@ -14,7 +14,7 @@ import numpy as np
 
 from models.gpt2.config import Config
 from tinyforge.backends import Backend
-from tinyforge.infer.cache import Cache, KVCache
+from tinyforge.infer.cache import KVCache
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import GELU, Attention, Dropout, Embedding, LayerNorm, LearnedPositions, Linear, LinearCrossEntropy
@@ -62,7 +62,7 @@ def norm(config: Config, name: str, backend: Backend) -> LayerNorm:
 class GPT2(Op):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | tokens 0..t of row b), 0 where the target is -1
 
-    ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). With x the stream, x = embedding + position at the start:
+    ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). The stream starts as x = embedding + position; block:
         x = x + out(attention(qkv(norm1(x))));   x = x + down(gelu(up(norm2(x))))
     then a final norm, and the embedding once more as output head. In training, dropout on the start and on both things
     added. recompute: keep the GELUs' inputs only, and compute their outputs again in backward. Handing in `values`
@@ -97,7 +97,7 @@ class GPT2(Op):
         """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
         return GPT2(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
-    def hidden(self, ids: Array, stash: Stash | None = None, *, cache: Cache | None = None) -> Array:
+    def hidden(self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None) -> Array:
         """(B, T) ids to the final-normed stream, (B, T, C). With a cache, the ids follow what it holds."""
         c = self.config
         x = self.embedding.forward(ids, stash)

@@ -18,7 +18,7 @@ from tinyforge.infer.cache import KVCache
 from tinyforge.infer.causal_lm import FusedWeights
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops import Embedding, LinearCrossEntropy, RMSNorm
+from tinyforge.ops import AddRMSNorm, Embedding, LinearCrossEntropy, RMSNorm
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
@@ -90,7 +90,9 @@ class LlamaLike(Op):
         c, rope = self.shape, self.blocks[0].rope
         if c.qkv_bias or c.qk_norm or c.window:
             return None
-        norms = [self.first_norm, *(norm for block in self.blocks for norm in (block.norm2, block.next_norm))]
+        norms: list[RMSNorm | AddRMSNorm] = [self.first_norm]
+        for block in self.blocks:
+            norms += [block.norm2, block.next_norm]
         return FusedWeights(
             c.dim, c.hidden, c.heads, c.kv_heads, c.head_dim, c.context, c.vocab, c.norm_eps,
             [block.fused() for block in self.blocks], [norm.weight.value for norm in norms],

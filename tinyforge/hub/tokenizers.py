@@ -33,7 +33,7 @@ def find_tokenizer(model: Path, vocab: int, asked: Path | None = None) -> TextTo
         names = [f"{stem}{suffix}" for stem in (f"tok{vocab}", "tokenizer") for suffix in (".bin", ".model", ".json")]
         beside = next((file for name in names if (file := model.parent / name).is_file()), None)
         if beside is None:
-            raise UserError(f"{model}: no tokenizer lies beside it; looked for {', '.join(names)}; give --tokenizer FILE")
+            raise UserError(f"{model} has no tokenizer beside it; looked for {', '.join(names)}; give --tokenizer FILE")
         found = load_tokenizer(beside)
     if found.vocab_size > vocab:
         raise UserError(
@@ -69,8 +69,8 @@ def write_for_huggingface(directory: Path, tokenizer: TextTokenizer, context: in
     texts = {id: text for text, id in tokenizer.specials.items()}
     end = next((text for text in ENDS if text in tokenizer.specials), None)
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": False,
-        "bos_token": None if tokenizer.bos is None else texts[tokenizer.bos], "eos_token": end,
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context,
+        "clean_up_tokenization_spaces": False, "bos_token": None if tokenizer.bos is None else texts[tokenizer.bos], "eos_token": end,
     }  # fmt: skip
     for name, content in (("tokenizer.json", to_huggingface(tokenizer, recognise_specials=True)), (CONFIG, config)):
         write_whole(directory / name, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
