@@ -85,7 +85,8 @@ def write_file(path: Path, weights: Weights) -> None:
     for name, value in wanted.items():
         if config.get(name) != value:
             raise UserError(
-                f"cannot write {path}: llama2.c's format has {name} {value}, the model {config.get(name)}; use --format hf"
+                f"cannot write {path}: llama2.c's format has {name} {value}, the model {config.get(name)}; "
+                "use --format hf"
             )
     head_dim, context = config["head_dim"], config["max_position_embeddings"]
     angle = np.arange(context)[:, None] * THETA ** (-np.arange(0, head_dim, 2) / head_dim)
