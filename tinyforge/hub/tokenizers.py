@@ -81,7 +81,7 @@ def write_for_huggingface(directory: Path, tokenizer: TextTokenizer, context: in
 
 
 def place_for_llama2c(model: Path, tokenizer: TextTokenizer) -> Path:
-    """Where the tokenizer of a .bin file goes, for `find_tokenizer` to find it. Raises UserError where another one lies.
+    """Where the tokenizer of a .bin file goes, so that `find_tokenizer` finds it. UserError where another one lies.
 
     llama2.c reads SentencePiece tokenizers alone; others are kept in our own format.
     """
