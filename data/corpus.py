@@ -156,7 +156,7 @@ def build_corpus(
 ) -> dict[str, float]:
     """Make the corpus folder `out` of source folders, or finish one that was begun with the same sources and settings.
 
-    tokenizer:    a file of `Tokenizer.save`; tokens are then counted too. It costs an encoding of every document.
+    tokenizer:    a tokenizer's file; tokens are then counted too. It costs an encoding of every document.
     workers:      processes; if None one a core, but no more than memory_limit has room for.
     memory_limit: bytes, for all processes together.
     show:         print each stage's rate, with a bar while it runs.
@@ -184,9 +184,9 @@ def build_corpus(
         raise UserError(f"--workers is {workers}, wanted 1 or more")
     blocks = read_filters(filters)
     if tokenizer is not None:
-        from tinyforge.text import Tokenizer
+        from tinyforge.text import load_tokenizer
 
-        Tokenizer.load(tokenizer)  # a fault shows now and not after minutes
+        load_tokenizer(tokenizer)  # a fault shows now and not after minutes
     manifest = _head(read, settings, filters, tokenizer)
     with locked(out):
         work = out / ".work"

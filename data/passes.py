@@ -345,9 +345,9 @@ def _membership(grams: Path, count: int) -> tuple[np.ndarray, np.uint64]:
 
 def count_tokens(job: Pass, parts: Parts, tokenizer: Path) -> dict[str, Any]:
     """The number of tokens of each document: `target.parquet` with number, tokens."""
-    from tinyforge.text import Tokenizer
+    from tinyforge.text import load_tokenizer
 
-    encode = Tokenizer.load(tokenizer).encode
+    encode = load_tokenizer(tokenizer).encode
     numbers, counts = [], []
     with duckdb_faults(str(parts.span.path)), job.connect() as connection:
         for batch, texts in _batches(connection, parts):

@@ -29,7 +29,7 @@ from data.files import escape_glob
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import sha256_of
-from tinyforge.text import Tokenizer
+from tinyforge.text import TextTokenizer, Tokenizer, load_tokenizer
 from tinyforge.text.shards import (
     MANIFEST,
     SEPARATOR,
@@ -196,7 +196,7 @@ def make_shards(
     encode (None: all cores); the result does not depend on it. Raises UserError for bad input, a folder that holds
     something else, and a full disk.
     """
-    given = None if tokenizer is None else load_tokenizer(tokenizer)
+    given = None if tokenizer is None else load_with_separator(tokenizer)
     found = read_corpus(corpus)
     settings = {
         "corpus_sha256": found.sha256,
@@ -209,7 +209,7 @@ def make_shards(
         return Made(open_shards([out], progress), 0, 0.0)
     _begin(out, settings)
     if given is None and (out / TOKENIZER).exists():
-        chosen = load_tokenizer(out / TOKENIZER)
+        chosen = load_with_separator(out / TOKENIZER)
     else:
         chosen = given or _train(found, vocab_size, sample_bytes, workers, progress)
         chosen.save(out / TOKENIZER)
@@ -230,8 +230,8 @@ def make_shards(
     return Made(Shards([out]), encoded, time.perf_counter() - start)
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    tokenizer = Tokenizer.load(path)
+def load_with_separator(path: Path) -> TextTokenizer:
+    tokenizer = load_tokenizer(path)
     if SEPARATOR not in tokenizer.specials:
         raise UserError(f"{path}: the tokenizer has no special token {SEPARATOR}, which ends a document; use another")
     return tokenizer
@@ -277,8 +277,9 @@ def _train(corpus: Corpus, vocab_size: int, sample_bytes: int, workers: int | No
 
 
 def _encode(
-    source: CorpusSource, split: str, out: Path, tokenizer: Tokenizer, shard_tokens: int, workers: int | None, bar: Any
-) -> tuple[Part, int]:
+    source: CorpusSource, split: str, out: Path, tokenizer: TextTokenizer, shard_tokens: int, workers: int | None,
+    bar: Any,
+) -> tuple[Part, int]:  # fmt: skip
     """One split of one source, the files of an earlier run first; and the bytes of text that were left to encode."""
     end = np.array([tokenizer.specials[SEPARATOR]], np.dtype(f"u{bytes_per_id(tokenizer.vocab_size)}"))
     kept, complete = _kept_shards(out, source.name, split, tokenizer, shard_tokens)
@@ -304,7 +305,7 @@ def _encode(
 
 
 def _kept_shards(
-    out: Path, source: str, split: str, tokenizer: Tokenizer, shard_tokens: int
+    out: Path, source: str, split: str, tokenizer: TextTokenizer, shard_tokens: int
 ) -> tuple[list[ShardFile], bool]:
     """The whole shards of an earlier run, and if they are all there will be: the last is shorter than the others."""
     kept: list[ShardFile] = []
@@ -326,7 +327,7 @@ def _kept_shards(
     return kept, complete
 
 
-def _count(paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[int, int, int]:
+def _count(paths: Sequence[Path], tokenizer: TextTokenizer) -> tuple[int, int, int]:
     """What whole shards hold: documents that end in them, bytes of text, and ids of the document that goes on."""
     ids = TokenSequence(paths)
     end = tokenizer.specials[SEPARATOR]

@@ -37,8 +37,9 @@ class ByteTokenizer:
     """One token a byte, and `</s>` after them."""
 
     specials = {"</s>": 256}
+    bos = None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, after: str = "start") -> list[int]:
         return list(text.encode())
 
 

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 from tinyforge.errors import UserError
-from tinyforge.text import Tokenizer, command
+from tinyforge.text import SentencePiece, Tokenizer, command
 from tinyforge.text.command import main
+from tinyforge.text.huggingface import ImportedBPE
+from tinyforge.text.pieces import PATTERNS
+from tinyforge.text.sentencepiece import BYTES, SPACE
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "the cat sat on the mat, the hat and a bat; that the cat\r\n" * 3
@@ -186,11 +189,11 @@ def test_faults(tokenizer_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["train", str(bad), *train], f"{bad}: got no UTF-8 at byte 3"),
         (["train", str(tmp_path / "none"), *train], "none: No such file"),
         (["train", tokenizer_file, "--vocab-size", "9", "--out", out], "got vocab_size 9"),
-        (["train", str(bad), "--vocab-size", "260", "--out", str(tmp_path / "no" / "x")], "is no folder"),
+        (["train", str(bad), "--vocab-size", "260", "--out", str(tmp_path / "no" / "x")], "is not a folder"),
         (["train", tokenizer_file, *train, "--special", ""], "none empty"),
         (["encode", str(tmp_path), *use], "Is a directory"),
         (["encode", str(bad), "--tokenizer", str(bad)], "is not UTF-8"),
-        (["encode", str(bad), *use, "--out", str(tmp_path / "no" / "x")], "is no folder"),
+        (["encode", str(bad), *use, "--out", str(tmp_path / "no" / "x")], "is not a folder"),
         (["encode", str(bad), *use, "--workers", "0"], "workers: got 0, wanted 1 or more"),
         (["train", tokenizer_file, *train, "--workers", "-1"], "workers: got -1"),
         (["decode", str(bad), *use], "got 'ok' as id number 1"),
@@ -217,6 +220,28 @@ def test_faults(tokenizer_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(UserError) as caught:
             main(["decode", *use])
         assert wanted in str(caught.value)
+
+
+def test_tokenizers_of_others(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "BLOCK", 7)
+    words = SentencePiece(["<s>", *BYTES, SPACE, "a", f"{SPACE}a"], {"<s>": 0}, 0, merges=[(257, 258)])
+    tokens = [*(bytes([byte]) for byte in range(256)), b".\n", b""]
+    code = ImportedBPE(tokens, [(46, 10)], {"</s>": 257}, pattern=PATTERNS["qwen2"])
+    path = tmp_path / "tokenizer.json"
+    data = ("a a. \n" + "a.\n" * 50 + "é a\n").encode()
+    for tokenizer in (words, code):
+        tokenizer.save(path)
+        feed(data, monkeypatch)
+        main(["encode", "--tokenizer", str(path)])
+        ids = capfdbinary.readouterr().out
+        assert [int(word) for word in ids.split()] == tokenizer.encode(data.decode())
+        feed(ids, monkeypatch)
+        main(["decode", "--tokenizer", str(path)])
+        assert capfdbinary.readouterr().out == data
+        with pytest.raises(UserError, match="inspect: got a tokenizer of another make"):
+            main(["inspect", "a", "--tokenizer", str(path)])
 
 
 def test_as_a_module(tokenizer_file: str) -> None:

@@ -15,8 +15,9 @@ import pytest
 from tests.text.conftest import ENGLISH
 from tests.text.test_bpe import generated_text, user_error
 from tests.text.test_pieces import TRICKY
+from tests.text.test_sentencepiece import train as train_sentencepiece
 from tests.text.test_tiktoken import texts
-from tinyforge.text import SentencePiece, Tokenizer, load_tokenizer
+from tinyforge.text import CharTokenizer, SentencePiece, Tokenizer, load_tokenizer
 from tinyforge.text.huggingface import ImportedBPE, from_huggingface, to_huggingface
 from tinyforge.text.pieces import PATTERNS
 from tinyforge.text.sentencepiece import BYTES, SPACE, Spaces
@@ -110,6 +111,14 @@ def test_ids_and_text_equal_a_tokenizer_made_there(kind: str, tmp_path: Path) ->
     assert ours.encode(whole) == theirs.encode(whole, add_special_tokens=False).ids
     for text, id in ours.specials.items():
         assert theirs.token_to_id(text) == id and ours.byte_lengths[id] == 0
+    # Written again, it is the same there, and comes back as it was.
+    if kind != "gpt2":
+        again = peer().Tokenizer.from_file(str(save(to_huggingface(ours), tmp_path / "written.json")))
+        again.encode_special_tokens = True
+        for text in strings(300):
+            ids = theirs.encode(text).ids
+            assert again.encode(text).ids == ids and again.decode(ids) == theirs.decode(ids)
+        assert load_tokenizer(tmp_path / "written.json").hash() == ours.hash()
     # As our own file it is the same tokenizer, also with the old spelling of merges.
     ours.save(tmp_path / "ours.json")
     again = load_tokenizer(tmp_path / "ours.json")
@@ -199,6 +208,28 @@ def test_byte_fallback_equals_a_tokenizer_made_there(normalizer: Any, cut: Any, 
     ours.save(tmp_path / "ours.json")
     again = load_tokenizer(tmp_path / "ours.json")
     assert again.hash() == ours.hash() and again.encode(TRAINED_ON) == ours.encode(TRAINED_ON)
+    written = peer().Tokenizer.from_file(str(save(to_huggingface(ours), path)))
+    written.encode_special_tokens = True
+    for text in strings(300):
+        ids = theirs.encode(text).ids
+        assert written.encode(text).ids == ids
+        assert written.decode(ids) == theirs.decode(ids)
+    assert load_tokenizer(path).hash() == ours.hash()
+
+
+def test_a_sentencepiece_model_with_scores_over_there(tmp_path: Path) -> None:
+    train_sentencepiece(tmp_path / "tokenizer.model")
+    ours = load_tokenizer(tmp_path / "tokenizer.model")
+    path = save(to_huggingface(ours), tmp_path / "tokenizer.json")
+    theirs = peer().Tokenizer.from_file(str(path))
+    theirs.encode_special_tokens = True
+    back = load_tokenizer(path)
+    assert back.bos == ours.bos and back.specials == ours.specials
+    for text in [*strings(2000), "=" * 7, "ababababab" * 5, TRAINED_ON]:
+        ids = ours.encode(text)
+        assert theirs.encode(text).ids == [1, *ids]
+        assert theirs.decode(ids) == ours.decode(ids)
+        assert back.encode(text) == ids
 
 
 # --- our vocabularies over there
@@ -255,6 +286,11 @@ def test_exports_that_are_refused() -> None:
     accent = Tokenizer([], ["été"])
     assert "characters that spell other bytes" in user_error(lambda: to_huggingface(accent, True))
     assert "spelt as token 32 is" in user_error(lambda: to_huggingface(Tokenizer([], ["Ġ"]), True))
+    assert "cannot hold a CharTokenizer" in user_error(lambda: to_huggingface(CharTokenizer("ab")))
+    for spaces, pieces in [(Spaces(collapsed=True), ["a"]), (Spaces("first"), ["a"]), (Spaces(), ["ab"])]:
+        scores = [0.0] * (256 + len(pieces))
+        words = SentencePiece([*BYTES, *pieces], {}, None, scores, spaces=spaces)
+        assert "cannot hold this SentencePiece" in user_error(lambda words=words: to_huggingface(words))
 
 
 
@@ -413,9 +449,9 @@ def test_byte_fallback_files_that_are_refused(dotted: str, value: object, wanted
         ({"tokens": [1]}, "tokens is not a list of texts"),
         ({"tokens": ["中"]}, "a character that spells no byte"),
         ({"tokens": ["a"], "specials": {}, "bos": None}, "got no token for the byte 0x00"),
-        ({"specials": []}, "specials is not an object"),
-        ({"specials": {"</s>": 999}}, "specials or bos is no id"),
-        ({"bos": -1}, "specials or bos is no id"),
+        ({"specials": []}, "specials does not map texts to ids"),
+        ({"specials": {"</s>": 999}}, "specials does not map texts to ids"),
+        ({"bos": -1}, "is not the id of a special token"),
         ({"merges": [[1, 2, 3]]}, "merges is not a list of pairs"),
         ({"merges": [[97, 999]]}, "merge 0: got the ids 97 and 999"),
         ({"merges": [[97, 97]]}, "merge 0: got the ids 97 and 97"),

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from tinyforge.errors import UserError
-from tinyforge.text import Tokenizer
+from tinyforge.text import SentencePiece, TextTokenizer, Tokenizer
+from tinyforge.text.sentencepiece import BYTES as BYTE_PIECES
 from tinyforge.text.shards import (
     Part,
     ShardWriter,
@@ -35,7 +36,7 @@ def make(
     folder: Path,
     ids: np.ndarray,
     shard_tokens: int = 100,
-    tokenizer: Tokenizer = BYTES,
+    tokenizer: TextTokenizer = BYTES,
     names: tuple[str, ...] = ("books",),
 ) -> Path:
     """A folder of shards in which each source has `ids` to train on, and their first ten held out."""
@@ -243,6 +244,12 @@ def test_a_damaged_folder_is_refused_by_name(
     damage(folder)
     assert message in fault(folder)
     assert str(folder) in fault(folder)
+
+
+def test_shards_of_another_kind_of_tokenizer(tmp_path: Path, ids: np.ndarray) -> None:
+    words = SentencePiece(["<|endoftext|>", *BYTE_PIECES, "a"], {"<|endoftext|>": 0}, None, scores=[0.0] * 258)
+    shards = open_shards([make(tmp_path / "s", ids, tokenizer=words)])
+    assert isinstance(shards.tokenizer, SentencePiece) and shards.tokenizer.hash() == words.hash()
 
 
 def test_an_id_outside_the_vocabulary_with_the_right_hash(tmp_path: Path, ids: np.ndarray) -> None:

@@ -61,7 +61,8 @@ class CharTokenizer(Vocabulary):
     @classmethod
     def from_content(cls, content: dict[str, Any], path: Path) -> CharTokenizer:
         """From what `save` wrote into the file at `path`. Raises UserError, naming it, where it is damaged."""
-        characters, specials = content.get("characters"), content.get("specials")
+        lists: list[Any] = [content.get("characters"), content.get("specials")]
+        characters, specials = lists
         texts = isinstance(characters, list) and isinstance(specials, list) and [*characters, *specials]
         good = texts and all(isinstance(text, str) and text for text in texts) and set(map(len, characters)) <= {1}
         if not good or (content.get("format"), content.get("version")) != (FORMAT, VERSION):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from tinyforge.text.bpe import (
 )
 from tinyforge.text.pieces import GPT2, PATTERNS, Pattern
 from tinyforge.text.sentencepiece import SPACE, SentencePiece, Spaces
-from tinyforge.text.vocabulary import TextTokenizer
+from tinyforge.text.vocabulary import TextTokenizer, fault_in_specials
 
 FORMAT = "tinyforge-imported-bpe"
 VERSION = 1
@@ -136,9 +137,7 @@ class ImportedBPE(ByteLevelBPE):
         check(isinstance(spelt, list) and all(isinstance(text, str) for text in spelt), "tokens is not a list of texts")
         tokens = [unspell(token) for token in spelt]
         check(None not in tokens, "tokens holds a character that spells no byte")
-        check(isinstance(specials, dict), "specials is not an object")
-        check(all(type(id) is int and 0 <= id < len(tokens) for id in [*specials.values(), 0 if bos is None else bos]),
-              "specials or bos is no id of a token")  # fmt: skip
+        check(not (fault := fault_in_specials(content, len(tokens))), fault)
         check(isinstance(merges, list) and all(map(is_pair, merges)), "merges is not a list of pairs of ids")
         pairs = [(left, right) for left, right in merges]
         try:
@@ -151,19 +150,31 @@ class ImportedBPE(ByteLevelBPE):
 # --- writing ------------------------------------------------------------------------------------------------
 
 
-def to_huggingface(tokenizer: Tokenizer, recognise_specials: bool = False) -> dict[str, Any]:
+def to_huggingface(tokenizer: TextTokenizer, recognise_specials: bool = False) -> dict[str, Any]:
     """Content of a tokenizer.json that gives the same ids: write it with `json.dump`.
 
-    The special tokens are entries of the vocabulary that no merge makes, so that text which spells one does not
-    become its id: as here. With `recognise_specials` they are listed as "added_tokens", which is what most programs
-    on that side look for; then text that spells one does become its id, unless the caller sets the
-    `encode_special_tokens` of their Tokenizer.
+    The special tokens of a `Tokenizer` are entries of the vocabulary that no merge makes, so that text which spells one
+    does not become its id: as here. With `recognise_specials` they are listed as "added_tokens", which is what most
+    programs on that side look for; then text that spells one does become its id, unless the caller sets the
+    `encode_special_tokens` of their Tokenizer. An `ImportedBPE` and a `SentencePiece` always list them.
 
-    Raises UserError when two tokens have the same bytes (the file has one id for each), or when a special token
-    could not be told from another token or would be decoded to another text.
+    Where two overlapping pairs make the same token, a `SentencePiece` with scores joins the left one, and their
+    tokenizer the one that is listed first. The tests know of no text where this matters.
+
+    Raises UserError when two tokens have the same bytes (the file has one id for each), when a special token could not
+    be told from another token or would be decoded to another text, and for a tokenizer that is not BPE.
     """
+    if isinstance(tokenizer, SentencePiece):
+        return _write_sentencepiece(tokenizer)
+    if not isinstance(tokenizer, (Tokenizer, ImportedBPE)):
+        raise UserError(f"tokenizer.json cannot hold a {type(tokenizer).__name__}, wanted a tokenizer of BPE")
+    merging = tokenizer.merging
+    added = recognise_specials or isinstance(tokenizer, ImportedBPE)
+    special_ids = set(tokenizer.specials.values())
     vocab: dict[str, int] = {}
-    for id in range(256 + len(tokenizer.merges)):
+    for id in range(tokenizer.vocab_size):
+        if id in special_ids:
+            continue
         spelt = spell(tokenizer.token_bytes(id))
         if spelt in vocab:
             raise UserError(
@@ -171,33 +182,70 @@ def to_huggingface(tokenizer: Tokenizer, recognise_specials: bool = False) -> di
                 f"{vocab[spelt]} and {id}, wanted one id for them; train the tokenizer again"
             )
         vocab[spelt] = id
-
-    merges = [[spell(tokenizer.token_bytes(left)), spell(tokenizer.token_bytes(right))]
-              for left, right in tokenizer.merges]  # fmt: skip
-    added = []
-    taken = dict(vocab)
+    specials: dict[str, int] = {}
     for text, id in tokenizer.specials.items():
         try:
             data = text.encode()
         except UnicodeEncodeError:
             raise UserError(f"tokenizer.json cannot hold the special token {text!r}: got a lone surrogate, wanted "
                             "text that UTF-8 can hold; give it another name") from None  # fmt: skip
-        key = text if recognise_specials else spell(data)
-        if key in taken:
-            raise UserError(f"tokenizer.json cannot hold the special token {text!r}: got it spelt as token "
-                            f"{taken[key]} is, wanted a spelling of its own; give it another name")  # fmt: skip
+        key = text if added else spell(data)
+        taken = vocab.get(key, specials.get(key))
+        if taken is not None:
+            raise UserError(f"tokenizer.json cannot hold the special token {text!r}: got it spelt as token {taken} is, "
+                            "wanted a spelling of its own; give it another name")  # fmt: skip
         if unspell(key) not in (None, data):
             raise UserError(f"tokenizer.json cannot hold the special token {text!r}: got characters that spell other "
                             "bytes there; give it a name in ASCII")  # fmt: skip
-        taken[key] = id
-        if recognise_specials:
-            flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-            added.append({"id": id, "content": text, **flags})
-        else:
-            vocab[key] = id
+        specials[key] = id
+    if not added:
+        vocab |= specials
 
+    spelt_merges = [[spell(tokenizer.token_bytes(left)), spell(tokenizer.token_bytes(right))]
+                    for left, right in tokenizer.merges]  # fmt: skip
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    model = {
+    cut: dict[str, Any] = byte_level
+    if merging.pattern.name == "digits":
+        cut = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level]}
+    elif merging.pattern is not GPT2:
+        regex = {"Regex": merging.pattern.published}
+        split = {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
+        cut = {"type": "Sequence", "pretokenizers": [split, byte_level | {"use_regex": False}]}
+    return _content(
+        tokenizer,
+        model=_model(vocab, spelt_merges) | {"ignore_merges": bool(merging.whole)},
+        added=specials if added else {},
+        normalizer={"type": "NFC"} if merging.nfc else None,
+        pre_tokenizer=cut,
+        decoder=byte_level,
+    )
+
+
+def _write_sentencepiece(tokenizer: SentencePiece) -> dict[str, Any]:
+    spaces, pieces = tokenizer.spaces, tokenizer.pieces
+    merges = tokenizer.pairs()
+    if spaces.collapsed or (spaces.doubled and (spaces.split or spaces.prefix == "first")) or merges is None:
+        raise UserError("tokenizer.json cannot hold this SentencePiece vocabulary: got spaces that are taken out, or "
+                        "tokens with characters that are no tokens, wanted a vocabulary as Llama's")  # fmt: skip
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    prepend = {"type": "Prepend", "prepend": SPACE}
+    metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": spaces.prefix, "split": spaces.split}
+    steps = [prepend, replace] if spaces.prefix == "always" else [replace]
+    unspace = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    strip = [] if spaces.prefix == "never" else [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+    vocab = {piece: id for id, piece in enumerate(pieces)}
+    return _content(
+        tokenizer,
+        model=_model(vocab, [[pieces[left], pieces[right]] for left, right in merges]) | {"byte_fallback": True},
+        added=tokenizer.specials,
+        normalizer={"type": "Sequence", "normalizers": steps} if spaces.doubled else None,
+        pre_tokenizer=None if spaces.doubled else metaspace,
+        decoder={"type": "Sequence", "decoders": [unspace, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+    )
+
+
+def _model(vocab: dict[str, int], merges: list[list[str]]) -> dict[str, Any]:
+    return {
         "type": "BPE",
         "dropout": None,
         "unk_token": None,
@@ -209,15 +257,33 @@ def to_huggingface(tokenizer: Tokenizer, recognise_specials: bool = False) -> di
         "vocab": vocab,
         "merges": merges,
     }
+
+
+def _content(
+    tokenizer: TextTokenizer, model: dict[str, Any], added: dict[str, int], normalizer: dict[str, Any] | None,
+    pre_tokenizer: dict[str, Any] | None, decoder: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    post_processor = None
+    if tokenizer.bos is not None:
+        name = next(text for text, id in tokenizer.specials.items() if id == tokenizer.bos)
+        bos = {"SpecialToken": {"id": name, "type_id": 0}}
+        first, second = ({"Sequence": {"id": letter, "type_id": kind}} for kind, letter in enumerate("AB"))
+        post_processor = {
+            "type": "TemplateProcessing",
+            "single": [bos, first],
+            "pair": [bos, first, {"SpecialToken": {"id": name, "type_id": 1}}, second],
+            "special_tokens": {name: {"id": name, "ids": [tokenizer.bos], "tokens": [name]}},
+        }
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
+        "added_tokens": [{"id": id, "content": text, **flags} for text, id in sorted(added.items(), key=itemgetter(1))],
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": post_processor,
+        "decoder": decoder,
         "model": model,
     }
 

@@ -34,14 +34,14 @@ from tinyforge.files import read_bytes, written_whole
 from tinyforge.text.bpe import Pair, apply_merges, is_pair
 from tinyforge.text.parallel import ordered_map
 from tinyforge.text.pieces import batches, replace_surrogates, to_utf8
-from tinyforge.text.vocabulary import After, Vocabulary
+from tinyforge.text.vocabulary import After, Vocabulary, fault_in_specials
 
 FORMAT = "tinyforge-sentencepiece"
 VERSION = 1
 
 SPACE = "\u2581"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-MOST_CHARACTERS = 1024  # of one token; published vocabularies have up to 128
+MOST_CHARACTERS = 256  # of one token; SentencePiece itself makes at most 16 by default
 KNOWN_CHARACTERS = 1 << 22  # of all words that an encoder remembers
 
 DAMAGED = "get or make the file again"
@@ -234,6 +234,10 @@ class SentencePiece(Vocabulary):
             rest = rest.removeprefix(b" ")
         return tokens[0] + rest if begins else rest
 
+    def pairs(self) -> list[Pair] | None:
+        """All pairs of tokens that make a token, the first to be joined first; None where a part of one is no token."""
+        return None if self._hidden else sorted(self._ranks, key=self._ranks.__getitem__)
+
     # --- on disk
 
     def _content(self) -> dict[str, Any]:
@@ -270,9 +274,7 @@ class SentencePiece(Vocabulary):
             check(isinstance(merges, list) and all(map(is_pair, merges)), "merges is not a list of pairs of ids")
             merges = [(left, right) for left, right in merges]
         check(all(isinstance(piece, str) for piece in pieces), "pieces is not a list of texts")
-        check(isinstance(specials, dict), "specials is not an object")
-        check(all(type(id) is int and 0 <= id < len(pieces) for id in [*specials.values(), 0 if bos is None else bos]),
-              "specials or bos is no id of a piece")  # fmt: skip
+        check(not (fault := fault_in_specials(content, len(pieces))), fault)
         check(isinstance(spaces, dict) and spaces.keys() == asdict(Spaces()).keys()
               and spaces["prefix"] in ("always", "first", "never")
               and all(isinstance(value, bool) for key, value in spaces.items() if key != "prefix"),

@@ -111,3 +111,13 @@ class Vocabulary:
             raise UserError(
                 f"cannot write the tokenizer {path}: {error.strerror}; free space or choose another folder"
             ) from error
+
+
+def fault_in_specials(content: dict[str, Any], tokens: int) -> str:
+    """What is wrong with "specials" and "bos" in a file of so many tokens, or ""."""
+    specials, bos = content.get("specials"), content.get("bos")
+    if not isinstance(specials, dict) or not all(type(id) is int and 0 <= id < tokens for id in specials.values()):
+        return "specials does not map texts to ids of tokens"
+    if bos is not None and (type(bos) is not int or bos not in specials.values()):
+        return f"bos {bos!r:.40} is not the id of a special token"
+    return ""
