@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 
 from models.char_mlp.model import CharMLP
+from models.gpt2 import GPT2
+from models.llama import Llama
 from models.nanoeuler import NanoEuler
 from tinyforge import gradcheck, ops
 from tinyforge.backends import Backend, get_backend
@@ -272,9 +274,9 @@ def swapped_halves(x: Array) -> Array:
 
 WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
     (NanoEuler, "residual gradient lost at one joint", lambda m: broken_backward(
-        m.joints[0], lambda right, dy, stash: right((None, dy[1]), stash))),
+        m.blocks[0].norm2, lambda right, dy, stash: right((None, dy[1]), stash))),
     (NanoEuler, "residual gradient counted twice", lambda m: broken_backward(
-        m.joints[0], lambda right, dy, stash: right((2 * dy[0], dy[1]), stash))),
+        m.blocks[0].norm2, lambda right, dy, stash: right((2 * dy[0], dy[1]), stash))),
     (NanoEuler, "first norm's gradient lost", lambda m: broken_backward(
         m.first_norm, lambda right, dy, stash, residual: (right(dy, stash), residual)[1])),
     (NanoEuler, "residual gradient lost at the first norm", lambda m: broken_backward(
@@ -288,6 +290,27 @@ WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
     (NanoEuler, "upstream of the last token lost", lambda m: broken_backward(
         m, lambda right, dy, stash: right(dy if dy.ndim == 1 else np.where(np.arange(dy.shape[1])[:, None] > 4, 0, dy),
                                           stash))),
+    (Llama, "a tied head's gradient lost", lambda m: broken_backward(
+        m.heads, lambda right, dy, stash: (right(dy, stash), zero(m.heads.weight.grad))[0])),
+    (Llama, "q and k norms left out", lambda m: [broken_backward(
+        norm, lambda right, dy, stash, out: (right(dy, stash), dy)[1]) for norm, _ in m.blocks[0].head_norms]),
+    (Llama, "residual gradient lost between two blocks", lambda m: broken_backward(
+        m.blocks[0].next_norm, lambda right, dy, stash: right((None, dy[1]), stash))),
+    (Llama, "gradient of the biases lost", lambda m: broken_backward(
+        m.blocks[0].qkv, lambda right, dy, stash: (right(dy, stash), m.blocks[0].qkv.bias and zero(
+            m.blocks[0].qkv.bias.grad))[0])),
+    (Llama, "heads' gradients in the wrong order", lambda m: broken_backward(
+        m.blocks[-1].attention, lambda right, dy, stash: right(dy[:, :, ::-1], stash))),
+    (GPT2, "the embedding's share of a tied gradient lost", lambda m: broken_backward(
+        m.embedding, lambda right, dy, stash: right(0 * dy, stash))),
+    (GPT2, "stream and branch mixed up", lambda m: broken_backward(
+        m.blocks[-1].norm2, lambda right, dy, stash: (right(dy, stash), dy)[1])),
+    (GPT2, "residual gradient counted twice", lambda m: broken_backward(
+        m.blocks[0].norm1, lambda right, dy, stash: 2 * right(dy, stash))),
+    (GPT2, "positions' gradient one place off", lambda m: broken_backward(
+        m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash))),
+    (GPT2, "GELU left out", lambda m: broken_backward(
+        m.blocks[0].gelu, lambda right, dy, stash: (right(dy, stash), dy)[1])),
     (CharMLP, "characters' gradients in the wrong order", lambda m: broken_backward(
         m.embedding, lambda right, dy, stash: right(dy[:, ::-1], stash))),
     (CharMLP, "gradient of the last layer 1 %", lambda m: broken_backward(
@@ -303,6 +326,11 @@ def test_a_fault_in_a_models_wiring_is_caught(model: Any, what: str, miswire: Ca
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             miswire(self)
+
+        @classmethod
+        def cases(cls, backend: Backend, rng: np.random.Generator) -> Any:
+            # The long texts are there for the kernels' tiles; a wrong wire shows in short ones.
+            return (case for case in super().cases(backend, rng) if case[1][0].size < 100)
 
     assert worst(Miswired) > TOLERANCE
 

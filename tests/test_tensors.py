@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tinyforge.errors import UserError
 from tinyforge import tensors
+from tinyforge.errors import UserError
 
 
 def test_every_type_that_is_read(tmp_path: Path) -> None:
@@ -51,7 +51,8 @@ def test_what_is_written_the_package_reads(tmp_path: Path) -> None:
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     """A tensor of a gigabyte that lies in a hole of the file is listed, and the small one beside it read."""
     header = json.dumps({"big": {"dtype": "F32", "shape": [1 << 28], "data_offsets": [0, 1 << 30]},
-                         "small": {"dtype": "F32", "shape": [1], "data_offsets": [1 << 30, (1 << 30) + 4]}})  # fmt: skip
+                         "small": {"dtype": "F32", "shape": [1],
+                                   "data_offsets": [1 << 30, (1 << 30) + 4]}})  # fmt: skip
     with open(tmp_path / "x.safetensors", "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header.encode())
         file.truncate(8 + len(header) + (1 << 30) + 4)

@@ -25,8 +25,8 @@ class Entry:
     """One tensor of theirs: a parameter of ours, or a part of it along the first axis.
 
     theirs, shape: its name and shape there. ours: our parameter's name; empty for a tensor that is zeros, since we have
-    none. part: which rows of ours (a slice), or which entry (a number, which drops the axis); None for all of it. transposed: theirs is the
-    transpose.
+    none. part: which rows of ours (a slice), or which entry (a number, which drops the axis); None for all of it.
+    transposed: theirs is the transpose.
     """
 
     theirs: str

@@ -60,7 +60,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
             if size < 8 or length > min(size - 8, MOST_HEADER):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header = json.loads(opened.read(length))
-        found = {name: _tensor(name, file, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"}
+        header.pop("__metadata__", None)
+        found = {name: _tensor(name, file, entry, 8 + length) for name, entry in header.items()}
         for name, tensor in found.items():
             end = tensor.start + math.prod(tensor.shape) * np.dtype(_STORED.get(tensor.dtype, "u1")).itemsize
             if end > size:

@@ -14,7 +14,7 @@ import numpy as np
 
 from models.gpt2.config import Config
 from tinyforge.backends import Backend
-from tinyforge.infer.cache import Cache, KVCache
+from tinyforge.infer.cache import KVCache
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import (
@@ -55,7 +55,7 @@ class Block:
 class GPT2(Op):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | tokens 0..t of row b), 0 where the target is -1
 
-    ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). With x the stream, x = embedding + position at the start:
+    ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). The stream starts as x = embedding + position; block:
         x = x + out(attention(qkv(norm1(x))));   x = x + down(gelu(up(norm2(x))))
     then a final norm, and the embedding again as the output head; down begins with the GELU. In training, dropout on the
     start and on both things added. recompute: keep the stream, not the norms' outputs, and compute these again in
@@ -96,7 +96,7 @@ class GPT2(Op):
         """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
         return GPT2(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
-    def hidden(self, ids: Array, stash: Stash | None = None, *, cache: Cache | None = None) -> Array:
+    def hidden(self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None) -> Array:
         """(B, T) ids to the final-normed stream, (B, T, C). With a cache, the ids follow what it holds."""
         c = self.config
         x = self.embedding.forward(ids, stash)
@@ -181,7 +181,7 @@ class GPT2(Op):
             (Config(dim=12, heads=3, layers=2, context=9, vocab=11, dropout=0.3), 2, 9),
             (Config(dim=10, heads=5, layers=1, context=7, vocab=3, bias=False), 3, 5),
             (Config(dim=4, heads=1, layers=1, context=1, vocab=5, norm_eps=0.1), 2, 1),
-            (Config(dim=8, heads=2, layers=3, context=140, vocab=7), 1, 131),
+            (Config(dim=8, heads=2, layers=1, context=140, vocab=7), 1, 131),
         )
         for config, batch, length in shapes:
             model = with_buffer(cls(config, backend), backend, rng, std=0.2)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from models.llama.config import Config as LlamaConfig
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 
@@ -59,6 +60,14 @@ class Config(ModelConfig):
     @property
     def head_weights(self) -> tuple[float, ...]:
         return self.mtp_weights
+
+    @property
+    def trunk(self) -> LlamaConfig:
+        """The same without the heads: a Llama."""
+        return LlamaConfig(
+            dim=self.dim, heads=self.heads, kv_heads=self.kv_heads, layers=self.layers, context=self.context,
+            vocab=self.vocab, hidden=self.hidden, tied=False, norm_eps=self.norm_eps, rope_theta=self.rope_theta,
+        )  # fmt: skip
 
     def override(self, values: Mapping[str, Any]) -> Config:
         found = dict(values)

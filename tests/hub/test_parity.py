@@ -15,8 +15,8 @@ from models.llama import Llama
 from models.llama import hf as llama_hf
 from models.nanoeuler import PRESETS, NanoEuler
 from tinyforge.backends import get_backend
-from tinyforge.hub.huggingface import open_directory, write_directory
 from tinyforge.hub.foreign import entries_of, load_weights, weights_of
+from tinyforge.hub.huggingface import open_directory, write_directory
 from tinyforge.op import Stash
 
 torch = pytest.importorskip("torch", reason="the peer is transformers, on torch")

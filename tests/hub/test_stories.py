@@ -61,12 +61,12 @@ def test_chat_continues_a_text_with_it(capsys: pytest.CaptureFixture[str]) -> No
     flags = ["--checkpoint", str(FOLDER / "stories260K.bin"), "--temperature", "0", "--max-tokens", "30"]
     assert chat([*flags, "--prompt", "Once upon a time", "--backend", "numpy"]) == 0
     told = capsys.readouterr().out
-    assert published().removeprefix("Once upon a time").startswith(told.rstrip("\n")[:60].removeprefix("Once upon a time"))
+    assert ("Once upon a time" + told[:60].removeprefix("Once upon a time")) in published()
 
 
 def test_the_tokenizer_is_found_or_asked_for(tmp_path: Path) -> None:
     alone = shutil.copy(FOLDER / "stories260K.bin", tmp_path / "stories260K.bin")
-    with pytest.raises(UserError, match="no tokenizer lies beside it; looked for tok512.bin, .*; give --tokenizer"):
+    with pytest.raises(UserError, match="has no tokenizer beside it; looked for tok512.bin, .*; give --tokenizer"):
         load(alone, FP32)
     assert load(alone, FP32, FOLDER / "tok512.bin").tokenizer.vocab_size == 512
     shutil.copy(FOLDER / "tok512.bin", tmp_path / "tokenizer.bin")

@@ -82,7 +82,7 @@ def test_a_tied_head_is_the_embedding() -> None:
     np.testing.assert_allclose(tied.logits(h), h @ tied.embedding.weight.value.T, rtol=1e-14)
 
 
-@pytest.mark.parametrize("values", [{"qkv_bias": True}, {"qk_norm": True}, {"window": 5}, {"head_dim": 6}], ids=str)
+@pytest.mark.parametrize("values", [{"qkv_bias": True}, {"qk_norm": True}, {"window": 5}], ids=str)
 def test_the_fused_decoders_are_for_the_plain_shape(values: dict[str, Any]) -> None:
     assert Llama(TINY.override(values), FP64).fused_weights() is None
 

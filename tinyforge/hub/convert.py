@@ -28,8 +28,9 @@ from tinyforge.tensors import DTYPES
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
-        prog="python -m tinyforge.hub convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+        prog="python -m tinyforge.hub convert", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("source", metavar="SRC", help="a run, a checkpoint, a Hugging Face directory, or a .bin file")
     parser.add_argument("target", metavar="DST", help="the directory, or the .bin file, to write")
     parser.add_argument("--format", choices=FORMATS, default="",

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tinyforge import tensors
 from tinyforge.errors import UserError
 from tinyforge.files import read_json, sync, write_whole
-from tinyforge import tensors
 from tinyforge.hub.weights import Weights
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

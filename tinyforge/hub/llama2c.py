@@ -4,8 +4,8 @@
     float32     embedding (V, C); for all layers: attention norm, q, k, v, out, MLP norm, gate, down, up;
                 final norm; cos and sin of the angles (context, D/2); the head (V, C) where it is not tied
 
-Rotary pairs are neighbours there, (x_2i, x_2i+1), where Hugging Face and this project pair (x_i, x_i+D/2): the rows of q
-and k are reordered. The rest is a LlamaForCausalLM, and that is how this module shows it.
+Rotary pairs are neighbours there, (x_2i, x_2i+1), where Hugging Face and this project pair (x_i, x_i+D/2): the rows of
+q and k are reordered. The rest is a LlamaForCausalLM, and that is how this module shows it.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def open_file(path: Path) -> Weights:
             "which do not divide; is it llama2.c's?"
         )
     places, offset = {}, HEADER.size
-    for name, shape in layout(config):
-        if name is not None:
-            places[name] = (shape, _reader(path, offset, shape, _heads(name, config)))
+    for tensor, shape in layout(config):
+        if tensor is not None:
+            places[tensor] = (shape, _reader(path, offset, shape, _heads(tensor, config)))
         offset += 4 * math.prod(shape)
     if offset != length:
         raise UserError(f"{path} has {length:,} bytes, its header wants {offset:,}; get the file again")
@@ -84,7 +84,10 @@ def write_file(path: Path, weights: Weights) -> None:
     }  # fmt: skip
     for name, value in wanted.items():
         if config.get(name) != value:
-            raise UserError(f"{path}: llama2.c's format has {name} {value}, the model {config.get(name)}; use a directory")
+            raise UserError(
+                f"cannot write {path}: llama2.c's format has {name} {value}, the model {config.get(name)}; "
+                "use --format hf"
+            )
     head_dim, context = config["head_dim"], config["max_position_embeddings"]
     angle = np.arange(context)[:, None] * THETA ** (-np.arange(0, head_dim, 2) / head_dim)
     angles = iter((np.cos(angle), np.sin(angle)))
@@ -93,8 +96,10 @@ def write_file(path: Path, weights: Weights) -> None:
     try:
         with written_whole(path) as partial, open(partial, "wb") as out:
             out.write(HEADER.pack(*(config[name] for name in names), vocab, context))
-            for name, _ in layout(config):
-                values = next(angles) if name is None else _interleaved(weights.tensors[name][1](), _heads(name, config))
+            for tensor, _ in layout(config):
+                values = next(angles) if tensor is None else weights.tensors[tensor][1]()
+                if tensor is not None and (heads := _heads(tensor, config)):
+                    values = _interleaved(values, heads)
                 np.ascontiguousarray(values, "<f4").tofile(out)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; free some space or choose another place") from error
@@ -156,4 +161,4 @@ def _reader(path: Path, offset: int, shape: tuple[int, ...], heads: int) -> Call
 
 def _interleaved(x: np.ndarray, heads: int) -> np.ndarray:
     """The rows of q or k, halves of each head, as neighbouring pairs; the reverse of what `_reader` does."""
-    return x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape) if heads else x
+    return x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)

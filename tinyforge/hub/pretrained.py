@@ -65,8 +65,9 @@ def save_pretrained(
     if format == "llama2c":
         if dtype != "f32":
             raise UserError("llama2.c's .bin holds float32; leave out --dtype")
+        place = tokenizers.place_for_llama2c(path, tokenizer)
         llama2c.write_file(path, foreign.weights_of(model))
-        tokenizers.write_for_llama2c(path, tokenizer)
+        tokenizers.write_for_llama2c(place, tokenizer)
         return
     content = {
         "kind": "pretrain", "step": 0, **(meta or {}), "format": checkpoint.FORMAT, "model": spec.name,

@@ -67,7 +67,8 @@ def build(found: checkpoint.Checkpoint, backend: Backend, recompute: bool = Fals
     tokenizer = load_tokenizer(found.tokenizer_path)
     if tokenizer.hash() != found.meta.get("tokenizer_hash"):
         raise UserError(f"checkpoint {found.path}: tokenizer.json is not the one it was trained with; use another")
-    if tokenizer.vocab_size > config.vocab:  # published models often have a few ids more than their tokenizers
+    # Fewer is fine: published models often have a few ids more than their tokenizers.
+    if tokenizer.vocab_size > config.vocab:
         raise UserError(
             f"checkpoint {found.path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab}; "
             "use another checkpoint of the run"

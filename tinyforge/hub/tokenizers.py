@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tinyforge.errors import UserError
 from tinyforge.files import read_json, read_text, write_whole
 from tinyforge.text import Tokenizer, load_tokenizer
 from tinyforge.text.chat_templates import recognise
+from tinyforge.text.huggingface import to_huggingface
 from tinyforge.text.sentencepiece import SentencePiece, write_llama2c
 from tinyforge.text.vocabulary import TextTokenizer
 
@@ -32,7 +34,7 @@ def find_tokenizer(model: Path, vocab: int, asked: Path | None = None) -> TextTo
         names = [f"{stem}{suffix}" for stem in (f"tok{vocab}", "tokenizer") for suffix in (".bin", ".model", ".json")]
         beside = next((file for name in names if (file := model.parent / name).is_file()), None)
         if beside is None:
-            raise UserError(f"{model}: no tokenizer lies beside it; looked for {', '.join(names)}; give --tokenizer FILE")
+            raise UserError(f"{model} has no tokenizer beside it; looked for {', '.join(names)}; give --tokenizer FILE")
         found = load_tokenizer(beside)
     if found.vocab_size > vocab:
         raise UserError(
@@ -65,31 +67,34 @@ def special_ids(tokenizer: TextTokenizer) -> dict[str, Any]:
 
 def write_for_huggingface(directory: Path, tokenizer: TextTokenizer, context: int) -> None:
     """tokenizer.json and tokenizer_config.json."""
-    from tinyforge.text.huggingface import to_huggingface
-
     texts = {id: text for text, id in tokenizer.specials.items()}
     end = next((text for text in ENDS if text in tokenizer.specials), None)
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": False,
-        "bos_token": None if tokenizer.bos is None else texts[tokenizer.bos], "eos_token": end,
-    }  # fmt: skip
-    for name, content in (("tokenizer.json", to_huggingface(tokenizer)), (CONFIG, config)):
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": None if tokenizer.bos is None else texts[tokenizer.bos],
+        "eos_token": end,
+    }
+    for name, content in (("tokenizer.json", to_huggingface(tokenizer, recognise_specials=True)), (CONFIG, config)):
         write_whole(directory / name, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
 
-def write_for_llama2c(model: Path, tokenizer: TextTokenizer) -> Path:
-    """The tokenizer beside a .bin file, as `find_tokenizer` looks for it; returns its path.
+def place_for_llama2c(model: Path, tokenizer: TextTokenizer) -> Path:
+    """Where the tokenizer of a .bin file goes, so that `find_tokenizer` finds it. UserError where another one lies.
 
-    llama2.c reads SentencePiece tokenizers alone; another one is written in our own format. Raises UserError where
-    another tokenizer lies in its place.
+    llama2.c reads SentencePiece tokenizers alone; others are kept in our own format.
     """
-    own = not isinstance(tokenizer, SentencePiece)
-    path = model.parent / f"tok{tokenizer.vocab_size}{'.json' if own else '.bin'}"
-    if path.exists():
-        if load_tokenizer(path).hash() != tokenizer.hash():
-            raise UserError(f"{path} exists already and is another tokenizer; choose another directory")
-    elif isinstance(tokenizer, SentencePiece):
+    suffix = ".bin" if isinstance(tokenizer, SentencePiece) else ".json"
+    path = model.parent / f"tok{tokenizer.vocab_size}{suffix}"
+    if path.exists() and load_tokenizer(path).hash() != tokenizer.hash():
+        raise UserError(f"{path} exists already and is another tokenizer; choose another directory")
+    return path
+
+
+def write_for_llama2c(path: Path, tokenizer: TextTokenizer) -> None:
+    if isinstance(tokenizer, SentencePiece):
         write_llama2c(tokenizer, path)
     else:
+        print(f"note: run.c reads SentencePiece tokenizers alone; this one is kept in {path}", file=sys.stderr)
         tokenizer.save(path)
-    return path

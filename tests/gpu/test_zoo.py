@@ -1,0 +1,110 @@
+"""GPT-2 and Llama on the GPU: logits, gradients and caches against NumPy's; stories260K's published text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.gpt2 import GPT2
+from models.gpt2 import Config as GPT2Config
+from models.llama import Config as LlamaConfig
+from models.llama import Llama
+from tinyforge.backends import get_backend
+from tinyforge.hub import load_pretrained, save_pretrained
+from tinyforge.infer import Sampling, generate, make_decoder
+from tinyforge.infer.decoder import ReferenceDecoder
+from tinyforge.op import Stash
+from tinyforge.rng import Stream
+from tinyforge.text import Tokenizer
+
+pytestmark = pytest.mark.gpu
+
+# Odd sizes: hidden widths and vocabularies that fill no whole tile; 77 positions are more than a tile of queries.
+LLAMA = LlamaConfig(dim=96, heads=6, kv_heads=2, layers=3, context=96, vocab=301, hidden=154)
+MODELS: dict[str, tuple[Any, Any]] = {
+    "gpt2": (GPT2, GPT2Config(dim=96, heads=3, layers=3, context=96, vocab=301, dropout=0.2)),
+    "gpt2-char": (GPT2, GPT2Config(dim=96, heads=3, layers=3, context=96, vocab=65, dropout=0.2, bias=False)),
+    "llama": (Llama, LLAMA),
+    "llama-qwen2": (Llama, LLAMA.override({"qkv_bias": True, "tied": False})),
+    "llama-qwen3": (Llama, LLAMA.override({"qk_norm": True, "head_dim": 32})),
+    "llama-mistral": (Llama, LLAMA.override({"window": 33})),
+}
+LENGTH = 77
+
+
+def build(name: str, backend: str, precision: str) -> Any:
+    """The same weights on either backend, bfloat16's all of them."""
+    kind, config = MODELS[name]
+    model = kind(config, get_backend(backend, precision, workers=1))
+    rng = np.random.default_rng(7)
+    for p in model.buffer.params:
+        drawn = (p.fill + 0.1 * rng.standard_normal(p.shape)).astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+        model.buffer.set_master(p, drawn.view(np.float32))
+    model.buffer.publish()
+    return model
+
+
+def step(model: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Losses and gradients of a training pass, dropout included."""
+    rng, backend = np.random.default_rng(5), model.backend
+    ids = rng.integers(0, model.config.vocab, (3, LENGTH), dtype=np.int32)
+    targets = rng.integers(-1, model.config.vocab, (3, LENGTH, 1), dtype=np.int32)
+    stash = Stash(Stream(3, "step"))
+    nll = model.forward(backend.asarray(ids), backend.asarray(targets), stash)
+    model.backward(backend.asarray(np.ones(1), backend.master_dtype), stash)
+    return backend.to_numpy(nll), {p.name: backend.to_numpy(p.grad).astype(np.float64) for p in model.buffer.params}
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-4), ("bf16", 1e-1)])
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_are_those_of_numpy(name: str, precision: str, tolerance: float) -> None:
+    """bf16's error is that of 8 bits through three layers; a wrong wire is an error of 1."""
+    nll, grads = step(build(name, "cupy", precision))
+    wanted_nll, wanted = step(build(name, "numpy", "fp64"))
+    assert np.abs(nll - wanted_nll).max() < tolerance * np.abs(wanted_nll).max()
+    errors = {p: np.linalg.norm(grads[p] - g) / np.linalg.norm(g) for p, g in wanted.items()}
+    assert {p: error for p, error in errors.items() if not error < tolerance} == {}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_gives_the_same_as_the_whole_text(name: str) -> None:
+    model = build(name, "cupy", "fp64")
+    ids = model.backend.asarray(np.random.default_rng(1).integers(0, 65, (2, LENGTH), dtype=np.int32))
+    wanted = model.backend.to_numpy(model.hidden(ids))
+    cache = model.make_cache(2, LENGTH)
+    parts = [model.hidden(ids[:, start:stop], cache=cache) for start, stop in ((0, 40), (40, 41), (41, LENGTH))]
+    got = np.concatenate([model.backend.to_numpy(part) for part in parts], axis=1)
+    np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_files_hold_the_same_weights_on_both_backends(name: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer([], [])
+    if MODELS[name][1].vocab < tokenizer.vocab_size:
+        pytest.skip("the tokenizer has 256 ids, this model 65")
+    model = build(name, "cupy", "bf16")
+    save_pretrained(model, tokenizer, tmp_path / name, dtype="bf16")
+    again, _ = load_pretrained(tmp_path / name, get_backend("cupy", "bf16"))
+    on_cpu, _ = load_pretrained(tmp_path / name, get_backend("numpy", "fp32", workers=1))
+    for p, q, r in zip(model.buffer.params, again.buffer.params, on_cpu.buffer.params, strict=True):
+        values = [model.backend.to_numpy(x.value).astype(np.float32) for x in (p, q)]
+        assert np.array_equal(values[0], values[1]) and np.array_equal(values[0], r.value), p.name
+
+
+FOLDER = Path("/work/shared/data/llama2c")
+
+
+@pytest.mark.skipif(not (FOLDER / "stories260K.bin").is_file(), reason=f"stories260K.bin is not in {FOLDER}")
+@pytest.mark.parametrize("reference", [True, False], ids=["reference", "chosen"])
+def test_stories260k_tells_the_published_story(reference: bool) -> None:
+    page = (FOLDER / "stories260K.md").read_text(encoding="utf-8")
+    published = re.search(r"-t 0\.0\n(.*?)```", page, re.DOTALL)
+    assert published is not None
+    model, tokenizer = load_pretrained(FOLDER / "stories260K.bin", get_backend("cupy", "fp32"))
+    decoder = ReferenceDecoder(model) if reference else make_decoder(model)
+    ids = generate(model, [1], Sampling(temperature=0, max_tokens=256), decoder=decoder)
+    assert tokenizer.decode(ids).strip() == published[1].strip()
