@@ -31,7 +31,7 @@ from tinyforge.files import sha256_of
 from tinyforge.text.chat_templates import END_OF_REPLY, render_prompt
 
 if TYPE_CHECKING:
-    from tinyforge.text import Tokenizer
+    from tinyforge.text import TextTokenizer
 
 HOST = "https://raw.githubusercontent.com"
 PATH = "tatsu-lab/stanford_alpaca/main/alpaca_data.json"
@@ -85,7 +85,7 @@ def hold_out(records: Sequence[Record]) -> tuple[Sequence[Record], Sequence[Reco
     return records[:cut] or records, records[cut:]
 
 
-def encode_example(tokenizer: Tokenizer, record: Record, seq_len: int) -> tuple[list[int], int] | None:
+def encode_example(tokenizer: TextTokenizer, record: Record, seq_len: int) -> tuple[list[int], int] | None:
     """One example as token ids, `prompt + reply + </s>`, and the length of its prompt, which gets no loss.
 
     At most seq_len + 1 ids, since inputs are ids[:-1] and targets ids[1:]. An example that is too long keeps
