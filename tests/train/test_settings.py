@@ -90,7 +90,7 @@ def test_settings_of_earlier_versions_are_read(kind: str) -> None:
     """Every recipe had all fields then, and none named the model; they are in the model that comes with us."""
     meta = json.loads((ROOT / "models/nanoeuler/small/meta.json").read_text(encoding="utf-8"))
     stored = (meta if kind == "sft" else meta["base"])["settings"]
-    assert {"config", "max_reply"} <= set(stored) and "model" not in stored
+    assert {"config", "base"} <= set(stored) and "model" not in stored
     read = RECIPES[kind].from_dict(stored)
     read.check()
     assert read.seed == stored["seed"] and read.lr == stored["lr"]

@@ -137,7 +137,8 @@ class Run:
         if resume:
             self._load()
         self.log = metrics.Metrics(self.out, self.step)
-        self._start, self._energy_at_start = time.perf_counter(), backend.energy()
+        self._start = self._began = time.perf_counter()  # the process's part of the run; what is not reported yet
+        self._energy_at_start = backend.energy()
         self._bar: Any = None
 
     def _load(self) -> None:

@@ -174,7 +174,7 @@ class PretrainSettings(Settings):
             object.__setattr__(self, "config", next(iter(find_model(self.model).presets)))
 
     def usual(self) -> Self:
-        return type(self)(model=self.model)
+        return replace(type(self)(model=self.model), model=default_model())  # the model's first preset
 
     def check(self) -> None:
         super().check()
