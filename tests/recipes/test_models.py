@@ -20,7 +20,7 @@ SHAPES = {
     "llama": "dim=16 heads=2 kv_heads=1 layers=1 hidden=24",
     "char_mlp": "window=4 dim=8 hidden=24",
 }
-COMMON = "--data text.txt --steps 6 --save-every 2 --eval-every 3 --keep 0 --batch-size 3 --grad-accum 2 --backend numpy"
+COMMON = "--data text.txt --steps 6 --save-every 2 --eval-every 3 --keep 0 --batch-size 3 --grad-accum 2"
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_every_registered_model_is_tried() -> None:
 
 @pytest.mark.parametrize("model", SHAPES)
 def test_a_model_of_the_zoo(model: str, here: None, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = f"--model {model} --set {SHAPES[model]} context=96 vocab=300 --workers 2"
+    shape = f"--model {model} --set {SHAPES[model]} context=96 vocab=300 --workers 2 --backend numpy"
     assert pretrain.main([*COMMON.split(), *shape.split(), "--out", "base", "--card"]) == 0
     shutil.copytree("base", "cut")
     for step in (4, 6):
@@ -80,5 +80,5 @@ def test_presets_run_with_the_built_in_corpus(here: None, capsys: pytest.Capture
     assert pretrain.main([*shape.split(), *"--steps 1 --batch-size 1 --workers 1 --backend numpy --out b".split()]) == 0
     vocab = checkpoint.load(Path("b")).meta["config"]["vocab"]
     assert vocab % 64 == 0 and 1024 < vocab < 4096
-    said = f"vocab 4096 -> {vocab}: what can be learned from the built-in corpus"
+    said = f"vocab 4096 -> {vocab}: what can be learned from the text"
     assert said in capsys.readouterr().out.splitlines()
