@@ -29,6 +29,7 @@ from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.registry import find_model
 from tinyforge.report import timed
 from tinyforge.text.shards import SEPARATOR, Shards
+from tinyforge.train.batches import micro_batches
 from tinyforge.train.card import write_card
 from tinyforge.train.corpus import config_for, corpus_of_text, find_shards, open_corpus, tokenizer_for
 from tinyforge.train.data_parallel import Sharded
@@ -110,10 +111,9 @@ def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | N
         ids = generate(model, tokenizer.encode(opening), Sampling(max_tokens=60), end, decoder)
         return f"  {opening}|{tokenizer.decode(ids)}".replace("\n", "\n  ")
 
-    accum, rows = settings.grad_accum, settings.batch_size
     task = Task(
         model, tokenizer, NextTokens(config.head_weights, tokenizer.byte_lengths),
-        lambda step: [corpus.batches.batch(step * accum + i, rows) for i in range(accum)], evaluate, sample,
+        micro_batches(corpus.batches, settings.batch_size, settings.grad_accum), evaluate, sample,
         {"kind": "pretrain", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
          "data_hash": corpus.hash, "corpus": corpus.summary, "machine": backend.describe()},
         model.flop_per_token(seq_len),

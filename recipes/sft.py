@@ -31,7 +31,7 @@ from tinyforge.infer.decoder import Decoder
 from tinyforge.registry import ModelSpec
 from tinyforge.report import timed
 from tinyforge.text import TextTokenizer
-from tinyforge.train.batches import Examples, fingerprint
+from tinyforge.train.batches import Examples, fingerprint, micro_batches
 from tinyforge.train.card import write_card
 from tinyforge.train.data_parallel import Sharded, evaluate_nll
 from tinyforge.train.metrics import save_scores
@@ -169,7 +169,7 @@ def fine_tune(
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
     task = Task(
         model, tokenizer, NextTokens(config.head_weights, tokenizer.byte_lengths),
-        lambda step: [data.batch(step * accum + i, rows) for i in range(accum)], evaluate, sample,
+        micro_batches(data, rows, accum), evaluate, sample,
         {"kind": "sft", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
          "data_hash": fingerprint(stream), "corpus": summary, "machine": backend.describe(),
          "base": base.meta["base"] if resume else {key: base.meta[key] for key in OF_BASE if key in base.meta}},
