@@ -3,8 +3,9 @@
 Adding a model touches its own folder and this file.
 """
 
+from models.char_mlp import SPEC as CHAR_MLP
 from models.gpt2 import SPEC as GPT2
 from models.llama import SPEC as LLAMA
 from models.nanoeuler import SPEC as NANOEULER
 
-SPECS = (NANOEULER, GPT2, LLAMA)
+SPECS = (NANOEULER, GPT2, LLAMA, CHAR_MLP)

@@ -27,7 +27,9 @@ from tinyforge.config import ModelConfig
 from tinyforge.errors import run_command
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.registry import find_model
+from tinyforge.report import timed
 from tinyforge.text.shards import SEPARATOR, Shards
+from tinyforge.train.batches import micro_batches
 from tinyforge.train.card import write_card
 from tinyforge.train.corpus import config_for, corpus_of_text, find_shards, open_corpus, tokenizer_for
 from tinyforge.train.data_parallel import Sharded
@@ -70,21 +72,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | None, resume: bool) -> str:
     """Train, and measure the model; returns the beginning of a held-out document."""
     spec, seq_len = find_model(settings.model), sequence_length(config, settings.seq_len)
-    backend, settings = open_backend(settings)
+    with timed("opening the backend"):
+        backend, settings = open_backend(settings)
     shape = ", ".join(f"{name} {value}" for name, value in config.to_dict().items())
     print(f"model {spec.name}, config {settings.config}: {shape}")
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
-    check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute)
+    with timed("planning the memory"):
+        check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute)
 
     if shards:
-        corpus = open_corpus(shards, settings, seq_len, config.prediction_heads)
+        with timed("opening the shards"):
+            corpus = open_corpus(shards, settings, seq_len, config.prediction_heads)
     else:
-        texts = documents_of(settings.data, settings.encoding, settings.seed)
-        tokenizer, config = tokenizer_for(settings, config, *texts)
-        corpus = corpus_of_text(settings, config, seq_len, *texts, tokenizer)
+        with timed("reading the text"):
+            texts = documents_of(settings.data, settings.encoding, settings.seed)
+        with timed("training the tokenizer"):
+            tokenizer, config = tokenizer_for(settings, config, *texts)
+        with timed("encoding the text"):
+            corpus = corpus_of_text(settings, config, seq_len, *texts, tokenizer)
     tokenizer = corpus.tokenizer
-    model = spec.build(config, backend, recompute=settings.recompute)
-    model.initialise(settings.seed)
+    with timed("making the model"):
+        model = spec.build(config, backend, recompute=settings.recompute)
+        model.initialise(settings.seed)
     per_step = settings.batch_size * settings.grad_accum * seq_len
     print(f"model: {model.buffer.count:,} parameters, seed {settings.seed}")
     print_schedule(settings, f"{per_step:,} tokens", corpus.tokens / per_step, "text")
@@ -102,10 +111,9 @@ def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | N
         ids = generate(model, tokenizer.encode(opening), Sampling(max_tokens=60), end, decoder)
         return f"  {opening}|{tokenizer.decode(ids)}".replace("\n", "\n  ")
 
-    accum, rows = settings.grad_accum, settings.batch_size
     task = Task(
         model, tokenizer, NextTokens(config.head_weights, tokenizer.byte_lengths),
-        lambda step: [corpus.batches.batch(step * accum + i, rows) for i in range(accum)], evaluate, sample,
+        micro_batches(corpus.batches, settings.batch_size, settings.grad_accum), evaluate, sample,
         {"kind": "pretrain", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
          "data_hash": corpus.hash, "corpus": corpus.summary, "machine": backend.describe()},
         model.flop_per_token(seq_len),

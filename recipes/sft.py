@@ -29,8 +29,9 @@ from tinyforge.hub import Loaded, build, model_of, newest_run
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.infer.decoder import Decoder
 from tinyforge.registry import ModelSpec
+from tinyforge.report import timed
 from tinyforge.text import TextTokenizer
-from tinyforge.train.batches import Examples, fingerprint
+from tinyforge.train.batches import Examples, fingerprint, micro_batches
 from tinyforge.train.card import write_card
 from tinyforge.train.data_parallel import Sharded, evaluate_nll
 from tinyforge.train.metrics import save_scores
@@ -120,9 +121,11 @@ def fine_tune(
     settings: SftSettings, base: checkpoint.Checkpoint, spec: ModelSpec, config: ModelConfig, resume: bool
 ) -> None:
     seq_len = sequence_length(config, settings.seq_len)
-    backend, settings = open_backend(settings)
+    with timed("opening the backend"):
+        backend, settings = open_backend(settings)
     check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute)
-    loaded = build(base, backend, settings.recompute)
+    with timed("making the model"):
+        loaded = build(base, backend, settings.recompute)
     model, tokenizer = loaded.model, loaded.tokenizer
     print(f"base: {loaded.path}, {spec.name}, {model.buffer.count:,} parameters")
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
@@ -135,9 +138,10 @@ def fine_tune(
         print(f"data: built in (no --data given), {BUILT_IN_RECORDS:,} instructions of {len(KINDS)} kinds")
         training, held_out = ([Record(e.instruction, e.input, e.output) for e in instructions(split, n, settings.seed)]
                               for split, n in (("train", BUILT_IN_RECORDS), ("val", HELD_OUT_RECORDS)))  # fmt: skip
-    encoded = encode(training, tokenizer, seq_len, "training", settings.max_reply)
-    data = Examples(encoded, seq_len, config.prediction_heads, settings.seed)
-    held = encode(held_out, tokenizer, seq_len, "held out")
+    with timed("encoding the records"):
+        encoded = encode(training, tokenizer, seq_len, "training", settings.max_reply)
+        data = Examples(encoded, seq_len, config.prediction_heads, settings.seed)
+        held = encode(held_out, tokenizer, seq_len, "held out")
     if not held:
         raise UserError(f"data: none of the {len(held_out)} held-out records fits {seq_len} tokens; give more records")
 
@@ -165,7 +169,7 @@ def fine_tune(
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
     task = Task(
         model, tokenizer, NextTokens(config.head_weights, tokenizer.byte_lengths),
-        lambda step: [data.batch(step * accum + i, rows) for i in range(accum)], evaluate, sample,
+        micro_batches(data, rows, accum), evaluate, sample,
         {"kind": "sft", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
          "data_hash": fingerprint(stream), "corpus": summary, "machine": backend.describe(),
          "base": base.meta["base"] if resume else {key: base.meta[key] for key in OF_BASE if key in base.meta}},

@@ -58,6 +58,11 @@ def models() -> dict[str, ModelSpec]:
     return found
 
 
+def register(spec: ModelSpec) -> None:
+    """Make a model known to this process: for scripts and notebooks, which have no entry points."""
+    models()[spec.name] = spec
+
+
 def default_model() -> str:
     return next(iter(models()))
 

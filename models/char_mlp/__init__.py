@@ -1,1 +1,8 @@
-"""A character-level MLP: the smallest useful model, as an example of reusing the ops."""
+"""A character-level MLP: the smallest useful model, and the one to copy for a model of your own."""
+
+from models.char_mlp.config import PRESETS, Config
+from models.char_mlp.model import CharMLP
+from tinyforge.registry import ModelSpec
+
+SPEC = ModelSpec("char_mlp", "CharMLP", CharMLP, Config, PRESETS, "An MLP on the last few characters")
+__all__ = ["PRESETS", "SPEC", "CharMLP", "Config"]

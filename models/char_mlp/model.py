@@ -1,7 +1,8 @@
-"""A character-level MLP language model (Bengio et al., 2003) from four ops of the box.
+"""A character-level MLP language model (Bengio et al., 2003) from five ops of the box.
 
-The last `context` characters are embedded, laid side by side, pushed through one hidden layer, and scored. It shows
-all that a model of your own needs: ops, a forward, the same read upwards as backward, and a case for the checker.
+The last `window` characters are embedded, laid side by side, pushed through one hidden layer, and scored. It shows
+all that a model of your own needs: ops, a forward, the same read upwards as backward, a cache for generation, and
+cases for the checker.
 """
 
 from __future__ import annotations
@@ -11,53 +12,111 @@ from typing import Any
 
 import numpy as np
 
+from models.char_mlp.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops import GELU, CrossEntropy, Embedding, LayerNorm, Linear
+from tinyforge.ops import GELU, Embedding, LayerNorm, Linear, LinearCrossEntropy
 from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.rng import Stream
+
+
+class IdCache:
+    """The ids of a text so far, (B, capacity): what the next window is cut from."""
+
+    can_rewind = True
+
+    def __init__(self, backend: Backend, batch: int, capacity: int) -> None:
+        self.ids, self.length = backend.zeros((batch, capacity), np.dtype(np.int32)), 0
+
+    def append(self, ids: Array) -> None:
+        self.ids[:, self.length : self.length + ids.shape[1]] = ids
+        self.length += ids.shape[1]
+
+    def rewind(self, length: int) -> None:
+        self.length = length
 
 
 class CharMLP(Op):
-    """nll = -log p(next | last `context` characters); ids: (N, context), targets: (N,), nll: (N, 1)."""
+    """nll[b, t, 0] = -log p(targets[b, t, 0] | the last `window` tokens up to t), 0 where the target is -1
 
-    per_head = True
+    ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). Before the first token stands one id more, `vocab`.
+    """
 
-    def __init__(self, vocab: int, context: int, dim: int, hidden: int, backend: Backend) -> None:
+    per_head, prediction_heads = True, 1
+
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
+        """recompute: there is nothing here that would be worth it."""
         super().__init__(backend)
-        self.embedding = Embedding(Param("embedding", (vocab, dim), std=0.1), backend)
-        self.inner = Linear(Param("inner", (hidden, context * dim), std=(context * dim) ** -0.5), backend)
+        self.config, inputs, hidden = config, config.window * config.dim, config.hidden
+        self.embedding = Embedding(Param("embedding", (config.vocab + 1, config.dim), std=0.1), backend, "embedding")
+        self.inner = Linear(Param("inner", (hidden, inputs), std=inputs**-0.5), backend, "inner")
         gain, bias = Param("norm.gain", (hidden,), fill=1.0, decay=False), Param("norm.bias", (hidden,), decay=False)
-        self.norm = LayerNorm(gain, bias, backend)
-        self.gelu = GELU(backend)
-        self.outer = Linear(Param("outer", (vocab, hidden), std=0.1 * hidden**-0.5), backend)
-        self.loss = CrossEntropy(backend)
-        self.buffer = ParamBuffer(self.params(), backend)
+        self.norm = LayerNorm(gain, bias, backend, name="norm")
+        self.gelu = GELU(backend, name="gelu")
+        self.head = LinearCrossEntropy(Param("outer", (config.vocab, hidden), std=0.1 * hidden**-0.5), backend, "head")
+        self.buffer = ParamBuffer(self.params(), backend, values)
 
-    def logits(self, ids: Array, stash: Stash | None = None) -> Array:
-        e = self.embedding.forward(ids, stash)
-        h = self.inner.forward(e.reshape(len(ids), -1), stash)
+    def initialise(self, seed: int) -> None:
+        self.buffer.initialise(Stream(seed, "init"))
+
+    def replica(self) -> CharMLP:
+        return CharMLP(self.config, self.backend, values=self.buffer.values)
+
+    def windows(self, ids: Array, cache: IdCache | None = None) -> Array:
+        """(B, T) ids to (B, T, window): each with those before it, the oldest first."""
+        batch, length, back = *ids.shape, self.config.window - 1
+        text = self.backend.zeros((batch, back + length), np.dtype(np.int32))
+        text[:, :back] = self.config.vocab
+        if cache:
+            known = min(back, cache.length)
+            text[:, back - known : back] = cache.ids[:, cache.length - known : cache.length]
+            cache.append(ids)
+        text[:, back:] = ids
+        made = self.backend.zeros((batch, length, back + 1), np.dtype(np.int32))
+        for place in range(back + 1):
+            made[:, :, place] = text[:, place : place + length]
+        return made
+
+    def hidden(self, ids: Array, stash: Stash | None = None, *, cache: IdCache | None = None) -> Array:
+        """(B, T) to (B, T, hidden). With a cache, the ids follow what it holds."""
+        e = self.embedding.forward(self.windows(ids, cache), stash)  # (B, T, window, dim)
+        h = self.inner.forward(e.reshape(*ids.shape, -1), stash)
         h = self.norm.forward(h, stash)
-        h = self.gelu.forward(h, stash)
-        return self.outer.forward(h, stash)
+        return self.gelu.forward(h, stash)
 
     def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Array:
-        return self.loss.forward(self.logits(ids, stash)[:, None], targets[:, None], stash)
+        return self.head.forward(self.hidden(ids, stash), targets, stash)
 
     def backward(self, dy: Array, stash: Stash) -> None:
-        dlogits, _ = self.loss.backward(dy, stash)
-        dh = self.outer.backward(dlogits[:, 0], stash)
+        dh, _ = self.head.backward(dy, stash)
         dh = self.gelu.backward(dh, stash)
         dh = self.norm.backward(dh, stash)
         de = self.inner.backward(dh, stash)
-        self.embedding.backward(de.reshape(len(de), -1, self.embedding.weight.shape[1]), stash)
+        self.embedding.backward(de.reshape(*de.shape[:2], self.config.window, -1), stash)
+
+    def logits(self, h: Array, head: int = 0) -> Array:
+        return self.head.logits(h, head)
+
+    def make_cache(self, batch: int, capacity: int) -> IdCache:
+        return IdCache(self.backend, batch, capacity)
+
+    def fused_weights(self) -> None:
+        """None: the fused decoders take another shape of model."""
+
+    def flop_per_token(self, seq_len: int) -> float:
+        return 6.0 * (self.inner.weight.size + self.head.weight.size)
+
+    def ops(self) -> list[Op]:
+        return [self.embedding, self.inner, self.norm, self.gelu, self.head]
 
     def params(self) -> list[Param]:
-        return [p for op in (self.embedding, self.inner, self.norm, self.outer) for p in op.params()]
+        return [p for op in self.ops() for p in op.params()]
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        for n, vocab, context, dim, hidden in ((6, 7, 3, 4, 8), (1, 3, 1, 2, 3)):
-            model = with_buffer(cls(vocab, context, dim, hidden, backend), backend, rng)
-            ids, targets = rng.integers(0, vocab, (n, context)), rng.integers(-1, vocab, n)
+        for batch, length, vocab, window in ((2, 5, 7, 3), (1, 1, 3, 1), (3, 2, 5, 4)):
+            config = Config(context=length, vocab=vocab, window=window, dim=4, hidden=8)
+            model = with_buffer(cls(config, backend), backend, rng)
+            ids, targets = rng.integers(0, vocab, (batch, length)), rng.integers(-1, vocab, (batch, length, 1))
             yield model, (backend.asarray(ids), backend.asarray(targets))

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from tinyforge.backends.compile import compile_to_cubin, promises_no_spills, variants
+from tinyforge.registry import models
 
 ROOT = Path(__file__).parents[2]
-GUIDES = [ROOT / "docs/gradcheck.md", ROOT / "docs/add-an-op.md", ROOT / "docs/inference.md"]
+GUIDES = [ROOT / "docs/gradcheck.md", ROOT / "docs/add-an-op.md", ROOT / "docs/train-your-own.md", ROOT / "docs/inference.md"]
 PAGES = [*GUIDES, *sorted((ROOT / "docs/ops").glob("[a-z]*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"(?:#|//) (\w+\.(?:py|cu))\n")
@@ -31,7 +32,7 @@ def test_the_examples_of_a_page_print_what_it_says(
     write_examples(page, tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(ROOT)
-    before = set(sys.modules)
+    before, registered = set(sys.modules), dict(models())
     blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
     try:
         for (kind, code), (follows, wanted) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
@@ -43,6 +44,8 @@ def test_the_examples_of_a_page_print_what_it_says(
             if follows == "text":
                 assert printed.getvalue() == wanted
     finally:
+        for name in models().keys() - registered:
+            del models()[name]
         for name in set(sys.modules) - before:
             if (tmp_path / f"{name}.py").exists():
                 del sys.modules[name]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from models.nanoeuler import Config, NanoEuler
 from tinyforge.backends import get_backend
+from tinyforge.op import Param, Stash
+from tinyforge.params import ParamBuffer
+from tinyforge.rng import Stream
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.objectives import Batch, NextTokens
 
@@ -64,3 +69,33 @@ def test_evaluation_sums_what_training_sums() -> None:
     for rows in (2, 5):
         nll, _ = gradients([batch(rows)], workers=1)
         np.testing.assert_allclose(Sharded(model, backend).nll(batch(rows)), nll[:2], rtol=1e-12)
+
+
+class Noisy:
+    """A model whose nll is what it draws: the sums tell which stream each rank and micro-batch had."""
+
+    def __init__(self, backend: Any) -> None:
+        self.buffer = ParamBuffer([Param("w", (1,))], backend)
+
+    def replica(self) -> Noisy:
+        return self
+
+    def forward(self, ids: np.ndarray, targets: np.ndarray, stash: Stash) -> np.ndarray:
+        assert stash.noise is not None
+        return np.full(targets.shape, stash.noise.uniform())
+
+    def backward(self, dnll: np.ndarray, stash: Stash) -> None:
+        pass
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_step_micro_batch_and_rank_draws_from_a_stream_of_its_own(workers: int) -> None:
+    backend = get_backend("numpy", "fp64", workers)
+    sharded = Sharded(Noisy(backend), backend, NextTokens((1.0, 1.0)))  # type: ignore[arg-type]
+    one = Batch(np.zeros((workers, 1), np.int32), np.zeros((workers, 1, 2), np.int32))  # a row for each rank
+    for step in (0, 1):
+        noise = Stream(3, f"dropout/{step}")
+        drawn = [Stream(3, f"dropout/{step}/{micro}/{rank}").uniform() for micro in (0, 1) for rank in range(workers)]
+        assert len({float(u) for u in drawn}) == 2 * workers
+        for _ in range(2):  # a resumed run draws the same
+            assert sharded.gradients([one, one], noise).sums[0] == pytest.approx(sum(drawn), rel=1e-15)

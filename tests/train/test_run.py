@@ -5,6 +5,10 @@ from __future__ import annotations
 import itertools
 import re
 import resource
+import shlex
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +27,7 @@ from tinyforge.train import metrics
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.data_parallel import Sharded, evaluate_nll
 from tinyforge.train.objectives import NextTokens
-from tinyforge.train.run import Task, train
+from tinyforge.train.run import Run, Task, claimed, train
 from tinyforge.train.settings import Settings
 
 CONFIG = Config(dim=16, heads=4, kv_heads=2, layers=3, context=16, vocab=257, mtp_heads=2, hidden=10,
@@ -283,6 +287,87 @@ def test_a_run_does_not_start_over_another(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="already holds a run; continue it with --resume, or choose another --out"):
         Trial(tmp_path).train()
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    """The second is refused at once, also while the first has saved nothing yet; the lock goes with its process."""
+    out = tmp_path / "out"
+    code = (
+        "import sys, time; from tinyforge.train.run import claimed; from tinyforge.train.settings import Settings\n"
+        f"with claimed(Settings(out={str(out)!r}), False): print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        first.stdout.readline()
+        with pytest.raises(UserError, match=f"{out}: another run is writing there; wait for it, or choose another"):
+            Trial(out).train()
+        first.kill()
+    last = Trial(out).train()
+    assert {p.name for p in out.iterdir() if p.name.startswith(".")} == set() and last.parent == out
+
+
+def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), claimed(Settings(out=str(tmp_path / "a" / "b")), False):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_workers_do_not_hold_the_folder_of_a_run_that_died(tmp_path: Path) -> None:
+    """They may be in the middle of a step when it is resumed."""
+    code = (
+        "import os, time; from tinyforge.parallel import start_group; from tinyforge.train.run import claimed\n"
+        "from tinyforge.train.settings import Settings\n"
+        f"with claimed(Settings(out={str(tmp_path)!r}), False):\n"
+        "    group = start_group(2, lambda r: time.sleep(5)); time.sleep(0.2); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    with claimed(Settings(out=str(tmp_path)), False):
+        pass
+
+
+def test_damaged_lines_of_the_metrics_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a warning, and the rest is kept; a last line that a kill has cut is no damage."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\x00\xff{\n[1]\n{"step": 2}\n{"st')
+    assert [row["step"] for row in metrics.read(path)] == [1, 2]
+    assert f"warning: {path}: line 2, 3 damaged, left out" in capsys.readouterr().err
+    path.write_bytes(b'{"step": 1}\n{"st')
+    assert [row["step"] for row in metrics.read(path)] == [1]
+    assert capsys.readouterr().err == ""
+
+
+def test_only_what_a_run_has_named_itself_is_removed(tmp_path: Path) -> None:
+    for name in ("step-best", "step-00000001-good", "step-7"):
+        (tmp_path / name).mkdir()
+    Trial(tmp_path, keep=1).train()
+    assert {p.name for p in tmp_path.iterdir() if p.is_dir()} == {
+        "step-best", "step-00000001-good", "step-7", "step-00000006",
+    }  # fmt: skip
+
+
+def test_hints_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder with a space and a quote in its name."""
+    out = tmp_path / "my 'run'"
+
+    def interrupt(trial: Trial, step: int) -> None:
+        if step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as left:
+        Trial(out, interrupt).train()
+    assert left.value.code == 128 + signal.SIGTERM
+    assert f"Continue with --resume --out {shlex.quote(str(out))}\n" in capsys.readouterr().err
+
+
+def test_the_parts_of_a_run_can_be_called_alone(tmp_path: Path) -> None:
+    trial = Trial(tmp_path)
+    run = Run(trial.task, trial.settings, trial.backend)
+    run.take_step()
+    assert run.step == 1 and len(run.unread) == 1 and run.progress() == 1 / 6
+    run.report()
+    assert run.tokens == 4 * 16 and not run.unread and steps_of(tmp_path, "loss") == [1]
+    assert run.evaluate()["val_bits_per_byte"] > 0 and steps_of(tmp_path, "val_bits_per_byte") == [1]
+    assert run.save() == tmp_path / "step-00000001" == run.last_saved
 
 
 def test_minutes_end_a_run_by_the_clock(tmp_path: Path) -> None:

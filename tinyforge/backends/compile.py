@@ -25,7 +25,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -109,6 +110,11 @@ def promises_no_spills(file: File) -> bool:
     return _NO_SPILLS.search(read(file)) is not None
 
 
+on_load: Callable[[str, float], None] | None = None
+"""Called with each kernel that `load` has made ready, and the seconds it took: a few milliseconds from CuPy's cache on
+the disk, about a second where it was compiled. For who shows progress."""
+
+
 @cache
 def load(
     file: File, entry: str, shared_bytes: int = 0, *, arch: str = "", cooperative: bool = False, **macros: int | str
@@ -121,6 +127,7 @@ def load(
     """
     import cupy
 
+    start = time.perf_counter()
     code = specialise(file, tuple(sorted(macros.items())))
     options = OPTIONS + ((f"-arch={arch}",) if arch else ())
     kernel = cupy.RawKernel(code, entry, options=options, enable_cooperative_groups=cooperative)
@@ -134,6 +141,8 @@ def load(
         if "nvrtc" in str(error).lower() and "load" in str(error).lower():
             raise UserError(f"NVRTC, CUDA's compiler at run time, is not found: {INSTALL}") from error
         raise KernelError(f"{describe(file, macros)}, kernel {entry}: {error}") from error
+    if on_load is not None:
+        on_load(f"{entry} of {describe(file, macros)}", time.perf_counter() - start)
     return kernel
 
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 from threading import Thread
 from typing import Any, Protocol
 
@@ -152,27 +152,37 @@ class SharedMemory:
     def _meet(self, what: tuple[Any, ...]) -> None:
         """Go on when every rank is about to do `what`."""
         if self.rank:
-            self._talk(self._pipes[0].send, what)
-            verdict = self._talk(self._pipes[0].recv)
+            try:
+                self._pipes[0].send(what)
+                verdict = self._pipes[0].recv()
+            except (EOFError, OSError):  # rank 0 has gone, and with it who would want to know
+                raise SystemExit from None
         else:
-            calls = [what, *(self._talk(pipe.recv) for pipe in self._pipes)]
-            failure = next((call for call in calls if isinstance(call, BaseException)), None)
-            verdict = "group: another rank failed" if failure else _mismatch(calls)
-            for pipe, call in zip(self._pipes, calls[1:], strict=True):
-                if not isinstance(call, BaseException):
-                    self._talk(pipe.send, verdict)
-            if failure:
-                raise failure
+            verdict = _mismatch([what, *self._calls()])
+            for pipe in self._pipes:
+                with suppress(OSError):  # who has gone since is noticed at the next meeting
+                    pipe.send(verdict)
         if verdict:
             raise RuntimeError(verdict)
 
-    def _talk(self, step: Callable[..., Any], *args: Any) -> Any:
+    def _calls(self) -> list[tuple[Any, ...]]:
+        """What the other ranks are about to do. Raises what one of them raised, or UserError, as soon as one has ended,
+        while others still compute; they are let go then."""
+        calls: dict[Connection, tuple[Any, ...]] = {}
         try:
-            return step(*args)
+            while waiting := [pipe for pipe in self._pipes if pipe not in calls]:
+                for pipe in wait(waiting):
+                    assert isinstance(pipe, Connection)
+                    calls[pipe] = pipe.recv()
+                    if isinstance(calls[pipe], BaseException):
+                        raise calls[pipe]
         except (EOFError, OSError) as error:
-            if self.rank:  # rank 0 has gone, and with it who would want to know
-                raise SystemExit from None
+            self.close()
             raise UserError(f"a worker process died (the kernel kills one when memory runs out); {ADVICE}") from error
+        except BaseException:
+            self.close()
+            raise
+        return [calls[pipe] for pipe in self._pipes]
 
 
 def start_group(size: int, follow: Callable[[Group], None]) -> Group:
@@ -213,6 +223,8 @@ def _follower(
     _close(others)
     try:
         follow(SharedMemory(rank, [pipe], slots))
+    except SystemExit:
+        pass
     except Exception as error:
         with suppress(OSError):
             pipe.send(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Protocol
 
@@ -47,6 +47,15 @@ def _draw_offset(stream: Stream, length: int, windows: int, seq_len: int) -> int
     """Where the first of an epoch's windows begins."""
     room = max(1, min(seq_len, length - windows * seq_len))
     return int(stream.uniform() * room)
+
+
+class Batches(Protocol):
+    def batch(self, index: int, size: int) -> Batch: ...
+
+
+def micro_batches(data: Batches, rows: int, count: int) -> Callable[[int], list[Batch]]:
+    """What a run wants: from a step's number to its `count` micro-batches of `rows` sequences."""
+    return lambda step: [data.batch(step * count + i, rows) for i in range(count)]
 
 
 class PackedTokens:

@@ -31,7 +31,7 @@ tags: [{name}]
 
 # {title}, {size} parameters, {kind}
 
-{summary}. Every gradient was written by hand: it was trained, and runs, without automatic differentiation.
+{summary}. Every gradient was written by hand: it was trained without automatic differentiation.
 Weights are {weights}.
 
 ## How to use it
@@ -40,15 +40,14 @@ Weights are {weights}.
 
 or in Python:
 
-    from pathlib import Path
     from tinyforge.backends import get_backend
-    from tinyforge.hub import load
+    from tinyforge.hub import load_pretrained
     from tinyforge.infer import Sampling, generate
 
-    loaded = load(Path("DIR"), get_backend())
-    stop = frozenset(loaded.tokenizer.specials.values())
-    ids = loaded.tokenizer.encode({text})
-    print(loaded.tokenizer.decode(generate(loaded.model, ids, Sampling(), stop)))
+    model, tokenizer = load_pretrained("DIR", get_backend())
+    stop = frozenset(tokenizer.specials.values())
+    ids = tokenizer.encode({text})
+    print(tokenizer.decode(generate(model, ids, Sampling(), stop)))
 
 ## What it is for, and what not
 

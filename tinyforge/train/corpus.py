@@ -188,8 +188,8 @@ def tokenizer_for(
 ) -> tuple[TextTokenizer, ModelConfig]:
     """The tokenizer of --tokenizer, or one trained on the text, and the config with its vocabulary.
 
-    A vocabulary that the user asked for is kept or refused. That of a preset becomes what the characters make, or what
-    can be learned from the built-in corpus.
+    A vocabulary that the user asked for is kept or refused. That of a preset, and any with the built-in corpus, becomes
+    what the characters make, or what can be learned from the text.
     """
     asked = any(item.startswith("vocab=") for item in settings.set) or settings.config not in find_model(
         settings.model
@@ -203,7 +203,7 @@ def tokenizer_for(
             raise UserError(f"--tokenizer: {settings.tokenizer} has no special token {SEPARATOR}; use another")
     else:
         progress = sys.stderr.isatty()
-        tokenizer = Tokenizer.train(training, config.vocab, progress=progress, exact=bool(settings.data))
+        tokenizer = Tokenizer.train(training, config.vocab, progress=progress, exact=bool(asked and settings.data))
     if tokenizer.vocab_size == config.vocab:
         return tokenizer, config
     if settings.tokenizer and (asked or settings.tokenizer != CHARS):
@@ -211,7 +211,7 @@ def tokenizer_for(
             f"--tokenizer: {settings.tokenizer} has {tokenizer.vocab_size} ids, the config's vocab is {config.vocab}; "
             f"use --set vocab={tokenizer.vocab_size}, or another tokenizer"
         )
-    why = "the characters of the text" if settings.tokenizer else "what can be learned from the built-in corpus"
+    why = "the characters of the text" if settings.tokenizer else "what can be learned from the text"
     print(f"vocab {config.vocab} -> {tokenizer.vocab_size}: {why}")
     return tokenizer, config.override({"vocab": tokenizer.vocab_size})
 

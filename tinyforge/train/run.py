@@ -22,11 +22,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from tinyforge import checkpoint
-from tinyforge.backends import Backend
+from tinyforge.backends import Backend, compile
 from tinyforge.errors import UserError
 from tinyforge.files import locked
 from tinyforge.optim import AdamW, AdamWConfig, learning_rate
 from tinyforge.params import load_named, named
+from tinyforge.report import took
 from tinyforge.rng import Stream
 from tinyforge.train import metrics
 from tinyforge.train.data_parallel import Model, Sharded, Totals
@@ -137,8 +138,10 @@ class Run:
         if resume:
             self._load()
         self.log = metrics.Metrics(self.out, self.step)
-        self._start, self._energy_at_start = time.perf_counter(), backend.energy()
+        self._start = self._began = time.perf_counter()  # the process's part of the run; what is not reported yet
+        self._energy_at_start = backend.energy()
         self._bar: Any = None
+        self._kernels: list[float] = []  # seconds that each took to load, until the first report
 
     def _load(self) -> None:
         found = checkpoint.load(self.out)
@@ -181,6 +184,7 @@ class Run:
         pace = 0.5 if sys.stderr.isatty() else 20.0  # seconds between updates: a log file wants few lines
         self._bar = tqdm(total=self.settings.steps, initial=self.step, unit="step", dynamic_ncols=True,
                          mininterval=pace, maxinterval=pace)  # fmt: skip
+        compile.on_load = self._loaded
         with self.signals, self._bar, warnings.catch_warnings():
             # Each step is checked for numbers that are not finite, and the message names their source.
             warnings.simplefilter("ignore", RuntimeWarning)
@@ -202,6 +206,11 @@ class Run:
                 if not self.unread:
                     self._began = time.perf_counter()  # evaluating and saving are not training
         return self.finish()
+
+    def _loaded(self, kernel: str, seconds: float) -> None:
+        """A GPU's kernels are compiled during the first steps, the first time for half a minute: that is shown."""
+        self._kernels.append(seconds)
+        self._bar.set_postfix_str(f"{len(self._kernels)} kernels made ready", refresh=True)
 
     def _every(self, steps: int) -> bool:
         return self.step % steps == 0
@@ -234,6 +243,12 @@ class Run:
         if not self.unread:
             return
         self.backend.synchronize()
+        if not self.rates:
+            compile.on_load = None
+            if self._kernels:
+                took(f"making {len(self._kernels)} kernels ready, the next run finds them on the disk",
+                     sum(self._kernels), self._say)  # fmt: skip
+            took(f"the first {len(self.unread)} steps", time.perf_counter() - self._began, self._say)
         rate = sum(taken.size for taken in self.unread) / (time.perf_counter() - self._began)
         self.rates.append(rate)
         for taken in self.unread:

@@ -132,7 +132,7 @@ class Settings:
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:
         """As a checkpoint has them: lists are tuples again, and what this version does not know is left out."""
         known = {f.name for f in fields(cls)}
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
         return cls(**values)
 
     def differences(self, other: Settings) -> list[str]:
@@ -174,7 +174,7 @@ class PretrainSettings(Settings):
             object.__setattr__(self, "config", next(iter(find_model(self.model).presets)))
 
     def usual(self) -> Self:
-        return type(self)(model=self.model)
+        return replace(type(self)(model=self.model), model=default_model())  # the model's first preset
 
     def check(self) -> None:
         super().check()
@@ -191,8 +191,9 @@ class SftSettings(Settings):
     weight_decay: float = with_default("weight_decay", 0.0)
     base: str | None = setting(None, "pretrained run or checkpoint to start from (default: the newest under runs/)",
                                metavar="DIR", card=NEVER)  # fmt: skip
-    max_reply: int | None = setting(None, "leave out training records whose reply takes more tokens: a model answers "
-                                    "as briefly as what it learned from", check=above_zero, metavar="TOKENS")  # fmt: skip
+    max_reply: int | None = setting(None, "leave out training records whose reply takes more tokens: a model "
+                                    "answers as briefly as what it learned from", check=above_zero,
+                                    metavar="TOKENS")  # fmt: skip
 
 
 RECIPES: dict[str, type[Settings]] = {"pretrain": PretrainSettings, "sft": SftSettings}

@@ -1,0 +1,23 @@
+"""The sizes of a CharMLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinyforge.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Config(ModelConfig):
+    """window: tokens that it looks back on. dim: size of an embedding. hidden: width of the one hidden layer."""
+
+    window: int = 8
+    dim: int = 16
+    hidden: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("window", "dim", "hidden")
+
+
+PRESETS = {"char": Config(), "wide": Config(window=16, dim=24, hidden=512)}

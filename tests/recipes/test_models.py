@@ -1,0 +1,84 @@
+"""Every model of the zoo goes through the same recipes: pretrained, stopped and resumed, fine-tuned, asked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from data.world import documents
+from recipes import evaluate, pretrain, sft
+from tinyforge import chat, checkpoint
+from tinyforge.registry import default_model, models
+
+# A shape that takes seconds. GPT-2's drops out: what is random in a step must be the same when it is resumed.
+SHAPES = {
+    "nanoeuler": "dim=16 heads=2 kv_heads=1 layers=1 hidden=24",
+    "gpt2": "dim=16 heads=2 layers=1 dropout=0.2",
+    "llama": "dim=16 heads=2 kv_heads=1 layers=1 hidden=24",
+    "char_mlp": "window=4 dim=8 hidden=24",
+}
+COMMON = "--data text.txt --steps 6 --save-every 2 --eval-every 3 --keep 0 --batch-size 3 --grad-accum 2"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text("\n".join(documents("train", 60)), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_registered_model_is_tried() -> None:
+    assert set(SHAPES) == set(models())
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_a_model_of_the_zoo(model: str, here: None, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = f"--model {model} --set {SHAPES[model]} context=96 vocab=300 --workers 2 --backend numpy"
+    assert pretrain.main([*COMMON.split(), *shape.split(), "--out", "base", "--card"]) == 0
+    shutil.copytree("base", "cut")
+    for step in (4, 6):
+        shutil.rmtree(f"cut/step-0000000{step}")
+    assert pretrain.main(["--resume", "--out", "cut"]) == 0
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        whole, cut = ((Path(run) / "step-00000006" / name).read_bytes() for run in ("base", "cut"))
+        assert whole == cut
+    card = Path("base/README.md").read_text(encoding="utf-8")
+    assert (f"--model {model}" in card) == (model != default_model()) and "context=96 vocab=300" in card
+
+    record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    Path("records.json").write_text(json.dumps([record] * 20), encoding="utf-8")
+    tuning = "--base base --data records.json --steps 2 --batch-size 2 --workers 1 --backend numpy --out tuned"
+    assert sft.main(tuning.split()) == 0
+    assert checkpoint.load(Path("tuned")).meta["model"] == model
+    flags = "--checkpoint tuned --backend numpy --prompts 1 --sentences 20 --max-tokens 3 --seeds 1"
+    assert evaluate.main([*flags.split(), "--data", "text.txt", "--instructions", "records.json"]) == 0
+    capsys.readouterr()
+    assert chat.main("--checkpoint base --backend numpy --prompt The --max-tokens 5 --top-k 1".split()) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_characters_in_place_of_a_vocabulary(here: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """As nanoGPT's shakespeare_char: an id for each character, and one for the end of a document."""
+    characters = len(set(Path("text.txt").read_text(encoding="utf-8")))
+    shape = ["--model", "gpt2", "--config", "char", "--set", "dim=12", "heads=2", "layers=1", "context=16"]
+    flags = "--data text.txt --tokenizer chars --steps 1 --batch-size 2 --workers 1 --backend numpy --out base".split()
+    assert pretrain.main([*flags, *shape]) == 0
+    meta = checkpoint.load(Path("base")).meta
+    assert meta["config"]["vocab"] == characters + 1
+    size = Path("text.txt").stat().st_size
+    assert meta["corpus"][0]["bytes"] == int(size * 0.9)  # ASCII; the last tenth is held out
+    assert f"vocab 65 -> {characters + 1}: the characters of the text" in capsys.readouterr().out
+    assert chat.main("--checkpoint base --backend numpy --prompt The --max-tokens 5".split()) == 0
+
+
+@pytest.mark.slow
+def test_presets_run_with_the_built_in_corpus(here: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has fewer words than a vocabulary of 4,096 wants; the model is made smaller than the preset here, no more."""
+    shape = "--config base --set dim=8 heads=2 kv_heads=1 layers=1 hidden=8 context=16"
+    assert pretrain.main([*shape.split(), *"--steps 1 --batch-size 1 --workers 1 --backend numpy --out b".split()]) == 0
+    vocab = checkpoint.load(Path("b")).meta["config"]["vocab"]
+    assert vocab % 64 == 0 and 1024 < vocab < 4096
+    said = f"vocab 4096 -> {vocab}: what can be learned from the text"
+    assert said in capsys.readouterr().out.splitlines()

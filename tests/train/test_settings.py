@@ -1,0 +1,107 @@
+"""Settings describe themselves: the command line, --resume, comparisons and the card follow from their fields."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import pytest
+
+from models.nanoeuler.config import PRESETS
+from tinyforge.errors import UserError
+from tinyforge.train.settings import (
+    BITS,
+    LEARNING,
+    NOTHING,
+    RECIPES,
+    PretrainSettings,
+    Settings,
+    SftSettings,
+    config_of,
+    parse,
+    setting,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Mine(Settings):
+    """A recipe of one's own: what all have, and a field of its own."""
+
+    out: str = setting("runs/mine", "directory of the run", changes=NOTHING)
+    steps: int | None = setting(5, "optimizer steps")
+    colour: str = setting("red", "what to paint", choices=("red", "blue"))
+
+
+@pytest.mark.parametrize("kind", [Settings, PretrainSettings, SftSettings, Mine])
+def test_every_field_says_what_it_is(kind: type[Settings]) -> None:
+    for f in fields(kind):
+        assert f.metadata["help"] and f.metadata["changes"] in (NOTHING, BITS, LEARNING), f.name
+
+
+def test_a_recipe_refuses_what_it_does_not_use() -> None:
+    assert parse(Mine, "", ["--colour", "blue"]).settings.colour == "blue"
+    for flags in ("--config small", "--set dim=3", "--mix a=1", "--base x", "--max-reply 3", "--tokenizer t.json"):
+        with pytest.raises(UserError, match="unrecognized arguments: --"):
+            parse(Mine, "", flags.split())
+    with pytest.raises(UserError, match="unrecognized arguments: --card"):
+        parse(Mine, "", ["--card"], actions=("resume", "plan"))
+    with pytest.raises(UserError, match="argument --colour: invalid choice: 'green'"):
+        parse(Mine, "", ["--colour", "green"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--config nonsense", "--config: 'nonsense' is no preset"),
+        ("--set dims=3", "config: unknown key 'dims'"),
+        ("--model nonsense", "unknown model 'nonsense'; known: nanoeuler"),
+    ],
+)
+def test_a_wrong_model_or_config_is_refused_by_the_command_line(flags: str, message: str) -> None:
+    """Before the recipe does anything, and so also in one that forgets to look."""
+    with pytest.raises(UserError, match=message):
+        parse(PretrainSettings, "", flags.split())
+
+
+def test_the_defaults_are_the_recipes() -> None:
+    assert parse(PretrainSettings, "", []).settings == PretrainSettings()
+    assert (PretrainSettings().model, PretrainSettings().config) == ("nanoeuler", "small")
+    assert config_of(PretrainSettings(config="base")) == PRESETS["base"]
+    assert (SftSettings().lr, SftSettings().out) == (2e-3, "runs/sft")
+
+
+def test_what_makes_two_runs_comparable() -> None:
+    run = PretrainSettings()
+    same = replace(run, out="x", workers=3, device=1, backend="numpy", eval_every=1, save_every=1, recompute=True)
+    assert run.differences(same) == []
+    assert run.differences(replace(run, lr=1.0, seed=2)) == ["lr", "seed"]
+
+
+def test_settings_survive_a_checkpoint() -> None:
+    run = PretrainSettings(data=("a", "b"), set=("dim=32",), minutes=2.0, steps=None)
+    assert PretrainSettings.from_dict(json.loads(json.dumps(run.to_dict()))) == run
+
+
+@pytest.mark.parametrize("kind", ["sft", "pretrain"])
+def test_settings_of_earlier_versions_are_read(kind: str) -> None:
+    """Every recipe had all fields then, and none named the model; they are in the model that comes with us."""
+    meta = json.loads((ROOT / "models/nanoeuler/small/meta.json").read_text(encoding="utf-8"))
+    stored = (meta if kind == "sft" else meta["base"])["settings"]
+    assert {"config", "base"} <= set(stored) and "model" not in stored
+    read = RECIPES[kind].from_dict(stored)
+    read.check()
+    assert read.seed == stored["seed"] and read.lr == stored["lr"]
+    if isinstance(read, PretrainSettings):
+        assert (read.model, read.config) == ("nanoeuler", stored["config"])
+
+
+def test_help_names_every_flag_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(PretrainSettings, "a recipe", ["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"--{f.name.replace('_', '-')}" in shown for f in fields(PretrainSettings))
+    assert "(default: 0.004)" in shown and "(default: runs/pretrain)" in shown
+    assert "2 % slower" in " ".join(shown.split())
