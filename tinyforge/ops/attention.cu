@@ -3,7 +3,8 @@
 // Two families of kernels, chosen by macros, a third with Hopper's own instructions in attention_hopper.cu, a fourth
 // for float32 with products in TF32 in attention_tf32.cu:
 //
-//   REAL=float or double, HEAD_DIM up to 128           the reference on the GPU, and what gradient checks run
+//   REAL=float, double or bf16, HEAD_DIM up to 128     read these first; gradient checks run them, and bf16 at head
+//                                                      sizes that the tensor-core kernels do not have
 //     attention_fwd_plain      out, lse                     one block: ROWS queries of one head
 //     attention_bwd_q_plain    dq, and the statistics       one block: ROWS queries of one head
 //     attention_bwd_kv_plain   dk, dv                       one block: ROWS keys of one kv head
@@ -54,6 +55,9 @@
 // compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2
 // compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=2 HELD=3
 // compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0
+// compile: REAL=bf16 HEAD_DIM=8|48 ROWS=64
+// compile: REAL=bf16 HEAD_DIM=80 ROWS=32
+// compile: REAL=bf16 HEAD_DIM=48 ROWS=64 BAND=1
 // compile: REAL=float HEAD_DIM=64 ROWS=64 BAND=1
 // compile: REAL=double HEAD_DIM=32 ROWS=32 BAND=1
 // compile: PART=FORWARD HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 BLOCKS=2 BAND=1
@@ -89,9 +93,11 @@ __device__ inline int first_key(int position, int back, int tile) {
 // rows are VEC elements longer than needed, so that these reads fall into different banks.
 
 constexpr int THREADS = 256;
-constexpr int PLAIN_BLOCKS = sizeof(REAL) == 8 && D > 64 ? 1 : 2;              // on a multiprocessor: shared memory
+typedef Wide<REAL> A; // what is computed with, and kept in shared memory
+
+constexpr int PLAIN_BLOCKS = sizeof(A) == 8 && D > 64 ? 1 : 2;              // on a multiprocessor: shared memory
 constexpr int PER = ROWS / 16;
-constexpr int VEC = 16 / sizeof(REAL);
+constexpr int VEC = 16 / sizeof(A);
 constexpr int PADDED = ceil_div(D, 16) * 16;                                   // dims, zeros behind the last
 constexpr int DIMS = PADDED / 16;                                              // that a thread accumulates
 constexpr int WIDE = DIMS % VEC == 0 ? VEC : DIMS % 2 == 0 ? 2 : 1;            // of them side by side
@@ -99,11 +105,10 @@ constexpr int LINE = PADDED + VEC;                                             /
 constexpr int SCORE_LINE = ROWS + VEC;                                         // a row of scores
 constexpr int TILE = ROWS * LINE;
 
-typedef Pack<REAL, VEC> Vector;
-typedef Pack<REAL, WIDE> Dims;
-
-using Scores = REAL[PER][PER];
-using Sums = REAL[PER][DIMS];
+typedef Pack<A, VEC> Vector;
+typedef Pack<A, WIDE> Dims;
+typedef A Scores[PER][PER];
+typedef A Sums[PER][DIMS];
 
 struct Place {
     int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
@@ -113,26 +118,27 @@ struct Place {
 };
 
 // ROWS rows of global memory, from `first` on, zeros behind row `stop`.
-__device__ void load_tile(REAL *tile, const REAL *from, i64 token, int first, int stop, REAL scale = 1) {
-    constexpr int STEP = D % VEC == 0 ? VEC : 1;
+__device__ void load_tile(A *tile, const REAL *from, i64 token, int first, int stop, A scale = 1) {
+    constexpr int STEP = D * sizeof(REAL) % 16 == 0 ? VEC : 1; // else rows are not aligned
     constexpr int PER_ROW = PADDED / STEP;
 #pragma unroll 4
     for (int i = threadIdx.x; i < ROWS * PER_ROW; i += THREADS) {
         const int row = i / PER_ROW, d = i % PER_ROW * STEP;
         const bool there = first + row < stop && d < D;
         if constexpr (STEP == VEC) {
-            Vector x = {};
-            if (there) x = *reinterpret_cast<const Vector *>(from + (first + row) * token + d);
-            for (int e = 0; e < VEC; ++e) x.v[e] *= scale;
-            *reinterpret_cast<Vector *>(tile + row * LINE + d) = x;
+            Pack<REAL, VEC> x = {};
+            if (there) x = load<VEC>(from + (first + row) * token + d);
+            Vector y;
+            for (int e = 0; e < VEC; ++e) y.v[e] = widen(x.v[e]) * scale;
+            store(tile + row * LINE + d, y);
         } else {
-            tile[row * LINE + d] = there ? from[(first + row) * token + d] * scale : 0;
+            tile[row * LINE + d] = there ? widen(from[(first + row) * token + d]) * scale : 0;
         }
     }
 }
 
 // out += a b^T over the dims.
-__device__ void add_scores(Scores &out, const REAL *a, const REAL *b, Place at) {
+__device__ void add_scores(Scores &out, const A *a, const A *b, Place at) {
 #pragma unroll 1
     for (int d = 0; d < PADDED; d += VEC) {
         Vector x[PER], y[PER];
@@ -145,7 +151,7 @@ __device__ void add_scores(Scores &out, const REAL *a, const REAL *b, Place at) 
 }
 
 // out += p m, p being (rows, ROWS) in shared memory and m (ROWS, dims).
-__device__ void add_product(Sums &out, const REAL *p, const REAL *m, Place at) {
+__device__ void add_product(Sums &out, const A *p, const A *m, Place at) {
 #pragma unroll 1
     for (int n = 0; n < ROWS; n += VEC) {
         Vector x[PER];
@@ -160,37 +166,37 @@ __device__ void add_product(Sums &out, const REAL *p, const REAL *m, Place at) {
 }
 
 // The 16 threads of a row are half a warp: what they write for themselves to read needs no barrier of the block.
-__device__ void store_scores(REAL *p, const Scores &x, Place at) {
+__device__ void store_scores(A *p, const Scores &x, Place at) {
     __syncwarp();
     for (int i = 0; i < PER; ++i)
         for (int j = 0; j < PER; ++j) p[at.row(i) * SCORE_LINE + at.column(j)] = x[i][j];
     __syncwarp();
 }
 
-__device__ REAL row_sum(REAL x) {
+__device__ A row_sum(A x) {
     for (int lane = 1; lane < 16; lane *= 2) x += __shfl_xor_sync(~0u, x, lane);
     return x;
 }
-__device__ REAL row_max(REAL x) {
+__device__ A row_max(A x) {
     for (int lane = 1; lane < 16; lane *= 2) x = fmax(x, __shfl_xor_sync(~0u, x, lane));
     return x;
 }
 
-__device__ void store_rows(REAL *to, i64 token, int first, int stop, const Sums &x, REAL scale, Place at) {
+__device__ void store_rows(REAL *to, i64 token, int first, int stop, const Sums &x, A scale, Place at) {
     for (int i = 0; i < PER; ++i)
         for (int c = 0; c < DIMS; ++c)
             if (first + at.row(i) < stop && at.dim(c) < D)
-                to[(first + at.row(i)) * token + at.dim(c)] = x[i][c] * scale;
+                narrow(x[i][c] * scale, to[(first + at.row(i)) * token + at.dim(c)]);
 }
 
 // Grid (batch * heads, tiles of queries); shared: q, k, v, scores. Longest blocks first: they are the last queries.
 extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
-attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, REAL *lse, i64 q_batch, i64 q_token,
+attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *lse, i64 q_batch, i64 q_token,
                     i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
                     i64 kv_heads BAND_ARGUMENTS) {
     extern __shared__ __align__(16) unsigned char shared[];
-    REAL *const q_tile = reinterpret_cast<REAL *>(shared);
-    REAL *const k_tile = q_tile + TILE, *const v_tile = k_tile + TILE, *const p_tile = v_tile + TILE;
+    A *const q_tile = reinterpret_cast<A *>(shared);
+    A *const k_tile = q_tile + TILE, *const v_tile = k_tile + TILE, *const p_tile = v_tile + TILE;
     const Place at;
     const int batch = blockIdx.x / heads, head = blockIdx.x % heads, kv_head = head / (heads / kv_heads);
     const int first = (gridDim.y - 1 - blockIdx.y) * ROWS, ahead = keys - queries;
@@ -201,9 +207,9 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, REAL
     out += batch * queries * heads * D + head * D;
     lse += (batch * heads + head) * queries;
 
-    load_tile(q_tile, q, q_token, first, queries, 1 / sqrt(REAL(D)));
+    load_tile(q_tile, q, q_token, first, queries, 1 / sqrt(A(D)));
     Sums sums = {};
-    REAL top[PER], total[PER];
+    A top[PER], total[PER];
     for (int i = 0; i < PER; ++i) top[i] = -INFINITY, total[i] = 0;
     for (int key = first_key(first + ahead, back, ROWS); key < seen; key += ROWS) {
         __syncthreads(); // the last tile has been read
@@ -214,7 +220,7 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, REAL
         add_scores(s, q_tile, k_tile, at);
         for (int i = 0; i < PER; ++i) {
             // Key 0 is in the first tile and, without a band, every row sees it: top is finite from there on.
-            REAL most = top[i], sum = 0;
+            A most = top[i], sum = 0;
             const int position = first + at.row(i) + ahead;
             for (int j = 0; j < PER; ++j) {
                 const int column = key + at.column(j);
@@ -223,8 +229,8 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, REAL
                 most = fmax(most, s[i][j]);
             }
             most = row_max(most);
-            const REAL base = band && most == -INFINITY ? REAL(0) : most;
-            const REAL shrink = exp(top[i] - base); // what was summed under the old maximum
+            const A base = band && most == -INFINITY ? A(0) : most;
+            const A shrink = exp(top[i] - base); // what was summed under the old maximum
             for (int j = 0; j < PER; ++j) sum += s[i][j] = exp(s[i][j] - base);
             total[i] = total[i] * shrink + row_sum(sum);
             top[i] = most;
@@ -242,17 +248,17 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, REAL
 
 // Grid (batch * heads, tiles of queries); shared: q, dO, k, v, dS. stats: (batch, head, query) pairs (lse, delta).
 extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
-attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *v, const REAL *out, const REAL *lse,
-                      REAL *stats, REAL *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
+attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *v, const REAL *out, const A *lse,
+                      A *stats, REAL *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
                       i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads BAND_ARGUMENTS) {
     extern __shared__ __align__(16) unsigned char shared[];
-    REAL *const q_tile = reinterpret_cast<REAL *>(shared);
-    REAL *const dy_tile = q_tile + TILE, *const k_tile = dy_tile + TILE, *const v_tile = k_tile + TILE;
-    REAL *const ds_tile = v_tile + TILE;
+    A *const q_tile = reinterpret_cast<A *>(shared);
+    A *const dy_tile = q_tile + TILE, *const k_tile = dy_tile + TILE, *const v_tile = k_tile + TILE;
+    A *const ds_tile = v_tile + TILE;
     const Place at;
     const int batch = blockIdx.x / heads, head = blockIdx.x % heads, kv_head = head / (heads / kv_heads);
     const int first = (gridDim.y - 1 - blockIdx.y) * ROWS, seen = min_int(queries, first + ROWS + forth);
-    const REAL scale = 1 / sqrt(REAL(D));
+    const A scale = 1 / sqrt(A(D));
     q += batch * q_batch + head * D;
     k += batch * k_batch + kv_head * D;
     v += batch * v_batch + kv_head * D;
@@ -266,10 +272,10 @@ attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *
     load_tile(dy_tile, dy, heads * D, first, queries);
     load_tile(k_tile, out, heads * D, first, queries); // where keys go later
     __syncthreads();
-    REAL row_lse[PER], delta[PER];
+    A row_lse[PER], delta[PER];
     for (int i = 0; i < PER; ++i) {
         const int row = at.row(i), t = first + row;
-        REAL sum = 0;
+        A sum = 0;
         for (int d = at.tx; d < D; d += 16) sum += dy_tile[row * LINE + d] * k_tile[row * LINE + d];
         delta[i] = row_sum(sum);
         row_lse[i] = t < queries ? lse[t] : 0;
@@ -298,20 +304,20 @@ attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *
 
 // Grid (batch * kv heads, tiles of keys); shared: k, v, q, dO, P^T and dS^T. Longest blocks first: the first keys.
 extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
-attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *v, const REAL *stats, REAL *dk,
+attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *v, const A *stats, REAL *dk,
                        REAL *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
                        i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads,
                        i64 kv_heads BAND_ARGUMENTS) {
     extern __shared__ __align__(16) unsigned char shared[];
-    REAL *const k_tile = reinterpret_cast<REAL *>(shared);
-    REAL *const v_tile = k_tile + TILE, *const q_tile = v_tile + TILE, *const dy_tile = q_tile + TILE;
-    REAL *const p_tile = dy_tile + TILE;
+    A *const k_tile = reinterpret_cast<A *>(shared);
+    A *const v_tile = k_tile + TILE, *const q_tile = v_tile + TILE, *const dy_tile = q_tile + TILE;
+    A *const p_tile = dy_tile + TILE;
     const Place at;
     const int batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads, group = heads / kv_heads;
     const int first = blockIdx.y * ROWS;
     const int from = band ? first_key(first, forth, ROWS) : first; // the queries that see any of these keys
     const i64 stop = band ? min_int(queries, first + ROWS + back) : queries;
-    const REAL scale = 1 / sqrt(REAL(D));
+    const A scale = 1 / sqrt(A(D));
     k += batch * k_batch + kv_head * D;
     v += batch * v_batch + kv_head * D;
 
@@ -329,7 +335,7 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
             add_scores(ds, v_tile, dy_tile, at);
             for (int j = 0; j < PER; ++j) {
                 const int t = query + at.column(j);
-                const REAL *const stat = stats + 2 * ((batch * heads + head) * queries + min_int(t, queries - 1));
+                const A *const stat = stats + 2 * ((batch * heads + head) * queries + min_int(t, queries - 1));
                 for (int i = 0; i < PER; ++i) {
                     const int key = first + at.row(i);
                     const bool seen_by_query = key <= t + forth && t < queries && !(band && key < t - back);

@@ -1,8 +1,9 @@
 """Attention on a CUDA GPU: chooses a kernel of attention.cu, its grid and its shared memory, and launches it.
 
 float64 and float32 run the plain kernels of attention.cu, float32 in precision tf32 those of attention_tf32.cu,
-bfloat16 those of attention_hopper.cu where they run, else attention.cu's with tensor cores. A window, or attention in
-both directions, is attention.cu's alone. The heads of these files list the tile sizes.
+bfloat16 those of attention_hopper.cu where they run, else attention.cu's with tensor cores, and at head sizes that
+neither has the plain ones. Windows, and attention in both directions, are in attention.cu alone. The heads of these files
+list the tile sizes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 
+from tinyforge.backends import wide
 from tinyforge.backends.compile import load, variants
-from tinyforge.backends.cupy_backend import CupyBackend
+from tinyforge.backends.cupy_backend import CupyBackend, scalar
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.ops import attention
@@ -27,7 +29,6 @@ ENTRIES = {"FORWARD": "attention_fwd", "BACKWARD_Q": "attention_bwd_q", "BACKWAR
 HEAD_SIZES, WGMMA_HEAD_SIZES = (32, 64, 128), (64,)
 PLAIN_LIMIT = 128
 PLAIN_THREADS = 256
-REALS = {np.dtype("float32"): "float", np.dtype("float64"): "double"}
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -55,12 +56,13 @@ def plain(entry: str, dtype: Any, dim: int, tiles: int, band: bool) -> Launch:
     if not 1 <= dim <= PLAIN_LIMIT:
         raise UserError(f"attention on cupy: head size {dim}, wanted 1 to {PLAIN_LIMIT}; use that, or --backend numpy")
     # 64 rows where they fit the 99 KB of shared memory of the smallest GPUs.
-    rows = 64 if dtype.itemsize == 4 and dim <= 64 else 32
-    vector = 16 // dtype.itemsize
+    itemsize = wide(dtype).itemsize  # in shared memory
+    rows = 64 if itemsize == 4 and dim <= 64 else 32
+    vector = 16 // itemsize
     line = -(-dim // 16) * 16 + vector
-    shared = (tiles * rows * line + rows * (rows + vector)) * dtype.itemsize
+    shared = (tiles * rows * line + rows * (rows + vector)) * itemsize
     banded = {"BAND": 1} if band else {}
-    kernel = load(FILE, entry, shared, REAL=REALS[dtype], HEAD_DIM=dim, ROWS=rows, **banded)
+    kernel = load(FILE, entry, shared, REAL=scalar(dtype), HEAD_DIM=dim, ROWS=rows, **banded)
     return Launch(kernel, rows, 1, PLAIN_THREADS, shared)
 
 
@@ -72,17 +74,16 @@ def has_wgmma() -> bool:
 
 def tensor_core_file(dtype: Any, dim: int, tf32: bool, band: bool) -> str | None:
     """The file whose tensor-core kernels are to run, None for the plain kernels. Only attention.cu knows bands."""
+    if dim not in HEAD_SIZES:
+        return None
     if dtype == BF16:
         return WGMMA_FILE if has_wgmma() and dim in WGMMA_HEAD_SIZES and not band else FILE
-    return TF32_FILE if tf32 and dtype.itemsize == 4 and dim in HEAD_SIZES and not band else None
+    return TF32_FILE if tf32 and dtype.itemsize == 4 and not band else None
 
 
 @cache
 def tensor_core(file: str, part: str, dim: int, band: bool) -> Launch:
     """The kernel of a part (a key of ENTRIES) in a file of `tensor_core_file`."""
-    if dim not in HEAD_SIZES:
-        sizes = ", ".join(map(str, HEAD_SIZES))
-        raise UserError(f"attention in bf16: head size {dim}, wanted one of {sizes}; use that, or --precision fp32")
     listed = (v for v in variants(file) if v.get("PART") == part and v["HEAD_DIM"] == str(dim))
     macros = next(v for v in listed if ("BAND" in v) == band)
     return tensor_core_launch(file, part, macros)
@@ -132,7 +133,7 @@ def attention_fwd(
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
     out = cp.empty(q.shape, q.dtype)
-    lse = cp.empty((batch, heads, queries), np.float32 if q.dtype == BF16 else q.dtype)
+    lse = cp.empty((batch, heads, queries), wide(q.dtype))
     if not out.size:
         return out, lse
     band = band_of(causal, window, keys)
