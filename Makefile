@@ -53,9 +53,10 @@ test: lint ## lint, and the tests that need no GPU, without the slow ones
 test-all: lint ## lint, and all tests that need no GPU: what CI runs
 	$(PYTEST) -m "not gpu"
 
-lint: $(VENV)/.stamp-dev ## ruff and mypy
+lint: $(VENV)/.stamp-dev ## ruff, mypy, and the layers of the imports
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports --no-cache
 
 test-gpu: $(VENV)/.stamp-gpu ## the tests that need a CUDA GPU
 	$(RUN) -m pytest -q -m gpu
