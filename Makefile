@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses 8 --dist 
 .DELETE_ON_ERROR:
 .PHONY: help demo speedrun test test-all lint test-gpu bench clean
 
-# What the demo asks the fine-tuned model, one quoted string each. Held-out names and numbers: it saw none of these.
+# The questions of the demo, one quoted string each. Their names and numbers are held out of training.
 QUESTIONS := \
 	"How much is 13 plus 2?" \
 	"Pemi asks: Which day is next after Sunday?" \
@@ -31,7 +31,7 @@ help: ## list the targets
 
 demo: $(VENV)/.stamp-run ## pretrain, fine-tune and question a small model: minutes on a CPU
 	@echo "Three parts: pretraining on the built-in corpus, fine-tuning on its instructions, questions."
-	@echo "It runs on the CPU, needs no network from here on, and writes to $(DEMO), where an older demo is removed."
+	@echo "It runs on the CPU, needs no network from here on, and replaces $(DEMO)."
 	@rm -rf $(DEMO)
 	@printf '\n1. Pretraining\n'
 	$(RUN) recipes/pretrain.py --out $(DEMO)/pretrain
@@ -42,9 +42,9 @@ demo: $(VENV)/.stamp-run ## pretrain, fine-tune and question a small model: minu
 		printf '\n> %s\n' "$$question"; \
 		$(RUN) -m models.nanoeuler.chat --checkpoint $(DEMO)/sft --prompt "$$question" || exit 1; \
 	done
-	@printf '\nTo go on asking: %s -m models.nanoeuler.chat\n' "$(RUN)"
+	@printf '\nTo ask more: %s -m models.nanoeuler.chat\n' "$(RUN)"
 
-speedrun: $(VENV)/.stamp-run ## from raw text to a chat: a few books are fetched, a quarter of an hour on a CPU
+speedrun: $(VENV)/.stamp-run ## from raw text to a chat: downloads a few books, a quarter of an hour on a CPU
 	PYTHON=$(RUN) recipes/speedrun.sh $(SPEEDRUN_FLAGS)
 
 test: lint ## lint, and the tests that need no GPU, without the slow ones
@@ -53,9 +53,10 @@ test: lint ## lint, and the tests that need no GPU, without the slow ones
 test-all: lint ## lint, and all tests that need no GPU: what CI runs
 	$(PYTEST) -m "not gpu"
 
-lint: $(VENV)/.stamp-dev ## ruff and mypy
+lint: $(VENV)/.stamp-dev ## ruff, mypy, and the layers of the imports
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports --no-cache
 
 test-gpu: $(VENV)/.stamp-gpu ## the tests that need a CUDA GPU
 	$(RUN) -m pytest -q -m gpu
@@ -67,7 +68,7 @@ clean: ## remove caches, build output and .venv; runs/ stays
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip is the last thing that venv writes, so a half-made environment is made again.
+# pip is the last file that venv writes, so an incomplete environment is made again.
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
 		"$(PYTHON) is Python " + v + ", wanted 3.11 or newer; name one: make PYTHON=python3.12")'

@@ -1,4 +1,4 @@
-"""Instructions with replies in Alpaca's form: getting and cleaning them, reading them, laying them out as tokens.
+"""Instructions with replies in Alpaca's format: downloading, cleaning and reading them, and encoding them as tokens.
 
     python -m data.alpaca --out alpaca                     # fetch the 52,002 records of Stanford Alpaca
     python -m data.alpaca --out alpaca alpaca.zip          # a file that you have: .json, .jsonl or a zip of one
@@ -7,7 +7,7 @@
     encode_example(tokenizer, records[0], seq_len=128)  ->  (ids, prompt_length)
 
 The format is that of Stanford Alpaca (Taori et al., 2023): objects with the string fields `instruction`,
-`input` (often empty) and `output`, in one JSON array or one a line. They were written by a language model, and it
+`input` (often empty) and `output`, in one JSON array or one per line. They were written by a language model, and it
 shows: some replies are empty, some inputs are the words "no input", and some replies run on into the next task.
 """
 
@@ -37,12 +37,12 @@ HOST = "https://raw.githubusercontent.com"
 PATH = "tatsu-lab/stanford_alpaca/main/alpaca_data.json"
 LICENCE = "CC BY-NC 4.0"
 
-# What the generator wrote where nothing should stand: "<noinput>", "No input required.", "(no input)", "N/A".
+# What the generator wrote where there should be nothing: "<noinput>", "No input required.", "(no input)", "N/A".
 _NO_INPUT = re.compile(
     r"\W*(?:no\s*inputs?e?(?: (?:required|needed|necessary|provided|given))?|none|n/a)\W*", re.IGNORECASE
 )
 _NO_OUTPUT = re.compile(r"\W*no\s*(?:in|out)put\W*", re.IGNORECASE)
-# "7. Instruction: ..." within a reply: the generator went on with the next task of its list.
+# "7. Instruction: ..." within a reply: the generator continued with the next task of its list.
 _NEXT_TASK = re.compile(r"^\s*\d+\s*\.\s*(?:Instruction|Input|Output):", re.IGNORECASE | re.MULTILINE)
 
 
@@ -61,15 +61,15 @@ _FIELDS = tuple(field.name for field in fields(Record))
 def read_records(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[Record]:
     """Read Alpaca records from JSON or JSON-lines files, in the order given.
 
-    Records with an empty output are kept: whether to train on them is not the reader's to decide. Raises
-    UserError, naming the file, the record (counted from 0) and its line, for malformed JSON and for a record
-    that lacks a field, has one that is no string, or has a blank instruction.
+    Records with an empty output are kept: whether to train on them is the caller's decision. Raises UserError,
+    naming the file, the record (counted from 0) and its line, for malformed JSON and for a record that lacks a
+    field, has a field that is not a string, or has a blank instruction.
     """
     return [record for path in paths for record in _read_file(Path(path), encoding)]
 
 
 def origin_of(path: Path) -> tuple[str, str]:
-    """Name and licence of a file of records, as the source.json beside it has them that `make_instructions` writes."""
+    """Name and licence of a file of records, from the source.json beside it that `make_instructions` writes."""
     try:
         found = json.loads((path.parent / MANIFEST).read_text(encoding="utf-8"))
         if found["instructions"]["file"] == path.name:
@@ -80,7 +80,7 @@ def origin_of(path: Path) -> tuple[str, str]:
 
 
 def hold_out(records: Sequence[Record]) -> tuple[Sequence[Record], Sequence[Record]]:
-    """Records to train on, and the last 20th (at least one), to measure on. One record alone is both."""
+    """Records to train on, and the last 20th (at least one) to evaluate on. A single record is both."""
     cut = len(records) - max(1, len(records) // 20)
     return records[:cut] or records, records[cut:]
 
@@ -88,12 +88,12 @@ def hold_out(records: Sequence[Record]) -> tuple[Sequence[Record], Sequence[Reco
 def encode_example(tokenizer: TextTokenizer, record: Record, seq_len: int) -> tuple[list[int], int] | None:
     """One example as token ids, `prompt + reply + </s>`, and the length of its prompt, which gets no loss.
 
-    At most seq_len + 1 ids, since inputs are ids[:-1] and targets ids[1:]. An example that is too long keeps
-    its whole prompt and loses the end of its reply; a cut reply gets no `</s>`, lest the model learn to stop
-    there. None if the reply is blank, or the prompt leaves no room for it. UserError if there is no `</s>`.
+    At most seq_len + 1 ids, since inputs are ids[:-1] and targets ids[1:]. An example that is too long keeps its
+    whole prompt and loses the end of its reply; a truncated reply gets no `</s>`, so that the model does not learn
+    to stop there. None if the reply is blank or the prompt leaves no room for it. UserError if there is no `</s>`.
     """
     if END_OF_REPLY not in tokenizer.specials:
-        raise UserError(f"tokenizer: no special token {END_OF_REPLY}, wanted to end a reply; use another")
+        raise UserError(f"tokenizer: no special token {END_OF_REPLY}, which ends a reply; use another")
     prompt = [] if tokenizer.bos is None else [tokenizer.bos]
     prompt += tokenizer.encode(render_prompt(record.instruction, record.input))
     if not record.output.strip() or len(prompt) > seq_len:
@@ -114,7 +114,7 @@ def _read_file(path: Path, encoding: str) -> list[Record]:
 
 
 def _scan_file(path: Path, text: str) -> Iterator[tuple[int, object]]:
-    """As `_scan`, with the UserError of an empty file and of malformed JSON."""
+    """As `_scan`, but raises UserError for an empty file and for malformed JSON."""
     if not text.strip():
         raise UserError(f"{path}: is empty, wanted Alpaca records; give another file")
     number = 0
@@ -124,14 +124,14 @@ def _scan_file(path: Path, text: str) -> Iterator[tuple[int, object]]:
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path}: record {number} (counted from 0), line {error.lineno}, column {error.colno}: "
-            f"malformed JSON ({error.msg}), wanted an array of records or one a line; mend it there"
+            f"malformed JSON ({error.msg}), wanted an array of records or one per line; fix it there"
         ) from None
 
 
 def _scan(text: str) -> Iterator[tuple[int, object]]:
     """Each record of a JSON array, or of JSON lines, with the number of the line where it starts.
 
-    They are decoded one at a time, not by one `json.loads`, so that a fault can be blamed on its record.
+    They are decoded one at a time, not by one `json.loads`, so that an error can name its record.
     """
     decode = json.JSONDecoder().raw_decode
     position = _skip_blanks(text, 0)
@@ -159,16 +159,16 @@ def _skip_blanks(text: str, position: int) -> int:
 
 
 def _to_record(value: object) -> Record | str:
-    """The record that `value` spells, or what is wrong with it."""
+    """The record in `value`, or what is wrong with it."""
     if not isinstance(value, dict):
-        return f"got {_show(value)}, wanted an object with {', '.join(_FIELDS)}; mend or remove it"
+        return f"got {_show(value)}, wanted an object with {', '.join(_FIELDS)}; fix or remove it"
     for name in _FIELDS:
         if name not in value:
-            return f"got the keys {_show(list(value))}, wanted '{name}' too; add it, as \"\" if there is none"
+            return f"got the keys {_show(list(value))}, wanted '{name}' too; add it, as \"\" if it is empty"
         if not isinstance(value[name], str):
             return f"'{name}' is {_show(value[name])}, wanted a string; put it in quotes"
         if not _has_utf8(value[name]):
-            return f"'{name}' holds half of a surrogate pair, wanted text; remove its \\ud... escape"
+            return f"'{name}' contains half of a surrogate pair, wanted text; remove its \\ud... escape"
     if not value["instruction"].strip():
         return "'instruction' is blank, wanted a task; fill it in or remove the record"
     return Record(**{name: value[name] for name in _FIELDS})
@@ -193,7 +193,7 @@ def _show(value: object) -> str:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What came of a file of records."""
+    """The result of cleaning a file of records."""
 
     path: Path  # of the clean records, as one JSON array
     records: int
@@ -202,7 +202,7 @@ class Cleaned:
 
 
 def clean(value: Record) -> Record | str:
-    """The record as it should be, or why it is left out. An input that says that there is none becomes empty."""
+    """The cleaned record, or why it is left out. An input that only says that there is none becomes empty."""
     if not value.output.strip():
         return "empty output"
     if _NO_OUTPUT.fullmatch(value.output):
@@ -221,9 +221,10 @@ def make_instructions(
 ) -> Cleaned:
     """Write the clean records of a file, or of the published one if `path` is None, to `out`/alpaca.json.
 
-    A record that is malformed, has an empty reply, or is the same as an earlier one is among `refused`, and why.
-    `out`/source.json, written last, says where they came from. Raises UserError for a file that is missing, is not to
-    be had or is no list of records, if no record came out, and where the disk is full or may not be written.
+    A record that is malformed, has an empty reply, or equals an earlier one is listed in `refused`, with the reason.
+    `out`/source.json, written last, says where the records come from. Raises UserError for a file that is missing,
+    cannot be downloaded or is not a list of records, if there is no usable record, and if the disk is full or not
+    writable.
     """
     with locked(out):
         url = path.name if path else check_url(f"{base_url.rstrip('/')}/{PATH}")
@@ -243,9 +244,9 @@ def make_instructions(
                 refused.append(Refusal(f"{path.name}:{number}", cleaned))
         if not kept:
             first = f"; {refused[0].record}: {refused[0].reason}" if refused else ""
-            raise UserError(f"{path}: no record of use, wanted Alpaca records{first}")
+            raise UserError(f"{path}: no usable record, wanted Alpaca records{first}")
         target = out / "alpaca.json"
-        try:  # a new alpaca.json is never seen beside the old source.json
+        try:  # so that a new alpaca.json is never beside the old source.json
             (out / MANIFEST).unlink(missing_ok=True)
         except OSError as error:
             raise write_fault(out, error) from None
@@ -263,7 +264,7 @@ def make_instructions(
 
 
 def _read_each(path: Path, encoding: str) -> Iterator[Record | str]:
-    """Every record of a file, or what is wrong with it. In JSON lines a malformed line does not stop those after it."""
+    """Every record of a file, or what is wrong with it. In JSON lines a malformed line does not affect later ones."""
     text = _read_zipped(path, encoding) if path.suffix.lower() == ".zip" else read_text(path, encoding)
     try:
         whole = json.loads(text)
@@ -272,13 +273,13 @@ def _read_each(path: Path, encoding: str) -> Iterator[Record | str]:
     if isinstance(whole, list) or text.lstrip().startswith("["):
         yield from (_to_record(value) for _, value in _scan_file(path, text))
     elif whole is not None and "\n" in text.strip():
-        raise UserError(f"{path}: got {_show(whole)} as JSON, wanted a list of records, or one record a line")
+        raise UserError(f"{path}: got {_show(whole)} as JSON, wanted a list of records, or one record per line")
     else:
         for line in filter(str.strip, text.split("\n")):
             try:
                 yield _to_record(json.loads(line))
             except ValueError as error:
-                yield f"malformed JSON ({error}), wanted one record a line; mend it there"
+                yield f"malformed JSON ({error}), wanted one record per line; fix it there"
 
 
 def _read_zipped(path: Path, encoding: str) -> str:
@@ -295,13 +296,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m data.alpaca", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="records that you have; none: fetch them")
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="records that you have; none: download them")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for alpaca.json and source.json")
     parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")
     parser.add_argument("--encoding", default="utf-8", help="of the file (default utf-8)")
     args = parser.parse_args(arguments)
     cleaned = make_instructions(args.out, args.file, args.base_url, args.encoding)
-    print(f"{cleaned.records:,} records in {cleaned.path}; {cleaned.emptied:,} inputs that only said so are empty now; "
+    print(f"{cleaned.records:,} records in {cleaned.path}; {cleaned.emptied:,} inputs without content emptied; "
           f"{len(cleaned.refused):,} left out:")  # fmt: skip
     reasons = Counter(re.sub(r"\d+", "N", refusal.reason) for refusal in cleaned.refused)
     for reason, count in reasons.most_common():

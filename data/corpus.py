@@ -4,10 +4,10 @@
     python -m data.corpus report corpus                     # what was kept and what was dropped, and why
     build_corpus([Path("books"), Path("web")], Path("corpus"), Settings(val_share=0.02))
 
-The stages, in this order: `read` cuts long texts into documents and measures them, `filter` judges each with the SQL of
-data/filters.sql, `dedup` keeps the first of equal and of nearly equal documents, `decontaminate` drops what repeats
-val's text in train, `write` writes parquet. docs/data.md explains each. Every stage ends in one transaction of the
-catalogue, so a run that was killed goes on where it was, and ends with the same bytes as one that was not.
+The stages, in this order: `read` cuts long texts into documents and measures them, `filter` applies the SQL of
+data/filters.sql, `dedup` keeps the first of equal and of nearly equal documents, `decontaminate` drops train documents
+that repeat val's text, `write` writes parquet. docs/data.md explains each. Every stage ends in one transaction of the
+catalogue, so a killed run continues where it stopped, and ends with the same bytes as one that was not killed.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ MANIFEST = "corpus.json"
 CATALOGUE = "corpus.duckdb"
 SPLITS = ("train", "val")
 SPLIT_HASH = {"text": "text_hash", "part": "hash"}  # of Settings.split_by: the column that decides the split
-_FILE_BYTES = 32 << 20  # of text in one parquet file, which is sorted and written in memory
+_FILE_BYTES = 32 << 20  # of text in one parquet file, which is sorted in memory
 _WORKER_MEMORY = 192 << 20  # of DuckDB in a worker, enough for a row group with tens of megabytes of books
 _LEAST_MEMORY = 2 * _WORKER_MEMORY
-_CHUNK = 1 << 14  # documents or pairs whose signatures are held at a time
+_CHUNK = 1 << 14  # documents or pairs whose signatures are in memory at a time
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides which documents a corpus has. Workers and memory do not: they change no byte of the result.
+    """What determines the documents of a corpus. Workers and memory do not: they change no byte of the result.
 
-    val_share:     of the documents go to val, 0..1; val_shares has (source, share) for sources that want another.
-    split_by:      "text": all parts of a text are in the same split; "part": each part is in a split of its own.
+    val_share:     share of the documents that goes to val, 0..1; val_shares has (source, share) for exceptions.
+    split_by:      "text": all parts of a text are in the same split; "part": each part is split on its own.
     max_bytes:     a longer text is cut into parts, each a document.
     shingle_words: words in a shingle. bands, rows: MinHash has bands * rows functions; two documents are compared if
                    all rows of one band agree. similarity: the estimated Jaccard similarity of near-duplicates.
@@ -104,7 +104,7 @@ class Settings:
 
 @dataclass
 class _Build:
-    """One run: what it was asked for, and what its stages share."""
+    """One run: its arguments, and the state that its stages share."""
 
     out: Path
     sources: list[Source]
@@ -124,7 +124,7 @@ class _Build:
 
     @property
     def no_bar(self) -> bool | None:
-        """For tqdm: None is "unless a terminal is there", so that a log has no bars in it."""
+        """For tqdm: None shows bars only on a terminal, so that logs have none."""
         return None if self.show else True
 
     def run(self, stage: str, function: Callable[..., dict[str, Any]], tasks: Any, sizes: Sequence[int]) -> list[dict]:
@@ -154,25 +154,25 @@ def build_corpus(
     memory_limit: int = 10**9,
     show: bool = False,
 ) -> dict[str, float]:
-    """Make the corpus folder `out` of source folders, or finish one that was begun with the same sources and settings.
+    """Build the corpus folder `out` from source folders, or finish one begun with the same sources and settings.
 
-    tokenizer:    a tokenizer's file; tokens are then counted too. It costs an encoding of every document.
-    workers:      processes; if None one a core, but no more than memory_limit has room for.
+    tokenizer:    a tokenizer's file; tokens are then counted too, which means encoding every document.
+    workers:      processes; None: one per core, but no more than memory_limit has room for.
     memory_limit: bytes, for all processes together.
     show:         print each stage's rate, with a bar while it runs.
 
-    Returns the seconds of each stage that was run, none if the corpus was there already. Where documents are
-    duplicates the first one stays: sources count in the order given. Raises UserError for a faulty source, naming it,
-    for filters that are no SQL, and where disk or memory do not suffice.
+    Returns the seconds of each stage that was run, nothing if the corpus is already there. The first of several
+    duplicates is kept, in the order of the sources given. Raises UserError for a faulty source, naming it, for filters
+    with wrong SQL, and if disk space or memory does not suffice.
     """
     settings = settings or Settings()
     read = [read_source(folder, verify=True) for folder in sources]
     names = [source.name for source in read]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"source {name!r} is given twice; name each folder once, or make one under another name")
+            raise UserError(f"source {name!r} is given twice; name each folder once, or make one with another name")
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-            raise UserError(f"source {name!r}: wanted a name of letters, digits, '-', '_' and '.'; make it again")
+            raise UserError(f"source {name!r}: wanted letters, digits, '-', '_' and '.'; make it with another name")
     if not read:
         raise UserError("no source folder is given; make one, for instance with python -m data.local")
     for name, _ in settings.val_shares:
@@ -186,7 +186,7 @@ def build_corpus(
     if tokenizer is not None:
         from tinyforge.text import load_tokenizer
 
-        load_tokenizer(tokenizer)  # a fault shows now and not after minutes
+        load_tokenizer(tokenizer)  # fail now, not after minutes
     manifest = _head(read, settings, filters, tokenizer)
     with locked(out):
         work = out / ".work"
@@ -214,7 +214,7 @@ def build_corpus(
 
 
 def _head(read: list[Source], settings: Settings, filters: Path, tokenizer: Path | None) -> dict[str, Any]:
-    """The part of corpus.json that is known before: what the corpus is made of. Another one means another corpus."""
+    """The part of corpus.json that is known in advance: what the corpus is made from. It identifies the corpus."""
     made = json.loads(json.dumps(asdict(settings)))
     made["filters_sha256"] = sha256_of(filters)
     made["tokenizer_sha256"] = sha256_of(tokenizer) if tokenizer else None
@@ -227,7 +227,7 @@ def _head(read: list[Source], settings: Settings, filters: Path, tokenizer: Path
 
 
 def _is_whole(out: Path, head: dict[str, Any]) -> bool:
-    """Whether `out` has this very corpus."""
+    """Whether `out` already has exactly this corpus."""
     try:
         found = json.loads((out / MANIFEST).read_bytes())
         made_of = [{k: s[k] for k in ("name", "licence", "source_sha256")} for s in found["sources"]]
@@ -262,7 +262,7 @@ def _run_stages(build: _Build) -> None:
 
 @contextmanager
 def _timed(build: _Build, stage: str) -> Iterator[None]:
-    """Take the time of a stage; its rate is that of all the text of the sources, kept or not."""
+    """Measure the time of a stage; its rate counts all text of the sources, kept or not."""
     begin = time.perf_counter()
     yield
     seconds = build.seconds[stage] = time.perf_counter() - begin
@@ -287,7 +287,7 @@ def _read(build: _Build) -> None:
     licences = {source.name: source.licence for source in build.sources}
     split_hash = SPLIT_HASH[s.split_by]
     for index, span in enumerate(build.spans):
-        # 52 bits of a hash of the words as a fraction, of the whole text or of the part; nothing else has a say.
+        # 52 bits of a hash of the words, of the whole text or of the part, as a fraction; nothing else matters.
         build.query(
             "INSERT INTO documents BY NAME SELECT parts.* EXCLUDE (file_row_number), ? AS source, ? AS licence, "
             "? AS span, (SELECT count(*) FROM documents) + parts.file_row_number AS number, file.title, file.url, "
@@ -300,7 +300,7 @@ def _read(build: _Build) -> None:
 
 
 def _parts(build: _Build, span: int, where: str, *columns: str) -> Parts:
-    """The documents of a span that `where` chooses, with these columns beside where their text is."""
+    """The documents of a span that `where` selects, with these columns and the place of their text."""
     names = ", ".join(("number", "row", "start", "length", *columns))
     found = build.catalogue.execute(f"SELECT {names} FROM documents WHERE span = {span} AND {where} ORDER BY number")
     return Parts(build.spans[span], {name: np.asarray(values) for name, values in found.fetchnumpy().items()})
@@ -309,7 +309,7 @@ def _parts(build: _Build, span: int, where: str, *columns: str) -> Parts:
 def _run_on_parts(
     build: _Build, stage: str, function: Callable[..., Any], where: str, columns: tuple[str, ...], *rest: Any
 ) -> list[Path]:
-    """Run a pass over the chosen documents, span by span; the parquet files that it made."""
+    """Run a pass over the selected documents, span by span; returns the parquet files that it made."""
     of_spans = f"FROM documents WHERE {where} GROUP BY span ORDER BY span"
     sizes = dict(build.query(f"SELECT span, sum(bytes)::BIGINT {of_spans}"))
     tasks = ((_parts(build, span, where, *columns), *rest) for span in sizes)
@@ -318,7 +318,7 @@ def _run_on_parts(
 
 
 def _update(build: _Build, files: list[Path], assignment: str) -> None:
-    """Take columns of the files `found` over into the documents with the same numbers."""
+    """Copy columns of the files, as `found`, to the documents with the same numbers."""
     for file in files:
         build.catalogue.execute(
             f"UPDATE documents SET {assignment} FROM {scan(file)} AS found WHERE documents.number = found.number"
@@ -355,10 +355,10 @@ def _dedup(build: _Build) -> None:
 
 
 def _near_pairs(build: _Build, signatures: _Signatures) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of documents whose estimated similarity is high enough, among those that have a band in common.
+    """Pairs of documents whose estimated similarity is high enough, among those with a band in common.
 
-    In a bucket (documents with the same key in a band) each is compared with the first and with the one before it, not
-    with all: a bucket of n has 2 n pairs and not n^2 / 2, and a cluster is connected all the same.
+    In a bucket (documents with the same key in a band) each is compared with the first and with its predecessor, not
+    with all: a bucket of n has 2 n pairs instead of n^2 / 2, and a cluster is still connected.
     """
     from tqdm import tqdm
 
@@ -396,7 +396,7 @@ def _near_pairs(build: _Build, signatures: _Signatures) -> tuple[np.ndarray, np.
 
 
 class _Signatures:
-    """The MinHash signatures of all documents, which stay in the files that the read stage made."""
+    """The MinHash signatures of all documents, memory-mapped from the files of the read stage."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._files = [np.load(path, mmap_mode="r") for path in paths]
@@ -413,13 +413,13 @@ class _Signatures:
 
 
 def _decontaminate(build: _Build) -> None:
-    """Drop train documents that repeat too much of val, and note the share of every one that repeats any."""
+    """Drop train documents that repeat too much of val, and record the share for every one that repeats any."""
     s = build.settings
     kept = "dropped IS NULL AND split = '{}'"
     found = _run_on_parts(build, "grams", find_grams, kept.format("val"), (), s.gram_words)
     grams = build.work / "val-grams.u64"
     with written_whole(grams) as beside, open(beside, "wb") as file:
-        for slice_ in range(16 if found else 0):  # by their first four bits, so that one slice has to be held
+        for slice_ in range(16 if found else 0):  # by their first four bits, so that only one slice is in memory
             union = " UNION ALL ".join(f"SELECT gram FROM {scan(path)} WHERE gram >> 60 = {slice_}" for path in found)
             values = build.catalogue.execute(f"SELECT DISTINCT gram FROM ({union}) ORDER BY gram").fetchnumpy()["gram"]
             np.asarray(values, np.uint64).tofile(file)
@@ -452,7 +452,7 @@ def _write_files(build: _Build) -> list[dict[str, Any]]:
             yield [_parts(build, span, where, "part") for (span,) in spans], build.out / path
 
     for index, (path, _, _) in enumerate(planned):
-        if not (build.out / path).is_file():  # its result is there, but somebody has removed the file
+        if not (build.out / path).is_file():  # the task has a result, but the file was removed
             build.result("write", index, ".json").unlink(missing_ok=True)
     with _timed(build, "write"):
         results = build.run("write", write_split, tasks(), [size for *_, size in planned])
@@ -460,7 +460,7 @@ def _write_files(build: _Build) -> list[dict[str, Any]]:
 
 
 def _plan_files(build: _Build) -> Iterator[tuple[str, str, int]]:
-    """Each file's path, the condition that chooses its documents, and their bytes."""
+    """Each file's path, the condition that selects its documents, and their bytes."""
     for source in build.sources:
         for split in SPLITS:
             chosen = f"dropped IS NULL AND source = '{source.name}' AND split = '{split}'"
@@ -503,11 +503,11 @@ def _describe(build: _Build, manifest: dict[str, Any]) -> None:
 
 
 def _publish(build: _Build, manifest: dict[str, Any], files: list[dict[str, Any]], filters: Path) -> None:
-    """Give the catalogue its place, write the report, remove what is no part of this corpus, and corpus.json last."""
+    """Put the catalogue in place, write the report, remove files of other corpora, and write corpus.json last."""
     out = build.out
     names = {entry["file"] for entry in files}
     try:
-        # A copy: until corpus.json is there, a rerun starts from the one in the work folder.
+        # A copy: until corpus.json exists, a rerun starts from the catalogue in the work folder.
         with written_whole(out / CATALOGUE) as beside:
             shutil.copyfile(build.work / CATALOGUE, beside)
         with written_whole(out / "filters.sql") as beside:
@@ -557,16 +557,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m data.corpus",
         description="Filter, deduplicate, split and decontaminate the documents of source folders. "
-        "`python -m data.corpus report CORPUS` prints what became of them.",
+        "`python -m data.corpus report CORPUS` prints what was kept and dropped.",
     )
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE_DIR", help="as data.gutenberg makes it")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the corpus")
     parser.add_argument("--val-share", nargs="+", default=[], metavar="SHARE",
                         help="of the documents; SOURCE=SHARE for one source (default 0.01)")  # fmt: skip
     parser.add_argument("--split-by", default=Settings.split_by, metavar="|".join(SPLIT_HASH),
-                        help="val gets whole texts, or parts of them if there are few (default text)")  # fmt: skip
+                        help="val gets whole texts, or parts of texts if there are few (default text)")  # fmt: skip
     for name, what in {
-        "max_bytes": "longer texts are cut into parts, in bytes",
+        "max_bytes": "cut longer texts into parts, in bytes",
         "shingle_words": "words in a shingle of MinHash",
         "bands": "of MinHash",
         "rows": "MinHash functions in a band",
@@ -579,7 +579,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(flag, type=type(default), default=default, help=f"{what} (default {default})")
     parser.add_argument("--filters", type=Path, default=DEFAULT_FILTERS, metavar="FILE", help="quality filters in SQL")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="count tokens too")
-    parser.add_argument("--workers", type=int, help="processes (default: one a core, if memory allows)")
+    parser.add_argument("--workers", type=int, help="processes (default: one per core, if memory allows)")
     parser.add_argument("--memory-limit", default="1GB", metavar="BYTES", help="for all of them together (default 1GB)")
     args = parser.parse_args(arguments)
     share, shares = _parse_shares(args.val_share)
@@ -592,7 +592,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.sources, args.out, settings, args.filters, args.tokenizer, args.workers, memory_limit, show=True
     )
     if not seconds:
-        print(f"{args.out}: already made of these sources with these settings")
+        print(f"{args.out}: already built from these sources with these settings")
     print((args.out / "report.md").read_text(encoding="utf-8"))
     return 0
 

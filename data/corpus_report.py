@@ -1,4 +1,4 @@
-"""What became of the documents of a corpus: a table of sources and reasons in Markdown, and a plot of it.
+"""What was kept and dropped in a corpus: a table of sources and reasons in Markdown, and a plot of it.
 
 python -m data.corpus report corpus
 """
@@ -17,7 +17,7 @@ _OUTCOMES = "coalesce(dropped, 'kept, ' || split)"
 
 
 def read_outcomes(corpus: Path) -> list[tuple[str, str, int, int, int | None]]:
-    """(source, outcome, documents, bytes, tokens or None), in the order of the sources, what was kept first.
+    """(source, outcome, documents, bytes, tokens or None), in the order of the sources, kept documents first.
 
     The outcome is "kept, train", "kept, val" or the reason why documents were dropped. UserError without a catalogue.
     """
@@ -34,13 +34,13 @@ def _query(corpus: Path, sql: str) -> list[tuple[Any, ...]]:
 
     path = corpus / CATALOGUE
     if not path.is_file():
-        raise UserError(f"{path}: no such file; name a folder that python -m data.corpus has made")
+        raise UserError(f"{path}: no such file; name a folder made by python -m data.corpus")
     try:
         with duckdb.connect(str(path), read_only=True) as connection:
             return connection.execute(sql).fetchall()
     except duckdb.Error as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: not a catalogue that can be read ({reason}); make the corpus again") from None
+        raise UserError(f"{path}: not a readable catalogue ({reason}); make the corpus again") from None
 
 
 def render(corpus: Path) -> str:
@@ -48,10 +48,10 @@ def render(corpus: Path) -> str:
     rows = read_outcomes(corpus)
     sources = list(dict.fromkeys(source for source, *_ in rows))
     counted = any(tokens is not None for *_, tokens in rows)
-    lines = ["# What the corpus holds", ""]
+    lines = ["# The contents of the corpus", ""]
     licences = _query(corpus, "SELECT name, licence, documents, bytes, refused FROM sources")
     lines += _table(
-        ("source", "licence", "texts", "bytes", "refused before"),
+        ("source", "licence", "texts", "bytes", "refused earlier"),
         [(name, licence, f"{n:,}", f"{size:,}", f"{refused:,}") for name, licence, n, size, refused in licences],
     )
     for source in (*sources, None):
@@ -96,7 +96,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def plot(corpus: Path, target: Path) -> None:
-    """A bar for each source: the share of its bytes that was kept, and why the others were not."""
+    """A bar for each source: the share of its bytes that was kept, and why the rest was dropped."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -145,6 +145,6 @@ def write_report(corpus: Path) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="python -m data.corpus report", description="Print a corpus's report.")
-    parser.add_argument("corpus", type=Path, metavar="CORPUS", help="a folder that python -m data.corpus has made")
+    parser.add_argument("corpus", type=Path, metavar="CORPUS", help="a folder made by python -m data.corpus")
     print(write_report(parser.parse_args(arguments).corpus))
     return 0

@@ -6,8 +6,8 @@
     estimate(signatures[0], signatures[1])            # of the Jaccard similarity of their 5-word shingles
 
 A word is a maximal run of letters and digits. Case, punctuation and white space make no difference: texts are
-lower-cased, and all else stands for one space. Letters and digits of ASCII count, and every character outside it
-but for the blocks "Latin-1 Supplement" up to U+00BF, "General Punctuation" and "CJK Symbols and Punctuation".
+lower-cased, and everything else becomes one space. A letter or digit is one of ASCII, or any character outside ASCII
+except the blocks "Latin-1 Supplement" up to U+00BF, "General Punctuation" and "CJK Symbols and Punctuation".
 
 Sources: A. Broder, "On the resemblance and containment of documents", 1997 (shingles, MinHash). K. Lee et al.,
 "Deduplicating Training Data Makes Language Models Better", 2022 (MinHash for corpora, clusters as connected
@@ -22,8 +22,8 @@ from functools import cache
 
 import numpy as np
 
-_SPACE, _END = 0x20, 0xFF  # 0xFF is no byte of UTF-8: it ends a text
-_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
+_SPACE, _END = 0x20, 0xFF  # 0xFF does not occur in UTF-8: it ends a text
+_BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2**64
 _EMPTY = np.uint32(0xFFFFFFFF)  # the signature of a text without words
 
 
@@ -39,7 +39,7 @@ _TABLE = _make_table()
 
 
 class Words:
-    """The words of a few texts, side by side in one array, so that NumPy sees megabytes and not words.
+    """The words of a few texts in one array, so that NumPy works on megabytes and not on words.
 
     counts: words of each text, (D,). letters: their characters without digits, (D,). characters: of the text, without
     white space and control characters, (D,). Memory: about 40 bytes per byte of text, so a megabyte at a time is right.
@@ -51,7 +51,7 @@ class Words:
         _blank_punctuation(raw, normal)
         is_word = (normal != _SPACE) & (normal != _END)
         keep = is_word | (normal == _END)
-        keep[1:] |= is_word[:-1]  # one space behind each word
+        keep[1:] |= is_word[:-1]  # one space after each word
         self._bytes = normal[keep]
         ends = np.flatnonzero((self._bytes == _SPACE) | (self._bytes == _END))
         starts = np.concatenate([[0], ends[:-1] + 1])
@@ -60,7 +60,7 @@ class Words:
         self._starts, self._ends = starts[full], ends[full]
         self._firsts = np.concatenate([[0], np.searchsorted(self._starts, self._text_ends)])
         self.counts = np.diff(self._firsts)
-        # A character has one byte that does not continue another: 0x80 to 0xbf do.
+        # A character has exactly one byte that is not a continuation byte (0x80 to 0xbf).
         letter = (self._bytes >= 0x61) & ((self._bytes < 0x80) | (self._bytes >= 0xC0)) & (self._bytes != _END)
         self.letters = np.add.reduceat(letter, self._text_starts(), dtype=np.int64)
         character = (raw > _SPACE) & ((raw < 0x80) | (raw >= 0xC0)) & (raw != _END)
@@ -79,12 +79,12 @@ class Words:
         ]
 
     def grams(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """A 64-bit hash of every run of n words, text after text, and where each text's begin: (G,), (D + 1,).
+        """A 64-bit hash of every run of n words, text after text, and the bounds of each text's runs: (G,), (D + 1,).
 
-        A text of w >= n words has w - n + 1, a shorter one has one, of all its words; one without words has none.
+        A text of w >= n words has w - n + 1 runs; a shorter one has one, of all its words; one without words has none.
 
-        The hash is of the bytes c_i, h = mix(sum c_i B^i mod 2^64), a difference of two prefix sums: no run is
-        ever put together as a string.
+        The hash of the bytes c_i is h = mix(sum c_i B^i mod 2^64), a difference of two prefix sums: no run is ever
+        built as a string.
         """
         counts = np.where(self.counts >= n, self.counts - n + 1, np.minimum(self.counts, 1))
         bounds = np.concatenate([[0], np.cumsum(counts)])
@@ -97,7 +97,7 @@ class Words:
         return _mix((sums[self._ends[last]] - sums[starts]) * inverses[starts]), bounds
 
     def signatures(self, shingle_words: int, functions: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        """MinHash: for each text and each function (a, b) the least a s + b mod 2^32 over its shingles s, (D, P)."""
+        """MinHash: for each text and function (a, b) the minimum of a s + b mod 2^32 over its shingles s, (D, P)."""
         grams, bounds = self.grams(shingle_words)
         shingles = (grams >> np.uint64(32)).astype(np.uint32)
         found = np.flatnonzero(np.diff(bounds))
@@ -112,7 +112,7 @@ class Words:
 
 
 class WordHash:
-    """128 bits (BLAKE2b) of the words that are given, in order: the same however the text is cut into normal forms."""
+    """128 bits (BLAKE2b) of the given words, in order, however the text is split into normal forms."""
 
     def __init__(self) -> None:
         self._hasher = hashlib.blake2b(digest_size=16)
@@ -133,13 +133,13 @@ def permutations(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def estimate(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The share of equal places of two signatures, (..., P) -> (...): an unbiased estimate of the Jaccard similarity J,
-    with the standard deviation sqrt(J (1 - J) / P)."""
+    """The share of equal entries of two signatures, (..., P) -> (...): an unbiased estimate of the Jaccard similarity J
+    with standard deviation sqrt(J (1 - J) / P)."""
     return (a == b).mean(axis=-1)
 
 
 def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
-    """(D, bands * rows) -> (D, bands): two texts are candidates if they have a key of the same band in common."""
+    """(D, bands * rows) -> (D, bands): two texts are candidates if their keys agree in some band."""
     parts = signatures.reshape(len(signatures), bands, rows).astype(np.uint64)
     keys = np.zeros(parts.shape[:2], np.uint64)
     for row in range(rows):
@@ -153,9 +153,9 @@ def candidate_probability(similarity: float, bands: int, rows: int) -> float:
 
 
 def components(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Connected components of the graph with the edges (a_i, b_i): its nodes, sorted, and the least node of each's.
+    """Connected components of the graph with edges (a_i, b_i): its sorted nodes, and for each the component's smallest.
 
-    Every node takes the least label among its neighbours', then its label's label, until nothing changes.
+    Every node takes the smallest label among its neighbours, then the label of its label, until nothing changes.
     """
     nodes, edges = np.unique(np.concatenate([a, b]), return_inverse=True)
     left, right = edges[: len(a)], edges[len(a) :]
@@ -170,7 +170,7 @@ def components(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _blank_punctuation(raw: np.ndarray, normal: np.ndarray) -> None:
-    """Put a space for punctuation outside ASCII, which is two or three bytes. The array ends with 0xff."""
+    """Replace punctuation outside ASCII, two or three bytes, by spaces. The array ends with 0xff."""
     for lead, seconds, width in ((0xC2, range(0x80, 0xC0), 2), (0xE2, (0x80, 0x81), 3), (0xE3, (0x80,), 3)):
         at = np.flatnonzero(raw == lead)
         at = at[np.isin(raw[at + 1], seconds)]

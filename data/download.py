@@ -1,15 +1,15 @@
-"""Files fetched over HTTP: whole, checked and recorded, or not there at all.
+"""Downloads over HTTP: complete, checked and recorded, or absent.
 
     downloader = Downloader()
     downloader.fetch(["https://a.example/84.txt", "https://b.example/84.txt"], Path("raw/84.txt"))
         ->  Fetched(url="https://a.example/84.txt", path=Path("raw/84.txt"), bytes=448821, sha256="...")
 
-Addresses are tried in turn. A passing fault (a cut connection, a wrong length, 429, 503) is tried again after a
-pause that doubles, or as long as the server's Retry-After says. What has come is kept in `84.txt.part` and the rest is
-asked for with Range and If-Range, so that a file that changed meanwhile is sent from its start and two versions are
-never joined. The whole file is synced and renamed; `84.txt.json` beside it records URL, size and SHA-256, and a file
-that still matches its record is not fetched again. Requests to one host keep a short pause between them, on two
-connections at most.
+URLs are tried in turn. After a transient failure (a dropped connection, a wrong length, 429, 503) the request is
+retried after a pause that doubles, or after the server's Retry-After. A partial download is kept in `84.txt.part`, and
+the rest is requested with Range and If-Range, so a file that has changed is sent from its start and two versions are
+never joined. The complete file is synced and renamed; `84.txt.json` beside it records URL, size and SHA-256, and a file
+that still matches its record is not downloaded again. Requests to one host are a short pause apart, on at most two
+connections.
 
 HTTP semantics: RFC 9110 (13.1.5 If-Range, 14 Range requests, 10.2.3 Retry-After).
 """
@@ -41,16 +41,16 @@ from tinyforge.files import sha256_of, sync
 USER_AGENT = f"tinyforge/{__version__} (text for training language models; Python-urllib)"
 CONNECTIONS = 2
 CHUNK = 1 << 18
-PROGRESS = 1 << 20  # bytes; a try that brought as many does not count as a failure
-PASSING = (408, 425, 429, 500, 502, 503, 504)  # statuses after which the same request may do better
+PROGRESS = 1 << 20  # bytes; an attempt that transfers as many does not count as a failure
+PASSING = (408, 425, 429, 500, 502, 503, 504)  # transient statuses: the same request may succeed later
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for what, in seconds, and how often to try."""
+    """Timeouts and pauses in seconds, and how often to try."""
 
     timeout: float = 30.0  # for a connection, and for the next bytes
-    attempts: int = 5  # of one address, in a row and without progress
+    attempts: int = 5  # per URL, in a row and without progress
     backoff: float = 1.0  # pause after the first failure; it doubles, times a random factor of 0.5 to 1
     longest: float = 300.0  # of one pause; a Retry-After beyond it is not waited for
     gap: float = 0.5  # between two requests to one host
@@ -58,7 +58,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A whole file: where it is, where it came from, and what it is."""
+    """A complete file: its path, where it came from, its size and hash."""
 
     url: str
     path: Path
@@ -68,7 +68,7 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Job:
-    """A file to fetch: its addresses, in the order to try them, and what is known of it."""
+    """A file to fetch: its URLs, in the order to try them, and what is known about it."""
 
     urls: tuple[str, ...]
     path: Path
@@ -77,11 +77,11 @@ class Job:
 
 
 class FetchError(UserError):
-    """No address gave the file. Other files of the same job may still come."""
+    """No URL gave the file. Other files may still be available."""
 
 
 class _Fault(Exception):
-    """Why an address gave nothing; a passing one is worth another try."""
+    """Why a URL failed; after a passing fault it is worth another attempt."""
 
     def __init__(
         self, reason: str, passing: bool = True, retry_after: float | None = None, silent: bool = False
@@ -97,12 +97,12 @@ class _Version:
     """Which version of which file a part belongs to."""
 
     url: str
-    validator: str | None  # a strong ETag, else Last-Modified; None: what is there cannot be gone on with
+    validator: str | None  # a strong ETag, else Last-Modified; None: the part cannot be resumed
     length: int | None
 
 
 class Downloader:
-    """Fetches files, remembering for each host when it was last asked and whether it answers at all."""
+    """Fetches files, and remembers for each host when it was last asked and whether it answers at all."""
 
     def __init__(self, patience: Patience | None = None, progress: bool = True) -> None:
         self.patience = patience or Patience()
@@ -127,18 +127,18 @@ class Downloader:
     def fetch(
         self, urls: str | Sequence[str], path: Path, size: int | None = None, sha256: str | None = None
     ) -> Fetched:
-        """Fetch one file to `path` from the first of `urls` that gives it, or return it if it is there and whole.
+        """Fetch one file to `path` from the first of `urls` that has it, or return it if it is already complete.
 
-        size, sha256: of the file, where they are known; what differs is thrown away and tried again.
+        size, sha256: of the file, if known; a download that differs is discarded and retried.
 
-        Raises FetchError if no address gives the file, and UserError for what is no http(s) URL, for a full disk and
-        for a folder that may not be written. What has come by then stays beside `path`; the next call goes on there.
+        Raises FetchError if no URL has the file, and UserError for anything but an http(s) URL, for a full disk and for
+        a folder that is not writable. A partial download stays beside `path`; the next call continues it.
         """
         job = Job((urls,) if isinstance(urls, str) else tuple(urls), path, size, sha256)
         return self._fetch(job, self.progress)
 
     def fetch_all(self, jobs: Sequence[Job]) -> list[Fetched | FetchError]:
-        """Fetch several files on CONNECTIONS connections; for each job, in order, the file or why it did not come."""
+        """Fetch several files on CONNECTIONS connections; for each job, in order, the file or the error."""
         from tqdm import tqdm
 
         bar = tqdm(total=len(jobs), desc="fetching", unit="file", disable=not self.progress)
@@ -169,15 +169,15 @@ class Downloader:
                 return self._fetch_from(url, job, progress)
             except _Fault as fault:
                 faults.append((url, fault))
-        # A host that is down says more than one that lacks the file.
+        # A host that is down is a better explanation than one that lacks the file.
         url, worst = next((pair for pair in faults if pair[1].passing), faults[-1])
-        others = f" (and {len(faults) - 1} more addresses)" if len(faults) > 1 else ""
-        raise FetchError(f"{job.path.name}: not to be had from {url}{others}: {worst}; {_advice(worst)}")
+        others = f" (and {len(faults) - 1} more URLs)" if len(faults) > 1 else ""
+        raise FetchError(f"{job.path.name}: could not be downloaded from {url}{others}: {worst}; {_advice(worst)}")
 
     def _fetch_from(self, url: str, job: Job, progress: bool) -> Fetched:
         host = urllib.parse.urlsplit(url).netloc
         if host in self._silent:
-            raise _Fault("the host did not answer before")
+            raise _Fault("the host did not answer earlier")
         failures, best = 0, 0
         while True:
             part = _Part(job.path)
@@ -196,7 +196,7 @@ class Downloader:
                 self._sleep(max(asked, pause * random.uniform(0.5, 1.0)))
 
     def _attempt(self, url: str, host: str, job: Job, part: _Part, progress: bool) -> Fetched:
-        """One request for what is missing. Whatever comes is appended to the part; a _Fault says what was wrong."""
+        """One request for the missing bytes, which are appended to the part; a _Fault says what went wrong."""
         version, have = part.resumable(url)
         if version is None or version.length is None or have != version.length:
             headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
@@ -207,7 +207,7 @@ class Downloader:
                 with self._bar(job.path.name, version.length, have, progress) as bar:
                     have = self._receive(response, part, have, version.length, bar)
         if version.length is not None and have != version.length:
-            raise _Fault(f"the connection was cut after {have:,} of {version.length:,} bytes")
+            raise _Fault(f"the connection was dropped after {have:,} of {version.length:,} bytes")
         if job.bytes is not None and have != job.bytes:
             part.discard()
             raise _Fault(f"got {have:,} bytes, wanted {job.bytes:,}")
@@ -235,7 +235,7 @@ class Downloader:
             yield response
 
     def _receive(self, response: Any, part: _Part, have: int, length: int | None, bar: Any) -> int:
-        """Append the body to the part as it comes; how long it is then. A cut connection ends it like a proper end."""
+        """Append the body to the part as it arrives; returns the new length, also if the connection is closed early."""
         try:
             with open(part.path, "ab") as file:
                 while have != length and not self._stop.is_set():
@@ -243,11 +243,11 @@ class Downloader:
                         chunk = response.read1(CHUNK)[: None if length is None else length - have]
                     except (OSError, http.client.HTTPException) as error:
                         reason = str(error) or type(error).__name__
-                        raise _Fault(f"the connection was cut after {have:,} bytes ({reason})") from None
+                        raise _Fault(f"the connection was dropped after {have:,} bytes ({reason})") from None
                     if not chunk:
                         break
                     file.write(chunk)
-                    file.flush()  # what came before a kill is there after it
+                    file.flush()  # bytes that arrived before a kill are there after it
                     have += len(chunk)
                     bar.update(len(chunk))
         except OSError as error:
@@ -274,7 +274,7 @@ class Downloader:
 
 
 class _Part:
-    """What has come of a file so far, and which version it belongs to: NAME.part and NAME.part.json."""
+    """A partial download, and the version that it belongs to: NAME.part and NAME.part.json."""
 
     def __init__(self, path: Path) -> None:
         self.whole = path
@@ -285,7 +285,7 @@ class _Part:
         return self.path.stat().st_size if self.path.is_file() else 0
 
     def resumable(self, url: str) -> tuple[_Version | None, int]:
-        """The version that is there, and how much of it, if the file at `url` can be gone on with."""
+        """The version of the part, and its length, if the download from `url` can be resumed."""
         try:
             version = _Version(**json.loads(self._state.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -293,7 +293,7 @@ class _Part:
         return (version, self.size()) if version.url == url and version.validator else (None, 0)
 
     def begin(self, version: _Version) -> None:
-        """Start over. The old bytes go before their state does: never are they taken for the new version's."""
+        """Start over. The old bytes are removed first, so they are never taken for the new version's."""
         try:
             self.path.write_bytes(b"")
         except OSError as error:
@@ -308,7 +308,7 @@ class _Part:
             raise write_fault(self.path, error) from None
 
     def finish(self, fetched: Fetched) -> Fetched:
-        """The record first, then the name: a file without its own record is never taken for whole."""
+        """Write the record, then rename: a file without its own record is never taken for complete."""
         try:
             sync(self.path)
             write_json(_record(self.whole), {"url": fetched.url, "bytes": fetched.bytes, "sha256": fetched.sha256})
@@ -321,15 +321,15 @@ class _Part:
 
 
 def check_url(url: str) -> str:
-    """`url`, if it is one that can be fetched; else UserError."""
+    """`url`, if it can be fetched; else UserError."""
     try:
         parts = urllib.parse.urlsplit(url)
         good = parts.scheme in ("http", "https") and parts.hostname and not re.search(r"[\s\x00-\x1f]", url)
-        _ = parts.port  # raises ValueError if it is no number
+        _ = parts.port  # raises ValueError if it is not a number
     except ValueError:
         good = False
     if not good:
-        raise UserError(f"{url!r}: not a URL that can be fetched; wanted one like https://host/path")
+        raise UserError(f"{url!r}: not a URL that can be fetched, wanted one like https://host/path")
     return url
 
 
@@ -338,24 +338,24 @@ def _record(path: Path) -> Path:
 
 
 def _whole(job: Job) -> Fetched | None:
-    """The file if it is there as it was recorded, and is what the job wants."""
+    """The file if it matches its record and the job."""
     try:
         found = Fetched(path=job.path, **json.loads(_record(job.path).read_text(encoding="utf-8")))
         same = job.path.stat().st_size == found.bytes and sha256_of(job.path) == found.sha256
     except (OSError, ValueError, TypeError):
         return None
     wanted = job.bytes in (None, found.bytes) and job.sha256 in (None, found.sha256)
-    known = found.url in job.urls or job.sha256 is not None  # another mirror may have another file under that name
+    known = found.url in job.urls or job.sha256 is not None  # another mirror may have a different file of that name
     return found if same and wanted and known else None
 
 
 def _agree(response: Any, url: str, version: _Version | None, have: int, job: Job, part: _Part) -> tuple[_Version, int]:
-    """Which version the response brings and from where, with the part made ready to be appended to."""
+    """The version in the response and the offset at which it starts; prepares the part for appending."""
     if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
-        raise _Fault(f"came in the encoding {encoding}, which was not asked for", passing=False)
+        raise _Fault(f"has the content encoding {encoding}, which was not requested", passing=False)
     length = response.length
     if length is None and not response.chunked and job.bytes is None and job.sha256 is None:
-        raise _Fault("came without a length, so nobody can say whether it is whole", passing=False)
+        raise _Fault("has no length, so a truncated file could not be detected", passing=False)
     etag, modified = response.headers.get("ETag"), response.headers.get("Last-Modified")
     validator = etag if etag and not etag.startswith("W/") else modified
     if response.status == 206:
@@ -364,7 +364,7 @@ def _agree(response: Any, url: str, version: _Version | None, have: int, job: Jo
         fits = span and version and int(span[1]) == have and (total is None or span[3] in ("*", str(total)))
         if not fits or (version and validator and validator != version.validator):
             part.discard()
-            raise _Fault("it changed since the first part of it came, or the server sent another range than asked for")
+            raise _Fault("the file has changed since the first part, or the server sent a range that was not requested")
         assert version is not None
         return version, have
     if job.bytes is not None and length is not None and length != job.bytes:
@@ -375,7 +375,7 @@ def _agree(response: Any, url: str, version: _Version | None, have: int, job: Jo
 
 
 def _retry_after(headers: Any) -> float | None:
-    """Seconds from the Retry-After header, which has either seconds or a date."""
+    """Seconds from the Retry-After header, which holds seconds or a date."""
     value = (headers.get("Retry-After") or "").strip()
     if value.isdigit():
         return float(value)
@@ -387,9 +387,9 @@ def _retry_after(headers: Any) -> float | None:
 
 def _advice(fault: _Fault) -> str:
     if fault.retry_after:
-        return f"run again in {fault.retry_after:.0f} seconds, it goes on from here"
+        return f"run again in {fault.retry_after:.0f} seconds, the download resumes"
     if fault.silent:
-        return "check the network, or name a mirror with --base-url; run again, it goes on from here"
+        return "check the network, or name a mirror with --base-url; run again, the download resumes"
     if fault.passing:
-        return "run again later, it goes on from here, or name a mirror with --base-url"
-    return "check the address, or name another mirror with --base-url"
+        return "run again later, the download resumes, or name a mirror with --base-url"
+    return "check the URL, or name another mirror with --base-url"

@@ -2,9 +2,9 @@
 
     filters = read_filters(Path("data/filters.sql"))
     check_filters(connection, filters)      # UserError that names the filter if its SQL is wrong
-    reason_query(filters, "documents")      # SELECT number, reason: the first filter that holds, or NULL
+    reason_query(filters, "documents")      # SELECT number, reason: the first filter that drops it, or NULL
 
-The form of the file is explained at its top: data/filters.sql.
+The format is explained at the top of data/filters.sql.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     import duckdb
 
 DEFAULT_FILTERS = Path(__file__).with_name("filters.sql")
-# What a filter sees of a document; `text` is the part that is judged.
+# The columns that a filter sees of a document; `text` is the text of the part.
 COLUMNS = {
     "number": "BIGINT", "source": "VARCHAR", "id": "VARCHAR", "title": "VARCHAR", "url": "VARCHAR",
     "language_score": "DOUBLE", "bytes": "BIGINT", "words": "BIGINT", "letters": "BIGINT", "characters": "BIGINT",
     "text": "VARCHAR",
 }  # fmt: skip
-RESERVED = ("exact-duplicate", "near-duplicate", "contaminated")  # the reasons that no filter gives
+RESERVED = ("exact-duplicate", "near-duplicate", "contaminated")  # reasons that are not filters
 
 
 @dataclass(frozen=True)
 class Filter:
-    """A block of the file. kind: "filter" (sql is boolean, true drops) or "measure" (a name for later blocks)."""
+    """A block of the file. kind: "filter" (a boolean, true drops) or "measure" (a name for use in later blocks)."""
 
     kind: str
     name: str
@@ -40,24 +40,24 @@ class Filter:
 
 
 def read_filters(path: Path) -> tuple[Filter, ...]:
-    """The blocks of a filter file, in order. UserError if it cannot be read or is not of that form."""
+    """The blocks of a filter file, in order. UserError if it cannot be read or has another format."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; name a filter file, as data/filters.sql is one") from None
+        raise UserError(f"{path}: no such file; name a filter file such as data/filters.sql") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text ({error}); name a filter file") from None
     heads = list(re.finditer(r"^-- *(filter|measure): *(.*?) *$", text, re.MULTILINE))
     if not any(head[1] == "filter" for head in heads):
-        raise UserError(f"{path}: no line '-- filter: NAME', wanted one or more; see data/filters.sql")
+        raise UserError(f"{path}: no line '-- filter: NAME', wanted at least one; see data/filters.sql")
     found: dict[str, Filter] = {}
     for head, end in zip(heads, [*(head.start() for head in heads[1:]), len(text)], strict=True):
         kind, name = head[1], head[2]
         wanted = r"[a-z][a-z0-9_-]*" if kind == "filter" else r"[a-z][a-z0-9_]*"
         if not re.fullmatch(wanted, name) or name in (*RESERVED, *COLUMNS):
-            raise UserError(f"{path}: {kind} {name!r}: wanted a name of small letters that is not taken; rename it")
+            raise UserError(f"{path}: {kind} {name!r}: wanted a lower-case name that is not in use; rename it")
         if name in found:
-            raise UserError(f"{path}: {kind} {name!r} is there twice; rename one of them")
+            raise UserError(f"{path}: {kind} {name!r} occurs twice; rename one of them")
         lines = text[head.end() : end].strip().splitlines()
         comment = []
         while lines and lines[0].startswith("--"):
@@ -70,7 +70,7 @@ def read_filters(path: Path) -> tuple[Filter, ...]:
 
 
 def check_filters(connection: duckdb.DuckDBPyConnection, filters: tuple[Filter, ...]) -> None:
-    """UserError that names the first block whose SQL DuckDB refuses, or that is a filter and not boolean."""
+    """UserError that names the first block whose SQL DuckDB refuses, or a filter that is not boolean."""
     import duckdb
 
     empty = ", ".join(f"NULL::{kind} AS {name}" for name, kind in COLUMNS.items())
@@ -81,17 +81,17 @@ def check_filters(connection: duckdb.DuckDBPyConnection, filters: tuple[Filter, 
             kind = connection.execute(f"DESCRIBE {query}").fetchall()[0][1]
         except duckdb.Error as error:
             reason = str(error).splitlines()[0]
-            raise UserError(f"{block.kind} {block.name!r}: {reason}; mend its SQL") from None
+            raise UserError(f"{block.kind} {block.name!r}: {reason}; fix its SQL") from None
         if block.kind == "filter" and kind != "BOOLEAN":
-            raise UserError(f"filter {block.name!r}: its expression is {kind}, wanted BOOLEAN; compare it")
+            raise UserError(f"filter {block.name!r}: its expression is {kind}, wanted BOOLEAN; add a comparison")
 
 
 def reason_query(filters: tuple[Filter, ...], relation: str) -> str:
-    """SQL: `number` and `reason`, the name of the first filter that holds for the document, else NULL."""
+    """SQL: `number` and `reason`, the name of the first filter that drops the document, else NULL."""
     cases = "".join(f" WHEN ({block.sql}\n) THEN '{block.name}'" for block in filters if block.kind == "filter")
     return f"SELECT number, CASE{cases} END AS reason FROM (SELECT *{_measures(filters)} FROM {relation})"
 
 
 def _measures(filters: tuple[Filter, ...]) -> str:
-    """Each measure as a column; DuckDB lets a column use those before it."""
+    """Each measure as a column; in DuckDB a column may use those before it."""
     return "".join(f', ({block.sql}\n) AS "{block.name}"' for block in filters if block.kind == "measure")

@@ -1,23 +1,23 @@
 -- Quality filters: what is not worth training on. A document for which an expression is true is dropped, and the
--- catalogue says by which filter, the first that holds. NULL (a language score that nobody measured) drops nothing.
+-- catalogue names the first such filter. NULL (an unknown language score) drops nothing.
 --
--- This file is read by data/filters.py. Copy it, change it, and pass yours with --filters; the copy that was used
--- is saved with the corpus. A block is a head line, a comment that explains it, and one expression in DuckDB's SQL:
+-- This file is read by data/filters.py. Copy it, change the copy, and pass it with --filters; the filters that were used
+-- are saved with the corpus. A block is a head line, a comment that explains it, and one expression in DuckDB's SQL:
 --
 --   "-- filter: NAME"   a boolean expression;
---   "-- measure: NAME"  any expression, which the blocks below it may use by its name.
+--   "-- measure: NAME"  any expression, which later blocks may use by its name.
 --
 -- An expression sees one document: text, source, id, title, url, language_score, bytes, and three counts:
 --   words       runs of letters and digits
---   letters     characters of the words that are no digits
---   characters  characters that are no white space
+--   letters     characters of the words that are not digits
+--   characters  characters that are not white space
 --
 -- Sources: "Gopher" is J. Rae et al., "Scaling Language Models: Methods, Analysis & Insights from Training Gopher",
 -- 2021, table A1. "C4" is C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
 -- Transformer", 2020, section 2.2. "FineWeb" is G. Penedo et al., "The FineWeb Datasets", 2024.
 --
--- What those have and this file has not, since it would drop good books: an upper bound on length (long documents are
--- cut into parts instead), and a share of lines that must end with a full stop (verse and hard-wrapped lines do not).
+-- Two of their rules are left out because they would drop good books: an upper bound on length (long documents are cut
+-- into parts instead), and a minimum share of lines that end with a full stop (verse and hard-wrapped lines do not).
 
 -- measure: lines
 -- The lines that are not empty.
@@ -36,8 +36,8 @@ words < 50;
 letters / words NOT BETWEEN 3 AND 10;
 
 -- filter: few-letters
--- Tables, price lists, code. In prose about 95 % of the characters that are no white space are letters. Gopher asks
--- the same of words: 80 % of them must hold a letter.
+-- Tables, price lists, code. In prose about 95 % of the characters other than white space are letters. Gopher has the
+-- same rule for words: 80 % of them must contain a letter.
 letters < 0.7 * characters;
 
 -- filter: symbols
@@ -46,7 +46,7 @@ letters < 0.7 * characters;
     + (strlen(text) - strlen(replace(text, '…', ''))) / 3 > 0.1 * words;
 
 -- filter: bullets
--- Lists without a text. Gopher: more than 90 % of the lines begin with a bullet.
+-- Lists without prose. Gopher: more than 90 % of the lines begin with a bullet.
 len(list_filter(lines, line -> left(ltrim(line), 1) IN ('•', '●', '*', '-', '‣', '▪', '·'))) > 0.9 * len(lines);
 
 -- filter: ellipses
@@ -55,7 +55,7 @@ len(list_filter(lines, line -> suffix(line, '...') OR suffix(line, '…'))) > 0.
 
 -- filter: repeated-lines
 -- Boilerplate and machine-made pages. Gopher: more than 20 % of the characters are in lines that occurred before. (Its
--- rule on the number of such lines would drop plays, in which the names of the speakers are lines of their own.)
+-- rule on the number of such lines would drop plays, where the speakers' names are lines of their own.)
 list_sum(list_transform(list_distinct(lines), line -> strlen(line)))
     < 0.8 * list_sum(list_transform(lines, line -> strlen(line)));
 
@@ -65,13 +65,13 @@ list_sum(list_transform(list_distinct(string_split(text, chr(10) || chr(10))), p
     < 0.8 * list_sum(list_transform(string_split(text, chr(10) || chr(10)), paragraph -> strlen(paragraph)));
 
 -- filter: no-sentences
--- Not English, or no sentences. Gopher: fewer than two of eight words that every English text has.
+-- Not English, or not sentences. Gopher: fewer than two of eight words that every English text has.
 contains(lowered, ' the ')::INT + contains(lowered, ' be ')::INT + contains(lowered, ' to ')::INT
     + contains(lowered, ' of ')::INT + contains(lowered, ' and ')::INT + contains(lowered, ' that ')::INT
     + contains(lowered, ' have ')::INT + contains(lowered, ' with ')::INT < 2;
 
 -- filter: language
--- The source's own classifier doubts that it is English. FineWeb: a score below 0.65.
+-- The source's own classifier is not confident that it is English. FineWeb: a score below 0.65.
 language_score < 0.65;
 
 -- filter: lorem-ipsum
@@ -79,12 +79,12 @@ language_score < 0.65;
 contains(lowered, 'lorem ipsum');
 
 -- filter: javascript
--- A page that only asks for JavaScript. C4 drops every line with the word; here an article on it may stay.
+-- A page that only asks for JavaScript. C4 drops every line with the word; here an article about it may stay.
 words < 500 AND contains(lowered, 'javascript') AND regexp_matches(lowered,
     '(enable|requires?|without|support) javascript|javascript (is|to be|must be|has been|in your) (disabled|enabled|not|required|turned|browser)');
 
 -- filter: code
--- Program text. C4 drops every page with a curly bracket; here more than one in 50 words, for the sake of formulas.
+-- Program text. C4 drops every page with a curly bracket; here more than one in 50 words, to keep formulas.
 length(text) - length(replace(text, '{', '')) > 0.02 * words;
 
 -- filter: blob

@@ -4,10 +4,10 @@
     python -m data.fineweb_edu --out web --bytes 50MB --min-score 4
     python -m data.fineweb_edu --out web --files sample/10BT/000_00000.parquet --rows 1000
 
-DuckDB reads the files over HTTP. It fetches the footer of each, and of the columns that are used only the row groups
-that the filters and the budget leave: never a whole file. The budget is shared out evenly among the files, since each
-holds other times of crawling; what one cannot give is left to those after it. The slice of each published file is kept
-in DIR/raw, so that a killed run goes on after the last whole one.
+DuckDB reads the files over HTTP: the footer of each, and of the used columns only the row groups that the filters and
+the budget need, never a whole file. The budget is divided evenly among the files, because they cover different crawls;
+what one file cannot supply is left to the files after it. The slice of each published file is kept in DIR/raw, so a
+killed run continues after the last complete one.
 
 FineWeb-Edu: Penedo et al., "The FineWeb Datasets: Decanting the Web for the Finest Text Data at Scale" (2024).
 """
@@ -39,24 +39,24 @@ COLUMNS = {"text": "VARCHAR", "id": "VARCHAR", "url": "VARCHAR", "language": "VA
            "language_score": "DOUBLE", "token_count": "BIGINT", "score": "DOUBLE"}  # fmt: skip
 DEFAULT_BYTES = 10**9
 REPEATED = "the same id as an earlier document"
-# What a fault of the network looks like in DuckDB's words; anything else is a fault of the file.
+# HTTP statuses in DuckDB's errors that mean that the file cannot be had.
 _MISSING = re.compile(r"\b(404|410|403|401)\b")
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Which documents are wanted. All of it is compared with columns of the file, before a text is fetched."""
+    """Which documents to take. Each field is compared with a column of the file before any text is fetched."""
 
     language: str = "en"
     min_language_score: float = 0.65  # FineWeb's own bound
-    min_score: float = 3.0  # the classifier's, 0 (none) to 5 (highly educational); FineWeb-Edu begins at 2.5
-    min_tokens: int = 64  # of GPT-2, which is what the column counts
+    min_score: float = 3.0  # the classifier's, 0 (none) to 5 (highly educational); FineWeb-Edu starts at 2.5
+    min_tokens: int = 64  # by GPT-2's tokenizer, which the column counts
     max_tokens: int = 100_000
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """What was taken from one published file, and for which request; the record beside its parquet file."""
+    """What was taken from one published file, and for which request: the record beside the slice's parquet file."""
 
     url: str
     bytes: int  # of the published file
@@ -81,13 +81,13 @@ def make_source(
 ) -> Source:
     """Take a slice of FineWeb-Edu into the source folder `out`.
 
-    bytes, rows: the budget, of text in UTF-8 or of documents; neither: 1 GB. Documents are taken in the order of the
-                 files as long as they fit.
-    folder:      of the repository whose files are used; `files` names them one by one instead.
+    bytes, rows: the budget, of text in UTF-8 or of documents; neither: 1 GB. Documents are taken in file order as long
+                 as they fit.
+    folder:      of the repository, whose files are used; `files` names them one by one instead.
 
-    A file that is no parquet or lacks a column is among `refused` in what is returned; so is a document whose id came
-    before. Raises UserError if no document came out, if the httpfs extension cannot be loaded, and for what the network
-    or the disk does; a later run goes on from the last whole file.
+    A file that is not parquet or lacks a column is listed in `refused` of the result; so is a document whose id was
+    seen before. Raises UserError if there is no document at all, if the httpfs extension cannot be loaded, and for
+    errors of the network and the disk; a later run continues after the last complete file.
     """
     patience = patience or Patience()
     filter = filter or Filter()
@@ -126,7 +126,7 @@ def make_source(
         if not writer.documents:
             first = f"; {writer.refused[0].record}: {writer.refused[0].reason}" if writer.refused else ""
             raise UserError(
-                f"no document of {len(published)} files is in the slice{first}; widen the filters or the budget"
+                f"no document in {len(published)} files passed{first}; widen the filters or the budget"
             )
     return read_source(out)
 
@@ -136,7 +136,7 @@ class _BadFile(Exception):
 
 
 class _Reader:
-    """A connection that is made when it is first needed, and made anew after a fault, without what it had cached."""
+    """A connection that is opened when first needed, and opened again after an error, without its cache."""
 
     def __init__(self, patience: Patience, spill: Path) -> None:
         self.patience = patience
@@ -147,7 +147,7 @@ class _Reader:
         if self._connection is None:
             self._connection = connect(self.patience)
             spill = str(self._spill).replace("'", "''")
-            self._connection.execute(f"SET temp_directory = '{spill}'")  # else in the folder where the command runs
+            self._connection.execute(f"SET temp_directory = '{spill}'")  # default: the working directory
         return self._connection
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class _Reader:
 
 
 def _recorded(path: Path, file: Published, wanted: dict[str, Any]) -> _Slice | None:
-    """The slice that is there, if it is whole and was taken from the same file for the same request."""
+    """The existing slice, if it is complete and was taken from the same file for the same request."""
     try:
         taken = _Slice(**json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
         same = (taken.url, taken.wanted) == (file.url, wanted) and taken.sha256 == file.sha256
@@ -173,7 +173,7 @@ def _recorded(path: Path, file: Published, wanted: dict[str, Any]) -> _Slice | N
 
 
 def _take(path: Path, file: Published, wanted: dict[str, Any], earlier: list[Path], reader: _Reader) -> _Slice:
-    """One slice, over again after a passing fault: DuckDB's own tries are over, and the file may have changed."""
+    """One slice, retried after a transient failure: DuckDB's own retries are over, and the file may have changed."""
     import duckdb
 
     patience = reader.patience
@@ -184,12 +184,12 @@ def _take(path: Path, file: Published, wanted: dict[str, Any], earlier: list[Pat
             reader.close()
             reason = " ".join(str(error).split())
             if isinstance(error, duckdb.HTTPException) and _MISSING.search(reason):
-                raise _BadFile(f"cannot be had ({reason})") from None
+                raise _BadFile(f"cannot be downloaded ({reason})") from None
             if not isinstance(error, (duckdb.HTTPException, duckdb.IOException)):
                 raise _BadFile(f"not a readable parquet file ({reason})") from None
         if attempt < patience.attempts:
             time.sleep(patience.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
-    raise FetchError(f"{file.url}: {reason}; check the network, and run again: it goes on with this file")
+    raise FetchError(f"{file.url}: {reason}; check the network, and run again: it resumes with this file")
 
 
 def _take_once(connection: Any, path: Path, file: Published, wanted: dict[str, Any], earlier: list[Path]) -> _Slice:
@@ -211,7 +211,7 @@ def _take_once(connection: Any, path: Path, file: Published, wanted: dict[str, A
     begin, have = 0, 0
     while groups and have < wanted["budget"]:
         end, expected = begin, 0
-        while groups and expected < wanted["budget"] - have:  # as many groups as would do if all of them passed
+        while groups and expected < wanted["budget"] - have:  # as many groups as would suffice if all rows passed
             rows, text_bytes = groups.pop(0)
             end += rows
             expected += text_bytes if wanted["unit"] == "bytes" else rows
@@ -254,13 +254,13 @@ def _take_once(connection: Any, path: Path, file: Published, wanted: dict[str, A
 
 
 def _check_columns(connection: Any, file: Published) -> int:
-    """The size of the file; _BadFile unless it has the columns that are used."""
+    """The size of the file; _BadFile unless it has the needed columns."""
     described = connection.execute("DESCRIBE SELECT * FROM read_parquet($url)", {"url": file.url}).fetchall()
     found = {name: kind for name, kind, *_ in described}
     for name, kind in COLUMNS.items():
         if found.get(name) != kind:
             has = ", ".join(f"{name} {kind}" for name, kind in found.items())
-            raise _BadFile(f"got columns {has}, wanted '{name}' of type {kind}; it is not laid out as FineWeb-Edu")
+            raise _BadFile(f"got columns {has}, wanted '{name}' of type {kind}; its layout is not that of FineWeb-Edu")
     size: int = connection.execute(
         "SELECT file_size_bytes FROM parquet_file_metadata($url)", {"url": file.url}
     ).fetchone()[0]
@@ -270,8 +270,8 @@ def _check_columns(connection: Any, file: Published) -> int:
 def connect(patience: Patience) -> Any:
     """A DuckDB connection that reads over HTTP. UserError if its httpfs extension cannot be loaded.
 
-    The extension comes from the package duckdb-extension-httpfs if that is installed, so that an offline machine has
-    it, and else from DuckDB's own repository.
+    The extension comes from the package duckdb-extension-httpfs if that is installed, so that it is available offline,
+    else from DuckDB's own repository.
     """
     import duckdb
 
@@ -307,7 +307,7 @@ def parse_bytes(text: str) -> int:
     """A number of bytes from "250000", "50MB" or "1GB" (powers of ten)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
     if not match or (size := int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))) < 1:
-        raise UserError(f"--bytes {text}: not a number of bytes; wanted one like 50MB or 1GB")
+        raise UserError(f"--bytes {text}: not a number of bytes, wanted one like 50MB or 1GB")
     return size
 
 

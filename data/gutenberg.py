@@ -1,13 +1,14 @@
-"""Books of Project Gutenberg: fetched, the licence and the credits taken off, the book kept.
+"""Books of Project Gutenberg: downloaded, with the licence and the credits removed.
 
     python -m data.gutenberg --out books                             # the classics listed in data/gutenberg.csv
     python -m data.gutenberg --out books --numbers 84 1342           # by number
-    python -m data.gutenberg --out books books.zip 84.txt more/      # files that you have; nothing is fetched
+    python -m data.gutenberg --out books books.zip 84.txt more/      # files that you have; no download
     clean(Path("84.txt").read_bytes())  ->  Book(body="Frankenstein; ...", title="Frankenstein", ...)
 
-A file as published is a header, a START marker, the book, an END marker and a licence of some 18 kB, the same in
-every file: a model would learn it by heart. Only what is certainly not the book is cut. A file in which that is not
-certain (a marker is missing, or licence text is left between them) is refused with a reason, not half cleaned.
+A published file is a header, a START marker, the book, an END marker and a licence of about 18 kB. The licence is the
+same in every file, so a model would memorise it. Only text that is certainly not part of the book is cut. A file in
+which that is uncertain (a marker is missing, or licence text remains between them) is refused with a reason, not half
+cleaned.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from data.source import Document, Source, SourceWriter, print_refused, read_sour
 from tinyforge.errors import Parser, UserError, run_command
 
 LIST = Path(__file__).with_name("gutenberg.csv")
-# The mirrors are Project Gutenberg's own, made for programs; the web site, meant for people, comes last.
+# The mirrors are Project Gutenberg's own and meant for programs; the web site is meant for people and comes last.
 MIRRORS = ("https://gutenberg.pglaf.org", "https://aleph.gutenberg.org", "https://www.gutenberg.org")
 LICENCE = "public domain in the USA; without Project Gutenberg's name and licence"
 
 
 @dataclass(frozen=True)
 class Book:
-    """What `clean` made of a file: a body, or the reason why there is none."""
+    """The result of `clean`: a body, or the reason why there is none."""
 
     body: str | None  # lines end in "\n"; None if the file was refused
     reason: str  # of the refusal; empty if there is a body
-    encoding: str  # the one that was found: ascii, utf-8, utf-8-sig, utf-16, cp1252 or latin-1
+    encoding: str  # detected: ascii, utf-8, utf-8-sig, utf-16, cp1252 or latin-1
     number: int | None = None
     title: str = ""
     author: str = ""  # several are joined by ", "
     copyrighted: bool = False  # the header says so: not in the public domain, distributed with permission
-    cut: tuple[str, ...] = ()  # what went, in words
+    cut: tuple[str, ...] = ()  # what was cut
 
 
 class _Refusal(Exception):
@@ -65,7 +66,7 @@ def _stars(word: str) -> re.Pattern[str]:
 
 _START = _stars("start")
 _END = _stars("end")
-# Until 2004 the licence, "the small print", stood before the book, and its last line is all that marks the start.
+# Until 2004 the licence, "the small print", came before the book, and its last line is the only start marker.
 _SMALL_PRINT_START = re.compile(r"^[ \t]*\*+[ ]?start[ ]?\**[ ]?the[ ]small[ ]print[^\n]*", _FLAGS)
 _SMALL_PRINT_END = re.compile(r"^[ \t]*\*+[ ]?end[ ]?\**[ ]?the[ ]small[ ]print[^\n]*", _FLAGS)
 # The last line of those files, and in later ones the line above the END marker.
@@ -81,7 +82,7 @@ _LICENCE = re.compile(
     _FLAGS,
 )
 
-# --- what stands between the markers and is not the book -------------------------------------------------------------
+# --- between the markers, but not part of the book --------------------------------------------------------------------
 
 _MADE = r"(?:produced|prepared|transcribed|scanned|digiti[sz]ed|typed|keyed|proofread|proofed|converted|created)"
 _CREDIT = re.compile(
@@ -107,13 +108,13 @@ _TRANSCRIBER = re.compile(
     r"|typographical[ ]errors[ ]corrected[ ]by[ ]the\b)",
     _FLAGS,
 )
-# A paragraph that speaks of the making of the file, as the paragraphs of a transcriber's note do.
+# A paragraph about how the file was made, as in a transcriber's note.
 _ABOUT_THE_FILE = re.compile(
     r"=>|->|changed[ ]to|corrected|transcri|typograph|\be-?text|\be-?book|proofread|misprint|printer['\u2019]s[ ]error"
     r"|hyphenation|spelling|punctuation",
     _FLAGS,
 )
-# Notes on the file itself that stand further on, within the title page and contents.
+# Notes on the file itself that come later, within the title page and contents.
 _EDITOR = re.compile(
     r"^(?:\[project[ ]gutenberg[ ](?:editor|transcriber)[^\]]{,600}\]"
     r"|note:[ ][^\n]*\be-?(?:text|book)[ ]\#\d+[^\n]*$"
@@ -121,16 +122,16 @@ _EDITOR = re.compile(
     r"(?=(?:[^\n]+\n)*?[^\n]*\be-?texts?\b)[^\n]+(?:\n[^\n]+)*)\n*",
     _FLAGS,
 )
-_MAX_NOTE = 4000  # characters: a longer run is not taken for a credit or a note
+_MAX_NOTE = 4000  # characters: a longer paragraph is not a credit or a note
 _FRONT = 6000
 _MAX_OUTSIDE = 40_000  # before the START and after the END marker; the licence has 19,000
 
 
 def clean(raw: bytes) -> Book:
-    """The book in the bytes of one plain-text file of Project Gutenberg, or the reason why it cannot be had.
+    """Extract the book from the bytes of one plain-text file of Project Gutenberg, or say why that is impossible.
 
-    Cut are the header, the licence, and directly inside the markers the production credits and transcriber's
-    notes. Title pages, contents, publishers' advertisements and footnotes are the book's and stay.
+    The header and the licence are cut, and directly inside the markers the production credits and transcriber's
+    notes. Title pages, contents, publishers' advertisements and footnotes belong to the book and stay.
     """
     try:
         text, encoding = _decode(raw)
@@ -159,7 +160,7 @@ def clean(raw: bytes) -> Book:
         cut = ["header", "licence", *cut]
         above = _first_line(header)
         if title and above.casefold() == title.casefold() != _first_line(body).casefold():
-            body = f"{above}\n\n{body}"  # its title page begins above the header, and goes on below
+            body = f"{above}\n\n{body}"  # its title page begins above the header and continues below
             cut.append("(title moved down)")
     number = re.search(r"\[e-?(?:book|text) ?#(\d+)", header, re.IGNORECASE)
     return Book(
@@ -175,16 +176,16 @@ def clean(raw: bytes) -> Book:
 
 
 def _decode(raw: bytes) -> tuple[str, str]:
-    """The text and its encoding. What fails as UTF-8 is Windows-1252 if it uses the range that Latin-1 leaves to
-    control characters (curly quotes and dashes are there), and else Latin-1."""
+    """The text and its encoding. If UTF-8 fails, it is Windows-1252 if it uses the range that Latin-1 reserves for
+    control characters (curly quotes and dashes are there), else Latin-1."""
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         names = ["utf-16"]
     elif b"\0" in raw:
-        raise _Refusal("holds zero bytes, so it is no text")
+        raise _Refusal("contains zero bytes, so it is not text")
     elif raw.startswith(codecs.BOM_UTF8):
         names = ["utf-8-sig"]
     elif re.search(rb"character set encoding:\s*utf-8", raw[:4000], re.IGNORECASE):
-        names = ["ascii", "utf-8"]  # as Latin-1 a damaged UTF-8 file would come out garbled, without an error
+        names = ["ascii", "utf-8"]  # as Latin-1 a damaged UTF-8 file would be garbled without an error
     else:
         names = ["ascii", "utf-8", "cp1252" if re.search(rb"[\x80-\x9f]", raw) else "latin-1"]
     for name in names:
@@ -201,7 +202,7 @@ def _find_markers(text: str) -> tuple[int, int]:
     if not ends:
         ends = list(_LAST_LINE.finditer(text))[-1:]
     if not ends:
-        raise _Refusal("no END marker: cut short, or not as Project Gutenberg publishes it")
+        raise _Refusal("no END marker: truncated, or not a file as Project Gutenberg publishes it")
     if len(ends) > 1:
         raise _Refusal(f"{len(ends)} END markers: more than one book in the file")
     end = ends[0].start()
@@ -211,18 +212,18 @@ def _find_markers(text: str) -> tuple[int, int]:
     starts += [match for match in _SMALL_PRINT_END.finditer(text) if match.start() < end]
     if not starts:
         opened = _SMALL_PRINT_START.search(text, 0, end)
-        raise _Refusal("the small print has no end" if opened else "no START marker, nor the end of a small print")
+        raise _Refusal("the small print has no end" if opened else "no START marker and no end of the small print")
     start = max(match.end() for match in starts)
     if start > end:
         raise _Refusal("the END marker comes before the START marker")
     for size, where in ((start, "before the START"), (len(text) - end, "after the END")):
         if size > _MAX_OUTSIDE:
-            raise _Refusal(f"{size:,} characters {where} marker, more than any licence: is it a second book?")
+            raise _Refusal(f"{size:,} characters {where} marker, more than any licence has: is it a second book?")
     return start, end
 
 
 def _trim(body: str) -> tuple[str, list[str]]:
-    """Cut what stands at the two ends of the body and is not the book; say what it was."""
+    """Cut what is not part of the book at both ends of the body; returns the text and what was cut."""
     begin, cut = _skip_front(body)
     stop = len(body)
     for match in _LAST_LINE.finditer(body, max(begin, stop - 500)):
@@ -254,7 +255,7 @@ def _trim(body: str) -> tuple[str, list[str]]:
 
 
 def _skip_front(body: str) -> tuple[int, list[str]]:
-    """Where the book begins behind the paragraphs of credits and notes that follow the START marker."""
+    """Where the book begins after the paragraphs of credits and notes that follow the START marker."""
     cut: list[str] = []
     begin, heading = 0, False
     for match in re.finditer(r"^[^\n]*\S[^\n]*(?:\n[^\n]*\S[^\n]*)*", body, re.MULTILINE):  # paragraphs
@@ -283,7 +284,7 @@ def _skip_front(body: str) -> tuple[int, list[str]]:
 
 
 def _find_leftover(body: str) -> str | None:
-    """What is certainly no book's. The two words are looked for first since that is ten times as fast."""
+    """Text that is certainly not part of a book. Two words are searched first, because that is ten times as fast."""
     lowered = body.lower()
     if "gutenberg" not in lowered and "small print" not in lowered:
         return None
@@ -292,7 +293,7 @@ def _find_leftover(body: str) -> str | None:
 
 
 def _field(header: str, name: str, joint: str) -> str:
-    """A field of the header; its further lines are indented."""
+    """A field of the header; its continuation lines are indented."""
     match = re.search(rf"^{name}:[ \t]*([^\n]*(?:\n[ \t]+[^\n]+)*)", header, re.MULTILINE | re.IGNORECASE)
     return joint.join(line.strip() for line in match[1].split("\n")) if match else ""
 
@@ -313,13 +314,13 @@ def _first_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A file to clean: what to call it, the name that its document gets, and how to get its bytes."""
+    """A file to clean: what to call it, the id of its document, and how to read its bytes."""
 
     place: str
     name: str
     read: Callable[[], bytes]
     url: str | None = None  # where it was fetched from
-    number: int | None = None  # the one that was asked for
+    number: int | None = None  # the requested one
 
 
 def listed_numbers() -> list[int]:
@@ -329,9 +330,9 @@ def listed_numbers() -> list[int]:
 
 
 def book_urls(base: str, number: int) -> list[str]:
-    """Where a book may be on a host, best first: the generated UTF-8 file, then as it was posted.
+    """Where a book may be on a host, best first: the generated UTF-8 file, then the posted files.
 
-    `files/` is the layout of www.gutenberg.org; mirrors have the posted files under one folder a digit (`1/3/4/1342`).
+    `files/` is the layout of www.gutenberg.org; mirrors have one folder per digit for the posted files (`1/3/4/1342`).
     """
     digits = "/".join(str(number)[:-1]) or "0"
     posted = [f"{number}-0.txt", f"{number}-8.txt", f"{number}.txt"]
@@ -351,14 +352,14 @@ def make_source(
 ) -> Source:
     """Clean books into the source folder `out`.
 
-    inputs:    .txt files, folders of them and zip archives. If there are any, nothing is fetched.
+    inputs:    .txt files, folders of them and zip archives. If given, nothing is downloaded.
     numbers:   of the books to fetch into `out`/raw; None for those of data/gutenberg.csv.
     base_urls: hosts to fetch from, tried in turn for each book.
-    report:    gets a table, one line for each file.
+    report:    called with the lines of a table, one per file.
 
-    A book that cannot be had, read or cleaned is among `refused` in what is returned, with the reason; so is one that
-    its header says is under copyright, unless `keep_copyrighted`. Raises UserError if no book came out, for a bad URL,
-    and where the disk is full or may not be written; an older source in `out` is then as it was.
+    A book that cannot be downloaded, read or cleaned is listed in `refused` of the result, with the reason; so is one
+    that is under copyright according to its header, unless `keep_copyrighted`. Raises UserError if there is no book at
+    all, for a bad URL, and if the disk is full or not writable; an older source in `out` is then unchanged.
     """
     with locked(out), SourceWriter(out, "gutenberg", LICENCE) as writer:
         if inputs:
@@ -393,7 +394,7 @@ def _why_not(entry: Entry, book: Book, keep_copyrighted: bool) -> str:
     if entry.number is not None and book.number not in (None, entry.number):
         return f"is number {book.number}, wanted {entry.number}"
     if book.copyrighted and not keep_copyrighted:
-        return "its header says that it is under copyright; read its terms, and pass --keep-copyrighted to have it"
+        return "its header says that it is under copyright; read its terms, and pass --keep-copyrighted to keep it"
     return ""
 
 
@@ -401,7 +402,7 @@ def _nothing(inputs: Sequence[Path], writer: SourceWriter) -> str:
     if not writer.refused:
         return f"{inputs[0]}: no .txt file there; name the books, a folder or a zip of them"
     first = writer.refused[0]
-    return f"no book came out of {len(writer.refused)} tried; the first, {first.record}: {first.reason}"
+    return f"none of {len(writer.refused)} files gave a book; the first, {first.record}: {first.reason}"
 
 
 def _fetched(
@@ -419,7 +420,7 @@ def _fetched(
 
 
 def _local(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Iterator[Entry]:
-    """Every file under the inputs. What is wrong with an input is counted as refused, and does not stop the others."""
+    """Every file under the inputs. A bad input is counted as refused and does not stop the others."""
     places: dict[str, str] = {}
     for path in inputs:
         try:
@@ -429,7 +430,7 @@ def _local(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Iterator[
             continue
         for entry in entries:
             if entry.name in places:
-                writer.refuse(entry.place, f"named like {places[entry.name]}; rename one or use another --out")
+                writer.refuse(entry.place, f"has the name of {places[entry.name]}; rename one, or use another --out")
                 continue
             places[entry.name] = entry.place
             yield entry
@@ -438,7 +439,7 @@ def _local(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Iterator[
 def find_entries(path: Path, skip: Path | None = None) -> Iterator[Entry]:
     """The .txt files in a folder (without hidden ones, and without the folder `skip`) or a zip, or the one file.
 
-    Nothing is unpacked to the disk. UserError for an archive that is damaged, or not to be trusted.
+    Nothing is unpacked to disk. UserError for an archive that is damaged or not to be trusted.
     """
     if path.is_dir():
         for file in files_in(path):
@@ -474,24 +475,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m data.gutenberg", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER_OR_ZIP", help="books to clean; none: fetch them"
+        "inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER_OR_ZIP", help="books to clean; none: download them"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
     parser.add_argument(
-        "--numbers", type=int, nargs="+", metavar="N", help="books to fetch (default: data/gutenberg.csv)"
+        "--numbers", type=int, nargs="+", metavar="N", help="books to download (default: data/gutenberg.csv)"
     )
     parser.add_argument("--base-url", action="append", metavar="URL", help="a mirror; may be repeated (default: "
                         f"{', '.join(MIRRORS)})")  # fmt: skip
     parser.add_argument(
-        "--keep-copyrighted", action="store_true", help="keep books whose header says so; read their terms"
+        "--keep-copyrighted", action="store_true", help="keep books that are under copyright; read their terms"
     )
     args = parser.parse_args(arguments)
     if args.inputs and (args.numbers or args.base_url):
         raise UserError(
-            f"{args.inputs[0]}: got files and --numbers or --base-url, wanted one of them; files are not fetched"
+            f"{args.inputs[0]}: got files and --numbers or --base-url, wanted one or the other; nothing is downloaded "
+            "for files"
         )
     if args.numbers and min(args.numbers) < 1:
-        raise UserError(f"--numbers {min(args.numbers)}: wanted 1 or more; a book's number is in its address")
+        raise UserError(f"--numbers {min(args.numbers)}: wanted 1 or more; a book's number is in its URL")
     source = make_source(
         args.out, args.inputs, args.numbers, args.base_url or MIRRORS, args.keep_copyrighted,
         report=lambda line: print(line, flush=True),

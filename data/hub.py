@@ -1,9 +1,9 @@
-"""Data sets as they are published on Hugging Face: which files there are, and where.
+"""Data sets on Hugging Face: which files there are, and their URLs.
 
     files = list_files(downloader, "https://huggingface.co", "HuggingFaceFW/fineweb-edu", "sample/10BT", Path("raw"))
         ->  [Published(path="sample/10BT/000_00000.parquet", url="https://huggingface.co/datasets/...", bytes=..., ...)]
 
-A mirror that `--base-url` names has the same two paths: `/api/datasets/REPO/tree/main/FOLDER` for the list, as JSON,
+A mirror named by `--base-url` has the same two paths: `/api/datasets/REPO/tree/main/FOLDER` for the list, as JSON,
 and `/datasets/REPO/resolve/main/FILE` for the files, which may redirect.
 """
 
@@ -22,7 +22,7 @@ HOST = "https://huggingface.co"
 
 @dataclass(frozen=True)
 class Published:
-    """A published file. Size and SHA-256 are the publisher's words, None if only its name is known."""
+    """A published file. Size and SHA-256 are as published, None if only the name is known."""
 
     path: str  # within the repository
     url: str
@@ -31,15 +31,15 @@ class Published:
 
 
 def file_url(base: str, repository: str, path: str) -> str:
-    """Where a file of a data set is."""
+    """The URL of a file of a data set."""
     return check_url(f"{base.rstrip('/')}/datasets/{repository}/resolve/main/{quote(path)}")
 
 
 def list_files(downloader: Downloader, base: str, repository: str, folder: str, raw: Path) -> list[Published]:
     """The files in one folder ("" for the root) of a data set, sorted by path.
 
-    The list is kept in `raw`, so that a run that goes on works on the files with which it began. Raises FetchError if
-    it cannot be had, and UserError if it is not a list as Hugging Face sends it.
+    The list is kept in `raw`, so that a resumed run works on the same files. Raises FetchError if it cannot be
+    downloaded, and UserError if it is not a list as Hugging Face sends it.
     """
     url = check_url(f"{base.rstrip('/')}/api/datasets/{repository}/tree/main/{quote(folder)}".rstrip("/"))
     listing = downloader.fetch(url, raw / "files.json")
@@ -49,7 +49,7 @@ def list_files(downloader: Downloader, base: str, repository: str, folder: str, 
                 path=entry["path"],
                 url=file_url(base, repository, entry["path"]),
                 bytes=entry["size"],
-                sha256=entry.get("lfs", {}).get("oid"),  # small files are in git itself, under another kind of hash
+                sha256=entry.get("lfs", {}).get("oid"),  # small files are in git itself, with another kind of hash
             )
             for entry in json.loads(listing.path.read_bytes())
             if entry["type"] == "file"

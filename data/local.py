@@ -3,9 +3,9 @@ r"""Documents from local files: plain text, JSON lines, parquet, folders and zip
     python -m data.local --out mine notes/ web.jsonl pages.parquet books.zip     # a source folder
     read_documents(["book.txt", "notes/", "web.parquet"])  ->  list[str], one entry per document
 
-A text file is one document, and so is each line of a .jsonl and each row of a parquet file. Nothing is cleaned beyond
-what every reader needs: the byte-order mark goes, and each line ends in "\n". The command leaves out what it cannot
-read, file by file and record by record, and says so; `read_documents`, which recipes use, stops at the first fault.
+A text file is one document, and so is each line of a .jsonl and each row of a parquet file. The only cleaning is what
+every reader needs: the byte-order mark is removed, and each line ends in "\n". The command skips files and records that
+it cannot read, and reports them; `read_documents`, which recipes use, stops at the first error.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import sha256_of
 
 PARQUET_COLUMN = "text"
-OPTIONAL = {"title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE"}  # taken over where they are there
+OPTIONAL = {"title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE"}  # kept if present
 ROWS_AT_A_TIME = 1024
 
 
 def read_documents(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[str]:
     """Read every document under `paths`, in the order given.
 
-    paths:    text files (any suffix but .parquet), .parquet files with a column `text`, or folders, which are
-              searched recursively in sorted order, without hidden files. NULL and blank rows of a parquet
-              file are skipped, and so are blank files in a folder.
+    paths:    text files (any suffix except .parquet), .parquet files with a column `text`, or folders, which are
+              searched recursively in sorted order, without hidden files. NULL and blank rows of a parquet file
+              are skipped, and so are blank files in a folder.
     encoding: of the text files, any name that Python knows; parquet is always UTF-8.
 
-    Raises UserError for a path that is missing, unreadable or without text, for bytes that do not decode, for
-    an unknown encoding, and for a parquet file that is corrupt or has no column `text` of strings.
+    Raises UserError for a path that is missing, unreadable or without text, for bytes that do not decode, for an
+    unknown encoding, and for a parquet file that is corrupt or has no string column `text`.
     """
     return [document for path in paths for document in _read_path(Path(path), encoding)]
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """The text of one file, without byte-order mark, lines ending in "\n"; UserError if it cannot be read."""
+    """The text of one file, without byte-order mark and with lines ending in "\n"; UserError if it cannot be read."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 
 
 def decode_text(raw: bytes, encoding: str, place: str) -> str:
-    """The text in bytes, as `read_text` gives it; UserError, which begins with `place`, if they do not decode."""
+    """Decode bytes as `read_text` does; UserError, beginning with `place`, if that fails."""
     try:
         return _decode(raw, encoding)
     except BadRecord as fault:
@@ -66,11 +66,11 @@ def decode_text(raw: bytes, encoding: str, place: str) -> str:
 
 
 class BadRecord(Exception):
-    """What is wrong with a file or a record of it."""
+    """What is wrong with a file or one of its records."""
 
 
 def _decode(raw: bytes, encoding: str) -> str:
-    """The text in bytes, normalised; UserError for an unknown encoding, BadRecord for bytes that do not decode."""
+    """Decode and normalise bytes; UserError for an unknown encoding, BadRecord for bytes that do not decode."""
     try:
         return _normalise(raw.decode(encoding))
     except UnicodeDecodeError as error:
@@ -108,13 +108,13 @@ def _read_parquet(path: Path) -> list[str]:
 
 
 def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number (from 0) of each row whose `column` is not NULL, with that text and what there is of `OPTIONAL`.
+    """The number (from 0) of each row whose `column` is not NULL, with that text and the `OPTIONAL` columns present.
 
-    Raises BadRecord for a file that is no parquet or has no such column of strings.
+    Raises BadRecord for a file that is not parquet or has no such column of strings.
     """
     import duckdb
 
-    # A folder named "text=1" must not become a column, and some writers mark their strings as mere bytes.
+    # A folder named "text=1" must not become a column, and some writers declare their strings as bytes.
     source = "read_parquet($path, hive_partitioning = false, binary_as_string = true, file_row_number = true)"
     values = {"path": escape_glob(path)}
     try:
@@ -126,7 +126,7 @@ def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 found = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
                 raise BadRecord(
                     f"got columns {found}, wanted a column '{column}' of strings; "
-                    f"rename the one that holds the documents to '{column}'"
+                    f"rename the column with the documents to '{column}'"
                 )
             names = [column, *(name for name, kind in OPTIONAL.items() if kinds.get(name) == kind and name != column)]
             quoted = ", ".join('"' + name.replace('"', '""') + '"' for name in names)
@@ -137,7 +137,7 @@ def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
                         yield number, {column: _normalise(text), **dict(zip(names[1:], rest, strict=True))}
     except duckdb.Error as error:
         reason = str(error).splitlines()[0]
-        raise BadRecord(f"not a readable parquet file ({reason}); get or export it again") from None
+        raise BadRecord(f"not a readable parquet file ({reason}); download or export it again") from None
 
 
 def _normalise(text: str) -> str:
@@ -148,8 +148,8 @@ def _decoding_hint(raw: bytes) -> str:
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "its byte-order mark says UTF-16: pass --encoding utf-16"
     if b"\0" in raw:
-        return "it holds zero bytes, so it is no text: unpack it first if it is an archive, or leave it out"
-    return "pass --encoding latin-1 (or the right one; it goes for all files) or convert this file to UTF-8"
+        return "it contains zero bytes, so it is not text: unpack it first if it is an archive, or leave it out"
+    return "pass --encoding latin-1 (or the right one; it applies to all files) or convert this file to UTF-8"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -163,20 +163,20 @@ def make_source(
     column: str = PARQUET_COLUMN,
     encoding: str = "utf-8",
 ) -> Source:
-    """Bring files of one's own into the source folder `out`.
+    """Turn local files into the source folder `out`.
 
     inputs:   text files, .jsonl or .json (objects with the text under `column`), .parquet, zips, folders of them.
-    name:     of the source, in file names too: letters, digits, "-" and "_". If None, that of the folder.
+    name:     of the source, also used in file names: letters, digits, "-" and "_". None: the folder's name.
     encoding: of the text files; JSON and parquet are UTF-8.
 
     A document's id is its file, with ":" and the line (from 1) of a .jsonl, the item (from 0) of a .json or the row
-    (from 0) of a parquet file. What cannot be read is among `refused` in what is returned, and the rest goes on. Raises
-    UserError for an input that is missing, for a name or an encoding that cannot be, if no document came out, and where
-    the disk is full or may not be written; an older source in `out` is then as it was.
+    (from 0) of a parquet file. Records that cannot be read are listed in `refused` of the result. Raises UserError for
+    an input that is missing, for an invalid name or encoding, if there is no document at all, and if the disk is full
+    or not writable; an older source in `out` is then unchanged.
     """
     name = out.resolve().name if name is None else name
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise UserError(f"--name {name!r}: wanted letters, digits, '-' and '_', since files are named like it")
+        raise UserError(f"--name {name!r}: wanted letters, digits, '-' and '_', because it is used in file names")
     for path in inputs:
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}")
@@ -200,7 +200,7 @@ def make_source(
 
 
 def _each_file(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Iterator[tuple[str, Path]]:
-    """Every file under the inputs and in archives: what to call it, and where it is while the caller reads it."""
+    """Every file under the inputs and in archives: its name, and its path while the caller reads it."""
     places: set[str] = set()
     for path in inputs:
         files = (
@@ -211,7 +211,7 @@ def _each_file(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Itera
         for file in files:
             place = path.name if file == path else f"{path.name}/{file.relative_to(path).as_posix()}"
             if place in places:
-                writer.refuse(place, "another input has this name; rename one, or give it an --out of its own")
+                writer.refuse(place, "another input has this name; rename one, or use a separate --out")
             elif not os.access(file, os.R_OK):
                 writer.refuse(place, "cannot be read; check its permissions")
             elif file.suffix.lower() == ".zip":
@@ -222,7 +222,7 @@ def _each_file(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Itera
 
 
 def _unpacked(archive: Path, place: str, writer: SourceWriter) -> Iterator[tuple[str, Path]]:
-    """The members of an archive, one at a time, in a file whose name is ours; the archive's names are never paths."""
+    """The members of an archive, one at a time, in a file that we name; the archive's names are never used as paths."""
     try:
         members = zip_members(archive)
     except UserError as fault:
@@ -242,7 +242,7 @@ def _unpacked(archive: Path, place: str, writer: SourceWriter) -> Iterator[tuple
 
 
 def _documents(path: Path, place: str, column: str, encoding: str) -> Iterator[Document | Refusal]:
-    """The documents of one file, by its suffix, and the records that are none; BadRecord if the file as a whole is."""
+    """The documents of one file, by its suffix, and its bad records; BadRecord if the whole file is bad."""
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         for number, row in read_rows(path, column):
@@ -256,13 +256,13 @@ def _documents(path: Path, place: str, column: str, encoding: str) -> Iterator[D
         try:
             values = json.loads(_read(path))
         except ValueError as error:
-            raise BadRecord(f"malformed JSON ({error}), wanted a list of objects; mend it there") from None
+            raise BadRecord(f"malformed JSON ({error}), wanted a list of objects; fix it there") from None
         if not isinstance(values, list):
             raise BadRecord(f"got {type(values).__name__} as JSON, wanted a list of objects with '{column}'")
         for number, value in enumerate(values):
             yield _to_document(value, f"{place}:{number}", column)
     elif suffix == ".zip":
-        raise BadRecord("is an archive in an archive; unpack it yourself")
+        raise BadRecord("is an archive in an archive; unpack it first")
     else:
         yield Document(id=place, text=_decode(_read(path), encoding), title=PurePosixPath(place).stem)
 
@@ -280,11 +280,11 @@ def _parse(line: bytes, record: str, column: str) -> Document | Refusal:
     except UnicodeDecodeError as error:
         return Refusal(record, f"got byte 0x{line[error.start]:02x}, wanted UTF-8; JSON is always UTF-8")
     except ValueError as error:
-        return Refusal(record, f"malformed JSON ({error}), wanted one object a line; mend it there")
+        return Refusal(record, f"malformed JSON ({error}), wanted one object per line; fix it there")
 
 
 def _to_document(value: Any, record: str, column: str) -> Document | Refusal:
-    """The document in a row or an object: its text under `column`, and of `OPTIONAL` what it has."""
+    """The document in a row or an object: its text under `column`, and the `OPTIONAL` fields that it has."""
     if not isinstance(value, dict):
         return Refusal(record, f"got {type(value).__name__}, wanted an object with '{column}'")
     if not isinstance(value.get(column), str):
@@ -305,8 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "inputs", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="text, .jsonl, .json, .parquet, .zip"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
-    parser.add_argument("--name", help="of the source, in file names too (default: that of the folder --out)")
-    parser.add_argument("--licence", default="not stated", help="what it is under, for the catalogue")
+    parser.add_argument("--name", help="of the source, also used in file names (default: the name of the folder --out)")
+    parser.add_argument("--licence", default="not stated", help="licence of the texts, for the catalogue")
     parser.add_argument(
         "--column", default=PARQUET_COLUMN, help=f"where the text is, in JSON and parquet (default {PARQUET_COLUMN})"
     )

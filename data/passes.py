@@ -1,10 +1,11 @@
 """The passes over the texts that make a corpus: each reads some rows of one parquet file, in a worker process.
 
-    spans = find_spans("web", paths, connection)                    # rows of a parquet file, some 16 MB of text each
-    run_tasks("read", read_texts, tasks, folder, workers=2, ...)    # results in order, kept until the corpus is whole
+    spans = find_spans("web", paths, connection)                    # rows of a parquet file, about 16 MB of text each
+    run_tasks("read", read_texts, tasks, folder, workers=2, ...)    # results in order, kept until the end
 
-A pass never holds more than a few documents and one vector of DuckDB's reader: 2048 rows, or a row group if that is
-smaller. Its result is a file, written whole or not at all, so a killed run goes on with the tasks that are left.
+A pass never holds more in memory than a few documents and one vector of DuckDB's reader: 2048 rows, or a row group if
+that is smaller. Its result is a file, written completely or not at all, so a killed run continues with the remaining
+tasks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tinyforge.files import sha256_of
 if TYPE_CHECKING:
     import duckdb
 
-SPAN_BYTES = 16 << 20  # of text: what a worker does before its result is kept
+SPAN_BYTES = 16 << 20  # of text in one task
 _BATCH_BYTES = 1 << 19  # of text in NumPy's arrays, which take 40 times as much
 _FILTER_BYTES = 1 << 21  # of text in one query
 _connections = itertools.count()
@@ -63,13 +64,13 @@ class Parts:
 
 
 def connect(memory: int, folder: Path, path: Path | None = None, threads: int = 1) -> duckdb.DuckDBPyConnection:
-    """DuckDB within `memory` bytes, spilling to a folder of its own in `folder`; deterministic if it has one thread."""
+    """DuckDB within `memory` bytes, spilling to its own folder in `folder`; deterministic with one thread."""
     import duckdb
 
-    spill = folder / f"spill-{os.getpid()}-{next(_connections)}"  # two that share one would overwrite each other
+    spill = folder / f"spill-{os.getpid()}-{next(_connections)}"  # a shared one would be overwritten
     config: dict[str, Any] = {"threads": threads, "memory_limit": f"{memory}B", "temp_directory": str(spill)}
     connection = duckdb.connect(str(path or ":memory:"), config=config)
-    # Joins keep the order in which they are written: the small table on the right is the one that is held.
+    # Joins keep the order in which they are written: the small table on the right is held in memory.
     connection.execute("SET enable_progress_bar = false")
     connection.execute("SET disabled_optimizers = 'join_order,build_side_probe_side'")
     return connection
@@ -83,7 +84,7 @@ def scan(path: Path) -> str:
 
 @contextmanager
 def duckdb_faults(what: str) -> Iterator[None]:
-    """Turn what the user can mend among DuckDB's errors into a UserError about `what`."""
+    """Turn those of DuckDB's errors that the user can fix into a UserError about `what`."""
     import duckdb
 
     try:
@@ -91,13 +92,13 @@ def duckdb_faults(what: str) -> Iterator[None]:
     except duckdb.Error as error:
         reason = " ".join(str(error).split())
         if "No space left" in reason:
-            raise UserError(f"{what}: the disk is full; make room and run again, what is whole is kept") from None
+            raise UserError(f"{what}: the disk is full; free space and run again, complete files are kept") from None
         if isinstance(error, duckdb.OutOfMemoryException):
-            raise UserError(f"{what}: {reason[:200]}; raise --memory-limit, or make room for what it spills") from None
+            raise UserError(f"{what}: {reason[:200]}; raise --memory-limit, or free disk space for spilling") from None
         if re.search(r"invalid string encoding|utf-?8|unicode", reason, re.IGNORECASE):
-            raise UserError(f"{what}: holds text that is not UTF-8 ({reason[:120]}); make the source again") from None
+            raise UserError(f"{what}: has text that is not UTF-8 ({reason[:120]}); make the source again") from None
         if isinstance(error, duckdb.IOException | duckdb.ConversionException | duckdb.InvalidInputException):
-            raise UserError(f"{what}: {reason[:200]}; mend it and run again, what is whole is kept") from None
+            raise UserError(f"{what}: {reason[:200]}; fix that and run again, complete files are kept") from None
         raise
 
 
@@ -136,7 +137,7 @@ def find_spans(source: str, paths: Sequence[Path], connection: duckdb.DuckDBPyCo
 
 @dataclass(frozen=True)
 class Pass:
-    """What every pass is told: where it may write, and DuckDB's memory in bytes."""
+    """The arguments of every pass: where to write, and DuckDB's memory in bytes."""
 
     target: Path  # without its suffix
     memory: int
@@ -157,7 +158,7 @@ def read_texts(job: Pass, span: Span, max_bytes: int, shingle_words: int, functi
     hashes: list[tuple[int, int]] = []
     text_hashes: list[tuple[int, int]] = []
     batch: list[str] = []
-    ends: list[int] = []  # for each of the batch: how many parts its text has if it is the last of them, else 0
+    ends: list[int] = []  # for each text of the batch: its number of parts if this is the last of them, else 0
     batch_bytes = 0
     text_hash = WordHash()
 
@@ -202,7 +203,7 @@ def read_texts(job: Pass, span: Span, max_bytes: int, shingle_words: int, functi
         for name, pairs in (("hash", hashes), ("text_hash", text_hashes)):
             both = np.array(pairs, np.uint64).reshape(-1, 2)
             arrays[f"{name}_high"], arrays[f"{name}_low"] = both[:, 0].copy(), both[:, 1].copy()
-        # Numbers cross over to DuckDB at once; strings would one by one.
+        # Numbers are passed to DuckDB as arrays; strings would go one by one.
         shown = [f"format('{{:016x}}{{:016x}}', {n}_high, {n}_low) AS {n}" for n in ("hash", "text_hash")]
         numbers = "* EXCLUDE (hash_high, hash_low, text_hash_high, text_hash_low)"
         _write(connection, arrays, f"{numbers}, {', '.join(shown)}", job.target)
@@ -214,10 +215,10 @@ def read_texts(job: Pass, span: Span, max_bytes: int, shingle_words: int, functi
 def cut(text: str, max_bytes: int) -> list[tuple[int, int, int]]:
     """Cut a text into parts of at most `max_bytes`: (start, length, bytes), the first two in characters.
 
-    Parts are made only where the text is longer. A cut is at the end of a paragraph in the second half of what a part
-    may hold; of those, the one whose next 64 bytes have the least CRC-32. So the place depends on the words around it:
-    in another edition, with a longer preface, the parts fall into step again and are found as duplicates. Where there
-    is no paragraph the cut is behind the last line, else behind the last blank. All parts together are the text.
+    A shorter text is one part. A cut is at the end of a paragraph in the second half of the allowed length: of the
+    candidates, the one whose next 64 bytes have the smallest CRC-32. So the place depends on the words around it: in
+    another edition, with a longer preface, the cuts are soon the same and the parts are found as duplicates. Without a
+    paragraph the cut is after the last line, else after the last blank. The parts together are the text.
     """
     raw = text.encode()
     if len(raw) <= max_bytes:
@@ -226,7 +227,7 @@ def cut(text: str, max_bytes: int) -> list[tuple[int, int, int]]:
     while begin < len(raw):
         left = len(raw) - begin
         end = len(raw)
-        if left > max_bytes:  # a last part of a few words would be no document
+        if left > max_bytes:  # avoids a last part of a few words
             end = _find_cut(raw, begin + max_bytes // 2, begin + min(max_bytes, left - max_bytes // 4))
         length = len(raw[begin:end].decode())
         parts.append((start, length, end - begin))
@@ -236,7 +237,7 @@ def cut(text: str, max_bytes: int) -> list[tuple[int, int, int]]:
 
 def _find_cut(raw: bytes, low: int, high: int) -> int:
     ends = [match.end() for match in re.compile(rb"\n(?:[ \t\r]*\n)+").finditer(raw, low, high)]
-    if ends := [end for end in ends if low < end < high]:  # at `high` there may be more of the blanks
+    if ends := [end for end in ends if low < end < high]:  # at `high` there may be more blanks
         return min(ends, key=lambda end: (zlib.crc32(raw[end : end + 64]), end))
     for blank in (b"\n", b" "):
         if (at := raw.rfind(blank, low, high)) >= 0:
@@ -249,9 +250,9 @@ def _find_cut(raw: bytes, low: int, high: int) -> int:
 def find_reasons(job: Pass, parts: Parts, filters: tuple[Filter, ...]) -> dict[str, Any]:
     """Which filter drops which document: `target.parquet` with number, reason.
 
-    The texts come back to DuckDB in small batches: it works on 2048 rows at once, which can be hundreds of megabytes of
-    books, times the copies that the filters make of them. A batch comes back as one string with a character between the
-    texts that is in none of them, since DuckDB takes a list from Python slowly, value by value.
+    The texts go back to DuckDB in small batches: it works on 2048 rows at once, which can be hundreds of megabytes of
+    books, times the copies that the filters make. A batch goes back as one string, with a separator that occurs in none
+    of the texts, because DuckDB takes a list from Python slowly, value by value.
     """
     import duckdb
 
@@ -278,7 +279,7 @@ def find_reasons(job: Pass, parts: Parts, filters: tuple[Filter, ...]) -> dict[s
             except duckdb.DataError as error:
                 reason = " ".join(str(error).split())
                 name = _blame(connection, filters, documents, values)
-                raise UserError(f"{name}: {reason[:200]}, in {parts.span.path}; mend its SQL") from None
+                raise UserError(f"{name}: {reason[:200]}, in {parts.span.path}; fix its SQL") from None
         with written_whole(job.target.with_suffix(".parquet")) as beside:
             dropped = "SELECT * FROM found WHERE reason IS NOT NULL"
             connection.execute(f"COPY ({dropped}) TO '{_quoted(beside)}' (FORMAT parquet)")
@@ -286,7 +287,7 @@ def find_reasons(job: Pass, parts: Parts, filters: tuple[Filter, ...]) -> dict[s
 
 
 def _blame(connection: duckdb.DuckDBPyConnection, filters: tuple[Filter, ...], documents: str, values: Any) -> str:
-    """The first filter that fails by itself on these documents."""
+    """The first filter that fails on its own on these documents."""
     import duckdb
 
     measures = tuple(block for block in filters if block.kind == "measure")
@@ -310,7 +311,7 @@ def find_grams(job: Pass, parts: Parts, n: int) -> dict[str, Any]:
 
 
 def find_overlaps(job: Pass, parts: Parts, n: int, grams: Path) -> dict[str, Any]:
-    """The share of each document's runs of n words that is in the sorted file `grams`: number, overlap if above 0."""
+    """The share of each document's runs of n words that are in the sorted file `grams`: number, overlap if above 0."""
     known = np.memmap(grams, np.uint64, "r")
     table, shift = _membership(grams, len(known))
     numbers: list[np.ndarray] = []
@@ -334,7 +335,7 @@ def find_overlaps(job: Pass, parts: Parts, n: int, grams: Path) -> dict[str, Any
 
 @lru_cache(maxsize=1)
 def _membership(grams: Path, count: int) -> tuple[np.ndarray, np.uint64]:
-    """A table of what the first bits of a known gram can be: nearly all that are unknown need no search."""
+    """A table of the first bits of the known grams: nearly all unknown grams then need no search."""
     bits = min((32 * count).bit_length(), 26)
     shift = np.uint64(64 - bits)
     table = np.zeros(1 << bits, bool)
@@ -359,7 +360,7 @@ def count_tokens(job: Pass, parts: Parts, tokenizer: Path) -> dict[str, Any]:
 
 
 def write_split(job: Pass, pieces: Sequence[Parts], path: Path) -> dict[str, Any]:
-    """Write the documents of some spans to one parquet file, in the order of their numbers: columns id, text."""
+    """Write the documents of some spans to one parquet file, in order of number: columns id, text."""
     path.parent.mkdir(exist_ok=True)
     with duckdb_faults(str(path)), job.connect() as connection, written_whole(path) as beside:
         selects = [
@@ -380,7 +381,7 @@ def _rows_of(span: Span) -> str:
 
 
 def _join(connection: duckdb.DuckDBPyConnection, parts: Parts, name: str = "parts") -> str:
-    """SQL: each part beside its row; the parts' table is on the right, so that it and not the texts is held."""
+    """SQL: each part with its row; the parts' table is on the right, so that it is held in memory, not the texts."""
     connection.register(name, parts.columns)
     rows = f"(SELECT * FROM {scan(parts.span.path)} WHERE {_rows_of(parts.span)})"
     return f"{rows} AS file JOIN {name} AS parts ON file.file_row_number = parts.row"
@@ -389,7 +390,7 @@ def _join(connection: duckdb.DuckDBPyConnection, parts: Parts, name: str = "part
 def _batches(
     connection: duckdb.DuckDBPyConnection, parts: Parts, batch_bytes: int = _BATCH_BYTES
 ) -> Iterator[tuple[list[int], list[str]]]:
-    """The documents in order, some at a time: their numbers and texts."""
+    """The documents in order, a few at a time: their numbers and texts."""
     numbers: list[int] = []
     texts: list[str] = []
     size = 0
@@ -433,7 +434,7 @@ def run_tasks(
     """`function(Pass(folder/stage-00000, ...), *task)` for each task; their results in order.
 
     A result is kept in `folder/stage-00000.json`, and a task that has one is not run again. workers: processes; with 1
-    the tasks run in this one. progress is called with the index of a task when it is done. Raises what a task raises.
+    the tasks run in this process. progress is called with the index of a finished task. Raises what a task raises.
     """
     results: dict[int, dict[str, Any]] = {}
 
@@ -460,12 +461,12 @@ def run_tasks(
     try:
         for index, task in missing():
             running[pool.submit(_run, function, Pass(target(index), memory), task)] = index
-            if len(running) > workers:  # one waits for whoever is free first
+            if len(running) > workers:  # one task waits for the first free worker
                 _collect(running, finish)
         while running:
             _collect(running, finish)
     except BrokenProcessPool:
-        raise UserError(f"{stage}: a worker was killed; run again to go on, with fewer --workers") from None
+        raise UserError(f"{stage}: a worker was killed; run again to continue, with fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
     return [results[index] for index in sorted(results)]
@@ -483,7 +484,7 @@ def _run(function: Callable[..., dict[str, Any]], job: Pass, task: tuple[Any, ..
 
 
 def _follow_parent() -> None:
-    """A worker leaves Ctrl-C to its parent, and goes when the parent is gone, even if that was killed."""
+    """A worker leaves Ctrl-C to its parent, and exits when the parent is gone, even if it was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 

@@ -1,12 +1,12 @@
 """A corpus folder as token shards: the last step before pretraining.
 
-    python -m data.shards --corpus corpus --out shards                       a tokenizer of 4096 ids is trained
-    python -m data.shards --corpus corpus --out shards --tokenizer FILE      or one that is there is used
+    python -m data.shards --corpus corpus --out shards                       trains a tokenizer of 4096 ids
+    python -m data.shards --corpus corpus --out shards --tokenizer FILE      or uses an existing one
     python recipes/pretrain.py --data shards
 
 Every document of corpus/train and corpus/val becomes its ids and <|endoftext|>, in the order of the corpus. A run that
-is stopped, by kill -9 too, goes on with the same command: whole shards are kept, and what comes out has the same bytes
-as that of a run that was not stopped. docs/shards.md describes the format.
+was stopped, even by kill -9, continues with the same command: complete shards are kept, and the result has the same
+bytes as that of a run that was not stopped. docs/shards.md describes the format.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from tinyforge.text.shards import (
 )
 
 CORPUS = "corpus.json"
-UNFINISHED = ".unfinished.json"  # the settings of a run that has not ended: its shards may only be gone on with by them
+UNFINISHED = ".unfinished.json"  # the settings of an unfinished run, which must be the same to continue it
 VOCAB_SIZE = 4096
 SAMPLE_BYTES = 100_000_000
-SCAN = 1 << 24  # ids looked at together
-ROWS = 64  # documents fetched together
+SCAN = 1 << 24  # ids processed at a time
+ROWS = 64  # documents fetched at a time
 
 
 # --- the corpus -------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class CorpusSource:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus folder whose files are what its corpus.json says. sha256: of corpus.json."""
+    """A corpus folder whose files match its corpus.json. sha256: of corpus.json."""
 
     sources: list[CorpusSource]
     sha256: str
@@ -84,7 +84,7 @@ class Corpus:
 def read_corpus(folder: Path) -> Corpus:
     """Reads corpus.json and checks the parquet files that it lists against their size and SHA-256.
 
-    Raises UserError for a folder that is not whole, another format, and a file that is missing, altered or outside.
+    Raises UserError for an incomplete folder, another format, and a file that is missing, altered or outside.
     """
     path = folder / CORPUS
     remedy = "make the corpus again with python -m data.corpus"
@@ -92,27 +92,27 @@ def read_corpus(folder: Path) -> Corpus:
         raw = path.read_bytes()
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be read ({error.strerror}), and it is what says that a corpus is whole; {remedy}, or "
-            "give another --corpus"
+            f"{path}: cannot be read ({error.strerror}), so the corpus is incomplete; {remedy}, or give another "
+            "--corpus"
         ) from None
     try:
         content = json.loads(raw)
         if (content["format"], content["version"]) != ("tinyforge-corpus", 1):
             raise UserError(
-                f"{path}: got format {content['format']!r} version {content['version']!r}, this program reads "
+                f"{path}: got format {content['format']!r} version {content['version']!r}, wanted "
                 f"'tinyforge-corpus' version 1; {remedy}"
             )
         listed = {str(f["file"]): (int(f["bytes"]), str(f["sha256"])) for f in content["files"]}
         sources = [_corpus_source(folder, entry, listed) for entry in content["sources"]]
         if len({source.name for source in sources}) < len(sources):
-            raise ValueError("two sources of one name")
+            raise ValueError("two sources with one name")
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: not as data.corpus writes it ({type(error).__name__}: {error}); {remedy}") from None
 
     def check(file: Path) -> None:
         size, sha256 = listed[file.relative_to(folder).as_posix()]
         if not file.is_file():
-            raise UserError(f"{file}: is in {CORPUS} and missing; {remedy}")
+            raise UserError(f"{file}: is listed in {CORPUS} but missing; {remedy}")
         if file.stat().st_size != size:
             raise UserError(f"{file}: got {file.stat().st_size:,} bytes, {CORPUS} says {size:,}; {remedy}")
         if (got := sha256_of(file)) != sha256:
@@ -130,7 +130,7 @@ def _corpus_source(folder: Path, entry: dict[str, Any], listed: dict[str, tuple[
     name = str(entry["name"])
     if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
         raise ValueError(f"source name {name!r} wants letters, digits, '_', '.' and '-'")
-    # The number is part of the pattern: the files of "web-new" are not those of "web".
+    # The number is part of the pattern, so that the files of "web-new" do not match "web".
     files = {s: sorted(f for f in listed if re.fullmatch(rf"{s}/{re.escape(name)}-\d+\.parquet", f)) for s in SPLITS}
     return CorpusSource(
         name, str(entry["licence"]), {s: [folder / file for file in files[s]] for s in SPLITS},
@@ -141,7 +141,7 @@ def _corpus_source(folder: Path, entry: dict[str, Any], listed: dict[str, tuple[
 def read_texts(files: Sequence[Path], skip: int = 0, below: str | None = None) -> Iterator[str]:
     """The texts of parquet files in order, without the first `skip`; `below`: only where md5(id) is less.
 
-    Rows are streamed on one thread, which keeps their order: memory is that of a row group, whatever the files hold.
+    Rows are streamed on one thread, which keeps their order: the memory needed is that of one row group.
     """
     import duckdb
 
@@ -165,14 +165,14 @@ def read_texts(files: Sequence[Path], skip: int = 0, below: str | None = None) -
                         yield text
     except duckdb.Error as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{file}: not the parquet of a corpus ({reason}); run python -m data.corpus again") from None
+        raise UserError(f"{file}: not a parquet file of a corpus ({reason}); run python -m data.corpus again") from None
 
 
 # --- from texts to shards ---------------------------------------------------------------------------------------------
 
 
 class Made(NamedTuple):
-    """The shards, and of the run that made them the bytes of text that it encoded and the seconds that this took."""
+    """The shards, and the bytes of text that this run encoded and the seconds that it took."""
 
     shards: Shards
     bytes: int
@@ -189,12 +189,12 @@ def make_shards(
     workers: int | None = None,
     progress: bool = False,
 ) -> Made:
-    """Write the token shards of a corpus folder; goes on where an interrupted run with the same settings stopped.
+    """Write the token shards of a corpus folder; continues an interrupted run with the same settings.
 
-    tokenizer: a file to use; without one a tokenizer of `vocab_size` ids is trained on all training text, or where
-    that is larger on a sample of some `sample_bytes`, chosen by the hash of each document's id. workers: processes that
-    encode (None: all cores); the result does not depend on it. Raises UserError for bad input, a folder that holds
-    something else, and a full disk.
+    tokenizer: a file to use; without one a tokenizer of `vocab_size` ids is trained on all training text, or if that is
+    larger on a sample of about `sample_bytes`, chosen by the hash of each document's id. workers: processes that encode
+    (None: all cores); the result does not depend on it. Raises UserError for bad input, a folder with other contents,
+    and a full disk.
     """
     given = None if tokenizer is None else load_with_separator(tokenizer)
     found = read_corpus(corpus)
@@ -205,7 +205,7 @@ def make_shards(
     }
     if (out / MANIFEST).exists():
         _check_settings(out / MANIFEST, settings)
-        (out / UNFINISHED).unlink(missing_ok=True)  # a kill came between the two
+        (out / UNFINISHED).unlink(missing_ok=True)  # left by a kill between the two writes
         return Made(open_shards([out], progress), 0, 0.0)
     _begin(out, settings)
     if given is None and (out / TOKENIZER).exists():
@@ -238,7 +238,7 @@ def load_with_separator(path: Path) -> TextTokenizer:
 
 
 def _begin(out: Path, settings: dict[str, Any]) -> None:
-    """Makes or enters the folder, and removes what a killed run left half-written."""
+    """Makes the folder if needed, and removes half-written files of a killed run."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -246,7 +246,7 @@ def _begin(out: Path, settings: dict[str, Any]) -> None:
     if (out / UNFINISHED).exists():
         _check_settings(out / UNFINISHED, settings)
     elif any(not path.name.startswith(".partial-") for path in out.iterdir()):
-        raise UserError(f"--out: {out} holds other files and no shards begun here; choose another folder")
+        raise UserError(f"--out: {out} has other files and no unfinished shards; choose another folder")
     for stale in out.glob(".partial-*"):
         stale.unlink()
     write_json(out / UNFINISHED, {"settings": settings})
@@ -260,7 +260,7 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
     for key, value in settings.items():
         if there.get(key) != value:
             raise UserError(
-                f"--out: {path.parent} holds shards with {key} {there.get(key)!r}, asked for is {value!r}; give the "
+                f"--out: {path.parent} has shards with {key} {there.get(key)!r}, wanted {value!r}; give the "
                 "same settings, or another --out"
             )
 
@@ -272,7 +272,7 @@ def _train(corpus: Corpus, vocab_size: int, sample_bytes: int, workers: int | No
     texts = (text for source in corpus.sources for text in read_texts(source.files["train"], below=below))
     first = next(texts, None)
     if first is None:
-        raise UserError(f"--sample-bytes: {sample_bytes:,} of {total:,} bytes take in no whole document; give more")
+        raise UserError(f"--sample-bytes: {sample_bytes:,} of {total:,} bytes contain no whole document; give more")
     return Tokenizer.train(chain([first], texts), vocab_size, progress=progress, workers=workers)
 
 
@@ -280,7 +280,7 @@ def _encode(
     source: CorpusSource, split: str, out: Path, tokenizer: TextTokenizer, shard_tokens: int, workers: int | None,
     bar: Any,
 ) -> tuple[Part, int]:  # fmt: skip
-    """One split of one source, the files of an earlier run first; and the bytes of text that were left to encode."""
+    """One split of one source, files of an earlier run included; and the bytes of text that were left to encode."""
     end = np.array([tokenizer.specials[SEPARATOR]], np.dtype(f"u{bytes_per_id(tokenizer.vocab_size)}"))
     kept, complete = _kept_shards(out, source.name, split, tokenizer, shard_tokens)
     documents, size, begun = _count([out / file.file for file in kept], tokenizer)
@@ -289,7 +289,7 @@ def _encode(
     writer = ShardWriter(out, source.name, split, tokenizer, shard_tokens, kept)
     if not complete:
         for ids in tokenizer.encode_many(read_texts(source.files[split], skip=documents), workers=workers):
-            # The document at the border: its first ids, and what they spell, are in the files that were kept.
+            # The document at the boundary: its first ids, and their bytes, are in the files that were kept.
             ids = np.concatenate([ids, end])[begun:]
             writer.append(ids)
             length = int(tokenizer.byte_lengths[ids].sum())
@@ -307,7 +307,7 @@ def _encode(
 def _kept_shards(
     out: Path, source: str, split: str, tokenizer: TextTokenizer, shard_tokens: int
 ) -> tuple[list[ShardFile], bool]:
-    """The whole shards of an earlier run, and if they are all there will be: the last is shorter than the others."""
+    """The complete shards of an earlier run, and whether they are all: the last one is shorter than the others."""
     kept: list[ShardFile] = []
     complete = False
     while not complete and (path := out / shard_name(source, split, len(kept))).exists():
@@ -328,7 +328,7 @@ def _kept_shards(
 
 
 def _count(paths: Sequence[Path], tokenizer: TextTokenizer) -> tuple[int, int, int]:
-    """What whole shards hold: documents that end in them, bytes of text, and ids of the document that goes on."""
+    """The contents of complete shards: documents that end in them, bytes of text, ids of the unfinished document."""
     ids = TokenSequence(paths)
     end = tokenizer.specials[SEPARATOR]
     documents = size = after = 0
@@ -361,23 +361,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m data.shards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--corpus", required=True, metavar="DIR", help="a folder that data.corpus made")
+    parser.add_argument("--corpus", required=True, metavar="DIR", help="a folder made by data.corpus")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the shards")
     parser.add_argument("--vocab-size", type=int, metavar="N",
-                        help=f"ids of the tokenizer that is trained (default: {VOCAB_SIZE})")  # fmt: skip
+                        help=f"ids of the tokenizer to train (default: {VOCAB_SIZE})")  # fmt: skip
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use instead of training one")
     parser.add_argument("--sample-bytes", type=int, default=SAMPLE_BYTES, metavar="N",
-                        help="text to train the tokenizer on, at most (default: %(default)s)")  # fmt: skip
+                        help="most text to train the tokenizer on (default: %(default)s)")  # fmt: skip
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N",
-                        help="ids a file (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that encode (default: one a core)")
+                        help="ids per file (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that encode (default: one per core)")
     args = parser.parse_args(argv)
     for name in ("sample_bytes", "shard_tokens", "workers"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}, wants a number of 1 or more")
+            raise UserError(f"--{name.replace('_', '-')} is {value}, wanted 1 or more")
     if args.tokenizer and args.vocab_size:
-        raise UserError("--vocab-size is of a tokenizer to be trained, and --tokenizer names one; give one of the two")
+        raise UserError("--vocab-size is for training a tokenizer, and --tokenizer names one; give one or the other")
     made = make_shards(
         Path(args.corpus), Path(args.out), args.vocab_size or VOCAB_SIZE,
         Path(args.tokenizer) if args.tokenizer else None,
@@ -389,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"encoded {made.bytes:,} bytes in {made.seconds:.1f} s, {rate:.1f} MB/s with "
               f"{args.workers or cores()} workers")  # fmt: skip
     else:
-        print(f"{args.out}: these shards were whole already; every file was checked")
+        print(f"{args.out}: these shards were already complete; every file was checked")
     print(f"next: python recipes/pretrain.py --data {args.out}")
     return 0
 

@@ -5,8 +5,8 @@
     read_source(Path("books"))  ->  Source(name="gutenberg", documents=1, parquet=(Path("books/documents-..."),), ...)
 
 A folder holds `documents-00000.parquet`, ... with the columns `id, title, url, language_score, text`, and
-`source.json`, which is written last: without it the folder is not whole and is not read. Neither holds a date or a
-path of this machine, and DuckDB writes parquet with one thread, so that the same input gives the same bytes.
+`source.json`, which is written last: a folder without it is incomplete and is not read. Neither contains a date or a
+path of this machine, and DuckDB writes parquet with one thread, so the same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tinyforge.files import sha256_of, sync
 FORMAT = "tinyforge-source"
 VERSION = 1
 MANIFEST = "source.json"
-FILE_BYTES = 64 << 20  # of text, in one parquet file: what is held in memory before it is written
+FILE_BYTES = 64 << 20  # of text in one parquet file, which is held in memory until it is written
 ROW_GROUP = 4096  # documents
 COLUMNS = {"id": "VARCHAR", "title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE", "text": "VARCHAR"}
 PARQUET_OPTIONS = f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROW_GROUP})"
@@ -37,13 +37,13 @@ PARQUET_OPTIONS = f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROW_GROUP
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where it is from. What is unknown is "", and None for the score."""
+    """A text and where it comes from. Unknown fields are "", an unknown score is None."""
 
     id: str  # unique in its source
     text: str
     title: str = ""
     url: str = ""
-    language_score: float | None = None  # how sure a classifier is of the language, 0..1
+    language_score: float | None = None  # confidence of the language classifier, 0..1
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Source:
-    """What `source.json` says of a whole source folder."""
+    """What `source.json` says about a complete source folder."""
 
     folder: Path
     name: str
@@ -78,10 +78,10 @@ class Source:
 
 
 class SourceWriter:
-    """Writes a source folder, whole or not at all.
+    """Writes a source folder, completely or not at all.
 
-    Files are written beside and take their names when the block ends well; until then an older source in the same
-    folder stays as it was. Every method raises UserError where the disk is full or may not be written.
+    Files are written under other names and renamed when the block ends without an error; until then an older source in
+    the same folder stays as it was. Every method raises UserError if the disk is full or not writable.
     """
 
     def __init__(self, folder: Path, name: str, licence: str) -> None:
@@ -94,16 +94,16 @@ class SourceWriter:
         self._files: list[InputFile] = []
         self._rows: list[Document] = []
         self._row_bytes = 0
-        self._parts: list[tuple[Path, int, str]] = []  # written beside: path, bytes, sha256
+        self._parts: list[tuple[Path, int, str]] = []  # not yet renamed: path, bytes, sha256
         make_folder(folder)
 
     def add(self, document: Document) -> None:
-        """Add a document. One that is no text in UTF-8 (half of a surrogate pair) is refused and counted."""
+        """Add a document. One that is not valid UTF-8 (half of a surrogate pair) is refused and counted."""
         try:
             size = len(document.text.encode())
             f"{document.id}{document.title}{document.url}".encode()
         except UnicodeEncodeError:
-            self.refuse(ascii(document.id)[1:-1], "holds half of a surrogate pair, so it is no text")
+            self.refuse(ascii(document.id)[1:-1], "contains half of a surrogate pair, so it is not text")
             return
         self._rows.append(document)
         self._row_bytes += size
@@ -113,7 +113,7 @@ class SourceWriter:
             self._flush()
 
     def add_parquet(self, path: Path, documents: int, size: int) -> None:
-        """Take over a parquet file that has the columns of a source: `documents` rows with `size` bytes of text."""
+        """Add a parquet file that has the columns of a source: `documents` rows with `size` bytes of text."""
         self._flush()
         part = self._next_part()
         try:
@@ -125,7 +125,7 @@ class SourceWriter:
         self.bytes += size
 
     def add_input(self, url: str, size: int, sha256: str | None) -> None:
-        """Say which file documents came from; in the order in which they were used."""
+        """Record a file that documents came from, in the order of use."""
         self._files.append(InputFile(url, size, sha256))
 
     def refuse(self, record: str, reason: str) -> None:
@@ -167,7 +167,7 @@ class SourceWriter:
             raise write_fault(part, error) from None
 
     def _publish(self) -> None:
-        """Names for the parts. source.json goes first and comes back last, so no moment shows a mixture as whole."""
+        """Rename the parts. source.json is removed first and written last, so a mixture never looks complete."""
         names = [f"documents-{i:05d}.parquet" for i in range(len(self._parts))]
         try:
             (self.folder / MANIFEST).unlink(missing_ok=True)
@@ -197,9 +197,9 @@ def write_manifest(
 
 
 def write_documents(path: Path, rows: Sequence[Document]) -> None:
-    """Write documents to one parquet file. UserError if the disk is full or `path` may not be written.
+    """Write documents to one parquet file. UserError if the disk is full or `path` is not writable.
 
-    They pass through a file of JSON lines: DuckDB reads it at 200 MB/s, and takes Python's strings at 5.
+    They go through a file of JSON lines: DuckDB reads that at 200 MB/s, and Python's strings at 5.
     """
     import duckdb
 
@@ -228,7 +228,7 @@ def write_documents(path: Path, rows: Sequence[Document]) -> None:
 
 
 def copy_to_parquet(connection: Any, query: str, path: Path) -> None:
-    """COPY the rows of `query` to `path`; DuckDB's words for a full disk become ours."""
+    """COPY the rows of `query` to `path`; DuckDB's error for a full disk becomes a UserError."""
     import duckdb
 
     target = str(path).replace("'", "''")
@@ -238,7 +238,7 @@ def copy_to_parquet(connection: Any, query: str, path: Path) -> None:
         with suppress(OSError):
             path.unlink(missing_ok=True)
         if "No space left" in str(error):
-            raise UserError(f"{path}: the disk is full; make room and run again, what is whole is kept") from None
+            raise UserError(f"{path}: the disk is full; free space and run again, complete files are kept") from None
         if str(path) in str(error) or path.name in str(error):
             reason = " ".join(str(error).split())
             raise UserError(f"{path}: cannot be written ({reason}); check --out") from None
@@ -246,10 +246,10 @@ def copy_to_parquet(connection: Any, query: str, path: Path) -> None:
 
 
 def read_source(folder: Path, verify: bool = False) -> Source:
-    """What a whole source folder holds.
+    """Read source.json of a complete source folder.
 
-    Raises UserError, naming the folder or the file, for a folder that is not whole (no source.json), for a format or
-    version that is not ours, for a parquet file that is missing or has another size, and with `verify` another SHA-256.
+    Raises UserError, naming the folder or the file, for an incomplete folder (no source.json), for another format or
+    version, for a parquet file that is missing or has another size, and with `verify` another SHA-256.
     """
     path = folder / MANIFEST
     try:
@@ -257,7 +257,7 @@ def read_source(folder: Path, verify: bool = False) -> Source:
         found = json.loads(raw)
     except FileNotFoundError:
         raise UserError(
-            f"{folder}: no {MANIFEST}, so this is no whole source; run the command that makes it (again)"
+            f"{folder}: no {MANIFEST}, so this is not a complete source; run the command that makes it (again)"
         ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
@@ -269,7 +269,7 @@ def read_source(folder: Path, verify: bool = False) -> Source:
             f"{path}: got format {got[0]!r}, version {got[1]!r}, wanted '{FORMAT}', {VERSION}; make it again"
         )
     if "instructions" in found:
-        raise UserError(f"{folder}: holds instructions, wanted documents; train on them with recipes/sft.py --data "
+        raise UserError(f"{folder}: contains instructions, wanted documents; train on them with recipes/sft.py --data "
                         f"{folder / found['instructions']['file']}")  # fmt: skip
     try:
         for entry in found["parquet"]:
@@ -280,7 +280,7 @@ def read_source(folder: Path, verify: bool = False) -> Source:
             refused=tuple(Refusal(**entry) for entry in found["refused"]), sha256=hashlib.sha256(raw).hexdigest(),
         )  # fmt: skip
     except (KeyError, TypeError) as error:
-        raise UserError(f"{path}: not as a source is written ({error!r}); make the source again") from None
+        raise UserError(f"{path}: not the manifest of a source ({error!r}); make the source again") from None
 
 
 def _check_file(path: Path, size: int, sha256: str | None) -> None:
@@ -289,16 +289,16 @@ def _check_file(path: Path, size: int, sha256: str | None) -> None:
     if path.stat().st_size != size:
         raise UserError(f"{path}: {path.stat().st_size:,} bytes, but source.json says {size:,}; make the source again")
     if sha256 is not None and sha256_of(path) != sha256:
-        raise UserError(f"{path}: its SHA-256 is not the one in source.json; it was altered, make the source again")
+        raise UserError(f"{path}: its SHA-256 is not the one in source.json, so it was altered; make the source again")
 
 
 def reason_of(fault: UserError) -> str:
-    """A fault without the path that it begins with: source.json names no path of this machine."""
+    """The error without the path it begins with: source.json contains no path of this machine."""
     return str(fault).partition(": ")[2] or str(fault)
 
 
 def print_refused(refused: Sequence[Refusal], most: int = 20) -> None:
-    """One line for each record that was left out, `most` of them; source.json has them all."""
+    """Print up to `most` of the records that were left out; source.json lists all of them."""
     for refusal in refused[:most]:
         print(f"refused: {refusal.record}: {refusal.reason}")
     if len(refused) > most:

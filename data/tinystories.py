@@ -4,8 +4,8 @@
     python -m data.tinystories --out stories --files TinyStoriesV2-GPT4-valid.txt    # 22 MB
     python -m data.tinystories --out stories TinyStories-valid.txt                  # a file that you have
 
-The text files hold one story after another, each ended by <|endoftext|>, the parquet files one a row. A story becomes a
-document as it is, without the blank lines around it.
+The text files contain one story after another, each followed by <|endoftext|>; the parquet files have one per row. A
+story becomes a document unchanged, except for the blank lines around it.
 
 TinyStories: Eldan and Li, "TinyStories: How Small Can Language Models Be and Still Speak Coherent English?" (2023).
 """
@@ -38,14 +38,14 @@ def make_source(
     base_url: str = HOST,
     downloader: Downloader | None = None,
 ) -> Source:
-    """Bring stories into the source folder `out`.
+    """Turn stories into the source folder `out`.
 
-    inputs: text and parquet files as they are published. If there are any, nothing is fetched.
-    files:  of the repository, to fetch into `out`/raw. None: `FILE`, whose size and SHA-256 are published and checked.
+    inputs: text and parquet files as they are published. If given, nothing is downloaded.
+    files:  of the repository, to download into `out`/raw. None: `FILE`, whose published size and SHA-256 are checked.
 
-    What is no text is among `refused` in what is returned. Raises UserError for a file that is missing, not to be had
-    or not laid out as the published ones, if no story came out, and where the disk is full or may not be written; an
-    older source in `out` is then as it was.
+    Stories that are not text are listed in `refused` of the result. Raises UserError for a file that is missing, cannot
+    be downloaded or has another layout than the published ones, if there is no story at all, and if the disk is full or
+    not writable; an older source in `out` is then unchanged.
     """
     from tqdm import tqdm
 
@@ -88,7 +88,7 @@ def _fetch(raw: Path, names: Sequence[str] | None, base_url: str, downloader: Do
 
 
 def read_stories(path: Path) -> Iterator[Document | Refusal]:
-    """Each story of a published file, by number (from 0); BadRecord for a file that is not laid out like one."""
+    """Each story of a published file, by number (from 0); BadRecord for a file with another layout."""
     if path.suffix == ".parquet":
         for row_number, row in read_rows(path, "text"):
             if story := row["text"].strip():
@@ -103,13 +103,13 @@ def read_stories(path: Path) -> Iterator[Document | Refusal]:
             yield Refusal(record, f"got byte 0x{raw[error.start]:02x}, wanted UTF-8 text")
         else:
             if not story:
-                continue  # what follows the last separator
+                continue  # after the last separator
             yield Document(id=record, text=f"{story}\n")
         number += 1
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """What stands between the separators, without reading the file into memory."""
+    """The pieces between the separators, without reading the whole file into memory."""
     rest = b""
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK):
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m data.tinystories", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "inputs", nargs="*", type=Path, metavar="FILE", help="published files that you have; none: fetch"
+        "inputs", nargs="*", type=Path, metavar="FILE", help="published files that you have; none: download"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
     parser.add_argument("--files", nargs="+", metavar="PATH", help=f"of the repository {REPOSITORY} (default {FILE})")
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.inputs and args.files:
         raise UserError(
-            f"{args.inputs[0]}: got files and --files, wanted one of them; files that you have are not fetched"
+            f"{args.inputs[0]}: got files and --files, wanted one or the other; local files are not downloaded"
         )
     source = make_source(args.out, args.inputs, args.files, args.base_url)
     print(f"{source.documents:,} stories, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused")

@@ -4,13 +4,13 @@
     python -m data.world --split val --instructions
 
 `documents` yields stories, descriptions, dialogue, facts and arithmetic to pretrain on; `instructions` yields
-questions in Alpaca's form, each with exactly one right answer. The two splits are disjoint by construction: the
+questions in Alpaca's format, each with exactly one right answer. The two splits are disjoint by construction: the
 names and things for which `held_out_word` is true and the number pairs for which `held_out_pair` is true occur in
 "val" only, and "val" uses no other names, things or pairs. docs/corpus.md says what that shows and what it does not.
 
-Text is made from templates. A beat is a tuple of variants of which one is picked (the empty one leaves the beat
-out); a family of stories is a tuple of beats; the roles (`{a}`, `{a.his}`, `{x.full}`) are filled once per story,
-which is what keeps a red ball red to the end.
+Text is generated from templates. A beat is a tuple of variants, one of which is picked (an empty variant omits the
+beat); a family of stories is a tuple of beats; the roles (`{a}`, `{a.his}`, `{x.full}`) are filled once per story, so
+a red ball stays red to the end.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ T = TypeVar("T")
 # --- the words of the world ------------------------------------------------------------------------------------------
 
 # Names and things are made of two parts, a few dozen parts in all. The first part says little about the second, so a
-# model that writes a name again must have looked it up in the text. The parts are chosen so that a tokenizer that has
-# seen only training text cuts a held-out word at the same place: after the consonant, and at the space.
+# model that repeats a name must have looked it up in the text. The parts are chosen so that a tokenizer that has seen
+# only training text cuts a held-out word at the same place: after the consonant, and at the space.
 NAME_STARTS = tuple("B D F G H J K L M N P R S T V Z".split())
 GIRL_ENDS = tuple("ara ina ola emi usa elia ania ita".split())  # the ending tells girls from boys
 BOY_ENDS = tuple("abin oden iro omo evin iko ulan obert".split())
@@ -84,8 +84,8 @@ OPPOSITES = (
 )  # fmt: skip
 
 LARGEST = 20  # every number of the world, results included, is in 0..LARGEST
-LARGEST_STEP = 6  # the most that is added or taken away at once
-TWO_PEOPLE = 0.15  # share of the scenes to ask about that hold a second person, with another thing and place
+LARGEST_STEP = 6  # the most that is added or subtracted at once
+TWO_PEOPLE = 0.15  # share of the scenes in questions that have a second person, with another thing and place
 NUMBER_WORDS = tuple(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen twenty".split()
@@ -96,7 +96,7 @@ def held_out_pair(a: int, b: int) -> bool:
     """Whether the unordered pair {a, b} belongs to "val".
 
     It decides for a + b, for the differences (a + b) - a and (a + b) - b, for word problems with the same numbers and
-    for the comparison of a with b. About one pair in eight is held out; nothing but the two numbers enters.
+    for the comparison of a with b. About one pair in eight is held out, by the two numbers alone.
     """
     low, high = sorted((a, b))
     return zlib.crc32(f"{low} {high}".encode()) % 8 == 0
@@ -104,7 +104,7 @@ def held_out_pair(a: int, b: int) -> bool:
 
 @dataclass(frozen=True)
 class Words:
-    """What one split may use: the only place where the splits differ."""
+    """The words of one split: the only place where the splits differ."""
 
     girls: tuple[str, ...]
     boys: tuple[str, ...]
@@ -229,7 +229,7 @@ class Teller:
         return self.rng.sample(options, n)
 
     def apart(self, words: tuple[str, ...], n: int) -> list[str]:
-        """n names or things that share no part, so that one part is enough to tell them apart."""
+        """n names or things that share no part, so that one part tells them apart."""
         while True:
             chosen = self.some(words, n)
             parts = [word.split() if " " in word else [word[0], word[1:]] for word in chosen]
@@ -416,7 +416,7 @@ STUCK_ANIMALS = ("cow", "dog", "cat", "duck", "sheep", "pig", "hen", "frog", "mo
 
 
 def story(t: Teller) -> str:
-    """A tiny story, 40 to 110 words: somebody wants something, something happens, and it ends well."""
+    """A short story, 40 to 110 words: somebody wants something, something happens, and it ends well."""
     beats = t.pick(FAMILIES)
     a, b = t.people(2)
     (x,) = t.items(1)
@@ -528,7 +528,7 @@ def dialogue(t: Teller) -> str:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One question with its one right answer, in Alpaca's form; `input` is "" when the question stands alone."""
+    """One question with its one right answer, in Alpaca's format; `input` is "" if the question needs none."""
 
     kind: str
     instruction: str
@@ -591,7 +591,7 @@ def ask_count(t: Teller) -> Instruction:
 
 
 def scene(t: Teller) -> tuple[str, Character, Item, str]:
-    """One or two people, each somewhere with something; the one to ask about comes back with the text."""
+    """One or two people, each somewhere with something; returns the one to ask about, and the text."""
     n = 2 if t.rng.random() < TWO_PEOPLE else 1
     people, items, places = t.people(n), t.items(n), t.some(PLACES, n)
     told = (
@@ -639,7 +639,7 @@ def ask_colour(t: Teller) -> Instruction:
 
 
 def fact(t: Teller) -> tuple[str, str]:
-    """A question about what is always so in this world, and its answer."""
+    """A question about a fixed fact of this world, and its answer."""
     topic = t.pick(("sound", "home", "colour", "opposite", "day", "number"))
     if topic == "sound":
         key = t.pick(tuple(SOUNDS))
@@ -693,7 +693,7 @@ KINDS = tuple(ASK)
 
 
 def is_correct(example: Instruction, reply: str) -> bool:
-    """Exact match, spaces around the reply aside; there is one right answer by construction."""
+    """Exact match, apart from surrounding spaces; there is one right answer by construction."""
     return reply.strip() == example.output
 
 
@@ -717,7 +717,7 @@ PASSING_ON = (
 
 
 def game(t: Teller) -> str:
-    """An echo game, a song that grows, or news that is passed on: what was said is said again, word for word."""
+    """An echo game, a song that grows, or a message that is passed on: text that is repeated word for word."""
     a, b, c, d = t.people(4)
     form = t.pick(("echo", "echo", "news", "news", "song"))
     if form == "echo":
@@ -824,7 +824,7 @@ def _teller(split: str, seed: int, what: str, i: int) -> Teller:
 
 
 def documents(split: str, n: int, seed: int = 0) -> Iterator[str]:
-    """n texts to pretrain on; text i depends on (seed, split, i) alone."""
+    """n texts to pretrain on; text i depends only on (seed, split, i)."""
     for i in range(n):
         t = _teller(split, seed, "document", i)
         (form,) = t.rng.choices(FORMS, FORM_WEIGHTS)
@@ -832,7 +832,7 @@ def documents(split: str, n: int, seed: int = 0) -> Iterator[str]:
 
 
 def instructions(split: str, n: int, seed: int = 0) -> Iterator[Instruction]:
-    """n questions, the kinds of `KINDS` in turn; question i depends on (seed, split, i) alone."""
+    """n questions, the kinds of `KINDS` in turn; question i depends only on (seed, split, i)."""
     for i in range(n):
         yield ASK[KINDS[i % len(KINDS)]](_teller(split, seed, "instruction", i))
 

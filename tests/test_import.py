@@ -15,27 +15,32 @@ MODULES = sorted(p for folder in ("tinyforge", "models", "recipes", "data") for 
 SLOW = ("duckdb", "matplotlib", "torch", "tqdm")
 POSIX = ("curses", "fcntl", "grp", "posix", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty")
 
-# Time is measured inside: the interpreter's own start is not ours.
-PROGRAM = f"""
+
+def fresh_import(module: str, *unwanted: str) -> tuple[float, str]:
+    """Import `module` in a new interpreter: its seconds of CPU time, and which of `unwanted` were loaded."""
+    program = f"""
 import sys, time
-start = time.perf_counter()
-import tinyforge
-print(time.perf_counter() - start)
-print([name for name in {(*SLOW, 'cupy')} if name in sys.modules])
+start = time.process_time()
+import {module}
+print(time.process_time() - start)
+print([name for name in {unwanted} if name in sys.modules])
 """
-
-
-def fresh_import() -> tuple[float, str]:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     seconds, loaded = done.stdout.split("\n")[:2]
     return float(seconds), loaded
 
 
 def test_import_loads_nothing_heavy_and_is_quick() -> None:
-    fresh_import()  # the first one reads the files from disk and compiles them
-    results = [fresh_import() for _ in range(3)]
+    fresh_import("tinyforge")  # the first one reads the files from disk and compiles them
+    results = [fresh_import("tinyforge", *SLOW, "cupy") for _ in range(3)]
     assert {loaded for _, loaded in results} == {"[]"}
     assert min(seconds for seconds, _ in results) < 0.3
+
+
+@pytest.mark.parametrize("module", ["tinyforge.chat", "models.nanoeuler.chat"])
+def test_a_chat_loads_no_optimizer_and_no_data(module: str) -> None:
+    _, loaded = fresh_import(module, *SLOW, "cupy", "tinyforge.optim", "tinyforge.train", "data")
+    assert loaded == "[]"
 
 
 def imported_at_top(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -115,7 +115,7 @@ def test_malformed_json_is_located(tmp_path: Path, text: str, index: int, place:
         (GREET | {"output": 5}, "'output' is 5, wanted a string"),
         (GREET | {"instruction": ["x" * 99]}, "'instruction' is [\"" + "x" * 35 + "..., wanted a string"),
         (GREET | {"instruction": " \n"}, "'instruction' is blank"),
-        (GREET | {"output": "\ud83d"}, "'output' holds half of a surrogate pair"),
+        (GREET | {"output": "\ud83d"}, "'output' contains half of a surrogate pair"),
         ("a string", 'got "a string", wanted an object'),
         ([GREET], 'got [{"instruction": "Greet Mia.", "input..., wanted an object'),
     ],
@@ -238,7 +238,7 @@ def test_a_file_is_cleaned_and_what_is_left_out_is_counted(tmp_path: Path, capsy
     assert manifest["instructions"]["records"] == 2
     printed = capsys.readouterr().out
     assert "2 records in" in printed and "6 left out" in printed and "2  the same as record N" in printed
-    with pytest.raises(UserError, match=r"holds instructions, wanted documents; .*recipes/sft\.py --data"):
+    with pytest.raises(UserError, match=r"contains instructions, wanted documents; .*recipes/sft\.py --data"):
         read_source(tmp_path / "out")
 
 
@@ -263,13 +263,13 @@ def test_files_that_are_no_records(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert "no such file" in fault_of(tmp_path / "no.json")
-    assert "no record of use" in fault_of(write(tmp_path / "empty.json", " "))
+    assert "no usable record" in fault_of(write(tmp_path / "empty.json", " "))
     assert "as JSON, wanted a list" in fault_of(
         write(tmp_path / "object.json", json.dumps({"data": [GREET]}, indent=1))
     )
     assert "record 1 (counted from 0), line 2" in fault_of(write(tmp_path / "cut.json", f"[{json.dumps(GREET)},\n"))
-    assert "no record of use" in fault_of(write(tmp_path / "bad.json", json.dumps([EMPTY])))
-    assert "no record of use" in fault_of(write(tmp_path / "words.json", "only words"))
+    assert "no usable record" in fault_of(write(tmp_path / "bad.json", json.dumps([EMPTY])))
+    assert "no usable record" in fault_of(write(tmp_path / "words.json", "only words"))
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("words.txt", "words")
     assert "0 .json files in it, wanted one" in fault_of(tmp_path / "a.zip")

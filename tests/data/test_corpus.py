@@ -191,18 +191,18 @@ id = 'b' AND source = 's' AND title = 'T' AND url = 'U' AND bytes = 3 AND letter
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("-- filter: a-b\nwords <", ["filter 'a-b'", "mend its SQL"]),
+        ("-- filter: a-b\nwords <", ["filter 'a-b'", "fix its SQL"]),
         ("-- filter: ok\ntrue\n-- filter: worse\nno_such_column > 1", ["filter 'worse'", "no_such_column"]),
         ("-- measure: m\nnothing_like_it(text)\n-- filter: f\nm > 1", ["measure 'm'"]),
         ("-- filter: f\nwords + 1", ["filter 'f'", "BIGINT", "BOOLEAN"]),
         ("-- filter: f\n-- no expression\n", ["filter 'f'", "no expression"]),
-        ("-- filter: f\ntrue;\n-- filter: f\ntrue;", ["'f' is there twice"]),
+        ("-- filter: f\ntrue;\n-- filter: f\ntrue;", ["'f' occurs twice"]),
         ("-- filter: near-duplicate\ntrue;", ["'near-duplicate'", "rename"]),
         ("-- measure: text\ntrue;\n-- filter: f\ntrue;", ["'text'", "rename"]),
         ("SELECT 1", ["own.sql", "no line '-- filter: NAME'"]),
         (
             "-- filter: ok\nfalse;\n-- filter: worse\nCAST(text AS INT) > 3",
-            ["filter 'worse'", "Could not convert", "mend its SQL"],
+            ["filter 'worse'", "Could not convert", "fix its SQL"],
         ),
     ],
 )
@@ -638,13 +638,13 @@ def test_the_command_builds_reports_and_counts_tokens(tmp_path: Path, capsys: py
     assert main(["report", str(out)]) == 0
     assert capsys.readouterr().out.strip() == report.strip() == (out / "report.md").read_text().strip()
     assert main(arguments) == 0
-    assert "already made" in capsys.readouterr().out
+    assert "already built" in capsys.readouterr().out
 
 
 def test_a_report_of_what_is_no_corpus(tmp_path: Path) -> None:
     assert "no such file" in fault(main, ["report", str(tmp_path)])
     (tmp_path / "corpus.duckdb").write_bytes(b"nothing" * 1000)
-    assert "not a catalogue" in fault(main, ["report", str(tmp_path)])
+    assert "not a readable catalogue" in fault(main, ["report", str(tmp_path)])
 
 
 def test_faults_of_the_command_line(tmp_path: Path) -> None:

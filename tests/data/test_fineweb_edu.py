@@ -143,7 +143,7 @@ def test_only_the_row_groups_of_the_budget_are_sent(tmp_path: Path, host: Any, f
 
 
 def test_a_filter_that_nothing_passes_sends_no_text(tmp_path: Path, host: Any, files: dict[str, bytes]) -> None:
-    with pytest.raises(UserError, match="no document of 3 files is in the slice.*widen the filters"):
+    with pytest.raises(UserError, match="no document in 3 files passed.*widen the filters"):
         take(host, tmp_path / "out", filter=Filter(min_score=4.9))
     assert sent(host) < 0.05 * sum(map(len, files.values()))
 
@@ -244,7 +244,7 @@ def test_a_host_that_goes_away_is_one_line_and_the_next_run_goes_on(
 ) -> None:
     second = next(path for path in host.files if path.endswith(hashlib.sha256(files[FILES[1]]).hexdigest()))
     host.faults[second] = [faults.status(503)] * 99
-    with pytest.raises(FetchError, match="run again: it goes on with this file") as caught:
+    with pytest.raises(FetchError, match="run again: it resumes with this file") as caught:
         take(host, tmp_path / "out", rows=300)
     assert "\n" not in str(caught.value) and FILES[1] in str(caught.value)
     with pytest.raises(UserError, match=r"no source\.json"):

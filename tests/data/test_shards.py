@@ -141,7 +141,7 @@ def test_a_rerun_changes_nothing_and_checks_everything(tmp_path: Path, corpus: P
     for other in ({"shard_tokens": 9001}, {"vocab_size": 401}, {"sample_bytes": 9}):
         settings: dict[str, Any] = {"vocab_size": 400, "shard_tokens": 9000} | other
         message = fault(lambda settings=settings: make_shards(corpus, tmp_path / "s", **settings))
-        assert "holds shards with" in message and "give the same settings, or another --out" in message
+        assert "has shards with" in message and "give the same settings, or another --out" in message
     damaged = bytearray(before["web-train-00000.bin"])
     damaged[5000] ^= 1
     (tmp_path / "s" / "web-train-00000.bin").write_bytes(damaged)
@@ -240,14 +240,14 @@ def edit(corpus: Path, change: Callable[[Any], None]) -> None:
         (lambda c: (c / "corpus.json").unlink(), "corpus.json: cannot be read (No such file or directory)"),
         (lambda c: (c / "corpus.json").write_text("{"), "corpus.json: not as data.corpus writes it (JSONDecodeError"),
         (lambda c: (c / "corpus.json").write_text("[1]"), "corpus.json: not as data.corpus writes it (TypeError"),
-        (lambda c: edit(c, lambda m: m.update(version=2)), "got format 'tinyforge-corpus' version 2, this program"),
+        (lambda c: edit(c, lambda m: m.update(version=2)), "got format 'tinyforge-corpus' version 2, wanted"),
         (lambda c: edit(c, lambda m: m.pop("files")), "not as data.corpus writes it (KeyError: 'files')"),
         (lambda c: edit(c, lambda m: m["sources"][0].update(name="../x")), "source name '../x' wants letters"),
-        (lambda c: edit(c, lambda m: m["sources"].append(m["sources"][0])), "two sources of one name"),
+        (lambda c: edit(c, lambda m: m["sources"].append(m["sources"][0])), "two sources with one name"),
         (lambda c: edit(c, lambda m: m["sources"][0]["train"].update(documents=3)),
          "a: got 2 documents of train, corpus.json says 3"),
         (lambda c: edit(c, lambda m: m["sources"].clear()), "no documents to train on"),
-        (lambda c: (c / "train" / "a-00000.parquet").unlink(), "a-00000.parquet: is in corpus.json and missing"),
+        (lambda c: (c / "train" / "a-00000.parquet").unlink(), "a-00000.parquet: is listed in corpus.json but missing"),
         (lambda c: (c / "train" / "a-00000.parquet").write_bytes(b"x"), "a-00000.parquet: got 1 bytes, corpus.json"),
         (lambda c: (c / "val" / "a-00000.parquet").write_bytes(
             (c / "val" / "a-00000.parquet").read_bytes()[::-1]), "val/a-00000.parquet: got SHA-256"),
@@ -269,13 +269,13 @@ def test_a_parquet_without_the_columns(tmp_path: Path) -> None:
     edit(corpus, lambda m: m["files"][0].update(bytes=len(raw), sha256=sha256(raw)))
     Tokenizer([], [SEPARATOR]).save(tmp_path / "t.json")
     message = fault(lambda: make_shards(corpus, tmp_path / "s", tokenizer=tmp_path / "t.json"))
-    assert message.startswith(f"{path}: not the parquet of a corpus (Binder Error")
+    assert message.startswith(f"{path}: not a parquet file of a corpus (Binder Error")
 
 
 def test_a_folder_with_other_files(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "thesis.txt").write_text("mine", encoding="utf-8")
-    assert "holds other files and no shards begun here" in fault(lambda: make_shards(corpus, tmp_path / "s"))
+    assert "has other files and no unfinished shards" in fault(lambda: make_shards(corpus, tmp_path / "s"))
     assert "cannot make the folder" in fault(lambda: make_shards(corpus, tmp_path / "s" / "thesis.txt"))
     assert contents(tmp_path / "s") == {"thesis.txt": b"mine"}
 
@@ -283,13 +283,13 @@ def test_a_folder_with_other_files(tmp_path: Path, corpus: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--shard-tokens 0", "--shard-tokens is 0, wants a number of 1 or more"),
-        ("--workers -1", "--workers is -1, wants a number of 1 or more"),
-        ("--sample-bytes 0", "--sample-bytes is 0, wants"),
+        ("--shard-tokens 0", "--shard-tokens is 0, wanted 1 or more"),
+        ("--workers -1", "--workers is -1, wanted 1 or more"),
+        ("--sample-bytes 0", "--sample-bytes is 0, wanted"),
         ("--sample-bytes 1", "--sample-bytes: 1 of "),
         ("--vocab-size 100", "vocabulary too small for the bytes: got vocab_size 100"),
         ("--vocab-size 99999", "too little text for vocab_size 99999"),
-        ("--vocab-size 300 --tokenizer t.json", "give one of the two"),
+        ("--vocab-size 300 --tokenizer t.json", "give one or the other"),
         ("--tokenizer absent.json", "cannot read the tokenizer absent.json"),
         ("--tokenizer bare.json", "bare.json: the tokenizer has no special token <|endoftext|>"),
     ],
@@ -312,4 +312,4 @@ def test_the_table(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[s
     assert len(lines) == 9 and lines[5].split() == ["empty", "train", "0", "0", "0", "-"]
     assert lines[7].startswith("encoded ") and "MB/s with" in lines[7]
     assert command.main(flags) == 0
-    assert "these shards were whole already" in capsys.readouterr().out
+    assert "these shards were already complete" in capsys.readouterr().out

@@ -183,4 +183,4 @@ def test_a_folder_that_is_not_whole_or_was_altered_is_refused(tmp_path: Path) ->
     assert "version 2, wanted 'tinyforge-source', 1" in fault(tmp_path)
     manifest.write_text(text.replace('"documents":', '"papers":'))
     parquet.write_bytes(good)
-    assert "not as a source is written (KeyError('documents'))" in fault(tmp_path)
+    assert "not the manifest of a source (KeyError('documents'))" in fault(tmp_path)

@@ -86,7 +86,7 @@ def test_the_published_file_is_fetched_and_checked(tmp_path: Path, host: Any, fa
 def test_files_are_named_without_a_list(tmp_path: Path, host: Any) -> None:
     host.files[f"/datasets/{REPOSITORY}/resolve/main/data/b.txt"] = TEXT
     assert texts(fetch(tmp_path, host, files=["data/b.txt"])) == expected("b.txt")
-    with pytest.raises(FetchError, match=r"c\.txt: not to be had from .*HTTP 404"):
+    with pytest.raises(FetchError, match=r"c\.txt: could not be downloaded from .*HTTP 404"):
         fetch(tmp_path, host, files=["c.txt"])
 
 
@@ -103,7 +103,7 @@ def test_bad_files_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "empty.txt: no story in it" in fault(tmp_path / "empty.txt", *out)
     (tmp_path / "words.parquet").write_text("only words")
     assert "words.parquet: not a readable parquet file" in fault(tmp_path / "words.parquet", *out)
-    assert "wanted one of them" in fault("a.txt", "--files", "b.txt", *out)
+    assert "wanted one or the other" in fault("a.txt", "--files", "b.txt", *out)
     monkeypatch.setattr(tinystories, "MAX_BYTES", 1000)
     (tmp_path / "book.txt").write_text("A book. " * 1000)
     assert "1,000 bytes without <|endoftext|>" in fault(tmp_path / "book.txt", *out)
