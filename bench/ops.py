@@ -184,7 +184,7 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
     nll = xp.empty((tokens, heads), backend.master_dtype)
     # In place: what is a residual after the first launch is read as logits by the next, which is as good for timing.
     add("softmax_residual", 2 * heads * vocab * size + heads * (4 + wide), (heads * vocab,),
-        lambda z: softmax_residual_(nll, z.reshape(-1, vocab), targets, write=True))  # fmt: skip
+        lambda z: softmax_residual_(nll, z.reshape(-1, vocab), targets, True, vocab))  # fmt: skip
 
     count = 116_417_280
     flat = [normal(count, dtype=backend.master_dtype) for _ in range(2)]

@@ -65,7 +65,7 @@ class CharMLP(Op):
 
     def windows(self, ids: Array, cache: IdCache | None = None) -> Array:
         """(B, T) ids to (B, T, window): each with those before it, the oldest first."""
-        batch, length, back = *ids.shape, self.config.window - 1
+        (batch, length), back = ids.shape, self.config.window - 1
         text = self.backend.zeros((batch, back + length), np.dtype(np.int32))
         text[:, :back] = self.config.vocab
         if cache:

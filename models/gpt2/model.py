@@ -18,7 +18,15 @@ from tinyforge.infer.cache import KVCache
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import (
-    AddLayerNorm, Attention, Dropout, Embedding, GELULinear, LayerNorm, LearnedPositions, Linear, LinearCrossEntropy,
+    AddLayerNorm,
+    Attention,
+    Dropout,
+    Embedding,
+    GELULinear,
+    LayerNorm,
+    LearnedPositions,
+    Linear,
+    LinearCrossEntropy,
 )  # fmt: skip
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
@@ -57,8 +65,8 @@ class GPT2(Op):
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). The stream starts as x = embedding + position; block:
         x = x + out(attention(qkv(norm1(x))));   x = x + down(gelu(up(norm2(x))))
-    then a final norm, and the embedding again as the output head; down begins with the GELU. In training, dropout on the
-    start and on both things added. recompute: keep the stream, not the norms' outputs, and compute these again in
+    then a final norm, and the embedding again as the output head; down begins with the GELU. In training, dropout on
+    the start and on both things added. recompute: keep the stream, not the norms' outputs, and compute these again in
     backward. Handing in `values` shares another model's weights (see ParamBuffer).
 
     Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); the start as in nanoGPT.

@@ -33,8 +33,8 @@ pytest.importorskip("ml_dtypes")
 
 LAUNCHERS = (
     "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.cross_entropy", "ops.dropout", "ops.embedding",
-    "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.positions", "ops.rmsnorm", "ops.rope", "ops.rows", "ops.softmax", "ops.swiglu",
-    "ops.swiglu_linear", "optim.adamw",
+    "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.positions", "ops.rmsnorm",
+    "ops.rope", "ops.rows", "ops.softmax", "ops.swiglu", "ops.swiglu_linear", "optim.adamw",
 )  # fmt: skip
 NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32}
 SCALARS = {"double": "float64", "float": "float32", "bf16": "bfloat16"}

@@ -19,7 +19,7 @@ from tinyforge.backends.compile import compile_to_cubin, promises_no_spills, var
 from tinyforge.registry import models
 
 ROOT = Path(__file__).parents[2]
-GUIDES = [ROOT / "docs/gradcheck.md", ROOT / "docs/add-an-op.md", ROOT / "docs/train-your-own.md", ROOT / "docs/inference.md"]
+GUIDES = [ROOT / f"docs/{name}.md" for name in ("gradcheck", "add-an-op", "train-your-own", "inference")]
 PAGES = [*GUIDES, *sorted((ROOT / "docs/ops").glob("[a-z]*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"(?:#|//) (\w+\.(?:py|cu))\n")

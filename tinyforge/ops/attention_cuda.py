@@ -2,8 +2,8 @@
 
 float64 and float32 run the plain kernels of attention.cu, float32 in precision tf32 those of attention_tf32.cu,
 bfloat16 those of attention_hopper.cu where they run, else attention.cu's with tensor cores, and at head sizes that
-neither has the plain ones. Windows, and attention in both directions, are in attention.cu alone. The heads of these files
-list the tile sizes.
+neither has the plain ones. Windows, and attention in both directions, are in attention.cu alone. The heads of these
+files list the tile sizes.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import blocks, contiguous, new, scalar, vector
+from tinyforge.backends.cupy_backend import blocks, contiguous, new, or_null, scalar, vector
 from tinyforge.kernel import Array
 from tinyforge.ops import gelu
 
@@ -30,5 +30,5 @@ def gelu_bwd(hidden: Array | None, dy: Array, x: Array, approximate: str) -> Arr
     if x.size:
         vec = vector(x.size, x, dy, dx, *(() if hidden is None else (hidden,)))
         launch = load(FILE, "gelu_bwd", SCALAR=scalar(x.dtype), VEC=vec, EXACT=int(approximate == "erf"))
-        launch(blocks(x.size // vec), (256,), (dx, np.uintp(0) if hidden is None else hidden, dy, x, np.uint32(x.size // vec)))
+        launch(blocks(x.size // vec), (256,), (dx, or_null(hidden), dy, x, np.uint32(x.size // vec)))
     return dx

@@ -12,7 +12,7 @@ from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.gelu import gelu_bwd, gelu_fwd
-from tinyforge.ops.linear import linear_bwd, linear_fwd
+from tinyforge.ops.linear import linear_fwd
 from tinyforge.params import with_buffer
 
 FORMULA = "tanh"

@@ -28,7 +28,8 @@ def layernorm_fwd(x: Array, weight: Array, bias: Array | None, eps: float) -> tu
 
 @layernorm_fwd.on("phantom")
 def layernorm_fwd_memory(x: Array, weight: Array, bias: Array | None, eps: float) -> tuple[Array, Array, Array]:
-    return empty(x.shape, x.dtype), *(empty(x.shape[:-1], wide(x.dtype)) for _ in range(2))
+    kind = wide(x.dtype)
+    return empty(x.shape, x.dtype), empty(x.shape[:-1], kind), empty(x.shape[:-1], kind)
 
 
 @kernel

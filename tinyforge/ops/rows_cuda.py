@@ -35,8 +35,7 @@ def launch_rows(file: str, entry: str, arrays: tuple[Array, ...], *scalars: Any)
     if rows:
         vec, dtype = vector(width, *(a for a in arrays if a is not None)), arrays[0].dtype
         launch = load(file, entry, SCALAR=scalar(dtype), VEC=vec, PER=vectors_a_lane(width, vec, dtype))
-        pointers = (np.uintp(0) if a is None else a for a in arrays)
-        launch(blocks(rows, WARPS), (32, WARPS), (*pointers, np.int32(rows), np.int32(width), *scalars))
+        launch(blocks(rows, WARPS), (32, WARPS), (*map(or_null, arrays), np.int32(rows), np.int32(width), *scalars))
 
 
 def norm_backward(

@@ -173,9 +173,10 @@ class SharedMemory:
             while waiting := [pipe for pipe in self._pipes if pipe not in calls]:
                 for pipe in wait(waiting):
                     assert isinstance(pipe, Connection)
-                    calls[pipe] = pipe.recv()
-                    if isinstance(calls[pipe], BaseException):
-                        raise calls[pipe]
+                    call: Any = pipe.recv()
+                    if isinstance(call, BaseException):
+                        raise call
+                    calls[pipe] = call
         except (EOFError, OSError) as error:
             self.close()
             raise UserError(f"a worker process died (the kernel kills one when memory runs out); {ADVICE}") from error
