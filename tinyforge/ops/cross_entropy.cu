@@ -65,7 +65,9 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) softmax_residual(
 ) {
     __shared__ A tops[32], sums[32];
     const i64 row = blockIdx.x;
-    const int target = targets[row], vectors = pitch / VEC, lane = threadIdx.x % 32;
+    const int target = targets[row], lane = threadIdx.x % 32;
+    // A vector that is read has at least one number of the vocabulary in it; all of the row is written.
+    const int vectors = EDGE ? (vocab + VEC - 1) / VEC : pitch / VEC, all = pitch / VEC;
     T *z = logits + row * pitch;
     if (target < 0) {  // the same for the whole block
         if (threadIdx.x == 0) nll[row] = 0;
@@ -73,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) softmax_residual(
 #pragma unroll
         for (int j = 0; j < VEC; j++) narrow(A(0), zero.v[j]);
         if (write) {
-            for (int v = threadIdx.x; v < vectors; v += blockDim.x) store(z + v * VEC, zero);
+            for (int v = threadIdx.x; v < all; v += blockDim.x) store(z + v * VEC, zero);
         }
         return;
     }
@@ -134,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) softmax_residual(
         if (v < vectors) {
 #else
     const A scale = A(1) / sum;
-    for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
+    for (int v = threadIdx.x; v < all; v += blockDim.x) {
         {
             const Pack<T, VEC> p = logits_at(z, v, vocab);
 #endif

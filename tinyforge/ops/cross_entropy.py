@@ -17,6 +17,7 @@ from tinyforge.params import with_buffer
 
 CHUNK_BYTES = 1 << 21
 """Logits in work at once on NumPy: what stays in a core's cache between the passes over them."""
+FEW_LOGITS = 1024
 
 
 def masked_targets(rng: np.random.Generator, n: int, heads: int, vocab: int) -> np.ndarray:
@@ -102,9 +103,10 @@ def chunks(rows: int, weight: Array) -> Iterator[slice]:
 
 
 def row_pitch(heads: int, vocab: int, itemsize: int) -> int:
-    """Numbers from one token's logits to the next on a GPU: heads * vocab, and for one head with an odd vocabulary as
-    many more as let every row begin at 128 bytes. Matrix products and vector accesses slow down several times else."""
-    odd = heads == 1 and vocab * itemsize % 16
+    """Numbers from one token's logits to the next on a GPU: heads * vocab, and for one head with a large odd vocabulary
+    as many more as let every row begin at 128 bytes: else matrix products and vector accesses take several times as
+    long. Few logits are quick anyway, and a copy of the weights with more rows would cost more."""
+    odd = heads == 1 and vocab >= FEW_LOGITS and vocab * itemsize % 16
     return -(-vocab * itemsize // 128) * 128 // itemsize if odd else heads * vocab
 
 
@@ -126,8 +128,9 @@ def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool
 @linear_cross_entropy_fwd.on("phantom")
 def linear_cross_entropy_fwd_memory(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Any]:
     heads, vocab, _ = weight.shape
-    nll = empty((len(h), heads), wide(h.dtype))
-    residual = empty((len(h), row_pitch(heads, vocab, h.itemsize)), h.dtype)
+    nll, pitch = empty((len(h), heads), wide(h.dtype)), row_pitch(heads, vocab, h.itemsize)
+    _padded = empty((pitch if pitch > heads * vocab else 0, weight.shape[2]), weight.dtype)
+    residual = empty((len(h), pitch), h.dtype)
     return nll, residual if keep else None
 
 
@@ -156,6 +159,8 @@ def linear_cross_entropy_bwd(dweight: Array, dnll: Array, h: Array, residual: An
 @linear_cross_entropy_bwd.on("phantom")
 def linear_cross_entropy_bwd_memory(dweight: Array, dnll: Array, h: Array, residual: Any, weight: Array) -> Array:
     if dnll.ndim > 1:
+        heads, vocab, dim = weight.shape
+        _padded = empty((residual.shape[1] if residual.shape[1] > heads * vocab else 0, dim), weight.dtype)
         return empty(h.shape, h.dtype)
     shape = residual.shape[1], weight.shape[2]
     empty(shape, dweight.dtype)  # dW before the heads' weights in the loss go onto it

@@ -66,6 +66,17 @@ def add_scaled_heads(y: Array, x: Array, scale: Array) -> None:
     launch(blocks(x.size // vec), (256,), (y, x, scale.astype(x.dtype, copy=False), *map(np.uint32, counts)))
 
 
+def padded_rows(weight: Array, count: int) -> Array:
+    """The heads' weights as one matrix of `count` rows: (K V, C), or where that is fewer a copy with rows of 0 behind."""
+    flat = weight.reshape(-1, weight.shape[-1])
+    if len(flat) == count:
+        return flat
+    padded = new((count, flat.shape[1]), flat.dtype)
+    padded[: len(flat)] = flat
+    padded[len(flat) :].fill(0)
+    return padded
+
+
 @cross_entropy.sum_tokens.on("cupy")
 def sum_tokens(nll: Array) -> Array:
     nll = contiguous(nll)
@@ -99,13 +110,13 @@ def linear_cross_entropy_fwd(
     heads, vocab, dim = weight.shape
     tokens = len(h)
     nll, pitch = new((tokens, heads), wide(h.dtype)), row_pitch(heads, vocab, h.itemsize)
+    rows = padded_rows(weight, pitch)
     # The same chunks with and without a stash: cuBLAS may sum in another order for another number of rows.
     residual = new((tokens if keep else min(tokens, CHUNK), pitch), h.dtype)
     for start in range(0, tokens, CHUNK):
         part = slice(start, min(start + CHUNK, tokens))
         logits = residual[part] if keep else residual[: part.stop - start]
-        flat = weight.reshape(heads * vocab, dim)
-        gemm(h[part], flat, logits[:, : heads * vocab], transpose_b=True, tf32=backend.tf32)
+        gemm(h[part], rows, logits, transpose_b=True, tf32=backend.tf32)
         softmax_residual_(nll[part], logits.reshape(-1, pitch // heads), targets[part], keep, vocab)
     return nll, residual if keep else None
 
@@ -120,7 +131,7 @@ def linear_cross_entropy_bwd(
     if dnll.ndim > 1:
         scale_rows_(residual, dnll)
         gemm(residual[:, :rows], h, dweight.reshape(rows, dim), transpose_a=True, accumulate=True, tf32=backend.tf32)
-        return gemm(residual[:, :rows], weight.reshape(rows, dim), tf32=backend.tf32)
+        return gemm(residual, padded_rows(weight, pitch), tf32=backend.tf32)
     # dnll goes onto the small matrices, W and dW: the large one is read twice and never written.
     unscaled = gemm(residual, h, new((pitch, dim), dweight.dtype), transpose_a=True, tf32=backend.tf32)[:rows]
     if len(h):
