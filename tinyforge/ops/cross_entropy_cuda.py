@@ -67,7 +67,7 @@ def add_scaled_heads(y: Array, x: Array, scale: Array) -> None:
 
 
 def padded_rows(weight: Array, count: int) -> Array:
-    """The heads' weights as one matrix of `count` rows: (K V, C), or where that is fewer a copy with rows of 0 behind."""
+    """The weights as one matrix of `count` rows: (K V, C), or where that is fewer a copy with rows of 0 behind."""
     flat = weight.reshape(-1, weight.shape[-1])
     if len(flat) == count:
         return flat
