@@ -52,7 +52,7 @@ from tinyforge.infer.evaluate import (
     standard_error,
 )
 from tinyforge.report import add_json_flag, check_before, publish
-from tinyforge.text.shards import SEPARATOR
+from tinyforge.text.shards import separator_of
 from tinyforge.train.batches import PackedTokens, fingerprint
 from tinyforge.train.card import write_card
 from tinyforge.train.corpus import (
@@ -154,7 +154,7 @@ def measure_text(loaded: Loaded, backend: Backend, text: Text, sentences: int, s
     bits = measure(text.parts, Sharded(loaded.model, backend), ROWS, tokenizer.byte_lengths)
     sources: dict[str, Any] = {}
     for part in text.parts:
-        texts = tokenizer.decode(np.asarray(part.windows.tokens[:]).tolist()).split(SEPARATOR)
+        texts = tokenizer.decode(np.asarray(part.windows.tokens[:]).tolist()).split(separator_of(tokenizer))
         items = cloze_items(texts, sentences, seed)
         scored = cloze_credits(decoder, tokenizer, items)
         sources[part.source] = {"bytes": part.bytes, "bits_per_byte": bits[part.source].tolist(), "cloze": None}
