@@ -9,6 +9,7 @@ import pytest
 
 from recipes import evaluate, sft
 from tinyforge.backends import get_backend
+from tinyforge.errors import UserError
 from tinyforge.hub import convert, load
 
 MODEL = Path("/work/shared/data/llama2c/stories260K.bin")
@@ -31,6 +32,8 @@ def test_it_is_measured_as_it_is(tmp_path: Path) -> None:
 def test_it_is_fine_tuned_with_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sft, "BUILT_IN_RECORDS", 300)
     monkeypatch.setattr(sft, "HELD_OUT_RECORDS", 20)
+    with pytest.raises(UserError, match="is another program's model; bring it in with python -m tinyforge.hub convert"):
+        sft.main(["--base", str(MODEL)])
     assert convert.main([str(MODEL), str(tmp_path / "base"), "--format", "tinyforge"]) == 0
     flags = ["--steps", "2", "--batch-size", "2", "--workers", "1", "--out", str(tmp_path / "sft"), "--card"]
     assert sft.main(["--base", str(tmp_path / "base"), *flags]) == 0
