@@ -32,7 +32,6 @@ from tinyforge.files import sha256_of
 from tinyforge.text import TextTokenizer, Tokenizer, load_tokenizer
 from tinyforge.text.shards import (
     MANIFEST,
-    SEPARATOR,
     SHARD_TOKENS,
     SPLITS,
     TOKENIZER,
@@ -46,6 +45,7 @@ from tinyforge.text.shards import (
     describe,
     open_shards,
     read_header,
+    separator_of,
     shard_name,
     write_json,
     write_manifest,
@@ -232,8 +232,10 @@ def make_shards(
 
 def load_with_separator(path: Path) -> TextTokenizer:
     tokenizer = load_tokenizer(path)
-    if SEPARATOR not in tokenizer.specials:
-        raise UserError(f"{path}: the tokenizer has no special token {SEPARATOR}, which ends a document; use another")
+    try:
+        separator_of(tokenizer)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     return tokenizer
 
 
@@ -281,7 +283,7 @@ def _encode(
     bar: Any,
 ) -> tuple[Part, int]:  # fmt: skip
     """One split of one source, files of an earlier run included; and the bytes of text that were left to encode."""
-    end = np.array([tokenizer.specials[SEPARATOR]], np.dtype(f"u{bytes_per_id(tokenizer.vocab_size)}"))
+    end = np.array([tokenizer.specials[separator_of(tokenizer)]], np.dtype(f"u{bytes_per_id(tokenizer.vocab_size)}"))
     kept, complete = _kept_shards(out, source.name, split, tokenizer, shard_tokens)
     documents, size, begun = _count([out / file.file for file in kept], tokenizer)
     before = size
@@ -330,7 +332,7 @@ def _kept_shards(
 def _count(paths: Sequence[Path], tokenizer: TextTokenizer) -> tuple[int, int, int]:
     """The contents of complete shards: documents that end in them, bytes of text, ids of the unfinished document."""
     ids = TokenSequence(paths)
-    end = tokenizer.specials[SEPARATOR]
+    end = tokenizer.specials[separator_of(tokenizer)]
     documents = size = after = 0
     for start in range(0, len(ids), SCAN):
         chunk = ids[start : start + SCAN]

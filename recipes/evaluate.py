@@ -37,7 +37,8 @@ from models.kneser_ney.model import KneserNey
 from tinyforge import checkpoint
 from tinyforge.backends import PRECISIONS, Backend, get_backend, gpu_is_there
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.hub import Loaded, add_checkpoint_flag, build, trained_model
+from tinyforge.hub import Loaded, add_checkpoint_flag, build, load, trained_model
+from tinyforge.hub.foreign import is_foreign
 from tinyforge.infer import Sampling, make_decoder
 from tinyforge.infer.conversation import ROOM_FOR_REPLY
 from tinyforge.infer.evaluate import (
@@ -51,7 +52,7 @@ from tinyforge.infer.evaluate import (
     standard_error,
 )
 from tinyforge.report import add_json_flag, check_before, publish
-from tinyforge.text.shards import SEPARATOR
+from tinyforge.text.shards import separator_of
 from tinyforge.train.batches import PackedTokens, fingerprint
 from tinyforge.train.card import write_card
 from tinyforge.train.corpus import (
@@ -84,14 +85,15 @@ class Text:
 
 
 def pretraining_of(loaded: Loaded) -> PretrainSettings:
-    """The settings with which the model, or the base that it was fine-tuned from, was pretrained."""
-    return PretrainSettings.from_dict(loaded.meta.get("base", loaded.meta)["settings"])
+    """The settings with which the model, or the base that it was fine-tuned from, was pretrained; the defaults for a
+    model that was imported."""
+    return PretrainSettings.from_dict(loaded.meta.get("base", loaded.meta).get("settings", {}))
 
 
 def open_text(loaded: Loaded, data: Sequence[str], encoding: str, with_training: bool) -> Text:
     """The held-out text of --data, in the windows that pretraining used: so that its figure comes out again."""
     tokenizer, config, run = loaded.tokenizer, loaded.model.config, pretraining_of(loaded)
-    learned = loaded.meta.get("base", loaded.meta)["data_hash"]
+    learned = loaded.meta.get("base", loaded.meta).get("data_hash")
     seq_len = sequence_length(config, run.seq_len)
     settings = replace(run, data=tuple(data), encoding=encoding, mix=())
     shards = find_shards(settings)
@@ -152,7 +154,7 @@ def measure_text(loaded: Loaded, backend: Backend, text: Text, sentences: int, s
     bits = measure(text.parts, Sharded(loaded.model, backend), ROWS, tokenizer.byte_lengths)
     sources: dict[str, Any] = {}
     for part in text.parts:
-        texts = tokenizer.decode(np.asarray(part.windows.tokens[:]).tolist()).split(SEPARATOR)
+        texts = tokenizer.decode(np.asarray(part.windows.tokens[:]).tolist()).split(separator_of(tokenizer))
         items = cloze_items(texts, sentences, seed)
         scored = cloze_credits(decoder, tokenizer, items)
         sources[part.source] = {"bytes": part.bytes, "bits_per_byte": bits[part.source].tolist(), "cloze": None}
@@ -174,7 +176,7 @@ def held_out_prompts(
         records = hold_out(read_records(files, encoding))[1]
         asked = [render_prompt(r.instruction, r.input) for r in records]
     else:
-        seed = loaded.meta["settings"]["seed"]
+        seed = loaded.meta.get("settings", {}).get("seed", 0)
         asked = [render_prompt(e.instruction, e.input) for e in instructions("val", count, seed)]
     prompts = [loaded.tokenizer.encode(text) for text in asked]
     context = loaded.model.config.context
@@ -327,12 +329,13 @@ def scores_of(found: dict[str, Any]) -> dict[str, float]:
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that was asked for."""
-    stored = checkpoint.load(trained_model(args.checkpoint))
+    path = trained_model(args.checkpoint)
+    stored = None if is_foreign(path) else checkpoint.load(path)
     name = args.backend if args.backend != "auto" else "cupy" if gpu_is_there() else "numpy"
-    own = stored.meta["settings"]["precision"]
+    own = stored.meta.get("settings", {}).get("precision", "fp32") if stored else "fp32"
     precision = args.precision or (own if name in PRECISIONS[own].backends else "fp32")
     backend = get_backend(name, precision, device=args.device)
-    loaded = build(stored, backend)
+    loaded = build(stored, backend) if stored else load(path, backend)
     config, tuned = loaded.model.config, loaded.meta["kind"] == "sft"
     started = time.perf_counter()
 
@@ -347,7 +350,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     # Instructions are read before anything is measured: what is wrong with them shows at once.
     if tuned:
         prompts, left_out = held_out_prompts(loaded, args.instructions, args.encoding, args.prompts)
-        taught = loaded.meta["settings"]["data"]
+        taught = loaded.meta.get("settings", {}).get("data", ())
         if taught and not args.instructions:
             print(f"the model was fine-tuned on {', '.join(taught)}; give --instructions to ask those held out there "
                   f"rather than those of the {WORLD}")  # fmt: skip

@@ -28,7 +28,7 @@ from tinyforge.errors import run_command
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.registry import find_model
 from tinyforge.report import timed
-from tinyforge.text.shards import SEPARATOR, Shards
+from tinyforge.text.shards import Shards, separator_of
 from tinyforge.train.batches import micro_batches
 from tinyforge.train.card import write_card
 from tinyforge.train.corpus import config_for, corpus_of_text, find_shards, open_corpus, tokenizer_for
@@ -104,7 +104,7 @@ def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | N
 
     # A character can take four tokens: half of the context is left for what follows.
     opening = tokenizer.decode(tokenizer.encode(corpus.opening)[: max(1, config.context // 2)])
-    end = frozenset({tokenizer.specials[SEPARATOR]})
+    end = frozenset({tokenizer.specials[separator_of(tokenizer)]})
 
     def sample() -> str:
         decoder = make_decoder(model, spare_memory=True)

@@ -26,6 +26,7 @@ from tinyforge import checkpoint
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import Loaded, build, model_of, newest_run
+from tinyforge.hub.foreign import is_foreign
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.infer.decoder import Decoder
 from tinyforge.registry import ModelSpec
@@ -98,6 +99,11 @@ def base_of(settings: SftSettings, resume: bool) -> Path:
     base = Path(settings.base) if settings.base else newest_run(("pretrain",))
     if base is None:
         raise UserError("no pretrained run under runs/; run python recipes/pretrain.py first, or give --base DIR")
+    if is_foreign(base):
+        raise UserError(
+            f"--base: {base} is another program's model; bring it in with python -m tinyforge.hub convert {base} DIR "
+            "--format tinyforge, and give DIR"
+        )
     return checkpoint.latest(base)
 
 

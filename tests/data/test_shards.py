@@ -296,7 +296,7 @@ def test_a_folder_with_other_files(tmp_path: Path, corpus: Path) -> None:
 )
 def test_bad_flags(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, flags: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
-    Tokenizer([], ["</s>"]).save(tmp_path / "bare.json")
+    Tokenizer([], ["<x>"]).save(tmp_path / "bare.json")
     assert message in fault(lambda: command.main(["--corpus", str(corpus), "--out", "s", *flags.split()]))
 
 

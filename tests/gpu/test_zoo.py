@@ -81,11 +81,9 @@ def test_a_cache_gives_the_same_as_the_whole_text(name: str) -> None:
     np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name, (_, config) in MODELS.items() if config.vocab >= 256])  # of bytes
 def test_files_hold_the_same_weights_on_both_backends(name: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer([], [])
-    if MODELS[name][1].vocab < tokenizer.vocab_size:
-        pytest.skip("the tokenizer has 256 ids, this model 65")
     model = build(name, "cupy", "bf16")
     save_pretrained(model, tokenizer, tmp_path / name, dtype="bf16")
     again, _ = load_pretrained(tmp_path / name, get_backend("cupy", "bf16"))

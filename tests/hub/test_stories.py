@@ -57,6 +57,19 @@ def test_it_survives_every_format(tmp_path: Path) -> None:
     assert (tmp_path / "tok512.bin").read_bytes() == (FOLDER / "tok512.bin").read_bytes()
 
 
+def test_transformers_tells_the_same_story(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="the peer is transformers, on torch")
+    transformers = pytest.importorskip("transformers", reason="the peer is transformers")
+    save_pretrained(*load_pretrained(FOLDER / "stories260K.bin", FP32), tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    ids = tokenizer("Once upon a time", return_tensors="pt")["input_ids"]
+    assert ids[0, 0] == 1 == model.config.bos_token_id and model.config.eos_token_id == 2
+    with torch.no_grad():
+        told = model.generate(ids, max_new_tokens=257 - ids.shape[1], do_sample=False, eos_token_id=None)
+    assert tokenizer.decode(told[0], skip_special_tokens=True).strip() == published()
+
+
 def test_chat_continues_a_text_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--checkpoint", str(FOLDER / "stories260K.bin"), "--temperature", "0", "--max-tokens", "30"]
     assert chat([*flags, "--prompt", "Once upon a time", "--backend", "numpy"]) == 0

@@ -87,7 +87,8 @@ def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
     config = spec.config.from_dict(meta["config"])
     if "machine" not in meta:
         raise UserError(f"{found.path} was made before runs noted what a card needs; train it again")
-    runs = [("pretrain", meta["base"])] if "base" in meta else []
+    # A base that was imported has no run of ours to tell of.
+    runs = [("pretrain", meta["base"])] if "settings" in meta.get("base", {}) else []
     runs.append((meta["kind"], meta))
     built_in, tuned = not any(run["settings"]["data"] for _, run in runs), meta["kind"] == "sft"
     return CARD.format(

@@ -16,7 +16,7 @@ from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.registry import find_model
 from tinyforge.text import CharTokenizer, TextTokenizer, Tokenizer, load_tokenizer
-from tinyforge.text.shards import SEPARATOR, Part, Shards, is_shard_folder
+from tinyforge.text.shards import Part, Shards, is_shard_folder, separator_of
 from tinyforge.train.batches import MixedTokens, PackedTokens, check_ids, fingerprint
 from tinyforge.train.data_parallel import Sharded, evaluate_heads
 from tinyforge.train.settings import PretrainSettings
@@ -149,7 +149,7 @@ def open_corpus(shards: Shards, settings: PretrainSettings, seq_len: int, heads:
     documents, size = sum(val.documents for val in vals), sum(val.bytes for val in vals)
     few = "; that is few, and figures on it owe much to chance" if documents < FEW_DOCUMENTS or size < FEW_BYTES else ""
     print(f"held out: {documents:,} documents, {size:,} bytes of {', '.join(p.source for p in held_out)}{few}")
-    begin = shards.tokenizer.decode(held_out[0].windows.tokens[:256].tolist()).split(SEPARATOR)
+    begin = shards.tokenizer.decode(held_out[0].windows.tokens[:256].tolist()).split(separator_of(shards.tokenizer))
     opening = opening_of(next((text for text in begin if text.strip()), " "))
     sources = [(shards.sources[name], float(weight / sum(weights.values()))) for name, weight in weights.items()]
     summary = tuple(summarise(s.name, s.licence or NOT_STATED, share, s.train, s.val) for s, share in sources)
@@ -174,7 +174,7 @@ def held_out_text(shards: Shards, settings: PretrainSettings, seq_len: int, head
 
 def pack(texts: Sequence[str], tokenizer: TextTokenizer) -> np.ndarray:
     """One stream of ids, each document followed by the separator."""
-    end = np.array([tokenizer.specials[SEPARATOR]], np.int32)
+    end = np.array([tokenizer.specials[separator_of(tokenizer)]], np.int32)
     parts = [part for ids in tokenizer.encode_many(texts) for part in (ids, end)]
     return np.concatenate([end[:0], *parts], dtype=np.int32, casting="same_kind")
 
@@ -199,8 +199,7 @@ def tokenizer_for(
         tokenizer = CharTokenizer.of([*training, *held_out])
     elif settings.tokenizer:
         tokenizer = load_tokenizer(settings.tokenizer)
-        if SEPARATOR not in tokenizer.specials:
-            raise UserError(f"--tokenizer: {settings.tokenizer} has no special token {SEPARATOR}; use another")
+        separator_of(tokenizer)  # refuses one that has none
     else:
         progress = sys.stderr.isatty()
         tokenizer = Tokenizer.train(training, config.vocab, progress=progress, exact=bool(asked and settings.data))
