@@ -367,7 +367,7 @@ def test_memory_is_linear_in_length() -> None:
 
 
 def test_head_sizes_without_a_kernel_are_refused() -> None:
-    for d, dtype, wanted in ((48, BF16, "32, 64, 128"), (256, np.float32, "1 to 128")):
+    for d, dtype, wanted in ((256, BF16, "1 to 128"), (256, np.float32, "1 to 128")):
         x = upload(np.zeros((1, 4, 3, d)), dtype)
         with pytest.raises(UserError, match=wanted) as refusal:
             forward(dtype, *split(x, 1, 1))

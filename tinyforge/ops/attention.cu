@@ -384,7 +384,8 @@ __device__ inline void hide_outside(Scores &s, int key, int low, int seen, int k
             }
 }
 // The transposed case: rows are keys, columns are queries.
-__device__ inline void hide_outside_transposed(Scores &s, int key, int query, int back, int forth, int row, int column) {
+__device__ inline void hide_outside_transposed(Scores &s, int key, int query, int back, int forth, int row,
+                                               int column) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -503,7 +504,8 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            total[m][half] = finish_row(total[m][half], top[m][half], lse, unit.first, queries, m * 16 + half * 8, lane / 4, lane % 4 * 2);
+            total[m][half] = finish_row(total[m][half], top[m][half], lse, unit.first, queries, m * 16 + half * 8,
+                                        lane / 4, lane % 4 * 2);
     store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, unit.first, queries, sums, total,
                q_tile, lane);
 }

@@ -186,7 +186,8 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
     lse += (unit.batch * heads + unit.head) * queries;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-        total[0][half] = finish_row(total[0][half], top[0][half], lse, unit.first, queries, half * 8, at.row, at.column);
+        total[0][half] = finish_row(total[0][half], top[0][half], lse, unit.first, queries, half * 8, at.row,
+                                    at.column);
     store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, first, queries, sums, total, q_rows,
                at.lane);
 }
@@ -340,7 +341,8 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
                 multiply_commit();
                 multiply_wait<1>();
                 settled(p[0]);
-                if (query + part < first_of_worker + OWN - 1) hide_past(p, first_of_worker + at.row, query + part, 0, at.column);
+                if (query + part < first_of_worker + OWN - 1)
+                    hide_past(p, first_of_worker + at.row, query + part, 0, at.column);
                 const u32 row_stats = all_stats + (stage * TILE + part + at.column) * 8;
 #pragma unroll
                 for (int n = 0; n < 8; ++n) {

@@ -269,7 +269,8 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float inverse = finish_row(total[m][half], top[m][half], lse, unit.first, queries, m * 16 + half * 8, lane / 4, lane % 4 * 2);
+            const float inverse = finish_row(total[m][half], top[m][half], lse, unit.first, queries, m * 16 + half * 8,
+                                             lane / 4, lane % 4 * 2);
             scale_columns(sums, 2 * m + half, inverse, lane);
         }
     store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, unit.first, queries, sums, 1, lane);
