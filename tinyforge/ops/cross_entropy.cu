@@ -48,7 +48,9 @@ typedef Wide<T> A;
 #define RESIDENT (PER && PER * VEC <= 16 ? 8 : 4)
 
 // A thread for each row. Numbers past the vocabulary, up to `pitch`, become 0.
-extern "C" __global__ void softmax_residual_naive(A *nll, T *logits, const int *targets, int rows, int vocab, int pitch) {
+extern "C" __global__ void softmax_residual_naive(
+    A *nll, T *logits, const int *targets, int rows, int vocab, int pitch
+) {
     const int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
     T *const z = logits + i64(row) * pitch;
