@@ -69,7 +69,7 @@ def test_layernorm_backward(rows: int, width: int, precision: str) -> None:
     fast = [s.copy() for s in sums]
     launch("layernorm", "layernorm_bwd_naive", precision, max(rows, width), dx, *sums, dy, weight, x, mean, rstd,
            rows, width, PER=0)  # fmt: skip
-    assert_close(layernorm_bwd(*fast, dy, weight, x, mean, rstd, None), dx, precision)
+    assert_close(layernorm_bwd(fast[0], fast[1], dy, weight, x, mean, rstd, None), dx, precision)
     for got, wanted in zip(fast, sums, strict=True):
         assert_close(got, wanted, precision)
 
