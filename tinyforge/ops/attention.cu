@@ -1,7 +1,7 @@
 // Grouped-query attention, forward and backward (FlashAttention): no T x T matrix in memory, no atomics.
 //
-// Two families of kernels, chosen by macros, a third with Hopper's own instructions in attention_hopper.cu, a fourth
-// for float32 with products in TF32 in attention_tf32.cu:
+// Two families of kernels, chosen by macros. attention_hopper.cu has a third, with Hopper's own instructions, and
+// attention_tf32.cu a fourth, for float32 with products in TF32.
 //
 //   REAL=float, double or bf16, HEAD_DIM up to 128     read these first; gradient checks run them, and bf16 at head
 //                                                      sizes that the tensor-core kernels do not have
@@ -14,23 +14,23 @@
 //     attention_bwd_kv_mma     dk, dv                       one warp: OWN keys of one kv head
 //
 // The idea. A block keeps its own rows on the chip and streams the rows of the other side past them, a tile at a time.
-// Forward: scores of a tile, running maximum and sum (online softmax), P V into the output's accumulators. Backward
-// has no use for the maximum: P = exp(S - lse) at once. It runs twice over the pairs. The first kernel owns queries:
-// it takes delta = rowsum(dO * O), keeps (lse, delta) of each row for the second kernel, and sums dQ = dS K. The
-// second owns keys and streams the queries of every head that reads them, so that the sum over a group of heads stays
-// in registers: dV = P^T dO, dK = dS^T Q. That is seven products where five would do, if dQ were added up in memory
-// by atomics; in return the sums have one order, and two runs give the same bits.
+// Forward computes the scores of a tile, keeps a running maximum and sum (online softmax), and adds P V to the output
+// in registers. Backward needs no maximum: P = exp(S - lse). It visits each pair of tiles twice. The first kernel owns
+// queries: it computes delta = rowsum(dO * O), stores (lse, delta) of each row for the second kernel, and sums dQ = dS
+// K. The second owns keys and streams the queries of every head that reads them, so the sum over a group of heads stays
+// in registers: dV = P^T dO, dK = dS^T Q. That is seven products instead of five. Five would need atomics to add up dQ
+// in memory; seven give every sum a fixed order, and two runs the same bits.
 //
-// A query at position t of the last T of S positions sees keys 0 .. t + (S - T). With BAND=1, a macro, it sees those from
-// `back` before its own position to `forth` after it, two more arguments: a sliding window, or all keys both ways. The
-// causal kernels know nothing of it. A band's tiles of keys begin where the block's first query begins to see, so a row
-// may see nothing of the first ones: its maximum is then still -inf, and 0 stands in for it. The kernel that owns keys
-// skips the products with queries too far behind them, but loads them.
+// A query at position t of the last T of S positions sees keys 0 .. t + (S - T). With the macro BAND=1 it sees the keys
+// from `back` before its own position to `forth` after it (two more arguments): a sliding window, or all keys in both
+// directions. The causal kernels do not contain that code. A band's tiles of keys begin with the first key that the
+// block's first query sees. So another row may see no key of the first tiles: its maximum is then still -inf, and 0 is
+// used instead. The kernel that owns keys loads queries too far behind them, but skips their products.
 // Tensors are (batch, token, head, dim) with heads side by side; token and batch strides are arguments, so that q, k, v
 // are views of one packed tensor.
 //
-// Grid, block, shared memory: above each kernel. Blocks of the same sequence and kv head differ in y, the longest come
-// first: the short ones fill the gaps at the end.
+// Grid, block and shared memory are stated above each kernel. Blocks of the same sequence and kv head differ in y, the
+// longest come first: the short ones fill the gaps at the end.
 //
 // Registers (sm_90), none spilled: plain 118 to 128 in float at head size 64; mma.sync at 64: forward 246 (two blocks
 // of four warps on a multiprocessor), backward_q 128 (four), backward_kv 252 (two).
@@ -89,8 +89,8 @@ __device__ inline int first_key(int position, int back, int tile) {
 // ------------------------------------------------------------------------------------------------- the plain kernels
 //
 // 256 threads as 16 x 16. A thread computes a PER x PER piece of a tile of scores: rows ty + 16 i, columns tx + 16 j.
-// The strided pieces let the 16 threads of a row read 16 different rows of the other operand at once, 16 bytes each;
-// rows are VEC elements longer than needed, so that these reads fall into different banks.
+// So the 16 threads of a row read 16 different rows of the other operand at once, 16 bytes each. Rows are padded by VEC
+// elements, so that these reads fall into different banks.
 
 constexpr int THREADS = 256;
 typedef Wide<REAL> A; // what is computed with, and kept in shared memory
@@ -117,7 +117,7 @@ struct Place {
     __device__ int dim(int c) const { return (c / WIDE * 16 + tx) * WIDE + c % WIDE; }
 };
 
-// ROWS rows of global memory, from `first` on, zeros behind row `stop`.
+// Loads ROWS rows of global memory, from row `first` on; zeros from row `stop` on.
 __device__ void load_tile(A *tile, const REAL *from, i64 token, int first, int stop, A scale = 1) {
     constexpr int STEP = D * sizeof(REAL) % 16 == 0 ? VEC : 1; // else rows are not aligned
     constexpr int PER_ROW = PADDED / STEP;
@@ -165,7 +165,7 @@ __device__ void add_product(Sums &out, const A *p, const A *m, Place at) {
     }
 }
 
-// The 16 threads of a row are half a warp: what they write for themselves to read needs no barrier of the block.
+// The 16 threads of a row are half a warp and read only what they wrote themselves: no barrier of the block is needed.
 __device__ void store_scores(A *p, const Scores &x, Place at) {
     __syncwarp();
     for (int i = 0; i < PER; ++i)
@@ -371,7 +371,8 @@ __device__ inline void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u3
 
 typedef float Sums[ROW_TILES][D / 8][4];
 
-// Minus infinity for keys (columns, from `key` on) outside the band of a query (row): the first row sees low .. seen - 1.
+// Minus infinity for keys (columns, from `key` on) outside the band of a query (row): the first row sees low .. seen -
+// 1.
 __device__ inline void hide_outside(Scores &s, int key, int low, int seen, int keys, int row, int column) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
@@ -384,7 +385,8 @@ __device__ inline void hide_outside(Scores &s, int key, int low, int seen, int k
             }
 }
 // The transposed case: rows are keys, columns are queries.
-__device__ inline void hide_outside_transposed(Scores &s, int key, int query, int back, int forth, int row, int column) {
+__device__ inline void hide_outside_transposed(Scores &s, int key, int query, int back, int forth, int row,
+                                               int column) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -503,7 +505,8 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            total[m][half] = finish_row(total[m][half], top[m][half], lse, unit.first, queries, m * 16 + half * 8, lane / 4, lane % 4 * 2);
+            total[m][half] = finish_row(total[m][half], top[m][half], lse, unit.first, queries, m * 16 + half * 8,
+                                        lane / 4, lane % 4 * 2);
     store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, unit.first, queries, sums, total,
                q_tile, lane);
 }
@@ -630,8 +633,8 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
 
 #if PART == BACKWARD_KV
 // Grid (batch * kv heads, ceil(keys / (WORKERS * OWN))); shared: k and v of each warp, two stages of q and dO with the
-// statistics of their rows. Longest blocks first: the first keys. HELD: how many of the left operands' 2 STEPS fragments
-// (those of k, then those of v) stay in registers; the others are fetched again for every piece of queries.
+// statistics of their rows. Longest blocks first: the first keys. HELD: how many of the left operands' 2 STEPS
+// fragments (those of k, then those of v) stay in registers; the others are fetched again for every piece of queries.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const float2 *stats, bf16 *dk,
                      bf16 *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,

@@ -170,8 +170,8 @@ __device__ inline void hide_past(Scores &s, int key, int query, int row, int col
 }
 
 // The online softmax of a row (m, half): raises its maximum, `top`, to that of the new scores, and returns what sums
-// under the old maximum are to be multiplied by. Maxima are in powers of two, hence `scale`. Key 0 is in the first piece
-// and every row sees it: top is finite from there on.
+// under the old maximum are to be multiplied by. Maxima are in powers of two, hence `scale`. Key 0 is in the first
+// piece and every row sees it: top is finite from there on.
 __device__ inline float raise_top(float &top, const Scores &s, int m, int half, float scale) {
     float most = s[m][0][2 * half];
 #pragma unroll
@@ -197,8 +197,8 @@ __device__ inline float finish_row(float total, float top, float *lse, int first
 // (lse in powers of two, delta) of each of a warp's rows, for this warp in shared memory (`mine`) and for the kernel
 // that owns keys in `stats`. delta_of(i, row, chunk): delta of a row, in all lanes that hold chunks of it.
 template <class Delta>
-__device__ inline void make_statistics(float2 *mine, float2 *stats, const float *lse, i64 first_row, int first, i64 stop,
-                                       int lane, RowValues &row_lse, RowValues &delta, Delta delta_of) {
+__device__ inline void make_statistics(float2 *mine, float2 *stats, const float *lse, i64 first_row, int first,
+                                       i64 stop, int lane, RowValues &row_lse, RowValues &delta, Delta delta_of) {
 #pragma unroll
     for (int i = 0; i < OWN_CHUNKS; ++i) {
         const int row = (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS, t = first + row;
@@ -227,8 +227,8 @@ struct QueryTiles {
     i64 q_token, dy_token, queries;
     int start, query, head; // start: the first query that sees any of the block's keys
 
-    __device__ QueryTiles(const Number *q, const Number *dy, const float2 *stats, i64 q_token, i64 dy_token, i64 queries,
-                          int start)
+    __device__ QueryTiles(const Number *q, const Number *dy, const float2 *stats, i64 q_token, i64 dy_token,
+                          i64 queries, int start)
         : q(q), dy(dy), stats(stats), q_token(q_token), dy_token(dy_token), queries(queries), start(start), head(0),
           query(start) {}
 
@@ -271,8 +271,8 @@ __device__ inline void pack_scores(u32 (&a)[4], const Scores &s, int m, int step
     }
 }
 
-// Stores the sums of a warp's rows, scaled, as bf16: through the warp's own part of shared memory, so that every store to
-// global memory has 16 bytes.
+// Stores the sums of a warp's rows, scaled, as bf16: through the warp's own part of shared memory, so that every store
+// to global memory has 16 bytes.
 __device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, const float (&x)[ROW_TILES][D / 8][4],
                                   const RowValues &scale, u32 tile, int lane) {
     __syncwarp();
@@ -304,7 +304,8 @@ __device__ inline void load_out(uint4 (&part)[OWN_CHUNKS], const bf16 *out, i64 
     }
 }
 
-// The sum over a row of the products of 8 numbers in shared memory and 8 in registers, by the CHUNKS lanes that hold it.
+// The sum over a row of the products of 8 numbers in shared memory and 8 in registers, by the CHUNKS lanes that hold
+// it.
 __device__ inline float row_product(u32 place, uint4 y) {
     const uint4 x = load_chunk(place);
     float sum = low(x.x) * low(y.x) + high(x.x) * high(y.x) + low(x.y) * low(y.y) + high(x.y) * high(y.y) +

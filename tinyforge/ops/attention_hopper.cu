@@ -4,14 +4,14 @@
 //   PART=BACKWARD_Q    attention_bwd_q_wgmma     dq, and the statistics     one warpgroup: 64 queries of one head
 //   PART=BACKWARD_KV   attention_bwd_kv_wgmma    dk, dv                     one warpgroup: 64 keys of one kv head
 //
-// The idea is attention.cu's, and so are the units of work, the statistics and the order of the sums. What changes is
-// who fetches operands: wgmma reads them from shared memory by itself, once for the 64 rows of a warpgroup, where every
-// warp of 16 or 32 rows had to bring the same fragments through its registers. Only head size 64: a row is then 128
-// bytes, the width of the swizzle that wgmma knows, and that swizzle is the one of `swizzled`.
+// The idea, the units of work, the statistics and the order of sums are those of attention.cu; read it first. The
+// difference is how operands are fetched. wgmma reads them from shared memory, once for the 64 rows of a warpgroup;
+// with mma.sync every warp of 16 or 32 rows brings the same fragments through its registers. Head size 64 only: a row
+// is then 128 bytes, the width of wgmma's swizzle, which is the one of `swizzled`.
 //
-// A block is one warpgroup; blocks do not wait for each other, so that one's exponentials run under another's products.
+// A block is one warpgroup. Blocks do not wait for each other, so one computes exponentials while another multiplies.
 // Shared memory 40 KB (forward), 48.5 KB (backward_q), 49 KB (backward_kv). Registers, none spilled: 115, 125, 168; so
-// four, four and three blocks on a multiprocessor.
+// four, four and three blocks per multiprocessor.
 //
 // Tried, at 16 x 1024 tokens, 12/4 heads of 64, on an H200, in us:
 //   forward       one warpgroup a block 82; two 85; three, the heads of a group on the same keys, 105: the barrier at
@@ -144,7 +144,7 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
     for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         shared_fence();
-        __syncthreads(); // this tile is there, and nobody reads the other stage any more
+        __syncthreads(); // this tile has arrived, and no thread reads the other stage any more
         if (key + TILE < seen_by_block)
             load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, keys, at.thread);
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
@@ -186,7 +186,8 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
     lse += (unit.batch * heads + unit.head) * queries;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-        total[0][half] = finish_row(total[0][half], top[0][half], lse, unit.first, queries, half * 8, at.row, at.column);
+        total[0][half] = finish_row(total[0][half], top[0][half], lse, unit.first, queries, half * 8, at.row,
+                                    at.column);
     store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, first, queries, sums, total, q_rows,
                at.lane);
 }
@@ -340,7 +341,8 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
                 multiply_commit();
                 multiply_wait<1>();
                 settled(p[0]);
-                if (query + part < first_of_worker + OWN - 1) hide_past(p, first_of_worker + at.row, query + part, 0, at.column);
+                if (query + part < first_of_worker + OWN - 1)
+                    hide_past(p, first_of_worker + at.row, query + part, 0, at.column);
                 const u32 row_stats = all_stats + (stage * TILE + part + at.column) * 8;
 #pragma unroll
                 for (int n = 0; n < 8; ++n) {
@@ -358,7 +360,7 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
                 settled(ds[0]);
 #pragma unroll
                 for (int n = 0; n < 8; ++n) {
-                    const float4 two = stats_of_two(row_stats + n * 64); // again: registers are scarcer than time
+                    const float4 two = stats_of_two(row_stats + n * 64); // reloaded: registers are scarcer than time
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const u32 pair = a[n / 2][n % 2 * 2 + i / 2];

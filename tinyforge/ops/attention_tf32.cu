@@ -4,30 +4,29 @@
 //   PART=BACKWARD_Q    attention_bwd_q_tf32     dq, and the statistics     one warp: OWN queries of one head
 //   PART=BACKWARD_KV   attention_bwd_kv_tf32    dk, dv                     one warp: OWN keys of one kv head
 //
-// The idea is attention.cu's, and so are the units of work, the statistics and the order of the kernels. Numbers are
-// float32 everywhere but in the factors of products, which are rounded to 10 bits of mantissa, to nearest. A warp
-// rounds its own rows once, where they lie in shared memory; scores once, where they arise; streamed rows at each
-// fetch: to do it once a block would cost a pass over the tile and a barrier. delta is taken from dO before that is
-// rounded.
+// The idea, the units of work, the statistics and the order of the kernels are those of attention.cu; read it first.
+// Numbers are float32, but the factors of products are rounded to 10 bits of mantissa, to nearest. A warp rounds its
+// own rows once, in shared memory; scores once, in registers; streamed rows at each fetch, because rounding them once
+// per block would cost a pass over the tile and a barrier. delta is computed from dO before dO is rounded.
 //
 // Fragments of mma.m16n8k8, with g = lane / 4 and c = lane % 4: a lane holds
 //   A (16 x 8): a[0] = (g, c), a[1] = (g + 8, c), a[2] = (g, c + 4), a[3] = (g + 8, c + 4)
 //   B (8 x 8):  b[0] = (c, g), b[1] = (c + 4, g)
 //   C (16 x 8): c[0..1] = (g, 2c..2c + 1), c[2..3] = (g + 8, 2c..2c + 1)
 //
-// Scores, a product along rows: ldmatrix hands a lane one number of four bytes as readily as two of two bytes, so A and
-// B come as in bf16.
+// Scores are a product along rows. ldmatrix gives a lane one 4-byte number as it gives two 2-byte numbers, so A and B
+// are loaded as in bf16.
 //
-// The products with scores run across rows, and ldmatrix cannot transpose numbers of four bytes. So the sums are kept
+// The products with scores run across rows, and ldmatrix cannot transpose 4-byte numbers. So the sums are kept
 // transposed, sums^T += tile^T P^T, with scores as the right operand. Half a C, (g, 2c..2c + 1), then stands where B
-// wants the rows c and c + 4 of column g. But a product stays the same when the columns of A and the rows of B change
-// places alike: key 2c counts as row c, key 2c + 1 as row c + 4, and a pair of accumulators is a B as it lies, without
-// a shuffle or a move. A reads the rows 2c and 2c + 1 of the tile to match. The order of A's own rows is free as well:
-// the dims 2n and 2n + 1 count as rows n and n + 8, so that a[0..1] and a[2..3] are one 8-byte load each. Half a warp
-// reads two pieces of 16 bytes of each of four rows of one parity; the swizzle puts these into all banks, once.
+// needs the rows c and c + 4 of column g. A product does not change if the columns of A and the rows of B are permuted
+// alike. So key 2c counts as row c and key 2c + 1 as row c + 4, and a pair of accumulators is a B, without a shuffle or
+// a move. A reads the rows 2c and 2c + 1 of the tile to match. The order of A's own rows is free as well: the dims 2n
+// and 2n + 1 count as rows n and n + 8, so that a[0..1] and a[2..3] are one 8-byte load each. Half a warp reads two
+// pieces of 16 bytes of each of four rows of one parity; the swizzle puts these into all banks, once.
 //
 // At head size 64: forward 248 registers and 96 KB of shared memory, backward_q 246 and 97 KB, backward_kv 251 and 96.5
-// KB (sm_90), none spilled: two blocks of four warps on a multiprocessor of Hopper, one where it has 164 KB (sm_80).
+// KB (sm_90), none spilled: two blocks of four warps per multiprocessor on Hopper, one where it has 164 KB (sm_80).
 // Every variant fits into 99 KB.
 //
 // Tried on an H200, at head size 64, 12 and 4 heads, us at 32 x 512 and 16 x 1024:
@@ -232,7 +231,7 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
     u32 stage = 0;
     for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
-        __syncthreads(); // this tile is there, and nobody reads the other stage any more
+        __syncthreads(); // this tile has arrived, and no thread reads the other stage any more
         if (key + TILE < seen_by_block)
             load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, keys, thread);
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
@@ -269,7 +268,8 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float inverse = finish_row(total[m][half], top[m][half], lse, unit.first, queries, m * 16 + half * 8, lane / 4, lane % 4 * 2);
+            const float inverse = finish_row(total[m][half], top[m][half], lse, unit.first, queries, m * 16 + half * 8,
+                                             lane / 4, lane % 4 * 2);
             scale_columns(sums, 2 * m + half, inverse, lane);
         }
     store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, unit.first, queries, sums, 1, lane);

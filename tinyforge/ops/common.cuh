@@ -13,7 +13,7 @@ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 #define INFINITY __int_as_float(0x7f800000)
 #define NAN __int_as_float(0x7fffffff)
 
-// The upper half of a float. Own type, own conversions: CUDA's header for it takes longer to compile than a kernel.
+// The upper half of a float. Not CUDA's own type: its header takes longer to compile than a kernel.
 struct bf16 {
     unsigned short bits;
 };
@@ -47,7 +47,8 @@ __device__ __forceinline__ Wide<T> rounded(Wide<T> x) {
     return widen(stored);
 }
 
-// N elements that move in one access (two, where they are more than 16 bytes). Aligned addresses are the caller's duty.
+// N elements that move in one access, or several if they have more than 16 bytes. The caller must pass aligned
+// addresses.
 template <class T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
     T v[N];
@@ -62,7 +63,7 @@ __device__ __forceinline__ void store(T *to, const Pack<T, N> &pack) {
     *reinterpret_cast<Pack<T, N> *>(to) = pack;
 }
 
-// The same for what is not read again soon: such lines leave the L2 cache first.
+// The same for data that is not read soon: such lines are evicted from the L2 cache first.
 template <class T, int N>
 __device__ __forceinline__ void store_streaming(T *to, const Pack<T, N> &pack) {
     if constexpr (sizeof(pack) == 16) {
@@ -72,8 +73,7 @@ __device__ __forceinline__ void store_streaming(T *to, const Pack<T, N> &pack) {
     }
 }
 
-// What another block of the same kernel has written: from the L2 cache, past this multiprocessor's own, which may be
-// old.
+// Reads what another block of the same kernel has written: from the L2 cache, as the multiprocessor's own may be stale.
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> load_from_l2(const Pack<T, N> *from) {
     Pack<T, N> pack;
@@ -108,8 +108,8 @@ __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// sum += a b^T on tensor cores, in bf16: mma.m16n8k16. With g = lane / 4 and c = 2 (lane % 4), a lane holds two adjacent
-// columns of a row in each register:
+// sum += a b^T on tensor cores, in bf16: mma.m16n8k16. With g = lane / 4 and c = 2 (lane % 4), a lane holds two
+// adjacent columns of a row in each register:
 //   a (16 x 16): a0 = (g, c..c+1), a1 = (g + 8, c..c+1), a2 = (g, c+8..c+9), a3 = (g + 8, c+8..c+9)
 //   b (8 x 16):  b0 = (g, c..c+1), b1 = (g, c+8..c+9)
 //   sum (16 x 8): sum[0..1] = (g, c..c+1), sum[2..3] = (g + 8, c..c+1)

@@ -1,6 +1,7 @@
 // cross_entropy: logits into softmax - onehot where they lie, and -log p(target) of each row.
 //
 // Kernels:  softmax_residual     a row of V logits: nll and, where asked, its residual in place
+//           softmax_residual_naive   the same: read it first; tests compare the two
 //           sum_heads            nll[k] = sum over tokens of the rows' nll, in float64
 //           scale_heads          y = c[k] x for the part of x that belongs to head k
 //           add_scaled_heads     y += c[k] x
@@ -45,6 +46,24 @@ typedef Wide<T> A;
 
 // Blocks of 256 threads that must fit on a multiprocessor: all that it can hold where a thread keeps few numbers.
 #define RESIDENT (PER && PER * VEC <= 16 ? 8 : 4)
+
+// A thread for each row. Numbers past the vocabulary, up to `pitch`, become 0.
+extern "C" __global__ void softmax_residual_naive(
+    A *nll, T *logits, const int *targets, int rows, int vocab, int pitch
+) {
+    const int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= rows) return;
+    T *const z = logits + i64(row) * pitch;
+    const int target = targets[row];
+    A top = -INFINITY, sum = 0;
+    for (int v = 0; v < vocab; v++) top = largest(top, widen(z[v]));
+    for (int v = 0; v < vocab; v++) sum += exp(widen(z[v]) - top);
+    nll[row] = target < 0 ? A(0) : log(sum) + top - widen(z[target]);
+    for (int v = 0; v < pitch; v++) {
+        const A probability = v < vocab ? exp(widen(z[v]) - top) / sum : A(0);
+        narrow(target < 0 ? A(0) : probability - (v == target ? A(1) : A(0)), z[v]);
+    }
+}
 
 // Vector v of a row.
 __device__ __forceinline__ Pack<T, VEC> logits_at(const T *z, int v, int vocab) {

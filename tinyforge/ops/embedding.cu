@@ -3,6 +3,7 @@
 // Kernels:  embedding_fwd     a thread for each vector of y
 //           embedding_order   the tokens in the order of their ids
 //           embedding_bwd     dW, from the tokens in that order
+//           embedding_bwd_naive   dW: read it first; tests compare the two
 //
 // Idea of backward. Adding dy[n] to row ids[n] with atomics gives other bits in each run. So the tokens are sorted
 // first, by a counting sort that keeps equal ids in their order. A block of embedding_order looks for SHELF rows of W:
@@ -49,6 +50,17 @@ extern "C" __global__ void __launch_bounds__(256) embedding_fwd(
     if (i >= total) return;
     const u32 n = i / vectors;
     store(y + i64(i) * VEC, load<VEC>(table + (i64(ids[n]) * vectors + (i - n * vectors)) * VEC));
+}
+
+// A thread for each number of dW, which looks through all ids.
+extern "C" __global__ void embedding_bwd_naive(
+    A *dtable, const T *dy, const int *ids, int tokens, int rows, int width
+) {
+    const i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= i64(rows) * width) return;
+    for (int n = 0; n < tokens; n++) {
+        if (ids[n] == i / width) dtable[i] += widen(dy[i64(n) * width + i % width]);
+    }
 }
 
 // Calls use(row, n, equal, all) for each token n of this warp's share whose id is first + row, row < SHELF, in the

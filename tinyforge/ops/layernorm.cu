@@ -2,6 +2,7 @@
 //
 // Kernels:  layernorm_fwd, add_layernorm_fwd    y, mean and r (and x = residual + delta)
 //           layernorm_bwd, add_layernorm_bwd    dx (plus the gradient of the residual stream), partial sums of dw and db
+//           layernorm_bwd_naive                 dx, dw and db: read it first; tests compare the two
 //           layernorm_columns                   partial sums of dw and db alone, for rows that do not fit in registers
 //
 // Idea. As rmsnorm.cu: a warp takes a row, sums are shuffles, dw and db stay in registers over all rows of a warp, and
@@ -28,6 +29,31 @@
 // spills: none
 
 #include "ops/rows.cuh"
+
+// A thread for each row of dx and for each column of dw and db.
+extern "C" __global__ void layernorm_bwd_naive(
+    T *dx, A *dweight, A *dbias, const T *dy, const T *weight, const T *x, const A *mean, const A *rstd, int rows,
+    int width
+) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const auto xhat = [&](int n, int c) { return (widen(x[i64(n) * width + c]) - mean[n]) * rstd[n]; };
+    if (i < rows) {
+        const i64 at = i64(i) * width;
+        A sum = 0, along = 0;
+        for (int c = 0; c < width; c++) {
+            const A g = widen(dy[at + c]) * widen(weight[c]);
+            sum += g, along += g * xhat(i, c);
+        }
+        for (int c = 0; c < width; c++) {
+            const A g = widen(dy[at + c]) * widen(weight[c]);
+            narrow(rstd[i] * (g - sum / A(width) - xhat(i, c) * along / A(width)), dx[at + c]);
+        }
+    }
+    for (int n = 0; i < width && n < rows; n++) {
+        const A d = widen(dy[i64(n) * width + i]);
+        dweight[i] += d * xhat(n, i), dbias[i] += d;
+    }
+}
 
 template <bool ADD>
 __device__ __forceinline__ void forward(

@@ -2,6 +2,7 @@
 //
 // Kernels:  rmsnorm_fwd, add_rmsnorm_fwd      y and r (and x = residual + delta)
 //           rmsnorm_bwd, add_rmsnorm_bwd      dx (plus the gradient of the residual stream), partial sums of dw
+//           rmsnorm_bwd_naive                 dx and dw: read it first; tests compare the two
 //           rmsnorm_dweight                   partial sums of dw alone, for rows that do not fit in registers
 //
 // Idea. A warp takes a row and keeps it in registers (rows.cuh). Sums over the row are shuffles; there is no barrier.
@@ -36,6 +37,26 @@
 // spills: none
 
 #include "ops/rows.cuh"
+
+// A thread for each row of dx and for each column of dw.
+extern "C" __global__ void rmsnorm_bwd_naive(
+    T *dx, A *dweight, const T *dy, const T *weight, const T *x, const A *rstd, int rows, int width
+) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < rows) {
+        const i64 at = i64(i) * width;
+        const A r = rstd[i];
+        A along = 0;
+        for (int c = 0; c < width; c++) along += widen(dy[at + c]) * widen(weight[c]) * widen(x[at + c]);
+        for (int c = 0; c < width; c++) {
+            const A g = widen(dy[at + c]) * widen(weight[c]);
+            narrow(r * (g - widen(x[at + c]) * r * r * along / A(width)), dx[at + c]);
+        }
+    }
+    for (int n = 0; i < width && n < rows; n++) {
+        dweight[i] += widen(dy[i64(n) * width + i]) * widen(x[i64(n) * width + i]) * rstd[n];
+    }
+}
 
 template <bool ADD>
 __device__ __forceinline__ void forward(

@@ -2,23 +2,24 @@
 //
 // Kernel:  decode_batch     `passes` passes over all layers, a new position of each row in each; logits, tokens drawn
 //
-// Idea. Rows of a batch have nothing to say to each other. Sixteen of them, as many as a product on tensor cores takes,
-// are the rows of a team: TEAM blocks that go through all layers together and wait for nobody else. A batch of 64 is
-// four teams. Each reads all weights, from the L2 cache, where the first one to come has put them.
-//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory (`Queue`), filled by
-// cp.async up to DEPTH pieces ahead, through all barriers and from one token into the next. A piece is the right
-// operand of two products, as it lies in memory.
-//   Activations are the left operand, and lie in memory as the registers of one (`place`): the epilogue of a product
-// writes what the next one loads, 16 bytes a lane. Each warp of a block takes its part of the columns, in registers,
-// and multiplies it with all tiles of the block; the parts of the warps meet in shared memory, in a fixed order.
-//   Between two steps all blocks of a team meet at a counter (`arrive`, `wait`). The gain of a norm is multiplied into
-// what the step before writes, 1 / rms follows the product: there is no step for a norm. The residual stream stays in
-// the shared memory of the block that owns its columns.
-//   Attention: a row and a kv head are CREW warps', whose query heads share each key and value. The first keys and
-// values of earlier tokens are loaded before the queries are there.
-//   RESIDENT blocks, of different teams, share a multiprocessor: one computes while the other waits.
-//   bf16 runs on tensor cores. float and double multiply and add, from the same queue and the same places: they are the
-// reference. Sums run in an order that depends on shapes and on the number of blocks alone: the same bits every time.
+// Idea. The rows of a batch do not depend on each other. A team of TEAM blocks serves sixteen of them, as many as a
+// tensor-core product takes, goes through all layers with them, and waits for no other team. A batch of 64 is four
+// teams. Each team reads all weights; the first one to read them brings them into the L2 cache for the others.
+//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory (`Queue`). cp.async fills
+// it up to DEPTH pieces ahead, across all barriers and from one token into the next. A piece as stored is the right
+// operand of two products.
+//   Activations are the left operand, stored in the layout of its registers (`place`): the epilogue of a product writes
+// what the next one loads, 16 bytes per lane. Each warp of a block holds its part of the columns in registers and
+// multiplies it with all tiles of the block. The warps' partial sums meet in shared memory, in a fixed order.
+//   Between two steps all blocks of a team meet at a counter (`arrive`, `wait`). A norm is no step of its own: its gain
+// is multiplied into what the step before writes, and 1 / rms follows the product. The residual stream stays in the
+// shared memory of the block that owns its columns.
+//   Attention: CREW warps compute a row and a kv head, whose query heads share each key and value. The first keys and
+// values of earlier tokens are loaded before the queries arrive.
+//   RESIDENT blocks of different teams share a multiprocessor: one computes while the other waits.
+//   bf16 runs on tensor cores. float and double use multiply-adds on the same queue and layout; they are the reference.
+// The order of sums depends only on shapes and the number of blocks: the same bits every time.
+// Tried and dropped: docs/kernels/decode-batch.md, with times.
 // Grid: teams x TEAM blocks, at most what fits at once (cooperative launch). Block: WARPS x 32 threads.
 //
 // compile: SCALAR=bf16 TEAM=66|264 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=16 RESIDENT=2
@@ -26,8 +27,8 @@
 
 #include "infer/cuda/decode.cuh"
 
-// How the work is spread, where the launcher does not say.
-#ifndef RESIDENT  // blocks of a multiprocessor
+// How the work is spread, unless the launcher defines it.
+#ifndef RESIDENT  // blocks per multiprocessor
 #define RESIDENT 1
 #endif
 
@@ -40,8 +41,9 @@ typedef Pack<A, 2> Pair;
 
 #include "infer/cuda/sampler.cuh"
 
-// Where number k of a row is, of activations that a product takes: on tensor cores (m16n8k16) 16 bytes a lane, the four
-// registers of a left operand, 32 lanes for 16 numbers of each row. k and k + 1 are side by side where k is even.
+// The index of number k of a row, in activations that are the input of a product. For tensor cores (m16n8k16) each lane
+// has 16 bytes, the four registers of a left operand; 32 lanes hold 16 numbers of each row. For even k, k + 1 follows
+// k.
 template <int COLUMNS>
 __device__ __forceinline__ int place(int row, int k) {
     if constexpr (TENSOR_CORES) {
@@ -50,12 +52,12 @@ __device__ __forceinline__ int place(int row, int k) {
         return row * padded(COLUMNS) + k;
     }
 }
-// The k of hidden unit number i of a tile: what a tile computes of a row then fills 16 bytes.
+// The k of hidden unit i of a tile, chosen so that four tiles fill the 16 bytes of a lane.
 __device__ __forceinline__ int hidden_place(int tile, int i) {
     return tile / 4 * 16 + i / 2 * 8 + tile % 4 * 2 + i % 2;
 }
 
-// What the blocks of a team make for each other. `squares`: of the residual stream, a part for each tile of it.
+// What the blocks of a team exchange. `squares`: the squared norm of the residual stream, one part for each tile.
 struct Exchange {
     T *normed, *attended, *gated, *queries;  // ROWS x padded(DIM), padded(DIM), padded(HIDDEN), DIM
     A *squares;                              // ROWS x DIM_TILES
@@ -79,7 +81,7 @@ __device__ __forceinline__ void store_pair(T *to, A a, A b) {
     store(to, pair);
 }
 
-// What other blocks have written in this launch: past the first-level cache.
+// Reads what other blocks have written in this launch, bypassing the L1 cache.
 template <int N, class X>
 __device__ __forceinline__ Pack<X, N> fetch(const X *from) {
     if constexpr (sizeof(Pack<X, N>) % 16 == 0) {
@@ -103,7 +105,7 @@ __device__ __forceinline__ Wide<X> fetch_one(const X *from) {
 __device__ __forceinline__ void count_up(u32 *counter) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
-__device__ __forceinline__ u32 look(const u32 *counter) {
+__device__ __forceinline__ u32 poll(const u32 *counter) {
     u32 count;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
     return count;
@@ -115,15 +117,15 @@ __device__ __forceinline__ void sync_crew(int crew) {
 // What the threads of a block share.
 struct Shared {
     A *sums;        // of a product, a part of each warp: 2 x WARPS x TILES x 128
-    A *stream;      // the residual stream, this block's columns: as the sums of its tiles lie
+    A *stream;      // this block's columns of the residual stream, in the layout of its tiles' sums
     A *gains;       // of all norms, for these columns: (2 * layers + 1) x OWN
     A *turns;       // of each row's position: HALF cosines, HALF sines
     A *scale;       // 1 / rms of each row
     int *position;  // of each row's new token
-    unsigned char *scratch;  // the place of `sums`, for attention and the draw
+    unsigned char *scratch;  // the memory of `sums`, reused by attention and sampling
 };
 
-// The warps' parts of attention: outputs that are still to be divided by `totals`, with scores relative to `tops`.
+// The warps' partial results of attention: `outputs` are not yet divided by `totals`; scores are relative to `tops`.
 struct Scratch {
     A *outputs, *tops, *totals;  // WARPS x GROUP x HEAD_DIM; WARPS x GROUP
 
@@ -141,30 +143,30 @@ struct Block {
     Queue queue;
     int rank;      // of this block in its team
     int parity;    // of the buffer for sums
-    u32 *counter;  // of the team: blocks that have come, to all meetings
-    u32 meeting;   // what it will be when all have come to the next
+    u32 *counter;  // of the team: arrivals so far, at all meetings
+    u32 meeting;   // what the counter will be when all have arrived at the next
 
-    // All threads of the block: what they wrote can be read by the team's blocks after `wait`. No block comes to a
-    // meeting before it has waited for the one before, or the counter would take it for another.
+    // Called by all threads of the block: after `wait` the team's blocks can read what they wrote. A block must `wait`
+    // for one meeting before it arrives at the next; otherwise the counter would count it for another block.
     __device__ __forceinline__ void arrive() {
         __syncthreads();
         if (threadIdx.x == 0) count_up(counter);
         meeting += TEAM;
     }
-    // One thread looks: thousands at one place in the L2 cache are in the way of those who arrive.
+    // One thread polls: thousands polling one L2 line would delay the arrivals.
     __device__ __forceinline__ void wait() {
         if (threadIdx.x == 0) {
-            for (u32 looks = 0; int(look(counter) - meeting) < 0;) pause(looks);
+            for (u32 polls = 0; int(poll(counter) - meeting) < 0;) pause(polls);
         }
         __syncthreads();
     }
 
-    // This block's first of `count` things: the next block's first is one behind this one's last.
+    // This block's share of `count` things, from `first` to `end` - 1; the next block's follows it.
     __device__ __forceinline__ int first(int count) const { return count * rank / TEAM; }
     __device__ __forceinline__ int end(int count) const { return count * (rank + 1) / TEAM; }
 
-    // This warp's part of the products of up to MOST tiles with ROWS rows of x. Of fewer tiles the others are
-    // multiplied too, whatever lies there; nobody takes their sums.
+    // This warp's part of the products of up to MOST tiles with ROWS rows of x. Fewer tiles are multiplied as MOST,
+    // with whatever lies in the queue; those sums are ignored.
     template <int STEPS, int MOST>
     __device__ __forceinline__ void multiply(const uint4 (&x)[2 * STEPS], A *sums) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -215,9 +217,9 @@ struct Block {
         }
     }
 
-    // x, ROWS x COLUMNS, times this block's ones of COUNT tiles. finish(tile, row, c, sum): for rows 2 c and 2 c + 1 of
-    // a tile; c is the lane's number modulo 4, and whole warps call it. With `squares` it finds 1 / rms of each row of
-    // the residual stream in `shared.scale`.
+    // x, ROWS x COLUMNS, times this block's share of COUNT tiles. Calls finish(tile, row, c, sum) for rows 2 c and 2 c
+    // + 1 of a tile, from whole warps; c is the lane modulo 4. With `squares`, `shared.scale` then holds 1 / rms of
+    // each row of the residual stream.
     template <int COLUMNS, int COUNT, class Finish>
     __device__ __forceinline__ void product(const T *x, const A *squares, A eps, Finish finish) {
         constexpr int STEPS = steps(COLUMNS), EACH = ceil_div(COUNT, TEAM);
@@ -266,8 +268,7 @@ struct Block {
         }
     }
 
-    // Two columns of the residual stream have become x: kept, and times the gain of norm number `norm` for the next
-    // product.
+    // Stores x as two columns of the residual stream and, times the gain of norm `norm`, as input of the next product.
     __device__ __forceinline__ void put(const Exchange &exchange, int norm, int tile, int row, int c, Pair x) {
         store(residual(tile, row, c), x);
         const Pair g = load<2>(shared.gains + norm * OWN + (tile - first(DIM_TILES)) * 8 + c * 2);
@@ -277,7 +278,7 @@ struct Block {
         square += __shfl_xor_sync(~0u, square, 2);
         if (c == 0) exchange.squares[row * DIM_TILES + tile] = square;
     }
-    // The same where `sum` is added to them.
+    // The same, with `sum` added to the two columns.
     __device__ __forceinline__ void add(const Exchange &exchange, int norm, int tile, int row, int c, Pair sum) {
         const Pair x = load<2>(residual(tile, row, c));
         put(exchange, norm, tile, row, c, Pair{{x.v[0] + sum.v[0], x.v[1] + sum.v[1]}});
@@ -287,7 +288,7 @@ struct Block {
     }
 };
 
-// Sums, the parts of attention and the tokens of a draw take the same place in shared memory, one after the other.
+// Sums, attention and sampling share one part of shared memory, one after the other.
 constexpr int SUMS = 2 * WARPS * TILES * 128 * sizeof(A), PARTS = WARPS * GROUP * (HEAD_DIM + 2) * sizeof(A);
 constexpr int DRAW = SORTED * 8 + 512, SCRATCH = SUMS > PARTS && SUMS > DRAW ? SUMS : PARTS > DRAW ? PARTS : DRAW;
 static_assert(THREADS % (ROWS * 4) == 0 && THREADS / ROWS <= 32, "a row's squares are summed by lanes of one warp");
@@ -296,7 +297,7 @@ static_assert(THREADS % (ROWS * 4) == 0 && THREADS / ROWS <= 32, "a row's square
 
 // A slab of 16 positions that follow each other in the cache.
 struct CacheSlab : Slab {
-    // Those from position `base` on, as far as they are in from .. end - 1; others stay as they are.
+    // Loads the positions from `base` on that are in from .. end - 1; the others are left unchanged.
     __device__ __forceinline__ void take(const T *cache_keys, const T *cache_values, int base, int from, int end) {
         const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
         const T *const key = cache_keys + (base + g) * HEAD_DIM + c * 8;
@@ -319,8 +320,8 @@ struct CacheSlab : Slab {
     }
 };
 
-// What this warp's positions yield: 16 from `base` on, which are in `slab` as far as they are before `position`, then
-// 16 behind those that the other warps of the crew have. queries: GROUP x HEAD_DIM.
+// This warp's partial result: 16 positions from `base` on, which `slab` holds as far as they are before `position`,
+// then the 16 that follow those of the crew's other warps, and so on. queries: GROUP x HEAD_DIM.
 __device__ __forceinline__ void attend_slabs(const Scratch &scratch, CacheSlab slab, const T *queries, const T *keys,
                                              const T *values, int base, int position) {
     constexpr int HALVES = GROUP > 8 ? 2 : 1, CHUNKS = Slab::CHUNKS, WIDE = Slab::WIDE;
@@ -421,7 +422,7 @@ __device__ __forceinline__ void attend_plainly(const Scratch &scratch, const T *
     }
 }
 
-// The crew's parts, one behind the other, are the output of a row's kv head.
+// Merges the partial results of a crew into the output of a row's kv head.
 __device__ __forceinline__ void merge(const Scratch &scratch, int crew, int row, int kv_head, T *attended) {
     for (int task = threadIdx.x % (CREW * 32); task < GROUP * HALF; task += CREW * 32) {
         const int query = task / HALF, d = task % HALF * 2;
@@ -443,7 +444,7 @@ __device__ __forceinline__ void merge(const Scratch &scratch, int crew, int row,
     }
 }
 
-// The next token of a row, from its logits. Not inlined: the layers need the registers that it takes.
+// Draws the next token of a row from its logits. Not inlined: the layers need the registers that it would take.
 __device__ __noinline__ int draw(unsigned char *scratch, const A *logits, Sampler how, u32 number) {
     const auto take = [&](auto &x, auto at) {
 #pragma unroll
@@ -453,14 +454,14 @@ __device__ __noinline__ int draw(unsigned char *scratch, const A *logits, Sample
     return next_token(scratch, take, how, number);
 }
 
-// weights: for each block of a team and each warp `stride` units of 32 pieces, in the order in which it takes them;
-// lengths: how many of them a pass takes of each block. gains: (2 * layers + 1, DIM). cosines, sines: (positions,
-// HEAD_DIM / 2). keys, values: (layers, batch, KV_HEADS, capacity, HEAD_DIM). past: how many positions of a row were
-// filled before the first pass, less `offset`. A row whose cache is full goes on at its last position: what it gives
-// then means nothing. ids: the next token of each row, (batch,); where `sampled`, the last token drawn when the launch
-// ends, and all of them in `drawn`, (passes, batch). memory: Exchange::BYTES for each team, zeros at first. counters:
-// 32 words for each team, zeros. logits: (teams * ROWS, heads, VOCAB_ROWS), of the last pass. stream_keys, (batch, 2),
-// and stream_first, (batch,): of each row's random stream, its first number to use, less `offset`.
+// weights: for each block of a team and each warp `stride` units of 32 pieces, in the order of use; lengths: how many
+// of them a pass uses, for each block. gains: (2 * layers + 1, DIM). cosines, sines: (positions, HEAD_DIM / 2). keys,
+// values: (layers, batch, KV_HEADS, capacity, HEAD_DIM). past: how many positions of a row were filled before the first
+// pass, less `offset`. A row whose cache is full stays at its last position, and its further tokens mean nothing. ids:
+// the next token of each row, (batch,); where `sampled`, the last token drawn when the launch ends, and all of them in
+// `drawn`, (passes, batch). memory: Exchange::BYTES for each team, zeros at first. counters: 32 words for each team,
+// zeros. logits: (teams * ROWS, heads, VOCAB_ROWS), of the last pass. stream_keys, (batch, 2), and stream_first,
+// (batch,): of each row's random stream, its first number to use, less `offset`.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
     const T *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
     const int *past, int *ids, int *drawn, unsigned char *memory, u32 *counters, A *logits, const int *lengths,
@@ -522,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
             block.wait();
             block.product<DIM, WIDTH / 8>(
                 exchange.normed, exchange.squares, eps, [&](int tile, int row, int c, Pair sum) {
-                    // A tile has pairs that turn together: d and d + HALF of a head.
+                    // A tile holds the pairs that RoPE rotates: d and d + HALF of a head.
                     const int head = tile / (HEAD_DIM / 8), d = tile % (HEAD_DIM / 8) * 4 + c;
                     const A scale = shared.scale[row];
                     A a = sum.v[0] * scale, b = sum.v[1] * scale;
@@ -552,8 +553,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
                 const i64 start = layer_start + (i64(first_row) * KV_HEADS + unit) * line;
                 const T *const queries = exchange.queries + row * DIM + kv_head * GROUP * HEAD_DIM;
                 const Scratch scratch(shared.scratch);
-                // What the cache holds does not depend on this pass: the first keys and values are on their way before
-                // the queries are there. Every warp waits once, here or behind the loop.
+                // The cache does not depend on this pass: the first keys and values are in flight before the queries
+                // arrive. Every warp waits once, here or after the loop.
                 CacheSlab slab{};
                 if constexpr (TENSOR_CORES) slab.take(keys + start, values + start, member * 16, 0, position);
                 if (!queries_are_there) block.wait();

@@ -1,18 +1,17 @@
 // What row.cu and batch.cu share: the queue of weights, products on tensor cores, attention over slabs.
 //
-// Before this is included, as macros: SCALAR, HEADS, KV_HEADS, HEAD_DIM, VOCAB, and DEPTH, the pieces in a lane's
-// queue.
+// Macros: SCALAR, HEADS, KV_HEADS, HEAD_DIM, VOCAB, and DEPTH, the pieces in a lane's queue.
 
 #include "ops/common.cuh"
 
-// How the work is spread, where the launcher does not say.
+// How the work is spread, unless the launcher defines it.
 #ifndef WARPS
 #define WARPS 8
 #endif
-#ifndef TILES  // whose sums are kept at one time, at most
+#ifndef TILES  // at most so many tiles have their sums in shared memory at one time
 #define TILES 4
 #endif
-#ifndef SPIN  // nanoseconds of sleep between two looks
+#ifndef SPIN  // nanoseconds of sleep between two polls
 #define SPIN 0
 #endif
 
@@ -22,7 +21,7 @@ typedef Wide<T> A;
 constexpr bool TENSOR_CORES = sizeof(T) == 2;
 constexpr int THREADS = WARPS * 32;
 constexpr int GROUP = HEADS / KV_HEADS, WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
-constexpr int PIECE = 16 / sizeof(T);   // what a lane reads at once
+constexpr int PIECE = 16 / sizeof(T);   // numbers in 16 bytes, which a lane reads at once
 constexpr int STEP = 4 * PIECE;         // columns of 8 rows of a matrix that a warp takes at once
 constexpr int PARCEL = 16 / sizeof(A);  // numbers of the wider type that a thread reads at once
 constexpr int VOCAB_TILES = (VOCAB + 7) / 8, VOCAB_ROWS = VOCAB_TILES * 8;
@@ -30,11 +29,11 @@ constexpr int VOCAB_TILES = (VOCAB + 7) / 8, VOCAB_ROWS = VOCAB_TILES * 8;
 typedef Pack<T, PIECE> Piece;
 typedef Pack<A, PARCEL> Parcel;
 
-// Pieces of a tile that each lane takes, and the columns of a product, filled up to whole ones.
+// Pieces of a tile per lane, and the columns of a product, padded to whole pieces.
 __device__ constexpr int steps(int columns) { return ceil_div(columns, WARPS * STEP); }
 __device__ constexpr int padded(int columns) { return steps(columns) * WARPS * STEP; }
 
-// 1 / sqrt(x), in bf16 by the hardware's approximation.
+// 1 / sqrt(x); in bf16 the hardware's approximation.
 __device__ __forceinline__ A inverse_root(A x) {
     if constexpr (TENSOR_CORES) {
         return rsqrtf(x);
@@ -43,22 +42,22 @@ __device__ __forceinline__ A inverse_root(A x) {
     }
 }
 
-// Between two looks. What never comes is a fault of the kernel: an error is better than a device that hangs.
-__device__ __forceinline__ void pause(u32 &looks) {
-    if (++looks == 1u << 24) __trap();
+// Between two polls. A number that never arrives is a bug of the kernel: an error is better than a hanging device.
+__device__ __forceinline__ void pause(u32 &polls) {
+    if (++polls == 1u << 24) __trap();
     if (SPIN) __nanosleep(SPIN);
 }
 
-// The weights of this lane: DEPTH pieces on their way or in shared memory. A lane reads only what it copied itself: no
-// barrier stands between. The places of what was taken are filled with what comes DEPTH pieces later.
+// The weights of this lane: DEPTH pieces in flight or in shared memory. A lane reads only what it copied itself, so no
+// barrier is needed. The place of a used piece takes the one that comes DEPTH pieces later.
 struct Queue {
     Piece *slots;
     const T *source;
-    u32 taken, requested, early;  // pieces so far: used; asked for; asked for before the last group of copies
-    int next, length;         // of the next to ask for, its place in `source`, of so many
-    int left;                 // to ask for in all
+    u32 taken, requested, early;  // pieces so far: used; requested; requested before the last group of copies
+    int next, length;             // the index in `source` of the next piece to request; how many a pass has
+    int left;                     // pieces still to be requested
 
-    // At most `most` pieces, as far as there is room; one group.
+    // Requests at most `most` pieces, as far as there is room, as one group of copies.
     __device__ __forceinline__ void refill(int most = 0x7FFFFFFF) {
         early = requested;
         for (int pieces = min(min(most, int(taken + DEPTH - requested)), left); pieces > 0; pieces -= 4) {
@@ -84,7 +83,7 @@ struct Queue {
         if (next >= length) next = 0;
     }
 
-    // Waits until the next `pieces`, which were asked for, are there.
+    // Waits until the next `pieces`, which were requested, have arrived.
     __device__ __forceinline__ void wait(int pieces) {
         if (int(early - taken) >= pieces) {
             copy_wait<1>();
@@ -93,14 +92,14 @@ struct Queue {
         }
     }
 
-    // Piece number `index` of those that are there.
+    // Piece `index` of those that have arrived.
     __device__ __forceinline__ const Piece &operator[](int index) const {
         return slots[(taken + index) % DEPTH * THREADS];
     }
 };
 static_assert((DEPTH & (DEPTH - 1)) == 0, "the queue's places are counted modulo a power of 2");
 
-// A register of an operand.
+// Two numbers as one register of an operand.
 __device__ __forceinline__ u32 pair(T low, T high) {
     const Pack<T, 2> both = {{low, high}};
     return reinterpret_cast<const u32 &>(both);
@@ -108,10 +107,10 @@ __device__ __forceinline__ u32 pair(T low, T high) {
 
 // Attention.
 
-constexpr float LOWEST = -1e30f;  // finite: a difference of two of them is a number
+constexpr float LOWEST = -1e30f;  // finite, so that the difference of two of them is not NaN
 
-// Keys and values of 16 positions. Queries are the left operand of a product, keys the right one; the scores come out
-// as a left operand for the values, of whose columns a lane takes WIDE adjacent ones.
+// Keys and values of 16 positions. Queries are the left operand of a product, keys the right one. The scores come out
+// as the left operand of the product with the values, of which a lane holds WIDE adjacent columns.
 struct Slab {
     static constexpr int CHUNKS = HEAD_DIM / 32 ? HEAD_DIM / 32 : 1, WIDE = HEAD_DIM / 8;
     uint4 keys[2][CHUNKS];
@@ -145,9 +144,9 @@ struct Slab {
     }
 };
 
-// The softmax of query g + 8 h takes the scores of a slab. top: the largest score so far; new_top: the largest of it
-// and this lane's new ones. total: of exp(score - top), in this lane. shares: exp(score - top) of the slab, a left
-// operand. shrink: what sums over earlier positions are to be multiplied by.
+// One step of the online softmax of query g + 8 h. top: the largest score so far; new_top: the largest of it and this
+// lane's new scores. total: this lane's sum of exp(score - top). shares: exp(score - top) of the slab, as a left
+// operand. shrink: the factor for sums over earlier positions.
 __device__ __forceinline__ void take_scores(const float (&score)[2][4], int h, float new_top, float (&top)[2],
                                             float (&total)[2], float (&shrink)[2], u32 (&shares)[2][2]) {
     new_top = largest(new_top, __shfl_xor_sync(~0u, new_top, 1));

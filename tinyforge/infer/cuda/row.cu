@@ -3,28 +3,29 @@
 // Kernel:  decode     `passes` passes over all layers, ROWS new positions in each; logits, and the next token drawn, or
 //                     drafts verified and new ones made
 //
-// Idea. A token needs every weight once, and five steps a layer that wait for each other: at batch 1 that is 80 waits,
-// where a launch or a grid barrier would cost more than the bytes do. So one block a multiprocessor stays for all of
-// it.
-//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory (`Queue`), filled by
-// cp.async up to DEPTH pieces ahead, through all waits and from one token into the next. `weights` lies in the order
-// in which lanes take it. A lane reads only what it copied itself: no barrier stands between.
-//   Activations are their own flags. Every number that one block makes for another has a place of its own in
-// `exchange`, filled beforehand with a bit pattern that no result has (`absent`). Who needs it reads until it is
-// there: one trip to the L2 cache, no fence, no counter. Only single words need be atomic: each says itself whether
-// it is there.
-//   Products take tiles of 8 rows of a matrix; tile after tile goes to block after block, round and round through all
-// layers; the warps of a block split the columns, and each takes the inputs of its own columns: a product has one
-// barrier, between the warps' sums and the whole one. bf16 runs on tensor cores, with up to four rows of activations
-// for the price of one. float and double multiply and add, from the same queue. The gain of a norm is applied before a
-// product and 1 / rms after it: there is no barrier between the norm and the product.
-//   Attention: position p belongs to split p % SPLITS of each kv head. The query heads of that group are one block's,
-// the same one in each pass, which writes the keys and values that it will read later itself: they need no flag. The
-// splits are merged by whoever reads them, in order.
-//   Speculation: all blocks find the most likely tokens, so all know which drafts stand and where the next pass is.
-//   Sums run in an order that depends on shapes and on the number of blocks alone: the same bits every time, whatever
-// ROWS.
-// Grid: at most what fits at once (cooperative launch). Block: WARPS x 32 threads, one block a multiprocessor.
+// Idea. A token reads every weight once and takes five dependent steps per layer. At batch 1 that is 80 waits, and a
+// launch or a grid barrier at each would cost more than the bytes. So one block per multiprocessor stays resident for
+// many tokens.
+//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory (`Queue`). cp.async fills
+// it up to DEPTH pieces ahead, across all waits and from one token into the next. `weights` is stored in the order in
+// which lanes read it. A lane reads only what it copied itself, so no barrier is needed.
+//   Activations are their own flags. Every number that one block computes for another has a place of its own in
+// `exchange`, filled beforehand with a bit pattern that no result has (`absent`). The reader polls the place until the
+// number arrives: one trip to the L2 cache, no fence, no counter. Only single words need to be atomic, because each
+// word shows by itself whether it has arrived.
+//   Products. A tile is 8 rows of a matrix. Tiles are dealt to blocks round-robin through all layers. The warps of a
+// block split the columns, and each reads the inputs of its own columns, so a product has one barrier: between the
+// warps' partial sums and the total. bf16 runs on tensor cores, and up to four rows of activations cost as much as one.
+// float and double use multiply-adds on the same queue. A norm's gain is applied before the product and 1 / rms after
+// it, so there is no barrier between them.
+//   Attention. Position p belongs to split p % SPLITS of its kv head. One block owns the query heads of that group and
+// split in every pass. It writes the keys and values that it later reads, so they need no flag. The readers merge the
+// splits, in order.
+//   Speculation. All blocks find the most likely tokens, so all know which drafts are accepted and where the next pass
+// begins.
+//   The order of sums depends only on shapes and the number of blocks: the same bits every time, for any ROWS.
+// Tried and dropped: docs/kernels/decode.md, with times.
+// Grid: at most what fits at once (cooperative launch). Block: WARPS x 32 threads, one block per multiprocessor.
 //
 // compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32
 // compile: SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
@@ -32,31 +33,31 @@
 
 #include "infer/cuda/decode.cuh"
 
-// How the work is spread, where the launcher does not say.
+// How the work is spread, unless the launcher defines it.
 #ifndef BLOCKS
 #define BLOCKS 132
 #endif
 #ifndef SPLITS  // of the positions of a kv head
 #define SPLITS 3
 #endif
-// Pieces that a lane asks for between two looks for a number of attention. What was taken is not replaced at once: many
-// copies at a time are in the way of the numbers that blocks wait for. So the copies never ask for more than passes
-// between two looks. What is missing then is asked for after attention's projection.
+// Pieces that a lane requests between two polls during attention. Used pieces are not replaced at once, because many
+// copies in flight delay the numbers that blocks wait for. What is still missing is requested after attention's
+// projection.
 #ifndef REFILL
 #define REFILL 4
 #endif
 
-constexpr int ATTENTION = KV_HEADS * SPLITS * 4;  // dealt out, whatever ROWS: the weights lie the same for all
+constexpr int ATTENTION = KV_HEADS * SPLITS * 4;  // units dealt; with any ROWS, so that weights have one layout
 constexpr int HIDDEN_TILES = (HIDDEN + 7) / 8 * 2, HIDDEN_ROWS = HIDDEN_TILES * 4;  // a tile: 4 rows of gate, 4 of up
 
-// Columns of a product that are a warp's.
+// Columns of a product per warp.
 __device__ constexpr int slice(int columns) { return steps(columns) * STEP; }
-// A row of input in shared memory: zeros up to whole steps, and one step more, so that two rows differ in banks.
+// A row of input in shared memory: padded with zeros to whole steps, plus one step, so that rows differ in banks.
 __device__ constexpr int pitch(int columns) { return padded(columns) + STEP; }
 
-// Arrays of a layer in `exchange`, in words. What the next product rounds to a T travels as T, SHARED_BY of them a
-// word. Eight words of an array and the same of other rows are side by side (`place`), with room for four rows, so that
-// a block writes a line of the L2 cache alone: lines that many write while all read them take longer.
+// Arrays of a layer in `exchange`, in words. What the next product rounds to a T is sent as T, SHARED_BY of them in a
+// word. Eight words of an array lie beside the same words of the other rows (`place`), with room for four rows. So each
+// L2 line has one writer: lines that several blocks write while all poll them are slower.
 constexpr int SHARED_BY = sizeof(A) / sizeof(T), STATS_WORDS = (SPLITS * HEADS + 7) / 8 * 8;
 constexpr int QKV = 0, PARTS = QKV + 4 * WIDTH, STATS = PARTS + 4 * SPLITS * DIM / SHARED_BY;
 constexpr int MIDDLE = STATS + 4 * STATS_WORDS, GATED = MIDDLE + 4 * DIM;
@@ -100,8 +101,7 @@ __device__ __forceinline__ void publish(double *to, double x) {
     if (!there(x)) x = NAN;
     asm volatile("st.relaxed.gpu.global.f64 [%0], %1;" ::"l"(to), "d"(x) : "memory");
 }
-// Number `index` of row n of an array of T. Lanes that are side by side have indices that are; all lanes of a warp
-// call this.
+// Number `index` of row n of an array of T. Adjacent lanes have adjacent indices; all lanes of a warp call this.
 __device__ __forceinline__ void publish_narrow(A *array, int n, int index, A x, bool mine) {
     if constexpr (SHARED_BY == 1) {
         if (mine) publish(array + place(n, index), x);
@@ -148,8 +148,8 @@ __device__ __forceinline__ void peek(const double *from, Pack<double, 1> &to) {
     asm volatile("ld.relaxed.gpu.global.f64 %0, [%1];" : "=d"(to.v[0]) : "l"(from) : "memory");
 }
 
-// COUNT packs made by other blocks, at the addresses at(i), null for none. All loads are under way before the first is
-// looked at.
+// COUNT packs computed by other blocks, at the addresses at(i), null for none. All loads are issued before the first is
+// checked.
 template <int COUNT, int N>
 __device__ __forceinline__ void clear(Pack<A, N> (&got)[COUNT]) {
 #pragma unroll
@@ -171,7 +171,7 @@ __device__ __forceinline__ bool arrived(const Pack<A, N> (&got)[COUNT], At at) {
 template <int COUNT, int N, class At>
 __device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at) {
     clear(got);
-    for (u32 looks = 0;; pause(looks)) {
+    for (u32 polls = 0;; pause(polls)) {
         request(got, at);
         if (arrived(got, at)) return;
     }
@@ -191,11 +191,11 @@ static_assert(TILES * ROWS * 8 <= THREADS, "a thread finishes one number at most
 struct Block {
     Shared shared;
     Queue queue;
-    int dealt;   // tiles of all kinds dealt out so far, modulo BLOCKS
+    int dealt;   // tiles of all kinds dealt so far, modulo BLOCKS
     int parity;  // of the buffer for sums
-    A square;    // of what this lane took of the residual stream
+    A square;    // of this lane's part of the residual stream
 
-    // This block's first tile of the next `count`; the others follow at distances of BLOCKS.
+    // This block's first tile of the next `count`; its others follow every BLOCKS tiles.
     __device__ __forceinline__ int deal(int count) {
         const int first = int(blockIdx.x) - dealt;
         dealt += count % BLOCKS;
@@ -203,11 +203,11 @@ struct Block {
         return first < 0 ? first + BLOCKS : first;
     }
 
-    // This warp's part of the sums of up to MOST tiles, several chains of sums for each: a product on tensor cores
-    // takes long to come out, and the next of its chain waits for it. A piece is a left operand as it lies in memory:
-    // its words 0 and 2 as row g, its words 1 and 3 as row g + 8. The right operand has the columns of the first two in
-    // its rows 0 to 3 (all there are of x), those of the other two in 4 to 7; half of what comes out is of use.
-    // Of fewer than MOST tiles the others are multiplied too, whatever lies there; nobody takes their sums.
+    // This warp's part of the sums of up to MOST tiles. Each tile has several chains of sums, because a tensor-core
+    // product has a long latency and the next of its chain waits for it. A piece is a left operand as it lies in
+    // memory: words 0 and 2 are row g, words 1 and 3 row g + 8. The right operand holds the columns of the first two in
+    // its rows 0 to 3 (x has at most four), those of the other two in rows 4 to 7; half of the result is used. Fewer
+    // than MOST tiles are multiplied as MOST, with whatever lies in the queue; those sums are ignored.
     template <int STEPS, int MOST>
     __device__ __forceinline__ void multiply(const T *part, int pitch, A *sums) {
         constexpr int CHAINS = MOST == 1 ? 4 : MOST == 2 ? 2 : 1;
@@ -239,10 +239,10 @@ struct Block {
         }
     }
 
-    // finish(row, n, sum) for each row of this block's ones of COUNT tiles and each row n of input; with NORM it may
-    // ask for the rms of the residual stream. All threads of some warps call it; row is -1 for those that have none.
-    // One barrier: between the warps' sums and the whole sum. What a warp leaves in shared memory for `finish`
-    // (`stream`, `squares`) it overwrites when numbers have come that could not be made before `finish` was done.
+    // Calls finish(row, n, sum) for each row of this block's share of COUNT tiles and each row n of input; with NORM it
+    // may use the rms of the residual stream. Whole warps call it; row is -1 for threads without one.
+    // One barrier: between the warps' sums and the total. What a warp leaves in shared memory for `finish` (`stream`,
+    // `squares`) is overwritten only after numbers have arrived that depend on `finish`.
     template <int COLUMNS, int COUNT, bool NORM, class Finish>
     __device__ __forceinline__ void product(int first, const T *input, Finish finish) {
         constexpr int STEPS = steps(COLUMNS), PITCH = pitch(COLUMNS), EACH = ceil_div(COUNT, BLOCKS);
@@ -291,7 +291,7 @@ struct Block {
         }
     }
 
-    // Of a number's parts, one from each warp.
+    // The sum of a number's parts, one from each warp.
     __device__ __forceinline__ static A total(const A *from) {
         Pack<A, WARPS> parts = load<WARPS>(from);
 #pragma unroll
@@ -302,23 +302,23 @@ struct Block {
         return parts.v[0];
     }
 
-    // Waits until some one of the `count` words at `from` is there, another one for each warp. Who needs what comes a
-    // step later waits here first: many that look at what cannot be there yet keep away those who write it.
+    // Waits until one of the `count` words at `from` has arrived; each warp polls another one. A block that needs the
+    // results of a later step waits here first: polling many places too early slows down their writers.
     __device__ __forceinline__ void poll(const A *from, int count) {
         const int warp = threadIdx.x / 32;
         Pack<A, 1> word[1];
         const A *const at = from + place(0, (blockIdx.x * WARPS + warp) * 8 % count);
         clear(word);
-        for (u32 looks = 0;; pause(looks)) {
+        for (u32 polls = 0;; pause(polls)) {
             if (threadIdx.x % 32 == 0) peek(at, word[0]);
             if (__any_sync(~0u, there(word[0]))) return;
             queue.refill(REFILL);
         }
     }
 
-    // What follows takes this warp's columns of an input, those that it multiplies itself: no barrier of the block.
-    // Lanes read an array of WORDS words, of which this warp has SLICE, SIZE at a time: whole lines, all rows of them,
-    // a lane always of the same row.
+    // The functions below read this warp's columns of an input, those that it multiplies itself, so they need no
+    // barrier. Lanes read an array of WORDS words, SLICE of them this warp's, SIZE at a time: whole lines with all
+    // their rows. A lane always reads the same row.
     template <int WORDS, int SLICE, int SIZE>
     struct Share {
         static constexpr int BESIDE = 8 / SIZE;  // lanes that read the eight words of a row
@@ -337,7 +337,8 @@ struct Block {
     };
     using Stream = Share<DIM, slice(DIM), PARCEL>;
 
-    // The residual stream from `from`, or, where that is null, the embeddings of `ids`; and times the gain as input.
+    // Reads the residual stream from `from`, or, if that is null, the embeddings of `ids`. Times the gain it is the
+    // input.
     __device__ __forceinline__ void take_stream(const A *from, const T *embedding, const int (&ids)[ROWS],
                                                 const A *gain) {
         using Mine = Stream;
@@ -361,7 +362,7 @@ struct Block {
                 for (int j = 0; j < PARCEL; j++) x[i].v[j] = widen(row.v[j]);
             }
         }
-        __syncwarp();  // lanes whose numbers came early wait here, not each on a path of its own
+        __syncwarp();  // reconverges the lanes: their numbers arrive at different times
         A squares[Mine::EACH] = {};
 #pragma unroll
         for (int i = 0; i < Mine::EACH; i++) {
@@ -375,7 +376,7 @@ struct Block {
             store(shared.stream + n * DIM + Mine::word(i), x[i]);
             store(shared.by_dim + n * pitch(DIM) + Mine::word(i), scaled);
         }
-        // Joined in the order in which lanes are joined afterwards: the same sum, however many lanes a row has.
+        // Added in the order in which lanes are added afterwards: the same sum for any number of lanes per row.
         static_assert(Mine::EACH <= 32, "a lane's share of a row");
 #pragma unroll
         for (int gap = 16; gap; gap /= 2) {
@@ -387,7 +388,7 @@ struct Block {
         __syncwarp();
     }
 
-    // This warp's part of the squared norm of the residual stream; while a product is on its way.
+    // This warp's part of the squared norm of the residual stream, computed while a product is in flight.
     __device__ __forceinline__ void share_squares() {
         constexpr int BESIDE = Stream::BESIDE;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -416,7 +417,7 @@ struct Block {
         __syncwarp();
     }
 
-    // The output of attention, merged from its splits: each one's output counts exp(log-sum-exp of its scores).
+    // Merges the splits of attention: each split's output has the weight exp(log-sum-exp of its scores).
     __device__ __forceinline__ void take_attended(const A *parts, const A *stats) {
         using Mine = Share<DIM / SHARED_BY, slice(DIM) / SHARED_BY, PARCEL / SHARED_BY>;
         Words x[Mine::EACH * SPLITS];
@@ -431,7 +432,7 @@ struct Block {
         };
         clear(x);
         clear(lse);
-        for (u32 looks = 0;; pause(looks)) {
+        for (u32 polls = 0;; pause(polls)) {
             request(lse, at_lse);
             request(x, at_x);
             if (__all_sync(~0u, arrived(lse, at_lse) && arrived(x, at_x))) break;
@@ -461,14 +462,14 @@ struct Block {
     }
 };
 
-// Attention. A unit is a kv head, a split, and UNIT_ROWS new rows, whose query heads share each key and value: a matrix
-// of QUERIES rows, half of an operand where that is possible. The other half would cost as much again, in one block.
+// Attention. A unit is a kv head, a split, and UNIT_ROWS new rows, whose query heads share each key and value. Its
+// QUERIES rows fill at most half of an operand, if possible: the other half would double the cost in one block.
 constexpr int UNIT_ROWS = sizeof(T) > 2 || GROUP > 8 ? 1 : 8 / GROUP < ROWS ? 8 / GROUP : ROWS;
 constexpr int UNITS = KV_HEADS * SPLITS * ((ROWS + UNIT_ROWS - 1) / UNIT_ROWS), QUERIES = UNIT_ROWS * GROUP;
 constexpr int Q_PITCH = HEAD_DIM + STEP;
 static_assert(GROUP <= 16, "a unit is 16 rows of queries at most");
 
-// In shared memory. What each warp found: outputs that are still to be divided by `totals`, with scores relative to
+// In shared memory: each warp's partial result. `outputs` are not yet divided by `totals`; scores are relative to
 // `tops`.
 struct Scratch {
     A *outputs, *tops, *totals;  // WARPS x QUERIES x HEAD_DIM; QUERIES x WARPS
@@ -485,11 +486,11 @@ struct Scratch {
 
 // A slab of a split. Number i of the split is position i * SPLITS + split.
 struct SplitSlab : Slab {
-    // The place of key u (0, 1) or value i (0 .. 3) among the 16.
+    // The position of key u (0, 1) or value i (0 .. 3) among the 16.
     __device__ static int key(int u) { return u * 8 + threadIdx.x % 32 / 4; }
     __device__ static int value(int i) { return threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2; }
 
-    // Those before `past` from the cache.
+    // Loads the positions before `past` from the cache.
     __device__ __forceinline__ void load_old(const T *cache_keys, const T *cache_values, int base, int split,
                                              int past) {
         const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
@@ -512,7 +513,7 @@ struct SplitSlab : Slab {
         }
     }
 
-    // Those of this pass.
+    // Loads the positions of this pass.
     __device__ __forceinline__ void load_fresh(const T *fresh, int base, int split, int past) {
         const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
 #pragma unroll
@@ -533,7 +534,7 @@ struct SplitSlab : Slab {
     }
 };
 
-// What this warp's positions yield. first: the slab of its first 16 positions, those before `past`.
+// This warp's partial result. slab: its first 16 positions, as far as they are before `past`.
 __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab slab, const T *keys, const T *values,
                                              int split, int first_row, int past) {
     constexpr int HALVES = QUERIES > 8 ? 2 : 1, CHUNKS = Slab::CHUNKS, WIDE = Slab::WIDE;
@@ -639,17 +640,16 @@ __device__ __forceinline__ void attend_keys(const Scratch &scratch, const T *key
 }
 
 // Attention of the rows of this pass from `first_row` on, over split `split` of one kv head. Writes the keys and values
-// of the pass that belong to the split: the block of each unit does, the same numbers, so that it finds them in its own
-// cache later. keys, values: of the head. qkv, parts, stats: the layer's places in `exchange`. past: positions before
-// the pass.
+// of the pass that belong to the split. Every block of the split writes the same numbers, so that each later reads its
+// own. keys, values: of the head. qkv, parts, stats: the layer's places in `exchange`. past: positions before the pass.
 __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, const A *cosines, const A *sines, T *keys,
                                        T *values, A *parts, A *stats, int kv_head, int split, int first_row, int past) {
     const int thread = threadIdx.x;
-    // What the cache holds does not depend on this pass: the first keys and values are loaded before the queries come.
+    // The cache does not depend on this pass: the first keys and values are loaded before the queries arrive.
     SplitSlab slab;
     if constexpr (TENSOR_CORES) slab.load_old(keys, values, thread / 32 * 16, split, past);
 
-    // Halves of heads: the unit's queries, each row's key and value. Rotated but for the value.
+    // Half heads: the unit's queries and each row's key and value. All but the value are rotated.
     constexpr int HALF = HEAD_DIM / 2, LINE = HALF / PARCEL;
     for (int task = thread; task < (QUERIES + 2 * ROWS) * LINE; task += THREADS) {
         const int head = task / LINE, column = task % LINE * PARCEL, is_value = (head - QUERIES) % 2;
@@ -659,7 +659,7 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
         const int line = is_query ? kv_head * GROUP + head % GROUP : HEADS + is_value * KV_HEADS + kv_head;
         const Parcel c = load<PARCEL>(cosines + position * HALF + column);
         const Parcel s = load<PARCEL>(sines + position * HALF + column);
-        const A *const from = qkv + place(n, line * HEAD_DIM + column);  // the other half lies HALF / 8 lines behind
+        const A *const from = qkv + place(n, line * HEAD_DIM + column);  // the other half is HALF / 8 lines further
         Parcel x[2];
         await(x, [&](int i) { return from + i * (HALF * 4); });
         Pack<T, PARCEL> turned[2];
@@ -716,7 +716,7 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
 
 #include "infer/cuda/sampler.cuh"
 
-// From `logits`, once they are there; every block finds the same.
+// Draws from `logits` once they have arrived; every block finds the same token.
 __device__ __forceinline__ int sample(unsigned char *scratch, const A *logits, const Sampler &how, u32 draw) {
     const auto take = [&](auto &x, auto at) {
         await(x, [&](int i) { return at(i) < 0 ? nullptr : logits + at(i); });
@@ -724,14 +724,14 @@ __device__ __forceinline__ int sample(unsigned char *scratch, const A *logits, c
     return next_token(scratch, take, how, draw);
 }
 
-// Speculation. In place of the logits each tile of a head leaves its most likely token for each row, (logit, id).
+// Speculation. Instead of logits, each tile of a head publishes its most likely token for each row, (logit, id).
 
 __device__ __forceinline__ int best_at(int head, int tile, int n) {
     return ((head * VOCAB_TILES + tile) * ROWS + n) * 2;
 }
 
-// The most likely token of each of COUNT sets of logits, of whose tile i at(k, i) is the best; every block finds the
-// same. Of equal ones the smallest id, as `sample` has it.
+// The most likely token of each of COUNT sets of logits; at(k, i) is the best of tile i of set k. Every block finds the
+// same. Of equal logits the smallest id wins, as in `sample`.
 template <int COUNT, class At>
 __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (&ids)[COUNT]) {
     u64 *const of_warps = reinterpret_cast<u64 *>(scratch);  // COUNT x WARPS
@@ -765,8 +765,8 @@ __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (
     __syncthreads();
 }
 
-// weights: for each block and warp `stride` units of 32 pieces, in the order in which it takes them; lengths: how many
-// of them a pass takes of each block. gains: (2 * layers + 1, DIM). cosines, sines: (positions, HEAD_DIM / 2). keys,
+// weights: for each block and warp `stride` units of 32 pieces, in the order of use; lengths: how many of them a pass
+// uses, for each block. gains: (2 * layers + 1, DIM). cosines, sines: (positions, HEAD_DIM / 2). keys,
 // values: (layers, KV_HEADS, capacity, HEAD_DIM), `past` positions of them filled. tokens: of all positions; read at
 // past to past + ROWS - 1; where `sampled`, each pass writes the one behind it. exchange: for each pass layers * LAYER
 // words and the logits, (ROWS, heads, VOCAB_ROWS), all absent. key0, key1: of the random stream, draw: its first number
@@ -831,7 +831,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 
             const int out = block.deal(DIM / 8);
             block.poll(exchange + QKV, WIDTH);
-            // Of one row there is little to look at: those who need it look at once.
+            // One row has little to poll: blocks that need it poll it directly.
             if (ROWS > 1 || out >= DIM / 8) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
             if (out < DIM / 8) {
                 block.take_attended(exchange + PARTS, exchange + STATS);
@@ -862,8 +862,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             stream = exchange + AFTER;
         }
 
-        // Blocks of different rows of a split write the same keys and values, of drafts too. What another block writes
-        // to these places in the next pass has to come later: it waits for the logits that follow here.
+        // Blocks of different rows of a split write the same keys and values, drafts included. What another block
+        // writes there in the next pass must come later; it waits for the logits that follow this fence.
         if (begin && UNITS > KV_HEADS * SPLITS) __threadfence();
         block.take_stream(stream, embedding, ids, gain);
         for (int head = 0; head < heads; head++) {
@@ -912,7 +912,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         }
         past += added;
         exchange += i64(heads) * ROWS * VOCAB_ROWS;
-        __syncthreads();  // the next pass begins to write what some thread may still read: nothing else holds it back
+        __syncthreads();  // the next pass overwrites what some thread may still read
     }
     if (begin && blockIdx.x == 0 && thread == 0) {
         for (; pass < passes; pass++, report += 1 + ROWS) report[0] = 0;

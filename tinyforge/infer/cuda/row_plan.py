@@ -25,8 +25,8 @@ MOST_ROWS = 4
 class RowPlan(DecodePlan):
     """How the work of row.cu is spread over a GPU.
 
-    rows: new positions of a pass, 1 to 4. splits: of the positions of a kv head. refill: how many pieces a lane asks
-    for between two looks for numbers of attention. spin: nanoseconds that a thread sleeps between two looks.
+    rows: new positions of a pass, 1 to 4. splits: of the positions of a kv head. refill: how many pieces a lane
+    requests between two polls for numbers of attention. spin: nanoseconds that a thread sleeps between two polls.
     """
 
     rows: int

@@ -1,7 +1,7 @@
-// Drawing the next token: a block takes the logits of one row, and all of its threads know the token.
+// Sampling the next token: a block reads the logits of one row, and all of its threads return the token.
 //
-// Before this is included: THREADS of a block, VOCAB and VOCAB_ROWS (padded with -infinity), `A`, the logits' type,
-// `Parcel`, the Pack of PARCEL of them that a thread reads at once, and `each`.
+// Needs: common.cuh; THREADS of a block; VOCAB and VOCAB_ROWS (padded with -infinity); `A`, the type of logits;
+// `Parcel`, the Pack of PARCEL of them that a thread reads at once.
 
 struct Sampler {
     float temperature, top_p, min_p;
@@ -12,7 +12,7 @@ struct Sampler {
 __device__ constexpr int power_of_2(int n) { return n <= 1 ? 1 : 2 * power_of_2((n + 1) / 2); }
 constexpr int SORTED = power_of_2(VOCAB_ROWS) < THREADS ? THREADS : power_of_2(VOCAB_ROWS), RUN = SORTED / THREADS;
 
-// Larger logits have larger keys; of equal ones the smaller id has.
+// Larger logits have larger keys; of equal logits the smaller id has the larger key.
 __device__ __forceinline__ u64 sort_key(float logit, int id) {
     const u32 bits = __float_as_uint(logit + 0.0f);
     return u64(bits ^ (bits >> 31 ? ~0u : 1u << 31)) << 32 | (~0u - id);
@@ -78,7 +78,8 @@ __device__ __forceinline__ int next_token(unsigned char *scratch, Take take, con
         return id_of(best);
     }
 
-    // The rank of the last of the top k, bit by bit: the largest that k tokens reach. Then fewer tokens are sorted.
+    // The rank of the last of the top k, found bit by bit: the largest that k tokens reach. Only those tokens are
+    // sorted.
     const int limit = how.top_k ? min(how.top_k, VOCAB) : VOCAB;
     u32 least = 1;
     if (limit < VOCAB) {
@@ -98,7 +99,7 @@ __device__ __forceinline__ int next_token(unsigned char *scratch, Take take, con
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         if (ranks[i] < least || id_at(i) >= VOCAB) continue;
-        sorted[atomicAdd(&found, 1)] = u64(ranks[i]) << 32 | (~0u - id_at(i));  // in any order: they are sorted now
+        sorted[atomicAdd(&found, 1)] = u64(ranks[i]) << 32 | (~0u - id_at(i));  // in any order: sorted next
     }
     __syncthreads();
     const int tokens = found;

@@ -1,0 +1,127 @@
+"""The pages on CUDA kernels state the constants of the code: tile sizes, queues, shares of the work, bytes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tinyforge.backends.compile import constant, kernel_files, read, variants
+from tinyforge.infer.cuda.batch_plan import TEAM_ROWS, BatchPlan
+from tinyforge.infer.cuda.plan import TILE
+from tinyforge.infer.cuda.row_plan import MOST_ROWS, RowPlan
+
+FOLDER = Path(__file__).parents[2] / "docs/kernels"
+BASE = {"dim": 768, "hidden": 2048, "heads": 12, "kv_heads": 4, "layers": 16, "vocab": 4096, "outputs": 4}
+ROW = RowPlan(**BASE, itemsize=2, blocks=132, shared=227 << 10, rows=1)  # as on an H200
+BATCH = BatchPlan(**BASE, itemsize=2, blocks=264, shared=113 << 10, batch=64, resident=2)
+WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
+ROWS_FILE, EMBEDDING, LOSS = "ops/rows.cuh", "ops/embedding.cu", "ops/cross_entropy.cu"
+
+
+def page(name: str) -> str:
+    """The text of a page, every run of white space one space."""
+    return " ".join((FOLDER / name).read_text(encoding="utf-8").split())
+
+
+def defined(file: str, pattern: str) -> int:
+    """The number that the only group of `pattern` matches in a file."""
+    found = re.search(pattern, read(file))
+    assert found is not None, (file, pattern)
+    return int(found[1])
+
+
+STAGES, BLOCKS = constant(ROWS_FILE, "STAGES"), constant(ROWS_FILE, "BLOCKS")
+WARPS = defined(ROWS_FILE, r"#define WARPS \(PER > 4 \? \d+ : (\d+)\)")
+SHELF, PIECE, RUN = (constant(EMBEDDING, name) for name in ("SHELF", "PIECE", "BATCH"))
+RESIDENT = defined(LOSS, r"#define RESIDENT \(PER && PER \* VEC <= 16 \? (\d+) : \d+\)")
+THREADS = defined(LOSS, r"__launch_bounds__\((\d+), RESIDENT\) softmax_residual")
+STATEMENTS = (
+    ("decode.md", f"Each lane has a queue in shared memory, {ROW.slots} places of 16 bytes at `base`: "
+                  f"{ROW.slots * ROW.warps * 32 * 16 >> 10} KB a multiprocessor"),
+    ("decode.md", f"with what comes {ROW.slots} places later"),
+    ("decode.md", f"a lane requests {ROW.refill} pieces after each poll"),
+    ("decode.md", f"deals tiles of {TILE} rows to blocks"),
+    ("decode.md", f"A tile is {TILE} rows."),
+    ("decode.md", f"`ROWS` is a constant of the kernel, 1 to {MOST_ROWS}."),
+    ("decode.md", f"`base` has {WORDS[ROW.splits]} splits"),
+    ("decode.md", f"A pass of `base` needs {4e-6 * ROW.exchange(1):.1f} MB of such places"),
+    ("decode-batch.md", f"teams of {TEAM_ROWS}, as many as a product on tensor cores takes"),
+    ("decode-batch.md", f"64 rows are {WORDS[BATCH.teams]} teams of {BATCH.team} blocks"),
+    ("decode-batch.md", f"each lane has {BATCH.slots} places of 16 bytes"),
+    ("decode-batch.md", f"The partial sums of the {WORDS[BATCH.warps]} warps"),
+    ("elementwise-and-norms.md", f"| {STAGES}, {BLOCKS}, {WARPS}, as it is |"),
+    ("elementwise-and-norms.md", f"adds its {WORDS[WARPS]} warps in order"),
+    ("elementwise-and-norms.md", f"`add_columns` adds the {132 * BLOCKS} rows"),
+    ("elementwise-and-norms.md", f"{BASE['vocab'] // SHELF} blocks share the vocabulary, {SHELF} rows of W each"),
+    ("elementwise-and-norms.md", f"A row of more than {PIECE} tokens is cut where the order's index is a multiple of "
+                                 f"{PIECE}"),
+    ("elementwise-and-norms.md", f"{WORDS[RUN]} rows of dy"),
+    ("elementwise-and-norms.md", f"| {RUN}, {PIECE}, as it is |"),
+    ("cross-entropy.md", f"A block of {THREADS} threads takes the row of one token and one head"),
+    ("cross-entropy.md", f"{WORDS[RESIDENT]} blocks on a multiprocessor"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "statement"), STATEMENTS, ids=lambda text: text[:60])
+def test_a_page_states_what_the_code_has(name: str, statement: str) -> None:
+    assert statement in page(name)
+
+
+def test_the_kernels_of_a_batch_have_the_rows_of_the_plan() -> None:
+    assert defined("infer/cuda/batch.cu", r"constexpr int ROWS = (\d+);") == TEAM_ROWS
+    for name in ("splits", "refill", "spin"):
+        assert getattr(ROW, name) == defined("infer/cuda/row.cu", rf"#define {name.upper()} (\d+)"), name
+
+
+def test_the_chunks_of_the_loss_are_those_of_the_page() -> None:
+    launcher = Path(__file__).parents[2] / "tinyforge/ops/cross_entropy_cuda.py"  # importing it needs CuPy
+    found = re.search(r"^CHUNK = (\d+)$", launcher.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found and f"writes the logits of {int(found[1]):,} tokens at a time" in page("cross-entropy.md")
+
+
+def test_the_table_of_a_batch_has_the_shares_of_the_plan() -> None:
+    step = f"| step | tiles, or pairs of a row and a kv head | of a block of {BATCH.team} |"
+    counts = [count for count, _ in list(BATCH.products())[:5]]
+    qkv, projection, gate_up, down, head = counts
+    rows = (("norm, q, k, v, RoPE, cache", qkv), ("attention", TEAM_ROWS * BATCH.kv_heads),
+            ("projection, residual", projection), ("norm, gate and up, SwiGLU", gate_up), ("down, residual", down),
+            ("norm, head 0", list(BATCH.products())[-1][0]))  # fmt: skip
+    assert head == qkv  # the next layer's
+    text = page("decode-batch.md")
+    assert step in text
+    for name, count in rows:
+        shares = np.unique(np.diff(BATCH.shares(count)))
+        assert f"| {name} | {count} | {' or '.join(map(str, shares))} |" in text, name
+
+
+def attention_table() -> list[str]:
+    """The causal tensor-core kernels, as the heads of the files list them."""
+    lines = ["| kernel | head size | rows owned, by workers a block | tile | piece | blocks a multiprocessor |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    parts = {"FORWARD": "fwd", "BACKWARD_Q": "bwd_q", "BACKWARD_KV": "bwd_kv"}
+    for file, name, warps in (("attention", "mma", 1), ("attention_hopper", "wgmma", 4), ("attention_tf32", "tf32", 1)):
+        listed = [v for v in variants(f"ops/{file}.cu") if "PART" in v and "BAND" not in v]
+        for part, short in parts.items():
+            for v in sorted((v for v in listed if v["PART"] == part), key=lambda v: int(v["HEAD_DIM"])):
+                own = 16 * int(v.get("ROW_TILES", 1)) * warps
+                lines.append(
+                    f"| `{short}_{name}` | {v['HEAD_DIM']} | {own}, {v['WORKERS']} | {v['TILE']} "
+                    f"| {v.get('PIECE', v['TILE'])} | {v['BLOCKS']} |"
+                )
+    return lines
+
+
+def test_the_page_on_attention_has_the_tiles_of_the_heads() -> None:
+    assert "\n".join(attention_table()) in (FOLDER / "attention.md").read_text(encoding="utf-8")
+
+
+def test_every_kernel_that_a_page_names_exists() -> None:
+    """In backticks, with an underscore: a kernel, a function, a macro or a variable of the sources."""
+    code = "\n".join(read(file) for file in kernel_files())
+    code += "\n".join(path.read_text(encoding="utf-8") for path in (FOLDER.parents[1] / "tinyforge").rglob("*.py"))
+    for path in FOLDER.glob("*.md"):
+        for name in re.findall(r"`([a-z]+(?:_[a-z]+)+)`", path.read_text(encoding="utf-8")):
+            assert re.search(rf"\b{name}\b|\b\w+_{name}(_\w+)?\b", code), (path.name, name)

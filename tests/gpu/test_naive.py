@@ -1,0 +1,108 @@
+"""The fast CUDA kernels against their naive siblings in the same files: two codes, one result.
+
+Both run on the GPU on the same inputs, in float64 and float32, and differ in the order of their sums alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinyforge.backends.compile import load
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+cp = pytest.importorskip("cupy", reason="needs CuPy")
+
+SCALARS = {"fp64": "double", "fp32": "float"}
+DTYPES = {"fp64": np.float64, "fp32": np.float32}
+TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
+SHAPES = ((1, 1), (5, 7), (70, 33), (301, 96), (64, 768), (9, 2000))
+each_precision = pytest.mark.parametrize("precision", SCALARS)
+each_shape = pytest.mark.parametrize(("rows", "width"), SHAPES)
+
+
+def launch(file: str, entry: str, precision: str, threads: int, *args: Any, **macros: int) -> None:
+    """A naive kernel: one thread for each of `threads` results."""
+    kernel = load(f"ops/{file}.cu", entry, SCALAR=SCALARS[precision], VEC=1, **macros)
+    kernel((-(-threads // 128),), (128,), tuple(np.int32(a) if isinstance(a, int) else a for a in args))
+
+
+def normal(rng: np.random.Generator, precision: str, *shape: int) -> Any:
+    return cp.asarray(rng.normal(size=shape).astype(DTYPES[precision]))
+
+
+def assert_close(got: Any, wanted: Any, precision: str) -> None:
+    got, wanted = cp.asnumpy(got), cp.asnumpy(wanted)
+    assert np.isfinite(wanted).all()
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE[precision] * max(1.0, np.abs(wanted).max()))
+
+
+@each_precision
+@each_shape
+def test_rmsnorm_backward(rows: int, width: int, precision: str) -> None:
+    from tinyforge.ops.rmsnorm_cuda import rmsnorm_bwd
+
+    rng = np.random.default_rng(0)
+    dy, x, weight = (normal(rng, precision, *shape) for shape in ((rows, width), (rows, width), (width,)))
+    rstd = 1 / cp.sqrt((x * x).mean(axis=-1) + 1e-5)
+    dweight, dx = normal(rng, precision, width), cp.empty_like(x)
+    fast = dweight.copy()
+    launch("rmsnorm", "rmsnorm_bwd_naive", precision, max(rows, width), dx, dweight, dy, weight, x, rstd, rows, width,
+           PER=0)  # fmt: skip
+    assert_close(rmsnorm_bwd(fast, dy, weight, x, rstd, None), dx, precision)
+    assert_close(fast, dweight, precision)
+
+
+@each_precision
+@each_shape
+def test_layernorm_backward(rows: int, width: int, precision: str) -> None:
+    from tinyforge.ops.layernorm_cuda import layernorm_bwd
+
+    rng = np.random.default_rng(1)
+    dy, x, weight = (normal(rng, precision, *shape) for shape in ((rows, width), (rows, width), (width,)))
+    mean, dx = x.mean(axis=-1), cp.empty_like(x)
+    rstd = 1 / cp.sqrt(((x - mean[:, None]) ** 2).mean(axis=-1) + 1e-5)
+    sums = [normal(rng, precision, width) for _ in range(2)]
+    fast = [s.copy() for s in sums]
+    launch("layernorm", "layernorm_bwd_naive", precision, max(rows, width), dx, *sums, dy, weight, x, mean, rstd,
+           rows, width, PER=0)  # fmt: skip
+    assert_close(layernorm_bwd(fast[0], fast[1], dy, weight, x, mean, rstd, None), dx, precision)
+    for got, wanted in zip(fast, sums, strict=True):
+        assert_close(got, wanted, precision)
+
+
+@each_precision
+@pytest.mark.parametrize("equal", (False, True))
+@each_shape
+def test_embedding_backward(rows: int, width: int, equal: bool, precision: str) -> None:
+    """`rows` of the table; with `equal`, one id has more tokens than a piece and the others a few."""
+    from tinyforge.ops.embedding_cuda import embedding_bwd
+
+    rng = np.random.default_rng(2)
+    ids = rng.integers(0, rows, 500).astype(np.int32)
+    if equal:
+        ids[rng.random(len(ids)) < 0.8] = rows // 2
+    ids, dy, dtable = cp.asarray(ids), normal(rng, precision, len(ids), width), normal(rng, precision, rows, width)
+    fast = dtable.copy()
+    launch("embedding", "embedding_bwd_naive", precision, rows * width, dtable, dy, ids, len(ids), rows, width)
+    embedding_bwd(fast, dy, ids)
+    assert_close(fast, dtable, precision)
+
+
+@each_precision
+@pytest.mark.parametrize("padding", (0, 5))
+@each_shape
+def test_softmax_residual(rows: int, width: int, padding: int, precision: str) -> None:
+    from tinyforge.ops.cross_entropy_cuda import softmax_residual_
+
+    rng, pitch = np.random.default_rng(3), width + padding
+    logits = 5 * normal(rng, precision, rows, pitch)
+    targets = cp.asarray(rng.integers(-1, width, rows).astype(np.int32))
+    fast, nll, fast_nll = logits.copy(), cp.empty(rows, logits.dtype), cp.empty(rows, logits.dtype)
+    launch("cross_entropy", "softmax_residual_naive", precision, rows, nll, logits, targets, rows, width, pitch, PER=0)
+    softmax_residual_(fast_nll, fast, targets, True, width)
+    assert_close(fast_nll, nll, precision)
+    assert_close(fast, logits, precision)
