@@ -37,7 +37,7 @@ from models.kneser_ney.model import KneserNey
 from tinyforge import checkpoint
 from tinyforge.backends import PRECISIONS, Backend, get_backend, gpu_is_there
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.hub import Loaded, add_checkpoint_flag, build, load, trained_model
+from tinyforge.hub import Loaded, add_checkpoint_flag, load, trained_model
 from tinyforge.hub.foreign import is_foreign
 from tinyforge.infer import Sampling, make_decoder
 from tinyforge.infer.conversation import ROOM_FOR_REPLY
@@ -68,7 +68,7 @@ from tinyforge.train.corpus import (
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.metrics import NOISE, save_scores
 from tinyforge.train.objectives import LN2
-from tinyforge.train.settings import PretrainSettings, sequence_length
+from tinyforge.train.settings import PretrainSettings, SftSettings, sequence_length
 
 ROWS = 16  # windows of text at a time
 SPECULATED = 32  # texts, at most, that are continued to see how often the heads guess right
@@ -85,9 +85,14 @@ class Text:
 
 
 def pretraining_of(loaded: Loaded) -> PretrainSettings:
-    """The settings with which the model, or the base that it was fine-tuned from, was pretrained; the defaults for a
-    model that was imported."""
+    """The settings with which the model, or the base that it was fine-tuned from, was pretrained; the defaults where
+    another program did it."""
     return PretrainSettings.from_dict(loaded.meta.get("base", loaded.meta).get("settings", {}))
+
+
+def tuning_of(loaded: Loaded) -> SftSettings:
+    """The settings with which the model was fine-tuned; the defaults where another program did it."""
+    return SftSettings.from_dict(loaded.meta.get("settings", {}))
 
 
 def open_text(loaded: Loaded, data: Sequence[str], encoding: str, with_training: bool) -> Text:
@@ -176,8 +181,7 @@ def held_out_prompts(
         records = hold_out(read_records(files, encoding))[1]
         asked = [render_prompt(r.instruction, r.input) for r in records]
     else:
-        seed = loaded.meta.get("settings", {}).get("seed", 0)
-        asked = [render_prompt(e.instruction, e.input) for e in instructions("val", count, seed)]
+        asked = [render_prompt(e.instruction, e.input) for e in instructions("val", count, tuning_of(loaded).seed)]
     prompts = [loaded.tokenizer.encode(text) for text in asked]
     context = loaded.model.config.context
     room = context - context // ROOM_FOR_REPLY
@@ -330,12 +334,12 @@ def scores_of(found: dict[str, Any]) -> dict[str, float]:
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that was asked for."""
     path = trained_model(args.checkpoint)
-    stored = None if is_foreign(path) else checkpoint.load(path)
     name = args.backend if args.backend != "auto" else "cupy" if gpu_is_there() else "numpy"
-    own = stored.meta.get("settings", {}).get("precision", "fp32") if stored else "fp32"
+    stored = {} if is_foreign(path) else checkpoint.read_meta(checkpoint.latest(path)).get("settings", {})
+    own = stored.get("precision", "fp32")
     precision = args.precision or (own if name in PRECISIONS[own].backends else "fp32")
     backend = get_backend(name, precision, device=args.device)
-    loaded = build(stored, backend) if stored else load(path, backend)
+    loaded = load(path, backend)
     config, tuned = loaded.model.config, loaded.meta["kind"] == "sft"
     started = time.perf_counter()
 
@@ -350,7 +354,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     # Instructions are read before anything is measured: what is wrong with them shows at once.
     if tuned:
         prompts, left_out = held_out_prompts(loaded, args.instructions, args.encoding, args.prompts)
-        taught = loaded.meta.get("settings", {}).get("data", ())
+        taught = tuning_of(loaded).data
         if taught and not args.instructions:
             print(f"the model was fine-tuned on {', '.join(taught)}; give --instructions to ask those held out there "
                   f"rather than those of the {WORLD}")  # fmt: skip

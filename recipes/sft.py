@@ -51,11 +51,6 @@ def encode(
     records: Sequence[Record], tokenizer: TextTokenizer, seq_len: int, what: str, max_reply: int | None = None
 ) -> list[tuple[list[int], int]]:
     """Records as ids with the prompt's length; says how many could not be used, and how many lost the end."""
-    if END_OF_REPLY not in tokenizer.specials:
-        raise UserError(
-            f"the base's tokenizer has no special token {END_OF_REPLY}, which ends a reply; pretrain a base with one "
-            "that has, e.g. without --tokenizer"
-        )
     encoded = [encode_example(tokenizer, r, seq_len) for r in records]
     kept = [e for e in encoded if e is not None]
     end = tokenizer.specials[END_OF_REPLY]
@@ -73,7 +68,8 @@ def encode(
 def answer(loaded: Loaded, instruction: str, input: str, max_tokens: int = 40, decoder: Decoder | None = None) -> str:
     """The greedy reply; empty if the prompt leaves no room for one."""
     tokenizer = loaded.tokenizer
-    prompt = tokenizer.encode(render_prompt(instruction, input))
+    prompt = [] if tokenizer.bos is None else [tokenizer.bos]
+    prompt += tokenizer.encode(render_prompt(instruction, input))
     if len(prompt) >= loaded.model.config.context:
         return ""
     stop = frozenset(tokenizer.specials.values())

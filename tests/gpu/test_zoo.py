@@ -93,7 +93,7 @@ def test_files_hold_the_same_weights_on_both_backends(name: str, tmp_path: Path)
         assert np.array_equal(values[0], values[1]) and np.array_equal(values[0], r.value), p.name
 
 
-FOLDER = Path("/work/shared/data/llama2c")
+FOLDER = Path(__file__).resolve().parents[3] / "shared/data/llama2c"
 
 
 @pytest.mark.skipif(not (FOLDER / "stories260K.bin").is_file(), reason=f"stories260K.bin is not in {FOLDER}")

@@ -130,7 +130,7 @@ def test_transformers_reads_model_and_tokenizer(run: Path, tokenizer: Tokenizer,
 
 
 def test_gpt2s_tokenizer_as_it_was_first_published(tmp_path: Path) -> None:
-    files = Path("/work/shared/data/gpt2")
+    files = Path(__file__).resolve().parents[3] / "shared/data/gpt2"
     if not files.is_dir():
         pytest.skip(f"GPT-2's encoder.json and vocab.bpe are not in {files}")
     tokenizer = Tokenizer.from_gpt2(files / "encoder.json", files / "vocab.bpe")

@@ -16,7 +16,7 @@ from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 
-FOLDER = Path("/work/shared/data/llama2c")
+FOLDER = Path(__file__).resolve().parents[3] / "shared/data/llama2c"
 pytestmark = pytest.mark.skipif(
     not (FOLDER / "stories260K.bin").is_file(), reason=f"stories260K.bin of llama2.c is not in {FOLDER}"
 )

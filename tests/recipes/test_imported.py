@@ -12,7 +12,7 @@ from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.hub import convert, load
 
-MODEL = Path("/work/shared/data/llama2c/stories260K.bin")
+MODEL = Path(__file__).resolve().parents[3] / "shared/data/llama2c/stories260K.bin"
 pytestmark = pytest.mark.skipif(not MODEL.is_file(), reason=f"{MODEL} is not there")
 STORY = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a "

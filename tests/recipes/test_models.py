@@ -10,8 +10,12 @@ import pytest
 
 from data.world import documents
 from recipes import evaluate, pretrain, sft
-from tinyforge import chat, checkpoint
+from tinyforge import chat, checkpoint, get_backend
+from tinyforge.hub import save_pretrained
 from tinyforge.registry import default_model, models
+from tinyforge.text import Tokenizer
+
+CPU = get_backend("numpy", "fp32", workers=1)
 
 # A shape that takes seconds. GPT-2's drops out: what is random in a step must be the same when it is resumed.
 SHAPES = {
@@ -82,3 +86,34 @@ def test_presets_run_with_the_built_in_corpus(here: None, capsys: pytest.Capture
     assert vocab % 64 == 0 and 1024 < vocab < 4096
     said = f"vocab 4096 -> {vocab}: what can be learned from the text"
     assert said in capsys.readouterr().out.splitlines()
+
+
+def made_elsewhere(model: str, format: str) -> None:
+    """A model of another program, in the folder `imported`: it brings no settings and knows nothing of our data."""
+    spec = models()[model]
+    shape = {"dim": 12, "heads": 2, "layers": 1, "context": 96, "vocab": 300}
+    made = spec.build(spec.config.from_dict(shape | ({"kv_heads": 1} if model == "llama" else {})), CPU)
+    made.initialise(0)
+    tokenizer = Tokenizer.train([Path("text.txt").read_text(encoding="utf-8")], 300, progress=False)
+    save_pretrained(made, tokenizer, "imported", format=format)
+
+
+@pytest.mark.parametrize(("model", "format"), [("llama", "hf"), ("llama", "tinyforge"), ("gpt2", "hf")])
+def test_an_imported_model_is_measured(model: str, format: str, here: None) -> None:
+    made_elsewhere(model, format)
+    flags = "--checkpoint imported --backend numpy --sentences 20 --data text.txt --json found.json"
+    assert evaluate.main(flags.split()) == 0
+    found = json.loads(Path("found.json").read_text(encoding="utf-8"))
+    assert found["precision"] == "fp32" and 2 < found["text"]["bits_per_byte"] < 9
+
+
+def test_a_converted_model_is_fine_tuned(here: None) -> None:
+    """The card says nothing of a pretraining that nobody here has seen."""
+    made_elsewhere("llama", "tinyforge")
+    record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    Path("records.json").write_text(json.dumps([record] * 20), encoding="utf-8")
+    flags = "--base imported --data records.json --steps 1 --batch-size 2 --workers 1 --backend numpy --out tuned"
+    assert sft.main([*flags.split(), "--card"]) == 0
+    card = Path("tuned/README.md").read_text(encoding="utf-8")
+    assert "recipes/sft.py" in card and "recipes/pretrain.py" not in card and "license: other" in card
+    assert evaluate.main("--checkpoint tuned --backend numpy --prompts 1 --sentences 20 --seeds 0".split()) == 0

@@ -10,6 +10,7 @@ import pytest
 from models.nanoeuler import Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.op import Param, Stash
+from tinyforge.parallel import group
 from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
 from tinyforge.train.data_parallel import Sharded
@@ -60,6 +61,14 @@ def test_the_same_seed_gives_the_same_bits(workers: int) -> None:
     runs = [gradients([batch(6), batch(5, 1)], workers, "fp32") for _ in range(5)]
     assert len({nll.tobytes() for nll, _ in runs}) == 1
     assert len({grads.tobytes() for _, grads in runs}) == 1
+
+
+def test_threads_give_the_bits_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a process cannot be forked."""
+    processes = gradients([batch(6), batch(5, 1)], 3, "fp32")
+    monkeypatch.setattr(group, "CAN_FORK", False)
+    threads = gradients([batch(6), batch(5, 1)], 3, "fp32")
+    assert [a.tobytes() for a in processes] == [a.tobytes() for a in threads]
 
 
 def test_evaluation_sums_what_training_sums() -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from models.nanoeuler import Config, NanoEuler
 from tinyforge import checkpoint
-from tinyforge.backends import get_backend
+from tinyforge.backends import compile, get_backend
 from tinyforge.errors import UserError
 from tinyforge.text import Tokenizer
 from tinyforge.train import metrics
@@ -357,6 +357,19 @@ def test_hints_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         Trial(out, interrupt).train()
     assert left.value.code == 128 + signal.SIGTERM
     assert f"Continue with --resume --out {shlex.quote(str(out))}\n" in capsys.readouterr().err
+
+
+def test_kernels_that_are_made_ready_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a GPU does in its first steps; what is loaded later is no longer the start."""
+
+    def load(trial: Trial, step: int) -> None:
+        assert (compile.on_load is not None) == (step == 0)
+        if compile.on_load is not None:
+            compile.on_load("rmsnorm_fwd of ops/rmsnorm.cu", 0.7)
+            compile.on_load("rmsnorm_bwd of ops/rmsnorm.cu", 0.6)
+
+    Trial(tmp_path, load).train()
+    assert "making 2 kernels ready, the next run finds them on the disk: 1.3 s" in capsys.readouterr().out
 
 
 def test_the_parts_of_a_run_can_be_called_alone(tmp_path: Path) -> None:

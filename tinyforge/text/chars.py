@@ -61,10 +61,13 @@ class CharTokenizer(Vocabulary):
     @classmethod
     def from_content(cls, content: dict[str, Any], path: Path) -> CharTokenizer:
         """From what `save` wrote into the file at `path`. Raises UserError, naming it, where it is damaged."""
-        lists: list[Any] = [content.get("characters"), content.get("specials")]
-        characters, specials = lists
-        texts = isinstance(characters, list) and isinstance(specials, list) and [*characters, *specials]
-        good = texts and all(isinstance(text, str) and text for text in texts) and set(map(len, characters)) <= {1}
+        characters, specials = (_texts(content.get(key)) for key in ("characters", "specials"))
+        good = characters and specials is not None and set(map(len, characters)) == {1}
         if not good or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
             raise UserError(f"{path} is not a tokenizer of characters; the file is damaged, make the tokenizer again")
-        return cls(characters, specials)
+        return cls(characters or (), specials or ())
+
+
+def _texts(value: object) -> list[str] | None:
+    """A list of texts, none of them empty; None for anything else."""
+    return value if isinstance(value, list) and all(isinstance(text, str) and text for text in value) else None

@@ -87,10 +87,11 @@ def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
     config = spec.config.from_dict(meta["config"])
     if "machine" not in meta:
         raise UserError(f"{found.path} was made before runs noted what a card needs; train it again")
-    # A base that was imported has no run of ours to tell of.
+    # A base that another program has made brings no settings.
     runs = [("pretrain", meta["base"])] if "settings" in meta.get("base", {}) else []
     runs.append((meta["kind"], meta))
-    built_in, tuned = not any(run["settings"]["data"] for _, run in runs), meta["kind"] == "sft"
+    imported = "base" in meta and len(runs) == 1
+    built_in, tuned = not (imported or any(run["settings"]["data"] for _, run in runs)), meta["kind"] == "sft"
     return CARD.format(
         name=spec.name, title=spec.title, summary=spec.summary or "A language model", weights=weights,
         size=f"{sum(weight.size for weight in found.weights.values()):,}",
