@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -19,7 +19,7 @@ _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 _FEISTEL_ROUNDS = 6
-_PAIRS = 1 << 14
+PAIRS = 1 << 14
 """Pairs of normals that are drawn together: what stays in a core's cache between the rounds."""
 
 
@@ -71,32 +71,30 @@ class Stream:
         return ((high << np.uint64(26)) + low).reshape(shape) * 2.0**-53
 
     def normal(self, shape: tuple[int, ...] = ()) -> np.ndarray:
-        """float64 N(0, 1), by the method of Box and Muller (1958): two uniforms give two normals.
+        """float64 N(0, 1), by the method of Box and Muller (1958): two uniforms give two normals."""
+        out = np.empty(int(np.prod(shape)))
+        for where, values in self.normal_parts(out.size, range(0, -(-out.size // 2), PAIRS)):
+            out[where] = values
+        self.position += -(-out.size // 2)
+        return out.reshape(shape)
 
-        Of n numbers the first n / 2 uniforms are the radii, the rest the angles. Large draws run on all cores, in
-        pieces that begin at even places, where a block of the stream begins: the bits do not depend on the pieces.
+    def normal_parts(self, count: int, starts: Iterable[int]) -> Iterator[tuple[slice, np.ndarray]]:
+        """What `normal` draws for `count` numbers, in parts: pairs of numbers from each of `starts` on, PAIRS of them.
+
+        Yields where they belong among the `count`, and the numbers; the position stays. Of n numbers the first n / 2
+        uniforms are the radii, the rest the angles. starts: even, where a block of the stream begins; so the bits do not
+        depend on the parts.
         """
-        count = int(np.prod(shape))
         half = -(-count // 2)
         first, skip = divmod(half, 2)  # the block of the first angle, and whether a radius stands before it there
-        out = np.empty((2, half))
-
-        def draw(start: int) -> None:
-            n = min(_PAIRS, half - start)
+        for start in starts:
+            n = min(PAIRS, half - start)
             radii, angles = (Stream(self.seed, self.name, self.position + b + start // 2) for b in (0, first))
             radius = np.sqrt(-2.0 * np.log1p(-radii.uniform((n,))))
             angle = 2.0 * np.pi * angles.uniform((n + skip,))[skip:]
-            np.multiply(radius, np.cos(angle), out=out[0, start : start + n])
-            np.multiply(radius, np.sin(angle), out=out[1, start : start + n])
-
-        starts = range(0, half, _PAIRS)
-        if len(starts) > 1:
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(draw, starts))
-        elif count:
-            draw(0)
-        self.position += half
-        return out.reshape(-1)[:count].reshape(shape)
+            second = slice(half + start, min(half + start + n, count))
+            yield slice(start, start + n), radius * np.cos(angle)
+            yield second, (radius * np.sin(angle))[: second.stop - second.start]
 
     def permutation(self, n: int) -> np.ndarray:
         """A random order of range(n): the ranks of n uniforms."""

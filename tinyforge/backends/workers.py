@@ -13,7 +13,7 @@ import platform
 import signal
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
@@ -89,6 +89,26 @@ def _end(pipe: Connection, pid: int) -> None:
     _pids.discard(pid)
     os.kill(pid, signal.SIGKILL)  # it may be in the middle of a long step, whose result nobody wants any more
     os.waitpid(pid, 0)
+
+
+def on_all_cores(work: Callable[[Any], None], tasks: Sequence[Any], least: int = 1) -> None:
+    """work(task) for every task, in a process for each core; the results go into arrays of `shared_zeros`.
+
+    least: tasks that are worth a process. Where there is no fork, all are done here, one after the other.
+    """
+    count = max(1, min(cores(), len(tasks) // least)) if CAN_FORK else 1
+
+    def take(first: int) -> None:
+        for task in tasks[first::count]:
+            work(task)
+
+    helpers = [ForkedWorker(take, "start again with less memory in use") for _ in range(1, count)]
+    for number, helper in enumerate(helpers, start=1):
+        helper.send(number)
+    take(0)
+    for helper in helpers:
+        helper.receive()
+        helper.close()
 
 
 class ForkedWorker:
