@@ -303,13 +303,13 @@ WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
     (GPT2, "the embedding's share of a tied gradient lost", lambda m: broken_backward(
         m.embedding, lambda right, dy, stash: right(0 * dy, stash))),
     (GPT2, "stream and branch mixed up", lambda m: broken_backward(
-        m.blocks[-1].norm2, lambda right, dy, stash: (right(dy, stash), dy)[1])),
+        m.joints[0], lambda right, dy, stash: right(dy[::-1], stash))),
     (GPT2, "residual gradient counted twice", lambda m: broken_backward(
-        m.blocks[0].norm1, lambda right, dy, stash: 2 * right(dy, stash))),
+        m.joints[0], lambda right, dy, stash: right((2 * dy[0], dy[1]), stash))),
     (GPT2, "positions' gradient one place off", lambda m: broken_backward(
         m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash))),
     (GPT2, "GELU left out", lambda m: broken_backward(
-        m.blocks[0].gelu, lambda right, dy, stash: (right(dy, stash), dy)[1])),
+        m.blocks[0].down, lambda right, dy, stash: (right(dy, stash), dy @ m.blocks[0].down.weight.value)[1])),
     (CharMLP, "characters' gradients in the wrong order", lambda m: broken_backward(
         m.embedding, lambda right, dy, stash: right(dy[:, :, ::-1], stash))),
     (CharMLP, "gradient of the last layer 1 %", lambda m: broken_backward(

@@ -82,8 +82,8 @@ class Stream:
         """What `normal` draws for `count` numbers, in parts: pairs of numbers from each of `starts` on, PAIRS of them.
 
         Yields where they belong among the `count`, and the numbers; the position stays. Of n numbers the first n / 2
-        uniforms are the radii, the rest the angles. starts: even, where a block of the stream begins; so the bits do not
-        depend on the parts.
+        uniforms are the radii, the rest the angles. starts: even, where a block of the stream begins, so that the bits
+        do not depend on the parts.
         """
         half = -(-count // 2)
         first, skip = divmod(half, 2)  # the block of the first angle, and whether a radius stands before it there
