@@ -50,7 +50,7 @@ speedrun: $(VENV)/.stamp-run ## from raw text to a chat: downloads a few books, 
 test: lint ## lint, and the tests that need no GPU, without the slow ones
 	$(PYTEST) -m "not gpu and not slow"
 
-test-all: lint ## lint, and all tests that need no GPU: what CI runs
+test-all: lint $(VENV)/.stamp-peers ## lint, and all tests that need no GPU, parity with PyTorch too: what CI runs
 	$(PYTEST) -m "not gpu"
 
 lint: $(VENV)/.stamp-dev ## ruff, mypy, and the layers of the imports
@@ -76,6 +76,7 @@ $(VENV)/bin/pip:
 
 $(VENV)/.stamp-dev: EXTRAS = [dev]
 $(VENV)/.stamp-gpu: EXTRAS = [dev,gpu]
+$(VENV)/.stamp-peers: EXTRAS = [dev,peers]
 $(VENV)/.stamp-%: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing tinyforge$(EXTRAS) into $(VENV) ..."
 	$(RUN) -m pip install -q --disable-pip-version-check -e '.$(EXTRAS)'
