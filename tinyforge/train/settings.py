@@ -97,7 +97,7 @@ class Settings:
     steps: int | None = setting(None, "optimizer steps", check=above_zero, card=ALWAYS)
     minutes: float | None = setting(None, "stop after so many minutes instead; the schedule follows the clock",
                                     check=above_zero)  # fmt: skip
-    batch_size: int = setting(16, "sequences a step and micro-batch", check=above_zero)
+    batch_size: int = setting(8, "sequences a step and micro-batch", check=above_zero)
     grad_accum: int = setting(1, "micro-batches a step", check=above_zero)
     seq_len: int | None = setting(None, "tokens a sequence (default: the config's context)", check=above_zero)
     lr: float = setting(4e-3, "peak learning rate", check=above_zero, card=ALWAYS)
@@ -160,7 +160,7 @@ class PretrainSettings(Settings):
     """recipes/pretrain.py: the model, its config and its tokenizer, and the mix of its text."""
 
     out: str = with_default("out", "runs/pretrain")
-    steps: int | None = with_default("steps", 2300)
+    steps: int | None = with_default("steps", 2800)
     model: str = setting(default_model, "which model of the zoo")
     config: str = setting("", "preset of the model, or a JSON file with the config's fields")
     set: tuple[str, ...] = setting((), "override fields of the config, e.g. --set dim=192 layers=6; given again, it "
@@ -186,7 +186,7 @@ class SftSettings(Settings):
     """recipes/sft.py: what it starts from."""
 
     out: str = with_default("out", "runs/sft")
-    steps: int | None = with_default("steps", 1400)
+    steps: int | None = with_default("steps", 2200)
     lr: float = with_default("lr", 2e-3)
     weight_decay: float = with_default("weight_decay", 0.0)
     base: str | None = setting(None, "pretrained run or checkpoint to start from (default: the newest under runs/)",
