@@ -45,6 +45,7 @@ PEERS = {"bf16": "torch flash", "tf32": "torch effic."}  # by precision
 CACHE_BYTES = 512 << 20  # the sets of inputs together: several times the cache of any GPU
 TURN = 10  # timed calls before the other's turn
 WARM_UP = 3
+CAUSAL = (True, None, None, 0.0)  # the kernels' last arguments: causal, no window, no dropout
 TOLERANCE = {"bf16": 2e-2, "tf32": 2e-3}  # of the relative difference between ours and the peer's: a few roundings
 BUSY_FLOATS, BUSY_ROUNDS = 1 << 28, 10  # some milliseconds of additions ahead of each turn
 
@@ -103,7 +104,7 @@ class Ours:
             qkv, dy = (backend.asarray(x) for x in random_set(shape, i))
             parts = self._split(qkv, shape)
             dqkv = backend.empty(qkv.shape)
-            self.saved.append((*self._split(dqkv, shape), dy, *parts, *self.k.attention_fwd(*parts, True, None)))
+            self.saved.append((*self._split(dqkv, shape), dy, *parts, *self.k.attention_fwd(*parts, *CAUSAL)))
 
     @staticmethod
     def _split(x: Any, shape: Shape) -> tuple[Any, Any, Any]:
@@ -111,10 +112,10 @@ class Ours:
         return x[:, :, : shape.heads], x[:, :, shape.heads : kv], x[:, :, kv:]
 
     def forward(self, i: int) -> Any:
-        return self.k.attention_fwd(*self.saved[i][4:7], True, None)[0]
+        return self.k.attention_fwd(*self.saved[i][4:7], *CAUSAL)[0]
 
     def backward(self, i: int) -> Any:
-        self.k.attention_bwd(*self.saved[i], True, None)
+        self.k.attention_bwd(*self.saved[i], *CAUSAL)
         return self.saved[i][:3]
 
     def timed(self, call: Callable[[int], Any], calls: Sequence[int]) -> list[float]:

@@ -29,6 +29,7 @@ from tinyforge.errors import UserError
 from tinyforge.gradcheck import TOLERANCE, check_op, directional_error
 from tinyforge.kernel import Array, Kernel, override
 from tinyforge.op import Op, Param, Stash
+from tinyforge.ops import attention
 from tinyforge.ops.add_layernorm import add_layernorm_fwd
 from tinyforge.ops.add_rmsnorm import add_rmsnorm_fwd
 from tinyforge.ops.attention import TILE, attention_bwd
@@ -162,6 +163,17 @@ def times(a: Array, factor: float) -> None:
     a *= factor
 
 
+def unscaled_mask(right: Function) -> Function:
+    scaled_mask = attention.dropout_mask
+
+    def broken(*args: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "dropout_mask", lambda *a: np.sign(scaled_mask(*a)))
+            right(*args)
+
+    return broken
+
+
 FAULTS = [
     Fault(ops.Embedding, "repeated ids lost", embedding_bwd, lambda _: lost_repeats),
     Fault(ops.Embedding, "wrong row", embedding_bwd,
@@ -207,10 +219,15 @@ FAULTS = [
           then(lambda dq, dk, *_: zero(dk[:, TILE:]))),
     Fault(ops.Attention, "log-sum-exp of another row", attention_bwd,
           with_args(lambda *a: (*a[:8], np.roll(a[8], 1, -1), *a[9:]))),
-    Fault(ops.Attention, "backward forgets the window", attention_bwd, with_args(lambda *a: (*a[:-1], None))),
+    Fault(ops.Attention, "backward forgets the window", attention_bwd,
+          with_args(lambda *a: (*a[:10], None, *a[11:]))),
     Fault(ops.Attention, "window one key too wide in backward", attention_bwd,
-          with_args(lambda *a: (*a[:-1], a[-1] and a[-1] + 1))),
-    Fault(ops.Attention, "always causal in backward", attention_bwd, with_args(lambda *a: (*a[:-2], True, a[-1]))),
+          with_args(lambda *a: (*a[:10], a[10] and a[10] + 1, *a[11:]))),
+    Fault(ops.Attention, "always causal in backward", attention_bwd, with_args(lambda *a: (*a[:9], True, *a[10:]))),
+    Fault(ops.Attention, "mask drawn anew in backward", attention_bwd,
+          with_args(lambda *a: (*a[:11], a[11] and (a[11][0] ^ 1, a[11][1]), a[12]))),
+    Fault(ops.Attention, "mask forgotten in backward", attention_bwd, with_args(lambda *a: (*a[:11], None, a[12]))),
+    Fault(ops.Attention, "mask not scaled in backward", attention_bwd, unscaled_mask),
     Fault(ops.SwiGLU, "no slope of the sigmoid", swiglu_bwd, lambda _: swiglu_without_slope),
     Fault(ops.SwiGLU, "1 %", swiglu_bwd, scaled(1.01)),
     Fault(ops.SwiGLULinear, "sign", swiglu_linear_bwd, scaled(-1)),

@@ -13,8 +13,8 @@ class Config(ModelConfig):
     """The shape of a GPT-2.
 
     dim: width C of the residual stream. heads: attention heads, each of size dim / heads. layers: blocks. dropout: rate
-    in training, after the embedding and on what attention and the MLP add to the stream; attention probabilities are
-    not dropped, since no T x T matrix is ever kept. bias: whether linear maps and norms have one.
+    in training, after the embedding, on the attention probabilities, and on what attention and the MLP add to the
+    stream. bias: whether linear maps and norms have one.
     """
 
     dim: int = 768

@@ -42,7 +42,7 @@ def write_config(config: Config) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
         "n_embd": c.dim, "n_head": c.heads, "n_layer": c.layers, "n_positions": c.context, "vocab_size": c.vocab,
-        "embd_pdrop": c.dropout, "resid_pdrop": c.dropout, "attn_pdrop": 0.0, "layer_norm_epsilon": c.norm_eps,
+        "embd_pdrop": c.dropout, "resid_pdrop": c.dropout, "attn_pdrop": c.dropout, "layer_norm_epsilon": c.norm_eps,
         "tie_word_embeddings": True,
     }  # fmt: skip
 

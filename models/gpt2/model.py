@@ -51,7 +51,7 @@ class Block:
             return Dropout(config.dropout, backend, f"{at}.{name}")
 
         self.qkv = linear("qkv", 3 * dim, dim, std)
-        self.attention = Attention(config.heads, config.heads, backend, f"{at}.attention")
+        self.attention = Attention(config.heads, config.heads, backend, f"{at}.attention", dropout=config.dropout)
         self.out = linear("out", dim, dim, residual_std)
         self.out_dropout = dropout("out_dropout")
         self.up = linear("up", 4 * dim, dim, std)
@@ -66,8 +66,8 @@ class GPT2(Op):
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). The stream starts as x = embedding + position; block:
         x = x + out(attention(qkv(norm1(x))));   x = x + down(gelu(up(norm2(x))))
     then a final norm, and the embedding again as the output head; down begins with the GELU. In training, dropout on
-    the start and on both things added. recompute: keep the stream, not the norms' outputs, and compute these again in
-    backward. Handing in `values` shares another model's weights (see ParamBuffer).
+    the start, on the attention probabilities and on both things added. recompute: keep the stream, not the norms'
+    outputs, and compute these again in backward. Handing in `values` shares another model's weights (see ParamBuffer).
 
     Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); the start as in nanoGPT.
     """

@@ -91,7 +91,11 @@ class Launches:
 
     @staticmethod
     def parameters(file: str, entry: str, macros: dict[str, Any]) -> list[str]:
-        text = kernels.read(file).replace("BAND_ARGUMENTS", ", i64 back, i64 forth" if "BAND" in macros else "")
+        text = kernels.read(file)
+        for option in ("BAND", "DROP"):  # #define BAND_ARGUMENTS , i64 back, i64 forth
+            defined = re.search(rf"#define {option}_ARGUMENTS (.*)", text)
+            added = defined[1] if defined and option in macros else ""
+            text = re.sub(rf"(?<!#define ){option}_ARGUMENTS", added, text)
         found = re.search(rf'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?{entry}\(([^)]*)\)', text)
         assert found is not None, f"{file} has no entry {entry}"
         return [" ".join(p.split()) for p in found[1].split(",")]
@@ -178,10 +182,11 @@ def test_launchers_pass_what_their_kernels_declare(kind: type[Op], precision: st
 
 @pytest.mark.parametrize("hopper", [True, False])
 @pytest.mark.parametrize("seen", [(True, None), (True, 40), (False, None)])
+@pytest.mark.parametrize("dropped", [(None, 0.0), ((1, 2), 0.3)], ids=["kept", "dropped"])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_attention_kernel_gets_what_it_declares(
-    precision: str, dim: int, seen: Any, hopper: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+    precision: str, dim: int, dropped: Any, seen: Any, hopper: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tinyforge.ops import attention_cuda
 
@@ -192,12 +197,12 @@ def test_every_attention_kernel_gets_what_it_declares(
     qkv, dqkv = (backend.zeros((2, 130, 8, dim)) for _ in range(2))
     parts, dparts = ((x[:, :, :4], x[:, :, 4:6], x[:, :, 6:]) for x in (qkv, dqkv))
     q, key, v = parts
-    out, lse = k.attention_fwd(q, key, v, *seen)
-    k.attention_bwd(*dparts, out, q, key, v, out, lse, *seen)
-    instructions = "plain"
-    if precision == "bf16":
-        instructions = "wgmma" if hopper and dim == 64 and seen == (True, None) else "mma"
-    elif precision == "tf32" and seen == (True, None):
+    out, lse = k.attention_fwd(q, key, v, *seen, *dropped)
+    k.attention_bwd(*dparts, out, q, key, v, out, lse, *seen, *dropped)
+    instructions, options = "plain", (seen != (True, None)) + (dropped[0] is not None)
+    if precision == "bf16" and options < 2:
+        instructions = "wgmma" if hopper and dim == 64 and not options else "mma"
+    elif precision == "tf32" and not options:
         instructions = "tf32"
     assert launches.seen == [f"attention_{part}_{instructions}" for part in ("fwd", "bwd_q", "bwd_kv")]
 

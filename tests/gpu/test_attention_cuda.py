@@ -62,16 +62,19 @@ def storage(dtype: Any) -> Any:
 Seen = tuple[bool, int | None]
 CAUSAL: Seen = (True, None)
 BOTH_WAYS: Seen = (False, None)
+Dropped = tuple[tuple[int, int] | None, float]
+KEPT: Dropped = (None, 0.0)
+DROPPED: Dropped = ((0x9E3779B9, 0xFFFFFFF1), 0.3)
 
 
-def forward(dtype: Any, *args: Any, seen: Seen = CAUSAL) -> Any:
+def forward(dtype: Any, *args: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT) -> Any:
     """attention_fwd(q, k, v), computing as `dtype` says."""
-    return kernels().attention_fwd(*args, *seen, backend=SimpleNamespace(tf32=isinstance(dtype, str)))
+    return kernels().attention_fwd(*args, *seen, *dropped, backend=SimpleNamespace(tf32=isinstance(dtype, str)))
 
 
-def backward(dtype: Any, *args: Any, seen: Seen = CAUSAL) -> None:
+def backward(dtype: Any, *args: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT) -> None:
     """attention_bwd(dq, dk, dv, dy, q, k, v, out, lse), computing as `dtype` says."""
-    kernels().attention_bwd(*args, *seen, backend=SimpleNamespace(tf32=isinstance(dtype, str)))
+    kernels().attention_bwd(*args, *seen, *dropped, backend=SimpleNamespace(tf32=isinstance(dtype, str)))
 
 
 def rounded(x: Any, dtype: Any) -> Any:
@@ -107,20 +110,25 @@ def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
     return upload(np.full(shape, POISON), dtype)
 
 
-def run(qkv: Any, dy: Any, heads: int, kv_heads: int, dtype: Any, seen: Seen = CAUSAL) -> dict[str, Any]:
+def run(
+    qkv: Any, dy: Any, heads: int, kv_heads: int, dtype: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT
+) -> dict[str, Any]:
     """Forward and backward on the GPU; the gradients land in one poisoned dqkv."""
     parts = split(upload(qkv, dtype), heads, kv_heads)
     dqkv = poisoned(qkv.shape, dtype)
-    out, lse = forward(dtype, *parts, seen=seen)
-    backward(dtype, *split(dqkv, heads, kv_heads), upload(dy, dtype), *parts, out, lse, seen=seen)
+    options = {"seen": seen, "dropped": dropped}
+    out, lse = forward(dtype, *parts, **options)
+    backward(dtype, *split(dqkv, heads, kv_heads), upload(dy, dtype), *parts, out, lse, **options)
     return {"out": out, "lse": lse, "dqkv": dqkv}
 
 
-def expected(qkv: Any, dy: Any, heads: int, kv_heads: int, seen: Seen = CAUSAL) -> dict[str, Any]:
+def expected(
+    qkv: Any, dy: Any, heads: int, kv_heads: int, seen: Seen = CAUSAL, dropped: Dropped = KEPT
+) -> dict[str, Any]:
     parts = split(qkv, heads, kv_heads)
-    out, lse = reference.attention_fwd(*parts, *seen)
+    out, lse = reference.attention_fwd(*parts, *seen, *dropped)
     dqkv = np.empty_like(qkv)
-    reference.attention_bwd(*split(dqkv, heads, kv_heads), dy, *parts, out, lse, *seen)
+    reference.attention_bwd(*split(dqkv, heads, kv_heads), dy, *parts, out, lse, *seen, *dropped)
     return {"out": out, "lse": lse, "dqkv": dqkv}
 
 
@@ -130,7 +138,7 @@ def error(got: Any, wanted: Any) -> float:
 
 def unfused(
     qkv: Any, dy: Any, heads: int, kv_heads: int, factor: Callable[[Any], Any], result: Callable[[Any], Any],
-    seen: Seen = CAUSAL,
+    seen: Seen = CAUSAL, dropped: Dropped = KEPT,
 ) -> dict[str, Any]:  # fmt: skip
     """Attention one product at a time, factors and results rounded: the precision that a user of it expects."""
     q, k, v = (factor(x.transpose(0, 2, 1, 3)) for x in split(qkv, heads, kv_heads))
@@ -145,18 +153,26 @@ def unfused(
         s[..., ahead <= -window] = -np.inf
     p = np.exp(s - s.max(axis=-1, keepdims=True))
     p = result(p / p.sum(axis=-1, keepdims=True))
-    o = result(factor(p) @ v)
-    dp = result(factor(dy) @ v.swapaxes(-1, -2))
+    key, rate = dropped
+    mask: Any = 1.0
+    if key is not None:
+        whole = (slice(0, len(qkv)), slice(0, t), slice(0, t))
+        mask = reference.dropout_mask(*whole, heads, kv_heads, key, rate, qkv.dtype)  # (B, Hkv, keys, G * queries)
+        mask = mask.reshape(*k.shape[:1], kv_heads, t, group, t).transpose(0, 1, 3, 4, 2).reshape(p.shape)
+    o = result(factor(result(p * mask)) @ v)
+    dp = result(result(factor(dy) @ v.swapaxes(-1, -2)) * mask)
     ds = factor(result(p * (dp - (dy * o).sum(axis=-1, keepdims=True))))
-    dq, dk, dv = scale * ds @ k, scale * ds.swapaxes(-1, -2) @ q, factor(p).swapaxes(-1, -2) @ factor(dy)
+    dq, dk, dv = scale * ds @ k, scale * ds.swapaxes(-1, -2) @ q, factor(result(p * mask)).swapaxes(-1, -2) @ factor(dy)
     dk, dv = (x.reshape(x.shape[0], kv_heads, group, t, -1).sum(axis=2) for x in (dk, dv))
     dqkv = np.concatenate([x.transpose(0, 2, 1, 3) for x in (dq, dk, dv)], axis=2)
     return {"out": o.transpose(0, 2, 1, 3), "dqkv": result(dqkv)}
 
 
-def unfused_bf16(qkv: Any, dy: Any, heads: int, kv_heads: int, seen: Seen = CAUSAL) -> dict[str, Any]:
+def unfused_bf16(
+    qkv: Any, dy: Any, heads: int, kv_heads: int, seen: Seen = CAUSAL, dropped: Dropped = KEPT
+) -> dict[str, Any]:
     # factors are bf16 as they come
-    return unfused(qkv, dy, heads, kv_heads, lambda x: x, lambda x: rounded(x, BF16), seen)
+    return unfused(qkv, dy, heads, kv_heads, lambda x: x, lambda x: rounded(x, BF16), seen, dropped)
 
 
 def unfused_tf32(qkv: Any, dy: Any, heads: int, kv_heads: int) -> dict[str, Any]:
@@ -233,6 +249,77 @@ def test_windows_and_both_ways_in_bf16(d: int, heads: int, kv_heads: int, seen: 
         assert_no_worse_than_twice(unfused_bf16(qkv, dy, heads, kv_heads, seen), got, want, t)
 
 
+# Two masks of 0.3 differ in almost half of the numbers, so a wrong word or a wrong order of them is far beyond these.
+@pytest.mark.parametrize("seen", (CAUSAL, BOTH_WAYS, (True, 33)))
+@pytest.mark.parametrize("heads,kv_heads", HEADS)
+@pytest.mark.parametrize("d", (6, 32, 64, 80, 128))
+@pytest.mark.parametrize("dtype,tolerance", ((np.float64, 1e-12), (np.float32, 2e-6), (TF32, 2e-6)))
+def test_dropout_matches_numpy(
+    dtype: Any, tolerance: float, d: int, heads: int, kv_heads: int, seen: Seen
+) -> None:
+    rng = np.random.default_rng()
+    for t in LENGTHS:
+        qkv, dy = random_inputs(rng, 2, t, heads, kv_heads, d, dtype)
+        got = run(qkv, dy, heads, kv_heads, dtype, seen, DROPPED)
+        want = expected(qkv, dy, heads, kv_heads, seen, DROPPED)
+        for name in want:
+            if np.linalg.norm(want[name]):  # all may be dropped where there is one key
+                assert error(got[name], want[name]) <= tolerance, (name, t)
+            else:
+                assert not download(got[name]).any(), (name, t)
+
+
+@pytest.mark.parametrize("seen", (CAUSAL, (True, 33)))
+@pytest.mark.parametrize("heads,kv_heads", HEADS)
+@pytest.mark.parametrize("d", (6, 32, 48, 64, 128))  # without a window 32, 64 and 128 on tensor cores
+def test_dropout_in_bf16(d: int, heads: int, kv_heads: int, seen: Seen) -> None:
+    rng = np.random.default_rng()
+    for t in LENGTHS[1:]:
+        qkv, dy = random_inputs(rng, 2, t, heads, kv_heads, d, BF16)
+        got = run(qkv, dy, heads, kv_heads, BF16, seen, DROPPED)
+        want = expected(qkv, dy, heads, kv_heads, seen, DROPPED)
+        assert error(got["lse"], want["lse"]) <= 1e-5, t
+        assert_no_worse_than_twice(unfused_bf16(qkv, dy, heads, kv_heads, seen, DROPPED), got, want, t)
+
+
+@pytest.mark.parametrize("dtype", (np.float64, np.float32, BF16))
+@pytest.mark.parametrize("d", (6, 32, 64, 128))
+def test_the_mask_has_the_same_bits_in_every_kernel(d: int, dtype: Any) -> None:
+    """With q = 0 a probability is 1 / (t + 1) or dropped; one-hot values and gradients read single ones out."""
+    key, rate = DROPPED
+    t, heads, kv_heads = 83, 4, 2
+    mask = reference.dropout_mask(slice(0, 2), slice(0, t), slice(0, t), heads, kv_heads, key, rate, np.dtype(float))
+    mask = mask.reshape(2, kv_heads, t, 2, t).transpose(0, 4, 1, 3, 2).reshape(2, t, heads, t)  # query, head, key
+    kept = (mask > 0) & np.tri(t, dtype=bool)[:, None]
+    for first in range(0, t, d):
+        some = slice(first, min(first + d, t))
+        one_hot = np.zeros((2, t, 1, d))
+        one_hot[:, np.arange(t)[some], 0, np.arange(t)[some] - first] = 1
+        qkv = np.zeros((2, t, heads + 2 * kv_heads, d))
+        qkv[:, :, heads + kv_heads :] = one_hot
+        out = download(run(qkv, np.zeros((2, t, heads, d)), heads, kv_heads, dtype, dropped=DROPPED)["out"])
+        width = some.stop - first
+        assert ((out[..., :width] > 0) == kept[..., some]).all()
+        for head in range(heads):  # dV[s] = sum over t of M[t, s] P[t, s] dO[t]
+            dy = np.zeros((2, t, heads, d))
+            dy[:, :, head] = one_hot[:, :, 0]
+            dv = download(run(qkv, dy, heads, kv_heads, dtype, dropped=DROPPED)["dqkv"])[:, :, -kv_heads:]
+            got = dv[:, :, head // 2, :width] > 0  # key, query
+            assert (got == kept[:, some, head].swapaxes(1, 2)).all(), head
+
+
+@pytest.mark.parametrize("d", (48, 64))
+@pytest.mark.parametrize("dtype", (np.float64, np.float32, BF16))
+def test_two_runs_with_dropout_give_the_same_bits(dtype: Any, d: int) -> None:
+    qkv, dy = random_inputs(np.random.default_rng(), 3, 333, 6, 2, d, dtype)
+    first, second = (run(qkv, dy, 6, 2, dtype, dropped=DROPPED) for _ in range(2))
+    other = run(qkv, dy, 6, 2, dtype, dropped=((1, 2), 0.3))
+    for name in first:
+        assert cp.asnumpy(first[name]).tobytes() == cp.asnumpy(second[name]).tobytes(), name
+        assert name == "lse" or error(other[name], download(first[name])) > 0.1, name
+    assert cp.asnumpy(first["lse"]).tobytes() == cp.asnumpy(other["lse"]).tobytes()
+
+
 @pytest.mark.parametrize("dtype", (np.float64, np.float32, BF16))
 def test_a_window_changes_no_bit_of_what_it_hides(dtype: Any) -> None:
     qkv, dy = random_inputs(np.random.default_rng(), 1, 300, 4, 2, 64, dtype)
@@ -262,9 +349,9 @@ def test_only_tf32_rounds_and_only_where_it_has_kernels(d: int) -> None:
     for precision in ("fp32", "tf32"):
         k = bind(Attention.kernels, get_backend("cupy", precision), "test")
         parts = split(upload(qkv, np.float32), 4, 2)
-        out, lse = k.attention_fwd(*parts, *CAUSAL)
+        out, lse = k.attention_fwd(*parts, *CAUSAL, *KEPT)
         dqkv = poisoned(qkv.shape, np.float32)
-        k.attention_bwd(*split(dqkv, 4, 2), upload(dy, np.float32), *parts, out, lse, *CAUSAL)
+        k.attention_bwd(*split(dqkv, 4, 2), upload(dy, np.float32), *parts, out, lse, *CAUSAL, *KEPT)
         for name, got in (("out", out), ("dqkv", dqkv)):
             rounds = error(got, want[name]) > 1e-5
             assert rounds == (precision == "tf32" and d == 64), (precision, name)
@@ -281,7 +368,7 @@ def test_a_cache_longer_than_the_queries(d: int, dtype: Any, tolerance: float) -
         on_gpu = upload(cache, dtype)
         for seen in (CAUSAL, BOTH_WAYS, (True, 1), (True, 70)):
             got = forward(dtype, upload(q, dtype), on_gpu[:, :keys, :2], on_gpu[:, :keys, 2:], seen=seen)
-            want = reference.attention_fwd(q, cache[:, :keys, :2], cache[:, :keys, 2:], *seen)
+            want = reference.attention_fwd(q, cache[:, :keys, :2], cache[:, :keys, 2:], *seen, *KEPT)
             assert error(got[0], want[0]) <= tolerance, (queries, keys, seen)
             exact = tolerance if dtype is TF32 else min(tolerance, 1e-5)
             assert error(got[1], want[1]) <= exact, (queries, keys, seen)
@@ -388,9 +475,10 @@ def test_hopper_runs_its_own_kernels() -> None:
     if not kernels().has_wgmma():
         pytest.skip("needs a GPU of compute capability 9.0")
     for d, name in ((64, "attention_fwd_wgmma"), (32, "attention_fwd_mma")):
-        file = kernels().tensor_core_file(BF16, d, False, False)
-        assert kernels().tensor_core(file, "FORWARD", d, False).kernel.name == name
-    assert kernels().tensor_core_file(BF16, 64, False, True) == kernels().FILE  # bands are not its business
+        file = kernels().tensor_core_file(BF16, d, False, ())
+        assert kernels().tensor_core(file, "FORWARD", d, ()).kernel.name == name
+    for option in kernels().OPTIONS:  # not its business
+        assert kernels().tensor_core_file(BF16, 64, False, (option,)) == kernels().FILE
 
 
 @pytest.mark.parametrize("dtype", (np.float64, TF32))

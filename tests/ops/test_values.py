@@ -14,10 +14,10 @@ from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.attention import TILE
+from tinyforge.ops.attention import TILE, dropout_mask
 from tinyforge.ops.cross_entropy import CHUNK_BYTES, masked_targets, sum_tokens
 from tinyforge.params import ParamBuffer, with_buffer
-from tinyforge.rng import Stream
+from tinyforge.rng import Stream, philox
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 FP32 = get_backend("numpy", "fp32", workers=1)
@@ -41,9 +41,9 @@ def close(got: Array, wanted: Array, tolerance: float = 1e-12) -> None:
 
 
 def naive_attention(
-    qkv: Array, heads: int, kv_heads: int, causal: bool = True, window: int | None = None
+    qkv: Array, heads: int, kv_heads: int, causal: bool = True, window: int | None = None, mask: Array = None
 ) -> Array:
-    """The whole T x T matrix, one head at a time."""
+    """The whole T x T matrix, one head at a time. mask: (B, Hq, T, T), multiplies the probabilities."""
     batch, length, _, dim = qkv.shape
     out = np.empty((batch, length, heads, dim))
     for b in range(batch):
@@ -56,7 +56,8 @@ def naive_attention(
                 if window is not None:
                     s[t, : max(0, t - window + 1)] = -np.inf
             p = np.exp(s - s.max(axis=1, keepdims=True))
-            out[b, :, h] = p / p.sum(axis=1, keepdims=True) @ v
+            p /= p.sum(axis=1, keepdims=True)
+            out[b, :, h] = (p if mask is None else p * mask[b, h]) @ v
     return out
 
 
@@ -85,6 +86,44 @@ def test_a_window_hides_what_lies_too_far_back(window: int, length: int, rng: np
 def test_attention_in_both_directions(length: int, rng: np.random.Generator) -> None:
     qkv = rng.normal(size=(2, length, 8, 6)) * 2
     close(ops.Attention(4, 2, FP64, causal=False).forward(qkv), naive_attention(qkv, 4, 2, causal=False))
+
+
+def attention_mask(batch: int, heads: int, length: int, key: tuple[int, int], rate: float) -> Array:
+    """(B, Hq, T, T) of 0 and 1 / (1 - rate), one block of Philox for each number."""
+    b, h, t, s = np.indices((batch, heads, length, length))
+    counter = np.stack([s // 16 * 8 + s % 8, t // 16 * 8 + t % 8, h, b], axis=-1).reshape(-1, 4)
+    word = 2 * (t // 8 % 2) + s // 8 % 2
+    bits = np.take_along_axis(philox(counter, key), word.reshape(-1, 1), axis=1).reshape(b.shape)
+    return (bits >= int(rate * 2**32)) / (1 - rate)
+
+
+@pytest.mark.parametrize("length", [1, 9, 40, TILE, TILE + 37])
+@pytest.mark.parametrize("seen", [{}, {"window": 20}, {"causal": False}], ids=str)
+def test_attention_drops_probabilities(seen: dict[str, Any], length: int, rng: np.random.Generator) -> None:
+    # 9 sequences: more than one slice of the batch, at the longest
+    qkv, noise = rng.normal(size=(9, length, 8, 6)) * 2, Stream(3, "step 1")
+    op = ops.Attention(4, 2, FP64, "blocks.0.attention", dropout=0.3, **seen)
+    plain = ops.Attention(4, 2, FP64, **seen).forward(qkv)
+    mask = attention_mask(9, 4, length, noise.fork("blocks.0.attention").key, 0.3)
+    got = op.forward(qkv, Stash(noise))
+    close(got, naive_attention(qkv, 4, 2, **seen, mask=mask))
+    assert not np.array_equal(got, plain) and not np.array_equal(got, op.forward(qkv, Stash(Stream(3, "step 2"))))
+    assert np.array_equal(op.forward(qkv), plain) and np.array_equal(op.forward(qkv, Stash()), plain)
+
+
+def test_attention_keeps_the_stated_share_independently() -> None:
+    rate, whole = 0.2, slice(0, 2 * TILE)
+    mask = dropout_mask(slice(0, 2), whole, whole, 4, 2, Stream(0, "noise").key, rate, np.dtype(np.float64))
+    assert set(np.unique(mask)) == {0.0, 1 / (1 - rate)}
+    kept = (mask > 0).reshape(2, 2, 2 * TILE, 2, 2 * TILE)  # sequence, kv head, key, head of the group, query
+    assert abs(kept.mean() - (1 - rate)) < 4 * math.sqrt(rate * (1 - rate) / kept.size)
+    for axis in range(5):
+        along = np.moveaxis(kept, axis, 0)
+        for step in (1, 8, 16) if len(along) > 16 else (1,):
+            one, other = along[:-step].ravel(), along[step:].ravel()
+            assert abs(np.corrcoef(one, other)[0, 1]) < 4 / math.sqrt(one.size), (axis, step)
+    with pytest.raises(ValueError, match="dropout is 1.0, wants 0 <= dropout < 1"):
+        ops.Attention(2, 1, FP64, dropout=1.0)
 
 
 class Prefix:
@@ -126,9 +165,10 @@ def test_attention_refuses_heads_that_do_not_divide() -> None:
             ops.Attention(4, 2, FP64, **options)  # type: ignore[arg-type]
 
 
-def peak_bytes(length: int) -> int:
+def peak_bytes(length: int, dropout: float) -> int:
     """Peak of a forward and backward over one sequence, beyond its inputs."""
-    op, qkv, stash = ops.Attention(2, 1, FP32), np.ones((1, length, 4, 8), np.float32), Stash()
+    op, qkv = ops.Attention(2, 1, FP32, dropout=dropout), np.ones((1, length, 4, 8), np.float32)
+    stash = Stash(Stream(0, "noise"))
     dy = np.ones((1, length, 2, 8), np.float32)
     tracemalloc.start()
     try:
@@ -139,9 +179,10 @@ def peak_bytes(length: int) -> int:
         tracemalloc.stop()
 
 
-def test_attention_memory_is_linear_in_length() -> None:
-    peak_bytes(256)  # fills the cache of masks
-    short, long = peak_bytes(2048), peak_bytes(4096)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_memory_is_linear_in_length(dropout: float) -> None:
+    peak_bytes(256, dropout)  # fills the cache of masks
+    short, long = peak_bytes(2048, dropout), peak_bytes(4096, dropout)
     assert long <= 2.3 * short
     assert long < 4096 * 4096 * 4 / 16  # one fp32 T x T matrix of one head is 64 MiB
 

@@ -26,6 +26,10 @@
 // directions. The causal kernels do not contain that code. A band's tiles of keys begin with the first key that the
 // block's first query sees. So another row may see no key of the first tiles: its maximum is then still -inf, and 0 is
 // used instead. The kernel that owns keys loads queries too far behind them, but skips their products.
+// With the macro DROP=1 each probability is multiplied by a number of the dropout mask, 0 or 1 / (1 - rate): four more
+// arguments. Neither the log-sum-exp nor delta changes. The mask is computed where it is needed, from (sequence, head,
+// query, key) alone, by Philox: in every 16 x 16 square of scores one block of four words belongs to queries t and t + 8
+// and keys s and s + 8. A lane of the tensor-core kernels holds all four, in P as in P^T.
 // Tensors are (batch, token, head, dim) with heads side by side; token and batch strides are arguments, so that q, k, v
 // are views of one packed tensor.
 //
@@ -66,10 +70,21 @@
 // compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 BAND=1
 // compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 BAND=1
 // compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 BAND=1
+// compile: REAL=bf16 HEAD_DIM=48 ROWS=64 DROP=1
+// compile: REAL=float HEAD_DIM=64 ROWS=64 DROP=1
+// compile: REAL=double HEAD_DIM=64 ROWS=32 DROP=1
+// compile: REAL=float HEAD_DIM=64 ROWS=64 BAND=1 DROP=1
+// compile: PART=FORWARD HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=32 BLOCKS=2 DROP=1
+// compile: PART=FORWARD HEAD_DIM=128 ROW_TILES=1 WORKERS=8 TILE=64 BLOCKS=1 DROP=1
+// compile: PART=BACKWARD_Q HEAD_DIM=32|64 ROW_TILES=1 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=3 DROP=1
+// compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 DROP=1
+// compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 DROP=1
+// compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 DROP=1
 // spills: none
 
 #define WORKER_WARPS 1
 #include "ops/attention.cuh"
+#include "ops/philox.cuh"
 
 #ifdef BAND
 #define BAND_ARGUMENTS , i64 back, i64 forth
@@ -86,6 +101,22 @@ __device__ inline int first_key(int position, int back, int tile) {
 }
 
 #ifdef REAL
+typedef Wide<REAL> A; // what is computed with, and kept in shared memory
+#else
+typedef float A;
+#endif
+
+#ifdef DROP
+#define DROP_ARGUMENTS , u32 key0, u32 key1, u32 threshold, A drop_scale
+constexpr bool drop = true;
+#else
+#define DROP_ARGUMENTS
+constexpr bool drop = false;
+constexpr u32 key0 = 0, key1 = 0, threshold = 0; // never read
+constexpr A drop_scale = 1;
+#endif
+
+#ifdef REAL
 // ------------------------------------------------------------------------------------------------- the plain kernels
 //
 // 256 threads as 16 x 16. A thread computes a PER x PER piece of a tile of scores: rows ty + 16 i, columns tx + 16 j.
@@ -93,8 +124,6 @@ __device__ inline int first_key(int position, int back, int tile) {
 // elements, so that these reads fall into different banks.
 
 constexpr int THREADS = 256;
-typedef Wide<REAL> A; // what is computed with, and kept in shared memory
-
 constexpr int PLAIN_BLOCKS = sizeof(A) == 8 && D > 64 ? 1 : 2;              // on a multiprocessor: shared memory
 constexpr int PER = ROWS / 16;
 constexpr int VEC = 16 / sizeof(A);
@@ -182,6 +211,13 @@ __device__ A row_max(A x) {
     return x;
 }
 
+// Whether the probability of `key` for `query` is kept. A thread takes one word of the four that it makes.
+__device__ bool is_kept(int query, int key, int head, int batch, u32 key0, u32 key1, u32 threshold) {
+    const uint4 words = philox(key / 16 * 8 + key % 8, query / 16 * 8 + query % 8, head, batch, key0, key1);
+    const bool second_query = query / 8 % 2, second_key = key / 8 % 2;
+    return (second_query ? second_key ? words.w : words.z : second_key ? words.y : words.x) >= threshold;
+}
+
 __device__ void store_rows(REAL *to, i64 token, int first, int stop, const Sums &x, A scale, Place at) {
     for (int i = 0; i < PER; ++i)
         for (int c = 0; c < DIMS; ++c)
@@ -193,7 +229,7 @@ __device__ void store_rows(REAL *to, i64 token, int first, int stop, const Sums 
 extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
 attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *lse, i64 q_batch, i64 q_token,
                     i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
-                    i64 kv_heads BAND_ARGUMENTS) {
+                    i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
     extern __shared__ __align__(16) unsigned char shared[];
     A *const q_tile = reinterpret_cast<A *>(shared);
     A *const k_tile = q_tile + TILE, *const v_tile = k_tile + TILE, *const p_tile = v_tile + TILE;
@@ -235,6 +271,8 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *l
             total[i] = total[i] * shrink + row_sum(sum);
             top[i] = most;
             for (int c = 0; c < DIMS; ++c) sums[i][c] *= shrink;
+            for (int j = 0; drop && j < PER; ++j)
+                if (!is_kept(first + at.row(i), key + at.column(j), head, batch, key0, key1, threshold)) s[i][j] = 0;
         }
         store_scores(p_tile, s, at);
         add_product(sums, p_tile, v_tile, at);
@@ -243,14 +281,14 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *l
         for (int c = 0; c < DIMS; ++c) sums[i][c] /= total[i];
         if (at.tx == 0 && first + at.row(i) < queries) lse[first + at.row(i)] = top[i] + log(total[i]);
     }
-    store_rows(out, heads * D, first, queries, sums, 1, at);
+    store_rows(out, heads * D, first, queries, sums, drop_scale, at);
 }
 
 // Grid (batch * heads, tiles of queries); shared: q, dO, k, v, dS. stats: (batch, head, query) pairs (lse, delta).
 extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
 attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *v, const REAL *out, const A *lse,
                       A *stats, REAL *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
-                      i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads BAND_ARGUMENTS) {
+                      i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
     extern __shared__ __align__(16) unsigned char shared[];
     A *const q_tile = reinterpret_cast<A *>(shared);
     A *const dy_tile = q_tile + TILE, *const k_tile = dy_tile + TILE, *const v_tile = k_tile + TILE;
@@ -294,6 +332,7 @@ attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *
             for (int j = 0; j < PER; ++j) {
                 const int column = key + at.column(j), t = first + at.row(i);
                 const bool seen_by_row = column <= t + forth && !(band && (column < t - back || column >= queries));
+                if (drop) dp[i][j] *= is_kept(t, column, head, batch, key0, key1, threshold) ? drop_scale : A(0);
                 s[i][j] = seen_by_row ? exp(s[i][j] - row_lse[i]) * (dp[i][j] - delta[i]) : 0;
             }
         store_scores(ds_tile, s, at);
@@ -307,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
 attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *v, const A *stats, REAL *dk,
                        REAL *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
                        i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads,
-                       i64 kv_heads BAND_ARGUMENTS) {
+                       i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
     extern __shared__ __align__(16) unsigned char shared[];
     A *const k_tile = reinterpret_cast<A *>(shared);
     A *const v_tile = k_tile + TILE, *const q_tile = v_tile + TILE, *const dy_tile = q_tile + TILE;
@@ -340,7 +379,10 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
                     const int key = first + at.row(i);
                     const bool seen_by_query = key <= t + forth && t < queries && !(band && key < t - back);
                     p[i][j] = seen_by_query ? exp(p[i][j] - stat[0]) : 0;
+                    const bool kept = !drop || is_kept(t, key, head, batch, key0, key1, threshold);
+                    if (drop) ds[i][j] *= kept ? drop_scale : A(0);
                     ds[i][j] = p[i][j] * (ds[i][j] - stat[1]);
+                    if (!kept) p[i][j] = 0;
                 }
             }
             store_scores(p_tile, p, at);
@@ -349,7 +391,7 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
             add_product(dk_sums, p_tile, q_tile, at);
         }
     store_rows(dk + batch * dk_batch + kv_head * D, dk_token, first, queries, dk_sums, scale, at);
-    store_rows(dv + batch * dv_batch + kv_head * D, dv_token, first, queries, dv_sums, 1, at);
+    store_rows(dv + batch * dv_batch + kv_head * D, dv_token, first, queries, dv_sums, drop_scale, at);
 }
 
 #else
@@ -398,12 +440,28 @@ __device__ inline void hide_outside_transposed(Scores &s, int key, int query, in
             }
 }
 
+// Which of a lane's 8 scores in a 16 x 16 square are kept: bit 4 n + i stands for [n][i]. row, column: of the square.
+template <bool ROWS_ARE_KEYS>
+__device__ inline u32 kept_bits(int row, int column, int head, int batch, int lane, u32 key0, u32 key1, u32 threshold) {
+    u32 bits = 0;
+    asm volatile("" : "+r"(row)); // not computed ahead of a loop: no registers are left to hold it
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 r = row / 2 + lane / 4, c = column / 2 + lane % 4 * 2 + i;
+        const uint4 words = philox(ROWS_ARE_KEYS ? r : c, ROWS_ARE_KEYS ? c : r, head, batch, key0, key1);
+        const u32 next_row = ROWS_ARE_KEYS ? words.y : words.z, next_column = ROWS_ARE_KEYS ? words.z : words.y;
+        bits |= u32(words.x >= threshold) << i | u32(next_row >= threshold) << (2 + i) |
+                u32(next_column >= threshold) << (4 + i) | u32(words.w >= threshold) << (6 + i);
+    }
+    return bits;
+}
+
 #if PART == FORWARD
 // Grid (batch * kv heads, ceil(units / WORKERS)); shared: q of each warp (later its output), two stages of k and v.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lse, i64 q_batch, i64 q_token,
                   i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
-                  i64 kv_heads BAND_ARGUMENTS) {
+                  i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u32 base = shared_address(shared);
@@ -486,7 +544,16 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
         for (int step = 0; step < TILE / 16; ++step) {
             u32 p[ROW_TILES][4];
 #pragma unroll
-            for (int m = 0; m < ROW_TILES; ++m) pack_scores(p[m], s, m, step);
+            for (int m = 0; m < ROW_TILES; ++m) {
+                if (drop) {
+                    const u32 kept = kept_bits<false>(unit.first + m * 16, key + step * 16, unit.head, unit.batch, lane,
+                                                      key0, key1, threshold);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i)
+                        if (!(kept >> i & 1)) s[m][2 * step + i / 4][i % 4] = 0;
+                }
+                pack_scores(p[m], s, m, step);
+            }
 #pragma unroll
             for (int n = 0; n < STEPS; ++n) {
                 u32 b[4];
@@ -506,7 +573,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             total[m][half] = finish_row(total[m][half], top[m][half], lse, unit.first, queries, m * 16 + half * 8,
-                                        lane / 4, lane % 4 * 2);
+                                        lane / 4, lane % 4 * 2) * drop_scale;
     store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, unit.first, queries, sums, total,
                q_tile, lane);
 }
@@ -518,7 +585,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const float *lse,
                     float2 *stats, bf16 *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
-                    i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads BAND_ARGUMENTS) {
+                    i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u32 base = shared_address(shared);
@@ -598,6 +665,15 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                 hide_future(s, key + part, seen_by_all, lane / 4, lane % 4 * 2);
             }
 #pragma unroll
+            for (int m = 0; drop && m < ROW_TILES; ++m)
+#pragma unroll
+                for (int n = 0; n < PIECE / 8; n += 2) {
+                    const u32 kept = kept_bits<false>(unit.first + m * 16, key + part + n * 8, unit.head, unit.batch,
+                                                      lane, key0, key1, threshold);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) dp[m][n + i / 4][i % 4] *= kept >> i & 1 ? drop_scale : 0;
+                }
+#pragma unroll
             for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
                 for (int n = 0; n < PIECE / 8; ++n)
@@ -639,7 +715,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const float2 *stats, bf16 *dk,
                      bf16 *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
                      i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads,
-                     i64 kv_heads BAND_ARGUMENTS) {
+                     i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
     extern __shared__ __align__(128) unsigned char shared[];
     constexpr int STAGE_BYTES = 2 * TILE_BYTES + TILE * 8;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -714,6 +790,13 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                 } else if (query + part < first + OWN - 1) {
                     hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
                 }
+                u32 kept[ROW_TILES][PIECE / 16];
+#pragma unroll
+                for (int m = 0; drop && m < ROW_TILES; ++m)
+#pragma unroll
+                    for (int n = 0; n < PIECE / 16; ++n)
+                        kept[m][n] = kept_bits<true>(first + m * 16, query + part + n * 16, kv_head * group + head,
+                                                     batch, lane, key0, key1, threshold);
 #pragma unroll
                 for (int n = 0; n < PIECE / 8; ++n) {
                     float row[4]; // lse, delta, lse, delta of two queries
@@ -723,7 +806,10 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
                             p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale * LOG2E, -row[i % 2 * 2]));
+                            const bool stays = !drop || kept[m][n / 2] >> (n % 2 * 4 + i) & 1;
+                            if (drop) ds[m][n][i] *= stays ? drop_scale : 0;
                             ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - row[i % 2 * 2 + 1]);
+                            if (!stays) p[m][n][i] = 0;
                         }
                 }
 #pragma unroll
@@ -748,10 +834,10 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
             }
         }
     if (idle) return;
-    RowValues scales, ones;
-    set_rows(scales, scale), set_rows(ones, 1);
+    RowValues scales, dv_scales;
+    set_rows(scales, scale), set_rows(dv_scales, drop_scale);
     store_rows(dk + batch * dk_batch + kv_head * D, dk_token, first, queries, dk_sums, scales, k_tile, lane);
-    store_rows(dv + batch * dv_batch + kv_head * D, dv_token, first, queries, dv_sums, ones, v_tile, lane);
+    store_rows(dv + batch * dv_batch + kv_head * D, dv_token, first, queries, dv_sums, dv_scales, v_tile, lane);
 }
 #endif
 #endif

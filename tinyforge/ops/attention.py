@@ -13,6 +13,7 @@ from tinyforge.backends.numpy_backend import row_blocks
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
+from tinyforge.rng import philox
 
 QUERY_TILE, TILE = 64, 128
 """Queries and keys of a tile of scores (NumPy). Fewer queries, so that less is computed above the diagonal."""
@@ -98,9 +99,33 @@ def some_sequences(batch: int, heads: int, itemsize: int) -> Iterator[slice]:
     return row_blocks(batch, heads * QUERY_TILE * TILE * itemsize, 1 << 20)
 
 
+def dropout_mask(
+    part: slice, rows: slice, columns: slice, heads: int, kv_heads: int, key: tuple[int, int], rate: float, dtype: Any
+) -> Array:
+    """(n, Hkv, columns, G * rows) of 0 and 1 / (1 - rate), for a tile that begins at multiples of 16.
+
+    In a square of 16 x 16 scores, one block of Philox has the words of queries t and t + 8 and keys s and s + 8. A
+    thread of the tensor-core kernels holds all four, whether its rows are queries or keys. The block's counter is (s, t,
+    head, sequence), where s and t skip the second 8 of every 16.
+    """
+    n, keys, queries = part.stop - part.start, columns.stop - columns.start, rows.stop - rows.start
+    s, t = (np.arange(x.start // 2, x.start // 2 + -(-(x.stop - x.start) // 16) * 8) for x in (columns, rows))
+    sequence, head, s, t = np.ix_(np.arange(part.start, part.stop), np.arange(heads), s, t)
+    counter = np.stack(np.broadcast_arrays(s, t, head, sequence), axis=-1).astype(np.uint32)
+    words = philox(counter.reshape(-1, 4), key).reshape(n, heads, s.size // 8, 8, t.size // 8, 8, 2, 2)
+    words = words.transpose(0, 1, 2, 7, 3, 4, 6, 5).reshape(n, kv_heads, -1, 2 * s.size, 2 * t.size)
+    kept = words[..., :keys, :queries].swapaxes(2, 3) >= np.uint32(rate * 2**32)
+    return kept.reshape(n, kv_heads, keys, -1) * dtype.type(1.0 / (1.0 - rate))
+
+
 @kernel
-def attention_fwd(q: Array, k: Array, v: Array, causal: bool, window: int | None) -> tuple[Array, Array]:
-    """q: (B, T, Hq, D), the last T of S positions; k, v: (B, S, Hkv, D); returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
+def attention_fwd(
+    q: Array, k: Array, v: Array, causal: bool, window: int | None, key: tuple[int, int] | None, rate: float
+) -> tuple[Array, Array]:
+    """q: (B, T, Hq, D), the last T of S positions; k, v: (B, S, Hkv, D); returns o: (B, T, Hq, D), lse: (B, Hq, T).
+
+    With a key, each probability is dropped at `rate`.
+    """
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
     group = heads // kv_heads
@@ -125,6 +150,8 @@ def attention_fwd(q: Array, k: Array, v: Array, causal: bool, window: int | None
                 np.exp(s, out=s)
                 # A sum as a product with ones takes BLAS half of the time that NumPy's reduction takes.
                 tile_sum = np.ones((1, s.shape[-2]), s.dtype) @ s
+                if key is not None:
+                    s *= dropout_mask(part, rows, columns, heads, kv_heads, key, rate, s.dtype)
                 tile_out = s.swapaxes(-1, -2) @ vb[:, :, columns]
                 if top is not None:
                     # What was summed under the old maximum shrinks by exp(old - new).
@@ -139,7 +166,9 @@ def attention_fwd(q: Array, k: Array, v: Array, causal: bool, window: int | None
 
 
 @attention_fwd.on("phantom")
-def attention_fwd_memory(q: Array, k: Array, v: Array, causal: bool, window: int | None) -> tuple[Array, Array]:
+def attention_fwd_memory(
+    q: Array, k: Array, v: Array, causal: bool, window: int | None, key: tuple[int, int] | None, rate: float
+) -> tuple[Array, Array]:
     batch, queries, heads, _ = q.shape
     return empty(q.shape, q.dtype), empty((batch, heads, queries), wide(q.dtype))
 
@@ -147,7 +176,7 @@ def attention_fwd_memory(q: Array, k: Array, v: Array, causal: bool, window: int
 @kernel
 def attention_bwd(
     dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool,
-    window: int | None,
+    window: int | None, key: tuple[int, int] | None, rate: float,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
     batch, queries, heads, dim = q.shape
@@ -167,8 +196,13 @@ def attention_bwd(
                 p = kb[:, :, columns] @ q_columns  # k q^T - lse
                 hide_(p, shift, group, causal, window)
                 np.exp(p, out=p)
-                dvb[:, :, columns] += p @ doi
                 ds = vb[:, :, columns] @ do_columns  # v dO^T - delta
+                if key is None:
+                    dvb[:, :, columns] += p @ doi
+                else:
+                    mask = dropout_mask(part, rows, columns, heads, kv_heads, key, rate, p.dtype)
+                    dvb[:, :, columns] += (p * mask) @ doi
+                    ds = (ds + delta[:, :, None]) * mask - delta[:, :, None]
                 ds *= p
                 dqi += ds.swapaxes(-1, -2) @ kb[:, :, columns, :dim]
                 dkb[:, :, columns] += ds @ qi  # qi carries the scale
@@ -180,7 +214,7 @@ def attention_bwd(
 @attention_bwd.on("phantom")
 def attention_bwd_memory(
     dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool,
-    window: int | None,
+    window: int | None, key: tuple[int, int] | None, rate: float,
 ) -> None:  # fmt: skip
     empty((*lse.shape, 2), lse.dtype)  # a row's log-sum-exp and its sum of dO O
 
@@ -203,29 +237,40 @@ class Attention(Op):
         P = exp(q k^T / sqrt(D) - lse)      dV = P^T dO          dP = dO V^T
         dS = P * (dP - rowsum(dO * O))      dQ = dS K / sqrt(D)  dK = dS^T Q / sqrt(D)
 
+    dropout: rate p at which each probability is dropped in training. With m[t, s] = 1 at probability 1 - p, else 0,
+    independently for each sequence and query head, and M = m / (1 - p):
+
+        o[t] = sum_s M[t, s] P[t, s] v[s]   dV = (P * M)^T dO    dP = (dO V^T) * M
+
+    m is a pure function of the stash's noise and the op's name, as in Dropout: only the stream's key is saved, and
+    tiles of the mask are made where they are needed. Without a stash or without noise on it, nothing is dropped.
+
     With a cache (inference only), the T positions are the last of S: their keys and values are appended to it, and q
     attends to all S.
 
     Sources: Vaswani et al. (2017); Ainslie et al., "GQA" (2023); the online softmax of Milakov and Gimelshein (2018)
     as tiled by Dao et al., "FlashAttention" (2022); the sliding window as in Jiang et al.,
-    "Mistral 7B" (2023).
+    "Mistral 7B" (2023); dropout of probabilities as in Vaswani et al. and GPT-2.
     """
 
     kernels = (attention_fwd, attention_bwd)
 
     def __init__(
         self, heads: int, kv_heads: int, backend: Backend, name: str = "", *, causal: bool = True,
-        window: int | None = None,
+        window: int | None = None, dropout: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(backend, name)
         if heads % kv_heads:
             raise ValueError(f"Attention: {heads} query heads do not divide among {kv_heads} key/value heads")
         if window is not None and (window < 1 or not causal):
             raise ValueError(f"Attention: window is {window}, causal is {causal}; wants a causal window of 1 or more")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"Attention: dropout is {dropout}, wants 0 <= dropout < 1")
         self.heads = heads
         self.kv_heads = kv_heads
         self.causal = causal
         self.window = window
+        self.dropout = dropout
 
     def forward(self, qkv: Array, stash: Stash | None = None, *, cache: LayerCache | None = None) -> Array:
         q, k, v = self._split(qkv)
@@ -233,15 +278,18 @@ class Attention(Op):
             if stash is not None:
                 raise ValueError(f"{self.name}: a cache and a stash; a pass with a cache has no backward, drop one")
             k, v = cache.append(k, v)
-        out, lse = self.k.attention_fwd(q, k, v, self.causal, self.window)
+        noise = stash.noise if stash is not None else None
+        key = noise.fork(self.name).key if noise and self.dropout else None
+        out, lse = self.k.attention_fwd(q, k, v, self.causal, self.window, key, self.dropout)
         if stash is not None:
-            stash.push(self, qkv, out, lse)
+            stash.push(self, qkv, out, lse, key)
         return out
 
     def backward(self, dy: Array, stash: Stash) -> Array:
-        qkv, out, lse = stash.pop(self)
+        qkv, out, lse, key = stash.pop(self)
         dqkv = self.backend.empty(qkv.shape)
-        self.k.attention_bwd(*self._split(dqkv), dy, *self._split(qkv), out, lse, self.causal, self.window)
+        seen = (self.causal, self.window)
+        self.k.attention_bwd(*self._split(dqkv), dy, *self._split(qkv), out, lse, *seen, key, self.dropout)
         return dqkv
 
     def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
@@ -259,3 +307,7 @@ class Attention(Op):
             yield op, (backend.asarray(rng.normal(size=(1, t, 4, 4))),)
         for t in (7, TILE + 3):
             yield cls(2, 1, backend, causal=False), (backend.asarray(rng.normal(size=(1, t, 4, 4))),)
+        # Dropout within a tile, across tiles with a group of heads, and with a window.
+        for t, window in ((7, None), (TILE + 3, None), (TILE + 3, 40)):
+            op = cls(4, 2, backend, window=window, dropout=0.4)
+            yield op, (backend.asarray(rng.normal(size=(2, t, 8, 4))),)

@@ -2,8 +2,8 @@
 
 float64 and float32 run the plain kernels of attention.cu, float32 in precision tf32 those of attention_tf32.cu,
 bfloat16 those of attention_hopper.cu where they run, else attention.cu's with tensor cores, and at head sizes that
-neither has the plain ones. Windows, and attention in both directions, are in attention.cu alone. The heads of these
-files list the tile sizes.
+neither has the plain ones. Windows, attention in both directions and dropout are in attention.cu alone, dropout
+together with one of the others in its plain kernels alone. The heads of these files list the tile sizes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ FILE, WGMMA_FILE, TF32_FILE = "ops/attention.cu", "ops/attention_hopper.cu", "op
 INSTRUCTIONS = {FILE: "mma", WGMMA_FILE: "wgmma", TF32_FILE: "tf32"}
 ENTRIES = {"FORWARD": "attention_fwd", "BACKWARD_Q": "attention_bwd_q", "BACKWARD_KV": "attention_bwd_kv"}
 HEAD_SIZES, WGMMA_HEAD_SIZES = (32, 64, 128), (64,)
+OPTIONS = ("BAND", "DROP")
 PLAIN_LIMIT = 128
 PLAIN_THREADS = 256
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -51,8 +52,8 @@ class Launch(NamedTuple):
 
 
 @cache
-def plain(entry: str, dtype: Any, dim: int, tiles: int, band: bool) -> Launch:
-    """tiles: of rows of q, k, v or dO that a block holds at a time; it holds one of scores besides."""
+def plain(entry: str, dtype: Any, dim: int, tiles: int, options: tuple[str, ...]) -> Launch:
+    """tiles: of rows of q, k, v or dO that a block holds at a time; it holds one of scores besides. options: of OPTIONS."""
     if not 1 <= dim <= PLAIN_LIMIT:
         raise UserError(f"attention on cupy: head size {dim}, wanted 1 to {PLAIN_LIMIT}; use that, or --backend numpy")
     # 64 rows where they fit the 99 KB of shared memory of the smallest GPUs.
@@ -61,8 +62,7 @@ def plain(entry: str, dtype: Any, dim: int, tiles: int, band: bool) -> Launch:
     vector = 16 // itemsize
     line = -(-dim // 16) * 16 + vector
     shared = (tiles * rows * line + rows * (rows + vector)) * itemsize
-    banded = {"BAND": 1} if band else {}
-    kernel = load(FILE, entry, shared, REAL=scalar(dtype), HEAD_DIM=dim, ROWS=rows, **banded)
+    kernel = load(FILE, entry, shared, REAL=scalar(dtype), HEAD_DIM=dim, ROWS=rows, **dict.fromkeys(options, 1))
     return Launch(kernel, rows, 1, PLAIN_THREADS, shared)
 
 
@@ -72,20 +72,20 @@ def has_wgmma() -> bool:
     return bool(cp.cuda.Device().compute_capability == "90")
 
 
-def tensor_core_file(dtype: Any, dim: int, tf32: bool, band: bool) -> str | None:
-    """The file whose tensor-core kernels are to run, None for the plain kernels. Only attention.cu knows bands."""
-    if dim not in HEAD_SIZES:
+def tensor_core_file(dtype: Any, dim: int, tf32: bool, options: tuple[str, ...]) -> str | None:
+    """The file whose tensor-core kernels are to run, None for the plain kernels. Only attention.cu has options."""
+    if dim not in HEAD_SIZES or options == OPTIONS:
         return None
     if dtype == BF16:
-        return WGMMA_FILE if has_wgmma() and dim in WGMMA_HEAD_SIZES and not band else FILE
-    return TF32_FILE if tf32 and dtype.itemsize == 4 and not band else None
+        return WGMMA_FILE if has_wgmma() and dim in WGMMA_HEAD_SIZES and not options else FILE
+    return TF32_FILE if tf32 and dtype.itemsize == 4 and not options else None
 
 
 @cache
-def tensor_core(file: str, part: str, dim: int, band: bool) -> Launch:
+def tensor_core(file: str, part: str, dim: int, options: tuple[str, ...]) -> Launch:
     """The kernel of a part (a key of ENTRIES) in a file of `tensor_core_file`."""
     listed = (v for v in variants(file) if v.get("PART") == part and v["HEAD_DIM"] == str(dim))
-    macros = next(v for v in listed if ("BAND" in v) == band)
+    macros = next(v for v in listed if options == tuple(name for name in OPTIONS if name in v))
     return tensor_core_launch(file, part, macros)
 
 
@@ -125,10 +125,22 @@ def band_of(causal: bool, window: int | None, keys: int) -> tuple[int, ...]:
     return () if window is None or window >= keys else (window - 1, 0)
 
 
+def drop_of(key: tuple[int, int] | None, rate: float, dtype: Any) -> tuple[Any, ...]:
+    """The arguments (key0, key1, threshold, scale) of the DROP kernels; none without a key."""
+    if key is None:
+        return ()
+    return (*map(np.uint32, (*key, int(rate * 2**32))), wide(dtype).type(1.0 / (1.0 - rate)))
+
+
+def options_of(band: tuple[Any, ...], drop: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(name for name, args in zip(OPTIONS, (band, drop), strict=True) if args)
+
+
 @attention.attention_fwd.on("cupy")
 def attention_fwd(
-    q: Array, k: Array, v: Array, causal: bool, window: int | None, *, backend: CupyBackend
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, causal: bool, window: int | None, key: tuple[int, int] | None, rate: float, *,
+    backend: CupyBackend,
+) -> tuple[Array, Array]:  # fmt: skip
     """q: (B, T, Hq, D); k, v: (B, S, Hkv, D), S >= T; returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -136,20 +148,21 @@ def attention_fwd(
     lse = cp.empty((batch, heads, queries), wide(q.dtype))
     if not out.size:
         return out, lse
-    band = band_of(causal, window, keys)
-    sizes = (queries, keys, heads, kv_heads, *band)
+    band, drop = band_of(causal, window, keys), drop_of(key, rate, q.dtype)
+    options = options_of(band, drop)
+    sizes = (queries, keys, heads, kv_heads, *band, *drop)
     args = (q, k, v, out, lse, *strides("q", q), *strides("k", k), *strides("v", v), *sizes)
-    if file := tensor_core_file(q.dtype, dim, backend.tf32, bool(band)):
-        tensor_core(file, "FORWARD", dim, bool(band))(batch * kv_heads, queries, heads // kv_heads, *args)
+    if file := tensor_core_file(q.dtype, dim, backend.tf32, options):
+        tensor_core(file, "FORWARD", dim, options)(batch * kv_heads, queries, heads // kv_heads, *args)
     else:
-        plain("attention_fwd_plain", q.dtype, dim, 3, bool(band))(batch * heads, queries, 1, *args)
+        plain("attention_fwd_plain", q.dtype, dim, 3, options)(batch * heads, queries, 1, *args)
     return out, lse
 
 
 @attention.attention_bwd.on("cupy")
 def attention_bwd(
     dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool,
-    window: int | None, *, backend: CupyBackend,
+    window: int | None, key: tuple[int, int] | None, rate: float, *, backend: CupyBackend,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
     batch, queries, heads, dim = q.shape
@@ -161,15 +174,16 @@ def attention_bwd(
     dy = cp.ascontiguousarray(dy)
     stats = cp.empty((batch, heads, queries, 2), lse.dtype)
     inputs = (*strides("q", q), *strides("k", k), *strides("v", v))
-    band = band_of(causal, window, keys)
-    sizes = (queries, heads, kv_heads, *band)
+    band, drop = band_of(causal, window, keys), drop_of(key, rate, q.dtype)
+    options = options_of(band, drop)
+    sizes = (queries, heads, kv_heads, *band, *drop)
     q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *strides("dq", dq), *sizes)
     kv_args = (dy, q, k, v, stats, dk, dv, *inputs, *strides("dk", dk), *strides("dv", dv), *sizes)
     # In this order: the first writes the statistics that the second reads.
-    if file := tensor_core_file(q.dtype, dim, backend.tf32, bool(band)):
+    if file := tensor_core_file(q.dtype, dim, backend.tf32, options):
         group = heads // kv_heads
-        tensor_core(file, "BACKWARD_Q", dim, bool(band))(batch * kv_heads, queries, group, *q_args)
-        tensor_core(file, "BACKWARD_KV", dim, bool(band))(batch * kv_heads, queries, 1, *kv_args)
+        tensor_core(file, "BACKWARD_Q", dim, options)(batch * kv_heads, queries, group, *q_args)
+        tensor_core(file, "BACKWARD_KV", dim, options)(batch * kv_heads, queries, 1, *kv_args)
     else:
-        plain("attention_bwd_q_plain", q.dtype, dim, 4, bool(band))(batch * heads, queries, 1, *q_args)
-        plain("attention_bwd_kv_plain", q.dtype, dim, 4, bool(band))(batch * kv_heads, queries, 1, *kv_args)
+        plain("attention_bwd_q_plain", q.dtype, dim, 4, options)(batch * heads, queries, 1, *q_args)
+        plain("attention_bwd_kv_plain", q.dtype, dim, 4, options)(batch * kv_heads, queries, 1, *kv_args)

@@ -15,24 +15,10 @@
 // spills: none
 
 #include "ops/common.cuh"
+#include "ops/philox.cuh"
 
 typedef SCALAR T;
 typedef Wide<T> A;
-
-__device__ __forceinline__ uint4 philox(u32 c0, u32 k0, u32 k1) {
-    u32 c1 = 0, c2 = 0, c3 = 0;
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
-        const u64 p0 = u64(c0) * 0xD2511F53u, p1 = u64(c2) * 0xCD9E8D57u;
-        c0 = u32(p1 >> 32) ^ c1 ^ k0;
-        c2 = u32(p0 >> 32) ^ c3 ^ k1;
-        c1 = u32(p1);
-        c3 = u32(p0);
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    return make_uint4(c0, c1, c2, c3);
-}
 
 extern "C" __global__ void __launch_bounds__(256) dropout(
     T *y, const T *x, u32 total, u32 key0, u32 key1, u32 threshold, A scale
@@ -43,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(256) dropout(
 #pragma unroll
     for (int first = 0; first < VEC; first += 4) {
         const i64 element = i64(i) * VEC + first;
-        const uint4 words = philox(u32(element / 4), key0, key1);
+        const uint4 words = philox(u32(element / 4), 0, 0, 0, key0, key1);
         const u32 word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
         for (int j = 0; j < (VEC < 4 ? VEC : 4); j++) {
