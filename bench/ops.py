@@ -150,8 +150,8 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
     add("softmax_bwd", 3 * c, (dim,) * 2, k.softmax_bwd)
     add("swiglu_fwd", 3 * h, (2 * hidden,), k.swiglu_fwd)
     add("swiglu_bwd", 5 * h, (hidden, 2 * hidden), lambda dy, gu: k.swiglu_bwd(None, dy, gu))
-    add("gelu_fwd", 2 * h, (hidden,), lambda x: k.gelu_fwd(x, "tanh"))
-    add("gelu_bwd", 3 * h, (hidden,) * 2, lambda dy, x: k.gelu_bwd(None, dy, x, "tanh"))
+    add("gelu_fwd", 2 * h, (hidden,), lambda x: k.gelu_fwd(x, None, "tanh"))
+    add("gelu_bwd", 3 * h, (hidden,) * 2, lambda dy, x: k.gelu_bwd(None, None, dy, x, None, "tanh"))
     add("dropout", 2 * h, (hidden,), lambda x: k.dropout(x, (1, 2), 0.1))
 
     length, turned, all_heads = 512, config.heads + config.kv_heads, config.heads + 2 * config.kv_heads

@@ -43,9 +43,9 @@ class Block:
         def bias(name: str, rows: int) -> Param | None:
             return Param(f"{at}.{name}.bias", (rows,), decay=False) if config.bias else None
 
-        def linear(name: str, rows: int, columns: int, std: float) -> Linear:
+        def linear(name: str, rows: int, columns: int, std: float, with_bias: bool = True) -> Linear:
             weight = Param(f"{at}.{name}.weight", (rows, columns), std=std)
-            return Linear(weight, backend, f"{at}.{name}", bias=bias(name, rows))
+            return Linear(weight, backend, f"{at}.{name}", bias=bias(name, rows) if with_bias else None)
 
         def dropout(name: str) -> Dropout:
             return Dropout(config.dropout, backend, f"{at}.{name}")
@@ -54,9 +54,10 @@ class Block:
         self.attention = Attention(config.heads, config.heads, backend, f"{at}.attention")
         self.out = linear("out", dim, dim, residual_std)
         self.out_dropout = dropout("out_dropout")
-        self.up = linear("up", 4 * dim, dim, std)
+        # What adds up's bias is the op that reads its result: a pass over it less.
+        self.up = linear("up", 4 * dim, dim, std, with_bias=False)
         down = Param(f"{at}.down.weight", (dim, 4 * dim), std=residual_std)
-        self.down = GELULinear(down, backend, f"{at}.down", bias=bias("down", dim))
+        self.down = GELULinear(down, backend, f"{at}.down", bias=bias("down", dim), input_bias=bias("up", 4 * dim))
         self.down_dropout = dropout("down_dropout")
 
 
