@@ -299,7 +299,7 @@ def loss_case(kind: Any, backend: Backend, vocab: int, heads: int) -> tuple[Any,
 
 @pytest.mark.parametrize("kind", [ops.CrossEntropy, ops.LinearCrossEntropy])
 @pytest.mark.parametrize("heads", [1, 3])  # one head with an odd vocabulary has padded rows
-@pytest.mark.parametrize("vocab", [1, 5, 65, 96, 512, 4096, 8192, 8195, 40_000])
+@pytest.mark.parametrize("vocab", [1, 5, 65, 96, 512, 4096, 8192, 8195, 40_000, 50_257, 120_001])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_losses(kind: Any, vocab: int, heads: int, precision: str, shared: bool) -> None:
