@@ -43,7 +43,7 @@ from tinyforge.ops.embedding import embedding_bwd
 from tinyforge.ops.gelu import gelu_bwd
 from tinyforge.ops.gelu_linear import gelu_linear_bwd, gelu_linear_fwd
 from tinyforge.ops.layernorm import layernorm_bwd
-from tinyforge.ops.linear import linear_bwd
+from tinyforge.ops.linear import linear_bwd, linear_bwd_bias
 from tinyforge.ops.positions import positions_bwd
 from tinyforge.ops.rmsnorm import rmsnorm_bwd
 from tinyforge.ops.rope import rope
@@ -195,6 +195,9 @@ FAULTS = [
     Fault(ops.AddLayerNorm, "residual sign", layernorm_bwd, with_args(lambda *a: (*a[:-1], -a[-1]))),
     Fault(ops.AddLayerNorm, "norm of the residual alone", add_layernorm_fwd,
           lambda right: lambda r, d, *a: (right(r, d, *a)[0], *right(r, 0 * d, *a)[1:])),
+    Fault(ops.AddLayerNorm, "delta's bias behind the norm", add_layernorm_fwd,
+          lambda right: lambda r, d, b, *a: (right(r, d, b, *a)[0], *right(r, d, None, *a)[1:])),
+    Fault(ops.AddLayerNorm, "delta's db 1 %", linear_bwd_bias, then(lambda db, dy: times(db, 1.01))),
     Fault(ops.LayerNorm, "db 1 %", layernorm_bwd, then(lambda dw, db, *_: db is not None and times(db, 1.01))),
     Fault(ops.RoPE, "turned the same way twice", rope,
           with_args(lambda out, x, cos, sin, *a: (out, x, cos, np.abs(sin), *a))),

@@ -84,8 +84,10 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
         acc(r, c), act(r, n, c), act(r, c), act(r, n, c), some_rstd(r, n), act(r, n, c)),
     "add_rmsnorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), 1e-5),
     "layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, c), act(r, c), 1e-5),
-    "add_layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), act(r, c), 1e-5),
-    "add_layernorm_fwd plain": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), None, 1e-5),
+    "add_layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), None, act(r, c), act(r, c), 1e-5),
+    "add_layernorm_fwd plain": lambda r, n, c: (act(r, n, c), act(r, n, c), None, act(r, c), None, 1e-5),
+    "add_layernorm_fwd delta_bias": lambda r, n, c: (
+        act(r, n, c), act(r, n, c), act(r, c), act(r, c), act(r, c), 1e-5),
     "layernorm_bwd": lambda r, n, c: (
         acc(r, c), acc(r, c), act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), None),
     "layernorm_fwd plain": lambda r, n, c: (act(r, n, c), act(r, c), None, 1e-5),
@@ -112,6 +114,7 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "embedding_bwd": lambda r, n, c: (acc(r, 37, c), act(r, n, c), tokens(r, n, 37)),
     "linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c), None),
     "linear_fwd bias": lambda r, n, c: (act(r, n, 24), act(r, c, 24), act(r, c)),
+    "linear_bwd_bias": lambda r, n, c: (acc(r, c), act(r, n, c)),
     "linear_bwd": lambda r, n, c: (acc(r, 24, c), None, act(r, n, 24), act(r, n, c), act(r, 24, c)),
     "linear_bwd bias": lambda r, n, c: (acc(r, c, 24), acc(r, c), act(r, n, c), act(r, n, 24), act(r, c, 24)),
     "swiglu_linear_fwd": lambda r, n, c: (act(r, n, 2 * c), act(r, 24, c)),
@@ -199,8 +202,8 @@ def add_then_rmsnorm(residual: np.ndarray, delta: np.ndarray, weight: np.ndarray
     return (x, *KERNELS["rmsnorm_fwd"](x, weight, eps))
 
 
-def add_then_layernorm(residual: np.ndarray, delta: np.ndarray, *more: Any) -> Any:
-    x = (residual + delta).astype(dtype_of("bfloat16")).astype(np.float32)
+def add_then_layernorm(residual: np.ndarray, delta: np.ndarray, delta_bias: Any, *more: Any) -> Any:
+    x = (residual + delta + (0 if delta_bias is None else delta_bias)).astype(dtype_of("bfloat16")).astype(np.float32)
     return (x, *KERNELS["layernorm_fwd"](x, *more))
 
 
@@ -227,7 +230,7 @@ PLAIN = {
     "gelu_linear_fwd": gelu_then_linear, "gelu_linear_fwd bias": gelu_then_linear,
     "gelu_linear_bwd": gelu_linear_backwards, "gelu_linear_bwd bias": gelu_linear_backwards,
     "add_rmsnorm_fwd": add_then_rmsnorm, "add_layernorm_fwd": add_then_layernorm,
-    "add_layernorm_fwd plain": add_then_layernorm,
+    "add_layernorm_fwd plain": add_then_layernorm, "add_layernorm_fwd delta_bias": add_then_layernorm,
 }  # fmt: skip
 
 
@@ -438,7 +441,7 @@ def test_strides_do_not_matter(name: str) -> None:
         wide[..., ::2] = placed
         return wide[..., ::2]
 
-    if "linear" in name or name in ("positions_fwd", "embedding_fwd"):
+    if "linear" in name and name != "linear_bwd_bias" or name in ("positions_fwd", "embedding_fwd"):
         pytest.skip("the last argument of two axes is a weight; test_contract covers the inputs")
     wanted = run(cupy_of(name, backend), arguments, on_gpu(backend))
     for got, w in zip(run(cupy_of(name, backend), arguments, spread), wanted, strict=True):

@@ -11,6 +11,7 @@ from tinyforge.backends import Backend
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
+from tinyforge.ops.linear import linear_bwd_bias
 
 _SQRT_2_PI = 0.7978845608028654  # sqrt(2 / pi)
 _CUBIC = 0.044715
@@ -98,7 +99,7 @@ def gelu_bwd(
         slope = 2.0 * phi * (1.0 - phi) * _SQRT_2_PI * (1.0 + 3.0 * _CUBIC * x * x)
     dx = dy * (phi + x * slope)
     if dbias is not None:
-        dbias += dx.reshape(-1, dx.shape[-1]).sum(axis=0)
+        linear_bwd_bias(dbias, dx)
     return dx
 
 

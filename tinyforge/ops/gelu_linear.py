@@ -12,7 +12,7 @@ from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.gelu import gelu_bwd, gelu_fwd
-from tinyforge.ops.linear import linear_fwd
+from tinyforge.ops.linear import linear_bwd_bias, linear_fwd
 from tinyforge.params import with_buffer
 
 FORMULA = "tanh"
@@ -39,7 +39,7 @@ def gelu_linear_bwd(
     du = gelu_bwd(hidden, dinput_bias, (rows @ weight).reshape(u.shape), u, input_bias, FORMULA)
     dweight += rows.T @ hidden.reshape(len(rows), weight.shape[1])
     if dbias is not None:
-        dbias += rows.sum(axis=0)
+        linear_bwd_bias(dbias, rows)
     return du
 
 

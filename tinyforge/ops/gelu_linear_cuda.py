@@ -7,7 +7,7 @@ from tinyforge.backends.cupy_backend import CupyBackend, contiguous, new
 from tinyforge.kernel import Array
 from tinyforge.ops import gelu_linear
 from tinyforge.ops.gelu_cuda import gelu_bwd, gelu_fwd
-from tinyforge.ops.linear_cuda import add_bias_gradient, linear_fwd
+from tinyforge.ops.linear_cuda import linear_bwd_bias, linear_fwd
 
 
 @gelu_linear.gelu_linear_fwd.on("cupy")
@@ -29,6 +29,6 @@ def gelu_linear_bwd(
     dhidden = gemm(up, weight, tf32=backend.tf32)
     du = gelu_bwd(hidden, dinput_bias, dhidden, u.reshape(hidden.shape), input_bias, gelu_linear.FORMULA)
     gemm(up, hidden, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
-    if dbias is not None and rows:
-        add_bias_gradient(dbias, up)
+    if dbias is not None:
+        linear_bwd_bias(dbias, up)
     return du.reshape(u.shape)
