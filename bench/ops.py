@@ -143,15 +143,19 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
     add("layernorm_fwd", 2 * c + 2 * wide, (dim,), lambda x: k.layernorm_fwd(x, gain, bias, 1e-5))
     add("layernorm_bwd", 3 * c + 2 * wide, (dim,) * 2,
         lambda dy, x: k.layernorm_bwd(dgain, dbias, dy, gain, x, rstd, rstd, None))  # fmt: skip
-    add("add_layernorm_fwd", 4 * c + 2 * wide, (dim,) * 2, lambda a, b: k.add_layernorm_fwd(a, b, gain, bias, 1e-5))
+    add("add_layernorm_fwd", 4 * c + 2 * wide, (dim,) * 2,
+        lambda a, b: k.add_layernorm_fwd(a, b, bias, gain, bias, 1e-5))  # fmt: skip
     add("layernorm_bwd (residual)", 4 * c + 2 * wide, (dim,) * 3,
         lambda dx, dy, x: k.layernorm_bwd(dgain, dbias, dy, gain, x, rstd, rstd, dx))  # fmt: skip
     add("softmax_fwd", 2 * c, (dim,), k.softmax_fwd)
     add("softmax_bwd", 3 * c, (dim,) * 2, k.softmax_bwd)
     add("swiglu_fwd", 3 * h, (2 * hidden,), k.swiglu_fwd)
     add("swiglu_bwd", 5 * h, (hidden, 2 * hidden), lambda dy, gu: k.swiglu_bwd(None, dy, gu))
-    add("gelu_fwd", 2 * h, (hidden,), lambda x: k.gelu_fwd(x, "tanh"))
-    add("gelu_bwd", 3 * h, (hidden,) * 2, lambda dy, x: k.gelu_bwd(None, dy, x, "tanh"))
+    add("gelu_fwd", 2 * h, (hidden,), lambda x: k.gelu_fwd(x, None, "tanh"))
+    ubias, dubias = normal(hidden), backend.zeros((hidden,), backend.master_dtype)
+    add("gelu_fwd (bias)", 2 * h, (hidden,), lambda x: k.gelu_fwd(x, ubias, "tanh"))
+    add("gelu_bwd (bias)", 3 * h, (hidden,) * 2, lambda dy, x: k.gelu_bwd(None, dubias, dy, x, ubias, "tanh"))
+    add("gelu_bwd", 3 * h, (hidden,) * 2, lambda dy, x: k.gelu_bwd(None, None, dy, x, None, "tanh"))
     add("dropout", 2 * h, (hidden,), lambda x: k.dropout(x, (1, 2), 0.1))
 
     length, turned, all_heads = 512, config.heads + config.kv_heads, config.heads + 2 * config.kv_heads

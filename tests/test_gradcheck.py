@@ -42,9 +42,9 @@ from tinyforge.ops.cross_entropy import (
 from tinyforge.ops.dropout import dropout
 from tinyforge.ops.embedding import embedding_bwd
 from tinyforge.ops.gelu import gelu_bwd
-from tinyforge.ops.gelu_linear import gelu_linear_bwd
+from tinyforge.ops.gelu_linear import gelu_linear_bwd, gelu_linear_fwd
 from tinyforge.ops.layernorm import layernorm_bwd
-from tinyforge.ops.linear import linear_bwd
+from tinyforge.ops.linear import linear_bwd, linear_bwd_bias
 from tinyforge.ops.positions import positions_bwd
 from tinyforge.ops.rmsnorm import rmsnorm_bwd
 from tinyforge.ops.rope import rope
@@ -207,6 +207,9 @@ FAULTS = [
     Fault(ops.AddLayerNorm, "residual sign", layernorm_bwd, with_args(lambda *a: (*a[:-1], -a[-1]))),
     Fault(ops.AddLayerNorm, "norm of the residual alone", add_layernorm_fwd,
           lambda right: lambda r, d, *a: (right(r, d, *a)[0], *right(r, 0 * d, *a)[1:])),
+    Fault(ops.AddLayerNorm, "delta's bias behind the norm", add_layernorm_fwd,
+          lambda right: lambda r, d, b, *a: (right(r, d, b, *a)[0], *right(r, d, None, *a)[1:])),
+    Fault(ops.AddLayerNorm, "delta's db 1 %", linear_bwd_bias, then(lambda db, dy: times(db, 1.01))),
     Fault(ops.LayerNorm, "db 1 %", layernorm_bwd, then(lambda dw, db, *_: db is not None and times(db, 1.01))),
     Fault(ops.RoPE, "turned the same way twice", rope,
           with_args(lambda out, x, cos, sin, *a: (out, x, cos, np.abs(sin), *a))),
@@ -237,6 +240,12 @@ FAULTS = [
     Fault(ops.GELULinear, "sign", gelu_linear_bwd, scaled(-1)),
     Fault(ops.GELULinear, "dW 1 %", gelu_linear_bwd, then(lambda dw, *_: times(dw, 1.01))),
     Fault(ops.GELULinear, "db 1 %", gelu_linear_bwd, then(lambda dw, db, *_: db is not None and times(db, 1.01))),
+    Fault(ops.GELULinear, "no input bias in backward", gelu_linear_bwd,
+          with_args(lambda *a: (*a[:-1], None if a[-1] is None else 0 * a[-1]))),
+    Fault(ops.GELULinear, "input bias after the GELU", gelu_linear_fwd,
+          with_args(lambda u, w, b, b_in: (u, w, b if b_in is None else (0 if b is None else b) + w @ b_in, None))),
+    Fault(ops.GELULinear, "db_in 1 %", gelu_linear_bwd,
+          then(lambda dw, db, db_in, *_: db_in is not None and times(db_in, 1.01))),
     Fault(ops.Softmax, "no sum term", softmax_bwd, lambda _: lambda dy, y: dy * y),
     Fault(ops.Softmax, "wrong row", softmax_bwd, with_args(lambda dy, y: (dy, np.roll(y, 1, axis=0)))),
     Fault(ops.Dropout, "mask drawn anew in backward", dropout, drawn_anew),

@@ -43,20 +43,24 @@ class Block:
         def bias(name: str, rows: int) -> Param | None:
             return Param(f"{at}.{name}.bias", (rows,), decay=False) if config.bias else None
 
-        def linear(name: str, rows: int, columns: int, std: float) -> Linear:
+        def linear(name: str, rows: int, columns: int, std: float, bias: Param | None = None) -> Linear:
             weight = Param(f"{at}.{name}.weight", (rows, columns), std=std)
-            return Linear(weight, backend, f"{at}.{name}", bias=bias(name, rows))
+            return Linear(weight, backend, f"{at}.{name}", bias=bias)
 
         def dropout(name: str) -> Dropout:
             return Dropout(config.dropout, backend, f"{at}.{name}")
 
-        self.qkv = linear("qkv", 3 * dim, dim, std)
+        # The op that reads a product adds its bias, in a pass over it that it makes anyway. But where dropout stands
+        # between a projection and the joint that adds it to the stream, the bias is dropped with it.
+        biases, nothing = (bias("out", dim), bias("down", dim)), (None, None)
+        (out_bias, down_bias), self.joint_biases = (biases, nothing) if config.dropout else (nothing, biases)
+        self.qkv = linear("qkv", 3 * dim, dim, std, bias("qkv", 3 * dim))
         self.attention = Attention(config.heads, config.heads, backend, f"{at}.attention", dropout=config.dropout)
-        self.out = linear("out", dim, dim, residual_std)
+        self.out = linear("out", dim, dim, residual_std, out_bias)
         self.out_dropout = dropout("out_dropout")
         self.up = linear("up", 4 * dim, dim, std)
         down = Param(f"{at}.down.weight", (dim, 4 * dim), std=residual_std)
-        self.down = GELULinear(down, backend, f"{at}.down", bias=bias("down", dim))
+        self.down = GELULinear(down, backend, f"{at}.down", bias=down_bias, input_bias=bias("up", 4 * dim))
         self.down_dropout = dropout("down_dropout")
 
 
@@ -93,7 +97,11 @@ class GPT2(Op):
         # One norm before the first block, one at each joint after it, the last of them the final norm.
         names = [f"blocks.{i}.norm{half}" for i in range(config.layers) for half in (1, 2)] + ["final_norm"]
         self.first_norm = LayerNorm(*gain_and_bias(names[0]), backend, config.norm_eps, names[0])
-        self.joints = [AddLayerNorm(*gain_and_bias(n), backend, config.norm_eps, n) for n in names[1:]]
+        biases = [bias for block in self.blocks for bias in block.joint_biases]
+        self.joints = [
+            AddLayerNorm(*gain_and_bias(name), backend, config.norm_eps, name, delta_bias=bias)
+            for name, bias in zip(names[1:], biases, strict=True)
+        ]
         self.head = LinearCrossEntropy(table, backend, "head")
         self.buffer = ParamBuffer(self.params(), backend, values)
 

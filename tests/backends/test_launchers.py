@@ -23,7 +23,7 @@ from tinyforge.backends import compile as kernels
 from tinyforge.kernel import bind
 from tinyforge.op import Op, Stash
 from tinyforge.ops.attention import attention_bwd, attention_fwd
-from tinyforge.ops.cross_entropy import sum_tokens
+from tinyforge.ops.cross_entropy import linear_cross_entropy_fwd, sum_tokens
 from tinyforge.optim import AdamWConfig
 from tinyforge.optim.adamw import adamw_, clip_factor
 from tinyforge.rng import Stream
@@ -139,7 +139,9 @@ def fake_gemm(
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     found = Launches()
-    device = SimpleNamespace(attributes={"MultiProcessorCount": 132}, compute_capability="90")
+    attributes = {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 227 << 10,
+                  "MaxSharedMemoryPerMultiprocessor": 228 << 10, "ReservedSharedMemoryPerBlock": 1 << 10}  # fmt: skip
+    device = SimpleNamespace(attributes=attributes, compute_capability="90")
     cupy = SimpleNamespace(
         ndarray=OnDevice, asarray=lambda x: np.asarray(x).view(OnDevice), cuda=SimpleNamespace(Device=lambda: device),
         ascontiguousarray=lambda x: np.ascontiguousarray(x).view(OnDevice), empty=OnDevice,
@@ -147,7 +149,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     from tinyforge.backends import cupy_backend
     from tinyforge.ops import attention_cuda
 
-    caches = (cupy_backend.processors, attention_cuda.plain, attention_cuda.tensor_core, attention_cuda.has_wgmma)
+    caches = (cupy_backend.processors, cupy_backend.shared_limit, attention_cuda.plain, attention_cuda.tensor_core,
+              attention_cuda.has_wgmma)  # fmt: skip
     for module in (cupy_backend, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
         for name, stand_in in (("load", found.load), ("gemm", fake_gemm), ("cupy", cupy), ("cp", cupy)):
             if hasattr(module, name):
@@ -205,6 +208,33 @@ def test_every_attention_kernel_gets_what_it_declares(
     elif precision == "tf32" and not options:
         instructions = "tf32"
     assert launches.seen == [f"attention_{part}_{instructions}" for part in ("fwd", "bwd_q", "bwd_kv")]
+
+
+@pytest.mark.parametrize(
+    ("precision", "vocab", "shared"),
+    [("bf16", 50_257, 100_608), ("fp32", 50_257, 201_088), ("fp32", 60_001, 0), ("bf16", 32_000, 64_000),
+     ("bf16", 4096, 0)],
+)  # fmt: skip
+def test_a_row_of_logits_is_held_where_it_fits(
+    precision: str, vocab: int, shared: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinyforge.ops import cross_entropy_cuda
+
+    asked: list[tuple[int, dict[str, Any]]] = []
+
+    def load(file: str, entry: str, shared_bytes: int = 0, **macros: Any) -> Callable[..., None]:
+        if entry == "softmax_residual":
+            asked.append((shared_bytes, macros))
+        return launches.load(file, entry, shared_bytes, **macros)
+
+    monkeypatch.setattr(cross_entropy_cuda, "load", load)
+    backend = FakeCupy(precision)
+    k = bind((linear_cross_entropy_fwd,), backend, "test")
+    weight, targets = backend.zeros((1, vocab, 8)), backend.asarray(np.zeros((3, 1), np.int32))
+    k.linear_cross_entropy_fwd(backend.zeros((3, 8)), weight, targets, True)
+    ((bytes_held, macros),) = asked
+    assert bytes_held == shared and ("HELD" in macros) == (shared > 0)
+    assert {name: str(value) for name, value in macros.items()} in kernels.variants("ops/cross_entropy.cu")
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])

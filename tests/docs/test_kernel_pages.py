@@ -37,7 +37,7 @@ STAGES, BLOCKS = constant(ROWS_FILE, "STAGES"), constant(ROWS_FILE, "BLOCKS")
 WARPS = defined(ROWS_FILE, r"#define WARPS \(PER > 4 \? \d+ : (\d+)\)")
 SHELF, PIECE, RUN = (constant(EMBEDDING, name) for name in ("SHELF", "PIECE", "BATCH"))
 RESIDENT = defined(LOSS, r"#define RESIDENT \(PER && PER \* VEC <= 16 \? (\d+) : \d+\)")
-THREADS = defined(LOSS, r"__launch_bounds__\((\d+), RESIDENT\) softmax_residual")
+THREADS = defined(LOSS, r"__launch_bounds__\(HELD \? HELD_THREADS : (\d+), RESIDENT\) softmax_residual")
 STATEMENTS = (
     ("decode.md", f"Each lane has a queue in shared memory, {ROW.slots} places of 16 bytes at `base`: "
                   f"{ROW.slots * ROW.warps * 32 * 16 >> 10} KB a multiprocessor"),
@@ -62,6 +62,7 @@ STATEMENTS = (
     ("elementwise-and-norms.md", f"| {RUN}, {PIECE}, as it is |"),
     ("cross-entropy.md", f"A block of {THREADS} threads takes the row of one token and one head"),
     ("cross-entropy.md", f"{WORDS[RESIDENT]} blocks on a multiprocessor"),
+    ("cross-entropy.md", f"a block of {constant(LOSS, 'HELD_THREADS')} threads"),
 )  # fmt: skip
 
 

@@ -84,8 +84,10 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
         acc(r, c), act(r, n, c), act(r, c), act(r, n, c), some_rstd(r, n), act(r, n, c)),
     "add_rmsnorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), 1e-5),
     "layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, c), act(r, c), 1e-5),
-    "add_layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), act(r, c), 1e-5),
-    "add_layernorm_fwd plain": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), None, 1e-5),
+    "add_layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), None, act(r, c), act(r, c), 1e-5),
+    "add_layernorm_fwd plain": lambda r, n, c: (act(r, n, c), act(r, n, c), None, act(r, c), None, 1e-5),
+    "add_layernorm_fwd delta_bias": lambda r, n, c: (
+        act(r, n, c), act(r, n, c), act(r, c), act(r, c), act(r, c), 1e-5),
     "layernorm_bwd": lambda r, n, c: (
         acc(r, c), acc(r, c), act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), None),
     "layernorm_fwd plain": lambda r, n, c: (act(r, n, c), act(r, c), None, 1e-5),
@@ -97,10 +99,13 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "softmax_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
     "swiglu_fwd": lambda r, n, c: (act(r, n, 2 * c),),
     "swiglu_bwd": lambda r, n, c: (None, act(r, n, c), act(r, n, 2 * c)),
-    "gelu_fwd": lambda r, n, c: (act(r, n, c), "tanh"),
-    "gelu_fwd erf": lambda r, n, c: (act(r, n, c), "erf"),
-    "gelu_bwd": lambda r, n, c: (None, act(r, n, c), act(r, n, c), "tanh"),
-    "gelu_bwd erf": lambda r, n, c: (None, act(r, n, c), act(r, n, c), "erf"),
+    "gelu_fwd": lambda r, n, c: (act(r, n, c), None, "tanh"),
+    "gelu_fwd erf": lambda r, n, c: (act(r, n, c), None, "erf"),
+    "gelu_fwd bias": lambda r, n, c: (act(r, n, c), act(r, c), "tanh"),
+    "gelu_bwd": lambda r, n, c: (None, None, act(r, n, c), act(r, n, c), None, "tanh"),
+    "gelu_bwd erf": lambda r, n, c: (None, None, act(r, n, c), act(r, n, c), None, "erf"),
+    "gelu_bwd bias": lambda r, n, c: (None, acc(r, c), act(r, n, c), act(r, n, c), act(r, c), "tanh"),
+    "gelu_bwd bias erf": lambda r, n, c: (None, acc(r, c), act(r, n, c), act(r, n, c), act(r, c), "erf"),
     "rope": lambda r, n, c: (None, act(r, 2, n, 5, 2 * c), angles(r, n, c), angles(r, n, c), 3),
     "dropout": lambda r, n, c: (act(r, n, c), Stream(1).key, 0.3),
     "positions_fwd": lambda r, n, c: (act(r, 3, n, c), act(r, n + 1, c)),
@@ -109,11 +114,16 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "embedding_bwd": lambda r, n, c: (acc(r, 37, c), act(r, n, c), tokens(r, n, 37)),
     "linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c), None),
     "linear_fwd bias": lambda r, n, c: (act(r, n, 24), act(r, c, 24), act(r, c)),
+    "linear_bwd_bias": lambda r, n, c: (acc(r, c), act(r, n, c)),
     "linear_bwd": lambda r, n, c: (acc(r, 24, c), None, act(r, n, 24), act(r, n, c), act(r, 24, c)),
     "linear_bwd bias": lambda r, n, c: (acc(r, c, 24), acc(r, c), act(r, n, c), act(r, n, 24), act(r, c, 24)),
     "swiglu_linear_fwd": lambda r, n, c: (act(r, n, 2 * c), act(r, 24, c)),
-    "gelu_linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24)),
-    "gelu_linear_bwd": lambda r, n, c: (acc(r, 24, c), acc(r, 24), act(r, n, 24), act(r, n, c), act(r, 24, c)),
+    "gelu_linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), None),
+    "gelu_linear_fwd bias": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), act(r, c)),
+    "gelu_linear_bwd": lambda r, n, c: (
+        acc(r, 24, c), acc(r, 24), None, act(r, n, 24), act(r, n, c), act(r, 24, c), None),
+    "gelu_linear_bwd bias": lambda r, n, c: (
+        acc(r, 24, c), acc(r, 24), acc(r, c), act(r, n, 24), act(r, n, c), act(r, 24, c), act(r, c)),
     "swiglu_linear_bwd": lambda r, n, c: (acc(r, 24, c), act(r, n, 24), act(r, n, 2 * c), act(r, 24, c)),
 }  # fmt: skip
 
@@ -122,7 +132,7 @@ SHAPES = [(1, 1), (7, 33), (3, 8), (5, 128), (65, 768), (19, 1024), (4, 4096), (
 # Rows of which a warp takes several, one more or one less than others, and more than are under way at a time.
 MANY_ROWS = [(9001, 200), (9001, 768), (9001, 1024)]
 OVER_MANY_ROWS = ("rmsnorm_bwd", "rmsnorm_bwd residual", "layernorm_bwd", "layernorm_bwd plain",
-                  "layernorm_bwd residual")  # fmt: skip
+                  "layernorm_bwd residual", "gelu_bwd bias")  # fmt: skip
 ARRAYS = (Activation, Master)
 
 
@@ -192,21 +202,35 @@ def add_then_rmsnorm(residual: np.ndarray, delta: np.ndarray, weight: np.ndarray
     return (x, *KERNELS["rmsnorm_fwd"](x, weight, eps))
 
 
-def add_then_layernorm(residual: np.ndarray, delta: np.ndarray, *more: Any) -> Any:
-    x = (residual + delta).astype(dtype_of("bfloat16")).astype(np.float32)
+def add_then_layernorm(residual: np.ndarray, delta: np.ndarray, delta_bias: Any, *more: Any) -> Any:
+    x = (residual + delta + (0 if delta_bias is None else delta_bias)).astype(dtype_of("bfloat16")).astype(np.float32)
     return (x, *KERNELS["layernorm_fwd"](x, *more))
 
 
-def gelu_then_linear(u: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+def gelu_then_linear(u: np.ndarray, weight: np.ndarray, bias: np.ndarray, input_bias: Any) -> np.ndarray:
     """What the activation gives is stored, and so rounded, before it is multiplied."""
-    hidden = KERNELS["gelu_fwd"](u, "tanh").astype(dtype_of("bfloat16")).astype(np.float32)
+    hidden = KERNELS["gelu_fwd"](u, input_bias, "tanh").astype(dtype_of("bfloat16")).astype(np.float32)
     return KERNELS["linear_fwd"](hidden, weight, bias)
 
 
+def gelu_linear_backwards(
+    dweight: np.ndarray, dbias: np.ndarray, dinput_bias: Any, dy: np.ndarray, u: np.ndarray, weight: np.ndarray,
+    input_bias: Any,
+) -> np.ndarray:  # fmt: skip
+    """The gradient that the GELU gets is stored, and so rounded, and what it gives again."""
+    bf16, hidden = dtype_of("bfloat16"), np.empty_like(u)
+    dhidden = (dy @ weight).astype(bf16).astype(np.float32)
+    du = KERNELS["gelu_bwd"](hidden, dinput_bias, dhidden, u, input_bias, "tanh")
+    dweight += dy.T @ hidden.astype(bf16).astype(np.float32)
+    dbias += dy.sum(axis=0)
+    return du
+
+
 PLAIN = {
-    "gelu_linear_fwd": gelu_then_linear,
+    "gelu_linear_fwd": gelu_then_linear, "gelu_linear_fwd bias": gelu_then_linear,
+    "gelu_linear_bwd": gelu_linear_backwards, "gelu_linear_bwd bias": gelu_linear_backwards,
     "add_rmsnorm_fwd": add_then_rmsnorm, "add_layernorm_fwd": add_then_layernorm,
-    "add_layernorm_fwd plain": add_then_layernorm,
+    "add_layernorm_fwd plain": add_then_layernorm, "add_layernorm_fwd delta_bias": add_then_layernorm,
 }  # fmt: skip
 
 
@@ -278,7 +302,7 @@ def loss_case(kind: Any, backend: Backend, vocab: int, heads: int) -> tuple[Any,
 
 @pytest.mark.parametrize("kind", [ops.CrossEntropy, ops.LinearCrossEntropy])
 @pytest.mark.parametrize("heads", [1, 3])  # one head with an odd vocabulary has padded rows
-@pytest.mark.parametrize("vocab", [1, 5, 65, 96, 512, 4096, 8192, 8195, 40_000])
+@pytest.mark.parametrize("vocab", [1, 5, 65, 96, 512, 4096, 8192, 8195, 40_000, 50_257, 120_001])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_losses(kind: Any, vocab: int, heads: int, precision: str, shared: bool) -> None:
@@ -417,7 +441,7 @@ def test_strides_do_not_matter(name: str) -> None:
         wide[..., ::2] = placed
         return wide[..., ::2]
 
-    if "linear" in name or name in ("positions_fwd", "embedding_fwd"):
+    if "linear" in name and name != "linear_bwd_bias" or name in ("positions_fwd", "embedding_fwd"):
         pytest.skip("the last argument of two axes is a weight; test_contract covers the inputs")
     wanted = run(cupy_of(name, backend), arguments, on_gpu(backend))
     for got, w in zip(run(cupy_of(name, backend), arguments, spread), wanted, strict=True):

@@ -82,6 +82,14 @@ def processors() -> int:
     return cupy.cuda.Device().attributes["MultiProcessorCount"]
 
 
+@cache
+def shared_limit(resident: int = 1) -> int:
+    """Bytes of shared memory that a block may use, if so many are to run on each multiprocessor at a time."""
+    device = cupy.cuda.Device().attributes
+    each = device["MaxSharedMemoryPerMultiprocessor"] // resident - device["ReservedSharedMemoryPerBlock"]
+    return int(min(device["MaxSharedMemoryPerBlockOptin"], each))
+
+
 def add_columns(out: Array, second: Array | None, partial: Array) -> None:
     """out += the sum over the rows of partial, in a fixed order; the columns past out's size go to `second`, if any."""
     count, columns = partial.shape

@@ -12,10 +12,13 @@
 // one barrier does for both. Nothing else of that size exists. The loss is never averaged here: see
 // tinyforge/ops/cross_entropy.py.
 // Grid: a block for each row (token and head). Block: up to 256 threads, as many as the row has vectors.
-// Shared memory: 64 numbers. Bound by memory: the row read and written.
+// Shared memory: 64 numbers; HELD = 1 a row more. Bound by memory: the row read and written.
 // PER = 0 is for any vocabulary: maximum and sum are found in one pass by rescaling (the online softmax), and the row
 // is read a second time. EDGE = 1 is for a vocabulary that is not a whole number of vectors (GPT-2's 50,257): rows are
 // `pitch` apart, so that each begins at 16 bytes, and numbers past the vocabulary count as -inf and get a residual of 0.
+// HELD = 1 is for rows too long for registers that fit in shared memory, with or without an edge: the pass that finds
+// maximum and sum leaves the row there, and the second reads it from there, each thread its own vectors. Two rows of
+// GPT-2's 100 kB fit on a multiprocessor, so that one is read while the other is written.
 //
 // Tried on an H200 (65,536 rows of 4,096 in bf16: 1.07 GB): two reductions with a barrier each and exp in full 392 us;
 // one barrier and the hardware's exponential 327 us; the same held to 32 registers, so that eight blocks fit on a
@@ -33,6 +36,9 @@
 // compile: SCALAR=double VEC=2 PER=0 EDGE=1
 // compile: SCALAR=float VEC=4 PER=0 EDGE=1
 // compile: SCALAR=bf16 VEC=8 PER=0 EDGE=1
+// compile: SCALAR=double VEC=2 PER=0 HELD=1
+// compile: SCALAR=float VEC=4 PER=0 HELD=1
+// compile: SCALAR=bf16 VEC=8 PER=0 HELD=1
 // spills: none
 
 #include "ops/common.cuh"
@@ -44,8 +50,20 @@ typedef Wide<T> A;
 #define EDGE 0
 #endif
 
+#ifndef HELD
+#define HELD 0
+#endif
+
+#define HELD_THREADS 512  // of a block where a row is in shared memory
+#define BATCH 4           // vectors that such a thread has under way
+
+#if HELD
+#define RESIDENT (sizeof(T) > 4 ? 1 : 2)
+extern __shared__ uint4 held[];  // the row
+#else
 // Blocks of 256 threads that must fit on a multiprocessor: all that it can hold where a thread keeps few numbers.
 #define RESIDENT (PER && PER * VEC <= 16 ? 8 : 4)
+#endif
 
 // A thread for each row. Numbers past the vocabulary, up to `pitch`, become 0.
 extern "C" __global__ void softmax_residual_naive(
@@ -68,7 +86,7 @@ extern "C" __global__ void softmax_residual_naive(
 // Vector v of a row.
 __device__ __forceinline__ Pack<T, VEC> logits_at(const T *z, int v, int vocab) {
     Pack<T, VEC> p = load<VEC>(z + v * VEC);
-#if EDGE
+#if EDGE || HELD
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
         if (v * VEC + j >= vocab) narrow(A(-INFINITY), p.v[j]);
@@ -79,14 +97,14 @@ __device__ __forceinline__ Pack<T, VEC> logits_at(const T *z, int v, int vocab) 
 
 // pitch: numbers from row to row, those past the vocabulary included. write: 0 for inference, where the logits are
 // dropped.
-extern "C" __global__ void __launch_bounds__(256, RESIDENT) softmax_residual(
+extern "C" __global__ void __launch_bounds__(HELD ? HELD_THREADS : 256, RESIDENT) softmax_residual(
     A *nll, T *logits, const int *targets, int vocab, int pitch, int write
 ) {
     __shared__ A tops[32], sums[32];
     const i64 row = blockIdx.x;
     const int target = targets[row], lane = threadIdx.x % 32;
     // A vector that is read has at least one number of the vocabulary in it; all of the row is written.
-    const int vectors = EDGE ? (vocab + VEC - 1) / VEC : pitch / VEC, all = pitch / VEC;
+    const int vectors = EDGE || HELD ? (vocab + VEC - 1) / VEC : pitch / VEC, all = pitch / VEC;
     T *z = logits + row * pitch;
     if (target < 0) {  // the same for the whole block
         if (threadIdx.x == 0) nll[row] = 0;
@@ -122,6 +140,35 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) softmax_residual(
     }
     sum = warp_sum(sum);
 #else
+#if HELD
+    Pack<T, VEC> *const row_held = reinterpret_cast<Pack<T, VEC> *>(held);
+    for (int first = threadIdx.x; first < vectors; first += BATCH * blockDim.x) {
+        Pack<T, VEC> p[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            const int v = first + k * blockDim.x;
+            if (v < vectors) p[k] = load<VEC>(z + v * VEC);
+        }
+        A highest = top;
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            const int v = first + k * blockDim.x;
+            if (v >= vectors) break;
+            if (v == vectors - 1) p[k] = logits_at(z, v, vocab);
+            row_held[v] = p[k];
+#pragma unroll
+            for (int j = 0; j < VEC; j++) highest = largest(highest, widen(p[k].v[j]));
+        }
+        sum *= exp_for<T>(top - highest);  // exp(-inf) = 0 the first time
+        top = highest;
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            if (first + k * blockDim.x >= vectors) break;
+#pragma unroll
+            for (int j = 0; j < VEC; j++) sum += exp_for<T>(widen(p[k].v[j]) - top);
+        }
+    }
+#else
     for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
         const Pack<T, VEC> p = logits_at(z, v, vocab);
         A highest = top;
@@ -132,6 +179,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) softmax_residual(
 #pragma unroll
         for (int j = 0; j < VEC; j++) sum += exp_for<T>(widen(p.v[j]) - top);
     }
+#endif
     const A highest_in_warp = warp_max(top);
     sum = warp_sum(sum == 0 ? A(0) : sum * exp_for<T>(top - highest_in_warp));
     top = highest_in_warp;
@@ -147,6 +195,21 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) softmax_residual(
     sum = warp_sum(there ? sums[lane] * exp_for<T>(others_top - highest) : A(0));
     if (threadIdx.x == 0) nll[row] = log(sum) + highest - picked;
     if (!write) return;
+#if HELD
+    const A scale = A(1) / sum;
+    for (int v = threadIdx.x; v < all; v += blockDim.x) {
+        Pack<T, VEC> out = {};
+        if (v < vectors) {
+            const Pack<T, VEC> p = row_held[v];
+#pragma unroll
+            for (int j = 0; j < VEC; j++) narrow(exp_for<T>(widen(p.v[j]) - highest) * scale, out.v[j]);
+        }
+        store(z + v * VEC, out);
+    }
+    // Again by the thread that wrote its vector: 1 less at the target.
+    if (target / VEC % blockDim.x == threadIdx.x) narrow(exp_for<T>(picked - highest) * scale - A(1), z[target]);
+}
+#else
 #if PER
     const A scale = exp_for<T>(top - highest) / sum;
 #pragma unroll
@@ -173,6 +236,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) softmax_residual(
         }
     }
 }
+#endif
 
 // Grid: heads. Block: 1024 threads.
 extern "C" __global__ void sum_heads(double *out, const A *nll, int tokens, int heads) {

@@ -7,9 +7,18 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import wide
-from tinyforge.backends.compile import load
+from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cublas import gemm
-from tinyforge.backends.cupy_backend import FLOAT64, CupyBackend, blocks, contiguous, new, scalar, vector
+from tinyforge.backends.cupy_backend import (
+    FLOAT64,
+    CupyBackend,
+    blocks,
+    contiguous,
+    new,
+    scalar,
+    shared_limit,
+    vector,
+)
 from tinyforge.kernel import Array
 from tinyforge.ops import cross_entropy
 from tinyforge.ops.cross_entropy import row_pitch
@@ -18,6 +27,9 @@ FILE = "ops/cross_entropy.cu"
 CHUNK = 4096
 """Tokens whose logits are in work at once; without a stash no more of them exist."""
 
+HELD_THREADS = constant(FILE, "HELD_THREADS")
+BESIDE = 512
+"""Bytes of shared memory that softmax_residual uses beside a row."""
 _IN_REGISTERS = {"float64": (), "float32": (1, 4, 8), "bfloat16": (1, 2, 4)}
 
 
@@ -25,13 +37,17 @@ def softmax_residual_(nll: Array, logits: Array, targets: Array, write: bool, vo
     """Rows of logits, (..., V or more), into their residuals (with `write`); nll: one number a row."""
     pitch = logits.shape[-1]
     vec = vector(pitch, logits)
-    vectors, edge = pitch // vec, {"EDGE": 1} if pitch > vocab else {}
+    vectors, variant, shared = pitch // vec, {"EDGE": 1} if pitch > vocab else {}, 0
     threads = min(256, -(-vectors // 32) * 32)
     needed = -(-vectors // threads)
-    kept = _IN_REGISTERS[logits.dtype.name] if vec > 1 and not edge else ()
+    kept = _IN_REGISTERS[logits.dtype.name] if vec > 1 and not variant else ()
     per = next((n for n in kept if n >= needed), 0)
-    launch = load(FILE, "softmax_residual", SCALAR=scalar(logits.dtype), VEC=vec, PER=per, **edge)
-    launch((targets.size,), (threads,), (nll, logits, targets, *map(np.int32, (vocab, pitch, write))))
+    if vec > 1 and not per and pitch * logits.itemsize + BESIDE <= shared_limit():
+        variant, shared = {"HELD": 1}, pitch * logits.itemsize
+        threads = min(HELD_THREADS, -(-vectors // 32) * 32)
+    launch = load(FILE, "softmax_residual", shared, SCALAR=scalar(logits.dtype), VEC=vec, PER=per, **variant)
+    numbers = map(np.int32, (vocab, pitch, write))
+    launch((targets.size,), (threads,), (nll, logits, targets, *numbers), shared_mem=shared)
 
 
 def scale_heads(x: Array, scale: Array, part: int, y: Array = None) -> Array:

@@ -11,6 +11,7 @@ from tinyforge.backends import Backend
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
+from tinyforge.ops.linear import linear_bwd_bias
 
 _SQRT_2_PI = 0.7978845608028654  # sqrt(2 / pi)
 _CUBIC = 0.044715
@@ -69,18 +70,25 @@ def _phi(x: Array, approximate: str) -> Array:
 
 
 @kernel
-def gelu_fwd(x: Array, approximate: str) -> Array:
+def gelu_fwd(x: Array, bias: Array | None, approximate: str) -> Array:
+    """gelu(x + bias); bias: one number for each column of x, or None."""
+    if bias is not None:
+        x = x + bias
     return x * _phi(x, approximate)
 
 
 @gelu_fwd.on("phantom")
-def gelu_fwd_memory(x: Array, approximate: str) -> Array:
+def gelu_fwd_memory(x: Array, bias: Array | None, approximate: str) -> Array:
     return empty(x.shape, x.dtype)
 
 
 @kernel
-def gelu_bwd(hidden: Array | None, dy: Array, x: Array, approximate: str) -> Array:
-    """dx; with `hidden`, which has the shape of x, gelu(x) is written there too."""
+def gelu_bwd(
+    hidden: Array | None, dbias: Array | None, dy: Array, x: Array, bias: Array | None, approximate: str
+) -> Array:
+    """dx; with `hidden`, which has the shape of x, gelu(x + bias) is written there too. dbias: with bias alone."""
+    if bias is not None:
+        x = x + bias
     phi = _phi(x, approximate)
     if hidden is not None:
         np.multiply(x, phi, out=hidden)
@@ -89,11 +97,16 @@ def gelu_bwd(hidden: Array | None, dy: Array, x: Array, approximate: str) -> Arr
     else:
         # Phi = (1 + tanh u) / 2, and 1 - tanh^2 u = 4 Phi (1 - Phi)
         slope = 2.0 * phi * (1.0 - phi) * _SQRT_2_PI * (1.0 + 3.0 * _CUBIC * x * x)
-    return dy * (phi + x * slope)
+    dx = dy * (phi + x * slope)
+    if dbias is not None:
+        linear_bwd_bias(dbias, dx)
+    return dx
 
 
 @gelu_bwd.on("phantom")
-def gelu_bwd_memory(hidden: Array | None, dy: Array, x: Array, approximate: str) -> Array:
+def gelu_bwd_memory(
+    hidden: Array | None, dbias: Array | None, dy: Array, x: Array, bias: Array | None, approximate: str
+) -> Array:
     return empty(x.shape, x.dtype)
 
 
@@ -119,11 +132,11 @@ class GELU(Op):
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         if stash is not None:
             stash.push(self, x)
-        return self.k.gelu_fwd(x, self.approximate)
+        return self.k.gelu_fwd(x, None, self.approximate)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (x,) = stash.pop(self)
-        return self.k.gelu_bwd(None, dy, x, self.approximate)
+        return self.k.gelu_bwd(None, None, dy, x, None, self.approximate)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

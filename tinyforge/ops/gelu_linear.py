@@ -12,71 +12,87 @@ from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.gelu import gelu_bwd, gelu_fwd
-from tinyforge.ops.linear import linear_fwd
+from tinyforge.ops.linear import linear_bwd_bias, linear_fwd
 from tinyforge.params import with_buffer
 
 FORMULA = "tanh"
 
 
 @kernel
-def gelu_linear_fwd(u: Array, weight: Array, bias: Array | None) -> Array:
-    return linear_fwd(gelu_fwd(u, FORMULA), weight, bias)
+def gelu_linear_fwd(u: Array, weight: Array, bias: Array | None, input_bias: Array | None) -> Array:
+    return linear_fwd(gelu_fwd(u, input_bias, FORMULA), weight, bias)
 
 
 @gelu_linear_fwd.on("phantom")
-def gelu_linear_fwd_memory(u: Array, weight: Array, bias: Array | None) -> Array:
+def gelu_linear_fwd_memory(u: Array, weight: Array, bias: Array | None, input_bias: Array | None) -> Array:
     hidden = empty(u.shape, u.dtype)
     return empty((*u.shape[:-1], weight.shape[0]), hidden.dtype)
 
 
 @kernel
-def gelu_linear_bwd(dweight: Array, dbias: Array | None, dy: Array, u: Array, weight: Array) -> Array:
+def gelu_linear_bwd(
+    dweight: Array, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
+    input_bias: Array | None,
+) -> Array:  # fmt: skip
     rows = dy.reshape(-1, dy.shape[-1])
     hidden = np.empty(u.shape, u.dtype)
-    du = gelu_bwd(hidden, (rows @ weight).reshape(u.shape), u, FORMULA)
+    du = gelu_bwd(hidden, dinput_bias, (rows @ weight).reshape(u.shape), u, input_bias, FORMULA)
     dweight += rows.T @ hidden.reshape(len(rows), weight.shape[1])
     if dbias is not None:
-        dbias += rows.sum(axis=0)
+        linear_bwd_bias(dbias, rows)
     return du
 
 
 @gelu_linear_bwd.on("phantom")
-def gelu_linear_bwd_memory(dweight: Array, dbias: Array | None, dy: Array, u: Array, weight: Array) -> Array:
+def gelu_linear_bwd_memory(
+    dweight: Array, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
+    input_bias: Array | None,
+) -> Array:  # fmt: skip
     hidden, dhidden = (empty(u.shape, u.dtype) for _ in range(2))
     return empty(dhidden.shape, hidden.dtype)
 
 
 class GELULinear(Op):
-    """y = h W^T + b,  h = gelu(u) by the tanh formula: the reference is GELU, then Linear
+    """y = h W^T + b,  h = gelu(u + b_in) by the tanh formula: the reference is GELU, then Linear
 
-    u: (..., H); W: (O, H); b: (O,), or none; y: (..., O). Saves u: h, as large, is computed again in the pass over u
-    that backward takes anyway:
+    u: (..., H); W: (O, H); b: (O,), or none; b_in: (H,), or none; y: (..., O). b_in is the bias of the linear map that
+    made u: added here it costs no pass over u. Saves u: h, as large, is computed again in the pass over u that backward
+    takes anyway:
 
-        dh = dy W,   du = gelu_bwd(dh, u),   dW += dy^T h,   db += sum over rows of dy
+        dh = dy W,   du = gelu_bwd(dh, u + b_in),   dW += dy^T h,   db += sum over rows of dy,
+        db_in += sum over rows of du
     """
 
     kernels = (gelu_linear_fwd, gelu_linear_bwd)
 
-    def __init__(self, weight: Param, backend: Backend, name: str = "", *, bias: Param | None = None) -> None:
+    def __init__(
+        self, weight: Param, backend: Backend, name: str = "", *, bias: Param | None = None,
+        input_bias: Param | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(backend, name)
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.input_bias = weight, bias, input_bias
 
     def params(self) -> list[Param]:
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
+        return [p for p in (self.input_bias, self.weight, self.bias) if p is not None]
 
     def forward(self, u: Array, stash: Stash | None = None) -> Array:
         if stash is not None:
             stash.push(self, u)
-        return self.k.gelu_linear_fwd(u, self.weight.value, self.bias.value if self.bias else None)
+        bias, input_bias = (p.value if p else None for p in (self.bias, self.input_bias))
+        return self.k.gelu_linear_fwd(u, self.weight.value, bias, input_bias)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (u,) = stash.pop(self)
-        dbias = self.bias.grad if self.bias else None
-        return self.k.gelu_linear_bwd(self.weight.grad, dbias, dy, u, self.weight.value)
+        dbias, dinput_bias = (p.grad if p else None for p in (self.bias, self.input_bias))
+        input_bias = self.input_bias.value if self.input_bias else None
+        return self.k.gelu_linear_bwd(
+            self.weight.grad, dbias, dinput_bias, dy, u, self.weight.value, input_bias
+        )
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for (o, h), lead in (((5, 7), (2, 3)), ((1, 1), (1,)), ((6, 4), (9,)), ((3, 2), (0,))):
-            for bias in (Param("bias", (o,), decay=False), None):
-                op = with_buffer(cls(Param("weight", (o, h), std=1.0), backend, bias=bias), backend, rng)
+            for biases in ({"bias": o, "input_bias": h}, {"bias": o}, {"input_bias": h}, {}):
+                given = {name: Param(name, (size,), decay=False) for name, size in biases.items()}
+                op = with_buffer(cls(Param("weight", (o, h), std=1.0), backend, **given), backend, rng)
                 yield op, (backend.asarray(rng.normal(size=(*lead, h)) * 2),)

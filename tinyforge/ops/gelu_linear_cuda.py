@@ -7,24 +7,28 @@ from tinyforge.backends.cupy_backend import CupyBackend, contiguous, new
 from tinyforge.kernel import Array
 from tinyforge.ops import gelu_linear
 from tinyforge.ops.gelu_cuda import gelu_bwd, gelu_fwd
-from tinyforge.ops.linear_cuda import add_bias_gradient, linear_fwd
+from tinyforge.ops.linear_cuda import linear_bwd_bias, linear_fwd
 
 
 @gelu_linear.gelu_linear_fwd.on("cupy")
-def gelu_linear_fwd(u: Array, weight: Array, bias: Array | None, *, backend: CupyBackend) -> Array:
-    return linear_fwd(gelu_fwd(u, gelu_linear.FORMULA), weight, bias, backend=backend)
+def gelu_linear_fwd(
+    u: Array, weight: Array, bias: Array | None, input_bias: Array | None, *, backend: CupyBackend
+) -> Array:
+    return linear_fwd(gelu_fwd(u, input_bias, gelu_linear.FORMULA), weight, bias, backend=backend)
 
 
 @gelu_linear.gelu_linear_bwd.on("cupy")
 def gelu_linear_bwd(
-    dweight: Array, dbias: Array | None, dy: Array, u: Array, weight: Array, *, backend: CupyBackend
-) -> Array:
+    dweight: Array, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
+    input_bias: Array | None, *, backend: CupyBackend,
+) -> Array:  # fmt: skip
     dy, u = contiguous(dy), contiguous(u)
     rows = dy.size // dy.shape[-1]
     up = dy.reshape(rows, dy.shape[-1])
     hidden = new((rows, weight.shape[1]), u.dtype)
-    du = gelu_bwd(hidden, gemm(up, weight, tf32=backend.tf32), u.reshape(hidden.shape), gelu_linear.FORMULA)
+    dhidden = gemm(up, weight, tf32=backend.tf32)
+    du = gelu_bwd(hidden, dinput_bias, dhidden, u.reshape(hidden.shape), input_bias, gelu_linear.FORMULA)
     gemm(up, hidden, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
-    if dbias is not None and rows:
-        add_bias_gradient(dbias, up)
+    if dbias is not None:
+        linear_bwd_bias(dbias, up)
     return du.reshape(u.shape)

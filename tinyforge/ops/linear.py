@@ -28,11 +28,22 @@ def linear_fwd_memory(x: Array, weight: Array, bias: Array | None) -> Array:
 
 
 @kernel
+def linear_bwd_bias(dbias: Array, dy: Array) -> None:
+    """dbias += the sum over the rows of dy: what `linear_bwd` does for its bias, for ops that add one."""
+    dbias += dy.reshape(-1, dy.shape[-1]).sum(axis=0)
+
+
+@linear_bwd_bias.on("phantom")
+def linear_bwd_bias_memory(dbias: Array, dy: Array) -> None:
+    pass
+
+
+@kernel
 def linear_bwd(dweight: Array, dbias: Array | None, dy: Array, x: Array, weight: Array) -> Array:
     rows = dy.reshape(-1, dy.shape[-1])
     dweight += rows.T @ x.reshape(-1, x.shape[-1])
     if dbias is not None:
-        dbias += rows.sum(axis=0)
+        linear_bwd_bias(dbias, rows)
     return (rows @ weight).reshape(x.shape)
 
 

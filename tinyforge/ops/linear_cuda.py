@@ -44,14 +44,17 @@ def linear_bwd(
     rows = x.size // x.shape[-1]
     up = dy.reshape(rows, dy.shape[-1])
     gemm(up, x.reshape(rows, x.shape[-1]), dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
-    if dbias is not None and rows:
-        add_bias_gradient(dbias, up)
+    if dbias is not None:
+        linear_bwd_bias(dbias, up)
     return gemm(up, weight, tf32=backend.tf32).reshape(x.shape)
 
 
-def add_bias_gradient(dbias: Array, dy: Array) -> None:
-    """dbias += the sum over the rows of dy, in a fixed order."""
-    rows, width = dy.shape
+@linear.linear_bwd_bias.on("cupy")
+def linear_bwd_bias(dbias: Array, dy: Array) -> None:
+    dy = contiguous(dy)
+    rows, width = dy.size // dy.shape[-1], dy.shape[-1]
+    if not rows:
+        return
     vec = vector(width, dy)
     columns = -(-width // (32 * vec))
     # Some eight blocks for each multiprocessor, of at least 64 rows each.

@@ -13,11 +13,11 @@ import cupy
 import numpy as np
 
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import processors, scalar
+from tinyforge.backends.cupy_backend import processors, scalar, shared_limit
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.cuda.batch_plan import TEAM_ROWS, BatchPlan
-from tinyforge.infer.cuda.device import BLOCK, NO_DRAW, DeviceDecoder, DeviceWeights, Draw, shared_limit
+from tinyforge.infer.cuda.device import BLOCK, NO_DRAW, DeviceDecoder, DeviceWeights, Draw
 from tinyforge.infer.decoder import Drawn
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array

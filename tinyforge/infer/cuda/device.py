@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import cupy
@@ -23,14 +22,6 @@ BLOCK = 16
 """Tokens of a row that `stream` yields together once it is under way."""
 
 AnyPlan = TypeVar("AnyPlan", RowPlan, BatchPlan)
-
-
-@cache
-def shared_limit(resident: int = 1) -> int:
-    """Bytes of shared memory that a block may use, if so many are to run on each multiprocessor at a time."""
-    device = cupy.cuda.Device().attributes
-    each = device["MaxSharedMemoryPerMultiprocessor"] // resident - device["ReservedSharedMemoryPerBlock"]
-    return int(min(device["MaxSharedMemoryPerBlockOptin"], each))
 
 
 class DeviceWeights(Generic[AnyPlan]):

@@ -13,9 +13,9 @@ import cupy
 import numpy as np
 
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import processors, scalar
+from tinyforge.backends.cupy_backend import processors, scalar, shared_limit
 from tinyforge.infer.causal_lm import CausalLM
-from tinyforge.infer.cuda.device import BLOCK, NO_DRAW, DeviceDecoder, DeviceWeights, Draw, shared_limit
+from tinyforge.infer.cuda.device import BLOCK, NO_DRAW, DeviceDecoder, DeviceWeights, Draw
 from tinyforge.infer.cuda.row_plan import MOST_ROWS, RowPlan
 from tinyforge.infer.decoder import Drawn
 from tinyforge.infer.sampling import Sampling
