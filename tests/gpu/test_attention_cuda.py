@@ -116,7 +116,7 @@ def run(
     """Forward and backward on the GPU; the gradients land in one poisoned dqkv."""
     parts = split(upload(qkv, dtype), heads, kv_heads)
     dqkv = poisoned(qkv.shape, dtype)
-    options = {"seen": seen, "dropped": dropped}
+    options: dict[str, Any] = {"seen": seen, "dropped": dropped}
     out, lse = forward(dtype, *parts, **options)
     backward(dtype, *split(dqkv, heads, kv_heads), upload(dy, dtype), *parts, out, lse, **options)
     return {"out": out, "lse": lse, "dqkv": dqkv}

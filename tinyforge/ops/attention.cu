@@ -37,7 +37,7 @@
 // longest come first: the short ones fill the gaps at the end.
 //
 // Registers (sm_90), none spilled: plain 118 to 128 in float at head size 64; mma.sync at 64: forward 246 (two blocks
-// of four warps on a multiprocessor), backward_q 128 (four), backward_kv 252 (two).
+// of four warps on a multiprocessor), backward_q 128 (four), backward_kv 252 (two); with DROP 242, 140 (three), 254.
 //
 // Tried, at 16 x 1024 tokens, 12/4 heads of 64, on an H200, in us:
 //   forward       32 rows a warp 101; 16 rows, three blocks 107; 16 rows, eight warps 110; tiles of 128 keys 122
@@ -211,11 +211,21 @@ __device__ A row_max(A x) {
     return x;
 }
 
-// Whether the probability of `key` for `query` is kept. A thread takes one word of the four that it makes.
-__device__ bool is_kept(int query, int key, int head, int batch, u32 key0, u32 key1, u32 threshold) {
-    const uint4 words = philox(key / 16 * 8 + key % 8, query / 16 * 8 + query % 8, head, batch, key0, key1);
-    const bool second_query = query / 8 % 2, second_key = key / 8 % 2;
-    return (second_query ? second_key ? words.w : words.z : second_key ? words.y : words.x) >= threshold;
+// Which of a thread's scores are kept: bit PER * i + j. It uses one word of each block that it draws.
+template <bool ROWS_ARE_KEYS>
+__device__ u32 kept_bits(int row, int column, int head, int batch, Place at, u32 key0, u32 key1, u32 threshold) {
+    u32 bits = 0;
+#pragma unroll 1 // for fewer registers
+    for (int i = 0; i < PER; ++i)
+        for (int j = 0; j < PER; ++j) {
+            const int r = row + at.row(i), c = column + at.column(j);
+            const int query = ROWS_ARE_KEYS ? c : r, key = ROWS_ARE_KEYS ? r : c;
+            const uint4 w = philox(key / 16 * 8 + key % 8, query / 16 * 8 + query % 8, head, batch, key0, key1);
+            const bool second_query = query / 8 % 2, second_key = key / 8 % 2;
+            const u32 word = second_query ? second_key ? w.w : w.z : second_key ? w.y : w.x;
+            bits |= u32(word >= threshold) << (PER * i + j);
+        }
+    return bits;
 }
 
 __device__ void store_rows(REAL *to, i64 token, int first, int stop, const Sums &x, A scale, Place at) {
@@ -252,6 +262,7 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *l
         load_tile(k_tile, k, k_token, key, keys);
         load_tile(v_tile, v, v_token, key, keys);
         __syncthreads();
+        const u32 kept = drop ? kept_bits<false>(first, key, head, batch, at, key0, key1, threshold) : 0;
         Scores s = {};
         add_scores(s, q_tile, k_tile, at);
         for (int i = 0; i < PER; ++i) {
@@ -272,7 +283,7 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *l
             top[i] = most;
             for (int c = 0; c < DIMS; ++c) sums[i][c] *= shrink;
             for (int j = 0; drop && j < PER; ++j)
-                if (!is_kept(first + at.row(i), key + at.column(j), head, batch, key0, key1, threshold)) s[i][j] = 0;
+                if (!(kept >> (PER * i + j) & 1)) s[i][j] = 0;
         }
         store_scores(p_tile, s, at);
         add_product(sums, p_tile, v_tile, at);
@@ -325,6 +336,7 @@ attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *
         load_tile(k_tile, k, k_token, key, queries);
         load_tile(v_tile, v, v_token, key, queries);
         __syncthreads();
+        const u32 kept = drop ? kept_bits<false>(first, key, head, batch, at, key0, key1, threshold) : 0;
         Scores s = {}, dp = {};
         add_scores(s, q_tile, k_tile, at);
         add_scores(dp, dy_tile, v_tile, at);
@@ -332,7 +344,7 @@ attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *
             for (int j = 0; j < PER; ++j) {
                 const int column = key + at.column(j), t = first + at.row(i);
                 const bool seen_by_row = column <= t + forth && !(band && (column < t - back || column >= queries));
-                if (drop) dp[i][j] *= is_kept(t, column, head, batch, key0, key1, threshold) ? drop_scale : A(0);
+                if (drop) dp[i][j] = kept >> (PER * i + j) & 1 ? dp[i][j] * drop_scale : 0;
                 s[i][j] = seen_by_row ? exp(s[i][j] - row_lse[i]) * (dp[i][j] - delta[i]) : 0;
             }
         store_scores(ds_tile, s, at);
@@ -369,6 +381,7 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
             load_tile(q_tile, q + batch * q_batch + head * D, q_token, query, queries);
             load_tile(dy_tile, dy + (batch * queries * heads + head) * D, heads * D, query, queries);
             __syncthreads();
+            const u32 kept = drop ? kept_bits<true>(first, query, head, batch, at, key0, key1, threshold) : 0;
             Scores p = {}, ds = {};
             add_scores(p, k_tile, q_tile, at); // rows are keys, columns queries
             add_scores(ds, v_tile, dy_tile, at);
@@ -379,10 +392,10 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
                     const int key = first + at.row(i);
                     const bool seen_by_query = key <= t + forth && t < queries && !(band && key < t - back);
                     p[i][j] = seen_by_query ? exp(p[i][j] - stat[0]) : 0;
-                    const bool kept = !drop || is_kept(t, key, head, batch, key0, key1, threshold);
-                    if (drop) ds[i][j] *= kept ? drop_scale : A(0);
+                    const bool stays = !drop || kept >> (PER * i + j) & 1;
+                    if (drop) ds[i][j] = stays ? ds[i][j] * drop_scale : 0;
                     ds[i][j] = p[i][j] * (ds[i][j] - stat[1]);
-                    if (!kept) p[i][j] = 0;
+                    if (!stays) p[i][j] = 0;
                 }
             }
             store_scores(p_tile, p, at);
@@ -444,7 +457,7 @@ __device__ inline void hide_outside_transposed(Scores &s, int key, int query, in
 template <bool ROWS_ARE_KEYS>
 __device__ inline u32 kept_bits(int row, int column, int head, int batch, int lane, u32 key0, u32 key1, u32 threshold) {
     u32 bits = 0;
-    asm volatile("" : "+r"(row)); // not computed ahead of a loop: no registers are left to hold it
+    asm volatile("" : "+r"(row)); // no part of it is computed ahead of a loop and held in registers
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const u32 r = row / 2 + lane / 4, c = column / 2 + lane % 4 * 2 + i;
@@ -671,7 +684,10 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                     const u32 kept = kept_bits<false>(unit.first + m * 16, key + part + n * 8, unit.head, unit.batch,
                                                       lane, key0, key1, threshold);
 #pragma unroll
-                    for (int i = 0; i < 8; ++i) dp[m][n + i / 4][i % 4] *= kept >> i & 1 ? drop_scale : 0;
+                    for (int i = 0; i < 8; ++i) {
+                        float &x = dp[m][n + i / 4][i % 4];
+                        x = kept >> i & 1 ? x * drop_scale : 0;
+                    }
                 }
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m)
@@ -790,13 +806,13 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                 } else if (query + part < first + OWN - 1) {
                     hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
                 }
-                u32 kept[ROW_TILES][PIECE / 16];
+                static_assert(!drop || PIECE == 16, "a piece is one square for each 16 rows");
+                u32 kept = 0; // 8 bits for each 16 rows
 #pragma unroll
                 for (int m = 0; drop && m < ROW_TILES; ++m)
-#pragma unroll
-                    for (int n = 0; n < PIECE / 16; ++n)
-                        kept[m][n] = kept_bits<true>(first + m * 16, query + part + n * 16, kv_head * group + head,
-                                                     batch, lane, key0, key1, threshold);
+                    kept |= kept_bits<true>(first + m * 16, query + part, kv_head * group + head, batch, lane, key0,
+                                            key1, threshold)
+                            << (8 * m);
 #pragma unroll
                 for (int n = 0; n < PIECE / 8; ++n) {
                     float row[4]; // lse, delta, lse, delta of two queries
@@ -806,8 +822,8 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
                             p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale * LOG2E, -row[i % 2 * 2]));
-                            const bool stays = !drop || kept[m][n / 2] >> (n % 2 * 4 + i) & 1;
-                            if (drop) ds[m][n][i] *= stays ? drop_scale : 0;
+                            const bool stays = !drop || kept >> (8 * m + 4 * n + i) & 1;
+                            if (drop) ds[m][n][i] = stays ? ds[m][n][i] * drop_scale : 0;
                             ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - row[i % 2 * 2 + 1]);
                             if (!stays) p[m][n][i] = 0;
                         }

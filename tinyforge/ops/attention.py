@@ -105,8 +105,8 @@ def dropout_mask(
     """(n, Hkv, columns, G * rows) of 0 and 1 / (1 - rate), for a tile that begins at multiples of 16.
 
     In a square of 16 x 16 scores, one block of Philox has the words of queries t and t + 8 and keys s and s + 8. A
-    thread of the tensor-core kernels holds all four, whether its rows are queries or keys. The block's counter is (s, t,
-    head, sequence), where s and t skip the second 8 of every 16.
+    thread of the tensor-core kernels holds all four, whether its rows are queries or keys. The block's counter is
+    (s, t, head, sequence), with s and t counted without the second 8 of every 16.
     """
     n, keys, queries = part.stop - part.start, columns.stop - columns.start, rows.stop - rows.start
     s, t = (np.arange(x.start // 2, x.start // 2 + -(-(x.stop - x.start) // 16) * 8) for x in (columns, rows))

@@ -53,7 +53,8 @@ class Launch(NamedTuple):
 
 @cache
 def plain(entry: str, dtype: Any, dim: int, tiles: int, options: tuple[str, ...]) -> Launch:
-    """tiles: of rows of q, k, v or dO that a block holds at a time; it holds one of scores besides. options: of OPTIONS."""
+    """tiles: of rows of q, k, v or dO that a block holds at a time; it holds one of scores besides. options: those of
+    OPTIONS that are on."""
     if not 1 <= dim <= PLAIN_LIMIT:
         raise UserError(f"attention on cupy: head size {dim}, wanted 1 to {PLAIN_LIMIT}; use that, or --backend numpy")
     # 64 rows where they fit the 99 KB of shared memory of the smallest GPUs.
