@@ -308,6 +308,6 @@ class Attention(Op):
         for t in (7, TILE + 3):
             yield cls(2, 1, backend, causal=False), (backend.asarray(rng.normal(size=(1, t, 4, 4))),)
         # Dropout within a tile, across tiles with a group of heads, and with a window.
-        for t, window in ((7, None), (TILE + 3, None), (TILE + 3, 40)):
-            op = cls(4, 2, backend, window=window, dropout=0.4)
+        for t, width in ((7, None), (TILE + 3, None), (TILE + 3, 40)):
+            op = cls(4, 2, backend, window=width, dropout=0.4)
             yield op, (backend.asarray(rng.normal(size=(2, t, 8, 4))),)
