@@ -32,6 +32,10 @@ from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
 
+Biases = tuple[Param | None, Param | None]
+"""Of a block's two projections into the stream."""
+
+
 class Block:
     """The ops of one layer; the norms stand at the joints, where a residual is added, and so belong to the model."""
 
@@ -52,7 +56,8 @@ class Block:
 
         # The op that reads a product adds its bias, in a pass over it that it makes anyway. But where dropout stands
         # between a projection and the joint that adds it to the stream, the bias is dropped with it.
-        biases, nothing = (bias("out", dim), bias("down", dim)), (None, None)
+        biases: Biases = bias("out", dim), bias("down", dim)
+        nothing: Biases = None, None
         (out_bias, down_bias), self.joint_biases = (biases, nothing) if config.dropout else (nothing, biases)
         self.qkv = linear("qkv", 3 * dim, dim, std, bias("qkv", 3 * dim))
         self.attention = Attention(config.heads, config.heads, backend, f"{at}.attention", dropout=config.dropout)

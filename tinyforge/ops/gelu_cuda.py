@@ -50,7 +50,9 @@ def gelu_bwd(
         return dx
     macros = {"SCALAR": scalar(x.dtype), "EXACT": int(approximate == "erf")}
     written = (dx,) if hidden is None else (dx, hidden)
-    if bias is None:
+    if bias is None or dbias is None:
+        if bias is not dbias:
+            raise ValueError("gelu_bwd: a bias without room for its gradient, or the reverse; give both or neither")
         vec = vector(x.size, x, dy, *written)
         launch = load(FILE, "gelu_bwd", VEC=vec, **macros)
         launch(blocks(x.size // vec), (256,), (dx, or_null(hidden), dy, x, np.uint32(x.size // vec)))

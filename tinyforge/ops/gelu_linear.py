@@ -92,7 +92,9 @@ class GELULinear(Op):
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for (o, h), lead in (((5, 7), (2, 3)), ((1, 1), (1,)), ((6, 4), (9,)), ((3, 2), (0,))):
-            for biases in ({"bias": o, "input_bias": h}, {"bias": o}, {"input_bias": h}, {}):
-                given = {name: Param(name, (size,), decay=False) for name, size in biases.items()}
-                op = with_buffer(cls(Param("weight", (o, h), std=1.0), backend, **given), backend, rng)
+            for has_bias, has_input_bias in ((True, True), (True, False), (False, True), (False, False)):
+                bias = Param("bias", (o,), decay=False) if has_bias else None
+                input_bias = Param("input_bias", (h,), decay=False) if has_input_bias else None
+                weight = Param("weight", (o, h), std=1.0)
+                op = with_buffer(cls(weight, backend, bias=bias, input_bias=input_bias), backend, rng)
                 yield op, (backend.asarray(rng.normal(size=(*lead, h)) * 2),)
