@@ -31,7 +31,6 @@ from tinyforge.ops import (
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
-
 Biases = tuple[Param | None, Param | None]
 """Of a block's two projections into the stream."""
 
