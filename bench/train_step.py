@@ -16,7 +16,7 @@ On a GPU a turn is timed as a whole, from an idle device to an idle device, and 
 follow each other without waiting, as in training. PyTorch's batches lie on the device from the start, ours are uploaded
 in the step. Peak memory is what arrays took on the device at most, without the libraries' own.
 
-With --data our step is timed once more with batches that are read, as training does, from token shards, where all
+With --data our step is timed again with batches that are read, as training does, from token shards, where all
 others repeat a few: the difference is what loading costs.
 
 FLOP are counted by the model's flop_per_token, the same for all contenders.

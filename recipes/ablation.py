@@ -81,7 +81,7 @@ def tokens_of(arm: Arm) -> int:
 
 
 def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
-    """The scores of a run, which is begun, gone on with, or left as it is."""
+    """The scores of a run, started, resumed, or left as it is."""
     run = arm.run(out, seed)
     flags = [*arm.flags, "--seed", str(seed)]
     if checkpoint.steps(run):

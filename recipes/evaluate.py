@@ -372,7 +372,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         found["replies"] = measure_replies(loaded, prompts, args.max_tokens, args.seeds)
         found["replies"] |= {"left_out": left_out, "max_tokens": args.max_tokens}
     else:
-        found["replies"] = {"skipped": "a base model goes on with a text; recipes/sft.py teaches it to answer"}
+        found["replies"] = {"skipped": "a base model continues a text; recipes/sft.py teaches it to answer"}
     said("speculation")
     if config.prediction_heads == 1:
         found["speculation"] = {"skipped": "the model has one output head, so nothing is guessed ahead"}

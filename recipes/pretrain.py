@@ -4,7 +4,7 @@
     python recipes/pretrain.py --model gpt2 --config char --data shakespeare.txt --tokenizer chars
     python recipes/pretrain.py --data books/ --minutes 30       your own text
     python recipes/pretrain.py --data shards --mix books=0.7 web=0.3        token shards (python -m data.shards)
-    python recipes/pretrain.py --resume                         go on with runs/pretrain
+    python recipes/pretrain.py --resume                         continue runs/pretrain
 
 Documents are packed into one stream, each followed by <|endoftext|>. Held-out text (built-in corpus: its own val
 part; token shards: their val split; your data: the last tenth) is never trained on and is what `val bits per byte` is

@@ -2,7 +2,7 @@
 
     python recipes/sft.py                                   the newest pretrained run, the built-in instructions
     python recipes/sft.py --data alpaca.json --base runs/pretrain
-    python recipes/sft.py --resume                          go on with runs/sft
+    python recipes/sft.py --resume                          continue runs/sft
 
 Each record is laid out in Alpaca's form and ends with </s>; only the reply and its </s> are learned (all other targets
 are -1). With the built-in instructions it ends with exact match on held-out ones, per kind of question.

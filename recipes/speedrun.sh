@@ -16,7 +16,7 @@
 #   chat                         one question
 #
 # After a kill, Ctrl-C or a fault run the same command again: complete stages are skipped, and the one that was under
-# way goes on where it was. Everything is under --out, the log of each stage in its folder logs.
+# way continues where it stopped. Everything is under --out, the log of each stage in its folder logs.
 set -euo pipefail
 set -f # flags are kept as strings and split at spaces; nothing in them is a pattern of file names
 
@@ -233,7 +233,7 @@ stage() { # NAME RESULT COMMAND...: run it unless it has been, to the end; RESUL
     status=${PIPESTATUS[0]}
     set -e
     if [[ $status == 1 && ($name == books || $name == web) && -e $result ]]; then
-        echo "some files were left out, see above; it goes on without them (to try again: rm $(quoted "$made"))"
+        echo "some files were left out, see above; continuing without them (to try again: rm $(quoted "$made"))"
         status=0
     fi
     seconds=$((SECONDS - began))
@@ -243,9 +243,9 @@ stage() { # NAME RESULT COMMAND...: run it unless it has been, to the end; RESUL
         mv "$made.begun" "$made"
         complete+=(! -name "$name")
     elif ((stopped == 0)); then
-        die "stage $name failed with status $status, log: $log; mend what it says, then go on with: $again" "$status"
+        die "stage $name failed with status $status, log: $log; mend what it says, then continue with: $again" "$status"
     fi
-    ((stopped == 0)) || die "stopped in stage $name; go on with: $again" "$stopped"
+    ((stopped == 0)) || die "stopped in stage $name; continue with: $again" "$stopped"
 }
 
 sources=()

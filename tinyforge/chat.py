@@ -132,7 +132,7 @@ class Repl:
         except ValueError as error:
             raise UserError(f"{line}: {error}; close the quotation mark") from error
         if name not in self.commands:
-            raise UserError(f"/{name} is no command; /help lists them")
+            raise UserError(f"/{name} is not a command; /help lists them")
         self.commands[name](arguments)
 
     def do_help(self, arguments: list[str]) -> None:
@@ -205,7 +205,7 @@ class Repl:
         self.note(f"saved {len(self.conversation.turns)} turns to {path}")
 
     def do_load(self, arguments: list[str]) -> None:
-        """/load FILE goes on with a saved conversation"""
+        """/load FILE continues a saved conversation"""
         self.conversation.load(self.file(arguments, "load"))
         for turn in self.conversation.turns:
             self.note(f"> {turn.user}")

@@ -82,7 +82,7 @@ def save(
         stays = f"the last good checkpoint, {left[-1]}, is untouched" if left else "nothing was saved before"
         raise UserError(
             f"cannot save a checkpoint in {out}: {getattr(cause, 'strerror', None) or error}; {stays}. Free some "
-            "space, then go on with --resume"
+            "space, then continue with --resume"
         ) from error
     if keep > 0:
         for old in steps(out)[:-keep]:

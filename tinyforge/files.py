@@ -37,7 +37,7 @@ def sync(path: Path) -> None:
 def written_whole(path: Path) -> Iterator[Path]:
     """Yields a path beside `path` to write to; synced to disk and renamed to `path` when the block ends well.
 
-    The file is written with whatever means, so it is opened once more to be synced. After an error before the renaming
+    The file is written with whatever means, so it is opened again to be synced. After an error before the renaming
     the old file stays, and the one beside it goes; what a killed run has left of it is written over. A link is replaced
     by the file. Raises OSError, also where `path` is a folder or a device.
     """

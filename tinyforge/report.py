@@ -29,7 +29,7 @@ def add_json_flag(p: argparse.ArgumentParser) -> None:
 
 
 def check_before(target: str | None, peer: str | None = None) -> None:
-    """Refuse now what would only show after measuring: a missing peer, a --json that is no place for a file."""
+    """Refuse now what would only show after measuring: a missing peer, a --json path that cannot be a file."""
     if peer and importlib.util.find_spec("torch") is None:
         raise UserError(f"--peer {peer}: PyTorch is not installed; pip install torch, or leave out --peer")
     if target and target != "-" and not Path(target).resolve().parent.is_dir():

@@ -412,7 +412,7 @@ def run(host: Any, out: Path, **how: Any) -> subprocess.Popen[str]:
 
 
 def test_a_disk_that_fills_in_the_middle(host: Any, out: Path) -> None:
-    """No file may grow beyond 100 KB; what has come stays and is gone on with."""
+    """No file may grow beyond 100 KB; what has arrived is kept and continued."""
     limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))}
     process = run(host, out, **limit)
     _, errors = process.communicate(timeout=30)

@@ -109,7 +109,7 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pretrain --config key.json", "config: unknown key 'dims'; known: context, vocab, dim"),
         ("pretrain --config list.json", "--config: list.json holds a list, wants an object"),
         ("pretrain --config broken.json", "--config: cannot read broken.json as JSON"),
-        ("pretrain --config tiny", "--config: 'tiny' is no preset (small, base, large) and no file"),
+        ("pretrain --config tiny", "--config: 'tiny' is not a preset (small, base, large) or a file"),
         ("pretrain --set dim=130", "config: dim 130 is not divisible by heads 4; use dim 128"),
         ("pretrain --set dim=1.5", "config: dim is 1.5, wants a whole number"),
         ("pretrain --set dim=wide", "--set: 'dim=wide' wants KEY=VALUE with a number"),

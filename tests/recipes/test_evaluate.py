@@ -93,7 +93,7 @@ def test_a_base_model_on_shards(folder: Path, capsys: pytest.CaptureFixture[str]
 
     cloze = text["sources"]["books"]["cloze"]
     assert cloze["sentences"] == 20 and 0 <= cloze["right"] <= 1 and 0 <= cloze["by_frequency"] <= 1
-    assert found["replies"]["skipped"].startswith("a base model goes on with a text")
+    assert found["replies"]["skipped"].startswith("a base model continues a text")
     assert f"replies: skipped; {found['replies']['skipped']}" in shown.out
     speculation = found["speculation"]
     assert speculation["tokens"] == 3200 >= speculation["passes"] > 0 and len(speculation["acceptance"]) == 3

@@ -149,7 +149,7 @@ def test_ctrl_c_lets_the_stage_save_and_says_how_to_go_on(run: Run) -> None:
     assert process.returncode == 130
     assert "the last words" in out and "the last words" in (run.out / "logs" / "sft.log").read_text(encoding="utf-8")
     again = f"PYTHON=./python {SCRIPT} --config small --backend numpy --out 'a run' " + " ".join(run.files)
-    assert err == f"error: stopped in stage sft; go on with: {again}\n"
+    assert err == f"error: stopped in stage sft; continue with: {again}\n"
     run.finish(*run.files)
     assert run.stages() == [*STAGES[:7], *STAGES[6:]] and "--resume" in run.calls()[7]
 
@@ -159,7 +159,7 @@ def test_a_stage_that_fails_is_named(run: Run, stage: str) -> None:
     run.fault(stage, "3")
     _, err = run.finish(*run.files, status=3)
     assert err.startswith(f"error: stage {stage} failed with status 3, log: a run/logs/{stage}.log; mend what it says")
-    assert err.count("\n") == 1 and "go on with: PYTHON=./python" in err
+    assert err.count("\n") == 1 and "continue with: PYTHON=./python" in err
     assert run.stages()[-1] == stage
     run.finish(*run.files)
     at = STAGES.index(stage)

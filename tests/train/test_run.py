@@ -142,7 +142,7 @@ def test_what_a_full_disk_does_to_the_files_of_a_run(tmp_path: Path, capsys: pyt
     with no_file_beyond(log.stat().st_size), pytest.raises(UserError) as caught:
         metrics.Metrics(tmp_path, 6).write(step=7)
     assert str(caught.value) == (
-        f"cannot write {log}: File too large; checkpoints are untouched. Free some space, then go on with --resume"
+        f"cannot write {log}: File too large; checkpoints are untouched. Free some space, then continue with --resume"
     )
     with no_file_beyond(10), pytest.raises(UserError, match=f"cannot write in {tmp_path}: File too large; choose"):
         Trial(tmp_path).train(resume=True)

@@ -55,7 +55,7 @@ def test_a_recipe_refuses_what_it_does_not_use() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--config nonsense", "--config: 'nonsense' is no preset"),
+        ("--config nonsense", "--config: 'nonsense' is not a preset"),
         ("--set dims=3", "config: unknown key 'dims'"),
         ("--model nonsense", "unknown model 'nonsense'; known: nanoeuler"),
     ],

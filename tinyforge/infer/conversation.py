@@ -153,7 +153,7 @@ class Conversation:
     # --- files
 
     def save(self, path: Path) -> None:
-        """Write the turns as JSON. A file that is no saved conversation is not replaced."""
+        """Write the turns as JSON. A file that is not a saved conversation is not replaced."""
         if path.exists():
             _read(path)
         turns = [{"user": turn.user, "reply": turn.reply} for turn in self.turns]
@@ -175,9 +175,9 @@ def _read(path: Path) -> list[tuple[str, str]]:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
     except ValueError as error:
-        raise UserError(f"{path} is no saved conversation ({error}); choose another file") from error
+        raise UserError(f"{path} is not a saved conversation ({error}); choose another file") from error
     if not isinstance(content, dict) or content.get("format") not in READ:
-        raise UserError(f"{path} is no saved conversation (no format {FORMAT}); choose another file")
+        raise UserError(f"{path} is not a saved conversation (no format {FORMAT}); choose another file")
     if content.get("version") != VERSION:
         raise UserError(f"{path} has version {content.get('version')}, this program reads {VERSION}; save it again")
     turns = content.get("turns")

@@ -1,7 +1,7 @@
 // swiglu: y = silu(g) u with silu(g) = g s, s = 1 / (1 + exp(-g)).
 //
 // Kernels:  swiglu_fwd     y from gate and up, the two halves of a row
-//           swiglu_bwd     dgate and dup from dy, gate and up; s is computed again and not kept; and y once more, where
+//           swiglu_bwd     dgate and dup from dy, gate and up; s is computed again and not kept; and y again, where
 //                          the caller gives room for it: the linear map behind needs it, and gate and up are at hand
 //
 // Idea. One thread takes one vector of VEC elements: of the gate, and of up at the same place in the other half.

@@ -147,7 +147,7 @@ def _same(frame: Callable[[str], Frame]) -> tuple[Frame, Frame, Frame]:
 
 
 _FAMILIES = (
-    # A base model goes on with the text.
+    # A base model continues the text.
     Template("plain", Frame(after=("\n\n",)), Frame(), Frame(), ends=()),
     # Where Alpaca has its preamble there is room for a system prompt.
     Template(

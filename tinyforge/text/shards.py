@@ -422,7 +422,7 @@ def _read_manifest(folder: Path) -> tuple[bytes, dict[str, Any]]:
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}), and it is what says that a folder of shards is whole; run "
-            "python -m data.shards again, it goes on where it was"
+            "python -m data.shards again, it continues where it stopped"
         ) from None
     content = parse_json(raw, path, "the manifest")
     for key, wanted in (("format", FORMAT), ("version", VERSION)):

@@ -86,7 +86,7 @@ def summarise(name: str, licence: str, share: float, train: Part, val: Part) -> 
 
 
 def opening_of(text: str) -> str:
-    """The first words of a document, to be gone on with by the model."""
+    """The first words of a document, for the model to continue."""
     return text[:40].rsplit(" ", 1)[0] or text[:40]
 
 

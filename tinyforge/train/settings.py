@@ -288,7 +288,7 @@ def config_of(settings: PretrainSettings) -> ModelConfig:
     if config is None:
         path = Path(settings.config)
         if not path.is_file():
-            raise UserError(f"--config: {settings.config!r} is no preset ({', '.join(spec.presets)}) and no file")
+            raise UserError(f"--config: {settings.config!r} is not a preset ({', '.join(spec.presets)}) or a file")
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
