@@ -37,8 +37,8 @@ class Metrics:
                 f.write(json.dumps(row) + "\n")
         except OSError as error:
             raise UserError(
-                f"cannot write {self.path}: {error.strerror}; checkpoints are untouched. Free some space, then continue "
-                "with --resume"
+                f"cannot write {self.path}: {error.strerror}; checkpoints are untouched. Free some space, then "
+                "continue with --resume"
             ) from error
 
 
