@@ -28,8 +28,8 @@
 // used instead. The kernel that owns keys loads queries too far behind them, but skips their products.
 // With the macro DROP=1 each probability is multiplied by a number of the dropout mask, 0 or 1 / (1 - rate): four more
 // arguments. Neither the log-sum-exp nor delta changes. The mask is computed where it is needed, from (sequence, head,
-// query, key) alone, by Philox: in every 16 x 16 square of scores one block of four words belongs to queries t and t + 8
-// and keys s and s + 8. A lane of the tensor-core kernels holds all four, in P as in P^T.
+// query, key) alone, by Philox: in every 16 x 16 square of scores one block of four words belongs to queries t and
+// t + 8 and keys s and s + 8. A lane of the tensor-core kernels holds all four, in P as in P^T.
 // Tensors are (batch, token, head, dim) with heads side by side; token and batch strides are arguments, so that q, k, v
 // are views of one packed tensor.
 //
@@ -299,7 +299,8 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *l
 extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
 attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *v, const REAL *out, const A *lse,
                       A *stats, REAL *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
-                      i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
+                      i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads,
+                      i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
     extern __shared__ __align__(16) unsigned char shared[];
     A *const q_tile = reinterpret_cast<A *>(shared);
     A *const dy_tile = q_tile + TILE, *const k_tile = dy_tile + TILE, *const v_tile = k_tile + TILE;
@@ -598,7 +599,8 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const float *lse,
                     float2 *stats, bf16 *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
-                    i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
+                    i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads,
+                    i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u32 base = shared_address(shared);

@@ -4,8 +4,8 @@
 //
 // Idea. The gradient of a norm's gain is a sum over all tokens. The kernels that make it leave one partial sum per
 // block; this one adds those in a fixed order, where atomics would add them in the order in which blocks happen to end.
-// LayerNorm's two, of gain and bias, lie side by side and take one launch: at this size a launch is what costs. Where it
-// has no bias, `second` is null and those columns are dropped.
+// LayerNorm's two, of gain and bias, lie side by side and take one launch: at this size a launch is what costs. Where
+// it has no bias, `second` is null and those columns are dropped.
 // Grid: a block for 32 columns. Block: 32 x 32 threads; warp y takes rows y, y + 32, ..., then warp 0 adds the 32 sums.
 // Shared memory: 32 x 33 numbers (the 33rd column keeps a column's numbers in different banks).
 // Bound by latency: a megabyte or two, microseconds. So BATCH loads of a thread are under way at a time.

@@ -15,7 +15,7 @@
 // Shared memory: 64 numbers; HELD = 1 a row more. Bound by memory: the row read and written.
 // PER = 0 is for any vocabulary: maximum and sum are found in one pass by rescaling (the online softmax), and the row
 // is read a second time. EDGE = 1 is for a vocabulary that is not a whole number of vectors (GPT-2's 50,257): rows are
-// `pitch` apart, so that each begins at 16 bytes, and numbers past the vocabulary count as -inf and get a residual of 0.
+// `pitch` apart, so that each begins at 16 bytes; numbers past the vocabulary count as -inf and get a residual of 0.
 // HELD = 1 is for rows too long for registers that fit in shared memory, with or without an edge: the pass that finds
 // maximum and sum leaves the row there, and the second reads it from there, each thread its own vectors. Two rows of
 // GPT-2's 100 kB fit on a multiprocessor, so that one is read while the other is written.

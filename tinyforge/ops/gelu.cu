@@ -7,8 +7,8 @@
 //                            of db = sum over rows of dx, which columns.cu adds up
 //
 // Idea. Elementwise: one thread takes one vector of VEC elements, nothing is shared. A bias added here costs no pass
-// over the product before it. gelu_bwd_bias: a warp owns 32 vectors of columns and walks over rows, two at a time, their
-// sums in registers, so that dx, which it writes anyway, is not read again for db.
+// over the product before it. gelu_bwd_bias: a warp owns 32 vectors of columns and walks over rows, two at a time,
+// their sums in registers, so that dx, which it writes anyway, is not read again for db.
 // Grid: a thread for each vector; gelu_bwd_bias (columns / (32 VEC), partial rows). Block: 256 threads; 32 x 8.
 // Shared memory: gelu_bwd_bias, the eight warps' sums.
 // Bound by memory (two arrays of traffic forward, three backward), with erf in float close to arithmetic.

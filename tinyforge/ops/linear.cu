@@ -5,9 +5,9 @@
 //
 // Idea. y = b first and y += x W^T then, not the other way round: cuBLAS adds in float32, so that in bf16 the sum is
 // rounded once. The traffic is the same, one more pass over y.
-// Backward: block (c, p) sums 32 vectors of columns over every P-th share of the rows; the order of the sum does not depend on
-// which block ends first.
-// Grid: forward a thread for each vector of y; backward (columns / (32 VEC), partial rows). Block: 256; backward 32 x 8.
+// Backward: block (c, p) sums 32 vectors of columns over every P-th share of the rows; the order of the sum does not
+// depend on which block ends first.
+// Grid: forward a thread for each vector of y; backward (columns / (32 VEC), partial rows). Block: 256; 32 x 8.
 // Shared memory: backward, the eight warps' sums. Bound by memory.
 //
 // compile: SCALAR=double VEC=1|2
