@@ -191,3 +191,19 @@ __device__ __forceinline__ A block_max(A x, A *scratch) {
     __syncthreads();
     return x;
 }
+
+// The end of a sum over rows in a block of 32 x 8 threads, where lane c of each warp has added up vector c of the 32 of
+// the block's columns: adds the eight warps' sums, in their order. partial: (gridDim.y, width).
+template <int N, class A>
+__device__ __forceinline__ void store_column_sums(A *partial, A (&sums)[8][32 * N], const Pack<A, N> &sum, int width) {
+#pragma unroll
+    for (int j = 0; j < N; j++) sums[threadIdx.y][threadIdx.x * N + j] = sum.v[j];
+    __syncthreads();
+    for (int c = threadIdx.y * 32 + threadIdx.x; c < 32 * N; c += 256) {
+        const int column = blockIdx.x * 32 * N + c;
+        A total = sums[0][c];
+#pragma unroll
+        for (int w = 1; w < 8; w++) total += sums[w][c];
+        if (column < width) partial[i64(blockIdx.y) * width + column] = total;
+    }
+}

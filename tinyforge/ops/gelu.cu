@@ -123,14 +123,5 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) gelu_bwd_bias(
             }
         }
     }
-#pragma unroll
-    for (int j = 0; j < VEC; j++) sums[threadIdx.y][threadIdx.x * VEC + j] = sum.v[j];
-    __syncthreads();
-    for (int c = threadIdx.y * 32 + threadIdx.x; c < 32 * VEC; c += 256) {
-        const int column = blockIdx.x * 32 * VEC + c;
-        A total = sums[0][c];
-#pragma unroll
-        for (int w = 1; w < 8; w++) total += sums[w][c];
-        if (column < width) partial[i64(blockIdx.y) * width + column] = total;
-    }
+    store_column_sums(partial, sums, sum, width);
 }

@@ -40,14 +40,5 @@ extern "C" __global__ void __launch_bounds__(256) linear_bwd_bias(A *partial, co
             for (int j = 0; j < VEC; j++) sum.v[j] += widen(p.v[j]);
         }
     }
-#pragma unroll
-    for (int j = 0; j < VEC; j++) sums[threadIdx.y][threadIdx.x * VEC + j] = sum.v[j];
-    __syncthreads();
-    for (int c = threadIdx.y * 32 + threadIdx.x; c < 32 * VEC; c += 256) {
-        const int column = blockIdx.x * 32 * VEC + c;
-        A total = sums[0][c];
-#pragma unroll
-        for (int y = 1; y < 8; y++) total += sums[y][c];
-        if (column < width) partial[i64(blockIdx.y) * width + column] = total;
-    }
+    store_column_sums(partial, sums, sum, width);
 }
