@@ -89,10 +89,7 @@ class NanoEuler(Trunk):
 
 
 class GPT2Block(torch.nn.Module):
-    """A layer of GPT-2: LayerNorm, full attention, GELU by the tanh formula; dropout where nanoGPT has it.
-
-    That is one place more than our model: nanoGPT drops attention's probabilities too.
-    """
+    """A layer of GPT-2: LayerNorm, full attention, GELU by the tanh formula; dropout where nanoGPT has it."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

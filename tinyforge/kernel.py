@@ -60,8 +60,8 @@ class Kernel(Generic[P, R]):
         return f"<kernel {self.name} on {', '.join(self.backends())}>"
 
     def on(self, backend: str) -> Callable[[F], F]:
-        """Decorator: the implementation on `backend`. Raises TypeError where its arguments are not those of the
-        body; the keyword-only `backend` is the one it may have more."""
+        """Decorator: the implementation on `backend`. Raises TypeError unless its arguments are those of the
+        body; a keyword-only `backend` may come on top."""
 
         def register(function: F) -> F:
             mine, theirs = _arguments(self.body), _arguments(function)

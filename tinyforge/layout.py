@@ -6,8 +6,10 @@ The module that `ModelSpec.hf` names has
     IGNORED                 a regular expression: tensors that older files hold and that are no weights
     read_config(given)      a Config from the content of config.json; raises UserError for what the model cannot be
     write_config(config)    the reverse, architecture included
-    entries(config)          every tensor of theirs, as an `Entry`, layer by layer
+    entries(config)         every tensor of theirs, as an `Entry`, layer by layer
     left_out(config)        what `entries` does not carry over: a few words, or ""
+
+The first three are for models with `ModelSpec.architectures`, the only ones that are read; others are written only.
 """
 
 from __future__ import annotations

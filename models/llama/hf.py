@@ -1,7 +1,7 @@
 """Llama and its kin in Hugging Face's names and layout.
 
 Queries, keys and values are one matrix here, rows in this order, and so are gate and up. Rotary halves, (x_i, x_i+D/2),
-are Hugging Face's own layout: no row moves. Which architecture a config is, follows from its options, both ways.
+are Hugging Face's own layout: no row moves. A config's options decide its architecture, and the reverse.
 """
 
 from __future__ import annotations

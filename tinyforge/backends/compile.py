@@ -112,7 +112,7 @@ def promises_no_spills(file: File) -> bool:
 
 on_load: Callable[[str, float], None] | None = None
 """Called with each kernel that `load` has made ready, and the seconds it took: a few milliseconds from CuPy's cache on
-the disk, about a second where it was compiled. For who shows progress."""
+the disk, about a second where it was compiled. For progress displays."""
 
 
 @cache

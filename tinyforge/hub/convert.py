@@ -6,7 +6,7 @@
     python -m tinyforge.hub convert stories260K.bin stories                 the tokenizer lies beside it
     python -m tinyforge.hub convert runs/sft model.bin                      for llama2.c's run.c
 
-What a format has no place for, as the later output heads of NanoEuler, is named on stderr.
+Parts that a format cannot hold, such as the later output heads of NanoEuler, are left out and named on stderr.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("source", metavar="SRC", help="a run, a checkpoint, a Hugging Face directory, or a .bin file")
     parser.add_argument("target", metavar="DST", help="the directory, or the .bin file, to write")
     parser.add_argument("--format", choices=FORMATS, default="",
-                        help="of DST (default: llama2c for a .bin file, else hf)")  # fmt: skip
-    parser.add_argument("--dtype", choices=DTYPES, default="f32", help="of the weights (default: f32)")
+                        help="format of DST (default: llama2c for a .bin file, else hf)")  # fmt: skip
+    parser.add_argument("--dtype", choices=DTYPES, default="f32", help="type of the stored weights (default: f32)")
     parser.add_argument("--tokenizer", metavar="FILE", help="SRC's tokenizer, where it does not lie beside it")
     args = parser.parse_args(argv)
     source, target = Path(args.source), Path(args.target)

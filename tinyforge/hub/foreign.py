@@ -1,6 +1,6 @@
 """Models in the formats of others: Hugging Face directories (safetensors) and llama2.c's .bin files.
 
-What a tensor of theirs is to us, the model's hf.py says (see `tinyforge.layout`). Nothing in a file is executed, all
+Each model's hf.py maps their tensors to our parameters (see `tinyforge.layout`). Nothing in a file is executed, all
 names and shapes are checked before a model is built, and tensors are read and written one at a time.
 """
 
@@ -39,8 +39,8 @@ def open_weights(path: Path) -> Weights:
 
 
 def load_weights(weights: Weights, backend: Backend) -> Any:
-    """The model that the weights are of. Raises UserError, before anything is built, for an architecture that no
-    registered model reads, and for tensors that are missing, too many, or of the wrong shape."""
+    """Build the model that the weights belong to. Raises UserError, before anything is built, for an architecture that
+    no registered model reads, and for tensors that are missing, too many, or of the wrong shape."""
     try:
         spec = _spec_of(weights.config)
         layout = _layout(spec)
@@ -58,7 +58,7 @@ def load_weights(weights: Weights, backend: Backend) -> Any:
 
 
 def entries_of(model: Any) -> list[Entry]:
-    """Every tensor that the model has under Hugging Face's names. Raises UserError for a model that has none."""
+    """The model's tensors under their Hugging Face names. Raises UserError for a model that has none."""
     return list(_layout(spec_of_model(model)).entries(model.config))
 
 

@@ -1,6 +1,6 @@
 """Hugging Face model directories: config.json and safetensors, in one file or in shards with an index.
 
-The tokenizer's files are `tinyforge.text`'s business; what the tensors mean, the models' hf.py.
+`tinyforge.text` reads the tokenizer's files; each model's hf.py says what the tensors mean.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def cloze_credits(decoder: Decoder, tokenizer: TextTokenizer, items: Sequence[Cl
 
 
 def log_probabilities(decoder: Decoder, beginning: Sequence[int], ends: Sequence[Sequence[int]]) -> np.ndarray:
-    """ln p(end | beginning) for each of the ends, tokens all of them; where the cache can rewind the beginning is
+    """ln p(end | beginning) for each of the ends; all are token ids. If the cache can rewind, the beginning is
     computed once."""
     known, scores = len(beginning) - 1, []
     decoder.rewind([0])

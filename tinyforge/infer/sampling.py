@@ -24,9 +24,9 @@ class Sampling:
     probability of the most likely one. Tokens that tie with the last one kept are kept too.
 
     max_tokens: the longest reply. seed: the same seed gives the same text. drafts: tokens that the later heads propose
-    for each pass (speculation); at most mtp_heads - 1 are used, 0 is plain decoding. It changes the speed only: greedy
-    text stays the same, and sampled text keeps its distribution. A decoder may use fewer. logprobs: also give log p of
-    each token under the model, before any of this.
+    for each pass (speculation); at most prediction_heads - 1 are used, 0 is plain decoding. It changes the speed only:
+    greedy text stays the same, and sampled text keeps its distribution. A decoder may use fewer. logprobs: also give
+    log p of each token under the model, before any of this.
 
     Sources: Keskar et al., "CTRL" (2019; the penalty); Fan et al. (2018; top-k); Holtzman et al. (2019; top-p); Nguyen
     et al. (2024; min-p).

@@ -1,4 +1,4 @@
-"""A group of ranks and its collectives: what data-parallel training needs of whoever computes beside it.
+"""A group of ranks and its collectives, as data-parallel training uses them.
 
 Every rank calls the same collectives in the same order with arrays of the same shape and dtype, and each call works in
 place (hence the underscore). Sums are taken in the order of the ranks, so they have the same bits on every run.
@@ -33,7 +33,7 @@ SLOT = 4 << 20  # bytes of a collective that are under way at a time
 class Group(Protocol):
     """`size` ranks, of which this is number `rank`.
 
-    Arrays are NumPy's and C-contiguous, those of `Alone` of any kind. Raises ValueError for another layout,
+    Arrays are C-contiguous NumPy arrays; `Alone` takes any. Raises ValueError for another layout,
     RuntimeError where the ranks' calls do not match, UserError where a rank has died.
     """
 
@@ -140,7 +140,7 @@ class SharedMemory:
     def _pieces(self, flat: np.ndarray, what: str, array: np.ndarray) -> Any:
         """Parts of `flat` that fit a slot: (start, the result's memory, the ranks' memory), after all ranks agree.
 
-        To meet before each piece also keeps a quick rank from writing to memory that a slow one still reads.
+        Meeting before each piece also keeps a fast rank from overwriting memory that a slow one still reads.
         """
         count = max(1, SLOT // flat.itemsize)
         for start in range(0, max(1, flat.size), count):

@@ -154,7 +154,7 @@ class DeviceDecoder(Decoder):
         found.get(out=host, blocking=False)
         arrived = cupy.cuda.Event(block=False, disable_timing=True)
         arrived.record()
-        # Nobody may want it any more when it arrives: until then its memory must not be given to others.
+        # The reader may be gone before it arrives; until then its memory must not be reused.
         self._in_transit = [(h, e) for h, e in self._in_transit if not e.done] + [(host, arrived)]
         return host, arrived
 
