@@ -29,6 +29,7 @@ from data.source import MANIFEST, InputFile, Refusal, print_refused, write_manif
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import sha256_of
 from tinyforge.text.chat_templates import END_OF_REPLY, render_prompt
+from tinyforge.text.vocabulary import start_ids
 
 if TYPE_CHECKING:
     from tinyforge.text import TextTokenizer
@@ -94,8 +95,7 @@ def encode_example(tokenizer: TextTokenizer, record: Record, seq_len: int) -> tu
     """
     if END_OF_REPLY not in tokenizer.specials:
         raise UserError(f"tokenizer: no special token {END_OF_REPLY}, which ends a reply; use another")
-    prompt = [] if tokenizer.bos is None else [tokenizer.bos]
-    prompt += tokenizer.encode(render_prompt(record.instruction, record.input))
+    prompt = start_ids(tokenizer) + tokenizer.encode(render_prompt(record.instruction, record.input))
     if not record.output.strip() or len(prompt) > seq_len:
         return None
     ids = [*prompt, *tokenizer.encode(record.output, "text"), tokenizer.specials[END_OF_REPLY]]

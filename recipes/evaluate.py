@@ -53,6 +53,7 @@ from tinyforge.infer.evaluate import (
 )
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.text.shards import separator_of
+from tinyforge.text.vocabulary import start_ids
 from tinyforge.train.batches import PackedTokens, fingerprint
 from tinyforge.train.card import write_card
 from tinyforge.train.corpus import (
@@ -182,7 +183,8 @@ def held_out_prompts(
         asked = [render_prompt(r.instruction, r.input) for r in records]
     else:
         asked = [render_prompt(e.instruction, e.input) for e in instructions("val", count, tuning_of(loaded).seed)]
-    prompts = [loaded.tokenizer.encode(text) for text in asked]
+    begins = start_ids(loaded.tokenizer)
+    prompts = [begins + loaded.tokenizer.encode(text) for text in asked]
     context = loaded.model.config.context
     room = context - context // ROOM_FOR_REPLY
     fit = [ids for ids in prompts if len(ids) <= room]

@@ -32,6 +32,7 @@ from tinyforge.infer.decoder import Decoder
 from tinyforge.registry import ModelSpec
 from tinyforge.report import timed
 from tinyforge.text import TextTokenizer
+from tinyforge.text.vocabulary import start_ids
 from tinyforge.train.batches import Examples, fingerprint, micro_batches
 from tinyforge.train.card import write_card
 from tinyforge.train.data_parallel import Sharded, evaluate_nll
@@ -68,8 +69,7 @@ def encode(
 def answer(loaded: Loaded, instruction: str, input: str, max_tokens: int = 40, decoder: Decoder | None = None) -> str:
     """The greedy reply; empty if the prompt leaves no room for one."""
     tokenizer = loaded.tokenizer
-    prompt = [] if tokenizer.bos is None else [tokenizer.bos]
-    prompt += tokenizer.encode(render_prompt(instruction, input))
+    prompt = start_ids(tokenizer) + tokenizer.encode(render_prompt(instruction, input))
     if len(prompt) >= loaded.model.config.context:
         return ""
     stop = frozenset(tokenizer.specials.values())

@@ -11,13 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from data.alpaca import hold_out, read_records
+from data.alpaca import encode_example, hold_out, read_records
 from data.world import documents, instructions
 from models.kneser_ney.model import KneserNey
 from models.nanoeuler import SPEC
@@ -140,6 +140,18 @@ def test_instructions_in_several_files_are_held_out_as_fine_tuning_does(
     found = measured("--checkpoint", "tuned", "--data", "shards", "--instructions", "first.json", "second.json")
     assert asked == [record["instruction"] for record in records[76:]]
     assert found["instructions"] == ["first.json", "second.json"]
+
+
+def test_prompts_begin_as_those_that_were_learned(folder: Path) -> None:
+    """With bos, where the tokenizer has one: the ids are those of fine-tuning up to the reply."""
+    tokenizer = Tokenizer([], ["<s>", "</s>"])
+    tokenizer.bos = tokenizer.specials["<s>"]
+    loaded = SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(config=SimpleNamespace(context=1000)))
+    _, held_out = hold_out(read_records(["records.json"]))
+    prompts, left_out = evaluate.held_out_prompts(loaded, ["records.json"], "utf-8", len(held_out))
+    examples = [encode_example(tokenizer, record, 1000) for record in held_out]
+    assert prompts == [ids[:length] for ids, length in examples] and left_out == 0
+    assert all(prompt[0] == tokenizer.bos for prompt in prompts)
 
 
 def test_other_text_than_the_runs_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from tinyforge.errors import UserError
-from tinyforge.text.vocabulary import After, TextTokenizer
+from tinyforge.text.vocabulary import After, TextTokenizer, start_ids
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Template:
             (user, tokenizer.encode(self._clean(reply), "text") if isinstance(reply, str) else reply)
             for user, reply in turns
         ]
-        ids = [] if tokenizer.bos is None else [tokenizer.bos]
+        ids = start_ids(tokenizer)
         after: After = "start"
         for kind, group in groupby(self.render(as_ids, system), type):
             if kind is str:  # text in neighbouring pieces is one text
@@ -188,7 +188,7 @@ _DEFAULT_SYSTEM = re.compile(r"<\|im_start\|>system(?:\\n|\n)([^'\"{}<>]+)<\|im_
 
 
 def recognise(chat_template: str, specials: Container[str]) -> Template | None:
-    """The template that a Hugging Face `chat_template` describes, or None where it is none of these.
+    """The template that a Hugging Face `chat_template` describes, or None for any other.
 
     It is told by the markers in the text; the program is not run. `specials` are the tokenizer's special tokens: a
     template whose own are not all among them is not meant. ChatML's default system prompt, where the text has one, is

@@ -46,6 +46,11 @@ class TextTokenizer(Protocol):
     def save(self, path: str | Path) -> None: ...
 
 
+def start_ids(tokenizer: TextTokenizer) -> list[int]:
+    """The ids that stand before a text at its start: `bos`, where the tokenizer has one."""
+    return [] if tokenizer.bos is None else [tokenizer.bos]
+
+
 class Vocabulary:
     """The tokens of a tokenizer: their bytes by id, which of them are special, and the file that holds it all."""
 
