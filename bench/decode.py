@@ -53,6 +53,7 @@ from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.generation import draw_blocks
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
+from tinyforge.params import named
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.train.settings import PretrainSettings, config_of
 
@@ -124,7 +125,7 @@ class Torch:
         from bench.torch_decode import TorchDecoder
 
         buffer, backend = model.buffer, model.backend
-        weights = {p.name: backend.to_numpy(buffer.view(buffer.masters, p)) for p in buffer.params}
+        weights = named(buffer, buffer.masters, backend)
         self.options = options
         self.decoder = TorchDecoder(
             options.config, weights, batch=options.batch_size, precision=backend.precision.name,

@@ -9,10 +9,10 @@ GPT-2: 6 layers of width 384, dropout 0.2. The run is nanoGPT's train_shakespear
 characters, AdamW with rates from 1e-3 down to 1e-4, a warm-up of 100 steps, beta2 0.99, weight decay 0.1, clipping at
 1. Its published validation loss is 1.4697 nats.
 
-Both start from the same weights and see the same batches. The peer is nanoGPT's model in PyTorch, with dropout on
-attention's probabilities too, which ours does not have. Every 250 steps both are measured on all of the held-out text,
-in order, without dropout; the best of these losses is reported, as nanoGPT does. Seconds are those of the steps:
-neither evaluation nor compilation is in them (a few steps are taken first, and undone).
+Both start from the same weights and see the same batches. The peer is nanoGPT's model in PyTorch, with dropout in
+the same places. Every 250 steps both are measured on all of the held-out text, in order, without dropout; the best of
+these losses is reported, as nanoGPT does. Seconds are those of the steps: neither evaluation nor compilation is in them
+(a few steps are taken first, and undone).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.optim import AdamW, AdamWConfig, learning_rate
+from tinyforge.params import named
 from tinyforge.registry import find_model
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.rng import Stream
@@ -173,7 +174,7 @@ def measure(options: Options, backend: Backend, peer: str | None, say: Callable[
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     ours = Ours(options, backend)
     buffer = ours.model.buffer
-    weights = {p.name: np.array(backend.to_numpy(buffer.view(buffer.masters, p))) for p in buffer.params}
+    weights = named(buffer, buffer.masters, backend)
     for step in range(FIRST_STEPS):
         ours.step(options.batch(step), step, LR)
     parameters, ours = buffer.count, Ours(options, backend)

@@ -47,6 +47,7 @@ from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.optim import AdamW
+from tinyforge.params import named
 from tinyforge.registry import default_model, find_model, models
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.rng import Stream
@@ -188,7 +189,7 @@ def make_contenders(options: Options, backend: Backend, peers: Sequence[str]) ->
     """Ours and the peers, all with our weights."""
     ours = Ours(options, backend)
     buffer = ours.model.buffer
-    weights = {p.name: backend.to_numpy(buffer.view(buffer.masters, p)) for p in buffer.params}
+    weights = named(buffer, buffer.masters, backend)
     found: dict[str, Any] = {OURS: ours}
     for name in peers:
         found[name] = torch_peer(options, compiled=name == COMPILED)

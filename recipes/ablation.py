@@ -14,7 +14,6 @@ more than two standard errors, sqrt(s1^2 / n + s2^2 / n) with the standard devia
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 import subprocess
@@ -85,7 +84,7 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
     run = arm.run(out, seed)
     flags = [*arm.flags, "--seed", str(seed)]
     if checkpoint.steps(run):
-        meta = json.loads((checkpoint.latest(run) / "meta.json").read_text(encoding="utf-8"))
+        meta = checkpoint.read_meta(checkpoint.latest(run))
         wanted, stored = replace(arm.settings, seed=seed), PretrainSettings.from_dict(meta["settings"])
         for name in wanted.differences(stored):
             raise UserError(

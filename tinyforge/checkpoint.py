@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.errors import UserError
-from tinyforge.files import sync
+from tinyforge.files import sha256_of, sync
 from tinyforge.tensors import chunks
 
 FORMAT = 1
@@ -122,7 +122,7 @@ def _write_directory(final: Path, files: dict[str, bytes], tokenizer: Any) -> No
         shutil.rmtree(partial, ignore_errors=True)  # what a killed run has left
         partial.mkdir(parents=True)
         tokenizer.save(partial / "tokenizer.json")
-        hashes = {"tokenizer.json": _sha256((partial / "tokenizer.json").read_bytes())}
+        hashes = {"tokenizer.json": sha256_of(partial / "tokenizer.json")}
         for name, data in files.items():
             _write(partial / name, data)
             if name != CARD:
@@ -170,7 +170,7 @@ def verify(path: Path) -> None:
         file = path / name
         if not file.is_file():
             raise UserError(f"checkpoint {path}: {name} is missing; use another checkpoint of the run")
-        got = _sha256(file.read_bytes())
+        got = sha256_of(file)
         if got != wanted:
             raise UserError(
                 f"checkpoint {path}: {name} has SHA-256 {got[:12]}..., hashes.json says {wanted[:12]}...; "

@@ -59,8 +59,8 @@ class Param:
 class Stash:
     """What forward saved for backward: a last-in first-out list of records, each consumed once, by its owner.
 
-    noise: what is random in a training pass (dropout) is drawn from `stash.noise.fork(op.name)`. None: nothing is
-    random, and a stash changes no bit of the result.
+    noise: what is random in a training pass (dropout) is drawn from `stash.noise.fork(op.name)`, whose key is `key`.
+    None: nothing is random, and a stash changes no bit of the result.
     """
 
     def __init__(self, noise: Stream | None = None) -> None:
@@ -82,6 +82,10 @@ class Stash:
                 "reverse order of forward"
             )
         return saved
+
+    def key(self, owner: Op, rate: float) -> tuple[int, int] | None:
+        """The key of the stream of what `owner` drops at `rate`; None if it drops nothing."""
+        return self.noise.fork(owner.name).key if self.noise and rate else None
 
     def __len__(self) -> int:
         return len(self._records)

@@ -100,12 +100,12 @@ def test_workers_end_when_their_maker_is_killed() -> None:
         maker.kill()
     assert len(pids) == 3
     deadline = time.monotonic() + 10
-    while any(_runs(pid) for pid in pids):
+    while any(runs(pid) for pid in pids):
         assert time.monotonic() < deadline, f"workers {pids} outlived the process that made them"
         time.sleep(0.02)
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
     """Whether the process runs; a zombie, which nobody has reaped yet, does not."""
     try:
         with open(f"/proc/{pid}/stat") as stat:

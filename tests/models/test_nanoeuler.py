@@ -156,27 +156,6 @@ def test_a_replica_sees_updates_of_the_weights() -> None:
     assert not model.buffer.grads.any()
 
 
-def test_decayed_parameters_come_first() -> None:
-    model = tiny()
-    model.buffer.values[: model.buffer.decay_end] = 7
-    for p in model.buffer.params:
-        assert bool((p.value == 7).all()) == p.decay == ("norm" not in p.name), p.name
-
-
-def test_ops_lists_each_in_the_order_of_forward() -> None:
-    """What looks for the first NaN walks this list."""
-    order: list[str] = []
-
-    class Watched(Stash):
-        def push(self, owner: Any, *saved: Any) -> None:
-            order.append(owner.name)
-            super().push(owner, *saved)
-
-    model = tiny()
-    model.forward(*batch(1, 3), Watched())
-    assert order == [op.name for op in model.ops()] and len(set(order)) == len(order)
-
-
 def test_recomputation_gives_the_same_bits_from_less_memory() -> None:
     ids, targets = batch(2, 131)
     gradients, kept = [], []

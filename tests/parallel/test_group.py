@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.backends.test_workers import runs
 from tinyforge.backends.workers import CAN_FORK, worker_pids
 from tinyforge.errors import UserError
 from tinyforge.parallel import Group, group, part_of, send_object, start_group
@@ -171,14 +172,6 @@ def test_ranks_end_when_rank_0_is_killed(waiting: str) -> None:
         maker.kill()
     assert len(pids) == 3
     deadline = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{pid}/exe") and _runs(pid) for pid in pids):
+    while any(runs(pid) for pid in pids):
         assert time.monotonic() < deadline, f"ranks {pids} outlived rank 0"
         time.sleep(0.02)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

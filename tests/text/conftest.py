@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tinyforge.errors import UserError
 from tinyforge.text import Tokenizer, bpe
 
 GPT2 = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gpt2"
@@ -44,3 +46,12 @@ def vocabulary(request: pytest.FixtureRequest, trained: Tokenizer) -> Tokenizer:
         # One token where a piece goes on with a character that is not ASCII, two where it is cut before it.
         "edges": Tokenizer([(left, right) for left in b"a1.' \n" for right in range(0x80, 0x100)], []),
     }[request.param]
+
+
+def user_error(call: Callable[[], object]) -> str:
+    """The message of the UserError that `call` raises: one line, and not a long one."""
+    with pytest.raises(UserError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 500
+    return message

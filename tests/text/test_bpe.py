@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.text.conftest import user_error
 from tests.text.test_pieces import GPT2_PATTERN, TRICKY, assigned_text, random_unicode, split_all
 from tinyforge.backends.workers import ThreadWorker, worker_pids
 from tinyforge.errors import UserError
@@ -482,14 +483,6 @@ def test_a_failed_save_keeps_the_old_file(
 
 
 # --- what a user can get wrong
-
-
-def user_error(call: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def test_training_faults() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.text.conftest import ENGLISH
-from tests.text.test_bpe import generated_text, user_error
+from tests.text.conftest import ENGLISH, user_error
+from tests.text.test_bpe import generated_text
 from tests.text.test_pieces import TRICKY
 from tests.text.test_sentencepiece import train as train_sentencepiece
 from tests.text.test_tiktoken import texts

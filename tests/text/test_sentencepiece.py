@@ -6,13 +6,13 @@ import io
 import json
 import random
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.text.conftest import user_error
 from tests.text.test_bpe import generated_text
 from tests.text.test_pieces import random_unicode
 from tinyforge.errors import UserError
@@ -247,14 +247,6 @@ def test_llama2c_file_of_a_trained_model(llama: tuple[Any, SentencePiece], tmp_p
     for text in strings(200, seed=10):
         assert again.encode(text) == theirs.encode(text)
     assert again.hash() == ours.hash()
-
-
-def user_error(call: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message and len(message) < 500
-    return message
 
 
 def test_what_llama2c_cannot_hold(tmp_path: Path) -> None:

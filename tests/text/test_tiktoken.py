@@ -5,14 +5,12 @@ from __future__ import annotations
 import base64
 import random
 import unicodedata
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.text.conftest import ENGLISH
-from tinyforge.errors import UserError
+from tests.text.conftest import ENGLISH, user_error
 from tinyforge.text import Tokenizer, bpe, pieces
 from tinyforge.text.tiktoken import from_tiktoken, to_tiktoken
 
@@ -80,14 +78,6 @@ def test_tiktoken_lines(tmp_path: Path) -> None:
 
 
 # --- what a format cannot express
-
-
-def user_error(call: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message and len(message) < 600
-    return message
 
 
 def test_exports_that_are_refused() -> None:

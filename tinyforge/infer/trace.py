@@ -11,6 +11,7 @@ from tinyforge.infer.causal_lm import CausalLM, check_causal_lm
 from tinyforge.kernel import Array
 from tinyforge.op import Stash
 from tinyforge.ops import Attention
+from tinyforge.ops.softmax import softmax_fwd
 
 
 class Trace(NamedTuple):
@@ -32,7 +33,7 @@ def trace(model: CausalLM, ids: Sequence[int]) -> Trace:
     to_numpy = model.backend.to_numpy
     logits = [to_numpy(model.logits(h, k))[0] for k in range(model.prediction_heads)]
     attention = [weights_of(op, to_numpy(saved[0])[0]) for op, saved in stash if isinstance(op, Attention)]
-    return Trace(softmax(np.stack(logits, axis=1).astype(np.float64)), tuple(attention))
+    return Trace(softmax_fwd(np.stack(logits, axis=1).astype(np.float64)), tuple(attention))
 
 
 def weights_of(op: Attention, qkv: Array) -> np.ndarray:
@@ -44,9 +45,4 @@ def weights_of(op: Attention, qkv: Array) -> np.ndarray:
         visible = np.tril(visible)
     if op.window is not None:
         visible = np.triu(visible, 1 - op.window)
-    return softmax(np.where(visible, scores, -np.inf))
-
-
-def softmax(z: np.ndarray) -> np.ndarray:
-    p = np.exp(z - z.max(axis=-1, keepdims=True))
-    return p / p.sum(axis=-1, keepdims=True)
+    return softmax_fwd(np.where(visible, scores, -np.inf))

@@ -278,8 +278,7 @@ class Attention(Op):
             if stash is not None:
                 raise ValueError(f"{self.name}: a cache and a stash; a pass with a cache has no backward, drop one")
             k, v = cache.append(k, v)
-        noise = stash.noise if stash is not None else None
-        key = noise.fork(self.name).key if noise and self.dropout else None
+        key = stash.key(self, self.dropout) if stash is not None else None
         out, lse = self.k.attention_fwd(q, k, v, self.causal, self.window, key, self.dropout)
         if stash is not None:
             stash.push(self, qkv, out, lse, key)

@@ -51,7 +51,8 @@ def softmax_residual_(nll: Array, logits: Array, targets: Array, write: bool, vo
 
 
 def scale_heads(x: Array, scale: Array, part: int, y: Array = None) -> Array:
-    """x with scale[k] on the numbers of head k: `part` of them in a row, head after head. Into y, or a new array."""
+    """x with scale[k] on the numbers of head k: `part` of them in a row, head after head. Into y (x itself
+    will do), or a new array."""
     if y is None:
         y = new(x.shape, x.dtype)
     if x.size:
@@ -60,17 +61,6 @@ def scale_heads(x: Array, scale: Array, part: int, y: Array = None) -> Array:
         counts = (x.size // vec, part // vec, len(scale))
         launch(blocks(x.size // vec), (256,), (y, x, scale.astype(wide(x.dtype), copy=False), *map(np.uint32, counts)))
     return y
-
-
-def scale_rows_(residual: Array, dnll: Array) -> None:
-    """residual (n, K V) with dnll[n, k] on the numbers of head k, in place."""
-    if residual.size:
-        part = residual.size // dnll.size
-        vec = vector(part, residual)
-        launch = load(FILE, "scale_heads", SCALAR=scalar(residual.dtype), VEC=vec, PER=0)
-        scale = contiguous(dnll.astype(wide(residual.dtype), copy=False))
-        counts = (residual.size // vec, part // vec, dnll.size)
-        launch(blocks(residual.size // vec), (256,), (residual, residual, scale, *map(np.uint32, counts)))
 
 
 def add_scaled_heads(y: Array, x: Array, scale: Array) -> None:
@@ -145,7 +135,7 @@ def linear_cross_entropy_bwd(
     heads, vocab, dim = weight.shape
     rows, pitch = heads * vocab, residual.shape[1]
     if dnll.ndim > 1:
-        scale_rows_(residual, dnll)
+        scale_heads(residual, contiguous(dnll).reshape(-1), pitch // heads, residual)
         gemm(residual[:, :rows], h, dweight.reshape(rows, dim), transpose_a=True, accumulate=True, tf32=backend.tf32)
         return gemm(residual, padded_rows(weight, pitch), tf32=backend.tf32)
     # dnll goes onto the small matrices, W and dW: the large one is read twice and never written.

@@ -50,7 +50,7 @@ class Dropout(Op):
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         if stash is None:
             return x
-        key = stash.noise.fork(self.name).key if stash.noise and self.rate else None
+        key = stash.key(self, self.rate)
         stash.push(self, key)
         return x if key is None else self.k.dropout(x, key, self.rate)
 

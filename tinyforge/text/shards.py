@@ -322,14 +322,15 @@ class Shards:
             if digests.count(digests[-1]) > 1:
                 raise UserError(f"--data: {folder} has the manifest of a folder named before it; name each folder once")
             tokenizer = load_tokenizer(folder / TOKENIZER)
-            if tokenizer.hash() != manifest["tokenizer_hash"]:
+            tokenizer_hash = tokenizer.hash()
+            if tokenizer_hash != manifest["tokenizer_hash"]:
                 raise UserError(
-                    f"{folder / TOKENIZER}: got the tokenizer {tokenizer.hash()[:12]}..., the manifest says "
+                    f"{folder / TOKENIZER}: got the tokenizer {tokenizer_hash[:12]}..., the manifest says "
                     f"{manifest['tokenizer_hash'][:12]}...; copy the folder's own tokenizer.json again, or {_REMAKE}"
                 )
             if first is None:
-                self.tokenizer, first = tokenizer, folder
-            elif tokenizer.hash() != self.tokenizer.hash():
+                self.tokenizer, self._tokenizer_hash, first = tokenizer, tokenizer_hash, folder
+            elif tokenizer_hash != self._tokenizer_hash:
                 raise UserError(
                     f"{folder}: its shards were made with another tokenizer than those of {first}; make them again "
                     f"with python -m data.shards --tokenizer {first / TOKENIZER}"
@@ -365,10 +366,10 @@ class Shards:
             for entry in getattr(source, split).files:
                 path = folder / entry.file
                 header = read_header(path)
-                if header.tokenizer_hash != self.tokenizer.hash():
+                if header.tokenizer_hash != self._tokenizer_hash:
                     raise UserError(
                         f"{path}: made with the tokenizer {header.tokenizer_hash[:12]}..., the folder's is "
-                        f"{self.tokenizer.hash()[:12]}...; {_REMAKE}"
+                        f"{self._tokenizer_hash[:12]}...; {_REMAKE}"
                     )
                 got = Header(bytes_per_id(self.tokenizer.vocab_size), entry.tokens, position, header.tokenizer_hash)
                 if header != got or path.stat().st_size != entry.bytes:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tinyforge.errors import UserError
 from tinyforge.files import read_text
-from tinyforge.text.bpe import BYTE_ORDERS, Pair, Tokenizer, apply_merges, byte_order_of
+from tinyforge.text.bpe import Pair, Tokenizer, apply_merges, byte_order_of
 from tinyforge.text.pieces import split
 
 
@@ -37,13 +37,10 @@ def to_tiktoken(tokenizer: Tokenizer) -> list[str]:
     # Why that is enough: at the first step that differs, tiktoken would join x and y to t, where the merge of t is
     # (l, r). No merge has crossed the edges of t so far, so what happened inside is what happens to the bytes of t
     # alone; and these are l and r just before they become t. So x is l, and y is r.
-    order = BYTE_ORDERS[tokenizer.byte_order]
-    byte_ids = {byte: id for id, byte in enumerate(order)}
-    merged = {pair: 256 + index for index, pair in enumerate(tokenizer.merges)}
     lines = []
     for id in range(256 + len(tokenizer.merges)):
         token = tokenizer.token_bytes(id)
-        parts = apply_merges([byte_ids[byte] for byte in token], merged, range(256 + len(tokenizer.merges)))
+        parts = tokenizer.merging.merge(token)
         if parts != [id]:
             raise UserError(
                 f"tiktoken's ranks cannot express this vocabulary: got token {id} {token!r}, whose bytes encode to "

@@ -101,10 +101,7 @@ class PackedTokens:
         for i in range(0, len(starts), size):
             # One id beyond a window is its last target; more heads than one have none here.
             rows = [self.tokens[s : min(s + self.seq_len, last) + 1] for s in starts[i : i + size]]
-            block = np.full((len(rows), self.seq_len + 1), -1, np.int32)
-            for number, row in enumerate(rows):
-                block[number, : len(row)] = row
-            yield Batch(np.maximum(block[:, : self.seq_len], 0), shifted_targets(block, self.seq_len, self.heads))
+            yield _windows_batch(rows, self.seq_len, self.heads)
 
 
 class _Source:

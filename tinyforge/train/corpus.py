@@ -191,9 +191,7 @@ def tokenizer_for(
     A vocabulary that the user asked for is kept or refused. That of a preset, and any with the built-in corpus, becomes
     what the characters make, or what can be learned from the text.
     """
-    asked = any(item.startswith("vocab=") for item in settings.set) or settings.config not in find_model(
-        settings.model
-    ).presets
+    asked = _vocab_is_asked_for(settings)
     tokenizer: TextTokenizer
     if settings.tokenizer == CHARS:
         tokenizer = CharTokenizer.of([*training, *held_out])
@@ -236,6 +234,12 @@ def corpus_of_text(
     return Corpus(tokenizer, data, train.tokens, parts, opening_of(held_out[0]), fingerprint(streams[0]), summary)
 
 
+def _vocab_is_asked_for(settings: PretrainSettings) -> bool:
+    """Whether the user has chosen the vocabulary's size: by --set, or in a config file."""
+    preset = settings.config in find_model(settings.model).presets
+    return not preset or any(item.startswith("vocab=") for item in settings.set)
+
+
 def config_for(shards: Shards, config: ModelConfig, settings: PretrainSettings) -> ModelConfig:
     """The config with the vocabulary of the shards' tokenizer, unless the user asked for another."""
     tokenizer = shards.tokenizer
@@ -248,8 +252,7 @@ def config_for(shards: Shards, config: ModelConfig, settings: PretrainSettings) 
         )
     if config.vocab == tokenizer.vocab_size:
         return config
-    preset = settings.config in find_model(settings.model).presets
-    if not preset or any(item.startswith("vocab=") for item in settings.set):
+    if _vocab_is_asked_for(settings):
         raise UserError(
             f"config: vocab is {config.vocab}, the tokenizer of {settings.data[0]} has {tokenizer.vocab_size} ids; use "
             f"--set vocab={tokenizer.vocab_size}, or shards made with a tokenizer of {config.vocab}"

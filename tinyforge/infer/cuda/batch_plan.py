@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -70,10 +71,6 @@ class BatchPlan(DecodePlan):
         """Of gate and up: four rows of each."""
         return -(-self.hidden // 4)
 
-    def padded(self, columns: int) -> int:
-        """Columns of a product, filled up to whole pieces of all lanes."""
-        return self.steps(columns) * self.warps * 4 * self.piece
-
     def products(self) -> Iterator[tuple[int, int]]:
         """Of a pass with all outputs: the number of tiles, and columns."""
         for _ in range(self.layers):
@@ -94,10 +91,9 @@ class BatchPlan(DecodePlan):
         wide, group = max(self.itemsize, 4), self.heads // self.kv_heads
         sums = 2 * self.warps * self.tiles * 128 * wide
         attention = self.warps * group * (self.head_dim + 2) * wide
-        draw = 8 * max(1 << (self.vocab_rows - 1).bit_length(), self.warps * 32) + 512
         columns = -(-self.dim // TILE // self.team) * TILE  # of the residual stream, that a block owns
         numbers = (TEAM_ROWS + 2 * self.layers + 1) * columns + TEAM_ROWS * (self.head_dim + 1)
-        return max(sums, attention, draw) + numbers * wide + TEAM_ROWS * 4
+        return max(sums, attention, self.draw_bytes) + numbers * wide + TEAM_ROWS * 4
 
     @property
     def exchange_bytes(self) -> int:
@@ -156,15 +152,11 @@ class BatchPlan(DecodePlan):
             pieces = (2, 2, 4, 2) if self.itemsize == 2 else (1, 1, 4, self.piece)
             tiles = padded.reshape(count, TILE, self.warps, steps, *pieces).transpose(2, 0, 3, 1, 6, 4, 5, 7)
             tiles = tiles.reshape(self.warps, count * steps, -1)
-            for block, (start, end) in enumerate(zip(*self._from_to(count), strict=True)):
+            for block, (start, end) in enumerate(pairwise(self.shares(count).tolist())):
                 units = (end - start) * steps
                 stream[block, :, taken[block] : taken[block] + units] = tiles[:, start * steps : end * steps]
                 taken[block] += units
         return stream
-
-    def _from_to(self, count: int) -> tuple[list[int], list[int]]:
-        shares = self.shares(count).tolist()
-        return shares[:-1], shares[1:]
 
     def _matrices(self, layers: Sequence[FusedLayer], heads: Array, xp: Any) -> Iterator[Array]:
         """In the order of `products`."""

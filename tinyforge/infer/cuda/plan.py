@@ -55,6 +55,15 @@ class DecodePlan(ABC):
         """Pieces of a tile that each lane takes."""
         return -(-columns // (self.warps * 4 * self.piece))
 
+    def padded(self, columns: int) -> int:
+        """Columns of a product, filled up to whole pieces of all lanes."""
+        return self.steps(columns) * self.warps * 4 * self.piece
+
+    @property
+    def draw_bytes(self) -> int:
+        """Shared memory in which a block draws a token (sampler.cuh)."""
+        return 8 * max(1 << (self.vocab_rows - 1).bit_length(), self.warps * 32) + 512
+
     @property
     def slots(self) -> int:
         """Pieces in each lane's queue: a power of 2, so that a place is found by a mask."""

@@ -83,7 +83,7 @@ class RowPlan(DecodePlan):
         queries = group * (max(1, min(self.rows, 8 // group)) if self.itemsize == 2 else 1)
         attention = queries * self.warps * (self.head_dim + 2) * wide
         attention += (16 * (self.head_dim + 4 * self.piece) + self.rows * 2 * self.head_dim) * self.itemsize
-        sampling = 8 * max(1 << (self.vocab_rows - 1).bit_length(), self.warps * 32) + 512 if self.rows == 1 else 512
+        sampling = self.draw_bytes if self.rows == 1 else 512
         inputs = self.rows * (self.pitch(self.dim) + self.pitch(self.hidden)) * self.itemsize
         sums = self.rows * (self.dim + self.warps + 2 * 4 * self.warps * TILE) * wide
         return inputs + sums + max(attention, sampling)
@@ -139,7 +139,7 @@ class RowPlan(DecodePlan):
         for matrix, (count, columns) in zip(self._matrices(layers, heads.view(bits), xp), self.deals(), strict=True):
             if matrix is not None:
                 steps = self.steps(columns)
-                padded = xp.zeros((count * TILE, steps * self.warps * 4 * self.piece), bits)
+                padded = xp.zeros((count * TILE, self.padded(columns)), bits)
                 padded[: len(matrix), :columns] = matrix
                 tiles = padded.reshape(count, TILE, self.warps, steps, 4 * self.piece).transpose(0, 2, 3, 1, 4)
                 tiles = tiles.reshape(count, self.warps, steps, -1)
