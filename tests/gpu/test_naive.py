@@ -110,3 +110,17 @@ def test_softmax_residual(rows: int, width: int, padding: int, precision: str) -
     softmax_residual_(fast_nll, fast, targets, True, width)
     assert_close(fast_nll, nll, precision)
     assert_close(fast, logits, precision)
+
+
+def test_rows_of_other_lengths_in_between() -> None:
+    """A long row, a short one, the long one again: one function of CUDA's, with one limit on shared memory."""
+    from tinyforge.ops.cross_entropy_cuda import softmax_residual_
+
+    rng, found = np.random.default_rng(3), []
+    long, short = (5 * normal(rng, "fp64", 3, width) for width in (1200, 96))
+    targets = cp.asarray(np.array([0, 5, -1], np.int32))
+    for logits in (long, short, long):
+        nll = cp.empty(3, np.float64)
+        softmax_residual_(nll, logits.copy(), targets, True, logits.shape[1])
+        found.append(nll)
+    assert bool((found[0] == found[2]).all())

@@ -133,7 +133,8 @@ def load(
     kernel = cupy.RawKernel(code, entry, options=options, enable_cooperative_groups=cooperative)
     try:
         kernel.compile()
-        if shared_bytes:
+        # CuPy hands out one function for the same text: a smaller number would take away what another launch needs.
+        if shared_bytes > kernel.max_dynamic_shared_size_bytes:
             kernel.max_dynamic_shared_size_bytes = shared_bytes
     except cupy.cuda.compiler.CompileException as error:
         raise KernelError(f"{describe(file, macros)} does not compile:\n{error.get_message()}") from error

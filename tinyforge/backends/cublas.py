@@ -17,24 +17,24 @@ from cupy_backends.cuda.libs import cublas
 from tinyforge.kernel import Array
 
 # cublasOperation_t, cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t
-_N, _T = 0, 1
+NO, TRANSPOSE = 0, 1
 _TYPES = {"float32": 0, "float64": 1, "bfloat16": 14}
 
 
 @cache
-def _type(dtype: np.dtype) -> int:
+def type_code(dtype: np.dtype) -> int:
     if dtype.name not in _TYPES:
         raise TypeError(f"gemm: no product of arrays of {dtype}; use float64, float32 or bfloat16")
     return _TYPES[dtype.name]
 
 
-_COMPUTE_32F, _COMPUTE_TF32, _COMPUTE_64F = 68, 77, 70
+COMPUTE_32F, COMPUTE_TF32, COMPUTE_64F = 68, 77, 70
 _DEFAULT_ALGORITHM = -1
 
 # alpha and beta are read through addresses: the numbers must live as long as the module.
 _NUMBERS = np.array([0.0, 1.0], np.float32), np.array([0.0, 1.0], np.float64)
-_FLOAT32, _FLOAT64 = (numbers.dtype for numbers in _NUMBERS)
-_ZERO, _ONE = ({n.dtype: n[i:].ctypes.data for n in _NUMBERS} for i in range(2))
+FLOAT32, FLOAT64 = (numbers.dtype for numbers in _NUMBERS)
+ZERO, ONE = ({n.dtype: n[i:].ctypes.data for n in _NUMBERS} for i in range(2))
 
 
 def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = False, transpose_b: bool = False,
@@ -54,7 +54,7 @@ def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = Fa
         if accumulate:
             raise ValueError("gemm: nothing to accumulate into; give out=")
         out = cupy.ndarray((m, n), a.dtype)
-    elif out.shape != (m, n) or (out.dtype != a.dtype and (_type(a.dtype), out.dtype) != (14, _FLOAT32)):
+    elif out.shape != (m, n) or (out.dtype != a.dtype and (type_code(a.dtype), out.dtype) != (14, FLOAT32)):
         raise ValueError(f"gemm: out is {out.dtype} {out.shape}, wants {(m, n)} of {a.dtype}")
     if m == 0 or n == 0:
         return out
@@ -62,22 +62,22 @@ def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = Fa
         if not accumulate:
             out.fill(0)
         return out
-    kind = _FLOAT64 if a.dtype == _FLOAT64 else _FLOAT32
-    compute = _COMPUTE_64F if kind is _FLOAT64 else _COMPUTE_32F
-    if tf32 and a.dtype == _FLOAT32:
-        compute = _COMPUTE_TF32
+    kind = FLOAT64 if a.dtype == FLOAT64 else FLOAT32
+    compute = COMPUTE_64F if kind is FLOAT64 else COMPUTE_32F
+    if tf32 and a.dtype == FLOAT32:
+        compute = COMPUTE_TF32
     # cuBLAS counts down columns. A row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors change
     # places and each keeps its own flag.
     cublas.gemmEx(
-        device.get_cublas_handle(), _T if transpose_b else _N, _T if transpose_a else _N, n, m, k,
-        _ONE[kind], b.data.ptr, _type(b.dtype), _leading(b), a.data.ptr, _type(a.dtype),
-        _leading(a), (_ONE if accumulate else _ZERO)[kind], out.data.ptr, _type(out.dtype),
-        _leading(out), compute, _DEFAULT_ALGORITHM,
+        device.get_cublas_handle(), TRANSPOSE if transpose_b else NO, TRANSPOSE if transpose_a else NO, n, m, k,
+        ONE[kind], b.data.ptr, type_code(b.dtype), leading(b), a.data.ptr, type_code(a.dtype),
+        leading(a), (ONE if accumulate else ZERO)[kind], out.data.ptr, type_code(out.dtype),
+        leading(out), compute, _DEFAULT_ALGORITHM,
     )  # fmt: skip
     return out
 
 
-def _leading(x: Array) -> int:
+def leading(x: Array) -> int:
     """The distance between rows, in elements."""
     if x.ndim != 2:
         raise ValueError(f"gemm: an array of {x.ndim} axes, wants 2")

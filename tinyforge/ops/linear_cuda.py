@@ -6,6 +6,7 @@ import numpy as np
 
 from tinyforge.backends.compile import load
 from tinyforge.backends.cublas import gemm
+from tinyforge.backends.cublaslt import gemm_bias
 from tinyforge.backends.cupy_backend import (
     CupyBackend,
     add_columns,
@@ -26,13 +27,14 @@ FILE = "ops/linear.cu"
 def linear_fwd(x: Array, weight: Array, bias: Array | None, *, backend: CupyBackend) -> Array:
     x = contiguous(x)
     rows, width = x.size // x.shape[-1], x.shape[-1]
-    y = new((rows, len(weight)), x.dtype)
-    if bias is not None and y.size:
+    y, flat = new((rows, len(weight)), x.dtype), x.reshape(rows, width)
+    if bias is None or not y.size:
+        gemm(flat, weight, y, transpose_b=True, tf32=backend.tf32)
+    elif not (x.size and gemm_bias(flat, weight, bias, y, tf32=backend.tf32)):
         vec = vector(y.shape[1], y, bias)
         launch = load(FILE, "linear_fwd_bias", SCALAR=scalar(y.dtype), VEC=vec)
         launch(blocks(y.size // vec), (256,), (y, bias, np.uint32(y.size // vec), np.uint32(y.shape[1] // vec)))
-    flat = x.reshape(rows, width)
-    gemm(flat, weight, y, transpose_b=True, accumulate=bias is not None, tf32=backend.tf32)
+        gemm(flat, weight, y, transpose_b=True, accumulate=True, tf32=backend.tf32)
     return y.reshape(*x.shape[:-1], len(weight))
 
 
