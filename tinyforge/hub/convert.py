@@ -1,9 +1,10 @@
-"""Convert trained models between our checkpoints, Hugging Face directories, and llama2.c's .bin files.
+"""Convert trained models between our checkpoints, Hugging Face directories, GGUF, and llama2.c's .bin files.
 
     python -m tinyforge.hub convert runs/sft my-model                       our checkpoint, for transformers
     python -m tinyforge.hub convert runs/sft small --format tinyforge --dtype bf16      to give away, with its card
     python -m tinyforge.hub convert SmolLM2-135M smol --format tinyforge    to fine-tune it here
     python -m tinyforge.hub convert stories260K.bin stories                 the tokenizer lies beside it
+    python -m tinyforge.hub convert runs/sft model.gguf --type q8_0         for llama.cpp; Ollama's Modelfile beside it
     python -m tinyforge.hub convert runs/sft model.bin                      for llama2.c's run.c
 
 Parts that a format cannot hold, such as the later output heads of NanoEuler, are left out and named on stderr.
@@ -21,9 +22,9 @@ from tinyforge.backends import get_backend
 from tinyforge.errors import Parser
 from tinyforge.files import read_text
 from tinyforge.hub.foreign import is_foreign
+from tinyforge.hub.gguf_file import TYPES
 from tinyforge.hub.pretrained import FORMATS, save_pretrained
 from tinyforge.hub.runs import load
-from tinyforge.tensors import DTYPES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,11 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m tinyforge.hub convert", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("source", metavar="SRC", help="a run, a checkpoint, a Hugging Face directory, or a .bin file")
-    parser.add_argument("target", metavar="DST", help="the directory, or the .bin file, to write")
-    parser.add_argument("--format", choices=FORMATS, default="",
-                        help="format of DST (default: llama2c for a .bin file, else hf)")  # fmt: skip
-    parser.add_argument("--dtype", choices=DTYPES, default="f32", help="type of the stored weights (default: f32)")
+    parser.add_argument("source", metavar="SRC",
+                        help="a run, a checkpoint, a Hugging Face directory, a .gguf or a .bin file")  # fmt: skip
+    parser.add_argument("target", metavar="DST", help="the directory, or the .gguf or .bin file, to write")
+    parser.add_argument("--format", choices=list(FORMATS), default="",
+                        help="format of DST (default: by its suffix, .gguf or .bin for llama2c, else hf)")  # fmt: skip
+    parser.add_argument("--type", "--dtype", dest="dtype", choices=TYPES, default="f32",
+                        help="type of the stored weights; f16, q8_0, q4_0: gguf alone (default: f32)")  # fmt: skip
     parser.add_argument("--tokenizer", metavar="FILE", help="SRC's tokenizer, where it does not lie beside it")
     args = parser.parse_args(argv)
     source, target = Path(args.source), Path(args.target)

@@ -1,4 +1,4 @@
-"""Models in the formats of others: Hugging Face directories (safetensors) and llama2.c's .bin files.
+"""Models in the formats of others: Hugging Face directories (safetensors), GGUF, and llama2.c's .bin files.
 
 Each model's hf.py maps their tensors to our parameters (see `tinyforge.layout`). Nothing in a file is executed, all
 names and shapes are checked before a model is built, and tensors are read and written one at a time.
@@ -19,7 +19,7 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
-from tinyforge.hub import huggingface, llama2c
+from tinyforge.hub import gguf, huggingface, llama2c
 from tinyforge.hub.weights import Weights
 from tinyforge.layout import Entry
 from tinyforge.registry import ModelSpec, models
@@ -30,12 +30,14 @@ HEAD = "lm_head.weight"
 
 def is_foreign(path: Path) -> bool:
     """Whether `path` is another program's model; else it should be a checkpoint of ours."""
-    return llama2c.is_file(path) or huggingface.is_directory(path)
+    return llama2c.is_file(path) or gguf.is_file(path) or huggingface.is_directory(path)
 
 
 def open_weights(path: Path) -> Weights:
     """The weights of a foreign model, not read yet; UserError where the files are faulty."""
-    return llama2c.open_file(path) if llama2c.is_file(path) else huggingface.open_directory(path)
+    if llama2c.is_file(path):
+        return llama2c.open_file(path)
+    return gguf.open_file(path) if gguf.is_file(path) else huggingface.open_directory(path)
 
 
 def load_weights(weights: Weights, backend: Backend) -> Any:

@@ -20,6 +20,7 @@ import numpy as np
 
 from tinyforge.errors import UserError
 from tinyforge.files import written_whole
+from tinyforge.hub import rotary
 from tinyforge.hub.weights import Weights
 
 HEADER = struct.Struct("<7i")
@@ -99,7 +100,7 @@ def write_file(path: Path, weights: Weights) -> None:
             for tensor, _ in layout(config):
                 values = next(angles) if tensor is None else weights.tensors[tensor][1]()
                 if tensor is not None and (heads := _heads(tensor, config)):
-                    values = _interleaved(values, heads)
+                    values = rotary.pairs(values, heads)
                 np.ascontiguousarray(values, "<f4").tofile(out)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; free some space or choose another place") from error
@@ -151,14 +152,6 @@ def _heads(name: str, config: dict[str, Any]) -> int:
 def _reader(path: Path, offset: int, shape: tuple[int, ...], heads: int) -> Callable[[], np.ndarray]:
     def read() -> np.ndarray:
         stored = np.fromfile(path, "<f4", math.prod(shape), offset=offset).reshape(shape)
-        if not heads:
-            return stored
-        pairs = stored.reshape(heads, -1, 2, shape[1])  # (H, D/2, 2, C)
-        return pairs.swapaxes(1, 2).reshape(shape)
+        return rotary.halves(stored, heads) if heads else stored
 
     return read
-
-
-def _interleaved(x: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of q or k, halves of each head, as neighbouring pairs; the reverse of what `_reader` does."""
-    return x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)

@@ -3,7 +3,8 @@
     model, tokenizer = load_pretrained("SmolLM2-135M", get_backend())
     save_pretrained(model, tokenizer, "my-model")
 
-Formats: "tinyforge", our own checkpoints; "hf", Hugging Face directories; "llama2c", llama2.c's .bin files.
+Formats: "tinyforge", our own checkpoints; "hf", Hugging Face directories; "llama2c", llama2.c's .bin files; "gguf",
+llama.cpp's .gguf files.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
 from tinyforge.files import write_whole
-from tinyforge.hub import foreign, huggingface, llama2c, tokenizers
-from tinyforge.hub.runs import load
+from tinyforge.hub import foreign, gguf, gguf_file, huggingface, llama2c, tokenizers
+from tinyforge.hub.runs import load, template_of
 from tinyforge.params import named
 from tinyforge.tensors import DTYPES
+from tinyforge.text.chat_templates import TEMPLATES
 from tinyforge.text.vocabulary import TextTokenizer
 
-FORMATS = ("hf", "llama2c", "tinyforge")
+FORMATS = {"hf": DTYPES, "llama2c": ("f32",), "gguf": gguf_file.TYPES, "tinyforge": DTYPES}
+"""What each format holds weights in."""
 
 
 def load_pretrained(
@@ -49,22 +52,25 @@ def save_pretrained(
 ) -> None:
     """Write a model and its tokenizer; other programs and `load_pretrained` read them.
 
-    format: one of FORMATS; left out, llama2c for a path that ends in .bin, else hf. dtype: "f32" or "bf16"; llama2c has
-    float32 alone. meta: of the run, for "tinyforge". card: the text of README.md; a short one where it is left out.
-    What a format has no place for is left out with a line on stderr. Raises UserError where the format cannot hold the
-    model, where `path` exists, and where it cannot be written.
+    format: one of FORMATS, which says their types; left out, llama2c for a path that ends in .bin, gguf for .gguf, else
+    hf. meta: of the run, for "tinyforge"; "gguf" takes the chat template from it. card: the text of README.md; a short
+    one where it is left out. What a format has no place for is left out with a line on stderr. Raises UserError where
+    the format cannot hold the model, where `path` exists, and where it cannot be written.
     """
     path, spec = Path(path), foreign.spec_of_model(model)
-    format = format or ("llama2c" if llama2c.is_file(path) else "hf")
-    if format not in FORMATS or dtype not in DTYPES:
-        raise UserError(
-            f"cannot save as {format} in {dtype}; formats: {', '.join(FORMATS)}; types: {', '.join(DTYPES)}"
-        )
+    format = format or ("llama2c" if llama2c.is_file(path) else "gguf" if gguf.is_file(path) else "hf")
+    if format not in FORMATS or dtype not in FORMATS[format]:
+        known = "; ".join(f"{name} in {', '.join(types)}" for name, types in FORMATS.items())
+        raise UserError(f"cannot save as {format} in {dtype}; supported: {known}")
     if path.exists():
         raise UserError(f"{path} exists already; remove it, or choose another name")
+    if format == "gguf":
+        template = TEMPLATES[template_of(meta or {})]
+        own_keys = tokenizers.for_gguf(tokenizer, model.config.vocab, template)
+        gguf.write_file(path, foreign.weights_of(model), {"general.name": spec.title, **own_keys}, dtype)
+        tokenizers.write_modelfile(path, tokenizer, template, model.config.context)
+        return
     if format == "llama2c":
-        if dtype != "f32":
-            raise UserError("llama2.c's .bin holds float32; leave out --dtype")
         place = tokenizers.place_for_llama2c(path, tokenizer)
         llama2c.write_file(path, foreign.weights_of(model))
         tokenizers.write_for_llama2c(place, tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Loaded:
 
 def load(path: Path, backend: Backend, tokenizer: Path | None = None) -> Loaded:
     """The model of a checkpoint, of the newest checkpoint in a run's directory, or of another program: a Hugging Face
-    directory, a .bin file of llama2.c. UserError for a faulty one.
+    directory, a .gguf file, a .bin file of llama2.c. UserError for a faulty one.
 
     tokenizer: of another program's model, where it does not lie beside it.
     """
@@ -75,8 +75,12 @@ def build(found: checkpoint.Checkpoint, backend: Backend, recompute: bool = Fals
         )
     model = spec.build(config, backend, recompute=recompute)
     load_named(model.buffer, model.buffer.masters, found.weights, backend, found.path)
-    template = str(found.meta.get("template", "alpaca" if found.meta.get("kind") == "sft" else "plain"))
-    return Loaded(model, tokenizer, found.meta, found.path, template)
+    return Loaded(model, tokenizer, found.meta, found.path, template_of(found.meta))
+
+
+def template_of(meta: Mapping[str, Any]) -> str:
+    """The name of the chat template that a checkpoint's meta.json tells."""
+    return str(meta.get("template", "alpaca" if meta.get("kind") == "sft" else "plain"))
 
 
 def model_of(found: checkpoint.Checkpoint) -> tuple[ModelSpec, ModelConfig]:

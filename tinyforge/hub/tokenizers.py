@@ -9,13 +9,17 @@ from typing import Any
 
 from tinyforge.errors import UserError
 from tinyforge.files import read_json, read_text, write_whole
+from tinyforge.hub import gguf, gguf_file
 from tinyforge.text import Tokenizer, load_tokenizer
-from tinyforge.text.chat_templates import recognise
+from tinyforge.text.chat_templates import Template, recognise
+from tinyforge.text.gguf import PREFIX, from_gguf, lost_in_gguf, to_gguf
 from tinyforge.text.huggingface import to_huggingface
 from tinyforge.text.sentencepiece import SentencePiece, write_llama2c
+from tinyforge.text.template_formats import jinja, modelfile
 from tinyforge.text.vocabulary import TextTokenizer
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+TEMPLATE_KEY = "tokenizer.chat_template"  # of GGUF
 ENDS = ("<|endoftext|>", "</s>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>")
 """Special tokens that end a text or a reply, as published models call them."""
 
@@ -23,13 +27,16 @@ ENDS = ("<|endoftext|>", "</s>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>")
 def find_tokenizer(model: Path, vocab: int, asked: Path | None = None) -> TextTokenizer:
     """The tokenizer of a foreign model with `vocab` ids: what was asked for, or what lies beside the model.
 
-    A directory has it under a usual name; a .bin file beside it, as tok<vocab>.bin or tokenizer.bin, or in another
-    format under the same names. Raises UserError where there is none, and where it has more ids than the model.
+    A directory has it under a usual name, a .gguf file holds it; a .bin file has it beside it, as tok<vocab>.bin or
+    tokenizer.bin, or in another format under the same names. Raises UserError where there is none, and where it has
+    more ids than the model.
     """
     if asked is not None:
         found = load_tokenizer(asked)
     elif model.is_dir():
         found = _in_directory(model)
+    elif gguf.is_file(model):
+        found = from_gguf(gguf_file.read(model).metadata, model)
     else:
         names = [f"{stem}{suffix}" for stem in (f"tok{vocab}", "tokenizer") for suffix in (".bin", ".model", ".json")]
         beside = next((file for name in names if (file := model.parent / name).is_file()), None)
@@ -51,8 +58,11 @@ def _in_directory(path: Path) -> TextTokenizer:
 
 
 def template_in(path: Path, tokenizer: TextTokenizer) -> str:
-    """The name of the chat template of a Hugging Face directory, "plain" where there is none that is known."""
-    text = read_text(path / TEMPLATE, "the chat template") if (path / TEMPLATE).is_file() else ""
+    """The name of the chat template of a foreign model, "plain" where there is none that is known."""
+    if gguf.is_file(path):
+        text = gguf_file.read(path).metadata.get(TEMPLATE_KEY)
+    else:
+        text = read_text(path / TEMPLATE, "the chat template") if (path / TEMPLATE).is_file() else ""
     if not text and (path / CONFIG).is_file():
         text = read_json(path / CONFIG, "the tokenizer's config").get("chat_template") or ""
     found = recognise(text, tokenizer.specials) if isinstance(text, str) else None
@@ -98,3 +108,34 @@ def write_for_llama2c(path: Path, tokenizer: TextTokenizer) -> None:
     else:
         print(f"note: run.c reads SentencePiece tokenizers alone; this one is kept in {path}", file=sys.stderr)
         tokenizer.save(path)
+
+
+def for_gguf(tokenizer: TextTokenizer, ids: int, template: Template) -> dict[str, Any]:
+    """The metadata of a .gguf file whose model has so many `ids`: tokenizer, special tokens, chat template."""
+    found = to_gguf(tokenizer, ids)
+    if lost := lost_in_gguf(tokenizer):
+        print(f"note: in llama.cpp {lost}", file=sys.stderr)
+    ends = [text for text in (*template.ends, *ENDS) if text in tokenizer.specials]
+    if ends:
+        found[f"{PREFIX}eos_token_id"] = tokenizer.specials[ends[0]]
+    if tokenizer.bos is None and ENDS[0] in tokenizer.specials:
+        # Not put before texts, but better than llama.cpp's default, id 11, where a program wants one.
+        found[f"{PREFIX}bos_token_id"] = tokenizer.specials[ENDS[0]]
+    if template.ends:
+        found[TEMPLATE_KEY] = jinja(template)
+    return found
+
+
+def write_modelfile(model: Path, tokenizer: TextTokenizer, template: Template, context: int) -> None:
+    """Write the Modelfile of Ollama beside a .gguf file: as Modelfile, or where there is one, as NAME.Modelfile.
+
+    Raises UserError where it cannot be written.
+    """
+    path = model.with_name("Modelfile")
+    path = path if not path.exists() else model.with_suffix(".Modelfile")
+    stops = [text for text in template.ends if text in tokenizer.specials]
+    try:
+        write_whole(path, modelfile(template, model.name, stops, context))
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; free some space or choose another place") from error
+    print(f"note: for Ollama: ollama create {model.stem} -f {path}", file=sys.stderr)

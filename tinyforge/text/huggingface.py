@@ -48,6 +48,7 @@ HIDDEN = 256 - len(GPT2_PRINTABLE)
 SPELLING = dict(
     zip(BYTE_ORDERS["gpt2"], map(chr, [*GPT2_PRINTABLE, *range(256, 256 + HIDDEN)]), strict=True),
 )
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 SPELT = {character: byte for byte, character in SPELLING.items()}
 
 
@@ -203,22 +204,25 @@ def to_huggingface(tokenizer: TextTokenizer, recognise_specials: bool = False) -
 
     spelt_merges = [[spell(tokenizer.token_bytes(left)), spell(tokenizer.token_bytes(right))]
                     for left, right in tokenizer.merges]  # fmt: skip
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    cut: dict[str, Any] = byte_level
-    if merging.pattern.name == "digits":
-        cut = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level]}
-    elif merging.pattern is not GPT2:
-        regex = {"Regex": merging.pattern.published}
-        split = {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
-        cut = {"type": "Sequence", "pretokenizers": [split, byte_level | {"use_regex": False}]}
     return _content(
         tokenizer,
         model=_model(vocab, spelt_merges) | {"ignore_merges": bool(merging.whole)},
         added=specials if added else {},
         normalizer={"type": "NFC"} if merging.nfc else None,
-        pre_tokenizer=cut,
-        decoder=byte_level,
+        pre_tokenizer=cut_by(merging.pattern),
+        decoder=BYTE_LEVEL,
     )
+
+
+def cut_by(pattern: Pattern) -> dict[str, Any]:
+    """The pre-tokeniser that cuts byte-level text by a pattern."""
+    if pattern is GPT2:
+        return BYTE_LEVEL
+    if pattern.name == "digits":
+        return {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]}
+    regex = {"Regex": pattern.published}
+    split = {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL | {"use_regex": False}]}
 
 
 def _write_sentencepiece(tokenizer: SentencePiece) -> dict[str, Any]:
