@@ -148,8 +148,8 @@ def test_gpt2s_tokenizer_as_it_was_first_published(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["run", "run"], "run exists already; remove it, or choose another name"),
-        (["run", "m.bin", "--dtype", "bf16"], "llama2.c's .bin holds float32; leave out --dtype"),
-        (["run", "x", "--format", "gguf"], "invalid choice: 'gguf'"),
+        (["run", "m.bin", "--dtype", "bf16"], "cannot save as llama2c in bf16; supported: .*llama2c in f32;"),
+        (["run", "x", "--format", "onnx"], "invalid choice: 'onnx'"),
         (["run", "x", "--tokenizer", "run"], "run has a tokenizer of its own; leave out --tokenizer"),
         (["absent", "x"], "no checkpoint in absent"),
         (["absent.bin", "x"], "cannot read absent.bin: No such file"),

@@ -8,6 +8,7 @@ import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
+from unicodedata import is_normalized
 
 import numpy as np
 import pytest
@@ -18,12 +19,16 @@ from models.gpt2 import Config as GPT2Config
 from models.llama import Config as LlamaConfig
 from models.llama import Llama
 from models.nanoeuler import SPEC as NANOEULER
+from tests.text.test_huggingface import byte_level, strings
+from tests.text.test_sentencepiece import train as train_sentencepiece
 from tinyforge.backends import get_backend
+from tinyforge.chat import conversation_with
 from tinyforge.errors import UserError
 from tinyforge.hub import convert, gguf_file, load, load_pretrained, save_pretrained
 from tinyforge.hub.foreign import weights_of
 from tinyforge.infer import Sampling, generate
-from tinyforge.text import CharTokenizer, TextTokenizer, Tokenizer
+from tinyforge.text import CharTokenizer, SentencePiece, TextTokenizer, Tokenizer, load_tokenizer
+from tinyforge.text.pieces import PATTERNS
 
 gguf = pytest.importorskip("gguf", reason="GGUF files are read and written through the gguf package")
 
@@ -415,6 +420,21 @@ def test_llama_cpp_computes_and_says_the_same(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("question", ["How much is 13 plus 2?", "What is the opposite of cold?"])
+def test_llama_cpp_answers_by_the_chat_template(question: str, tmp_path: Path) -> None:
+    assert SMALL is not None
+    assert convert.main([str(SMALL), str(tmp_path / "m.gguf")]) == 0
+    peer = LlamaCpp(tmp_path / "m.gguf", 128)
+    answer = peer.model.create_chat_completion(
+        messages=[{"role": "user", "content": question}], temperature=0, max_tokens=40, repeat_penalty=1.0
+    )
+    wanted = "".join(conversation_with(load(tmp_path / "m.gguf", FP32)).ask(question, Sampling(temperature=0)))
+    choice = answer["choices"][0]
+    print(f"{question} {choice['message']['content']}")
+    assert choice["message"]["content"] == wanted and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_blocks_are_those_that_llama_cpp_makes(name: str, kind: str, tmp_path: Path) -> None:
@@ -434,6 +454,27 @@ def test_blocks_are_those_that_llama_cpp_makes(name: str, kind: str, tmp_path: P
     assert {n: t.dtype for n, t in mine.items()} == {n: t.dtype for n, t in theirs.items()}
     for name in mine:
         assert np.array_equal(mine[name].read(), theirs[name].read()), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*PATTERNS, "scores", "merges"])
+def test_llama_cpp_cuts_text_alike(kind: str, tmp_path: Path) -> None:
+    if kind in PATTERNS:
+        byte_level(kind).save(str(tmp_path / "tokenizer.json"))
+        ours = load_tokenizer(tmp_path / "tokenizer.json")
+    else:
+        train_sentencepiece(tmp_path / "tokenizer.model")
+        ours = load_tokenizer(tmp_path / "tokenizer.model")
+        if kind == "merges":
+            ours = SentencePiece(ours.pieces, ours.specials, ours.bos, merges=ours.pairs(), spaces=ours.spaces)
+    config = LlamaConfig(dim=4, heads=1, kv_heads=1, layers=1, context=8, vocab=ours.vocab_size, hidden=4)
+    save_pretrained(randomised(Llama(config, FP32)), ours, tmp_path / "m.gguf")
+    peer = LlamaCpp(tmp_path / "m.gguf", 8)
+    # llama.cpp does not bring text into normal form C.
+    texts = [text for text in strings(1000) if "\0" not in text and (kind != "qwen2" or is_normalized("NFC", text))]
+    different = [text for text in texts if text and peer.encode(text) != start(ours) + ours.encode(text)]
+    print(f"{kind}: {len(different)} of {len(texts)} texts differ")
+    assert different == []
 
 
 @pytest.mark.slow

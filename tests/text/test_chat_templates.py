@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from tinyforge.errors import UserError
 from tinyforge.text import Tokenizer
 from tinyforge.text.chat_templates import END_OF_REPLY, TEMPLATES, Special, Template, recognise, render_prompt
+from tinyforge.text.template_formats import jinja, modelfile
 
 # As published, with Qwen2-7B-Instruct, Llama 3 8B Instruct and TinyLlama-1.1B-Chat-v1.0.
 CHATML = (
@@ -66,6 +70,60 @@ def test_text_equals_the_published_program(name: str, system: str) -> None:
     prompt = [*([messages[0]] if system else []), {"role": "user", "content": "Hi"}]
     wanted = program.render(messages=prompt, add_generation_prompt=True, bos_token="", eos_token="</s>")
     assert template.prompt("Hi", system) == wanted
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("system", ["", "Be brief."])
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_text_equals_the_program_that_is_written(name: str, system: str, trimmed: bool) -> None:
+    jinja2 = pytest.importorskip("jinja2")
+    template = TEMPLATES[name]
+    text = jinja(template)
+    program = jinja2.Environment(trim_blocks=trimmed, lstrip_blocks=trimmed).from_string(text)
+    messages = [{"role": "system", "content": system}] if system else []
+    for user, reply in TURNS:
+        messages += [{"role": "user", "content": user}]
+        messages += [{"role": "assistant", "content": reply}] if reply is not None else []
+    assert program.render(messages=messages, add_generation_prompt=True, eos_token="</s>") == written(
+        template, TURNS, system
+    )
+    found = recognise(text, SPECIALS)
+    assert name == "plain" if found is None else found == template
+
+
+def test_a_default_system_prompt_is_written_too() -> None:
+    jinja2 = pytest.importorskip("jinja2")
+    template = replace(TEMPLATES["chatml"], default_system='Say "yes".')
+    for system in ("", "Be brief."):
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": "Hi"})
+        text = jinja2.Environment().from_string(jinja(template)).render(messages=messages, add_generation_prompt=True)
+        assert text == template.prompt("Hi", system)
+    assert 'SYSTEM """Say "yes"."""' in modelfile(template, "m.gguf", [], 128)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_text_equals_what_ollama_makes_of_the_modelfile(name: str) -> None:
+    """As Ollama's template.go: each turn by TEMPLATE, a block of an absent value left out, cut at the reply to come."""
+    template = TEMPLATES[name]
+    text = modelfile(template, "m.gguf", template.ends, 128)
+    assert text.startswith("FROM ./m.gguf\n") and text.endswith("PARAMETER num_ctx 128\n")
+    assert re.findall(r'PARAMETER stop "(.*)"', text) == list(template.ends)
+    found = re.search(r'TEMPLATE """(.*?)"""\n', text, re.DOTALL)
+    assert found is not None
+
+    def turn(system: str, prompt: str, response: str | None) -> str:
+        made = found[1] if response is not None else found[1][: found[1].index("{{ .Response }}")]
+        for field, value in (("System", system), ("Prompt", prompt)):
+            block = re.escape(f"{{{{ if .{field} }}}}") + "(.*?)" + re.escape("{{ end }}")
+            made = re.sub(block, (lambda match: match[1]) if value else "", made, flags=re.DOTALL)
+            made = made.replace(f"{{{{ .{field} }}}}", value)
+        return made.replace("{{ .Response }}", response or "")
+
+    turns = [(user.strip(), reply.strip() if reply else None) for user, reply in TURNS]
+    for system in ("", "Be brief."):
+        made = "".join(turn("" if n else system, user, reply) for n, (user, reply) in enumerate(turns))
+        assert made == written(template, turns, system)
 
 
 def test_a_base_model_goes_on_with_the_text(tokenizer: Tokenizer) -> None:

@@ -61,11 +61,16 @@ def to_gguf(tokenizer: TextTokenizer, ids: int) -> dict[str, Any]:
 
 def lost_in_gguf(tokenizer: TextTokenizer) -> str:
     """What llama.cpp does otherwise with such a tokenizer: a few words, or ""."""
-    if isinstance(tokenizer, SentencePiece) and tokenizer.spaces.prefix == "first":
-        return "a space is put before text that follows a special token too"
+    if isinstance(tokenizer, SentencePiece) and _plain(tokenizer.spaces) != tokenizer.spaces:
+        return "a space is put before every text, even where this tokenizer puts none, and tokens may cross spaces"
     if isinstance(tokenizer, ByteLevelBPE) and tokenizer.merging.nfc:
         return "text is not brought into Unicode's normal form C"
     return ""
+
+
+def _plain(spaces: Spaces) -> Spaces:
+    """What llama.cpp does with spaces."""
+    return Spaces(prefix="never", doubled=spaces.doubled) if spaces.prefix == "never" else Spaces()
 
 
 def _byte_level(tokenizer: TextTokenizer) -> dict[str, Any]:

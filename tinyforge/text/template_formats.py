@@ -55,7 +55,7 @@ def modelfile(template: Template, model: str, stops: Sequence[str], context: int
     lines = [f"FROM ./{model}", f'TEMPLATE """{turn}"""']
     if template.default_system:
         lines.append(f'SYSTEM """{template.default_system}"""')
-    lines += [f"PARAMETER stop {json.dumps(text)}" for text in stops]
+    lines += [f'PARAMETER stop "{text}"' for text in stops]
     return "\n".join([*lines, f"PARAMETER num_ctx {context}", ""])
 
 
