@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from data.world import documents
+from tinyforge.hub.foreign import spec_of_model
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import SEPARATOR, Part, ShardWriter, Source, write_manifest
+from tinyforge.zoo.page import PARITY
 
 # A script's background job ignores Ctrl-C, and so do all programs that it starts: also those whose answer is tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`python -m models record` runs the tests of parity alone."""
+    if PARITY in os.environ:
+        items[:] = [item for item in items if "parity" in getattr(item, "fixturenames", ())]
+
+
+@pytest.fixture
+def parity() -> Callable[..., None]:
+    return _parity
+
+
+def _parity(model: Any, what: str, error: float, bound: float, peer: str = "transformers") -> None:
+    """A model's error beside another library's, which must be below the bound; docs/models.md shows the worst.
+
+    what: "logits" or "gradients".
+    """
+    if target := os.environ.get(PARITY):
+        found = {"model": spec_of_model(model).name, "what": what, "error": error, "peer": peer}
+        with open(target, "a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+    assert error < bound, f"{what}: {error:.1e}, wanted below {bound:.0e}"
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,10 @@ class ModelSpec:
     summary: one line. hf: the module that maps Hugging Face weights, as "package.module"; empty where there is none.
     architectures: the names in Hugging Face's config.json that it reads. bundled: a checkpoint that comes
     with the model's code, a small trained model; chat takes it where nothing has been trained.
+
+    For docs/models.md, which the tests ask of every model in the checkout: source, the paper; backward, what is new in
+    its gradients, a sentence or two. trained: figures of training by what they are, each "FILE#a/b/c", a place in a
+    JSON file of docs/results.
     """
 
     name: str
@@ -44,6 +48,9 @@ class ModelSpec:
     hf: str = ""
     architectures: tuple[str, ...] = field(default=())
     bundled: Path | None = None
+    source: str = ""
+    backward: str = ""
+    trained: Mapping[str, str] = field(default_factory=dict)
 
 
 @cache
