@@ -10,7 +10,7 @@ file, and what it writes from. What is more than a name:
 - llama.cpp knows no sliding window in these architectures. A model that has one is written with its window as the
   context, up to which both agree.
 - A norm, a bias, and GPT-2's positions are float32 whatever the type asked for. Rows that no whole number of blocks
-  fills become f16, as in llama.cpp's own converter. q4_0 keeps the output head in q8_0.
+  fills become f16, as in llama.cpp's own converter. q4_0 keeps the output head in q8_0, where llama.cpp has q6_K.
 
 `tinyforge.hub.gguf_file` is the container, `tinyforge.text.gguf` the tokenizer.
 """
@@ -75,7 +75,10 @@ _GPT2 = Architecture(
         "attention.layer_norm_epsilon": "layer_norm_epsilon", "vocab_size": "vocab_size",
     },
     "transformer.h",
-    {"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f"},
+    {
+        "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+    },
     {
         "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2",
         "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",

@@ -48,7 +48,7 @@ def package() -> ModuleType:
     try:
         import gguf
     except ImportError as error:
-        raise UserError("GGUF files need the package gguf; pip install 'tinyforge[gguf]', or gguf alone") from error
+        raise UserError("GGUF files need the package gguf; pip install gguf (tinyforge's extra [gguf])") from error
     return gguf
 
 
@@ -68,7 +68,8 @@ class Tensor:
         stored = np.fromfile(self.file, np.uint8, self.nbytes, offset=self.start)
         kind = gguf.GGMLQuantizationType(self.dtype)
         rows = stored.reshape(math.prod(self.shape[:-1]), -1)
-        return gguf.quants.dequantize(rows, kind).reshape(self.shape)
+        with np.errstate(invalid="ignore"):  # a scale may be infinite; a model with such weights says so itself
+            return gguf.quants.dequantize(rows, kind).reshape(self.shape)
 
 
 @dataclass(frozen=True)
