@@ -11,9 +11,10 @@ SPEC = ModelSpec(
     backward="The embedding is the output head too: both ops add to one gradient. Dropout's masks are not stored but "
     "drawn again. Each norm where a residual is added sums the gradients of the stream and of the branch.",
     trained={
-        "nanoGPT's model of Shakespeare's characters: best held-out loss, nats":
+        "nanoGPT's model of Shakespeare's characters: best held-out loss, nats, seed 0":
         "gpu-shakespeare-char.json#results/tinyforge/best_val_nats",
         "the same with PyTorch": "gpu-shakespeare-char.json#results/torch compiled/best_val_nats",
+        "as nanoGPT published it": "gpu-shakespeare-char.json#published_val_nats",
     },
 )  # fmt: skip
 __all__ = ["GPT2", "PRESETS", "SPEC", "Config"]
