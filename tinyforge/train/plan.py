@@ -41,7 +41,8 @@ class Plan:
 
 
 def gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+    """GiB, and MiB where they would be few hundredths."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 // 10 else f"{count / 2**20:.2f} MiB"
 
 
 def plan_step(
