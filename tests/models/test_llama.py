@@ -51,6 +51,7 @@ def test_the_head_size_follows_dim_and_heads_unless_it_is_given() -> None:
         ({"head_dim": -2}, "head_dim is -2, wants at least 1"),
         ({"kv_heads": 3}, "heads 8 is not divisible by kv_heads 3"),
         ({"window": -1}, "window is -1, wants 0"),
+        ({"rope_theta": -5.0}, "rope_theta is -5.0, wants a number above 0"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; supported: none, linear, llama3"),
         ({"rope_factor": 0.5}, "rope_factor 0.5"),
         ({"rope_low_freq": 4.0}, "low below high"),

@@ -122,10 +122,9 @@ SCORED = as_read(to_gguf(tiny(["a", "b", "ab"]), 262))
     ("change", "message"),
     [
         ({"model": "bert"}, "its tokenizer is of the kind 'bert'; supported: 'gpt2', 'llama'"),
-        ({"model": None}, "its tokenizer is of the kind None"),
+        ({"model": ["gpt2", "llama"]}, r"its tokenizer.ggml.model is \['gpt2', 'llama'\], which is no str"),
         ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre is 'deepseek-llm'; supported: gpt-2, llama-bpe, smaug-bpe"),
-        ({"pre": None}, "tokenizer.ggml.pre is None"),
-        ({"pre": ["gpt-2"]}, r"tokenizer.ggml.pre is \['gpt-2'\]"),
+        ({"pre": ["gpt-2"]}, r"tokenizer.ggml.pre is \['gpt-2'\], which is no str"),
         ({"tokens": None}, "its tokenizer.ggml.tokens is no list of texts"),
         ({"tokens": np.arange(259)}, "its tokenizer.ggml.tokens is no list of texts"),
         ({"tokens": ["a"] * 259}, "model.gguf: "),
@@ -137,7 +136,8 @@ SCORED = as_read(to_gguf(tiny(["a", "b", "ab"]), 262))
         ({"token_type": np.array([4] + [1] * 258)}, "token 0 '.*' is of type 4"),
         ({"token_type": np.array([77] + [1] * 258)}, "token 0 '.*' is of type 77"),
         ({"add_bos_token": True, "bos_token_id": 3}, "its bos_token_id is 3, which is no special token"),
-        ({"add_bos_token": True, "bos_token_id": [1]}, r"its bos_token_id is \[1\]"),
+        ({"bos_token_id": np.arange(2)}, r"its tokenizer.ggml.bos_token_id is array\(\[0, 1\]\), which is no int"),
+        ({"add_bos_token": np.arange(2)}, "its tokenizer.ggml.add_bos_token is array.*, which is no bool"),
     ],
 )
 def test_faulty_metadata_is_one_line(change: dict[str, Any], message: str) -> None:
@@ -159,3 +159,9 @@ def test_faulty_scores_are_one_line(change: dict[str, Any], message: str) -> Non
     with pytest.raises(UserError, match=message) as caught:
         from_gguf(SCORED | {f"tokenizer.ggml.{key}": value for key, value in change.items()}, FILE)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("model.gguf: ")
+
+
+def test_files_that_do_not_name_a_kind_or_a_pattern() -> None:
+    for key, message in (("model", "of the kind ''; supported"), ("pre", "pre is ''; supported: gpt-2")):
+        with pytest.raises(UserError, match=message):
+            from_gguf({name: value for name, value in GOOD.items() if name != f"tokenizer.ggml.{key}"}, FILE)

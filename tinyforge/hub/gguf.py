@@ -17,6 +17,7 @@ file, and what it writes from. What is more than a name:
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -111,7 +112,7 @@ def open_file(path: Path) -> Weights:
     """
     content = gguf_file.read(path)
     name = content.metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UserError(f"{path}: its architecture is {name!r:.80}; supported: {', '.join(ARCHITECTURES)}")
     architecture, stored = ARCHITECTURES[name], dict(content.tensors)
     values = _Values(name, content.metadata)
@@ -119,7 +120,7 @@ def open_file(path: Path) -> Weights:
         factors = stored.pop(ROPE_FREQS, None)
         config = _config(architecture, values, stored)
         if factors:
-            original = int(values.get("rope.scaling.original_context_length", 8192))
+            original = values.get("rope.scaling.original_context_length", 8192)
             config["rope_scaling"] = _llama3_scaling(config, original, factors.read())
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
@@ -145,8 +146,9 @@ class _Values:
         value = self.metadata.get(key, default)
         kinds = (str,) if isinstance(default, str) else (int, float)
         if type(value) is float:
-            value = float(str(np.float32(value)))  # 1e-05, not the float32 next to it
-        if type(value) not in kinds:
+            with np.errstate(over="ignore"):
+                value = float(str(np.float32(value)))  # 1e-05, not the float32 next to it
+        if type(value) not in kinds or (type(value) is float and not math.isfinite(value)):
             raise UserError(f"{key} is {value!r:.80}, wanted a {'text' if kinds == (str,) else 'number'}")
         return value
 
@@ -184,7 +186,7 @@ def _linear_scaling(values: _Values) -> dict[str, Any] | None:
     return {"rope_type": "linear", "factor": factor}
 
 
-def _llama3_scaling(config: Mapping[str, Any], original: int, factors: np.ndarray) -> dict[str, Any]:
+def _llama3_scaling(config: Mapping[str, Any], original: float, factors: np.ndarray) -> dict[str, Any]:
     """What gives these factors. The file has nothing but them, so the published models' other settings are tried."""
     for context in (original, 8192):
         found = {"rope_type": "llama3", "factor": float(str(factors.max())), "low_freq_factor": 1.0,
@@ -288,10 +290,9 @@ def _to_hf(architecture: Architecture, own: str) -> str:
 
 def _from_hf(architecture: Architecture, theirs: str) -> str:
     name, _, kind = theirs.rpartition(".")
-    if found := re.fullmatch(re.escape(architecture.block) + r"\.(\d+)\.(.+)", name):
-        layers = {theirs: own for own, theirs in architecture.layer.items()}
-        return f"blk.{found[1]}.{layers[found[2]]}.{kind}"
-    return f"{ {theirs: own for own, theirs in architecture.tensors.items()}[name] }.{kind}"
+    found = re.fullmatch(re.escape(architecture.block) + r"\.(\d+)\.(.+)", name)
+    own_names = {theirs: own for own, theirs in (architecture.layer if found else architecture.tensors).items()}
+    return f"blk.{found[1]}.{own_names[found[2]]}.{kind}" if found else f"{own_names[name]}.{kind}"
 
 
 def _change(architecture: Architecture, own: str, config: Mapping[str, Any], back: bool = False) -> Change:

@@ -111,8 +111,8 @@ def _read(path: Path, modified: int, size: int) -> Content:
             begin = -(-header.at // alignment) * alignment
         except (ValueError, struct.error) as error:
             raise UserError(f"{path} is damaged, or no GGUF file ({error}); get it again") from error
-    if (parts := metadata.get("split.count", 0)) not in (0, 1):
-        raise UserError(f"{path} is one of {parts} parts; join them first: llama-gguf-split --merge")
+    if str(parts := metadata.get("split.count", 0)) not in ("0", "1"):
+        raise UserError(f"{path} is one of {parts!s:.40} parts; join them first: llama-gguf-split --merge")
     supported = {int(gguf.GGMLQuantizationType[name.upper()]): name for name in TYPES}
     names = {int(kind): kind.name.lower() for kind in gguf.GGMLQuantizationType}
     found = {}

@@ -61,10 +61,12 @@ def template_in(path: Path, tokenizer: TextTokenizer) -> str:
     """The name of the chat template of a foreign model, "plain" where there is none that is known."""
     if gguf.is_file(path):
         text = gguf_file.read(path).metadata.get(TEMPLATE_KEY)
+    elif (path / TEMPLATE).is_file():
+        text = read_text(path / TEMPLATE, "the chat template")
+    elif (path / CONFIG).is_file():
+        text = read_json(path / CONFIG, "the tokenizer's config").get("chat_template")
     else:
-        text = read_text(path / TEMPLATE, "the chat template") if (path / TEMPLATE).is_file() else ""
-    if not text and (path / CONFIG).is_file():
-        text = read_json(path / CONFIG, "the tokenizer's config").get("chat_template") or ""
+        text = None
     found = recognise(text, tokenizer.specials) if isinstance(text, str) else None
     return found.name if found else "plain"
 

@@ -147,27 +147,27 @@ class _Reader:
         special = (UNKNOWN, CONTROL, USER_DEFINED)
         self.specials = {text: id for id, text in enumerate(self.tokens) if types[id] in special}
         # A file that does not say: by SentencePiece models a text begins with bos, by byte-level ones it does not.
-        bos = self.metadata.get(PREFIX + "bos_token_id", 1)
-        says = self.metadata.get(PREFIX + "add_bos_token", self.metadata.get(PREFIX + "model") == "llama")
+        self.kind = self.one("model", str, "")
+        bos = self.one("bos_token_id", int, 1)
+        says = self.one("add_bos_token", bool, self.kind == "llama")
         if says and bos not in self.specials.values():
-            raise UserError(f"its bos_token_id is {bos!r:.40}, which is no special token; {DAMAGED}")
+            raise UserError(f"its bos_token_id is {bos}, which is no special token; {DAMAGED}")
         self.bos = bos if says else None
 
     def read(self, path: Path) -> TextTokenizer:
-        kind = self.metadata.get(PREFIX + "model")
-        if kind == "llama":
-            prefix = self.metadata.get(PREFIX + "add_space_prefix", True)
+        if self.kind == "llama":
+            prefix = self.one("add_space_prefix", bool, True)
             scores = [float(score) for score in self.numbers("scores", len(self.tokens))]
             return SentencePiece(self.tokens, self.specials, self.bos, scores,
                                  spaces=Spaces(prefix="always" if prefix else "never"))  # fmt: skip
-        if kind == "gpt2":
+        if self.kind == "gpt2":
             return read_huggingface(self.content(), path)
-        raise UserError(f"its tokenizer is of the kind {kind!r:.40}; supported: 'gpt2', 'llama'")
+        raise UserError(f"its tokenizer is of the kind {self.kind!r:.40}; supported: 'gpt2', 'llama'")
 
     def content(self) -> dict[str, Any]:
         """What tokenizer.json would hold."""
-        pre = self.metadata.get(PREFIX + "pre")
-        if not isinstance(pre, str) or pre not in PRE:
+        pre = self.one("pre", str, "")
+        if pre not in PRE:
             raise UserError(f"{PREFIX}pre is {pre!r:.80}; supported: {', '.join(PRE)}")
         pattern, whole = PRE[pre]
         special = set(self.specials.values())
@@ -182,6 +182,13 @@ class _Reader:
                 "vocab": {text: id for id, text in enumerate(self.tokens) if id not in special},
             },
         }  # fmt: skip
+
+    def one(self, key: str, kind: type, default: Any) -> Any:
+        """The value of that name, or the default where there is none."""
+        found = self.metadata.get(PREFIX + key, default)
+        if type(found) is not kind:
+            raise UserError(f"its {PREFIX}{key} is {found!r:.40}, which is no {kind.__name__}; {DAMAGED}")
+        return found
 
     def texts(self, key: str) -> list[str]:
         found = self.metadata.get(PREFIX + key)
