@@ -45,6 +45,7 @@ from tinyforge.ops.gelu import gelu_bwd
 from tinyforge.ops.gelu_linear import gelu_linear_bwd, gelu_linear_fwd
 from tinyforge.ops.layernorm import layernorm_bwd
 from tinyforge.ops.linear import linear_bwd, linear_bwd_bias
+from tinyforge.ops.lora import lora_bwd, lora_fwd
 from tinyforge.ops.positions import positions_bwd
 from tinyforge.ops.rmsnorm import rmsnorm_bwd
 from tinyforge.ops.rope import rope
@@ -69,7 +70,7 @@ def test_every_gradient_is_right(kind: type[Op]) -> None:
     assert [row for row in rows if not row.error <= TOLERANCE] == []
     op, inputs = next(kind.cases(FP64, np.random.default_rng(0)))
     floats = {f"input {i}" for i, x in enumerate(inputs) if x.dtype.kind == "f"}
-    assert floats | {p.name for p in op.params()} <= {row.name for row in rows}  # nothing is left out
+    assert floats | {p.name for p in op.params() if not p.frozen} <= {row.name for row in rows}  # nothing is left out
 
 
 def test_the_tolerance_is_the_published_one() -> None:
@@ -148,6 +149,24 @@ def shifted_residual(right: Function) -> Function:
 def drawn_anew(right: Function) -> Function:
     number = itertools.count()
     return lambda x, key, rate: right(x, (next(number), key[1]), rate)
+
+
+def another_mask_in(kind: int) -> Callable[[Function], Function]:
+    """Backward of LoRA with another mask: in A's gradient (0), or in the input's (1)."""
+
+    def broken(right: Function) -> Function:
+        def kernel(da: Array, db: Array, *a: Any) -> Any:
+            key = a[-2] and (a[-2][0] ^ 1, a[-2][1])
+            kept = (np.zeros_like(da), np.zeros_like(db))
+            if kind == 0:
+                right(da, kept[1], *a[:-2], key, a[-1])
+                return right(kept[0], db, *a)
+            right(da, db, *a)
+            return right(*kept, *a[:-2], key, a[-1])
+
+        return kernel
+
+    return broken
 
 
 def first_for_all(dnll: Array) -> Array:
@@ -246,6 +265,19 @@ FAULTS = [
           with_args(lambda u, w, b, b_in: (u, w, b if b_in is None else (0 if b is None else b) + w @ b_in, None))),
     Fault(ops.GELULinear, "db_in 1 %", gelu_linear_bwd,
           then(lambda dw, db, db_in, *_: db_in is not None and times(db_in, 1.01))),
+    Fault(ops.LoRA, "scale forgotten in backward", lora_bwd, with_args(lambda *a: (*a[:8], 1.0, *a[9:]))),
+    Fault(ops.LoRA, "dB without the scale", lora_bwd,
+          lambda right: lambda da, db, *a: (lambda own: (right(da, own, *a), db.__iadd__(own / a[6]))[0])(0 * db)),
+    Fault(ops.LoRA, "dx of the frozen map alone", lora_bwd,
+          lambda right: lambda da, db, dy, x, u, w, *a: (right(da, db, dy, x, u, w, *a), (dy @ w).reshape(x.shape))[1]),
+    Fault(ops.LoRA, "dx without the frozen map", lora_bwd, with_args(lambda *a: (*a[:5], 0 * a[5], *a[6:]))),
+    Fault(ops.LoRA, "dA of the last row lost", lora_bwd,
+          with_args(lambda da, db, dy, x, *a: (da, db, dy, no_tail(x), *a))),
+    Fault(ops.LoRA, "mask forgotten in backward", lora_bwd, with_args(lambda *a: (*a[:-2], None, a[-1]))),
+    Fault(ops.LoRA, "another mask in dA", lora_bwd, another_mask_in(0)),
+    Fault(ops.LoRA, "another mask in dx", lora_bwd, another_mask_in(1)),
+    Fault(ops.LoRA, "what A sees is dropped in the frozen map too", lora_fwd,
+          lambda right: lambda x, *a: right(x if a[-2] is None else dropout(x, *a[-2:]), *a)),
     Fault(ops.Softmax, "no sum term", softmax_bwd, lambda _: lambda dy, y: dy * y),
     Fault(ops.Softmax, "wrong row", softmax_bwd, with_args(lambda dy, y: (dy, np.roll(y, 1, axis=0)))),
     Fault(ops.Dropout, "mask drawn anew in backward", dropout, drawn_anew),

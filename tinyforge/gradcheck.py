@@ -111,7 +111,8 @@ def _check(
         found = _outputs(op, inputs, _noisy_stash())
         return float(sum((u * y).sum() for u, y in zip(upstream, found, strict=True)))
 
-    for p in op.params():
+    learned = [p for p in op.params() if not p.frozen]
+    for p in learned:
         p.grad[...] = 0
     stash = _noisy_stash()
     _outputs(op, inputs, stash)
@@ -133,7 +134,7 @@ def _check(
             if grad is None:
                 raise RuntimeError(f"{op.name}: backward returned no gradient for input {i}")
             errors[f"input {i}"] = directional_error(loss, x, grad, rng, asarray)
-    for p in op.params():
+    for p in learned:
         errors[p.name] = directional_error(loss, p.value, p.grad, rng, asarray)
     return errors
 

@@ -25,6 +25,9 @@ class Param:
     Both exist once the buffer does; reading them earlier raises RuntimeError. The initial value is
     `fill + std * N(0, 1)`: `std=0.02` for a matrix, `fill=1` for a norm's gain. `decay` says whether AdamW's weight
     decay applies.
+
+    frozen: set before the buffer is made. A frozen parameter is read and never learned: its `grad` is None, which tells
+    an op's backward to leave that product out, and it has no master weights and no moments.
     """
 
     value: Array
@@ -38,6 +41,7 @@ class Param:
         self.std = std
         self.fill = fill
         self.decay = decay
+        self.frozen = False
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for what is not set.
@@ -100,7 +104,7 @@ class Op:
 
     `forward(*inputs, stash=None)`: without a stash it is inference: the same bits, nothing kept.
     `backward(dy, stash)`: returns the gradient of each input, a tuple if there are several (None for integer inputs),
-    and adds to the parameters' `grad`.
+    and adds to the parameters' `grad`, except where that is None: a frozen parameter's.
 
     per_head: set on losses whose backward also takes dy of shape (K,), the last axis of the output alone: one number
     per head, the same for all tokens.

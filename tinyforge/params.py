@@ -21,6 +21,10 @@ _WORTH_A_PROCESS = 100  # draws of PAIRS pairs of normals: about a tenth of a se
 _ALIGN = 32  # elements; keeps every view in the flat buffer on a 64-byte boundary, bf16 included
 
 
+UNPLACED: Any = object()
+"""Handed in as a buffer's `values`: no memory yet. The parameters get theirs from a buffer that is made later."""
+
+
 class ParamBuffer:
     """All parameters of a model in one flat buffer, all gradients in another: one optimizer call updates everything.
 
@@ -28,37 +32,54 @@ class ParamBuffer:
     and saved: the same array, except in bf16. Decayed parameters come first, so that weight decay is the slice
     `[:decay_end]`. Handing in `values` makes a second model that reads the same weights but owns its gradients: a
     worker of data-parallel training.
+
+    All of this is about `params`, those that are learned. The `frozen` ones lie in a flat array of their own,
+    `frozen_values`, in the precision in which the ops read them, and have nothing else.
     """
 
-    def __init__(self, params: Iterable[Param], backend: Backend, values: Array = None) -> None:
+    def __init__(
+        self, params: Iterable[Param], backend: Backend, values: Array = None, frozen_values: Array = None
+    ) -> None:
         unique = list({id(p): p for p in params}.values())
         names = [p.name for p in unique]
         if len(set(names)) != len(names):
             raise ValueError(f"two parameters share a name: {sorted(n for n in names if names.count(n) > 1)}")
-        self.params = sorted(unique, key=lambda p: not p.decay)
-        offset = 0
+        self.params = sorted((p for p in unique if not p.frozen), key=lambda p: not p.decay)
+        self.frozen = [p for p in unique if p.frozen]
         self._slices: dict[str, slice] = {}
-        self.decay_end = 0
-        for p in self.params:
-            self._slices[p.name] = slice(offset, offset + p.size)
-            offset += -(-p.size // _ALIGN) * _ALIGN
-            if p.decay:
-                self.decay_end = offset
+        self.decay_end = self._lay_out([p for p in self.params if p.decay])
+        size = self._lay_out([p for p in self.params if not p.decay], self.decay_end)
+        size_frozen = self._lay_out(self.frozen)
         self._backend = backend
-        self.values = backend.shared_zeros((offset,)) if values is None else values
+        if values is UNPLACED:
+            return
+        self.values = backend.shared_zeros((size,)) if values is None else values
         self.masters = self.values
         if values is None and backend.master_dtype != backend.dtype:
-            self.masters = backend.shared_zeros((offset,), backend.master_dtype)
-        self.grads = backend.shared_zeros((offset,), backend.master_dtype)
+            self.masters = backend.shared_zeros((size,), backend.master_dtype)
+        self.grads = backend.shared_zeros((size,), backend.master_dtype)
+        self.frozen_values = frozen_values
+        if self.frozen and frozen_values is None:
+            self.frozen_values = backend.shared_zeros((size_frozen,))
         for p in self.params:
             p.value, p.grad = self.view(self.values, p), self.view(self.grads, p)
+        for p in self.frozen:
+            p.value, p.grad = self.view(self.frozen_values, p), None
+
+    def _lay_out(self, params: Iterable[Param], offset: int = 0) -> int:
+        """Give each its place in a flat array, from `offset` on; returns where the last one ends."""
+        for p in params:
+            self._slices[p.name] = slice(offset, offset + p.size)
+            offset += -(-p.size // _ALIGN) * _ALIGN
+        return offset
 
     def view(self, flat: Array, param: Param) -> Array:
         """The part of `flat` (values, gradients or an optimizer moment) that belongs to `param`, in its shape."""
         return flat[self._slices[param.name]].reshape(param.shape)
 
     def initialise(self, stream: Stream) -> None:
-        """Fill every value from its own named stream: adding a parameter never changes another's start."""
+        """Fill every value that is learned from its own named stream: adding a parameter never changes another's start.
+        """
         host = shared_zeros(self.masters.shape, self._backend.master_dtype)
         tasks = []
         for p in self.params:
@@ -76,8 +97,9 @@ class ParamBuffer:
         self.publish()
 
     def set_master(self, param: Param, value: Any) -> None:
-        """Give a parameter's master weights another value; `publish` when all are set."""
-        self.view(self.masters, param)[...] = self._backend.asarray(value, self._backend.master_dtype)
+        """Give a parameter's master weights another value, or a frozen one's only weights; `publish` when all are set."""
+        flat = self.frozen_values if param.frozen else self.masters
+        self.view(flat, param)[...] = self._backend.asarray(value, flat.dtype)
 
     def publish(self) -> None:
         """Round the master weights to the values that the ops read."""
@@ -86,20 +108,21 @@ class ParamBuffer:
 
     @property
     def count(self) -> int:
-        return sum(p.size for p in self.params)
+        """Of all parameters, frozen ones included."""
+        return sum(p.size for p in (*self.params, *self.frozen))
 
 
 def with_buffer(op: AnyOp, backend: Backend, rng: np.random.Generator, std: float = 0.5) -> AnyOp:
     """Give `op`'s parameters a buffer of their own with random values: what `cases` needs before a check."""
     buffer = ParamBuffer(op.params(), backend)
-    for p in buffer.params:
+    for p in (*buffer.params, *buffer.frozen):
         buffer.set_master(p, rng.normal(size=p.shape) * std + p.fill)
     buffer.publish()
     return op
 
 
 def named(buffer: ParamBuffer, flat: Any, backend: Backend, prefix: str = "") -> dict[str, np.ndarray]:
-    """The parts of a flat array by parameter name, as NumPy copies: what a checkpoint stores."""
+    """The parts of a flat array by parameter name, as NumPy copies: what a checkpoint stores. Nothing of the frozen."""
     return {prefix + p.name: np.array(backend.to_numpy(buffer.view(flat, p))) for p in buffer.params}
 
 

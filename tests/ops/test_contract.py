@@ -62,8 +62,12 @@ def gradients(op: Op, inputs: Arrays, dy: Arrays, stash: Stash | None = None) ->
     return [d for d in (dx if isinstance(dx, tuple) else (dx,)) if d is not None]
 
 
+def learned(op: Op) -> list[Param]:
+    return [p for p in op.params() if not p.frozen]
+
+
 def zero_grads(op: Op) -> None:
-    for p in op.params():
+    for p in learned(op):
         p.grad[...] = 0
 
 
@@ -97,20 +101,20 @@ def test_a_gradient_for_each_floating_point_input_in_its_shape(case: Case) -> No
     op, inputs, dy = build(case)
     found = gradients(op, inputs, dy)
     assert [d.shape for d in found] == [x.shape for x in inputs if x.dtype.kind == "f"]
-    assert all(p.grad.shape == p.shape for p in op.params())
+    assert all(p.grad.shape == p.shape for p in learned(op))
 
 
 def test_parameter_gradients_accumulate(case: Case) -> None:
     op, inputs, dy = build(case)
     zero_grads(op)
     gradients(op, inputs, dy)
-    from_zero = [p.grad.copy() for p in op.params()]
+    from_zero = [p.grad.copy() for p in learned(op)]
     rng = np.random.default_rng(2)
-    before = [rng.normal(size=p.shape) for p in op.params()]
-    for p, start in zip(op.params(), before, strict=True):
+    before = [rng.normal(size=p.shape) for p in learned(op)]
+    for p, start in zip(learned(op), before, strict=True):
         p.grad[...] = start
     gradients(op, inputs, dy)
-    for p, start, added in zip(op.params(), before, from_zero, strict=True):
+    for p, start, added in zip(learned(op), before, from_zero, strict=True):
         np.testing.assert_allclose(p.grad, start + added, rtol=1e-12, atol=1e-12, err_msg=p.name)
 
 
@@ -119,6 +123,28 @@ def test_activation_gradients_are_assigned(case: Case) -> None:
     first = [d.copy() for d in gradients(op, inputs, dy)]
     for once, again in zip(first, gradients(op, inputs, dy), strict=True):
         assert same_bits(once, again)
+
+
+def test_what_is_frozen_is_read_and_gets_no_gradient(case: Case) -> None:
+    """All parameters frozen, then every second: the input's gradient is the same, and so is each that is left."""
+    op, inputs, dy = build(case)
+    zero_grads(op)
+    wanted = gradients(op, inputs, dy, Stash(Stream(5, "noise")))
+    values = {p.name: (p.value.copy(), None if p.frozen else p.grad.copy()) for p in op.params()}
+    for kept in (0, 1):
+        for i, p in enumerate(op.params()):
+            p.frozen = not (kept and i % 2)
+        buffer = ParamBuffer(op.params(), FP64)
+        for p in op.params():
+            p.value[...] = values[p.name][0]
+        assert buffer.grads.size == buffer.values.size < 1 + kept * buffer.count + 32 * len(values)
+        for d, w in zip(gradients(op, inputs, dy, Stash(Stream(5, "noise"))), wanted, strict=True):
+            np.testing.assert_allclose(d, w, rtol=1e-12, atol=1e-12)
+        for p in op.params():
+            before = values[p.name][1]
+            assert (p.grad is None) == p.frozen
+            if not p.frozen and before is not None:
+                np.testing.assert_allclose(p.grad, before, rtol=1e-12, atol=1e-12, err_msg=p.name)
 
 
 def every_second(x: Array) -> Array:
@@ -142,12 +168,12 @@ def test_strides_do_not_matter(case: Case, layout: Callable[[Array], Array]) -> 
     op, inputs, dy = build(case)
     strided_inputs, strided_dy = tuple(map(layout, inputs)), tuple(map(layout, dy))
     zero_grads(op)
-    wanted = [*outputs(op, inputs), *gradients(op, inputs, dy), *(p.grad.copy() for p in op.params())]
+    wanted = [*outputs(op, inputs), *gradients(op, inputs, dy), *(p.grad.copy() for p in learned(op))]
     zero_grads(op)
     got = [
         *outputs(op, strided_inputs),
         *gradients(op, strided_inputs, strided_dy),
-        *(p.grad.copy() for p in op.params()),
+        *(p.grad.copy() for p in learned(op)),
     ]
     for w, g in zip(wanted, got, strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-12, atol=1e-12)
@@ -171,11 +197,11 @@ def test_float32_stays_float32(case: Case) -> None:
     assert {y.dtype for y in got} == {np.dtype("float32")}
     dx = gradients(op, inputs, dy, OnlyFloat32())
     assert {d.dtype for d in dx} <= {np.dtype("float32")}
-    found = [*got, *dx, *(p.grad for p in op.params())]
+    found = [*got, *dx, *(p.grad for p in learned(op))]
     wanted = [
         *outputs(exact, exact_inputs),
         *gradients(exact, exact_inputs, exact_dy),
-        *(p.grad for p in exact.params()),
+        *(p.grad for p in learned(exact)),
     ]
     for f, w in zip(found, wanted, strict=True):
         scale = max(1.0, float(np.abs(w).max(initial=0.0)))
@@ -195,7 +221,7 @@ def test_no_rows_and_one_row(kind: type[Op], rows: int) -> None:
     dx = gradients(op, cut, tuple(d[:rows] for d in dy))
     assert [d.shape for d in dx] == [x.shape for x in cut if x.dtype.kind == "f"]
     assert all(np.isfinite(d).all() for d in dx)
-    for p in op.params():
+    for p in learned(op):
         assert bool(p.grad.any()) == (rows > 0), p.name
 
 
@@ -270,7 +296,7 @@ def test_one_upstream_number_for_all_tokens_is_the_same_as_it_for_each(kind: typ
         found = []
         for upstream in (shared, np.broadcast_to(shared, dy.shape)):
             zero_grads(op)
-            found.append([*gradients(op, inputs, (upstream,)), *(p.grad.copy() for p in op.params())])
+            found.append([*gradients(op, inputs, (upstream,)), *(p.grad.copy() for p in learned(op))])
         for fast, general in zip(*found, strict=True):
             np.testing.assert_allclose(fast, general, rtol=1e-10, atol=1e-12)
 

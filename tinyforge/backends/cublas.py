@@ -38,8 +38,8 @@ ZERO, ONE = ({n.dtype: n[i:].ctypes.data for n in _NUMBERS} for i in range(2))
 
 
 def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = False, transpose_b: bool = False,
-         accumulate: bool = False, tf32: bool = False) -> Array:  # fmt: skip
-    """out = a b, or out += a b with `accumulate`; either factor transposed by flag.
+         accumulate: bool = False, tf32: bool = False, scale: float = 1.0) -> Array:  # fmt: skip
+    """out = scale a b, or out += scale a b with `accumulate`; either factor transposed by flag.
 
     tf32: float32 factors may be rounded to TF32 (10 bits of mantissa).
 
@@ -66,11 +66,12 @@ def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = Fa
     compute = COMPUTE_64F if kind is FLOAT64 else COMPUTE_32F
     if tf32 and a.dtype == FLOAT32:
         compute = COMPUTE_TF32
+    number = np.array(scale, kind)  # read before gemmEx returns
     # cuBLAS counts down columns. A row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors change
     # places and each keeps its own flag.
     cublas.gemmEx(
         device.get_cublas_handle(), TRANSPOSE if transpose_b else NO, TRANSPOSE if transpose_a else NO, n, m, k,
-        ONE[kind], b.data.ptr, type_code(b.dtype), leading(b), a.data.ptr, type_code(a.dtype),
+        number.ctypes.data, b.data.ptr, type_code(b.dtype), leading(b), a.data.ptr, type_code(a.dtype),
         leading(a), (ONE if accumulate else ZERO)[kind], out.data.ptr, type_code(out.dtype),
         leading(out), compute, _DEFAULT_ALGORITHM,
     )  # fmt: skip

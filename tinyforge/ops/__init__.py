@@ -11,6 +11,7 @@ from tinyforge.ops.gelu import GELU
 from tinyforge.ops.gelu_linear import GELULinear
 from tinyforge.ops.layernorm import LayerNorm
 from tinyforge.ops.linear import Linear
+from tinyforge.ops.lora import LoRA
 from tinyforge.ops.positions import LearnedPositions
 from tinyforge.ops.rmsnorm import RMSNorm
 from tinyforge.ops.rope import RoPE, RopeScaling
@@ -20,12 +21,12 @@ from tinyforge.ops.swiglu_linear import SwiGLULinear
 
 ALL: tuple[type[Op], ...] = (
     Embedding, LearnedPositions, Linear, RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, RoPE, Attention, SwiGLU,
-    SwiGLULinear, GELU, GELULinear, Softmax, Dropout, CrossEntropy, LinearCrossEntropy,
+    SwiGLULinear, GELU, GELULinear, LoRA, Softmax, Dropout, CrossEntropy, LinearCrossEntropy,
 )  # fmt: skip
 """Every op, in the order of the gradient-check ledger."""
 
 __all__ = [
     "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CrossEntropy", "Dropout", "Embedding", "GELU", "GELULinear",
-    "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "RMSNorm", "RoPE", "RopeScaling", "Softmax",
-    "SwiGLU", "SwiGLULinear",
+    "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LoRA", "RMSNorm", "RoPE", "RopeScaling",
+    "Softmax", "SwiGLU", "SwiGLULinear",
 ]  # fmt: skip

@@ -81,7 +81,7 @@ class AddLayerNorm(Op):
         dsum = self.k.layernorm_bwd(
             self.weight.grad, dbias, dnormed, self.weight.value, x, mean, rstd, residual
         )
-        if self.delta_bias is not None:
+        if self.delta_bias is not None and not self.delta_bias.frozen:
             self.k.linear_bwd_bias(self.delta_bias.grad, dsum)
         return dsum, dsum
 

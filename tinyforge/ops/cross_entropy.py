@@ -135,7 +135,9 @@ def linear_cross_entropy_fwd_memory(h: Array, weight: Array, targets: Array, kee
 
 
 @kernel
-def linear_cross_entropy_bwd(dweight: Array, dnll: Array, h: Array, residual: Any, weight: Array) -> Array:
+def linear_cross_entropy_bwd(
+    dweight: Array | None, dnll: Array, h: Array, residual: Any, weight: Array
+) -> Array:
     """dnll: (K,) or (n, K). May write over the residual."""
     scale = per_row(dnll, h.dtype)
     flat = weight.reshape(-1, weight.shape[-1])
@@ -143,27 +145,32 @@ def linear_cross_entropy_bwd(dweight: Array, dnll: Array, h: Array, residual: An
     if shared:
         # It goes onto the small matrices, W and dW, so that the large one is read twice and never written.
         flat = (weight * scale).reshape(flat.shape)
-    gradient = np.zeros(flat.shape, h.dtype)
+    gradient = None if dweight is None else np.zeros(flat.shape, h.dtype)
     dh = np.empty(h.shape, h.dtype)
     for part, logits in zip(chunks(len(h), weight), residual, strict=True):
         if not shared:
             logits *= scale[..., part]
         rows = logits.reshape(len(flat), -1)
-        gradient += rows @ h[part]
+        if gradient is not None:
+            gradient += rows @ h[part]
         np.matmul(rows.T, flat, out=dh[part])
-    gradient = gradient.reshape(weight.shape)
-    dweight += gradient * scale if shared else gradient
+    if gradient is not None:
+        gradient = gradient.reshape(weight.shape)
+        dweight += gradient * scale if shared else gradient
     return dh
 
 
 @linear_cross_entropy_bwd.on("phantom")
-def linear_cross_entropy_bwd_memory(dweight: Array, dnll: Array, h: Array, residual: Any, weight: Array) -> Array:
+def linear_cross_entropy_bwd_memory(
+    dweight: Array | None, dnll: Array, h: Array, residual: Any, weight: Array
+) -> Array:
     if dnll.ndim > 1:
         heads, vocab, dim = weight.shape
         _padded = empty((residual.shape[1] if residual.shape[1] > heads * vocab else 0, dim), weight.dtype)
         return empty(h.shape, h.dtype)
     shape = residual.shape[1], weight.shape[2]
-    empty(shape, dweight.dtype)  # dW before the heads' weights in the loss go onto it
+    if dweight is not None:
+        empty(shape, dweight.dtype)  # dW before the heads' weights in the loss go onto it
     scaled = empty(shape, weight.dtype)
     return empty(h.shape, scaled.dtype)
 
@@ -247,7 +254,9 @@ class LinearCrossEntropy(Op):
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
         h, residual = stash.pop(self)
         rows = h.reshape(-1, h.shape[-1])
-        weight, dweight = (flat.reshape(self.shape) for flat in (self.weight.value, self.weight.grad))
+        weight, dweight = (
+            None if flat is None else flat.reshape(self.shape) for flat in (self.weight.value, self.weight.grad)
+        )
         dh = self.k.linear_cross_entropy_bwd(dweight, rows_of(dy), rows, residual, weight)
         return dh.reshape(h.shape), None
 

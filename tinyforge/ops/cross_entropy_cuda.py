@@ -129,20 +129,23 @@ def linear_cross_entropy_fwd(
 
 @cross_entropy.linear_cross_entropy_bwd.on("cupy")
 def linear_cross_entropy_bwd(
-    dweight: Array, dnll: Array, h: Array, residual: Any, weight: Array, *, backend: CupyBackend
+    dweight: Array | None, dnll: Array, h: Array, residual: Any, weight: Array, *, backend: CupyBackend
 ) -> Array:
     h = contiguous(h)
     heads, vocab, dim = weight.shape
     rows, pitch = heads * vocab, residual.shape[1]
     if dnll.ndim > 1:
         scale_heads(residual, contiguous(dnll).reshape(-1), pitch // heads, residual)
-        gemm(residual[:, :rows], h, dweight.reshape(rows, dim), transpose_a=True, accumulate=True, tf32=backend.tf32)
+        if dweight is not None:
+            flat = dweight.reshape(rows, dim)
+            gemm(residual[:, :rows], h, flat, transpose_a=True, accumulate=True, tf32=backend.tf32)
         return gemm(residual, padded_rows(weight, pitch), tf32=backend.tf32)
     # dnll goes onto the small matrices, W and dW: the large one is read twice and never written.
-    unscaled = gemm(residual, h, new((pitch, dim), dweight.dtype), transpose_a=True, tf32=backend.tf32)[:rows]
-    if len(h):
-        add_scaled_heads(dweight, unscaled.reshape(weight.shape), dnll)
-    del unscaled
+    if dweight is not None:
+        unscaled = gemm(residual, h, new((pitch, dim), dweight.dtype), transpose_a=True, tf32=backend.tf32)[:rows]
+        if len(h):
+            add_scaled_heads(dweight, unscaled.reshape(weight.shape), dnll)
+        del unscaled
     scaled = new((pitch, dim), weight.dtype)
     if pitch > rows:
         scaled[rows:].fill(0)

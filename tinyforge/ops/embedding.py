@@ -76,7 +76,8 @@ class Embedding(Op):
 
     def backward(self, dy: Array, stash: Stash) -> None:
         (ids,) = stash.pop(self)
-        self.k.embedding_bwd(self.weight.grad, dy, ids)
+        if not self.weight.frozen:
+            self.k.embedding_bwd(self.weight.grad, dy, ids)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

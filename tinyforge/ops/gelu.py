@@ -10,8 +10,9 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.linear import linear_bwd_bias
+from tinyforge.params import with_buffer
 
 _SQRT_2_PI = 0.7978845608028654  # sqrt(2 / pi)
 _CUBIC = 0.044715
@@ -116,33 +117,41 @@ class GELU(Op):
     approximate="erf":   Phi(x) = (1 + erf(x / sqrt 2)) / 2
     approximate="tanh":  Phi(x) ~ (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2, as GPT-2 has it
 
-    x, y: (...). Saves x. backward: dx = dy * (Phi(x) + x Phi'(x)), Phi' the derivative of the formula in use.
+    bias: added to x first; (C,), or none. x, y: (..., C). Saves x. backward: dx = dy * (Phi(x) + x Phi'(x)), Phi' the derivative of the formula in use.
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016).
     """
 
     kernels = (gelu_fwd, gelu_bwd)
 
-    def __init__(self, backend: Backend, approximate: str = "tanh", name: str = "") -> None:
+    def __init__(
+        self, backend: Backend, approximate: str = "tanh", name: str = "", *, bias: Param | None = None
+    ) -> None:
         super().__init__(backend, name)
         if approximate not in ("tanh", "erf"):
             raise ValueError(f"GELU: approximate is {approximate!r}, wants 'tanh' or 'erf'")
-        self.approximate = approximate
+        self.approximate, self.bias = approximate, bias
+
+    def params(self) -> list[Param]:
+        return [] if self.bias is None else [self.bias]
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         if stash is not None:
             stash.push(self, x)
-        return self.k.gelu_fwd(x, None, self.approximate)
+        return self.k.gelu_fwd(x, self.bias.value if self.bias else None, self.approximate)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (x,) = stash.pop(self)
-        return self.k.gelu_bwd(None, None, dy, x, None, self.approximate)
+        bias, dbias = (self.bias.value, self.bias.grad) if self.bias else (None, None)
+        return self.k.gelu_bwd(None, dbias, dy, x, bias, self.approximate)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for approximate in ("tanh", "erf"):
             for shape in ((2, 3, 9), (1,), (0, 4)):
                 yield cls(backend, approximate), (backend.asarray(rng.normal(size=shape) * 2),)
+            op = with_buffer(cls(backend, approximate, bias=Param("bias", (9,), decay=False)), backend, rng)
+            yield op, (backend.asarray(rng.normal(size=(2, 3, 9))),)
             # Both sides of each border between the pieces of erf (|x| / sqrt 2 = 0.46875 and 4).
             edges = np.array([-9.0, -5.8, -5.5, -0.8, -0.6, 0.0, 0.6, 0.8, 5.5, 5.8, 9.0])
             yield cls(backend, approximate), (backend.asarray(edges + rng.normal(size=edges.shape) * 0.01),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tinyforge.backends import wide
 from tinyforge.backends.compile import load
 from tinyforge.backends.cupy_backend import (
     add_columns,
@@ -50,9 +51,7 @@ def gelu_bwd(
         return dx
     macros = {"SCALAR": scalar(x.dtype), "EXACT": int(approximate == "erf")}
     written = (dx,) if hidden is None else (dx, hidden)
-    if bias is None or dbias is None:
-        if bias is not dbias:
-            raise ValueError("gelu_bwd: a bias without room for its gradient, or the reverse; give both or neither")
+    if bias is None:
         vec = vector(x.size, x, dy, *written)
         launch = load(FILE, "gelu_bwd", VEC=vec, **macros)
         launch(blocks(x.size // vec), (256,), (dx, or_null(hidden), dy, x, np.uint32(x.size // vec)))
@@ -62,9 +61,10 @@ def gelu_bwd(
     columns = -(-width // (32 * vec))
     # Two rounds of the four blocks that a multiprocessor holds; at least 64 rows each.
     parts = min(-(-rows // 64), -(-8 * processors() // columns))
-    partial = new((parts, width), dbias.dtype)
+    partial = new((parts, width), wide(x.dtype))  # nobody reads it where the bias is frozen
     launch = load(FILE, "gelu_bwd_bias", VEC=vec, **macros)
     arrays = (dx, or_null(hidden), partial, dy, x, bias)
     launch((columns, parts), (32, 8), (*arrays, np.int32(rows), np.int32(width)))
-    add_columns(dbias, None, partial)
+    if dbias is not None:
+        add_columns(dbias, None, partial)
     return dx

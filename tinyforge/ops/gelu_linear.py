@@ -31,13 +31,14 @@ def gelu_linear_fwd_memory(u: Array, weight: Array, bias: Array | None, input_bi
 
 @kernel
 def gelu_linear_bwd(
-    dweight: Array, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
+    dweight: Array | None, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
     input_bias: Array | None,
 ) -> Array:  # fmt: skip
     rows = dy.reshape(-1, dy.shape[-1])
-    hidden = np.empty(u.shape, u.dtype)
+    hidden = None if dweight is None else np.empty(u.shape, u.dtype)
     du = gelu_bwd(hidden, dinput_bias, (rows @ weight).reshape(u.shape), u, input_bias, FORMULA)
-    dweight += rows.T @ hidden.reshape(len(rows), weight.shape[1])
+    if dweight is not None and hidden is not None:
+        dweight += rows.T @ hidden.reshape(len(rows), weight.shape[1])
     if dbias is not None:
         linear_bwd_bias(dbias, rows)
     return du
@@ -45,11 +46,12 @@ def gelu_linear_bwd(
 
 @gelu_linear_bwd.on("phantom")
 def gelu_linear_bwd_memory(
-    dweight: Array, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
+    dweight: Array | None, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
     input_bias: Array | None,
 ) -> Array:  # fmt: skip
-    hidden, dhidden = (empty(u.shape, u.dtype) for _ in range(2))
-    return empty(dhidden.shape, hidden.dtype)
+    _hidden = None if dweight is None else empty(u.shape, u.dtype)
+    dhidden = empty(u.shape, u.dtype)
+    return empty(u.shape, dhidden.dtype)
 
 
 class GELULinear(Op):

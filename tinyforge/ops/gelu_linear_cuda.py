@@ -19,16 +19,17 @@ def gelu_linear_fwd(
 
 @gelu_linear.gelu_linear_bwd.on("cupy")
 def gelu_linear_bwd(
-    dweight: Array, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
+    dweight: Array | None, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
     input_bias: Array | None, *, backend: CupyBackend,
 ) -> Array:  # fmt: skip
     dy, u = contiguous(dy), contiguous(u)
     rows = dy.size // dy.shape[-1]
     up = dy.reshape(rows, dy.shape[-1])
-    hidden = new((rows, weight.shape[1]), u.dtype)
+    hidden = None if dweight is None else new((rows, weight.shape[1]), u.dtype)
     dhidden = gemm(up, weight, tf32=backend.tf32)
-    du = gelu_bwd(hidden, dinput_bias, dhidden, u.reshape(hidden.shape), input_bias, gelu_linear.FORMULA)
-    gemm(up, hidden, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
+    du = gelu_bwd(hidden, dinput_bias, dhidden, u.reshape(dhidden.shape), input_bias, gelu_linear.FORMULA)
+    if dweight is not None:
+        gemm(up, hidden, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
     if dbias is not None:
         linear_bwd_bias(dbias, up)
     return du.reshape(u.shape)

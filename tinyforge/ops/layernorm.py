@@ -34,14 +34,15 @@ def layernorm_fwd_memory(x: Array, weight: Array, bias: Array | None, eps: float
 
 @kernel
 def layernorm_bwd(
-    dweight: Array, dbias: Array | None, dy: Array, weight: Array, x: Array, mean: Array, rstd: Array,
+    dweight: Array | None, dbias: Array | None, dy: Array, weight: Array, x: Array, mean: Array, rstd: Array,
     residual: Array | None,
 ) -> Array:  # fmt: skip
     """residual: a gradient that x has from elsewhere; it is added to dx."""
     rows = (-1, dy.shape[-1])
     xhat = x - mean[..., None]
     xhat *= rstd[..., None]
-    dweight += (dy * xhat).reshape(rows).sum(axis=0)
+    if dweight is not None:
+        dweight += (dy * xhat).reshape(rows).sum(axis=0)
     if dbias is not None:
         dbias += dy.reshape(rows).sum(axis=0)
     g = dy * weight
@@ -56,7 +57,7 @@ def layernorm_bwd(
 
 @layernorm_bwd.on("phantom")
 def layernorm_bwd_memory(
-    dweight: Array, dbias: Array | None, dy: Array, weight: Array, x: Array, mean: Array, rstd: Array,
+    dweight: Array | None, dbias: Array | None, dy: Array, weight: Array, x: Array, mean: Array, rstd: Array,
     residual: Array | None,
 ) -> Array:  # fmt: skip
     return empty(x.shape, x.dtype)

@@ -21,12 +21,13 @@ def layernorm_fwd(x: Array, weight: Array, bias: Array | None, eps: float) -> tu
 
 @layernorm.layernorm_bwd.on("cupy")
 def layernorm_bwd(
-    dweight: Array, dbias: Array | None, dy: Array, weight: Array, x: Array, mean: Array, rstd: Array,
+    dweight: Array | None, dbias: Array | None, dy: Array, weight: Array, x: Array, mean: Array, rstd: Array,
     residual: Array | None,
 ) -> Array:  # fmt: skip
     dy, x = contiguous(dy), contiguous(x)
-    if dbias is None:  # its sum comes along with dweight's, and nobody reads it
-        dbias = new(dweight.shape, dweight.dtype)
+    # The two sums come along together; where nobody wants one, it goes where nobody reads it.
+    if dweight is not None or dbias is not None:
+        dweight, dbias = (new(weight.shape, rstd.dtype) if sums is None else sums for sums in (dweight, dbias))
     alone, sums = ("layernorm_columns", (dy, x, mean, rstd)), (dweight, dbias)
     if residual is None:
         return norm_backward(sums, FILE, "layernorm_bwd", dy, weight, x, (mean, rstd), alone)

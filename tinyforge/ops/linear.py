@@ -39,17 +39,21 @@ def linear_bwd_bias_memory(dbias: Array, dy: Array) -> None:
 
 
 @kernel
-def linear_bwd(dweight: Array, dbias: Array | None, dy: Array, x: Array, weight: Array) -> Array:
+def linear_bwd(dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array) -> Array:
+    """x is read for dweight alone."""
     rows = dy.reshape(-1, dy.shape[-1])
-    dweight += rows.T @ x.reshape(-1, x.shape[-1])
+    if dweight is not None:
+        dweight += rows.T @ x.reshape(-1, x.shape[-1])
     if dbias is not None:
         linear_bwd_bias(dbias, rows)
-    return (rows @ weight).reshape(x.shape)
+    return (rows @ weight).reshape(*dy.shape[:-1], weight.shape[1])
 
 
 @linear_bwd.on("phantom")
-def linear_bwd_memory(dweight: Array, dbias: Array | None, dy: Array, x: Array, weight: Array) -> Array:
-    return empty(x.shape, x.dtype)
+def linear_bwd_memory(
+    dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array
+) -> Array:
+    return empty((*dy.shape[:-1], weight.shape[1]), dy.dtype)
 
 
 class Linear(Op):
@@ -57,7 +61,7 @@ class Linear(Op):
 
     x: (..., I); W: (O, I); b: (O,), or none; y: (..., O). Saves x; or `recompute`, a function that computes x again
     from what other ops have saved anyway: memory for the price of that function (Chen et al., "Training Deep Nets with
-    Sublinear Memory Cost", 2016).
+    Sublinear Memory Cost", 2016). With a frozen W nothing is saved.
 
     backward: dx = dy W, dW += dy^T x, db += sum over rows of dy, with all leading axes folded into one.
     """
@@ -76,13 +80,13 @@ class Linear(Op):
         self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None
     ) -> Array:
         if stash is not None:
-            stash.push(self, recompute or (lambda: x))
+            stash.push(self, None if self.weight.frozen else recompute or (lambda: x))
         return self.k.linear_fwd(x, self.weight.value, self.bias.value if self.bias else None)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (x,) = stash.pop(self)
         dbias = self.bias.grad if self.bias else None
-        return self.k.linear_bwd(self.weight.grad, dbias, dy, x(), self.weight.value)
+        return self.k.linear_bwd(self.weight.grad, dbias, dy, x and x(), self.weight.value)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

@@ -40,15 +40,17 @@ def linear_fwd(x: Array, weight: Array, bias: Array | None, *, backend: CupyBack
 
 @linear.linear_bwd.on("cupy")
 def linear_bwd(
-    dweight: Array, dbias: Array | None, dy: Array, x: Array, weight: Array, *, backend: CupyBackend
+    dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array, *, backend: CupyBackend
 ) -> Array:
-    dy, x = contiguous(dy), contiguous(x)
-    rows = x.size // x.shape[-1]
+    dy = contiguous(dy)
+    rows, width = dy.size // dy.shape[-1], weight.shape[1]
     up = dy.reshape(rows, dy.shape[-1])
-    gemm(up, x.reshape(rows, x.shape[-1]), dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
+    if dweight is not None:
+        flat = contiguous(x).reshape(rows, width)
+        gemm(up, flat, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
     if dbias is not None:
         linear_bwd_bias(dbias, up)
-    return gemm(up, weight, tf32=backend.tf32).reshape(x.shape)
+    return gemm(up, weight, tf32=backend.tf32).reshape(*dy.shape[:-1], width)
 
 
 @linear.linear_bwd_bias.on("cupy")

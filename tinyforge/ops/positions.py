@@ -63,7 +63,8 @@ class LearnedPositions(Op):
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (offset,) = stash.pop(self)
-        self.k.positions_bwd(self.weight.grad[offset:], dy)
+        if not self.weight.frozen:
+            self.k.positions_bwd(self.weight.grad[offset:], dy)
         return dy
 
     @classmethod

@@ -29,14 +29,15 @@ def rmsnorm_fwd_memory(x: Array, weight: Array, eps: float) -> tuple[Array, Arra
 
 @kernel
 def rmsnorm_bwd(
-    dweight: Array, dy: Array, weight: Array, x: Array, rstd: Array, residual: Array | None
+    dweight: Array | None, dy: Array, weight: Array, x: Array, rstd: Array, residual: Array | None
 ) -> Array:
     """dx, with `residual` added where there is one."""
     width = x.shape[-1]
     dys, xs, rs = dy.reshape(-1, width), x.reshape(-1, width), rstd.reshape(-1)
     product = dys * xs
     # Both sums over dy * x are matrix-vector products: BLAS makes one pass each, with no temporary.
-    dweight += rs @ product
+    if dweight is not None:
+        dweight += rs @ product
     mean = product @ weight
     mean *= rs * rs
     mean /= x.dtype.type(width)
@@ -51,7 +52,7 @@ def rmsnorm_bwd(
 
 @rmsnorm_bwd.on("phantom")
 def rmsnorm_bwd_memory(
-    dweight: Array, dy: Array, weight: Array, x: Array, rstd: Array, residual: Array | None
+    dweight: Array | None, dy: Array, weight: Array, x: Array, rstd: Array, residual: Array | None
 ) -> Array:
     return empty(x.shape, x.dtype)
 

@@ -21,7 +21,7 @@ def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
 
 @rmsnorm.rmsnorm_bwd.on("cupy")
 def rmsnorm_bwd(
-    dweight: Array, dy: Array, weight: Array, x: Array, rstd: Array, residual: Array | None
+    dweight: Array | None, dy: Array, weight: Array, x: Array, rstd: Array, residual: Array | None
 ) -> Array:
     dy, x = contiguous(dy), contiguous(x)
     alone = ("rmsnorm_dweight", (dy, x, rstd))

@@ -39,10 +39,11 @@ def launch_rows(file: str, entry: str, arrays: tuple[Array, ...], *scalars: Any)
 
 
 def norm_backward(
-    sums: tuple[Array, ...], file: str, entry: str, dy: Array, weight: Array, x: Array,
+    sums: tuple[Array | None, ...], file: str, entry: str, dy: Array, weight: Array, x: Array,
     stats: tuple[Array, ...], sums_alone: tuple[str, tuple[Array, ...]], residual: Array | None = None,
 ) -> Array:  # fmt: skip
-    """dx; the gradients of gain and bias are added to `sums`. stats: one number a row each.
+    """dx; the gradients of gain and bias are added to `sums`, all of them None where both are frozen. stats: one number
+    a row each.
 
     sums_alone: the kernel, and its inputs, that makes the partial sums where a row does not fit in registers.
     """
@@ -56,11 +57,13 @@ def norm_backward(
     warps = WARPS if per <= 4 else WARPS // 2  # as in rows.cuh
     shared = STAGES * (2 + len(extra)) * per * warps * 32 * 16
     launch = load(file, entry, shared, SCALAR=scalar(dx.dtype), VEC=vec, PER=per)
-    partial = new((min(*blocks(rows, warps), BLOCKS * processors()), len(sums) * width), sums[0].dtype)
+    partial = new((min(*blocks(rows, warps), BLOCKS * processors()), len(sums) * width), stats[0].dtype)
     sizes = (np.int32(rows), np.int32(width))
     # With the sums in registers each warp takes many rows, else a row.
     grid = (len(partial),) if per else blocks(rows, warps)
     launch(grid, (32, warps), (dx, partial, dy, weight, x, *stats, *extra, *sizes), shared_mem=shared)
+    if sums[0] is None:
+        return dx
     if not per:
         name, inputs = sums_alone
         alone = load(file, name, SCALAR=scalar(dx.dtype), VEC=1, PER=0)

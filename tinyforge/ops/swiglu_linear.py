@@ -28,18 +28,20 @@ def swiglu_linear_fwd_memory(gu: Array, weight: Array) -> Array:
 
 
 @kernel
-def swiglu_linear_bwd(dweight: Array, dy: Array, gu: Array, weight: Array) -> Array:
+def swiglu_linear_bwd(dweight: Array | None, dy: Array, gu: Array, weight: Array) -> Array:
     rows = dy.reshape(-1, dy.shape[-1])
-    hidden = np.empty((len(rows), weight.shape[1]), gu.dtype)
+    hidden = None if dweight is None else np.empty((len(rows), weight.shape[1]), gu.dtype)
     dgu = swiglu_bwd(hidden, rows @ weight, gu)
-    dweight += rows.T @ hidden
+    if dweight is not None:
+        dweight += rows.T @ hidden
     return dgu
 
 
 @swiglu_linear_bwd.on("phantom")
-def swiglu_linear_bwd_memory(dweight: Array, dy: Array, gu: Array, weight: Array) -> Array:
-    hidden = empty((*gu.shape[:-1], weight.shape[1]), gu.dtype)
-    dhidden = empty(hidden.shape, hidden.dtype)
+def swiglu_linear_bwd_memory(dweight: Array | None, dy: Array, gu: Array, weight: Array) -> Array:
+    shape = (*gu.shape[:-1], weight.shape[1])
+    _hidden = None if dweight is None else empty(shape, gu.dtype)
+    dhidden = empty(shape, gu.dtype)
     return empty(gu.shape, dhidden.dtype)
 
 

@@ -16,11 +16,14 @@ def swiglu_linear_fwd(gu: Array, weight: Array, *, backend: CupyBackend) -> Arra
 
 
 @swiglu_linear.swiglu_linear_bwd.on("cupy")
-def swiglu_linear_bwd(dweight: Array, dy: Array, gu: Array, weight: Array, *, backend: CupyBackend) -> Array:
+def swiglu_linear_bwd(
+    dweight: Array | None, dy: Array, gu: Array, weight: Array, *, backend: CupyBackend
+) -> Array:
     dy = contiguous(dy)
     rows = dy.size // dy.shape[-1]
     up = dy.reshape(rows, dy.shape[-1])
-    hidden = new((rows, weight.shape[1]), gu.dtype)
+    hidden = None if dweight is None else new((rows, weight.shape[1]), gu.dtype)
     dgu = swiglu_bwd(hidden, gemm(up, weight, tf32=backend.tf32), gu)
-    gemm(up, hidden, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
+    if dweight is not None:
+        gemm(up, hidden, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
     return dgu

@@ -1,0 +1,160 @@
+"""LoRA: a frozen linear map with a low-rank product beside it, which is what is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Param, Stash
+from tinyforge.ops.dropout import dropout
+from tinyforge.ops.gelu import GELU
+from tinyforge.ops.linear import linear_fwd
+from tinyforge.ops.swiglu import SwiGLU
+from tinyforge.params import with_buffer
+
+Key = tuple[int, int] | None
+
+
+@kernel
+def lora_fwd(
+    x: Array, weight: Array, bias: Array | None, a: Array, b: Array, scale: float, key: Key, rate: float
+) -> tuple[Array, Array]:
+    """y, and u = drop(x) a^T: (rows, R). key: of what is dropped; None: nothing is."""
+    y = linear_fwd(x, weight, bias)
+    dropped = x if key is None else dropout(x, key, rate)
+    u = dropped.reshape(-1, x.shape[-1]) @ a.T
+    rows = y.reshape(-1, y.shape[-1])
+    rows += (u * scale) @ b.T
+    return y, u
+
+
+@lora_fwd.on("phantom")
+def lora_fwd_memory(
+    x: Array, weight: Array, bias: Array | None, a: Array, b: Array, scale: float, key: Key, rate: float
+) -> tuple[Array, Array]:
+    y = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
+    _dropped = None if key is None else empty(x.shape, x.dtype)
+    return y, empty((x.size // x.shape[-1], len(a)), x.dtype)
+
+
+@kernel
+def lora_bwd(
+    da: Array | None, db: Array | None, dy: Array, x: Array, u: Array, weight: Array, a: Array, b: Array, scale: float,
+    key: Key, rate: float,
+) -> Array:  # fmt: skip
+    rows = dy.reshape(-1, dy.shape[-1])
+    if db is not None:
+        db += (rows.T @ u) * scale
+    du = (rows @ b) * scale
+    if da is not None:
+        dropped = x if key is None else dropout(x, key, rate)
+        da += du.T @ dropped.reshape(-1, x.shape[-1])
+    dx = (du @ a).reshape(x.shape)
+    if key is not None:
+        dx = dropout(dx, key, rate)
+    dx += (rows @ weight).reshape(x.shape)
+    return dx
+
+
+@lora_bwd.on("phantom")
+def lora_bwd_memory(
+    da: Array | None, db: Array | None, dy: Array, x: Array, u: Array, weight: Array, a: Array, b: Array, scale: float,
+    key: Key, rate: float,
+) -> Array:  # fmt: skip
+    du = empty(u.shape, u.dtype)
+    if key is not None:
+        empty(x.shape, x.dtype)  # x, dropped; let go of before there is a gradient
+    dx = empty(x.shape, du.dtype)
+    return dx if key is None else empty(x.shape, dx.dtype)
+
+
+@kernel
+def lora_merge(weight: Array, a: Array, b: Array, scale: float) -> Array:
+    """weight + scale b a: one matrix that does what the three do."""
+    return weight + (b @ a) * scale
+
+
+@lora_merge.on("phantom")
+def lora_merge_memory(weight: Array, a: Array, b: Array, scale: float) -> Array:
+    return empty(weight.shape, weight.dtype)
+
+
+class LoRA(Op):
+    """y = h W^T + bias + s drop(h) A^T B^T,  s = alpha / R
+
+    h = x; or `activation`, an op, of x: h is then computed again in backward, as in SwiGLULinear and GELULinear.
+    h: (..., I); W: (O, I) and bias: (O,), or none, both frozen; A: (R, I) and B: (O, R), learned; y: (..., O). drop is
+    dropout at `rate`, drawn as Dropout draws. Where B is 0, as at the start, y is that of the frozen map. Saves h, or
+    what recomputes it; new: u = drop(h) A^T, (rows, R).
+
+    backward, with m the mask of drop (1 / (1 - rate) or 0), and no dW:
+        dB += s dy^T u,   du = s dy B,   dA += du^T (m h),   dh = dy W + m (du A)
+
+    Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
+    """
+
+    kernels = (lora_fwd, lora_bwd, lora_merge)
+
+    def __init__(
+        self, weight: Param, a: Param, b: Param, backend: Backend, name: str = "", *, bias: Param | None = None,
+        alpha: float, rate: float = 0.0, activation: Op | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(backend, name)
+        (outputs, inputs), rank = weight.shape, a.shape[0]
+        if a.shape != (rank, inputs) or b.shape != (outputs, rank):
+            raise ValueError(f"{self.name}: W {weight.shape}, A {a.shape}, B {b.shape}; want (O, I), (R, I), (O, R)")
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(f"{self.name}: rate is {rate}, wants 0 <= rate < 1")
+        self.weight, self.a, self.b, self.bias, self.activation = weight, a, b, bias, activation
+        self.scale, self.rate = alpha / rank, rate
+        for p in self.params():
+            p.frozen = p not in (a, b)
+
+    def params(self) -> list[Param]:
+        first = [] if self.activation is None else self.activation.params()
+        return [*first, self.weight, *([] if self.bias is None else [self.bias]), self.a, self.b]
+
+    def forward(
+        self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None
+    ) -> Array:
+        if self.activation is not None:
+            recompute = partial(self.activation.forward, x)
+            x = self.activation.forward(x, stash)
+        key = None if stash is None else stash.key(self, self.rate)
+        bias = self.bias.value if self.bias else None
+        y, u = self.k.lora_fwd(x, self.weight.value, bias, self.a.value, self.b.value, self.scale, key, self.rate)
+        if stash is not None:
+            stash.push(self, recompute or (lambda: x), u, key)
+        return y
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        x, u, key = stash.pop(self)
+        dx = self.k.lora_bwd(
+            self.a.grad, self.b.grad, dy, x(), u, self.weight.value, self.a.value, self.b.value, self.scale, key,
+            self.rate,
+        )  # fmt: skip
+        return dx if self.activation is None else self.activation.backward(dx, stash)
+
+    def merged(self) -> Array:
+        """W + s B A, a new array: what a plain linear map would have in W's place."""
+        return self.k.lora_merge(self.weight.value, self.a.value, self.b.value, self.scale)
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for (o, i, r), lead in (((5, 7, 3), (2, 3)), ((1, 1, 1), (1,)), ((6, 4, 2), (9,)), ((3, 2, 5), (0,))):
+            of_gelu = Param("input_bias", (i,), decay=False)
+            for rate, bias, activation in (
+                (0.0, None, None), (0.4, Param("bias", (o,), decay=False), None), (0.4, None, SwiGLU(backend)),
+                (0.0, None, GELU(backend, bias=of_gelu)),
+            ):  # fmt: skip
+                shapes = {"weight": (o, i), "lora_a": (r, i), "lora_b": (o, r)}
+                matrices = [Param(name, shape, std=1.0) for name, shape in shapes.items()]
+                made = cls(*matrices, backend, bias=bias, alpha=1.7 * r, rate=rate, activation=activation)
+                width = 2 * i if isinstance(activation, SwiGLU) else i
+                yield with_buffer(made, backend, rng), (backend.asarray(rng.normal(size=(*lead, width))),)

@@ -1,0 +1,52 @@
+"""LoRA on the GPU: matrix products by cuBLAS, which adds one to another and scales, and dropout.cu."""
+
+from __future__ import annotations
+
+from tinyforge.backends.cublas import gemm
+from tinyforge.backends.cupy_backend import CupyBackend, contiguous
+from tinyforge.kernel import Array
+from tinyforge.ops import lora
+from tinyforge.ops.dropout_cuda import dropout
+from tinyforge.ops.linear_cuda import linear_fwd
+from tinyforge.ops.lora import Key
+
+
+@lora.lora_fwd.on("cupy")
+def lora_fwd(
+    x: Array, weight: Array, bias: Array | None, a: Array, b: Array, scale: float, key: Key, rate: float, *,
+    backend: CupyBackend,
+) -> tuple[Array, Array]:  # fmt: skip
+    x = contiguous(x)
+    y = linear_fwd(x, weight, bias, backend=backend)
+    dropped = x if key is None else dropout(x, key, rate)
+    u = gemm(dropped.reshape(-1, x.shape[-1]), a, transpose_b=True, tf32=backend.tf32)
+    gemm(u, b, y.reshape(len(u), len(b)), transpose_b=True, accumulate=True, scale=scale, tf32=backend.tf32)
+    return y, u
+
+
+@lora.lora_bwd.on("cupy")
+def lora_bwd(
+    da: Array | None, db: Array | None, dy: Array, x: Array, u: Array, weight: Array, a: Array, b: Array, scale: float,
+    key: Key, rate: float, *, backend: CupyBackend,
+) -> Array:  # fmt: skip
+    dy, x = contiguous(dy), contiguous(x)
+    up, width = dy.reshape(len(u), dy.shape[-1]), x.shape[-1]
+    if db is not None:
+        gemm(up, u, db, transpose_a=True, accumulate=True, scale=scale, tf32=backend.tf32)
+    du = gemm(up, b, scale=scale, tf32=backend.tf32)
+    if da is not None:
+        dropped = x if key is None else dropout(x, key, rate)
+        gemm(du, dropped.reshape(len(u), width), da, transpose_a=True, accumulate=True, tf32=backend.tf32)
+        del dropped
+    # The adapter's part comes first: it alone is masked, and the product with W is added to it.
+    dx = gemm(du, a, tf32=backend.tf32)
+    if key is not None:
+        dx = dropout(dx, key, rate)
+    gemm(up, weight, dx, accumulate=True, tf32=backend.tf32)
+    return dx.reshape(x.shape)
+
+
+@lora.lora_merge.on("cupy")
+def lora_merge(weight: Array, a: Array, b: Array, scale: float, *, backend: CupyBackend) -> Array:
+    merged = weight.copy()
+    return gemm(b, a, merged, accumulate=True, scale=scale, tf32=backend.tf32)
