@@ -26,6 +26,7 @@ from tinyforge.ops.attention import attention_bwd, attention_fwd
 from tinyforge.ops.cross_entropy import linear_cross_entropy_fwd, sum_tokens
 from tinyforge.optim import AdamWConfig
 from tinyforge.optim.adamw import adamw_, clip_factor
+from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
 
 pytest.importorskip("cupy", reason="launchers need CuPy, not a GPU")
@@ -33,7 +34,7 @@ pytest.importorskip("ml_dtypes")
 
 LAUNCHERS = (
     "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.cross_entropy", "ops.dropout", "ops.embedding",
-    "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.positions", "ops.rmsnorm",
+    "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora", "ops.positions", "ops.rmsnorm",
     "ops.rope", "ops.rows", "ops.softmax", "ops.swiglu", "ops.swiglu_linear", "optim.adamw",
 )  # fmt: skip
 NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32}
@@ -126,7 +127,7 @@ class Launches:
 
 def fake_gemm(
     a: Any, b: Any, out: Any = None, *, transpose_a: bool = False, transpose_b: bool = False, accumulate: bool = False,
-    tf32: bool = False,
+    tf32: bool = False, scale: float = 1.0,
 ) -> Any:  # fmt: skip
     m, k = a.shape[::-1] if transpose_a else a.shape
     rows, n = b.shape[::-1] if transpose_b else b.shape
@@ -171,10 +172,18 @@ def test_no_launcher_is_left_out() -> None:
 
 @pytest.mark.parametrize("kind", ops.ALL, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
-def test_launchers_pass_what_their_kernels_declare(kind: type[Op], precision: str, launches: Launches) -> None:
+@pytest.mark.parametrize("frozen", [False, True], ids=["learned", "frozen"])
+def test_launchers_pass_what_their_kernels_declare(
+    kind: type[Op], frozen: bool, precision: str, launches: Launches
+) -> None:
     if kind is ops.Attention and precision == "bf16":
         pytest.skip("the cases' head sizes have no kernel in bf16; the next test has some that do")
-    for op, inputs in kind.cases(FakeCupy(precision), np.random.default_rng(0)):
+    backend = FakeCupy(precision)
+    for op, inputs in kind.cases(backend, np.random.default_rng(0)):
+        if frozen:
+            for p in op.params():
+                p.frozen = True
+            ParamBuffer(op.params(), backend)
         for per_head in (False, True)[: 1 + kind.per_head]:
             stash = Stash(Stream(7, "test"))
             y = op.forward(*inputs, stash=stash)

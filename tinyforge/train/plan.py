@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import Backend
 from tinyforge.backends.phantom import METER, PhantomBackend
 from tinyforge.config import ModelConfig
@@ -46,13 +48,18 @@ def gib(count: int) -> str:
 
 
 def plan_step(
-    spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: bool = False
-) -> Plan:
-    """Run one step on arrays without memory and read the meter: what it takes on a GPU."""
+    spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: bool = False,
+    adapters: Adapters | None = None,
+) -> Plan:  # fmt: skip
+    """Run one step on arrays without memory and read the meter: what it takes on a GPU.
+
+    adapters: they are learned, and the model's own weights are frozen.
+    """
     start = METER.now
     METER.peak = start
     backend = PhantomBackend(precision)
-    model = spec.build(config, backend, recompute=recompute)
+    make = partial(spec.build, config, backend, recompute=recompute)
+    model = Adapted(make, adapters) if adapters else make()
     weights = METER.now - start
     optimizer = AdamW(model.buffer, backend)
     ready = METER.now - start
@@ -69,15 +76,22 @@ def plan_step(
 
 
 def print_plan(
-    spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: bool
-) -> None:
+    spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: bool,
+    adapters: Adapters | None = None,
+) -> None:  # fmt: skip
     print(f"a step of {batch_size} x {seq_len} tokens in {precision} on a GPU{', recomputing' if recompute else ''}:")
-    print(plan_step(spec, config, precision, batch_size, seq_len, recompute))
+    plan = plan_step(spec, config, precision, batch_size, seq_len, recompute, adapters)
+    print(plan)
+    if adapters:
+        whole = plan_step(spec, config, precision, batch_size, seq_len, recompute)
+        print(f"adapters of rank {adapters.rank}: {plan.peak / whole.peak:.2f} of the {gib(whole.peak)} that fine-tuning "
+              "all weights needs")  # fmt: skip
 
 
 def check_fits(
-    spec: ModelSpec, config: ModelConfig, backend: Backend, batch_size: int, seq_len: int, recompute: bool = False
-) -> None:
+    spec: ModelSpec, config: ModelConfig, backend: Backend, batch_size: int, seq_len: int, recompute: bool = False,
+    adapters: Adapters | None = None,
+) -> None:  # fmt: skip
     """Refuse, before anything is allocated, a run that would not fit into the free memory.
 
     On a CPU the forecast is that of a GPU, and a copy of the gradients for each worker beyond the first. The kernels
@@ -90,7 +104,7 @@ def check_fits(
         return
 
     def needed(rows: int, recompute: bool = recompute) -> int:
-        plan = plan_step(spec, config, backend.precision.name, rows, seq_len, recompute)
+        plan = plan_step(spec, config, backend.precision.name, rows, seq_len, recompute, adapters)
         if place == "on the GPU":
             return plan.peak + OUTSIDE
         return plan.peak + (backend.workers - 1) * plan.moments // 2

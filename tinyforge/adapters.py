@@ -1,0 +1,114 @@
+"""LoRA on a model: which of its linear maps get an adapter, and the model around the frozen one.
+
+    make = partial(spec.build, config, backend)
+    model = Adapted(make, Adapters(rank=8, targets=("qkv", "out")))     nothing in the model knows of it
+
+The model is built without memory, its linear maps are exchanged for `ops.LoRA` by name, all else is frozen, and then one
+buffer is made: weights that are not learned take their own bytes and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tinyforge.backends import Backend
+from tinyforge.errors import UserError
+from tinyforge.kernel import Array
+from tinyforge.op import Op, Param
+from tinyforge.ops import GELU, GELULinear, Linear, LoRA, SwiGLU, SwiGLULinear
+from tinyforge.params import UNPLACED, ParamBuffer
+
+LINEAR_MAPS = (Linear, SwiGLULinear, GELULinear)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """rank: R of A (R, I) and B (O, R). alpha: the product is scaled by alpha / rank. dropout: on the adapters' input.
+    targets: the last parts of the names of the linear maps that get one; empty for all of them."""
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+
+
+class Adapted:
+    """A model whose own weights are frozen, with adapters that are learned. All that is not said here is the model's.
+
+    make: builds it, as `make(values=...)`. values, frozen_values: of another such model, whose weights this one reads.
+    adapters: the LoRA ops by the names of the linear maps that they stand for.
+    """
+
+    def __init__(
+        self, make: Callable[..., Any], settings: Adapters, values: Array = None, frozen_values: Array = None
+    ) -> None:
+        self._make, self.settings = make, settings
+        self.model = make(values=UNPLACED)
+        backend: Backend = self.model.backend
+        found = [op for op in self.model.ops() if isinstance(op, LINEAR_MAPS)]
+        names = list(dict.fromkeys(_last(op) for op in found))
+        for target in settings.targets:
+            if target not in names:
+                raise UserError(f"no linear map of the model is called {target!r}; there are: {', '.join(names) or '-'}")
+        for p in self.model.params():
+            p.frozen = True
+        self.adapters: dict[str, LoRA] = {}
+        for op in found:
+            if not settings.targets or _last(op) in settings.targets:
+                self.adapters[op.name] = _adapter(op, settings, backend)
+                _exchange(self.model, op, self.adapters[op.name])
+        self.buffer = self.model.buffer = ParamBuffer(self.model.params(), backend, values, frozen_values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["model"], name)
+
+    def replica(self) -> Adapted:
+        """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
+        return Adapted(self._make, self.settings, self.buffer.values, self.buffer.frozen_values)
+
+    def fused_weights(self) -> Any:
+        """The model's, with the adapters merged into copies of the matrices."""
+        frozen = {op.weight: op.weight.value for op in self.adapters.values()}
+        try:
+            for op in self.adapters.values():
+                op.weight.value = op.merged()
+            return self.model.fused_weights()
+        finally:
+            for weight, value in frozen.items():
+                weight.value = value
+
+    def flop_per_token(self, seq_len: int) -> float:
+        """0: the convention counts a product for each weight's gradient, and most of them are not taken here."""
+        return 0.0
+
+
+def _last(op: Op) -> str:
+    return op.name.rpartition(".")[2]
+
+
+def _adapter(op: Any, settings: Adapters, backend: Backend) -> LoRA:
+    """The adapter that computes what `op` does, and B A beside it. A starts as in PEFT, with variance 1 / 3I; B at 0."""
+    (outputs, inputs), rank = op.weight.shape, settings.rank
+    a = Param(f"{op.name}.lora_a", (rank, inputs), std=(3 * inputs) ** -0.5)
+    b = Param(f"{op.name}.lora_b", (outputs, rank))
+    activation: Op | None = None
+    if isinstance(op, SwiGLULinear):
+        activation = SwiGLU(backend, f"{op.name}.swiglu")
+    elif isinstance(op, GELULinear):
+        activation = GELU(backend, name=f"{op.name}.gelu", bias=op.input_bias)
+    return LoRA(op.weight, a, b, backend, op.name, bias=getattr(op, "bias", None), alpha=settings.alpha,
+                rate=settings.dropout, activation=activation)  # fmt: skip
+
+
+def _exchange(model: Any, old: Op, new: Op) -> None:
+    """Put `new` where the model has `old`: an op's name is its path, "blocks.0.qkv" for model.blocks[0].qkv."""
+    *path, last = old.name.split(".")
+    holder = model
+    for part in path:
+        holder = holder[int(part)] if part.isdigit() else getattr(holder, part, None)
+    if getattr(holder, last, None) is not old:
+        raise UserError(f"{type(model).__name__}: {old.name} is not the path of that op in the model; leave it out of "
+                        "the targets, or name it by its path")  # fmt: skip
+    setattr(holder, last, new)
