@@ -2,6 +2,7 @@
 
     python recipes/sft.py                                   the newest pretrained run, the built-in instructions
     python recipes/sft.py --data alpaca.json --base runs/pretrain
+    python recipes/sft.py --base SmolLM2-135M --lora 8      adapters beside a frozen model, here another program's
     python recipes/sft.py --resume                          continue runs/sft
 
 Each record is laid out in Alpaca's form and ends with </s>; only the reply and its </s> are learned (all other targets
@@ -14,6 +15,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -23,14 +25,12 @@ import numpy as np
 from data.alpaca import END_OF_REPLY, Record, encode_example, hold_out, origin_of, read_records, render_prompt
 from data.world import KINDS, instructions, is_correct
 from tinyforge import checkpoint
-from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError, run_command
-from tinyforge.hub import Loaded, build, model_of, newest_run
-from tinyforge.hub.foreign import is_foreign
+from tinyforge.hub import Loaded, Opened, lora, newest_run, open_model
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.infer.decoder import Decoder
-from tinyforge.registry import ModelSpec
 from tinyforge.report import timed
+from tinyforge.rng import Stream
 from tinyforge.text import TextTokenizer
 from tinyforge.text.vocabulary import start_ids
 from tinyforge.train.batches import Examples, fingerprint, micro_batches
@@ -89,47 +89,56 @@ def exact_match(loaded: Loaded, count: int, seed: int) -> dict[str, float]:
     return {**scores, "all": float(np.mean([r for results in right.values() for r in results]))}
 
 
-def base_of(settings: SftSettings, resume: bool) -> Path:
+def open_base(settings: SftSettings, resume: bool) -> Opened:
+    """What training starts from. A run of adapters resumes on its base, any other on itself."""
+    out = Path(settings.out)
+    if resume and settings.lora is None:
+        return open_model(out)
     if resume:
-        return Path(settings.out)
-    base = Path(settings.base) if settings.base else newest_run(("pretrain",))
-    if base is None:
+        found = checkpoint.latest(out)
+        meta = checkpoint.read_meta(found)
+        base = open_model(lora.base_of(found, meta))
+        lora.check_base(found, base, meta["lora"]["base_sha256"])
+        return base
+    path = Path(settings.base) if settings.base else newest_run(("pretrain",))
+    if path is None:
         raise UserError("no pretrained run under runs/; run python recipes/pretrain.py first, or give --base DIR")
-    if is_foreign(base):
-        raise UserError(
-            f"--base: {base} is another program's model; bring it in with python -m tinyforge.hub convert {base} DIR "
-            "--format tinyforge, and give DIR"
-        )
-    return checkpoint.latest(base)
+    return open_model(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(SftSettings, __doc__ or "", argv)
-    base = checkpoint.load(base_of(settings, resume))
-    spec, config = model_of(base)
+    base = open_base(settings, resume)
     if plan_only:
-        seq_len = sequence_length(config, settings.seq_len)
-        print_plan(spec, config, settings.precision, settings.batch_size, seq_len, settings.recompute)
+        seq_len = sequence_length(base.config, settings.seq_len)
+        print_plan(base.spec, base.config, settings.precision, settings.batch_size, seq_len, settings.recompute,
+                   settings.adapters)  # fmt: skip
         return 0
     with claimed(settings, resume):
-        fine_tune(settings, base, spec, config, resume)
+        fine_tune(settings, base, resume)
     if with_card:
         print(f"wrote {write_card(Path(settings.out))}")
     print(f"next: python -m tinyforge.chat --checkpoint {shlex.quote(settings.out)}")
     return 0
 
 
-def fine_tune(
-    settings: SftSettings, base: checkpoint.Checkpoint, spec: ModelSpec, config: ModelConfig, resume: bool
-) -> None:
+def fine_tune(settings: SftSettings, base: Opened, resume: bool) -> None:
+    spec, config, adapters = base.spec, base.config, settings.adapters
     seq_len = sequence_length(config, settings.seq_len)
     with timed("opening the backend"):
         backend, settings = open_backend(settings)
-    check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute)
+    check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute, adapters)
     with timed("making the model"):
-        loaded = build(base, backend, settings.recompute)
+        loaded = base.build(backend, settings.recompute, adapters)
+        if adapters:
+            loaded.model.buffer.initialise(Stream(settings.seed, "adapters"))
     model, tokenizer = loaded.model, loaded.tokenizer
-    print(f"base: {loaded.path}, {spec.name}, {model.buffer.count:,} parameters")
+    learned = sum(p.size for p in model.buffer.params)
+    print(f"base: {loaded.path}, {spec.name}, {model.buffer.count - learned if adapters else learned:,} parameters")
+    if adapters:
+        names = dict.fromkeys(name.rpartition(".")[2] for name in model.adapters)
+        print(f"adapters: rank {adapters.rank}, alpha {adapters.alpha:g}, on {', '.join(names)}: {learned:,} "
+              "parameters are learned, the base is frozen")  # fmt: skip
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
 
     if settings.data:
@@ -148,9 +157,9 @@ def fine_tune(
         raise UserError(f"data: none of the {len(held_out)} held-out records fits {seq_len} tokens; give more records")
 
     origins = [origin_of(Path(path)) for path in settings.data] or [("the built-in instructions", "MIT")]
-    names, licences = ("; ".join(sorted(set(part))) for part in zip(*origins, strict=True))
+    sources, licences = ("; ".join(sorted(set(part))) for part in zip(*origins, strict=True))
     summary = [
-        {"source": names, "licence": licences, "records": len(encoded), "held-out_records": len(held)},
+        {"source": sources, "licence": licences, "records": len(encoded), "held-out_records": len(held)},
     ]
     accum, rows = settings.grad_accum, settings.batch_size
 
@@ -168,13 +177,18 @@ def fine_tune(
 
     print_schedule(settings, f"{rows * accum} rows of several records", data.batches_in(0, rows) / accum, "records")
 
+    origin: dict[str, Any] = {
+        "base": base.meta["base"] if resume and not adapters else
+        {key: base.meta[key] for key in OF_BASE if key in base.meta},
+    }  # fmt: skip
+    if adapters:
+        origin["lora"] = lora.describe(adapters, base, model.buffer.count - learned, Path(settings.out))
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
     task = Task(
         model, tokenizer, NextTokens(config.head_weights, tokenizer.byte_lengths),
         micro_batches(data, rows, accum), evaluate, sample,
         {"kind": "sft", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
-         "data_hash": fingerprint(stream), "corpus": summary, "machine": backend.describe(),
-         "base": base.meta["base"] if resume else {key: base.meta[key] for key in OF_BASE if key in base.meta}},
+         "data_hash": fingerprint(stream), "corpus": summary, "machine": backend.describe(), **origin},
         model.flop_per_token(seq_len),
     )  # fmt: skip
     last = Run(task, settings, backend, resume).train()

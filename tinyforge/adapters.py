@@ -3,8 +3,8 @@
     make = partial(spec.build, config, backend)
     model = Adapted(make, Adapters(rank=8, targets=("qkv", "out")))     nothing in the model knows of it
 
-The model is built without memory, its linear maps are exchanged for `ops.LoRA` by name, all else is frozen, and then one
-buffer is made: weights that are not learned take their own bytes and no others.
+The model is built without memory, its linear maps are exchanged for `ops.LoRA` by name, all else is frozen, and then
+one buffer is made: weights that are not learned take their own bytes and no others.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Adapted:
         names = list(dict.fromkeys(_last(op) for op in found))
         for target in settings.targets:
             if target not in names:
-                raise UserError(f"no linear map of the model is called {target!r}; there are: {', '.join(names) or '-'}")
+                raise UserError(f"no linear map of the model is called {target!r}; known: {', '.join(names)}")
         for p in self.model.params():
             p.frozen = True
         self.adapters: dict[str, LoRA] = {}
@@ -89,7 +89,7 @@ def _last(op: Op) -> str:
 
 
 def _adapter(op: Any, settings: Adapters, backend: Backend) -> LoRA:
-    """The adapter that computes what `op` does, and B A beside it. A starts as in PEFT, with variance 1 / 3I; B at 0."""
+    """What computes as `op` does, with B A beside it. A starts with PEFT's variance, 1 / 3I, and B at 0."""
     (outputs, inputs), rank = op.weight.shape, settings.rank
     a = Param(f"{op.name}.lora_a", (rank, inputs), std=(3 * inputs) ** -0.5)
     b = Param(f"{op.name}.lora_b", (outputs, rank))
@@ -107,7 +107,7 @@ def _exchange(model: Any, old: Op, new: Op) -> None:
     *path, last = old.name.split(".")
     holder = model
     for part in path:
-        holder = holder[int(part)] if part.isdigit() else getattr(holder, part, None)
+        holder = dict(enumerate(holder or ())).get(int(part)) if part.isdigit() else getattr(holder, part, None)
     if getattr(holder, last, None) is not old:
         raise UserError(f"{type(model).__name__}: {old.name} is not the path of that op in the model; leave it out of "
                         "the targets, or name it by its path")  # fmt: skip

@@ -39,13 +39,14 @@ class Entry:
 
     def put(self, ours: Array, theirs: Array) -> None:
         """Write their tensor into its place in our parameter."""
-        self._at(ours)[...] = theirs.T if self.transposed else theirs
+        self.at(ours)[...] = theirs.T if self.transposed else theirs
 
     def take(self, ours: Array) -> Array:
         """Their tensor, a view of our parameter."""
-        return self._at(ours).T if self.transposed else self._at(ours)
+        return self.at(ours).T if self.transposed else self.at(ours)
 
-    def _at(self, ours: Array) -> Array:
+    def at(self, ours: Array) -> Array:
+        """The part of our parameter, or of an array with rows like it, that is theirs: a view."""
         return ours if self.part is None else ours[self.part]
 
 

@@ -97,7 +97,7 @@ class ParamBuffer:
         self.publish()
 
     def set_master(self, param: Param, value: Any) -> None:
-        """Give a parameter's master weights another value, or a frozen one's only weights; `publish` when all are set."""
+        """Give a parameter's master weights, or a frozen one's only ones, another value; `publish` when all are set."""
         flat = self.frozen_values if param.frozen else self.masters
         self.view(flat, param)[...] = self._backend.asarray(value, flat.dtype)
 

@@ -29,7 +29,8 @@ class ModelSpec:
     """A model of the zoo.
 
     name: as in --model and in checkpoints. title: for people. build: the class, called as build(config, backend, *,
-    values=None, recompute=False). config: the class of its configs. presets: configs by name, the first is the default.
+    values=None, recompute=False); values go to its `ParamBuffer` as they are. For adapters, an op's name is its path in
+    the model: "blocks.0.qkv". config: the class of its configs. presets: configs by name, the first is the default.
     summary: one line. hf: the module that maps Hugging Face weights, as "package.module"; empty where there is none.
     architectures: the names in Hugging Face's config.json that it reads. bundled: a checkpoint that comes
     with the model's code, a small trained model; chat takes it where nothing has been trained.

@@ -137,6 +137,11 @@ def fake_gemm(
     return out
 
 
+def no_gemm_bias(*arguments: Any, tf32: bool = False) -> bool:
+    """No algorithm of cuBLASLt fits: the kernel that writes the bias first is launched."""
+    return False
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     found = Launches()
@@ -153,7 +158,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     caches = (cupy_backend.processors, cupy_backend.shared_limit, attention_cuda.plain, attention_cuda.tensor_core,
               attention_cuda.has_wgmma)  # fmt: skip
     for module in (cupy_backend, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
-        for name, stand_in in (("load", found.load), ("gemm", fake_gemm), ("cupy", cupy), ("cp", cupy)):
+        stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_bias": no_gemm_bias, "cupy": cupy, "cp": cupy}
+        for name, stand_in in stand_ins.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
     for cached in caches:

@@ -117,6 +117,25 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "linear_bwd_bias": lambda r, n, c: (acc(r, c), act(r, n, c)),
     "linear_bwd": lambda r, n, c: (acc(r, 24, c), None, act(r, n, 24), act(r, n, c), act(r, 24, c)),
     "linear_bwd bias": lambda r, n, c: (acc(r, c, 24), acc(r, c), act(r, n, c), act(r, n, 24), act(r, c, 24)),
+    "linear_bwd frozen": lambda r, n, c: (None, None, act(r, n, 24), None, act(r, 24, c)),
+    "rmsnorm_bwd frozen": lambda r, n, c: (None, act(r, n, c), act(r, c), act(r, n, c), some_rstd(r, n), None),
+    "layernorm_bwd frozen": lambda r, n, c: (
+        None, None, act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), None),
+    "layernorm_bwd frozen gain": lambda r, n, c: (
+        None, acc(r, c), act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), None),
+    "gelu_bwd frozen bias": lambda r, n, c: (None, None, act(r, n, c), act(r, n, c), act(r, c), "tanh"),
+    "swiglu_linear_bwd frozen": lambda r, n, c: (None, act(r, n, 24), act(r, n, 2 * c), act(r, 24, c)),
+    "lora_fwd": lambda r, n, c: (
+        act(r, n, c), act(r, 24, c), act(r, 24), act(r, 8, c), act(r, 24, 8), 1.7, Stream(1).key, 0.3),
+    "lora_fwd whole": lambda r, n, c: (
+        act(r, n, c), act(r, 24, c), None, act(r, 3, c), act(r, 24, 3), 0.5, None, 0.0),
+    "lora_bwd": lambda r, n, c: (
+        acc(r, 8, c), acc(r, 24, 8), act(r, n, 24), act(r, n, c), act(r, n, 8), act(r, 24, c), act(r, 8, c),
+        act(r, 24, 8), 1.7, Stream(1).key, 0.3),
+    "lora_bwd whole": lambda r, n, c: (
+        acc(r, 3, c), acc(r, 24, 3), act(r, n, 24), act(r, n, c), act(r, n, 3), act(r, 24, c), act(r, 3, c),
+        act(r, 24, 3), 0.5, None, 0.0),
+    "lora_merge": lambda r, n, c: (act(r, n, c), act(r, 8, c), act(r, n, 8), 1.7),
     "swiglu_linear_fwd": lambda r, n, c: (act(r, n, 2 * c), act(r, 24, c)),
     "gelu_linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), None),
     "gelu_linear_fwd bias": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), act(r, c)),
@@ -226,7 +245,31 @@ def gelu_linear_backwards(
     return du
 
 
+def bf16(x: np.ndarray) -> np.ndarray:
+    return x.astype(dtype_of("bfloat16")).astype(np.float32)
+
+
+def lora_forwards(x: np.ndarray, weight: np.ndarray, bias: Any, a: np.ndarray, b: np.ndarray, *more: Any) -> Any:
+    """The frozen map's result is stored, and so rounded, before the adapter's is added, and so is what A gives."""
+    scale, key, rate = more
+    dropped = x if key is None else bf16(KERNELS["dropout"](x, key, rate))
+    u = bf16(dropped @ a.T)
+    return bf16(KERNELS["linear_fwd"](x, weight, bias)) + (u @ b.T) * np.float32(scale), u
+
+
+def lora_backwards(da: np.ndarray, db: np.ndarray, dy: np.ndarray, x: np.ndarray, u: np.ndarray, *more: Any) -> Any:
+    """The gradient behind A is stored, and so is the adapter's part of dx."""
+    weight, a, b, scale, key, rate = more
+    du = bf16((dy @ b) * np.float32(scale))
+    db += (dy.T @ u) * np.float32(scale)
+    da += du.T @ (x if key is None else bf16(KERNELS["dropout"](x, key, rate)))
+    dx = bf16(du @ a)
+    return (dx if key is None else bf16(KERNELS["dropout"](dx, key, rate))) + dy @ weight
+
+
 PLAIN = {
+    "lora_fwd": lora_forwards, "lora_fwd whole": lora_forwards, "lora_bwd": lora_backwards,
+    "lora_bwd whole": lora_backwards,
     "gelu_linear_fwd": gelu_then_linear, "gelu_linear_fwd bias": gelu_then_linear,
     "gelu_linear_bwd": gelu_linear_backwards, "gelu_linear_bwd bias": gelu_linear_backwards,
     "add_rmsnorm_fwd": add_then_rmsnorm, "add_layernorm_fwd": add_then_layernorm,
@@ -441,7 +484,7 @@ def test_strides_do_not_matter(name: str) -> None:
         wide[..., ::2] = placed
         return wide[..., ::2]
 
-    if "linear" in name and name != "linear_bwd_bias" or name in ("positions_fwd", "embedding_fwd"):
+    if ("linear" in name and name != "linear_bwd_bias") or "lora" in name or name in ("positions_fwd", "embedding_fwd"):
         pytest.skip("the last argument of two axes is a weight; test_contract covers the inputs")
     wanted = run(cupy_of(name, backend), arguments, on_gpu(backend))
     for got, w in zip(run(cupy_of(name, backend), arguments, spread), wanted, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from models.gpt2 import GPT2
 from models.gpt2 import Config as GPT2Config
 from models.llama import Config as LlamaConfig
 from models.llama import Llama
+from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import get_backend
 from tinyforge.hub import load_pretrained, save_pretrained
 from tinyforge.infer import Sampling, generate, make_decoder
@@ -57,6 +59,28 @@ def step(model: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     nll = model.forward(backend.asarray(ids), backend.asarray(targets), stash)
     model.backward(backend.asarray(np.ones(1), backend.master_dtype), stash)
     return backend.to_numpy(nll), {p.name: backend.to_numpy(p.grad).astype(np.float64) for p in model.buffer.params}
+
+
+def adapted(name: str, backend: str, precision: str) -> Any:
+    """The model of `build`, frozen, with adapters that are not 0."""
+    kind, config = MODELS[name]
+    model = Adapted(partial(kind, config, get_backend(backend, precision, workers=1)), Adapters(4, 8.0, 0.1))
+    rng = np.random.default_rng(7)
+    for p in (*model.buffer.frozen, *model.buffer.params):
+        drawn = (p.fill + 0.1 * rng.standard_normal(p.shape)).astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+        model.buffer.set_master(p, drawn.view(np.float32))
+    model.buffer.publish()
+    return model
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-4), ("bf16", 1e-1)])
+@pytest.mark.parametrize("name", MODELS)
+def test_adapters_learn_as_on_numpy(name: str, precision: str, tolerance: float) -> None:
+    nll, grads = step(adapted(name, "cupy", precision))
+    wanted_nll, wanted = step(adapted(name, "numpy", "fp64"))
+    assert np.abs(nll - wanted_nll).max() < tolerance * np.abs(wanted_nll).max()
+    errors = {p: np.linalg.norm(grads[p] - g) / np.linalg.norm(g) for p, g in wanted.items()}
+    assert {p: error for p, error in errors.items() if not error < tolerance} == {}
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-4), ("bf16", 1e-1)])

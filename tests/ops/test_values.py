@@ -61,6 +61,34 @@ def naive_attention(
     return out
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_lora_is_two_linear_maps_behind_a_dropout_beside_a_third(rate: float, rng: np.random.Generator) -> None:
+    weight, a, b, bias = (rng.normal(size=shape) for shape in ((5, 7), (3, 7), (5, 3), (5,)))
+    x, dy, noise = rng.normal(size=(2, 4, 7)), rng.normal(size=(2, 4, 5)), Stream(3, "step 1")
+    shapes = [Param(name, value.shape) for name, value in (("w", weight), ("a", a), ("b", b), ("bias", bias))]
+    op = ops.LoRA(*shapes[:3], FP64, "lora", bias=shapes[3], alpha=6.0, rate=rate)
+    ParamBuffer(op.params(), FP64)
+    for p, value in zip(shapes, (weight, a, b, bias), strict=True):
+        p.value[...] = value
+    linear, drop = ops.Linear(param("w", weight), FP64, bias=param("bias", bias)), ops.Dropout(rate, FP64, "lora")
+    down, up = ops.Linear(param("a", a), FP64), ops.Linear(param("b", b), FP64)
+    stash, plain = Stash(noise), Stash(noise)
+    close(op.forward(x, stash), linear.forward(x, plain)
+          + 2.0 * up.forward(down.forward(drop.forward(x, plain), plain), plain))  # fmt: skip
+    adapter = drop.backward(down.backward(up.backward(2.0 * dy, plain), plain), plain)
+    close(op.backward(dy, stash), adapter + linear.backward(dy, plain))
+    close(op.a.grad, down.weight.grad)
+    close(op.b.grad, up.weight.grad)
+    assert op.weight.grad is None and op.bias is not None and op.bias.grad is None
+    close(op.forward(x), x @ op.merged().T + bias)
+
+
+def test_lora_of_shapes_that_do_not_fit() -> None:
+    shapes = [Param("w", (5, 7)), Param("a", (3, 6)), Param("b", (5, 3))]
+    with pytest.raises(ValueError, match=r"W \(5, 7\), A \(3, 6\), B \(5, 3\); want \(O, I\), \(R, I\), \(O, R\)"):
+        ops.LoRA(*shapes, FP64, alpha=1.0)
+
+
 @pytest.mark.parametrize("length", [1, 2, TILE - 1, TILE, TILE + 1, 2 * TILE + 37])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 2), (3, 1)])
 def test_attention_is_the_full_matrix_formula(heads: int, kv_heads: int, length: int, rng: np.random.Generator) -> None:

@@ -1,4 +1,4 @@
-"""Recipes on models of others: llama2.c's stories260K is measured as it is, and fine-tuned once it is converted."""
+"""Recipes on models of others: llama2.c's stories260K is measured as it is, and fine-tuned."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 
 from recipes import evaluate, sft
 from tinyforge.backends import get_backend
-from tinyforge.errors import UserError
-from tinyforge.hub import convert, load
+from tinyforge.hub import load
 
 MODEL = Path(__file__).resolve().parents[3] / "shared/data/llama2c/stories260K.bin"
 pytestmark = pytest.mark.skipif(not MODEL.is_file(), reason=f"{MODEL} is not there")
@@ -32,11 +31,8 @@ def test_it_is_measured_as_it_is(tmp_path: Path) -> None:
 def test_it_is_fine_tuned_with_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sft, "BUILT_IN_RECORDS", 300)
     monkeypatch.setattr(sft, "HELD_OUT_RECORDS", 20)
-    with pytest.raises(UserError, match="is another program's model; bring it in with python -m tinyforge.hub convert"):
-        sft.main(["--base", str(MODEL)])
-    assert convert.main([str(MODEL), str(tmp_path / "base"), "--format", "tinyforge"]) == 0
     flags = ["--steps", "2", "--batch-size", "2", "--workers", "1", "--out", str(tmp_path / "sft"), "--card"]
-    assert sft.main(["--base", str(tmp_path / "base"), *flags]) == 0
+    assert sft.main(["--base", str(MODEL), *flags]) == 0
     found = load(tmp_path / "sft", get_backend("numpy", "fp32", workers=1))
     assert found.meta["kind"] == "sft" and found.model.buffer.count == 260_032
     card = (tmp_path / "sft" / "README.md").read_text(encoding="utf-8")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from models.nanoeuler import PRESETS, Config, NanoEuler
+from tinyforge.adapters import Adapters
 from tinyforge.backends import get_backend
 from tinyforge.backends.phantom import METER, Phantom, empty
 from tinyforge.errors import UserError
@@ -55,6 +56,27 @@ def test_the_parts_are_what_the_formulas_say(precision: str, size: int, wide: in
     assert plan.peak > plan.weights + plan.moments + plan.saved
     spared = plan.saved - plan_step(SPEC, TINY, precision, 8, 256, recompute=True).saved
     assert spared == pytest.approx(tokens * TINY.layers * 2 * 64 * size, rel=0.02)
+
+
+def test_what_is_frozen_takes_its_weights_alone() -> None:
+    adapters = Adapters(4, 8.0, 0.1)
+    base = NanoEuler(TINY, get_backend("numpy", "fp64", workers=1)).buffer.count
+    learned = TINY.layers * 4 * sum(a + b for a, b in ((64, 128), (64, 64), (64, 192), (96, 64)))
+    tables = TINY.layers * 3 * 256 * 8 * 4
+    plan, whole = plan_step(SPEC, TINY, "bf16", 8, 256, adapters=adapters), plan_step(SPEC, TINY, "bf16", 8, 256)
+    assert plan.weights == pytest.approx(2 * base + (2 + 4 + 4) * learned + tables, rel=0.02)
+    assert plan.moments == pytest.approx(8 * learned, rel=0.02)
+    # Beside what all weights need: U of each adapter. The loss keeps its residual either way.
+    assert plan.saved - whole.saved == pytest.approx(8 * 256 * TINY.layers * 4 * 4 * 2, rel=0.02)
+    assert plan.peak < whole.peak
+
+
+def test_smollm2_takes_less_than_half_the_memory_with_adapters() -> None:
+    spec = find_model("llama")
+    config = spec.presets["SmolLM2-135M"]
+    for precision, rows in (("bf16", 4), ("fp32", 1)):
+        plan = plan_step(spec, config, precision, rows, 512, adapters=Adapters(8, 16.0, 0.05))
+        assert plan.peak < 0.5 * plan_step(spec, config, precision, rows, 512).peak
 
 
 def test_memory_grows_with_the_tokens_alone() -> None:

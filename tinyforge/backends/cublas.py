@@ -67,11 +67,12 @@ def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = Fa
     if tf32 and a.dtype == FLOAT32:
         compute = COMPUTE_TF32
     number = np.array(scale, kind)  # read before gemmEx returns
+    factor = ONE[kind] if scale == 1.0 else number.ctypes.data
     # cuBLAS counts down columns. A row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors change
     # places and each keeps its own flag.
     cublas.gemmEx(
         device.get_cublas_handle(), TRANSPOSE if transpose_b else NO, TRANSPOSE if transpose_a else NO, n, m, k,
-        number.ctypes.data, b.data.ptr, type_code(b.dtype), leading(b), a.data.ptr, type_code(a.dtype),
+        factor, b.data.ptr, type_code(b.dtype), leading(b), a.data.ptr, type_code(a.dtype),
         leading(a), (ONE if accumulate else ZERO)[kind], out.data.ptr, type_code(out.dtype),
         leading(out), compute, _DEFAULT_ALGORITHM,
     )  # fmt: skip

@@ -6,6 +6,9 @@
     python -m tinyforge.hub convert stories260K.bin stories                 the tokenizer lies beside it
     python -m tinyforge.hub convert runs/sft model.gguf --type q8_0         for llama.cpp; Ollama's Modelfile beside it
     python -m tinyforge.hub convert runs/sft model.bin                      for llama2.c's run.c
+    python -m tinyforge.hub convert runs/sft my-adapter --adapter           the adapter of a run with --lora, for PEFT
+
+An adapter, of a run of ours or of PEFT, is merged into its base; --adapter writes it alone.
 
 Parts that a format cannot hold, such as the later output heads of NanoEuler, are left out and named on stderr.
 """
@@ -19,12 +22,12 @@ from pathlib import Path
 
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
-from tinyforge.errors import Parser
+from tinyforge.errors import Parser, UserError
 from tinyforge.files import read_text
 from tinyforge.hub.foreign import is_foreign
 from tinyforge.hub.gguf_file import TYPES
 from tinyforge.hub.pretrained import FORMATS, save_pretrained
-from tinyforge.hub.runs import load
+from tinyforge.hub.runs import load, write_adapter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,23 +36,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("source", metavar="SRC",
-                        help="a run, a checkpoint, a Hugging Face directory, a .gguf or a .bin file")  # fmt: skip
+                        help="a run, a checkpoint, a Hugging Face directory, a .gguf or .bin file, an adapter of PEFT")
     parser.add_argument("target", metavar="DST", help="the directory, or the .gguf or .bin file, to write")
     parser.add_argument("--format", choices=list(FORMATS), default="",
                         help="format of DST (default: by its suffix, .gguf or .bin for llama2c, else hf)")  # fmt: skip
     parser.add_argument("--type", "--dtype", dest="dtype", choices=TYPES, default="f32",
                         help="type of the stored weights; f16, q8_0, q4_0: gguf alone (default: f32)")  # fmt: skip
     parser.add_argument("--tokenizer", metavar="FILE", help="SRC's tokenizer, where it does not lie beside it")
+    parser.add_argument("--base", metavar="PATH", help="SRC's base, where SRC is an adapter and it lies elsewhere")
+    parser.add_argument("--adapter", action="store_true", help="write SRC's adapter alone, as PEFT has it")
     args = parser.parse_args(argv)
     source, target = Path(args.source), Path(args.target)
+    base = Path(args.base) if args.base else None
+    if args.adapter:
+        if args.format or args.dtype != "f32" or args.tokenizer:
+            raise UserError("--adapter writes PEFT's format in f32; leave out --format, --dtype and --tokenizer")
+        write_adapter(source, target, base)
+        print(f"wrote {target}, {_size(target):.1f} MB")
+        return 0
     backend = get_backend("numpy", "fp32", workers=1)
-    found = load(source, backend, Path(args.tokenizer) if args.tokenizer else None)
+    found = load(source, backend, Path(args.tokenizer) if args.tokenizer else None, base)
     save_pretrained(found.model, found.tokenizer, target, format=args.format, dtype=args.dtype, meta=found.meta,
                     card=_card_of(found.path, args.dtype))  # fmt: skip
-    files = target.iterdir() if target.is_dir() else [target]
-    print(f"wrote {target}, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB; "
-          f"python -m tinyforge.chat --checkpoint {target}")  # fmt: skip
+    print(f"wrote {target}, {_size(target):.1f} MB; python -m tinyforge.chat --checkpoint {target}")
     return 0
+
+
+def _size(target: Path) -> float:
+    """MB."""
+    files = target.iterdir() if target.is_dir() else [target]
+    return sum(file.stat().st_size for file in files) / 1e6
 
 
 def _card_of(path: Path, dtype: str) -> str:

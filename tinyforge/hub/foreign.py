@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.hub import gguf, huggingface, llama2c
+from tinyforge.hub.opened import Tensors, fill
 from tinyforge.hub.weights import Weights
 from tinyforge.layout import Entry
 from tinyforge.registry import ModelSpec, models
@@ -30,7 +31,8 @@ HEAD = "lm_head.weight"
 
 def is_foreign(path: Path) -> bool:
     """Whether `path` is another program's model; else it should be a checkpoint of ours."""
-    return llama2c.is_file(path) or gguf.is_file(path) or huggingface.is_directory(path)
+    files = llama2c.is_file(path) or gguf.is_file(path)
+    return files or huggingface.is_directory(path) or huggingface.is_adapter(path)
 
 
 def open_weights(path: Path) -> Weights:
@@ -41,8 +43,19 @@ def open_weights(path: Path) -> Weights:
 
 
 def load_weights(weights: Weights, backend: Backend) -> Any:
-    """Build the model that the weights belong to. Raises UserError, before anything is built, for an architecture that
-    no registered model reads, and for tensors that are missing, too many, or of the wrong shape."""
+    """Build the model that the weights belong to. Raises UserError as `describe` does."""
+    spec, config, tensors = describe(weights)
+    model = spec.build(config, backend)
+    fill(model.buffer, tensors(), weights.source)
+    return model
+
+
+def describe(weights: Weights) -> tuple[ModelSpec, ModelConfig, Tensors]:
+    """The registered model that the weights belong to, its config, and the weights under our names.
+
+    Raises UserError for an architecture that no registered model reads, and for tensors that are missing, too many, or
+    of the wrong shape; no tensor is read for that.
+    """
     try:
         spec = _spec_of(weights.config)
         layout = _layout(spec)
@@ -50,18 +63,38 @@ def load_weights(weights: Weights, backend: Backend) -> Any:
         places = _places(weights, layout, config)
     except UserError as error:
         raise UserError(f"{weights.source}: {error}") from error
-    model = spec.build(config, backend)
-    params = {p.name: model.buffer.view(model.buffer.masters, p) for p in model.buffer.params}
+    parts: dict[str, list[tuple[Entry, Callable[[], np.ndarray]]]] = {}
     for entry, read in places:
-        target = params[entry.ours]
-        entry.put(target, backend.asarray(read(), target.dtype))
-    model.buffer.publish()
-    return model
+        parts.setdefault(entry.ours, []).append((entry, read))
+    return spec, config, lambda: ((ours, _whole(own)) for ours, own in parts.items())
+
+
+def _whole(parts: list[tuple[Entry, Callable[[], np.ndarray]]]) -> np.ndarray:
+    """Our parameter, put together from their tensors."""
+    whole: np.ndarray | None = None
+    for entry, read in parts:
+        theirs = read()
+        if whole is None:
+            first = theirs.shape[::-1] if entry.transposed else theirs.shape
+            last = parts[-1][0].part
+            if isinstance(last, slice):
+                first = (last.stop, *first[1:])
+            elif last is not None:
+                first = (last + 1, *first)
+            whole = np.zeros(first, theirs.dtype)
+        entry.put(whole, theirs)
+    assert whole is not None
+    return whole
+
+
+def entries(spec: ModelSpec, config: ModelConfig) -> Iterator[Entry]:
+    """A model's tensors under their Hugging Face names. Raises UserError for a model that has none."""
+    return _layout(spec).entries(config)
 
 
 def entries_of(model: Any) -> list[Entry]:
-    """The model's tensors under their Hugging Face names. Raises UserError for a model that has none."""
-    return list(_layout(spec_of_model(model)).entries(model.config))
+    """The same of a model that is built."""
+    return list(entries(spec_of_model(model), model.config))
 
 
 def weights_of(model: Any) -> Weights:

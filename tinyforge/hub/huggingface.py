@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,17 @@ from tinyforge.files import read_json, sync, write_whole
 from tinyforge.hub.weights import Weights
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def is_directory(path: Path) -> bool:
     """Whether `path` looks like a Hugging Face model: a config.json is what every one of them has."""
     return (path / CONFIG).is_file()
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether `path` looks like an adapter of PEFT, for a model that lies elsewhere."""
+    return (path / ADAPTER_CONFIG).is_file()
 
 
 def open_directory(path: Path) -> Weights:
@@ -65,17 +71,26 @@ def write_directory(path: Path, weights: Weights, dtype: str, others: Callable[[
 
     Raises UserError where `path` exists or cannot be written.
     """
+    config = {**weights.config, "dtype": {"f32": "float32", "bf16": "bfloat16"}[dtype]}
+    write_files(path, {CONFIG: config}, SINGLE, weights.tensors, dtype, others)
+
+
+def write_files(
+    path: Path, configs: Mapping[str, Any], file: str, lazy: Mapping[str, tensors.Lazy], dtype: str,
+    others: Callable[[Path], Any] | None = None,
+) -> None:  # fmt: skip
+    """A directory of JSON files by name and one safetensors file. UserError as for `write_directory`."""
     if path.exists():
         raise UserError(f"{path} exists already; remove it, or choose another directory")
     partial = path.parent / f".partial-{path.name}"
-    stored = {"f32": "float32", "bf16": "bfloat16"}[dtype]
     try:
         shutil.rmtree(partial, ignore_errors=True)  # what a killed run has left
         partial.mkdir(parents=True)
-        write_whole(partial / CONFIG, json.dumps({**weights.config, "dtype": stored}, indent=2) + "\n")
+        for name, content in configs.items():
+            write_whole(partial / name, json.dumps(content, indent=2) + "\n")
         if others:
             others(partial)
-        tensors.write(partial / SINGLE, weights.tensors, dtype)
+        tensors.write(partial / file, lazy, dtype)
         os.replace(partial, path)
         sync(path.parent)
     except OSError as error:

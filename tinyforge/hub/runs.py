@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,56 +12,65 @@ from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
-from tinyforge.hub.foreign import is_foreign, load_weights, open_weights, spec_of_model
+from tinyforge.hub import lora
+from tinyforge.hub.foreign import describe, is_foreign, open_weights
+from tinyforge.hub.huggingface import is_adapter
+from tinyforge.hub.opened import Loaded, Opened
 from tinyforge.hub.tokenizers import find_tokenizer, template_in
-from tinyforge.params import load_named
 from tinyforge.registry import ModelSpec, default_model, find_model, models
 from tinyforge.terminal import printable
-from tinyforge.text import TextTokenizer, load_tokenizer
+from tinyforge.text import load_tokenizer
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A trained model with its tokenizer.
-
-    meta: as saved (`kind` is "pretrain" or "sft"). path: of the checkpoint. template: the name of the chat template
-    that the model was fine-tuned with, "plain" for a base model.
-    """
-
-    model: Any
-    tokenizer: TextTokenizer
-    meta: dict[str, Any]
-    path: Path
-    template: str = "plain"
+def load(path: Path, backend: Backend, tokenizer: Path | None = None, base: Path | None = None) -> Loaded:
+    """The model that `open_model` finds."""
+    return open_model(path, tokenizer, base).build(backend)
 
 
-def load(path: Path, backend: Backend, tokenizer: Path | None = None) -> Loaded:
+def open_model(path: Path, tokenizer: Path | None = None, base: Path | None = None) -> Opened:
     """The model of a checkpoint, of the newest checkpoint in a run's directory, or of another program: a Hugging Face
-    directory, a .gguf file, a .bin file of llama2.c. UserError for a faulty one.
+    directory, a .gguf file, a .bin file of llama2.c. An adapter, of a run of ours or of PEFT, is merged into its base.
+    UserError for a faulty one.
 
-    tokenizer: of another program's model, where it does not lie beside it.
+    tokenizer: of another program's model, where it does not lie beside it. base: of an adapter, where it does not lie
+    where the adapter says.
     """
+    if is_adapter(path):
+        return lora.merged_peft(path, open_model(base or lora.base_of_peft(path), tokenizer))
     if is_foreign(path):
-        return _load_foreign(path, backend, tokenizer)
-    if tokenizer is not None:
+        found = _open_foreign(path, tokenizer)
+    elif tokenizer is not None:
         raise UserError(f"{path} has a tokenizer of its own; leave out --tokenizer")
-    return build(checkpoint.load(path), backend)
+    else:
+        read = checkpoint.load(path)
+        if "lora" in read.meta:
+            return lora.merged_run(read, open_model(base or lora.base_of(read.path, read.meta)))
+        found = _open_checkpoint(read)
+    if base is not None:
+        raise UserError(f"{path} is no adapter; leave out --base")
+    return found
 
 
-def _load_foreign(path: Path, backend: Backend, asked: Path | None) -> Loaded:
-    model = load_weights(open_weights(path), backend)
-    tokenizer = find_tokenizer(path, model.config.vocab, asked)
+def write_adapter(run: Path, target: Path, base: Path | None = None) -> None:
+    """Write the adapter of a run with --lora for PEFT. Raises UserError for a run that has none."""
+    found = None if is_foreign(run) else checkpoint.load(run)
+    if found is None or "lora" not in found.meta:
+        raise UserError(f"{run} has no adapter of ours to write; --adapter takes a run of recipes/sft.py --lora")
+    lora.write_peft(target, found, open_model(base or lora.base_of(found.path, found.meta)))
+
+
+def _open_foreign(path: Path, asked: Path | None) -> Opened:
+    spec, config, tensors = describe(open_weights(path))
+    tokenizer = find_tokenizer(path, config.vocab, asked)
     template = template_in(path, tokenizer)
     meta = {
         "format": checkpoint.FORMAT, "kind": "pretrain" if template == "plain" else "sft", "step": 0,
-        "model": spec_of_model(model).name, "config": model.config.to_dict(), "tokenizer_hash": tokenizer.hash(),
-        "template": template,
+        "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(), "template": template,
     }  # fmt: skip
-    return Loaded(model, tokenizer, meta, path, template)
+    return Opened(path, spec, config, tokenizer, meta, template, tensors)
 
 
-def build(found: checkpoint.Checkpoint, backend: Backend, recompute: bool = False) -> Loaded:
-    """The model of a checkpoint that has been read."""
+def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
     spec, config = model_of(found)
     tokenizer = load_tokenizer(found.tokenizer_path)
     if tokenizer.hash() != found.meta.get("tokenizer_hash"):
@@ -73,9 +81,9 @@ def build(found: checkpoint.Checkpoint, backend: Backend, recompute: bool = Fals
             f"checkpoint {found.path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab}; "
             "use another checkpoint of the run"
         )
-    model = spec.build(config, backend, recompute=recompute)
-    load_named(model.buffer, model.buffer.masters, found.weights, backend, found.path)
-    return Loaded(model, tokenizer, found.meta, found.path, template_of(found.meta))
+    return Opened(
+        found.path, spec, config, tokenizer, found.meta, template_of(found.meta), lambda: iter(found.weights.items())
+    )
 
 
 def template_of(meta: Mapping[str, Any]) -> str:

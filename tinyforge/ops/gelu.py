@@ -117,7 +117,8 @@ class GELU(Op):
     approximate="erf":   Phi(x) = (1 + erf(x / sqrt 2)) / 2
     approximate="tanh":  Phi(x) ~ (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2, as GPT-2 has it
 
-    bias: added to x first; (C,), or none. x, y: (..., C). Saves x. backward: dx = dy * (Phi(x) + x Phi'(x)), Phi' the derivative of the formula in use.
+    bias: added to x first; (C,), or none. x, y: (..., C). Saves x.
+    backward: dx = dy * (Phi(x) + x Phi'(x)), Phi' the derivative of the formula in use.
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016).
     """

@@ -42,7 +42,7 @@ def linear_bwd_bias_memory(dbias: Array, dy: Array) -> None:
 def linear_bwd(dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array) -> Array:
     """x is read for dweight alone."""
     rows = dy.reshape(-1, dy.shape[-1])
-    if dweight is not None:
+    if dweight is not None and x is not None:
         dweight += rows.T @ x.reshape(-1, x.shape[-1])
     if dbias is not None:
         linear_bwd_bias(dbias, rows)

@@ -52,12 +52,13 @@ def lora_bwd(
     if db is not None:
         db += (rows.T @ u) * scale
     du = (rows @ b) * scale
+    mask = None if key is None else dropout(np.ones_like(x), key, rate)  # drawn once: that takes longer than a product
     if da is not None:
-        dropped = x if key is None else dropout(x, key, rate)
+        dropped = x if mask is None else x * mask
         da += du.T @ dropped.reshape(-1, x.shape[-1])
     dx = (du @ a).reshape(x.shape)
-    if key is not None:
-        dx = dropout(dx, key, rate)
+    if mask is not None:
+        dx *= mask
     dx += (rows @ weight).reshape(x.shape)
     return dx
 
@@ -153,8 +154,7 @@ class LoRA(Op):
                 (0.0, None, None), (0.4, Param("bias", (o,), decay=False), None), (0.4, None, SwiGLU(backend)),
                 (0.0, None, GELU(backend, bias=of_gelu)),
             ):  # fmt: skip
-                shapes = {"weight": (o, i), "lora_a": (r, i), "lora_b": (o, r)}
-                matrices = [Param(name, shape, std=1.0) for name, shape in shapes.items()]
-                made = cls(*matrices, backend, bias=bias, alpha=1.7 * r, rate=rate, activation=activation)
+                weight, a, b = Param("weight", (o, i)), Param("lora_a", (r, i)), Param("lora_b", (o, r))
+                op = cls(weight, a, b, backend, bias=bias, alpha=1.7 * r, rate=rate, activation=activation)
                 width = 2 * i if isinstance(activation, SwiGLU) else i
-                yield with_buffer(made, backend, rng), (backend.asarray(rng.normal(size=(*lead, width))),)
+                yield with_buffer(op, backend, rng), (backend.asarray(rng.normal(size=(*lead, width))),)

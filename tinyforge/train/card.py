@@ -94,7 +94,7 @@ def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
     built_in, tuned = not (imported or any(run["settings"]["data"] for _, run in runs)), meta["kind"] == "sft"
     return CARD.format(
         name=spec.name, title=spec.title, summary=spec.summary or "A language model", weights=weights,
-        size=f"{sum(weight.size for weight in found.weights.values()):,}",
+        size=f"{_parameters(found):,}",
         # Under which terms a model may be given away that has learned from others' text is not for a program to say.
         license="mit" if built_in else "other",
         kind="fine-tuned to answer" if tuned else "a base model: it continues text",
@@ -105,6 +105,12 @@ def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
         runs="\n".join(_trained(kind, run, config) for kind, run in runs),
         scores=_scores(read_scores(found.path.parent, meta["step"])),
     )  # fmt: skip
+
+
+def _parameters(found: checkpoint.Checkpoint) -> int:
+    """Of the whole model; a checkpoint of adapters holds those alone."""
+    own = sum(weight.size for weight in found.weights.values())
+    return int(found.meta["lora"]["parameters"]) if "lora" in found.meta else own
 
 
 def write_card(run: Path) -> Path:

@@ -84,8 +84,8 @@ def print_plan(
     print(plan)
     if adapters:
         whole = plan_step(spec, config, precision, batch_size, seq_len, recompute)
-        print(f"adapters of rank {adapters.rank}: {plan.peak / whole.peak:.2f} of the {gib(whole.peak)} that fine-tuning "
-              "all weights needs")  # fmt: skip
+        print(f"adapters of rank {adapters.rank}: {plan.peak / whole.peak:.2f} of the {gib(whole.peak)} that all "
+              "weights need")  # fmt: skip
 
 
 def check_fits(

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
 from tinyforge import checkpoint
+from tinyforge.adapters import Adapters
 from tinyforge.backends import Backend, get_backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError
@@ -43,6 +44,10 @@ def above_zero(value: float) -> str:
 
 def zero_or_more(value: float) -> str:
     return "" if 0 <= value < math.inf else "a number of 0 or more"
+
+
+def below_one(value: float) -> str:
+    return "" if 0 <= value < 1 else "a share from 0 to below 1"
 
 
 def share(value: float) -> str:
@@ -189,11 +194,34 @@ class SftSettings(Settings):
     steps: int | None = with_default("steps", 2200)
     lr: float = with_default("lr", 2e-3)
     weight_decay: float = with_default("weight_decay", 0.0)
-    base: str | None = setting(None, "pretrained run or checkpoint to start from (default: the newest under runs/)",
-                               metavar="DIR", card=NEVER)  # fmt: skip
+    base: str | None = setting(None, "trained model to start from: a run, a checkpoint, a Hugging Face directory, a "
+                               ".bin file (default: the newest pretrained run under runs/)", metavar="PATH",
+                               card=NEVER)  # fmt: skip
     max_reply: int | None = setting(None, "leave out training records whose reply takes more tokens: a model "
                                     "answers as briefly as what it learned from", check=above_zero,
                                     metavar="TOKENS")  # fmt: skip
+    lora: int | None = setting(None, "learn adapters of this rank beside the base's linear maps, and freeze the base",
+                               check=above_zero, metavar="RANK")  # fmt: skip
+    lora_alpha: float | None = setting(None, "adapters are scaled by this over their rank (default: twice the rank)",
+                                       check=above_zero, metavar="ALPHA")  # fmt: skip
+    lora_dropout: float = setting(0.0, "share of the adapters' inputs that is dropped", check=below_one,
+                                  metavar="SHARE")  # fmt: skip
+    lora_targets: str = setting("", "linear maps that get an adapter, e.g. qkv,out,gate_up,down (default: all)",
+                                metavar="NAMES")  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        usual = SftSettings()
+        for name in ("lora_alpha", "lora_dropout", "lora_targets"):
+            if self.lora is None and getattr(self, name) != getattr(usual, name):
+                raise UserError(f"--{name.replace('_', '-')} is given without --lora; add --lora 8, or leave it out")
+
+    @property
+    def adapters(self) -> Adapters | None:
+        if self.lora is None:
+            return None
+        targets = tuple(name.strip() for name in self.lora_targets.split(",") if name.strip())
+        return Adapters(self.lora, self.lora_alpha or 2.0 * self.lora, self.lora_dropout, targets)
 
 
 RECIPES: dict[str, type[Settings]] = {"pretrain": PretrainSettings, "sft": SftSettings}

@@ -1,0 +1,150 @@
+"""Adapters on whole models: gradients, what is frozen, what is shared by workers, and the weights of fused decoders."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.char_mlp import SPEC as CHAR_MLP
+from models.gpt2 import GPT2
+from models.gpt2 import Config as GPT2Config
+from models.llama import Config as LlamaConfig
+from models.llama import Llama
+from models.nanoeuler import Config as NanoEulerConfig
+from models.nanoeuler import NanoEuler
+from tinyforge.adapters import Adapted, Adapters
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError
+from tinyforge.gradcheck import TOLERANCE, check
+from tinyforge.infer.decoder import ReferenceDecoder
+from tinyforge.infer.decoder_numpy import NumpyDecoder
+from tinyforge.op import Stash
+from tinyforge.optim import AdamW
+from tinyforge.params import UNPLACED, Param, ParamBuffer
+from tinyforge.rng import Stream
+
+FP64 = get_backend("numpy", "fp64", workers=1)
+SETTINGS = Adapters(rank=3, alpha=5.0, dropout=0.2)
+LLAMA = LlamaConfig(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=10)
+MODELS: dict[str, tuple[Any, Any]] = {
+    "llama": (Llama, LLAMA),
+    "qwen3": (Llama, LLAMA.override({"qk_norm": True, "tied": False, "layers": 1})),
+    "gpt2": (GPT2, GPT2Config(dim=12, heads=3, layers=1, context=9, vocab=11, dropout=0.3)),
+    "nanoeuler": (NanoEuler, NanoEulerConfig(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, mtp_heads=2,
+                                             hidden=10, mtp_weights=(1, 1))),
+    "char_mlp": (CHAR_MLP.build, CHAR_MLP.config(context=9, vocab=11)),
+}  # fmt: skip
+
+
+def adapted(name: str, settings: Adapters = SETTINGS) -> Any:
+    kind, config = MODELS[name]
+    model = Adapted(partial(kind, config, FP64), settings)
+    rng = np.random.default_rng(1)
+    for p in (*model.buffer.frozen, *model.buffer.params):
+        model.buffer.set_master(p, 0.2 * rng.normal(size=p.shape) + p.fill)
+    return model
+
+
+def batch(model: Any) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(2)
+    return rng.integers(0, 11, (2, 9)), rng.integers(-1, 11, (2, 9, model.prediction_heads))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_the_adapters_and_of_nothing_else(name: str) -> None:
+    model = adapted(name)
+    errors = check(model, batch(model), np.random.default_rng(0))
+    assert set(errors) == {p.name for p in model.buffer.params} and len(errors) == 2 * len(model.adapters) > 0
+    assert {name: error for name, error in errors.items() if not error <= TOLERANCE} == {}
+    assert all(p.grad is None for p in model.buffer.frozen)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_at_the_start_it_is_the_base(name: str) -> None:
+    """B is 0; and dropout on the adapters' input changes nothing then."""
+    kind, config = MODELS[name]
+    base = kind(config, FP64)
+    base.initialise(0)
+    model = Adapted(partial(kind, config, FP64), SETTINGS)
+    for p in base.buffer.params:
+        model.buffer.set_master(next(q for q in model.buffer.frozen if q.name == p.name), p.value)
+    model.buffer.initialise(Stream(0, "adapters"))
+    ids, targets = batch(model)
+    assert np.array_equal(model.forward(ids, targets), base.forward(ids, targets))
+    assert all(p.value.any() == p.name.endswith("lora_a") for p in model.buffer.params)
+    assert model.buffer.count == base.buffer.count + sum(p.size for p in model.buffer.params)
+
+
+def test_what_is_frozen_has_weights_and_nothing_else() -> None:
+    model = adapted("llama", Adapters(2, 4.0, 0.0, ("qkv", "down")))
+    assert list(model.adapters) == ["blocks.0.qkv", "blocks.0.down", "blocks.1.qkv", "blocks.1.down"]
+    learned = 2 * (2 * 16 + 32 * 2 + 2 * 10 + 16 * 2)  # A and B of qkv, (32, 16), and of down, (16, 10)
+    assert sum(p.size for p in model.buffer.params) == learned
+    optimizer = AdamW(model.buffer, FP64)
+    for flat in (model.buffer.values, model.buffer.grads, optimizer.m, optimizer.v):
+        assert learned <= flat.size < learned + 32 * 8
+    frozen = model.buffer.frozen_values.copy()
+    ids, targets = batch(model)
+    for step in range(3):
+        model.buffer.grads[...] = 0
+        stash = Stash(Stream(step, "noise"))
+        model.forward(ids, targets, stash)
+        model.backward(np.ones(1), stash)
+        optimizer.step(1e-2, optimizer.clip(1.0)[1])
+    assert np.array_equal(model.buffer.frozen_values, frozen)
+
+
+def test_a_replica_reads_the_weights_and_owns_its_gradients() -> None:
+    model = adapted("gpt2")
+    other = model.replica()
+    assert other.buffer.values is model.buffer.values and other.buffer.frozen_values is model.buffer.frozen_values
+    assert other.buffer.grads is not model.buffer.grads
+    ids, targets = batch(model)
+    stash = Stash(Stream(1, "noise"))
+    assert np.array_equal(other.forward(ids, targets, stash), model.forward(ids, targets, Stash(Stream(1, "noise"))))
+    other.backward(np.ones(1), stash)
+    assert other.buffer.grads.any() and not model.buffer.grads.any()
+
+
+@pytest.mark.parametrize("name", ["llama", "nanoeuler"])
+def test_a_fused_decoder_sees_the_merged_weights(name: str) -> None:
+    model = adapted(name)
+    before = model.buffer.frozen_values.copy()
+    ids = batch(model)[0][0].tolist()
+    found = []
+    for decoder in (NumpyDecoder(model), ReferenceDecoder(model)):
+        decoder.prefill(0, ids[:-2])
+        found.append(decoder.step(np.array([ids[-2:]])))
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-12, atol=1e-12)
+    merged = model.fused_weights()
+    layer, op = merged.layers[1], model.adapters["blocks.1.qkv"]
+    np.testing.assert_allclose(layer.qkv, op.weight.value + 5 / 3 * op.b.value @ op.a.value, rtol=1e-12, atol=1e-14)
+    assert np.array_equal(model.buffer.frozen_values, before)
+    assert np.shares_memory(op.weight.value, model.buffer.frozen_values)  # it is in its place again
+
+
+def test_a_target_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="is called 'gate'; known: qkv, out, gate_up, down$"):
+        adapted("llama", Adapters(2, 4.0, 0.0, ("qkv", "gate")))
+    with pytest.raises(UserError, match="is called 'gate_up'; known: qkv, out, up, down$"):
+        adapted("gpt2", Adapters(2, 4.0, 0.0, ("gate_up",)))
+
+
+def test_an_op_whose_name_is_not_its_path() -> None:
+    class Renamed(Llama):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.blocks[0].qkv.name = "blocks.5.qkv"
+
+    with pytest.raises(UserError, match="Renamed: blocks.5.qkv is not the path of that op in the model"):
+        Adapted(partial(Renamed, LLAMA, FP64), SETTINGS)
+
+
+def test_a_buffer_without_memory_places_nothing() -> None:
+    p = Param("p", (3,))
+    ParamBuffer([p], FP64, UNPLACED)
+    with pytest.raises(RuntimeError, match="Param p has no value yet"):
+        p.value  # noqa: B018

@@ -1,0 +1,216 @@
+"""LoRA adapters in files: those of our runs, and PEFT's, both added to their base when it is loaded.
+
+A run of `recipes/sft.py --lora` keeps A and B alone in its checkpoints; `meta["lora"]` says where its base lies and
+what the base's weights are by hash. PEFT's directory is adapter_config.json and adapter_model.safetensors, with a pair
+of matrices for each linear layer as Hugging Face has them. Where one matrix of ours is several of theirs (queries, keys
+and values; gate and up), they share A, and B is cut by its rows: (B A) cut by rows is what each of them adds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinyforge import checkpoint, tensors
+from tinyforge.adapters import Adapters
+from tinyforge.errors import UserError
+from tinyforge.files import read_json, write_whole
+from tinyforge.hub import foreign, huggingface
+from tinyforge.hub.opened import Opened
+from tinyforge.layout import Entry, require, setting
+from tinyforge.ops.lora import lora_merge
+
+CONFIG, WEIGHTS, BASE = huggingface.ADAPTER_CONFIG, "adapter_model.safetensors", "base.json"
+PREFIX = "base_model.model."
+NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+UNSUPPORTED = (
+    "use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "lora_bias",
+    "trainable_token_indices", "target_parameters", "megatron_config", "use_qalora", "alora_invocation_tokens",
+)  # fmt: skip
+"""What PEFT's LoRA can be told and this one cannot do: refused unless it is off."""
+
+Change = Callable[[np.ndarray], np.ndarray]
+"""A weight of the base to the weight with its adapter merged in."""
+
+
+# --- of our runs
+
+
+def describe(settings: Adapters, base: Opened, parameters: int, out: Path) -> dict[str, Any]:
+    """What a run's checkpoints note under "lora". The path of the base is relative to the run's: both may move.
+
+    parameters: of the base.
+    """
+    return {
+        "parameters": parameters,
+        "rank": settings.rank, "alpha": settings.alpha, "dropout": settings.dropout, "targets": list(settings.targets),
+        "base": os.path.relpath(base.path, out), "base_sha256": base.fingerprint(),
+    }  # fmt: skip
+
+
+def base_of(found: Path, meta: Mapping[str, Any]) -> Path:
+    """Where the base of the run's checkpoint `found` lies. Raises UserError where there is nothing."""
+    run = found.parent if found in checkpoint.steps(found.parent) else found
+    base = Path(os.path.normpath(run / meta["lora"]["base"]))
+    if not base.exists():
+        raise UserError(
+            f"{found} is an adapter, and its base {base} is not there; put it back, or merge the two by python -m "
+            f"tinyforge.hub convert {found} DIR --base PATH"
+        )
+    return base
+
+
+def check_base(adapter: Path, base: Opened, wanted: str) -> None:
+    """Refuse a base that is not the one that the adapter was trained on."""
+    if (got := base.fingerprint()) != wanted:
+        raise UserError(
+            f"{adapter} is an adapter for another base: {base.path} has weights of SHA-256 {got[:12]}..., it was "
+            f"trained on {wanted[:12]}...; give its own base"
+        )
+
+
+def merged_run(found: checkpoint.Checkpoint, base: Opened) -> Opened:
+    """The base with the run's adapters merged in."""
+    about = found.meta["lora"]
+    check_base(found.path, base, about["base_sha256"])
+    scale, changes = about["alpha"] / about["rank"], {}
+    for name, (a, b) in _pairs(found).items():
+        changes[f"{name}.weight"] = partial(_merge, a, b, scale)
+    # Without "lora": what is merged is no adapter any more, and would be merged again.
+    meta = {key: value for key, value in found.meta.items() if key != "lora"}
+    return _merged(base, changes, found.path, meta, "alpaca")
+
+
+def _pairs(found: checkpoint.Checkpoint) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """A and B of a run's checkpoint by the name of the linear map."""
+    names = [name.removesuffix(".lora_a") for name in found.weights if name.endswith(".lora_a")]
+    return {name: (found.weights[f"{name}.lora_a"], found.weights[f"{name}.lora_b"]) for name in names}
+
+
+def _merge(a: np.ndarray, b: np.ndarray, scale: float, weight: np.ndarray) -> np.ndarray:
+    """In float64: the sum is rounded once, to what the model is built in."""
+    weight, a, b = (x.astype(np.float64) for x in (weight, a, b))
+    return lora_merge(weight, a, b, scale)
+
+
+def _merged(base: Opened, changes: Mapping[str, Change], path: Path, meta: dict[str, Any], template: str) -> Opened:
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for name, value in base.tensors():
+            yield name, changes[name](value) if name in changes else value
+
+    return replace(base, path=path, meta=meta, template=template, tensors=tensors)
+
+
+# --- of PEFT
+
+
+def base_of_peft(path: Path) -> Path:
+    """The directory that a PEFT adapter names as its base. Raises UserError where it names none on this machine."""
+    named = str(read_json(path / CONFIG, "the adapter's config").get("base_model_name_or_path") or "")
+    if not named or not Path(named).exists():
+        raise UserError(
+            f"{path} is an adapter for {named or 'a base that it does not name'}, which is not here; merge the two by "
+            f"python -m tinyforge.hub convert {path} DIR --base PATH"
+        )
+    return Path(named)
+
+
+def merged_peft(path: Path, base: Opened) -> Opened:
+    """The base with a PEFT adapter merged in. Raises UserError for what this program does not have, and for an adapter
+    that does not fit the base."""
+    if (path / BASE).is_file():  # written by us: the base is known by its weights
+        check_base(path, base, str(read_json(path / BASE, "the hash of the base").get("sha256")))
+    given = read_json(path / CONFIG, "the adapter's config")
+    try:
+        rank, scale = _read_config(given)
+    except UserError as error:
+        raise UserError(f"{path / CONFIG}: {str(error).removeprefix('config.json: ')}") from error
+    try:
+        changes = _read_changes(path, base, rank, scale)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return _merged(base, changes, path, base.meta, base.template)
+
+
+def _read_config(given: dict[str, Any]) -> tuple[int, float]:
+    """The rank and the scale."""
+    require(given, "peft_type", "LORA")
+    require(given, "bias", "none")
+    for name in UNSUPPORTED:
+        if given.get(name):
+            raise UserError(f"{name} is {given[name]!r}; supported: adapters without it")
+    rank = setting(given, "r", int)
+    if rank < 1:
+        raise UserError(f"r is {rank}, wants at least 1")
+    return rank, setting(given, "lora_alpha", float) / rank
+
+
+def _read_changes(path: Path, base: Opened, rank: int, scale: float) -> dict[str, Change]:
+    if not (path / WEIGHTS).is_file():
+        raise UserError(f"{WEIGHTS} is missing; get it again (pickles, adapter_model.bin, are not read)")
+    stored = tensors.read_header(path / WEIGHTS)
+    entries = {e.theirs.removesuffix(".weight"): e for e in foreign.entries(base.spec, base.config) if e.ours}
+    parts: dict[str, list[tuple[Entry, np.ndarray, np.ndarray]]] = {}
+    for name in stored:
+        found = NAME.fullmatch(name)
+        entry = entries.get(found[1]) if found else None
+        if found is None or entry is None or len(entry.shape) != 2:
+            raise UserError(f"tensor {name} has no place in the base {base.path}, a {base.spec.title}; give its own")
+        if found[2] == "B":
+            continue
+        other = name.replace(".lora_A.", ".lora_B.")
+        if other not in stored:
+            raise UserError(f"tensor {other} is missing; get the files again")
+        outputs, inputs = reversed(entry.shape) if entry.transposed else entry.shape
+        for tensor, shape in ((stored[name], (rank, inputs)), (stored[other], (outputs, rank))):
+            if tensor.shape != shape:
+                raise UserError(f"tensor {tensor.name} has shape {tensor.shape}, the base {base.path} asks for {shape}")
+        parts.setdefault(entry.ours, []).append((entry, stored[name].read(), stored[other].read()))
+    if 2 * sum(map(len, parts.values())) != len(stored):
+        raise UserError("a lora_B without its lora_A; get the files again")
+
+    def change(own: list[tuple[Entry, np.ndarray, np.ndarray]]) -> Change:
+        def changed(weight: np.ndarray) -> np.ndarray:
+            weight = weight.astype(np.float64)
+            for entry, a, b in own:
+                entry.at(weight)[...] = _merge(a, b, scale, entry.at(weight))
+            return weight
+
+        return changed
+
+    return {ours: change(own) for ours, own in parts.items()}
+
+
+def write_peft(path: Path, found: checkpoint.Checkpoint, base: Opened) -> None:
+    """Write a run's adapter for PEFT: it loads on the base as `hub convert` writes it. Raises UserError where `path`
+    exists, and for a model that Hugging Face has no form of."""
+    about, pairs = found.meta["lora"], _pairs(found)
+    check_base(found.path, base, about["base_sha256"])
+    lazy: dict[str, tensors.Lazy] = {}
+    modules, transposed = set(), False
+    for entry in foreign.entries(base.spec, base.config):
+        if (pair := pairs.get(entry.ours.removesuffix(".weight"))) and entry.ours.endswith(".weight"):
+            layer, (a, b) = entry.theirs.removesuffix(".weight"), pair
+            b = entry.at(b)
+            for which, matrix in (("A", a), ("B", b)):
+                lazy[f"{PREFIX}{layer}.lora_{which}.weight"] = matrix.shape, partial(np.asarray, matrix)
+            modules.add(re.sub(r".*\.\d+\.", "", layer))  # what stands behind the number of the layer
+            transposed = entry.transposed
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base.path.resolve()),
+        "r": about["rank"], "lora_alpha": about["alpha"], "lora_dropout": about["dropout"], "bias": "none",
+        "target_modules": sorted(modules), "fan_in_fan_out": transposed, "inference_mode": True,
+    }  # fmt: skip
+
+    def others(directory: Path) -> None:
+        write_whole(directory / BASE, json.dumps({"sha256": about["base_sha256"]}, indent=1) + "\n")
+
+    huggingface.write_files(path, {CONFIG: config}, WEIGHTS, lazy, "f32", others)

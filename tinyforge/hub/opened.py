@@ -1,0 +1,82 @@
+"""A trained model before it is built: what it is, and its weights one after the other, whoever wrote them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinyforge.adapters import Adapted, Adapters
+from tinyforge.backends import Backend
+from tinyforge.config import ModelConfig
+from tinyforge.errors import UserError
+from tinyforge.params import ParamBuffer
+from tinyforge.registry import ModelSpec
+from tinyforge.text import TextTokenizer
+
+Tensors = Callable[[], Iterator[tuple[str, np.ndarray]]]
+"""Goes once through a model's weights: our parameter's name and its value, float32 or float64."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A trained model with its tokenizer.
+
+    meta: as saved (`kind` is "pretrain" or "sft"). path: of the checkpoint. template: the name of the chat template
+    that the model was fine-tuned with, "plain" for a base model.
+    """
+
+    model: Any
+    tokenizer: TextTokenizer
+    meta: dict[str, Any]
+    path: Path
+    template: str = "plain"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A trained model that was read and checked and is not built yet; see `Loaded`."""
+
+    path: Path
+    spec: ModelSpec
+    config: ModelConfig
+    tokenizer: TextTokenizer
+    meta: dict[str, Any]
+    template: str
+    tensors: Tensors
+
+    def build(self, backend: Backend, recompute: bool = False, adapters: Adapters | None = None) -> Loaded:
+        """The model with its weights; with `adapters` these are frozen, and the adapters' own are still all zero."""
+        make = partial(self.spec.build, self.config, backend, recompute=recompute)
+        model = Adapted(make, adapters) if adapters else make()
+        fill(model.buffer, self.tensors(), self.path)
+        return Loaded(model, self.tokenizer, self.meta, self.path, self.template)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the weights in float32 under our names, in hexadecimal: the same for the same weights in any
+        format, and of any other weights another one."""
+        parts = sorted(
+            f"{name} {value.shape} {hashlib.sha256(np.ascontiguousarray(value, '<f4').data).hexdigest()}"
+            for name, value in self.tensors()
+        )
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def fill(buffer: ParamBuffer, tensors: Iterator[tuple[str, np.ndarray]], source: Path) -> None:
+    """Give a model's own parameters their weights. Raises UserError where one is missing or of another shape."""
+    left = {p.name: p for p in buffer.frozen or buffer.params}
+    for name, value in tensors:
+        p = left.pop(name, None)
+        if p is not None and value.shape != p.shape:
+            raise UserError(f"checkpoint {source}: {name} has {value.shape}, the model wants {p.shape}")
+        if p is not None:
+            buffer.set_master(p, value)
+    if left:
+        p = next(iter(left.values()))
+        raise UserError(f"checkpoint {source}: {p.name} has nothing, the model wants {p.shape}")
+    buffer.publish()
