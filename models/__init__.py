@@ -7,5 +7,6 @@ from models.char_mlp import SPEC as CHAR_MLP
 from models.gpt2 import SPEC as GPT2
 from models.llama import SPEC as LLAMA
 from models.nanoeuler import SPEC as NANOEULER
+from models.vit import SPEC as VIT
 
-SPECS = (NANOEULER, GPT2, LLAMA, CHAR_MLP)
+SPECS = (NANOEULER, GPT2, LLAMA, CHAR_MLP, VIT)

@@ -33,6 +33,10 @@ class ModelConfig:
         """What each head weighs in the loss, (K,); only the ratios count."""
         return (1.0,) * self.prediction_heads
 
+    def input_shapes(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what the model's forward takes for `batch` sequences of `length`, targets included."""
+        return (batch, length), (batch, length, self.prediction_heads)
+
     def require_positive(self, *names: str) -> None:
         for name in names:
             if getattr(self, name) < 1:

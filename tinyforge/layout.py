@@ -28,7 +28,7 @@ class Entry:
 
     theirs, shape: its name and shape there. ours: our parameter's name; empty for a tensor that is zeros, since we have
     none. part: which rows of ours (a slice), or which entry (a number, which drops the axis); None for all of it.
-    transposed: theirs is the transpose.
+    transposed: theirs is the transpose. Else theirs has the same numbers in the same order, perhaps with other axes.
     """
 
     theirs: str
@@ -39,11 +39,12 @@ class Entry:
 
     def put(self, ours: Array, theirs: Array) -> None:
         """Write their tensor into its place in our parameter."""
-        self.at(ours)[...] = theirs.T if self.transposed else theirs
+        place = self.at(ours)
+        place[...] = theirs.T if self.transposed else theirs.reshape(place.shape)
 
     def take(self, ours: Array) -> Array:
         """Their tensor, a view of our parameter."""
-        return self.at(ours).T if self.transposed else self.at(ours)
+        return self.at(ours).T if self.transposed else self.at(ours).reshape(self.shape)
 
     def at(self, ours: Array) -> Array:
         """The part of our parameter, or of an array with rows like it, that is theirs: a view."""

@@ -4,6 +4,7 @@ from tinyforge.op import Op
 from tinyforge.ops.add_layernorm import AddLayerNorm
 from tinyforge.ops.add_rmsnorm import AddRMSNorm
 from tinyforge.ops.attention import Attention
+from tinyforge.ops.class_token import ClassToken
 from tinyforge.ops.cross_entropy import CrossEntropy, LinearCrossEntropy
 from tinyforge.ops.dropout import Dropout
 from tinyforge.ops.embedding import Embedding
@@ -12,21 +13,23 @@ from tinyforge.ops.gelu_linear import GELULinear
 from tinyforge.ops.layernorm import LayerNorm
 from tinyforge.ops.linear import Linear
 from tinyforge.ops.lora import LoRA
+from tinyforge.ops.patches import Patches
 from tinyforge.ops.positions import LearnedPositions
 from tinyforge.ops.rmsnorm import RMSNorm
 from tinyforge.ops.rope import RoPE, RopeScaling
 from tinyforge.ops.softmax import Softmax
 from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.ops.swiglu_linear import SwiGLULinear
+from tinyforge.ops.take import Take
 
 ALL: tuple[type[Op], ...] = (
-    Embedding, LearnedPositions, Linear, RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, RoPE, Attention, SwiGLU,
-    SwiGLULinear, GELU, GELULinear, LoRA, Softmax, Dropout, CrossEntropy, LinearCrossEntropy,
+    Embedding, LearnedPositions, Patches, ClassToken, Take, Linear, RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, RoPE,
+    Attention, SwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Softmax, Dropout, CrossEntropy, LinearCrossEntropy,
 )  # fmt: skip
 """Every op, in the order of the gradient-check ledger."""
 
 __all__ = [
-    "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CrossEntropy", "Dropout", "Embedding", "GELU", "GELULinear",
-    "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LoRA", "RMSNorm", "RoPE", "RopeScaling",
-    "Softmax", "SwiGLU", "SwiGLULinear",
+    "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "ClassToken", "CrossEntropy", "Dropout", "Embedding", "GELU",
+    "GELULinear", "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LoRA", "Patches", "RMSNorm", "RoPE",
+    "RopeScaling", "Softmax", "SwiGLU", "SwiGLULinear", "Take",
 ]  # fmt: skip

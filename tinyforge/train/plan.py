@@ -63,13 +63,12 @@ def plan_step(
     weights = METER.now - start
     optimizer = AdamW(model.buffer, backend)
     ready = METER.now - start
-    shape, heads, integers = (batch_size, seq_len), config.prediction_heads, np.dtype(np.int32)
-    ids, targets = backend.zeros(shape, integers), backend.zeros((*shape, heads), integers)
+    inputs = [backend.zeros(shape, np.dtype(np.int32)) for shape in config.input_shapes(batch_size, seq_len)]
     stash = Stash(Stream(0, "plan"))  # as in a run: dropout takes memory too
-    _nll = model.forward(ids, targets, stash)  # alive until the end of backward, as in a step
+    _nll = model.forward(*inputs, stash=stash)  # alive until the end of backward, as in a step
     saved = METER.now - start - ready
     # One number for each head, as `NextTokens` gives without weights.
-    model.backward(backend.zeros((heads,), backend.master_dtype), stash)
+    model.backward(backend.zeros((config.prediction_heads,), backend.master_dtype), stash)
     _, factor = optimizer.clip(1.0)
     optimizer.step(1e-3, factor)
     return Plan(weights, ready - weights, saved, METER.peak - start)
