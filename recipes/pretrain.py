@@ -26,7 +26,7 @@ from tinyforge import checkpoint
 from tinyforge.config import ModelConfig
 from tinyforge.errors import run_command
 from tinyforge.infer import Sampling, generate, make_decoder
-from tinyforge.registry import find_model
+from tinyforge.registry import find_model, next_token_model
 from tinyforge.report import timed
 from tinyforge.text.shards import Shards, separator_of
 from tinyforge.train.batches import micro_batches
@@ -51,7 +51,7 @@ EVAL_TOKENS = 16_384  # while training; at the end, all held-out text is read
 
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(PretrainSettings, __doc__ or "", argv)
-    spec, config = find_model(settings.model), config_of(settings)
+    spec, config = next_token_model(settings.model), config_of(settings)
     shards = find_shards(settings)
     if shards:
         config = config_for(shards, config, settings)

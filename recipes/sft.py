@@ -109,6 +109,7 @@ def open_base(settings: SftSettings, resume: bool) -> Opened:
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(SftSettings, __doc__ or "", argv)
     base = open_base(settings, resume)
+    next_token_model(base.spec.name)
     if plan_only:
         seq_len = sequence_length(base.config, settings.seq_len)
         print_plan(base.spec, base.config, settings.precision, settings.batch_size, seq_len, settings.recompute,

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from models.char_mlp.model import CharMLP
 from models.gpt2 import GPT2
 from models.llama import Llama
 from models.nanoeuler import NanoEuler
+from models.vit import ViT
 from tinyforge import gradcheck, ops
 from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import UserError
@@ -33,6 +35,7 @@ from tinyforge.ops import attention
 from tinyforge.ops.add_layernorm import add_layernorm_fwd
 from tinyforge.ops.add_rmsnorm import add_rmsnorm_fwd
 from tinyforge.ops.attention import TILE, attention_bwd
+from tinyforge.ops.class_token import class_token_bwd, class_token_fwd
 from tinyforge.ops.cross_entropy import (
     cross_entropy_bwd,
     cross_entropy_fwd,
@@ -46,12 +49,14 @@ from tinyforge.ops.gelu_linear import gelu_linear_bwd, gelu_linear_fwd
 from tinyforge.ops.layernorm import layernorm_bwd
 from tinyforge.ops.linear import linear_bwd, linear_bwd_bias
 from tinyforge.ops.lora import lora_bwd, lora_fwd
+from tinyforge.ops.patches import patches_bwd, patches_fwd
 from tinyforge.ops.positions import positions_bwd
 from tinyforge.ops.rmsnorm import rmsnorm_bwd
 from tinyforge.ops.rope import rope
 from tinyforge.ops.softmax import softmax_bwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.ops.swiglu_linear import swiglu_linear_bwd
+from tinyforge.ops.take import take_bwd, take_fwd
 from tinyforge.params import with_buffer
 
 FP64 = get_backend("numpy", "fp64", workers=1)
@@ -201,6 +206,28 @@ FAULTS = [
           with_args(lambda dw, dy: (dw, dy[:, :-1]))),
     Fault(ops.LearnedPositions, "wrong row", positions_bwd,
           with_args(lambda dw, dy: (dw, dy[:, ::-1]))),
+    Fault(ops.Patches, "rows and columns of a patch swapped", patches_bwd,
+          lambda right: lambda dy, shape, size, scale: right(
+              dy.reshape(*dy.shape[:2], -1, size, size).swapaxes(-1, -2).reshape(dy.shape), shape, size, scale)),
+    Fault(ops.Patches, "patches in the wrong order", patches_bwd, with_args(lambda dy, *a: (dy[:, ::-1], *a))),
+    Fault(ops.Patches, "last patch lost", patches_bwd,
+          with_args(lambda dy, *a: (np.concatenate([dy[:, :-1], 0 * dy[:, -1:]], axis=1), *a))),
+    Fault(ops.Patches, "pixels scaled in forward alone", patches_fwd,
+          with_args(lambda x, size, scale, *a: (x, size, scale / 255, *a))),
+    Fault(ops.ClassToken, "the first sequence's gradient alone", class_token_bwd,
+          lambda right: lambda dtoken, dy: (right(0 * dtoken, dy), dtoken.__iadd__(dy[0, 0]))[0]),
+    Fault(ops.ClassToken, "one place off", class_token_bwd,
+          lambda right: lambda dtoken, dy: (right(dtoken, dy), dy[:, :-1].copy())[1]),
+    Fault(ops.ClassToken, "token's gradient from the last place", class_token_bwd,
+          lambda right: lambda dtoken, dy: (right(0 * dtoken, dy), dtoken.__iadd__(dy[:, -1].sum(axis=0)))[0]),
+    Fault(ops.ClassToken, "token behind the sequence", class_token_fwd,
+          lambda right: lambda *a: np.roll(right(*a), -1, axis=1)),
+    Fault(ops.Take, "wrong place", take_bwd, with_args(lambda dy, where, n: (dy, (where + 1) % n, n))),
+    Fault(ops.Take, "what is not taken has a gradient", take_bwd,
+          with_args(lambda dy, where, n: (dy, np.maximum(where, 0), n))),
+    Fault(ops.Take, "the first of each row alone", take_bwd,
+          with_args(lambda dy, where, n: (dy[:, :1], where[:, :1], n))),
+    Fault(ops.Take, "another sequence's", take_fwd, with_args(lambda x, where: (np.roll(x, 1, axis=0), where))),
     Fault(ops.Linear, "sign of dx", linear_bwd, scaled(-1)),
     Fault(ops.Linear, "dx 1 %", linear_bwd, scaled(1.01)),
     Fault(ops.Linear, "dW of the last row lost", linear_bwd,
@@ -330,6 +357,14 @@ def swapped_halves(x: Array) -> Array:
     return np.roll(x, x.shape[-1] // 2, axis=-1)
 
 
+def other_formula(op: Any, dy: Array, stash: Stash) -> Array:
+    op.approximate = "tanh"
+    try:
+        return type(op).backward(op, dy, stash)
+    finally:
+        op.approximate = "erf"
+
+
 WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
     (NanoEuler, "residual gradient lost at one joint", lambda m: broken_backward(
         m.blocks[0].norm2, lambda right, dy, stash: right((None, dy[1]), stash))),
@@ -369,6 +404,16 @@ WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
         m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash))),
     (GPT2, "GELU left out", lambda m: broken_backward(
         m.blocks[0].down, lambda right, dy, stash: (right(dy, stash), dy @ m.blocks[0].down.weight.value)[1])),
+    (ViT, "class token's gradient lost", lambda m: broken_backward(
+        m.class_token, lambda right, dy, stash: (right(dy, stash), zero(m.class_token.token.grad))[0])),
+    (ViT, "positions' gradient one place off", lambda m: broken_backward(
+        m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash))),
+    (ViT, "read off the last token", lambda m: broken_backward(
+        m.take, lambda right, dy, stash: (right(dy, stash)[0][:, ::-1], None))),
+    (ViT, "the other GELU in backward", lambda m: setattr(m.blocks[0].down, "backward", partial(
+        other_formula, m.blocks[0].down))),
+    (ViT, "stream's gradient lost at a joint", lambda m: broken_backward(
+        m.joints[0], lambda right, dy, stash: right((None, dy[1]), stash))),
     (CharMLP, "characters' gradients in the wrong order", lambda m: broken_backward(
         m.embedding, lambda right, dy, stash: right(dy[:, :, ::-1], stash))),
     (CharMLP, "gradient of the last layer 1 %", lambda m: broken_backward(

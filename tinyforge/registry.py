@@ -78,6 +78,20 @@ def default_model() -> str:
     return next(iter(models()))
 
 
+def next_token_model(name: str) -> ModelSpec:
+    """The model of that name, which predicts next tokens. Raises UserError for one that learns something else."""
+    spec = find_model(name)
+    if spec.learns != "text":
+        raise UserError(f"{spec.title} learns {spec.learns}, it continues no text; use recipes/classify.py, or another model")
+    return spec
+
+
+def default_classifier() -> str:
+    """The first registered model that learns classes of texts, else of images, else the default."""
+    found = {spec.learns: spec.name for spec in reversed(models().values())}
+    return found.get("masked text") or found.get("images") or default_model()
+
+
 def find_model(name: str) -> ModelSpec:
     """The model of that name. Raises UserError, with the names that there are, for another."""
     found = models().get(name)

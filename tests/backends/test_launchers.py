@@ -33,9 +33,9 @@ pytest.importorskip("cupy", reason="launchers need CuPy, not a GPU")
 pytest.importorskip("ml_dtypes")
 
 LAUNCHERS = (
-    "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.cross_entropy", "ops.dropout", "ops.embedding",
-    "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora", "ops.positions", "ops.rmsnorm",
-    "ops.rope", "ops.rows", "ops.softmax", "ops.swiglu", "ops.swiglu_linear", "optim.adamw",
+    "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.class_token", "ops.cross_entropy", "ops.dropout", "ops.embedding",
+    "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora", "ops.patches", "ops.positions", "ops.rmsnorm",
+    "ops.rope", "ops.rows", "ops.softmax", "ops.swiglu", "ops.swiglu_linear", "ops.take", "optim.adamw",
 )  # fmt: skip
 NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32}
 SCALARS = {"double": "float64", "float": "float32", "bf16": "bfloat16"}
@@ -104,6 +104,7 @@ class Launches:
     @staticmethod
     def compare(entry: str, parameter: str, argument: Any, macros: dict[str, Any]) -> None:
         kind = parameter.removeprefix("const ").rsplit(" ", 1)[0]
+        kind = str(macros.get(kind, kind))
         scalar = macros.get("SCALAR") or macros.get("REAL") or "bf16"
         if kind == "T":
             kind = scalar

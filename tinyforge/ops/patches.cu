@@ -8,7 +8,9 @@
 // Grid: a thread for each number. Block: 256 threads. No shared memory. Bound by memory: in a step of a vision
 // transformer less than a percent of the time, so nothing faster is tried.
 //
-// compile: SCALAR=double|float|bf16 PIXELS=0|1
+// compile: SCALAR=double IN=double|int
+// compile: SCALAR=float IN=float|int
+// compile: SCALAR=bf16 IN=bf16|int
 // spills: none
 
 #include "ops/common.cuh"
@@ -16,11 +18,8 @@
 typedef SCALAR T;
 typedef Wide<T> A;
 
-#if PIXELS
-typedef int In;
-#else
-typedef T In;
-#endif
+__device__ inline A value_of(T x) { return widen(x); }
+__device__ inline A value_of(int pixel) { return A(pixel); }
 
 // Where in the images, (batch, channels, height, width), the element i of the patches lies.
 __device__ inline i64 place(u32 i, int channels, int height, int width, int size) {
@@ -32,16 +31,11 @@ __device__ inline i64 place(u32 i, int channels, int height, int width, int size
 }
 
 extern "C" __global__ void __launch_bounds__(256) patches_fwd(
-    T *y, const In *x, u32 total, int channels, int height, int width, int size, A scale, A shift
+    T *y, const IN *x, u32 total, int channels, int height, int width, int size, A scale, A shift
 ) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;
-    const In pixel = x[place(i, channels, height, width, size)];
-#if PIXELS
-    narrow(A(pixel) * scale + shift, y[i]);
-#else
-    narrow(widen(pixel) * scale + shift, y[i]);
-#endif
+    narrow(value_of(x[place(i, channels, height, width, size)]) * scale + shift, y[i]);
 }
 
 extern "C" __global__ void __launch_bounds__(256) patches_bwd(

@@ -22,7 +22,7 @@ def patches_fwd(images: Array, size: int, scale: float, shift: float, dtype: Any
     if (scale, shift) != (1.0, 0.0):
         y *= scale
         y += shift
-    return y.reshape(batch, -1, channels * size * size)
+    return y.reshape(batch, (height // size) * (width // size), channels * size * size)
 
 
 @patches_fwd.on("phantom")
@@ -86,3 +86,4 @@ class Patches(Op):
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for size, shape in ((2, (2, 3, 4, 6)), (3, (1, 1, 3, 9)), (1, (2, 2, 3, 1)), (4, (3, 2, 8, 4))):
             yield cls(size, backend), (backend.asarray(rng.normal(size=shape)),)
+        yield cls(2, backend), (backend.asarray(rng.integers(0, 256, (2, 1, 4, 2))),)

@@ -21,8 +21,8 @@ def patches_fwd(images: Array, size: int, scale: float, shift: float, dtype: Any
     batch, channels, height, width = images.shape
     y = new((batch, (height // size) * (width // size), channels * size * size), dtype)
     if y.size:
-        pixels = images.dtype.kind == "i"
-        launch = load(FILE, "patches_fwd", SCALAR=scalar(dtype), PIXELS=int(pixels))
+        given = "int" if images.dtype.kind == "i" else scalar(images.dtype)
+        launch = load(FILE, "patches_fwd", SCALAR=scalar(dtype), IN=given)
         sizes = map(np.int32, (channels, height, width, size))
         numbers = map(wide(dtype).type, (scale, shift))
         launch(blocks(y.size), (256,), (y, images, np.uint32(y.size), *sizes, *numbers))
@@ -34,7 +34,7 @@ def patches_bwd(dy: Array, shape: tuple[int, ...], size: int, scale: float) -> A
     dy = contiguous(dy)
     dx = new(shape, dy.dtype)
     if dy.size:
-        launch = load(FILE, "patches_bwd", SCALAR=scalar(dy.dtype), PIXELS=0)
+        launch = load(FILE, "patches_bwd", SCALAR=scalar(dy.dtype), IN="int")
         sizes = map(np.int32, (*shape[1:], size))
         launch(blocks(dy.size), (256,), (dx, dy, np.uint32(dy.size), *sizes, wide(dy.dtype).type(scale)))
     return dx

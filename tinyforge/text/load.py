@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tinyforge.errors import UserError
 from tinyforge.files import read_json
-from tinyforge.text import bpe, chars, huggingface, sentencepiece
+from tinyforge.text import bpe, chars, huggingface, labels, sentencepiece
 from tinyforge.text.vocabulary import TextTokenizer
 
 # What a folder can hold, in the order of preference.
@@ -35,6 +35,8 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
         return sentencepiece.SentencePiece.from_content(content, path)
     if content.get("format") == chars.FORMAT:
         return chars.CharTokenizer.from_content(content, path)
+    if content.get("format") == labels.FORMAT:
+        return labels.Labels.from_content(content, path)
     if content.get("format") == huggingface.FORMAT:
         return huggingface.ImportedBPE.from_content(content, path)
     if "format" not in content and "model" in content:

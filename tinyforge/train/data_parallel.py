@@ -26,7 +26,8 @@ class Model(Protocol):
     config: ModelConfig
     buffer: ParamBuffer
 
-    def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Array: ...
+    forward: Callable[..., Array]  # (ids, targets, whatever `Batch.more` has, stash=None)
+
     def backward(self, dnll: Array, stash: Stash) -> Any: ...
     def replica(self) -> Any: ...
     def ops(self) -> list[Op]: ...
@@ -67,6 +68,10 @@ class Sharded:
     def nll(self, batch: Batch) -> np.ndarray:
         """Summed negative log-likelihood per head, (K,) float64; nothing is saved."""
         return self.backend.to_numpy(self._on_all_ranks(_nll, batch))
+
+    def logits(self, batch: Batch) -> np.ndarray:
+        """The logits of a classifier, (B, classes); nothing is saved."""
+        return self.backend.to_numpy(self._on_all_ranks(_logits, batch))
 
     def _on_all_ranks(self, work: Callable[..., Array], *arguments: Any) -> Array:
         send_object(self.group, (work, arguments))
@@ -111,6 +116,17 @@ def _nll(group: Group, model: Model, backend: Backend, _: Objective | None, whol
     return total
 
 
+def _logits(group: Group, model: Any, backend: Backend, _: Objective | None, whole: Batch) -> Array:
+    found = backend.zeros((len(whole.ids), model.config.classes), backend.master_dtype)
+    part = part_of(group.rank, group.size, len(whole.ids))
+    batch = whole[part]
+    if len(batch.ids):
+        ids, _targets, *more = batch.inputs(backend)
+        found[part] = model.classify(ids, *more)[:, 0]
+    group.all_reduce_(found)
+    return found
+
+
 def _part(group: Group, batch: Batch) -> Batch:
     return batch[part_of(group.rank, group.size, len(batch.ids))]
 
@@ -119,7 +135,7 @@ def _forward(model: Model, backend: Backend, batch: Batch, stash: Stash | None) 
     """nll of a batch, which has no row where there are fewer rows than ranks."""
     if not len(batch.ids):
         return backend.zeros(batch.targets.shape, backend.master_dtype)
-    return model.forward(backend.asarray(batch.ids), backend.asarray(batch.targets), stash)
+    return model.forward(*batch.inputs(backend), stash=stash)
 
 
 def evaluate_heads(sharded: Sharded, batches: Iterable[Batch], byte_lengths: np.ndarray) -> np.ndarray:

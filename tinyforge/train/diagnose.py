@@ -48,7 +48,7 @@ def first_nonfinite(
             # Instance attributes shadow the class's methods; they are removed again below.
             vars(op).update(forward=watched(op, "forward"), backward=watched(op, "backward"))
         stash = Stash(noise)
-        nll = model.forward(backend.asarray(batch.ids), backend.asarray(batch.targets), stash)
+        nll = model.forward(*batch.inputs(backend), stash=stash)
         model.backward(objective.weigh(nll, batch, counts, backend)[1], stash)
     except _NotFinite as found:
         return str(found)

@@ -30,16 +30,23 @@ LN2 = float(np.log(2.0))
 class Batch:
     """What a model reads and predicts.
 
-    ids: (B, T) int32, in range. targets: (B, T, K) int32, -1 for none. weights: (B, T, K) float, what each prediction
-    weighs in the loss; None for 1.
+    ids: (B, T) int32, in range; of a model of images, (B, K, H, W) bytes. targets: (B, T, K) int32, -1 for none; of a
+    model that predicts elsewhere than at every token, (B, M, K). weights: like targets, float, what each prediction
+    weighs in the loss; None for 1. more: what else the model's forward takes, in its order: integers, B rows each.
     """
 
     ids: np.ndarray
     targets: np.ndarray
     weights: np.ndarray | None = None
+    more: tuple[np.ndarray, ...] = ()
 
     def __getitem__(self, rows: slice) -> Batch:
-        return Batch(self.ids[rows], self.targets[rows], None if self.weights is None else self.weights[rows])
+        weights = None if self.weights is None else self.weights[rows]
+        return Batch(self.ids[rows], self.targets[rows], weights, tuple(array[rows] for array in self.more))
+
+    def inputs(self, backend: Backend) -> tuple[Array, ...]:
+        """What the model's forward takes, on its backend."""
+        return tuple(backend.asarray(array) for array in (self.ids, self.targets, *self.more))
 
 
 class Objective(Protocol):
@@ -67,8 +74,7 @@ class NextTokens:
     byte_lengths: the bytes of each token id, for the figure bits_per_byte: head 0's summed nll in bits over the bytes
     of the tokens it predicted. None where targets are no text.
 
-    Replies alone are learned with targets of -1 on the prompts, masked tokens with -1 on all others; classes are
-    targets at one position; preferences and policy gradients are weights.
+    Replies alone are learned with targets of -1 on the prompts; preferences and policy gradients are weights.
     """
 
     head_weights: tuple[float, ...] = (1.0,)
@@ -105,3 +111,29 @@ class NextTokens:
         if self.byte_lengths is not None:
             found["bits_per_byte"] = float(plain[0]) / LN2 / max(1, int(counts[-1]))
         return found
+
+
+@dataclass(frozen=True)
+class MaskedTokens(NextTokens):
+    """loss = the mean of nll over the tokens that are hidden, of the whole step
+
+    targets: (B, M, 1), the hidden tokens, -1 where a row has fewer than M. Logged beside it is the perplexity, exp(loss):
+    among how many tokens, equally likely, the model would be as unsure. Source: Devlin et al., "BERT" (2018).
+    """
+
+    def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+        found = super().figures(sums, counts)
+        return {**found, "perplexity": float(np.exp(min(found["loss"], 700.0)))}
+
+
+@dataclass(frozen=True)
+class Classes(NextTokens):
+    """loss = sum over rows of a nll / n, the mean cross-entropy of the classes over the n labelled rows of the whole step
+
+    targets: (B, 1, 1), the class, -1 for a row that has none. a: `Batch.weights`, of a row; 1 without them. Logged
+    beside it is `likelihood`, exp(-loss): the geometric mean of what the model gives the right class.
+    """
+
+    def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+        found = super().figures(sums, counts)
+        return {**found, "likelihood": float(np.exp(-found["loss"]))}

@@ -35,7 +35,7 @@ from tinyforge.train.diagnose import first_nonfinite
 from tinyforge.train.objectives import Batch, Objective
 from tinyforge.train.settings import Settings
 
-FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and causal attention; no recomputation"
+FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and attention; no recomputation"
 OVERFITTED = 0.01  # share by which held-out text may end worse than it was
 
 
@@ -46,7 +46,8 @@ class Task:
     batches(step): the micro-batches of that step, a pure function. evaluate(sharded): figures on held-out data, with
     `val_bits_per_byte` among them where there are bytes. sample(): a few lines to show. meta: what else goes into
     meta.json; "kind", "model", "config" and "tokenizer_hash" at least, so that the checkpoint can be opened.
-    flop_per_token: for the share of the machine's peak that training reached.
+    flop_per_token: for the share of the machine's peak that training reached. unit: what the speed counts, "tokens" or
+    "images", one of them a row of a batch; flop_per_token is that of a unit.
     """
 
     model: Model
@@ -57,6 +58,7 @@ class Task:
     sample: Callable[[], str]
     meta: dict[str, Any]
     flop_per_token: float = 0.0
+    unit: str = "tokens"
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,9 @@ class Step:
     norm: Any
     lr: float
 
-    @property
-    def size(self) -> int:
-        """Tokens that were read, those that only fill a row counted too."""
-        return sum(batch.ids.size for batch in self.batches)
+    def size(self, unit: str) -> int:
+        """Tokens that were read, those that only fill a row counted too; or rows, which are images."""
+        return sum(batch.ids.size if unit == "tokens" else len(batch.ids) for batch in self.batches)
 
 
 class Signals:
@@ -249,11 +250,11 @@ class Run:
                 took(f"making {len(self._kernels)} kernels ready, the next run finds them on the disk",
                      sum(self._kernels), self._say)  # fmt: skip
             took(f"the first {len(self.unread)} steps", time.perf_counter() - self._began, self._say)
-        rate = sum(taken.size for taken in self.unread) / (time.perf_counter() - self._began)
+        rate = sum(taken.size(self.task.unit) for taken in self.unread) / (time.perf_counter() - self._began)
         self.rates.append(rate)
         for taken in self.unread:
             found, norm = self._figures(taken)
-            self.tokens += taken.size
+            self.tokens += taken.size(self.task.unit)
             self.log.write(
                 step=taken.number + 1, tokens=self.tokens, **found, lr=taken.lr, grad_norm=norm,
                 tokens_per_second=round(rate), seconds=round(self.elapsed(), 3),
@@ -262,7 +263,7 @@ class Run:
             bits = f", {found['bits_per_byte']:.2f} bits/byte" if "bits_per_byte" in found else ""
             left = max(0.0, 60 * (self.settings.minutes or 0) - self.elapsed())
             rest = "" if self.settings.steps else f", {left:.0f} s left"
-            self._bar.set_postfix_str(f"loss {found['loss']:.3f}{bits}, {rate:,.0f} tokens/s{rest}", refresh=False)
+            self._bar.set_postfix_str(f"loss {found['loss']:.3f}{bits}, {rate:,.0f} {self.task.unit}/s{rest}", refresh=False)
         self.unread.clear()
         self._began = time.perf_counter()
 
@@ -338,7 +339,7 @@ class Run:
         rate = float(np.median(self.rates))
         achieved = rate * self.task.flop_per_token / 1e9
         print(
-            f"median {rate:,.0f} tokens/s: {achieved:,.0f} GFLOP/s, {achieved / peak:.0%} of the {peak:,.0f} that a "
+            f"median {rate:,.0f} {self.task.unit}/s: {achieved:,.0f} GFLOP/s, {achieved / peak:.0%} of the {peak:,.0f} that a "
             f"matrix product reaches here in {self.backend.precision.name} ({FLOP_CONVENTION})"
         )
 
