@@ -104,7 +104,7 @@ class Ours:
             qkv, dy = (backend.asarray(x) for x in random_set(shape, i))
             parts = self._split(qkv, shape)
             dqkv = backend.empty(qkv.shape)
-            self.saved.append((*self._split(dqkv, shape), dy, *parts, *self.k.attention_fwd(*parts, *CAUSAL)))
+            self.saved.append((*self._split(dqkv, shape), dy, *parts, None, *self.k.attention_fwd(*parts, None, *CAUSAL)))
 
     @staticmethod
     def _split(x: Any, shape: Shape) -> tuple[Any, Any, Any]:
@@ -112,7 +112,7 @@ class Ours:
         return x[:, :, : shape.heads], x[:, :, shape.heads : kv], x[:, :, kv:]
 
     def forward(self, i: int) -> Any:
-        return self.k.attention_fwd(*self.saved[i][4:7], *CAUSAL)[0]
+        return self.k.attention_fwd(*self.saved[i][4:8], *CAUSAL)[0]
 
     def backward(self, i: int) -> Any:
         self.k.attention_bwd(*self.saved[i], *CAUSAL)

@@ -33,9 +33,10 @@ pytest.importorskip("cupy", reason="launchers need CuPy, not a GPU")
 pytest.importorskip("ml_dtypes")
 
 LAUNCHERS = (
-    "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.class_token", "ops.cross_entropy", "ops.dropout", "ops.embedding",
-    "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora", "ops.patches", "ops.positions", "ops.rmsnorm",
-    "ops.rope", "ops.rows", "ops.softmax", "ops.swiglu", "ops.swiglu_linear", "ops.take", "optim.adamw",
+    "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.class_token", "ops.cross_entropy", "ops.dropout",
+    "ops.embedding", "ops.fork", "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora", "ops.patches",
+    "ops.positions", "ops.rmsnorm", "ops.rope", "ops.rows", "ops.softmax", "ops.swiglu", "ops.swiglu_linear",
+    "ops.take", "ops.tanh", "optim.adamw",
 )  # fmt: skip
 NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32}
 SCALARS = {"double": "float64", "float": "float32", "bf16": "bfloat16"}
@@ -213,11 +214,12 @@ def test_every_attention_kernel_gets_what_it_declares(
     backend = FakeCupy(precision)
     monkeypatch.setattr(backend, "tf32", precision == "tf32", raising=False)
     k = bind((attention_fwd, attention_bwd), backend, "test")
+    lengths = None if seen[0] else backend.asarray(np.array([130, 40]))
     qkv, dqkv = (backend.zeros((2, 130, 8, dim)) for _ in range(2))
     parts, dparts = ((x[:, :, :4], x[:, :, 4:6], x[:, :, 6:]) for x in (qkv, dqkv))
     q, key, v = parts
-    out, lse = k.attention_fwd(q, key, v, *seen, *dropped)
-    k.attention_bwd(*dparts, out, q, key, v, out, lse, *seen, *dropped)
+    out, lse = k.attention_fwd(q, key, v, lengths, *seen, *dropped)
+    k.attention_bwd(*dparts, out, q, key, v, lengths, out, lse, *seen, *dropped)
     instructions, options = "plain", (seen != (True, None)) + (dropped[0] is not None)
     if precision == "bf16" and options < 2:
         instructions = "wgmma" if hopper and dim == 64 and not options else "mma"

@@ -69,12 +69,12 @@ DROPPED: Dropped = ((0x9E3779B9, 0xFFFFFFF1), 0.3)
 
 def forward(dtype: Any, *args: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT) -> Any:
     """attention_fwd(q, k, v), computing as `dtype` says."""
-    return kernels().attention_fwd(*args, *seen, *dropped, backend=SimpleNamespace(tf32=isinstance(dtype, str)))
+    return kernels().attention_fwd(*args, None, *seen, *dropped, backend=SimpleNamespace(tf32=isinstance(dtype, str)))
 
 
 def backward(dtype: Any, *args: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT) -> None:
     """attention_bwd(dq, dk, dv, dy, q, k, v, out, lse), computing as `dtype` says."""
-    kernels().attention_bwd(*args, *seen, *dropped, backend=SimpleNamespace(tf32=isinstance(dtype, str)))
+    kernels().attention_bwd(*args[:7], None, *args[7:], *seen, *dropped, backend=SimpleNamespace(tf32=isinstance(dtype, str)))
 
 
 def rounded(x: Any, dtype: Any) -> Any:
@@ -126,9 +126,9 @@ def expected(
     qkv: Any, dy: Any, heads: int, kv_heads: int, seen: Seen = CAUSAL, dropped: Dropped = KEPT
 ) -> dict[str, Any]:
     parts = split(qkv, heads, kv_heads)
-    out, lse = reference.attention_fwd(*parts, *seen, *dropped)
+    out, lse = reference.attention_fwd(*parts, None, *seen, *dropped)
     dqkv = np.empty_like(qkv)
-    reference.attention_bwd(*split(dqkv, heads, kv_heads), dy, *parts, out, lse, *seen, *dropped)
+    reference.attention_bwd(*split(dqkv, heads, kv_heads), dy, *parts, None, out, lse, *seen, *dropped)
     return {"out": out, "lse": lse, "dqkv": dqkv}
 
 
@@ -349,9 +349,9 @@ def test_only_tf32_rounds_and_only_where_it_has_kernels(d: int) -> None:
     for precision in ("fp32", "tf32"):
         k = bind(Attention.kernels, get_backend("cupy", precision), "test")
         parts = split(upload(qkv, np.float32), 4, 2)
-        out, lse = k.attention_fwd(*parts, *CAUSAL, *KEPT)
+        out, lse = k.attention_fwd(*parts, None, *CAUSAL, *KEPT)
         dqkv = poisoned(qkv.shape, np.float32)
-        k.attention_bwd(*split(dqkv, 4, 2), upload(dy, np.float32), *parts, out, lse, *CAUSAL, *KEPT)
+        k.attention_bwd(*split(dqkv, 4, 2), upload(dy, np.float32), *parts, None, out, lse, *CAUSAL, *KEPT)
         for name, got in (("out", out), ("dqkv", dqkv)):
             rounds = error(got, want[name]) > 1e-5
             assert rounds == (precision == "tf32" and d == 64), (precision, name)
@@ -368,7 +368,7 @@ def test_a_cache_longer_than_the_queries(d: int, dtype: Any, tolerance: float) -
         on_gpu = upload(cache, dtype)
         for seen in (CAUSAL, BOTH_WAYS, (True, 1), (True, 70)):
             got = forward(dtype, upload(q, dtype), on_gpu[:, :keys, :2], on_gpu[:, :keys, 2:], seen=seen)
-            want = reference.attention_fwd(q, cache[:, :keys, :2], cache[:, :keys, 2:], *seen, *KEPT)
+            want = reference.attention_fwd(q, cache[:, :keys, :2], cache[:, :keys, 2:], None, *seen, *KEPT)
             assert error(got[0], want[0]) <= tolerance, (queries, keys, seen)
             exact = tolerance if dtype is TF32 else min(tolerance, 1e-5)
             assert error(got[1], want[1]) <= exact, (queries, keys, seen)

@@ -8,6 +8,7 @@ from tinyforge.ops.class_token import ClassToken
 from tinyforge.ops.cross_entropy import CrossEntropy, LinearCrossEntropy
 from tinyforge.ops.dropout import Dropout
 from tinyforge.ops.embedding import Embedding
+from tinyforge.ops.fork import Fork
 from tinyforge.ops.gelu import GELU
 from tinyforge.ops.gelu_linear import GELULinear
 from tinyforge.ops.layernorm import LayerNorm
@@ -21,15 +22,17 @@ from tinyforge.ops.softmax import Softmax
 from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.ops.swiglu_linear import SwiGLULinear
 from tinyforge.ops.take import Take
+from tinyforge.ops.tanh import Tanh
 
 ALL: tuple[type[Op], ...] = (
-    Embedding, LearnedPositions, Patches, ClassToken, Take, Linear, RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, RoPE,
-    Attention, SwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Softmax, Dropout, CrossEntropy, LinearCrossEntropy,
+    Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Linear, RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm,
+    RoPE, Attention, SwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh, Softmax, Dropout, CrossEntropy,
+    LinearCrossEntropy,
 )  # fmt: skip
 """Every op, in the order of the gradient-check ledger."""
 
 __all__ = [
-    "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "ClassToken", "CrossEntropy", "Dropout", "Embedding", "GELU",
-    "GELULinear", "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LoRA", "Patches", "RMSNorm", "RoPE",
-    "RopeScaling", "Softmax", "SwiGLU", "SwiGLULinear", "Take",
+    "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "ClassToken", "CrossEntropy", "Dropout", "Embedding", "Fork",
+    "GELU", "GELULinear", "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LoRA", "Patches", "RMSNorm",
+    "RoPE", "RopeScaling", "Softmax", "SwiGLU", "SwiGLULinear", "Take", "Tanh",
 ]  # fmt: skip

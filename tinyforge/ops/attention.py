@@ -50,6 +50,14 @@ def tiles(
         yield slice(i, stop), [(slice(j, min(j + TILE, end)), i + ahead - j) for j in range(first, end, TILE)]
 
 
+def hide_padding_(s: Array, lengths: Array | None, first: int) -> None:
+    """Set the scores of padding to HIDDEN. s: (n, Hkv, columns, G * rows), the columns from `first` on; lengths: (n,)."""
+    columns = s.shape[-2]
+    if lengths is not None and lengths.min(initial=first + columns) < first + columns:
+        hidden = np.arange(first, first + columns) >= lengths[:, None]
+        s += np.where(hidden, HIDDEN, 0.0).astype(s.dtype)[:, None, :, None]
+
+
 def hide_(s: Array, shift: int, group: int, causal: bool, window: int | None) -> None:
     """Set the scores of keys that a query does not see to HIDDEN. s: (n, Hkv, columns, G * rows)."""
     if not causal:
@@ -120,11 +128,12 @@ def dropout_mask(
 
 @kernel
 def attention_fwd(
-    q: Array, k: Array, v: Array, causal: bool, window: int | None, key: tuple[int, int] | None, rate: float
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, lengths: Array | None, causal: bool, window: int | None, key: tuple[int, int] | None,
+    rate: float,
+) -> tuple[Array, Array]:  # fmt: skip
     """q: (B, T, Hq, D), the last T of S positions; k, v: (B, S, Hkv, D); returns o: (B, T, Hq, D), lse: (B, Hq, T).
 
-    With a key, each probability is dropped at `rate`.
+    lengths: (B,) int32, 1 to S; keys from there on are padding, which no query sees. With a key, each probability is dropped at `rate`.
     """
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -132,7 +141,7 @@ def attention_fwd(
     out = np.empty((batch, queries, heads, dim), q.dtype)
     lse = np.empty((batch, heads, queries), q.dtype)
     for part in some_sequences(batch, heads, q.itemsize):
-        kb, vb = by_head(k[part]), by_head(v[part])
+        kb, vb, ends = by_head(k[part]), by_head(v[part]), None if lengths is None else lengths[part]
         for rows, seen in tiles(queries, keys, causal, window):
             qi = as_columns(stack_group(q[part, rows], kv_heads, dim**-0.5))
             top: Array = None
@@ -143,6 +152,7 @@ def attention_fwd(
                 # row: NumPy takes maxima down the columns of a tile five times as fast as along its rows.
                 s = kb[:, :, columns] @ qi
                 hide_(s, shift, group, causal, window)
+                hide_padding_(s, ends, columns.start)
                 new_top = s.max(axis=-2, keepdims=True)
                 if top is not None:
                     np.maximum(new_top, top, out=new_top)
@@ -167,16 +177,17 @@ def attention_fwd(
 
 @attention_fwd.on("phantom")
 def attention_fwd_memory(
-    q: Array, k: Array, v: Array, causal: bool, window: int | None, key: tuple[int, int] | None, rate: float
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, lengths: Array | None, causal: bool, window: int | None, key: tuple[int, int] | None,
+    rate: float,
+) -> tuple[Array, Array]:  # fmt: skip
     batch, queries, heads, _ = q.shape
     return empty(q.shape, q.dtype), empty((batch, heads, queries), wide(q.dtype))
 
 
 @kernel
 def attention_bwd(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool,
-    window: int | None, key: tuple[int, int] | None, rate: float,
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None, out: Array,
+    lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None, rate: float,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
     batch, queries, heads, dim = q.shape
@@ -185,6 +196,7 @@ def attention_bwd(
     scale = dim**-0.5
     for part in some_sequences(batch, heads, q.itemsize):
         kb, vb = with_ones(by_head(k[part])), with_ones(by_head(v[part]))
+        ends = None if lengths is None else lengths[part]
         dkb, dvb = np.zeros(by_head(k[part]).shape, q.dtype), np.zeros(by_head(v[part]).shape, q.dtype)
         for rows, seen in tiles(queries, queries, causal, window):
             qi, doi = stack_group(q[part, rows], kv_heads, scale), stack_group(dy[part, rows], kv_heads)
@@ -195,6 +207,7 @@ def attention_bwd(
             for columns, shift in seen:
                 p = kb[:, :, columns] @ q_columns  # k q^T - lse
                 hide_(p, shift, group, causal, window)
+                hide_padding_(p, ends, columns.start)
                 np.exp(p, out=p)
                 ds = vb[:, :, columns] @ do_columns  # v dO^T - delta
                 if key is None:
@@ -213,8 +226,8 @@ def attention_bwd(
 
 @attention_bwd.on("phantom")
 def attention_bwd_memory(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool,
-    window: int | None, key: tuple[int, int] | None, rate: float,
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None, out: Array,
+    lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None, rate: float,
 ) -> None:  # fmt: skip
     empty((*lse.shape, 2), lse.dtype)  # a row's log-sum-exp and its sum of dO O
 
@@ -231,6 +244,8 @@ class Attention(Op):
 
     qkv: (B, T, Hq + 2 Hkv, D), heads in the order q, k, v; o: (B, T, Hq, D). Query head h reads key and value head
     h // (Hq / Hkv). Visible are all s <= t; with `window`, those of them with s > t - window; with causal=False, all.
+    lengths: (B,) int32, 1 to T, for sequences of unequal lengths in one array, with causal=False: what comes behind is
+    padding, which nobody sees. What padding sees itself means nothing, and the gradient of its k and v is 0.
     Saves qkv, o and the log-sum-exp of each row of scores, (B, Hq, T): memory linear in T. Backward recomputes the
     probabilities of one tile at a time from it:
 
@@ -272,23 +287,28 @@ class Attention(Op):
         self.window = window
         self.dropout = dropout
 
-    def forward(self, qkv: Array, stash: Stash | None = None, *, cache: LayerCache | None = None) -> Array:
+    def forward(
+        self, qkv: Array, stash: Stash | None = None, *, cache: LayerCache | None = None, lengths: Array | None = None
+    ) -> Array:
         q, k, v = self._split(qkv)
+        if lengths is not None and self.causal:
+            raise ValueError(f"{self.name}: lengths with causal attention, where no query sees what comes behind it")
         if cache is not None:
             if stash is not None:
                 raise ValueError(f"{self.name}: a cache and a stash; a pass with a cache has no backward, drop one")
             k, v = cache.append(k, v)
         key = stash.key(self, self.dropout) if stash is not None else None
-        out, lse = self.k.attention_fwd(q, k, v, self.causal, self.window, key, self.dropout)
+        out, lse = self.k.attention_fwd(q, k, v, lengths, self.causal, self.window, key, self.dropout)
         if stash is not None:
-            stash.push(self, qkv, out, lse, key)
+            stash.push(self, qkv, lengths, out, lse, key)
         return out
 
     def backward(self, dy: Array, stash: Stash) -> Array:
-        qkv, out, lse, key = stash.pop(self)
+        qkv, lengths, out, lse, key = stash.pop(self)
         dqkv = self.backend.empty(qkv.shape)
         seen = (self.causal, self.window)
-        self.k.attention_bwd(*self._split(dqkv), dy, *self._split(qkv), out, lse, *seen, key, self.dropout)
+        q, k, v = self._split(qkv)
+        self.k.attention_bwd(*self._split(dqkv), dy, q, k, v, lengths, out, lse, *seen, key, self.dropout)
         return dqkv
 
     def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
@@ -310,3 +330,15 @@ class Attention(Op):
         for t, width in ((7, None), (TILE + 3, None), (TILE + 3, 40)):
             op = cls(4, 2, backend, window=width, dropout=0.4)
             yield op, (backend.asarray(rng.normal(size=(2, t, 8, 4))),)
+        # Padding within a tile, of whole tiles, and with dropout.
+        for t, ends, rate in ((7, (3, 7, 1), 0.0), (2 * TILE + 3, (TILE + 1, 5), 0.0), (TILE + 3, (TILE - 1,), 0.4)):
+            padded = Padded(4, 2, backend, causal=False, dropout=rate)
+            qkv = backend.asarray(rng.normal(size=(len(ends), t, 8, 4)))
+            yield padded, (qkv, backend.asarray(np.array(ends)))
+
+
+class Padded(Attention):
+    """Attention that takes the lengths as an input, as the checker hands inputs in."""
+
+    def forward(self, qkv: Array, lengths: Array, stash: Stash | None = None) -> Array:
+        return super().forward(qkv, stash, lengths=lengths)

@@ -18,7 +18,7 @@ import numpy as np
 
 from tinyforge.backends import wide
 from tinyforge.backends.compile import load, variants
-from tinyforge.backends.cupy_backend import CupyBackend, scalar
+from tinyforge.backends.cupy_backend import CupyBackend, contiguous, or_null, scalar
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.ops import attention
@@ -118,12 +118,12 @@ def strides(name: str, x: Array) -> tuple[int, int]:
     return sequence // size, token // size
 
 
-def band_of(causal: bool, window: int | None, keys: int) -> tuple[int, ...]:
-    """The arguments (back, forth) of the BAND kernels: a query sees the keys from `back` before its position to `forth`
-    after it. Empty for the causal kernels."""
+def band_of(causal: bool, window: int | None, keys: int, lengths: Array | None) -> tuple[Any, ...]:
+    """The arguments (back, forth, lengths) of the BAND kernels: a query sees the keys from `back` before its position to
+    `forth` after it, but no padding. Empty for the causal kernels."""
     if not causal:
-        return keys, keys
-    return () if window is None or window >= keys else (window - 1, 0)
+        return keys, keys, or_null(lengths)
+    return () if window is None or window >= keys else (window - 1, 0, or_null(None))
 
 
 def drop_of(key: tuple[int, int] | None, rate: float, dtype: Any) -> tuple[Any, ...]:
@@ -139,8 +139,8 @@ def options_of(band: tuple[Any, ...], drop: tuple[Any, ...]) -> tuple[str, ...]:
 
 @attention.attention_fwd.on("cupy")
 def attention_fwd(
-    q: Array, k: Array, v: Array, causal: bool, window: int | None, key: tuple[int, int] | None, rate: float, *,
-    backend: CupyBackend,
+    q: Array, k: Array, v: Array, lengths: Array | None, causal: bool, window: int | None, key: tuple[int, int] | None,
+    rate: float, *, backend: CupyBackend,
 ) -> tuple[Array, Array]:  # fmt: skip
     """q: (B, T, Hq, D); k, v: (B, S, Hkv, D), S >= T; returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
     batch, queries, heads, dim = q.shape
@@ -149,7 +149,8 @@ def attention_fwd(
     lse = cp.empty((batch, heads, queries), wide(q.dtype))
     if not out.size:
         return out, lse
-    band, drop = band_of(causal, window, keys), drop_of(key, rate, q.dtype)
+    lengths = lengths if lengths is None else contiguous(lengths)
+    band, drop = band_of(causal, window, keys, lengths), drop_of(key, rate, q.dtype)
     options = options_of(band, drop)
     sizes = (queries, keys, heads, kv_heads, *band, *drop)
     args = (q, k, v, out, lse, *strides("q", q), *strides("k", k), *strides("v", v), *sizes)
@@ -162,8 +163,8 @@ def attention_fwd(
 
 @attention.attention_bwd.on("cupy")
 def attention_bwd(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool,
-    window: int | None, key: tuple[int, int] | None, rate: float, *, backend: CupyBackend,
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None, out: Array,
+    lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None, rate: float, *, backend: CupyBackend,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
     batch, queries, heads, dim = q.shape
@@ -175,7 +176,8 @@ def attention_bwd(
     dy = cp.ascontiguousarray(dy)
     stats = cp.empty((batch, heads, queries, 2), lse.dtype)
     inputs = (*strides("q", q), *strides("k", k), *strides("v", v))
-    band, drop = band_of(causal, window, keys), drop_of(key, rate, q.dtype)
+    lengths = lengths if lengths is None else contiguous(lengths)
+    band, drop = band_of(causal, window, keys, lengths), drop_of(key, rate, q.dtype)
     options = options_of(band, drop)
     sizes = (queries, heads, kv_heads, *band, *drop)
     q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *strides("dq", dq), *sizes)
