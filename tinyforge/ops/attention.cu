@@ -437,8 +437,8 @@ __device__ inline void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u3
 typedef float Sums[ROW_TILES][D / 8][4];
 
 // Minus infinity for keys (columns, from `key` on) outside the band of a query (row): the first row sees low .. seen -
-// 1.
-__device__ inline void hide_outside(Scores &s, int key, int low, int seen, int keys, int row, int column) {
+// 1, and no row sees `end` or what comes behind it.
+__device__ inline void hide_outside(Scores &s, int key, int low, int seen, int end, int row, int column) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -446,7 +446,7 @@ __device__ inline void hide_outside(Scores &s, int key, int low, int seen, int k
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int at = key + n * 8 + column + i % 2, r = m * 16 + i / 2 * 8 + row;
-                if (at < low + r || at >= seen + r || at >= keys) s[m][n][i] = -INFINITY;
+                if (at < low + r || at >= seen + r || at >= end) s[m][n][i] = -INFINITY;
             }
 }
 // The transposed case: rows are keys, columns are queries.
@@ -491,10 +491,10 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
     const u32 q_tile = base + warp * WARP_BYTES, stages = base + WORKERS * WARP_BYTES;
     const Unit unit(queries, heads, kv_heads, warp);
     const int ahead = keys - queries, behind_last = unit.last_of_block + ahead + 1 + forth;
-    keys = unpadded(lengths, unit.batch, keys); // one number, where a second would spill registers
-    const int seen_by_block = band ? min_int(keys, behind_last) : behind_last;
+    const int there = unpadded(lengths, unit.batch, keys);
+    const int seen_by_block = band ? min_int(there, behind_last) : behind_last;
     const int seen_by_all = unit.first + ahead + 1 + forth; // behind the last key that the first row sees
-    const int seen = unit.idle ? 0 : min_int(keys, seen_by_all + OWN - 1);
+    const int seen = unit.idle ? 0 : min_int(there, seen_by_all + OWN - 1);
     const int low = unit.first + ahead - back; // the first key that the first row sees, in a band
     const int from = band ? first_key(Unit(queries, heads, kv_heads, 0).first + ahead, back, TILE) : 0;
     k += unit.batch * k_batch + unit.kv_head * D;
@@ -544,8 +544,8 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
             }
         // Only if the diagonal, or a border of the band, crosses this tile.
         if (band) {
-            if (key < low + OWN - 1 || key + TILE > min_int(keys, seen_by_all))
-                hide_outside(s, key, low, seen_by_all, keys, lane / 4, lane % 4 * 2);
+            if (key < low + OWN - 1 || key + TILE > min_int(seen, seen_by_all))
+                hide_outside(s, key, low, seen_by_all, seen, lane / 4, lane % 4 * 2);
         } else if (key + TILE > seen_by_all) {
             hide_future(s, key, seen_by_all, lane / 4, lane % 4 * 2);
         }
@@ -685,8 +685,8 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                     }
                 }
             if (band) {
-                if (key + part < low + OWN - 1 || key + part + PIECE > min_int(there, seen_by_all))
-                    hide_outside(s, key + part, low, seen_by_all, there, lane / 4, lane % 4 * 2);
+                if (key + part < low + OWN - 1 || key + part + PIECE > min_int(seen, seen_by_all))
+                    hide_outside(s, key + part, low, seen_by_all, seen, lane / 4, lane % 4 * 2);
             } else if (key + part + PIECE > seen_by_all) {
                 hide_future(s, key + part, seen_by_all, lane / 4, lane % 4 * 2);
             }
