@@ -3,10 +3,11 @@
 Adding a model touches its own folder and this file.
 """
 
+from models.bert import SPEC as BERT
 from models.char_mlp import SPEC as CHAR_MLP
 from models.gpt2 import SPEC as GPT2
 from models.llama import SPEC as LLAMA
 from models.nanoeuler import SPEC as NANOEULER
 from models.vit import SPEC as VIT
 
-SPECS = (NANOEULER, GPT2, LLAMA, CHAR_MLP, VIT)
+SPECS = (NANOEULER, GPT2, LLAMA, CHAR_MLP, BERT, VIT)

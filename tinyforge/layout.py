@@ -3,7 +3,8 @@
 The module that `ModelSpec.hf` names has
 
     PREFIX                  what the names of the trunk's tensors begin with; files of the bare trunk lack it
-    IGNORED                 a regular expression: tensors that older files hold and that are no weights
+    IGNORED                 a regular expression: tensors that have no place in the model and are no loss
+    RENAMED                 pairs of parts of names, as older files have them and as they are now; may be left out
     read_config(given)      a Config from the content of config.json; raises UserError for what the model cannot be
     write_config(config)    the reverse, architecture included
     entries(config)         every tensor of theirs, as an `Entry`, layer by layer

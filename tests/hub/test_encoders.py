@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from models.bert import PRESETS as BERT_PRESETS
+from models.bert import hf as bert_hf
 from models.vit import PRESETS as VIT_PRESETS
 from models.vit import Config as ViTConfig
 from models.vit import hf as vit_hf
@@ -25,7 +27,11 @@ transformers = pytest.importorskip("transformers", reason="the peer is transform
 FP64 = get_backend("numpy", "fp64", workers=1)
 VIT = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 20, "image_size": 15,
        "patch_size": 5, "num_channels": 3, "num_labels": 7}  # fmt: skip
+BERT = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 37,
+        "max_position_embeddings": 19}  # fmt: skip
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForMaskedLM", BERT),
+    "bert-classes": ("BertForSequenceClassification", {**BERT, "num_labels": 5, "type_vocab_size": 3}),
     "vit": ("ViTForImageClassification", VIT),
     "vit-grey": ("ViTForImageClassification", {**VIT, "num_channels": 1, "patch_size": 3, "num_labels": 2}),
 }
@@ -40,7 +46,7 @@ class Float64Torch:
 
 @pytest.fixture(autouse=True)
 def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("vit",):
+    for name in ("vit", "bert"):
         monkeypatch.setattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), "torch", Float64Torch())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -63,13 +69,38 @@ def make_peer(name: str) -> Any:
 def inputs_for(name: str) -> tuple[tuple[np.ndarray, ...], np.ndarray, dict[str, Any]]:
     """What our forward reads, targets apart; the targets; and what transformers' forward reads."""
     values, rng = PEERS[name][1], np.random.default_rng(0)
+    if name.startswith("bert"):
+        # No word is 0, the padding: their table gives that one no gradient.
+        ids, segments, lengths = rng.integers(1, 37, (3, 17)), rng.integers(0, 2, (3, 17)), np.array([17, 9, 1])
+        seen = torch.from_numpy(np.arange(17) < lengths[:, None]).long()
+        theirs = {"input_ids": torch.from_numpy(ids), "token_type_ids": torch.from_numpy(segments), "attention_mask": seen}
+        if name == "bert-classes":
+            return (ids, segments, lengths), np.array([[[4]], [[-1]], [[0]]]), theirs
+        # A place for each token of a text, in an order of its own; none behind its end.
+        order = np.stack([rng.permutation(17) for _ in lengths])
+        places = np.where(order < lengths[:, None], order, -1)
+        targets = np.where(places < 0, -1, rng.integers(-1, 37, places.shape))[..., None]
+        return (ids, segments, lengths, places), targets, theirs
     images = rng.normal(size=(3, values["num_channels"], 15, 15))
     targets = np.array([[[1]], [[-1]], [[0]]])
     return (images,), targets, {"pixel_values": torch.from_numpy(images)}
 
 
 def our_logits(model: Any, inputs: tuple[np.ndarray, ...]) -> np.ndarray:
-    return model.classify(*inputs)[:, 0]
+    if len(inputs) < 4:
+        return model.classify(*inputs)[:, 0]
+    ids, segments, lengths, _ = inputs
+    return model.predict(model.hidden(ids, segments, lengths), np.tile(np.arange(17), (3, 1)))
+
+
+def unpadded(logits: np.ndarray, inputs: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Without the logits at padding, which mean nothing."""
+    return logits[np.arange(17) < inputs[2][:, None]] if len(inputs) == 4 else logits
+
+
+def at_places(logits: Any, inputs: tuple[np.ndarray, ...]) -> Any:
+    """transformers' logits where ours are predicted."""
+    return logits[np.arange(3)[:, None], np.maximum(inputs[3], 0)] if len(inputs) == 4 else logits
 
 
 def gradients_by_file_name(peer: Any, folder: Path) -> dict[str, np.ndarray]:
@@ -97,14 +128,14 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Pat
     model = load_weights(open_directory(tmp_path / "peer"), FP64)
     inputs, targets, theirs = inputs_for(name)
     logits = peer(**theirs).logits
-    assert worst(our_logits(model, inputs), logits.detach().numpy()) < 1e-9
+    assert worst(*(unpadded(z, inputs) for z in (our_logits(model, inputs), logits.detach().numpy()))) < 1e-9
 
     stash, count = Stash(), (targets >= 0).sum()
     nll = model.forward(inputs[0], targets, *inputs[1:], stash=stash)
     model.backward(np.full(1, 1 / count), stash)
     assert len(stash) == 0
     loss = torch.nn.functional.cross_entropy(
-        logits.flatten(0, -2), torch.from_numpy(targets).flatten(), ignore_index=-1
+        at_places(logits, inputs).flatten(0, -2), torch.from_numpy(targets).flatten(), ignore_index=-1
     )
     loss.backward()
     assert nll.sum() / count == pytest.approx(loss.item(), rel=1e-12)
@@ -129,7 +160,8 @@ def test_transformers_loads_what_is_written(name: str, tmp_path: Path) -> None:
     assert not any(said[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     inputs, _, theirs = inputs_for(name)
     with torch.no_grad():
-        assert worst(our_logits(model, inputs), again.eval()(**theirs).logits.numpy()) < 1e-9
+        wanted = again.eval()(**theirs).logits.numpy()
+    assert worst(*(unpadded(z, inputs) for z in (our_logits(model, inputs), wanted))) < 1e-9
 
 
 @pytest.mark.parametrize("preset", ["base", "large"])
@@ -148,3 +180,39 @@ def test_a_vit_that_is_none_of_ours_is_refused() -> None:
         vit_hf.read_config({**given, "hidden_act": "relu"})
     with pytest.raises(UserError, match="image 28 is not a whole number of patches of 5; use a patch that divides 28"):
         vit_hf.read_config({**given, "patch_size": 5})
+
+
+@pytest.mark.parametrize("preset", ["base", "large"])
+@pytest.mark.parametrize("classes", [0, 3])
+def test_sizes_of_bert_are_transformers_sizes(preset: str, classes: int) -> None:
+    given = bert_hf.write_config(BERT_PRESETS[preset].override({"classes": classes}))
+    kind = getattr(transformers, given.pop("architectures")[0])
+    with torch.device("meta"):
+        peer = kind(transformers.BertConfig(**given))
+    found = bert_hf.entries(BERT_PRESETS[preset].override({"classes": classes}))
+    assert sum(int(np.prod(entry.shape)) for entry in found) == sum(p.numel() for p in peer.parameters())
+
+
+def test_the_names_and_extras_of_published_files_are_read(tmp_path: Path) -> None:
+    """bert-base-uncased: gamma and beta, a pooler, a second head, the tied matrix twice."""
+    from safetensors.numpy import load_file, save_file
+
+    peer = make_peer("bert")
+    peer.float().save_pretrained(tmp_path)
+    model = load_weights(open_directory(tmp_path), FP64)
+    tensors = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for name, value in load_file(tmp_path / "model.safetensors").items()
+    }
+    for name in ("bert.pooler.dense.weight", "cls.seq_relationship.bias", "cls.predictions.decoder.weight"):
+        tensors[name] = np.zeros((2, 2), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    again = load_weights(open_directory(tmp_path), FP64)
+    assert np.array_equal(again.buffer.values, model.buffer.values)
+
+
+def test_a_bert_that_is_none_of_ours_is_refused() -> None:
+    given = bert_hf.write_config(BERT_PRESETS["small"])
+    for name, value in (("position_embedding_type", "relative_key"), ("is_decoder", True)):
+        with pytest.raises(UserError, match=f"{name} is {value!r}; supported"):
+            bert_hf.read_config({**given, name: value})
