@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.labelled import Labelled, has_test_images, hold_out, read_images
+from data.labelled import Labelled, answers, has_test_images, hold_out, read_images, read_texts
+from models.bag_of_words import BagOfWords
 from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
@@ -35,16 +36,25 @@ from tinyforge.params import load_named, named
 from tinyforge.registry import ModelSpec, find_model
 from tinyforge.report import timed
 from tinyforge.rng import Stream
-from tinyforge.text import TextTokenizer
+from tinyforge.text import TextTokenizer, WordPiece, load_tokenizer
 from tinyforge.text.labels import Labels
 from tinyforge.train.batches import Shuffled, fingerprint, micro_batches
 from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.masked import framed, padded, padding_id
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import Batch, Classes
 from tinyforge.train.plan import check_fits, print_plan
 from tinyforge.train.run import Run, Task, claimed
-from tinyforge.train.settings import ClassifySettings, config_of, open_backend, parse, print_schedule
+from tinyforge.train.settings import (
+    ClassifySettings,
+    config_of,
+    open_backend,
+    parse,
+    print_schedule,
+    sequence_length,
+)
 
+BUILT_IN_EXAMPLES, BUILT_IN_TESTS = 40_000, 2_000
 EVAL_EXAMPLES = 2_000  # while training; at the end, all
 EVAL_ROWS = 100
 PICTURED = 40
@@ -96,6 +106,37 @@ def image_data(settings: ClassifySettings, names: Sequence[str]) -> Data:
     return Data(train, test, Labels(train.names), collate)
 
 
+def text_data(
+    settings: ClassifySettings, names: Sequence[str], tokenizer: TextTokenizer | None, length: int, vocab: int
+) -> Data:
+    """tokenizer: that of the base; None to take --tokenizer's, or to train one of `vocab` ids."""
+    if not settings.data:
+        print(f"data: built in (no --data given), {BUILT_IN_EXAMPLES:,} questions, each with a right or a wrong answer")
+        train, test = answers("train", BUILT_IN_EXAMPLES, settings.seed), answers("val", BUILT_IN_TESTS, settings.seed)
+    elif len(settings.data) == 1:
+        train = read_texts(Path(settings.data[0]), names)
+        if settings.test:
+            test = read_texts(Path(settings.test), train.names)
+        else:
+            train, test = hold_out(train, settings.seed)
+    else:
+        raise UserError("--data: wanted one file of labelled texts, e.g. --data train.parquet --test test.parquet")
+    if tokenizer is None:
+        every = (text for pair in train.inputs for text in pair)
+        tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else WordPiece.train(every, vocab)
+    pad = padding_id(tokenizer)
+    encoded = {
+        id(part): [framed(tokenizer, tokenizer.encode(a), tokenizer.encode(b), length) for a, b in part.inputs]
+        for part in (train, test)
+    }
+
+    def collate(part: Labelled, rows: np.ndarray, stream: Stream | None) -> Batch:
+        ids, segments, lengths = padded([encoded[id(part)][i] for i in rows], pad)
+        return Batch(ids, part.labels[rows].reshape(-1, 1, 1), None, (segments, lengths))
+
+    return Data(train, test, tokenizer, collate)
+
+
 def moved(images: np.ndarray, most: int, stream: Stream) -> np.ndarray:
     """Each image moved by up to `most` pixels each way; what comes into view is 0."""
     batch, _, height, width = images.shape
@@ -115,6 +156,8 @@ def config_for(settings: ClassifySettings, spec: ModelSpec, base: ModelConfig | 
         raise UserError(f"data: labels of {len(data.train.names)} classes, --set classes={classes}; leave that out")
     if not asked:
         changes["classes"] = len(data.train.names)
+    if spec.learns != "images" and base is None:
+        changes["vocab"] = data.tokenizer.vocab_size
     if spec.learns == "images":
         channels, height, width = data.train.inputs.shape[1:]
         given = getattr(config, "image", 0), getattr(config, "channels", 0)
@@ -152,11 +195,17 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool) -> None:
     base = load(start_from, backend) if start_from else None
     names = base.meta.get("classes", ()) if base else ()
     with timed("reading the data"):
-        data = image_data(settings, names)
+        if spec.learns == "images":
+            data = image_data(settings, names)
+        else:
+            shape = base.model.config if base else config_of(settings)
+            length = sequence_length(shape, settings.seq_len)
+            data = text_data(settings, names, base.tokenizer if base else None, length, shape.vocab)
     print(f"data: {len(data.train):,} examples to learn from and {len(data.test):,} to test, {len(data.train.names)} "
           f"classes: {', '.join(data.train.names)[:60]}")  # fmt: skip
     config = config_for(settings, spec, base.model.config if base else None, data)
-    check_fits(spec, config, backend, settings.batch_size, config.context, settings.recompute)
+    length = sequence_length(config, settings.seq_len)
+    check_fits(spec, config, backend, settings.batch_size, length, settings.recompute)
     model = spec.build(config, backend, recompute=settings.recompute)
     start(model, base and base.model, settings.seed, backend)
     print(f"model: {spec.name}, {model.buffer.count:,} parameters, seed {settings.seed}")
@@ -174,22 +223,40 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool) -> None:
         batch = data.collate(data.test, np.arange(1), None)
         ids, _targets, *more = batch.inputs(backend)
         guess = int(backend.to_numpy(model.classify(ids, *more))[0, 0].argmax())
-        return f"  the first of them is {data.test.names[data.test.labels[0]]!r}, taken for {data.test.names[guess]!r}"
+        shown = "" if spec.learns == "images" else " | ".join(filter(None, data.test.inputs[0])).replace("\n", " ")[:60]
+        label = data.test.names[data.test.labels[0]]
+        return f"  the first of them{f' ({shown})' if shown else ''} is {label!r}, taken for {data.test.names[guess]!r}"
 
     task = Task(
         model, data.tokenizer, Classes(), micro_batches(shuffled, rows, settings.grad_accum), evaluate, sample,
         {"kind": "classify", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": data.tokenizer.hash(),
          "data_hash": fingerprint(data.train.labels), "classes": list(data.train.names), "machine": backend.describe()},
-        model.flop_per_token(config.context) * config.context, "images",
+        *((model.flop_per_token(length) * length, "images") if spec.learns == "images" else
+          (model.flop_per_token(length), "tokens")),
     )  # fmt: skip
     last = Run(task, settings, backend, resume).train()
     logits = predicted(Sharded(model, backend), data, len(data.test))
     found = scores_of(logits, data.test.labels)
     print(f"test: {found['test_accuracy']:.2%} of {len(data.test):,} right, loss {found['test_loss']:.4f}")
     save_scores(Path(settings.out), checkpoint.step_of(last), {"test accuracy": found["test_accuracy"]})
+    if spec.learns != "images":
+        compare(settings, data, found["test_accuracy"], checkpoint.step_of(last))
+        return
     picture = Path(settings.out) / "mistakes.png"
     if draw_mistakes(data.test, logits, picture):
         print(f"wrote {picture}")
+
+
+def compare(settings: ClassifySettings, data: Data, accuracy: float, step: int) -> None:
+    """Two logistic regressions on the bag of words, from the same texts, beside the model."""
+    scores = {}
+    for tf_idf, name in ((False, "bag of words"), (True, "bag of words, tf-idf")):
+        with timed(f"fitting a logistic regression on the {name}"):
+            baseline = BagOfWords(data.train.inputs, data.train.labels, len(data.train.names), tf_idf=tf_idf)
+            guesses = baseline.predict(data.test.inputs).argmax(axis=-1)
+        scores[f"test accuracy, {name}"] = found = float((guesses == data.test.labels).mean())
+        print(f"  {name}: {found:.2%}; the model: {accuracy:.2%}")
+    save_scores(Path(settings.out), step, scores)
 
 
 def predicted(sharded: Sharded, data: Data, count: int) -> np.ndarray:
