@@ -93,9 +93,9 @@ def read_images(path: Path, names: Sequence[str] = (), split: str = "train") -> 
     """The images at `path`; of a folder of idx files those of `split`. Raises UserError for what is faulty."""
     if path.suffix == ".parquet":
         rows = list(read_columns(path, ("image", "label")))
-        images = [_decoded(image, f"{path}, row {i}") for i, (image, _) in enumerate(rows)]
+        pictures = [_decoded(image, f"{path}, row {i}") for i, (image, _) in enumerate(rows)]
         labels, known = numbered([label for _, label in rows], names, str(path))
-        return Labelled(_stacked(images, [f"{path}, row {i}" for i in range(len(rows))], path), labels, known)
+        return Labelled(_stacked(pictures, [f"{path}, row {i}" for i in range(len(rows))], path), labels, known)
     if not path.is_dir():
         raise UserError(f"{path}: not a folder of images or a parquet file; check the path")
     if pair := _idx_pair(path, split):
@@ -139,7 +139,7 @@ def _unzipped(path: Path) -> bytes:
 def _read_folders(path: Path, names: Sequence[str]) -> Labelled:
     folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
     if not folders:
-        raise UserError(f"{path}: wanted idx files (train-images-idx3-ubyte.gz, ...), or a folder of PNGs for each class")
+        raise UserError(f"{path}: wanted idx files (train-images-idx3-ubyte.gz, ...), or a folder of PNGs a class")
     files, raw = [], []
     for folder in folders:
         found = sorted(p for p in folder.iterdir() if p.suffix.lower() == ".png")
@@ -148,7 +148,8 @@ def _read_folders(path: Path, names: Sequence[str]) -> Labelled:
         files += found
         raw += [folder.name] * len(found)
     labels, known = numbered(raw, names, str(path))
-    return Labelled(_stacked([_decoded(read_file(f), str(f)) for f in files], list(map(str, files)), path), labels, known)
+    images = [_decoded(read_file(file), str(file)) for file in files]
+    return Labelled(_stacked(images, list(map(str, files)), path), labels, known)
 
 
 def _decoded(content: Any, place: str) -> np.ndarray:
@@ -231,7 +232,8 @@ def read_columns(path: Path, wanted: Sequence[str], also: Sequence[str] = ()) ->
     source = str(escape_glob(path))
     try:
         with duckdb.connect() as connection:
-            found = [row[0] for row in connection.execute("DESCRIBE SELECT * FROM read_parquet(?)", [source]).fetchall()]
+            described = connection.execute("DESCRIBE SELECT * FROM read_parquet(?)", [source]).fetchall()
+            found = [row[0] for row in described]
             if missing := [name for name in wanted if name not in found]:
                 raise UserError(
                     f"{path}: no column {missing[0]!r}; its columns are {', '.join(found)[:80]}, wanted "
@@ -240,7 +242,8 @@ def read_columns(path: Path, wanted: Sequence[str], also: Sequence[str] = ()) ->
             columns = ", ".join(f'"{name}"' if name in found else "NULL" for name in (*wanted, *also))
             return connection.execute(f"SELECT {columns} FROM read_parquet(?)", [source]).fetchall()
     except duckdb.Error as error:
-        raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0][:120]}; get it again") from error
+        reason = str(error).splitlines()[0][:120]
+        raise UserError(f"{path} cannot be read as parquet: {reason}; get it again") from error
 
 
 # --- built in ---------------------------------------------------------------------------------------------------------

@@ -94,8 +94,9 @@ def image_data(settings: ClassifySettings, names: Sequence[str]) -> Data:
     else:
         train, test = hold_out(train, settings.seed)
     if test.inputs.shape[1:] != train.inputs.shape[1:]:
-        raise UserError(f"the images to test are {test.inputs.shape[1:]}, those to learn from {train.inputs.shape[1:]}; "
-                        "both must be of one size (channels, height, width)")  # fmt: skip
+        sizes = test.inputs.shape[1:], train.inputs.shape[1:]
+        raise UserError(f"the images to test are {sizes[0]}, those to learn from {sizes[1]}; both must be of one size "
+                        "(channels, height, width)")  # fmt: skip
 
     def collate(part: Labelled, rows: np.ndarray, stream: Stream | None) -> Batch:
         images = part.inputs[rows]

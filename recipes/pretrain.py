@@ -149,7 +149,8 @@ def hide_words(
     resume: bool,
 ) -> None:  # fmt: skip
     """Pretrain a model that guesses hidden words."""
-    rows, words = settings.batch_size, MaskedWords(corpus.batches, corpus.tokenizer, model.config, seq_len, settings.seed)
+    rows = settings.batch_size
+    words = MaskedWords(corpus.batches, corpus.tokenizer, model.config, seq_len, settings.seed)
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         return evaluate_masked(sharded, words.held_out(corpus, rows, EVAL_TOKENS))
@@ -159,8 +160,8 @@ def hide_words(
         return "  " + guesses(model, shown, corpus.tokenizer, backend)[:400] if shown else ""
 
     task = Task(
-        model, corpus.tokenizer, MaskedTokens(), micro_batches(words, rows, settings.grad_accum), evaluate, sample, about,
-        model.flop_per_token(seq_len),
+        model, corpus.tokenizer, MaskedTokens(), micro_batches(words, rows, settings.grad_accum), evaluate, sample,
+        about, model.flop_per_token(seq_len),
     )  # fmt: skip
     last = Run(task, settings, backend, resume).train()
     final = evaluate_masked(Sharded(model, backend), words.held_out(corpus, rows))

@@ -295,7 +295,8 @@ FAULTS = [
           with_args(lambda *a: (*a[:-2], None if a[-2] is None else 0 * a[-2], a[-1]))),
     Fault(ops.GELULinear, "slope of the other formula", gelu_linear_bwd, with_args(lambda *a: (*a[:-1], "tanh"))),
     Fault(ops.GELULinear, "input bias after the GELU", gelu_linear_fwd,
-          with_args(lambda u, w, b, b_in, how: (u, w, b if b_in is None else (0 if b is None else b) + w @ b_in, None, how))),
+          with_args(lambda u, w, b, b_in, how: (
+              u, w, b if b_in is None else (0 if b is None else b) + w @ b_in, None, how))),
     Fault(ops.GELULinear, "db_in 1 %", gelu_linear_bwd,
           then(lambda dw, db, db_in, *_: db_in is not None and times(db_in, 1.01))),
     Fault(ops.LoRA, "scale forgotten in backward", lora_bwd, with_args(lambda *a: (*a[:8], 1.0, *a[9:]))),

@@ -82,7 +82,9 @@ def next_token_model(name: str) -> ModelSpec:
     """The model of that name, which predicts next tokens. Raises UserError for one that learns something else."""
     spec = find_model(name)
     if spec.learns != "text":
-        raise UserError(f"{spec.title} learns {spec.learns}, it continues no text; use recipes/classify.py, or another model")
+        raise UserError(
+            f"{spec.title} learns {spec.learns}, it continues no text; use recipes/classify.py, or another model"
+        )
     return spec
 
 

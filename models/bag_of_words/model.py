@@ -1,8 +1,8 @@
 """Logistic regression on the bag of words: the baseline of text classification, in two forms.
 
-A text is a vector of length 1 with a number for each known word, in the same ratios as: 1 for each word that it has; or
-with tf-idf, which is harder to beat, (1 + log count) log((1 + N) / (1 + N_w)), where N_w of the N training texts have the
-word. Classes are softmax(W x + b), and
+A text is a vector with a number for each known word, brought to length 1: the number is 1 for the words that it has; or
+with tf-idf, which is harder to beat, (1 + log count) log((1 + N) / (1 + N_w)), where N_w of the N training texts have
+the word. Classes are softmax(W x + b), and
 
     loss = mean over texts of -log p(class) + decay / 2 ||W||^2,   dL/dz = (softmax(z) - onehot) / N,   dL/dW = dz^T x
 
@@ -82,7 +82,7 @@ class BagOfWords:
         self.weight, self.bias = weight, bias
 
     def _largest(self, text: np.ndarray, word: np.ndarray, value: np.ndarray) -> float:
-        """The largest eigenvalue of X^T X / N, with the bias's column, by the power method; a tenth more, to be safe."""
+        """The largest eigenvalue of X^T X / N, with the bias's column, by the power method, and a tenth more."""
         v, b, size = np.full(len(self.weight), max(1, len(self.weight)) ** -0.5), 1.0, 1.0
         for _ in range(20):
             row = np.bincount(text, value * v[word], self._texts) + b

@@ -101,13 +101,18 @@ class BERT(Op):
         self.take = Take(backend, "take")
         self.head: list[Op]
         if c.classes:
-            self.head = [linear("pooler", c.dim, c.dim, backend), Tanh(backend, "pooler.tanh"),
-                         Dropout(c.dropout, backend, "pooler.dropout"), linear("head", c.classes, c.dim, backend)]  # fmt: skip
+            self.head = [
+                linear("pooler", c.dim, c.dim, backend), Tanh(backend, "pooler.tanh"),
+                Dropout(c.dropout, backend, "pooler.dropout"), linear("head", c.classes, c.dim, backend),
+            ]  # fmt: skip
         else:
-            gain, bias = (Param(f"transform.norm.{p}", (c.dim,), fill=f, decay=False) for p, f in (("weight", 1), ("bias", 0)))
-            self.head = [linear("transform", c.dim, c.dim, backend), GELU(backend, "erf", "transform.gelu"),
-                         LayerNorm(gain, bias, backend, c.norm_eps, "transform.norm"),
-                         Linear(table, backend, "head", bias=Param("head.bias", (c.vocab,), decay=False))]  # fmt: skip
+            gain = Param("transform.norm.weight", (c.dim,), fill=1.0, decay=False)
+            bias = Param("transform.norm.bias", (c.dim,), decay=False)
+            self.head = [
+                linear("transform", c.dim, c.dim, backend), GELU(backend, "erf", "transform.gelu"),
+                LayerNorm(gain, bias, backend, c.norm_eps, "transform.norm"),
+                Linear(table, backend, "head", bias=Param("head.bias", (c.vocab,), decay=False)),
+            ]  # fmt: skip
         self.loss = CrossEntropy(backend, "loss")
         self.buffer = ParamBuffer(self.params(), backend, values)
 
@@ -208,8 +213,8 @@ class BERT(Op):
             for row, end in zip(places, lengths, strict=True):
                 row[: min(end, len(row))] = rng.permutation(end)[: len(row)]
             if config.classes:
-                targets, more = rng.integers(0, config.classes, (batch, 1, 1)), (segments, lengths)
+                inputs = [ids, rng.integers(0, config.classes, (batch, 1, 1)), segments, lengths]
             else:
                 targets = np.where(places < 0, -1, rng.integers(0, config.vocab, places.shape))[..., None]
-                more = segments, lengths, places
-            yield model, tuple(map(backend.asarray, (ids, targets, *more)))
+                inputs = [ids, targets, segments, lengths, places]
+            yield model, tuple(map(backend.asarray, inputs))

@@ -74,8 +74,8 @@ class ViT(Op):
     then a final norm, and a linear map of the class token's place to the classes. recompute: keep the stream, not the
     norms' outputs, and compute these again in backward.
 
-    backward returns the gradient of float images. Source: Dosovitskiy et al., "An Image is Worth 16x16 Words: Transformers
-    for Image Recognition at Scale" (2020).
+    backward returns the gradient of float images. Source: Dosovitskiy et al., "An Image is Worth 16x16 Words:
+    Transformers for Image Recognition at Scale" (2020).
     """
 
     per_head = True

@@ -74,7 +74,8 @@ def forward(dtype: Any, *args: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT
 
 def backward(dtype: Any, *args: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT) -> None:
     """attention_bwd(dq, dk, dv, dy, q, k, v, out, lse), computing as `dtype` says."""
-    kernels().attention_bwd(*args[:7], None, *args[7:], *seen, *dropped, backend=SimpleNamespace(tf32=isinstance(dtype, str)))
+    backend = SimpleNamespace(tf32=isinstance(dtype, str))
+    kernels().attention_bwd(*args[:7], None, *args[7:], *seen, *dropped, backend=backend)
 
 
 def rounded(x: Any, dtype: Any) -> Any:

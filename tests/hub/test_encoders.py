@@ -47,7 +47,8 @@ class Float64Torch:
 @pytest.fixture(autouse=True)
 def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("vit", "bert"):
-        monkeypatch.setattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), "torch", Float64Torch())
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        monkeypatch.setattr(module, "torch", Float64Torch())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -73,7 +74,8 @@ def inputs_for(name: str) -> tuple[tuple[np.ndarray, ...], np.ndarray, dict[str,
         # No word is 0, the padding: their table gives that one no gradient.
         ids, segments, lengths = rng.integers(1, 37, (3, 17)), rng.integers(0, 2, (3, 17)), np.array([17, 9, 1])
         seen = torch.from_numpy(np.arange(17) < lengths[:, None]).long()
-        theirs = {"input_ids": torch.from_numpy(ids), "token_type_ids": torch.from_numpy(segments), "attention_mask": seen}
+        theirs = {"input_ids": torch.from_numpy(ids), "token_type_ids": torch.from_numpy(segments),
+                  "attention_mask": seen}  # fmt: skip
         if name == "bert-classes":
             return (ids, segments, lengths), np.array([[[4]], [[-1]], [[0]]]), theirs
         # A place for each token of a text, in an order of its own; none behind its end.

@@ -51,7 +51,10 @@ def tiles(
 
 
 def hide_padding_(s: Array, lengths: Array | None, first: int) -> None:
-    """Set the scores of padding to HIDDEN. s: (n, Hkv, columns, G * rows), the columns from `first` on; lengths: (n,)."""
+    """Set the scores of padding to HIDDEN.
+
+    s: (n, Hkv, columns, G * rows), its columns from `first` on; lengths: (n,).
+    """
     columns = s.shape[-2]
     if lengths is not None and lengths.min(initial=first + columns) < first + columns:
         hidden = np.arange(first, first + columns) >= lengths[:, None]
@@ -133,7 +136,8 @@ def attention_fwd(
 ) -> tuple[Array, Array]:  # fmt: skip
     """q: (B, T, Hq, D), the last T of S positions; k, v: (B, S, Hkv, D); returns o: (B, T, Hq, D), lse: (B, Hq, T).
 
-    lengths: (B,) int32, 1 to S; keys from there on are padding, which no query sees. With a key, each probability is dropped at `rate`.
+    lengths: (B,) int32, 1 to S; keys from there on are padding, which no query sees. With a key, each probability is
+    dropped at `rate`.
     """
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]

@@ -119,8 +119,8 @@ def strides(name: str, x: Array) -> tuple[int, int]:
 
 
 def band_of(causal: bool, window: int | None, keys: int, lengths: Array | None) -> tuple[Any, ...]:
-    """The arguments (back, forth, lengths) of the BAND kernels: a query sees the keys from `back` before its position to
-    `forth` after it, but no padding. Empty for the causal kernels."""
+    """The arguments (back, forth, lengths) of the BAND kernels: a query sees the keys from `back` before its position
+    to `forth` after it, but no padding. Empty for the causal kernels."""
     if not causal:
         return keys, keys, or_null(lengths)
     return () if window is None or window >= keys else (window - 1, 0, or_null(None))

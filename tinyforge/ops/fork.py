@@ -27,7 +27,7 @@ class Fork(Op):
     """y = x,  z = x
 
     x, y, z: (...), the same array. Saves nothing. backward(dy=(dy, dz)): dx = dy + dz. In a pre-norm block this sum is
-    part of the norm's backward; in a post-norm block the stream goes into a linear map as it is, and the sum stands here.
+    part of the norm's backward; in a post-norm block the stream itself goes into a linear map, and the sum stands here.
     """
 
     kernels = (fork_bwd,)

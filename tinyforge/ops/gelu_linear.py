@@ -15,6 +15,7 @@ from tinyforge.ops.gelu import gelu_bwd, gelu_fwd
 from tinyforge.ops.linear import linear_bwd_bias, linear_fwd
 from tinyforge.params import with_buffer
 
+
 @kernel
 def gelu_linear_fwd(
     u: Array, weight: Array, bias: Array | None, input_bias: Array | None, approximate: str

@@ -36,6 +36,7 @@ class Labels(Vocabulary):
     def from_content(cls, content: dict[str, Any], path: Path) -> Labels:
         """From what `save` wrote into the file at `path`. Raises UserError, naming it, where it is damaged."""
         names = content.get("labels")
-        if content.get("version") != VERSION or not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        good = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if content.get("version") != VERSION or not isinstance(names, list) or not good:
             raise UserError(f"{path} holds no names of classes; the file is damaged, use another checkpoint")
         return cls(names)

@@ -17,8 +17,8 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
     """The tokenizer in a file, or in a folder that has one under its usual name.
 
     Read are what `save` of any tokenizer here wrote, Hugging Face's tokenizer.json, SentencePiece's tokenizer.model
-    (*.model), llama2.c's tokenizer.bin (*.bin), and BERT's vocab.txt (*.txt). Raises UserError, naming the file, when it is missing or damaged,
-    or asks for what is not supported.
+    (*.model), llama2.c's tokenizer.bin (*.bin), and BERT's vocab.txt (*.txt). Raises UserError, naming the file, when
+    it is missing or damaged, or asks for what is not supported.
     """
     path = Path(path)
     if path.is_dir():

@@ -239,7 +239,7 @@ def from_huggingface(content: dict[str, Any]) -> WordPiece:
     lower = normal.get("lowercase") is True
     accents = normal.get("strip_accents")
     if not (normal.get("clean_text") and normal.get("handle_chinese_chars")) or accents not in (None, lower):
-        raise UserError("got a BertNormalizer with clean_text, handle_chinese_chars or strip_accents not as BERT has them")
+        raise UserError("got a BertNormalizer whose clean_text, handle_chinese_chars or strip_accents is not BERT's")
     if not isinstance(cut := content.get("pre_tokenizer"), dict) or cut.get("type") != "BertPreTokenizer":
         raise UserError("wanted a BertPreTokenizer; no other WordPiece can be read")
     if not isinstance(vocab, dict) or sorted(vocab.values(), key=str) != sorted(range(len(vocab)), key=str):
@@ -254,16 +254,16 @@ def to_huggingface(tokenizer: WordPiece) -> dict[str, Any]:
         {"id": id, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
          "special": True} for text, id in sorted(specials.items(), key=lambda item: item[1])
     ]  # fmt: skip
-    first, second, cls, sep = ({"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}},
-                               {"SpecialToken": {"id": CLS, "type_id": 0}}, {"SpecialToken": {"id": SEP, "type_id": 0}})  # fmt: skip
+    first, second = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
+    cls, sep, end = ({"SpecialToken": {"id": text, "type_id": type}} for text, type in ((CLS, 0), (SEP, 0), (SEP, 1)))
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-        "normalizer": {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None,
-                       "lowercase": tokenizer.lower},
+        "normalizer": {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True,
+                       "strip_accents": None, "lowercase": tokenizer.lower},
         "pre_tokenizer": {"type": "BertPreTokenizer"},
         "post_processor": {
             "type": "TemplateProcessing", "single": [cls, first, sep],
-            "pair": [cls, first, sep, second, {"SpecialToken": {"id": SEP, "type_id": 1}}],
+            "pair": [cls, first, sep, second, end],
             "special_tokens": {t: {"id": t, "ids": [specials[t]], "tokens": [t]} for t in (CLS, SEP)},
         },
         "decoder": {"type": "WordPiece", "prefix": PREFIX, "cleanup": False},

@@ -27,15 +27,17 @@ FRAME = 2  # tokens around a text: [CLS] before it, [SEP] behind it
 def special(tokenizer: TextTokenizer, text: str) -> int:
     """The id of one of BERT's special tokens. Raises UserError for a tokenizer without it."""
     if text not in tokenizer.specials:
-        raise UserError(f"the tokenizer has no {text}, which masked words need; use a WordPiece tokenizer, as BERT's is")
+        raise UserError(f"the tokenizer has no {text}, which a BERT reads; use a WordPiece tokenizer, as BERT's is")
     return tokenizer.specials[text]
 
 
 class MaskedWords:
-    """Windows of text as a model of masked words reads them: batches as `Batch` says, with the segments, the lengths and
-    the places of the hidden words in `Batch.more`."""
+    """Windows of text as a model of masked words reads them: batches with segments, lengths and the places of the
+    hidden words in `Batch.more`."""
 
-    def __init__(self, windows: Batches, tokenizer: TextTokenizer, config: ModelConfig, length: int, seed: int) -> None:
+    def __init__(
+        self, windows: Batches, tokenizer: TextTokenizer, config: ModelConfig, length: int, seed: int
+    ) -> None:
         """windows: of `length` - FRAME tokens. length: of a row with its frame."""
         self.windows, self.seed = windows, seed
         self.cls, self.sep, self.mask = (special(tokenizer, text) for text in (CLS, SEP, MASK))
@@ -95,14 +97,11 @@ def guesses(model: object, batch: Batch, tokenizer: TextTokenizer, backend: Back
     words = []
     for place, id in enumerate(batch.ids[0].tolist()):
         if place in shown:
-            words.append(f"[{_text(tokenizer, int(best[shown[place]]))}|{_text(tokenizer, _word(batch, shown[place]))}]")
+            guess, word = int(best[shown[place]]), int(batch.targets[0, shown[place], 0])
+            words.append(f"[{_text(tokenizer, guess)}|{_text(tokenizer, word)}]")
         else:
             words.append(_text(tokenizer, id))
     return " ".join(words).replace(" ##", "")
-
-
-def _word(batch: Batch, number: int) -> int:
-    return int(batch.targets[0, number, 0])
 
 
 def _text(tokenizer: TextTokenizer, id: int) -> str:
@@ -114,8 +113,8 @@ def framed(
 ) -> tuple[list[int], list[int]]:
     """[CLS] first [SEP] second [SEP], or without a second [CLS] first [SEP], and the segment of each token.
 
-    What is longer than `length` loses, of a text alone, a part behind the first quarter, since reviews and articles say
-    what they think at their end; of a pair the end of the longer one. Source: Sun et al., "How to Fine-Tune BERT" (2019).
+    What is longer than `length` loses, of a text alone, a part behind the first quarter, since reviews say what they
+    think at their end; of a pair the end of the longer one. Source: Sun et al., "How to Fine-Tune BERT" (2019).
     """
     cls, sep = special(tokenizer, CLS), special(tokenizer, SEP)
     first, second = list(first), list(second)

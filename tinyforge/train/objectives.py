@@ -117,8 +117,10 @@ class NextTokens:
 class MaskedTokens(NextTokens):
     """loss = the mean of nll over the tokens that are hidden, of the whole step
 
-    targets: (B, M, 1), the hidden tokens, -1 where a row has fewer than M. Logged beside it is the perplexity, exp(loss):
-    among how many tokens, equally likely, the model would be as unsure. Source: Devlin et al., "BERT" (2018).
+    targets: (B, M, 1), the hidden tokens, -1 where a row has fewer than M. Logged beside it is the perplexity,
+    exp(loss): among how many tokens, equally likely, the model would be as unsure.
+
+    Source: Devlin et al., "BERT" (2018).
     """
 
     def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
@@ -128,7 +130,7 @@ class MaskedTokens(NextTokens):
 
 @dataclass(frozen=True)
 class Classes(NextTokens):
-    """loss = sum over rows of a nll / n, the mean cross-entropy of the classes over the n labelled rows of the whole step
+    """loss = sum over rows of a nll / n, the mean cross-entropy of the classes over the step's n labelled rows
 
     targets: (B, 1, 1), the class, -1 for a row that has none. a: `Batch.weights`, of a row; 1 without them. Logged
     beside it is `likelihood`, exp(-loss): the geometric mean of what the model gives the right class.

@@ -263,7 +263,8 @@ class Run:
             bits = f", {found['bits_per_byte']:.2f} bits/byte" if "bits_per_byte" in found else ""
             left = max(0.0, 60 * (self.settings.minutes or 0) - self.elapsed())
             rest = "" if self.settings.steps else f", {left:.0f} s left"
-            self._bar.set_postfix_str(f"loss {found['loss']:.3f}{bits}, {rate:,.0f} {self.task.unit}/s{rest}", refresh=False)
+            speed = f"{rate:,.0f} {self.task.unit}/s"
+            self._bar.set_postfix_str(f"loss {found['loss']:.3f}{bits}, {speed}{rest}", refresh=False)
         self.unread.clear()
         self._began = time.perf_counter()
 
@@ -339,8 +340,8 @@ class Run:
         rate = float(np.median(self.rates))
         achieved = rate * self.task.flop_per_token / 1e9
         print(
-            f"median {rate:,.0f} {self.task.unit}/s: {achieved:,.0f} GFLOP/s, {achieved / peak:.0%} of the {peak:,.0f} that a "
-            f"matrix product reaches here in {self.backend.precision.name} ({FLOP_CONVENTION})"
+            f"median {rate:,.0f} {self.task.unit}/s: {achieved:,.0f} GFLOP/s, {achieved / peak:.0%} of the {peak:,.0f} "
+            f"that a matrix product reaches here in {self.backend.precision.name} ({FLOP_CONVENTION})"
         )
 
     def _refuse_nonfinite(self, taken: Step, loss: float, norm: float) -> NoReturn:

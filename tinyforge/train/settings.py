@@ -242,7 +242,7 @@ class ClassifySettings(ModelSettings):
     model: str = setting(default_classifier, "which model of the zoo: bert for texts, vit for images")
     test: str | None = setting(None, "what to test on, like --data (default: a tenth of it is held out)",
                                metavar="PATH")  # fmt: skip
-    base: str | None = setting(None, "pretrained run, checkpoint or Hugging Face model to start from (default: nothing)",
+    base: str | None = setting(None, "run, checkpoint or Hugging Face model to start from (default: nothing)",
                                metavar="DIR", card=NEVER)  # fmt: skip
     shift: int = setting(0, "move each training image by up to so many pixels, at random", check=zero_or_more)
 
