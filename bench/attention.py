@@ -104,7 +104,8 @@ class Ours:
             qkv, dy = (backend.asarray(x) for x in random_set(shape, i))
             parts = self._split(qkv, shape)
             dqkv = backend.empty(qkv.shape)
-            self.saved.append((*self._split(dqkv, shape), dy, *parts, None, *self.k.attention_fwd(*parts, None, *CAUSAL)))
+            made = self.k.attention_fwd(*parts, None, *CAUSAL)
+            self.saved.append((*self._split(dqkv, shape), dy, *parts, None, *made))
 
     @staticmethod
     def _split(x: Any, shape: Shape) -> tuple[Any, Any, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from models.bert import BERT
 from models.char_mlp.model import CharMLP
 from models.gpt2 import GPT2
 from models.llama import Llama
@@ -44,6 +45,7 @@ from tinyforge.ops.cross_entropy import (
 )
 from tinyforge.ops.dropout import dropout
 from tinyforge.ops.embedding import embedding_bwd
+from tinyforge.ops.fork import fork_bwd
 from tinyforge.ops.gelu import gelu_bwd
 from tinyforge.ops.gelu_linear import gelu_linear_bwd, gelu_linear_fwd
 from tinyforge.ops.layernorm import layernorm_bwd
@@ -57,6 +59,7 @@ from tinyforge.ops.softmax import softmax_bwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.ops.swiglu_linear import swiglu_linear_bwd
 from tinyforge.ops.take import take_bwd, take_fwd
+from tinyforge.ops.tanh import tanh_bwd
 from tinyforge.params import with_buffer
 
 FP64 = get_backend("numpy", "fp64", workers=1)
@@ -228,6 +231,12 @@ FAULTS = [
     Fault(ops.Take, "the first of each row alone", take_bwd,
           with_args(lambda dy, where, n: (dy[:, :1], where[:, :1], n))),
     Fault(ops.Take, "another sequence's", take_fwd, with_args(lambda x, where: (np.roll(x, 1, axis=0), where))),
+    Fault(ops.Fork, "the second reader's gradient lost", fork_bwd, lambda _: lambda first, second: first.copy()),
+    Fault(ops.Fork, "the first reader's gradient twice", fork_bwd, lambda _: lambda first, second: 2 * first),
+    Fault(ops.Fork, "difference for sum", fork_bwd, lambda _: lambda first, second: first - second),
+    Fault(ops.Tanh, "slope not squared", tanh_bwd, lambda _: lambda dy, y: dy * (1 - y)),
+    Fault(ops.Tanh, "sign", tanh_bwd, scaled(-1)),
+    Fault(ops.Tanh, "slope of another row", tanh_bwd, with_args(lambda dy, y: (dy, np.roll(y, 1)))),
     Fault(ops.Linear, "sign of dx", linear_bwd, scaled(-1)),
     Fault(ops.Linear, "dx 1 %", linear_bwd, scaled(1.01)),
     Fault(ops.Linear, "dW of the last row lost", linear_bwd,
@@ -410,6 +419,18 @@ WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
         m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash))),
     (GPT2, "GELU left out", lambda m: broken_backward(
         m.blocks[0].down, lambda right, dy, stash: (right(dy, stash), dy @ m.blocks[0].down.weight.value)[1])),
+    (BERT, "segments' gradient lost", lambda m: broken_backward(
+        m.segments, lambda right, dy, stash: right(0 * dy, stash))),
+    (BERT, "positions' gradient one place off", lambda m: broken_backward(
+        m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash))),
+    (BERT, "padding seen in backward", lambda m: setattr(
+        m.blocks[0].attention.k, "attention_bwd", lambda *a: attention_bwd(*a[:7], None, *a[8:]))),
+    (BERT, "stream's gradient lost at a fork", lambda m: broken_backward(
+        m.blocks[0].fork2, lambda right, dy, stash: right((0 * dy[0], dy[1]), stash))),
+    (BERT, "the embedding's share of a tied gradient lost", lambda m: broken_backward(
+        m.embedding, lambda right, dy, stash: right(0 * dy, stash))),
+    (BERT, "hidden words' gradients in the wrong order", lambda m: broken_backward(
+        m.take, lambda right, dy, stash: right(dy[:, ::-1], stash))),
     (ViT, "class token's gradient lost", lambda m: broken_backward(
         m.class_token, lambda right, dy, stash: (right(dy, stash), zero(m.class_token.token.grad))[0])),
     (ViT, "positions' gradient one place off", lambda m: broken_backward(

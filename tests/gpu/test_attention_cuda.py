@@ -490,3 +490,27 @@ def test_a_seeded_fault_shows(dtype: Any) -> None:
     wrong = run(qkv, dy, 3, 1, dtype)["dqkv"]
     wrong[:, :, 3] *= 8.0
     assert error(wrong, want) > 1e-2
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-12), (np.float32, 2e-6), (BF16, 1e-2)])
+@pytest.mark.parametrize("d", [32, 48, 64, 128])
+@pytest.mark.parametrize("dropped", [KEPT, DROPPED], ids=["kept", "dropped"])
+def test_padding_is_seen_by_none(dtype: Any, tolerance: float, d: int, dropped: Dropped) -> None:
+    """Lengths within a tile, of one key, at the border of a tile and of the whole row."""
+    lengths = np.array([130, 64, 1, 97, 200], np.int32)
+    rng = np.random.default_rng(d)
+    qkv, dy = random_inputs(rng, 5, 200, 4, 2, d, dtype)
+    parts = split(qkv, 4, 2)
+    out, lse = reference.attention_fwd(*parts, lengths, *BOTH_WAYS, *dropped)
+    wanted = np.empty_like(qkv)
+    reference.attention_bwd(*split(wanted, 4, 2), dy, *parts, lengths, out, lse, *BOTH_WAYS, *dropped)
+
+    k, backend = kernels(), SimpleNamespace(tf32=False)
+    device, ends = split(upload(qkv, dtype), 4, 2), cp.asarray(lengths)
+    dqkv = poisoned(qkv.shape, dtype)
+    got, got_lse = k.attention_fwd(*device, ends, *BOTH_WAYS, *dropped, backend=backend)
+    k.attention_bwd(*split(dqkv, 4, 2), upload(dy, dtype), *device, ends, got, got_lse, *BOTH_WAYS, *dropped,
+                    backend=backend)  # fmt: skip
+    assert error(got, out) < tolerance and error(got_lse, lse) < tolerance and error(dqkv, wanted) < 2 * tolerance
+    for row, end in enumerate(lengths):
+        assert not download(dqkv)[row, end:, 4:].any()  # the gradient of what is padding

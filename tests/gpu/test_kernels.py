@@ -153,6 +153,9 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
         acc(r, 24, c), acc(r, 24), acc(r, c), act(r, n, 24), act(r, n, c), act(r, 24, c), act(r, c), "tanh"),
     "gelu_linear_bwd erf": lambda r, n, c: (
         acc(r, 24, c), acc(r, 24), acc(r, c), act(r, n, 24), act(r, n, c), act(r, 24, c), act(r, c), "erf"),
+    "fork_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
+    "tanh_fwd": lambda r, n, c: (act(r, n, c),),
+    "tanh_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
     "class_token_fwd": lambda r, n, c: (act(r, 3, n, c), act(r, c)),
     "class_token_bwd": lambda r, n, c: (acc(r, c), act(r, 19, n + 1, c)),
     "take_fwd": lambda r, n, c: (act(r, 3, n, c), places(r, 3, n)),
