@@ -52,6 +52,7 @@ from tinyforge.train.settings import (
     parse,
     print_schedule,
     sequence_length,
+    with_fields,
 )
 
 BUILT_IN_EXAMPLES, BUILT_IN_TESTS = 40_000, 2_000
@@ -149,7 +150,7 @@ def moved(images: np.ndarray, most: int, stream: Stream) -> np.ndarray:
 
 def config_for(settings: ClassifySettings, spec: ModelSpec, base: ModelConfig | None, data: Data) -> ModelConfig:
     """The config with the data's classes, and for images with their size. Raises UserError where they do not fit."""
-    config = base or config_of(settings)
+    config = with_fields(base, settings.set) if base else config_of(settings)
     changes: dict[str, Any] = {}
     classes = getattr(config, "classes", 0)
     asked = any(item.startswith("classes=") for item in settings.set)

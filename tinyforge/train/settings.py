@@ -347,8 +347,13 @@ def config_of(settings: ModelSettings) -> ModelConfig:
         if not isinstance(values, dict):
             raise UserError(f"--config: {path} holds a {type(values).__name__}, wants an object of the config's fields")
         config = spec.config.from_dict(values)
+    return with_fields(config, settings.set)
+
+
+def with_fields(config: ModelConfig, items: Sequence[str]) -> ModelConfig:
+    """The config with the fields that the KEY=VALUE `items` of --set name. Raises UserError."""
     changes: dict[str, Any] = {}
-    for item in settings.set:
+    for item in items:
         key, _, value = item.partition("=")
         if isinstance(getattr(config, key, None), str):
             changes[key] = value
