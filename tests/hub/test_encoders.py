@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +123,17 @@ def worst(got: np.ndarray, wanted: np.ndarray, floor: float = 0.0) -> float:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_and_gradients_are_those_of_transformers(
+    name: str, tmp_path: Path, parity: Callable[..., None]
+) -> None:
     peer = make_peer(name)
     peer.float().save_pretrained(tmp_path / "peer")
     peer.double()
     model = load_weights(open_directory(tmp_path / "peer"), FP64)
     inputs, targets, theirs = inputs_for(name)
     logits = peer(**theirs).logits
-    assert worst(*(unpadded(z, inputs) for z in (our_logits(model, inputs), logits.detach().numpy()))) < 1e-9
+    found_and_wanted = (unpadded(z, inputs) for z in (our_logits(model, inputs), logits.detach().numpy()))
+    parity(model, "logits", worst(*found_and_wanted), 1e-9)
 
     stash, count = Stash(), (targets >= 0).sum()
     nll = model.forward(inputs[0], targets, *inputs[1:], stash=stash)
@@ -148,7 +151,7 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Pat
     # The bias of the keys adds the same to all scores of a query, which softmax does not see: its gradient is 0, and
     # what is computed is rounding. So an error counts beside a thousandth of the largest gradient at least.
     floor = 1e-3 * max(np.abs(g).max() for g in wanted.values())
-    assert {name: error for name in found if (error := worst(found[name], wanted[name], floor)) >= 1e-8} == {}
+    parity(model, "gradients", max(worst(found[name], wanted[name], floor) for name in found), 1e-8)
 
 
 @pytest.mark.parametrize("name", PEERS)
