@@ -29,6 +29,7 @@ from tinyforge.errors import UserError, run_command
 from tinyforge.hub import Loaded, Opened, lora, newest_run, open_model
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.infer.decoder import Decoder
+from tinyforge.registry import next_token_model
 from tinyforge.report import timed
 from tinyforge.rng import Stream
 from tinyforge.text import TextTokenizer
