@@ -29,7 +29,7 @@ class Entry:
 
     theirs, shape: its name and shape there. ours: our parameter's name; empty for a tensor that is zeros, since we have
     none. part: which rows of ours (a slice), or which entry (a number, which drops the axis); None for all of it.
-    transposed: theirs is the transpose. Else theirs has the same numbers in the same order, perhaps with other axes.
+    transposed: theirs is the transpose. axes: the shape of ours, where theirs has the same numbers with other axes.
     """
 
     theirs: str
@@ -37,6 +37,7 @@ class Entry:
     ours: str
     part: slice | int | None = None
     transposed: bool = False
+    axes: tuple[int, ...] | None = None
 
     def put(self, ours: Array, theirs: Array) -> None:
         """Write their tensor into its place in our parameter."""

@@ -46,14 +46,18 @@ def write_config(config: Config) -> dict[str, Any]:
 def entries(config: Config) -> Iterator[Entry]:
     c = config
 
-    def both(theirs: str, ours: str, *shape: int, part: slice | None = None) -> Iterator[Entry]:
-        yield Entry(f"{theirs}.weight", shape, f"{ours}.weight", part)
+    def both(
+        theirs: str, ours: str, *shape: int, part: slice | None = None, axes: tuple[int, ...] | None = None
+    ) -> Iterator[Entry]:
+        yield Entry(f"{theirs}.weight", shape, f"{ours}.weight", part, axes=axes)
         yield Entry(f"{theirs}.bias", shape[:1], f"{ours}.bias", part)
 
-    yield Entry("vit.embeddings.cls_token", (1, 1, c.dim), "class_token")
-    yield Entry("vit.embeddings.position_embeddings", (1, c.context, c.dim), "positions.weight")
-    convolution = (c.dim, c.channels, c.patch, c.patch)
-    yield from both("vit.embeddings.patch_embeddings.projection", "embedding", *convolution)
+    yield Entry("vit.embeddings.cls_token", (1, 1, c.dim), "class_token", axes=(c.dim,))
+    places = (c.context, c.dim)
+    yield Entry("vit.embeddings.position_embeddings", (1, *places), "positions.weight", axes=places)
+    pixels = c.channels, c.patch, c.patch
+    matrix = (c.dim, c.channels * c.patch**2)
+    yield from both("vit.embeddings.patch_embeddings.projection", "embedding", c.dim, *pixels, axes=matrix)
     for i in range(c.layers):
         ours, theirs = f"blocks.{i}", f"vit.encoder.layer.{i}"
         yield from both(f"{theirs}.layernorm_before", f"{ours}.norm1", c.dim)

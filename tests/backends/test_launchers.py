@@ -35,8 +35,8 @@ pytest.importorskip("ml_dtypes")
 LAUNCHERS = (
     "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.class_token", "ops.cross_entropy", "ops.dropout",
     "ops.embedding", "ops.fork", "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora",
-    "ops.patches", "ops.positions", "ops.rmsnorm", "ops.rope", "ops.rows", "ops.softmax", "ops.swiglu", "ops.swiglu_linear",
-    "ops.take", "ops.tanh", "optim.adamw",
+    "ops.patches", "ops.positions", "ops.rmsnorm", "ops.rope", "ops.rows", "ops.softmax", "ops.swiglu",
+    "ops.swiglu_linear", "ops.take", "ops.tanh", "optim.adamw",
 )  # fmt: skip
 NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32}
 SCALARS = {"double": "float64", "float": "float32", "bf16": "bfloat16"}

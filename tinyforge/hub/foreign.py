@@ -75,7 +75,7 @@ def _whole(parts: list[tuple[Entry, Callable[[], np.ndarray]]]) -> np.ndarray:
     for entry, read in parts:
         theirs = read()
         if whole is None:
-            first = theirs.shape[::-1] if entry.transposed else theirs.shape
+            first = entry.axes or (theirs.shape[::-1] if entry.transposed else theirs.shape)
             last = parts[-1][0].part
             if isinstance(last, slice):
                 first = (last.stop, *first[1:])
