@@ -27,13 +27,14 @@ def class_token_fwd_memory(x: Array, token: Array) -> Array:
 
 
 @kernel
-def class_token_bwd(dtoken: Array, dy: Array) -> Array:
-    dtoken += dy[:, 0].sum(axis=0)
+def class_token_bwd(dtoken: Array | None, dy: Array) -> Array:
+    if dtoken is not None:
+        dtoken += dy[:, 0].sum(axis=0)
     return dy[:, 1:].copy()
 
 
 @class_token_bwd.on("phantom")
-def class_token_bwd_memory(dtoken: Array, dy: Array) -> Array:
+def class_token_bwd_memory(dtoken: Array | None, dy: Array) -> Array:
     return empty((len(dy), dy.shape[1] - 1, dy.shape[2]), dy.dtype)
 
 

@@ -26,7 +26,7 @@ def class_token_fwd(x: Array, token: Array) -> Array:
 
 
 @class_token.class_token_bwd.on("cupy")
-def class_token_bwd(dtoken: Array, dy: Array) -> Array:
+def class_token_bwd(dtoken: Array | None, dy: Array) -> Array:
     dy = contiguous(dy)
     dx = new((len(dy), dy.shape[1] - 1, dy.shape[2]), dy.dtype)
     if not dy.size:
@@ -36,5 +36,6 @@ def class_token_bwd(dtoken: Array, dy: Array) -> Array:
     launch = load(FILE, "class_token_bwd", SCALAR=scalar(dy.dtype), VEC=vec)
     sizes = map(np.uint32, (dy.size // vec, dy.shape[1], dy.shape[2] // vec))
     launch(blocks(dy.size // vec), (256,), (dx, first, dy, *sizes))
-    linear_bwd_bias(dtoken, first)
+    if dtoken is not None:
+        linear_bwd_bias(dtoken, first)
     return dx
