@@ -132,3 +132,22 @@ class Op:
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         """The gradient-check hook: yields (op, inputs) with random data, edge cases included."""
         raise NotImplementedError(f"{cls.__name__} has no gradient-check cases")
+
+
+class WithKeywords(Op):
+    """An op whose last inputs are keywords of its forward, for the checker's cases: there, inputs have no names."""
+
+    def __init__(self, op: Op, *keywords: str) -> None:
+        super().__init__(op.backend, op.name)
+        self.op, self.keywords = op, keywords
+        self.per_head = op.per_head  # type: ignore[misc]
+
+    def forward(self, *inputs: Any, stash: Stash | None = None) -> Any:
+        count = len(inputs) - len(self.keywords)
+        return self.op.forward(*inputs[:count], stash=stash, **dict(zip(self.keywords, inputs[count:], strict=True)))
+
+    def backward(self, dy: Any, stash: Stash) -> Any:
+        return self.op.backward(dy, stash)
+
+    def params(self) -> list[Param]:
+        return self.op.params()
