@@ -185,7 +185,7 @@ def attention_fwd_memory(
 ) -> tuple[Array, Array]:  # fmt: skip
     batch, queries, heads, _ = q.shape
     if starts is not None and window is not None:
-        _bounds = empty((2, *starts.shape), starts.dtype)  # what each query sees of both, and what sees each key
+        _bounds = empty((2, *starts.shape), starts.dtype)  # what each query sees, and what sees each key
     return empty(q.shape, q.dtype), empty((batch, heads, queries), wide(q.dtype))
 
 
