@@ -9,7 +9,7 @@ One rule for gradients, everywhere: parameter gradients are accumulated (`+=`), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -135,16 +135,20 @@ class Op:
 
 
 class WithKeywords(Op):
-    """An op whose last inputs are keywords of its forward, for the checker's cases: there, inputs have no names."""
+    """An op whose last inputs are keywords of its forward, for the checker's cases: there, inputs have no names.
 
-    def __init__(self, op: Op, *keywords: str) -> None:
+    keywords: by name, what makes the keyword of the input.
+    """
+
+    def __init__(self, op: Op, **keywords: Callable[[Array], Any]) -> None:
         super().__init__(op.backend, op.name)
         self.op, self.keywords = op, keywords
         self.per_head = op.per_head  # type: ignore[misc]
 
     def forward(self, *inputs: Any, stash: Stash | None = None) -> Any:
         count = len(inputs) - len(self.keywords)
-        return self.op.forward(*inputs[:count], stash=stash, **dict(zip(self.keywords, inputs[count:], strict=True)))
+        made = {name: make(x) for (name, make), x in zip(self.keywords.items(), inputs[count:], strict=True)}
+        return self.op.forward(*inputs[:count], stash=stash, **made)
 
     def backward(self, dy: Any, stash: Stash) -> Any:
         return self.op.backward(dy, stash)

@@ -61,17 +61,17 @@ class Block:
 
     def forward(
         self, x: Array, h: Array, stash: Stash | None, *, normed: Callable[[Array], Array] | None = None,
-        cache: LayerCache | None = None, offset: int = 0,
+        cache: LayerCache | None = None, offset: int = 0, starts: Array | None = None,
     ) -> tuple[Array, Array]:  # fmt: skip
         """x and h after the block. normed: recomputation is wanted, and this gives h from x. offset: positions that the
-        cache holds."""
+        cache holds. starts: of each token's document, (B, T); RoPE needs none, its scores depend on distances alone."""
         again = partial(normed, x) if normed else None
         qkv = self.qkv.forward(h, stash, recompute=again)
         qkv = qkv.reshape(*x.shape[:2], -1, self.head_dim)  # (B, T, Hq + 2 Hkv, D)
         for norm, heads in self.head_norms:
             norm.forward(qkv[:, :, heads], stash, out=qkv[:, :, heads])
         qkv = self.rope.forward(qkv, stash, offset=offset, out=qkv)
-        a = self.attention.forward(qkv, stash, cache=cache)  # (B, T, Hq, D)
+        a = self.attention.forward(qkv, stash, cache=cache, starts=starts)  # (B, T, Hq, D)
         a = self.out.forward(a.reshape(*x.shape[:2], -1), stash)  # (B, T, C)
         x, h = self.norm2.forward(x, a, stash)
         again = partial(self.norm2.normed, x) if normed else None

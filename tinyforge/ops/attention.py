@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -238,6 +239,24 @@ def attention_bwd_memory(
         _bounds = empty((2, *starts.shape), starts.dtype)
 
 
+@dataclass(frozen=True)
+class Documents:
+    """The documents of packed rows, as a model's forward takes them.
+
+    starts: (B, T) int32, where in its row each token's document begins. restart: positions count from there, instead of
+    from the beginning of the row; attention is the same. On the host, or on a backend's device.
+    """
+
+    starts: Array
+    restart: bool = False
+
+    def __getitem__(self, rows: slice) -> Documents:
+        return Documents(self.starts[rows], self.restart)
+
+    def on(self, backend: Backend) -> Documents:
+        return Documents(backend.asarray(self.starts), self.restart)
+
+
 class LayerCache(Protocol):
     """The keys and values of one layer's earlier positions; see tinyforge/infer/cache.py."""
 
@@ -345,6 +364,6 @@ class Attention(Op):
             first = np.zeros((len(begins), t), np.int32)
             for row, places in zip(first, begins, strict=True):
                 row[list(places)] = places
-            op = WithKeywords(cls(4, 2, backend, window=width, dropout=rate), "starts")
+            op = WithKeywords(cls(4, 2, backend, window=width, dropout=rate), starts=lambda given: given)
             starts = backend.asarray(np.maximum.accumulate(first, axis=1))
             yield op, (backend.asarray(rng.normal(size=(len(begins), t, 8, 4))), starts)
