@@ -118,8 +118,9 @@ class GPT2(Op):
         return GPT2(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
     def hidden(
-        self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None, documents: Documents | None = None
-    ) -> Array:
+        self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None,
+        documents: Documents | None = None,
+    ) -> Array:  # fmt: skip
         """(B, T) ids to the final-normed stream, (B, T, C). With a cache, the ids follow what it holds. documents: a
         token sees its own alone."""
         c, starts = self.config, documents.starts if documents else None
@@ -218,7 +219,8 @@ class GPT2(Op):
             targets = rng.integers(-1, config.vocab, (batch, length, 1))
             yield model, (backend.asarray(ids), backend.asarray(targets))
         for restart in (False, True):
-            model = with_buffer(cls(Config(dim=12, heads=3, layers=2, context=9, vocab=11), backend), backend, rng, std=0.2)
+            config = Config(dim=12, heads=3, layers=2, context=9, vocab=11)
+            model = with_buffer(cls(config, backend), backend, rng, std=0.2)
             packed = WithKeywords(model, documents=partial(Documents, restart=restart))
             ids, targets = rng.integers(0, 11, (2, 9)), rng.integers(-1, 11, (2, 9, 1))
             starts = np.array([[0, 0, 0, 3, 3, 5, 5, 5, 5], [0, 1, 1, 1, 1, 1, 1, 1, 1]])

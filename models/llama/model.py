@@ -54,8 +54,9 @@ class LlamaLike(Op):
         return build(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
     def hidden(
-        self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None, documents: Documents | None = None
-    ) -> Array:
+        self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None,
+        documents: Documents | None = None,
+    ) -> Array:  # fmt: skip
         """ids: (B, T) to the final-normed stream, (B, T, C). With a cache, ids follow the positions that it holds.
         documents: a token sees its own alone; whether positions restart makes no difference to RoPE."""
         x = self.embedding.forward(ids, stash)

@@ -70,8 +70,9 @@ def hide_(s: Array, shift: int, group: int, causal: bool, window: int | None, st
         last = min(columns, rows + shift - window)
         s[:, :, :last] += past_mask(columns, rows, shift - window, group, s.dtype)[:last]
     if starts is not None and (last := min(columns, int(starts.max()))) > 0:  # else no document begins in this tile
-        hidden = np.arange(last)[:, None] < np.tile(starts, (1, group))[:, None]  # (n, last, G * rows)
-        s[:, :, :last] += np.where(hidden, HIDDEN, 0.0).astype(s.dtype)[:, None]
+        mask = (np.arange(last, dtype=starts.dtype)[:, None] < starts[:, None]).astype(s.dtype)  # (n, last, rows)
+        mask *= s.dtype.type(HIDDEN)
+        s[:, :, :last] += np.tile(mask, (1, 1, group))[:, None]
 
 
 def by_head(x: Array) -> Array:
@@ -364,6 +365,6 @@ class Attention(Op):
             first = np.zeros((len(begins), t), np.int32)
             for row, places in zip(first, begins, strict=True):
                 row[list(places)] = places
-            op = WithKeywords(cls(4, 2, backend, window=width, dropout=rate), starts=lambda given: given)
+            packed = WithKeywords(cls(4, 2, backend, window=width, dropout=rate), starts=lambda given: given)
             starts = backend.asarray(np.maximum.accumulate(first, axis=1))
-            yield op, (backend.asarray(rng.normal(size=(len(begins), t, 8, 4))), starts)
+            yield packed, (backend.asarray(rng.normal(size=(len(begins), t, 8, 4))), starts)

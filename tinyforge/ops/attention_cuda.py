@@ -3,8 +3,8 @@
 float64 and float32 run the plain kernels of attention.cu, float32 in precision tf32 those of attention_tf32.cu,
 bfloat16 those of attention_hopper.cu where they run, else attention.cu's with tensor cores, and at head sizes that
 neither has the plain ones. Rows of several documents are in all of them. Windows, attention in both directions and
-dropout are in attention.cu alone, dropout together with one of the others in its plain kernels alone. A window in rows of
-several documents costs nothing more: it moves their bounds. The heads of these files list the tile sizes.
+dropout are in attention.cu alone, dropout together with one of the others in its plain kernels alone. In rows of
+several documents a window needs no other kernel: it moves their bounds. The heads of these files list the tile sizes.
 """
 
 from __future__ import annotations

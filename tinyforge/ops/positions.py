@@ -68,7 +68,7 @@ class LearnedPositions(Op):
                 "shorten the input"
             )
         if starts is not None and offset:
-            raise ValueError(f"{self.name}: starts of documents and offset {offset}; a cache holds one document, drop one")
+            raise ValueError(f"{self.name}: starts of documents and offset {offset}; a cache has one; drop one")
         positions = None if starts is None else self.backend.xp.arange(x.shape[1], dtype=starts.dtype) - starts
         if stash is not None:
             stash.push(self, offset, positions)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from tinyforge.backends.compile import load
@@ -19,11 +21,12 @@ def positions_fwd(x: Array, weight: Array, positions: Array | None) -> Array:
     y = new(x.shape, x.dtype)
     if x.size:
         vec = vector(x.shape[-1], x, weight, y)
-        sequence, restart, added = x[0].size // vec, {}, ()
+        total, sequence, width = (np.uint32(n // vec) for n in (x.size, x[0].size, x.shape[-1]))
+        args: tuple[Any, ...] = (y, x, weight, total, sequence)
+        macros: dict[str, Any] = {"SCALAR": scalar(x.dtype), "VEC": vec}
         if positions is not None:
-            restart, added = {"RESTART": 1}, (contiguous(positions), np.uint32(x.shape[-1] // vec))
-        launch = load(FILE, "positions_fwd", SCALAR=scalar(x.dtype), VEC=vec, **restart)
-        launch(blocks(x.size // vec), (256,), (y, x, weight, np.uint32(x.size // vec), np.uint32(sequence), *added))
+            macros["RESTART"], args = 1, (*args, contiguous(positions), width)
+        load(FILE, "positions_fwd", **macros)(blocks(x.size // vec), (256,), args)
     return y
 
 

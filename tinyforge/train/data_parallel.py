@@ -13,6 +13,7 @@ from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Stash
+from tinyforge.ops.attention import Documents
 from tinyforge.ops.cross_entropy import sum_tokens
 from tinyforge.parallel import Group, part_of, send_object, start_group
 from tinyforge.params import ParamBuffer
@@ -21,12 +22,17 @@ from tinyforge.train.objectives import LN2, Batch, Objective
 
 
 class Model(Protocol):
-    """What training asks of a model: nll, (B, T, K), its gradient, and copies that share its weights."""
+    """What training asks of a model: nll, (B, T, K), its gradient, and copies that share its weights.
+
+    documents: asked only of models that are registered with them.
+    """
 
     config: ModelConfig
     buffer: ParamBuffer
 
-    def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Array: ...
+    def forward(
+        self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents = ...
+    ) -> Array: ...
     def backward(self, dnll: Array, stash: Stash) -> Any: ...
     def replica(self) -> Any: ...
     def ops(self) -> list[Op]: ...
@@ -94,7 +100,7 @@ def _gradients(
         for number, whole in enumerate(batches):
             batch = _part(group, whole)
             stash = Stash(noise=noise and noise.fork(f"{number}/{group.rank}"))
-            nll = _forward(model, backend, batch, stash)
+            nll = forward(model, backend, batch, stash)
             sums, dnll = objective.weigh(nll, batch, counts, backend)
             if len(batch.ids):
                 model.backward(dnll, stash)
@@ -106,7 +112,7 @@ def _gradients(
 
 def _nll(group: Group, model: Model, backend: Backend, _: Objective | None, whole: Batch) -> Array:
     with np.errstate(all="ignore"):
-        total = sum_tokens.bind(backend)(_forward(model, backend, _part(group, whole), None))
+        total = sum_tokens.bind(backend)(forward(model, backend, _part(group, whole), None))
     group.all_reduce_(total)
     return total
 
@@ -115,11 +121,14 @@ def _part(group: Group, batch: Batch) -> Batch:
     return batch[part_of(group.rank, group.size, len(batch.ids))]
 
 
-def _forward(model: Model, backend: Backend, batch: Batch, stash: Stash | None) -> Array:
+def forward(model: Model, backend: Backend, batch: Batch, stash: Stash | None) -> Array:
     """nll of a batch, which has no row where there are fewer rows than ranks."""
     if not len(batch.ids):
         return backend.zeros(batch.targets.shape, backend.master_dtype)
-    return model.forward(backend.asarray(batch.ids), backend.asarray(batch.targets), stash)
+    ids, targets = backend.asarray(batch.ids), backend.asarray(batch.targets)
+    if batch.documents is None:
+        return model.forward(ids, targets, stash)
+    return model.forward(ids, targets, stash, documents=batch.documents.on(backend))
 
 
 def evaluate_heads(sharded: Sharded, batches: Iterable[Batch], byte_lengths: np.ndarray) -> np.ndarray:
