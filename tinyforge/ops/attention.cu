@@ -30,6 +30,9 @@
 // arguments. Neither the log-sum-exp nor delta changes. The mask is computed where it is needed, from (sequence, head,
 // query, key) alone, by Philox: in every 16 x 16 square of scores one block of four words belongs to queries t and
 // t + 8 and keys s and s + 8. A lane of the tensor-core kernels holds all four, in P as in P^T.
+// With the macro DOCS=1 a row holds several documents, and `bounds` says of each row that is owned what it sees of the
+// other side: attention.cuh. Tiles of other documents are skipped on both sides. As with a band, a row may see no key
+// of the first tiles.
 // Tensors are (batch, token, head, dim) with heads side by side; token and batch strides are arguments, so that q, k, v
 // are views of one packed tensor.
 //
@@ -37,7 +40,8 @@
 // longest come first: the short ones fill the gaps at the end.
 //
 // Registers (sm_90), none spilled: plain 118 to 128 in float at head size 64; mma.sync at 64: forward 246 (two blocks
-// of four warps on a multiprocessor), backward_q 128 (four), backward_kv 252 (two); with DROP 242, 140 (three), 254.
+// of four warps on a multiprocessor), backward_q 128 (four), backward_kv 252 (two); with DROP 242, 140 (three), 254; with DOCS 253, 144
+// (three), 242; with both 246, 146 (three), 241.
 //
 // Tried, at 16 x 1024 tokens, 12/4 heads of 64, on an H200, in us:
 //   forward       32 rows a warp 101; 16 rows, three blocks 107; 16 rows, eight warps 110; tiles of 128 keys 122
