@@ -5,8 +5,8 @@
 //
 // Macros: PART (FORWARD, BACKWARD_Q, BACKWARD_KV); HEAD_DIM; WORKERS in a block; WORKER_WARPS; ROW_TILES, the tiles of
 // 16 rows that a warp owns; TILE, the rows streamed at a time; PIECE, the rows of a tile whose scores a warp holds at a
-// time, TILE if undefined; TF32 for float numbers instead of bf16; DOCS for rows of several documents. The plain kernels
-// define REAL and take only D and DOCS.
+// time, TILE if undefined; TF32 for float numbers instead of bf16; DOCS for rows of several documents. The plain
+// kernels define REAL and take only D and DOCS.
 
 #include "ops/common.cuh"
 

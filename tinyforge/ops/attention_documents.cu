@@ -1,7 +1,7 @@
 // Rows of several documents: from where each token's document begins, what the attention kernels with DOCS=1 ask for.
 //
-// Kernels:  document_bounds     bounds[0][b, t], the first key that query t sees; bounds[1][b, s], behind the last query
-//                               that sees key s
+// Kernels:  document_bounds     bounds[0][b, t], the first key that query t sees; bounds[1][b, s], behind the last
+//                               query that sees key s
 //
 // Idea. starts ascend along a sequence, so the queries that see key s are s and those behind it, up to the first whose
 // document begins after s: found by bisection. A window of w keys moves both bounds: query t sees no key before

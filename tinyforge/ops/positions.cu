@@ -6,8 +6,8 @@
 // Idea. Elementwise; a sequence is one long row of T C numbers, and P's first T rows are another. Backward: warp y of a
 // block takes batch rows y, y + 8, ..., and the eight sums are added in order. With a thread for each vector of dP, and
 // all batch rows in turn, there would be too few threads to keep the memory busy.
-// With the macro RESTART=1 forward adds P[p[b, t]] for given positions p: documents packed into one row. Its backward is
-// that of embedding.cu.
+// With the macro RESTART=1 forward adds P[p[b, t]] for given positions p: documents packed into one row. Its backward
+// is that of embedding.cu.
 // Grid: a thread for each vector of y; backward a block for 32 vectors of dP. Block: 256 threads; backward 32 x 8.
 // Shared memory: backward, the eight sums. Bound by memory.
 //
