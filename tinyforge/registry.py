@@ -33,8 +33,8 @@ class ModelSpec:
     the model: "blocks.0.qkv". config: the class of its configs. presets: configs by name, the first is the default.
     summary: one line. hf: the module that maps Hugging Face weights, as "package.module"; empty where there is none.
     architectures: the names in Hugging Face's config.json that it reads. documents: whether the model's forward takes
-    `documents`, for --document-mask. bundled: a checkpoint that comes
-    with the model's code, a small trained model; chat takes it where nothing has been trained.
+    `documents`, for --document-mask. bundled: a checkpoint that comes with the model's code, a small trained model;
+    chat takes it where nothing has been trained.
 
     For docs/models.md, which the tests ask of every model in the checkout: source, the paper; backward, what is new in
     its gradients, a sentence or two. trained: figures of training by what they are, each "FILE#a/b/c", a place in a
