@@ -47,7 +47,7 @@ from data.passes import (
 from data.source import Source, read_source
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import sha256_of, sync
+from tinyforge.files import read_json, sha256_of, sync
 
 if TYPE_CHECKING:
     import duckdb
@@ -193,7 +193,7 @@ def build_corpus(
         if _is_whole(out, manifest):
             shutil.rmtree(work, ignore_errors=True)
             return {}
-        if not (work / "key.json").exists() or json.loads((work / "key.json").read_bytes()) != manifest:
+        if not _same_key(work / "key.json", manifest):
             shutil.rmtree(work, ignore_errors=True)
             make_folder(work)
             write_json(work / "key.json", manifest)
@@ -229,7 +229,7 @@ def _head(read: list[Source], settings: Settings, filters: Path, tokenizer: Path
 def _is_whole(out: Path, head: dict[str, Any]) -> bool:
     """Whether `out` already has exactly this corpus."""
     try:
-        found = json.loads((out / MANIFEST).read_bytes())
+        found = read_json(out / MANIFEST, "the corpus")
         made_of = [{k: s[k] for k in ("name", "licence", "source_sha256")} for s in found["sources"]]
         files = [(out / entry["file"], entry["bytes"]) for entry in found["files"]]
         return (
@@ -237,7 +237,15 @@ def _is_whole(out: Path, head: dict[str, Any]) -> bool:
             and all(path.is_file() and path.stat().st_size == size for path, size in files)
             and (out / CATALOGUE).is_file()
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, UserError, KeyError, TypeError):
+        return False
+
+
+def _same_key(path: Path, head: dict[str, Any]) -> bool:
+    """Whether what a killed run has left behind is of this corpus."""
+    try:
+        return path.is_file() and read_json(path, "the key") == head
+    except UserError:
         return False
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import random
 import re
 import time
@@ -30,7 +29,7 @@ from data.files import locked, make_folder, write_json, written_whole
 from data.hub import HOST, Published, file_url, list_files
 from data.source import Source, SourceWriter, copy_to_parquet, print_refused, read_source
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import sha256_of
+from tinyforge.files import read_json, sha256_of
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 FOLDER = "sample/10BT"
@@ -165,10 +164,10 @@ class _Reader:
 def _recorded(path: Path, file: Published, wanted: dict[str, Any]) -> _Slice | None:
     """The existing slice, if it is complete and was taken from the same file for the same request."""
     try:
-        taken = _Slice(**json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
+        taken = _Slice(**read_json(path.with_suffix(".json"), "the slice"))
         same = (taken.url, taken.wanted) == (file.url, wanted) and taken.sha256 == file.sha256
         return taken if same and sha256_of(path) == taken.slice_sha256 else None
-    except (OSError, ValueError, TypeError):
+    except (OSError, UserError, TypeError):
         return None
 
 

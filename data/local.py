@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import json
 import os
 import re
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 from data.files import MAX_BYTES, escape_glob, files_in, locked, read_file, write_fault, zip_members
 from data.source import Document, Refusal, Source, SourceWriter, print_refused, read_source, reason_of
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import sha256_of
+from tinyforge.files import json_value, sha256_of
 
 PARQUET_COLUMN = "text"
 OPTIONAL = {"title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE"}  # kept if present
@@ -254,7 +253,7 @@ def _documents(path: Path, place: str, column: str, encoding: str) -> Iterator[D
                     yield _parse(line, f"{place}:{number}", column)
     elif suffix == ".json":
         try:
-            values = json.loads(_read(path))
+            values = json_value(_read(path).removeprefix(codecs.BOM_UTF8))
         except ValueError as error:
             raise BadRecord(f"malformed JSON ({error}), wanted a list of objects; fix it there") from None
         if not isinstance(values, list):
@@ -276,7 +275,7 @@ def _read(path: Path) -> bytes:
 
 def _parse(line: bytes, record: str, column: str) -> Document | Refusal:
     try:
-        return _to_document(json.loads(line), record, column)
+        return _to_document(json_value(line.removeprefix(codecs.BOM_UTF8)), record, column)
     except UnicodeDecodeError as error:
         return Refusal(record, f"got byte 0x{line[error.start]:02x}, wanted UTF-8; JSON is always UTF-8")
     except ValueError as error:

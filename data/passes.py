@@ -11,7 +11,6 @@ tasks.
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing
 import os
 import re
@@ -33,7 +32,7 @@ from data.dedup import WordHash, Words, permutations
 from data.files import escape_glob, write_json, written_whole
 from data.filters import COLUMNS, Filter, reason_query
 from tinyforge.errors import UserError
-from tinyforge.files import sha256_of
+from tinyforge.files import read_json, sha256_of
 
 if TYPE_CHECKING:
     import duckdb
@@ -447,10 +446,12 @@ def run_tasks(
 
     def missing() -> Iterator[tuple[int, tuple[Any, ...]]]:
         for index, task in enumerate(tasks):
-            if (done := target(index).with_suffix(".json")).exists():
-                finish(index, json.loads(done.read_bytes()))
-            else:
+            try:
+                done = read_json(target(index).with_suffix(".json"), "the result")
+            except UserError:  # not made yet, or damaged
                 yield index, task
+            else:
+                finish(index, done)
 
     if workers == 1:
         for index, task in missing():

@@ -12,7 +12,6 @@ bytes as that of a run that was not stopped. docs/shards.md describes the format
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -28,7 +27,7 @@ import numpy as np
 from data.files import escape_glob
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import sha256_of
+from tinyforge.files import parse_json, read_json, sha256_of
 from tinyforge.text import TextTokenizer, Tokenizer, load_tokenizer
 from tinyforge.text.shards import (
     MANIFEST,
@@ -96,7 +95,7 @@ def read_corpus(folder: Path) -> Corpus:
             "--corpus"
         ) from None
     try:
-        content = json.loads(raw)
+        content = parse_json(raw, path, "the corpus", fix=remedy)
         if (content["format"], content["version"]) != ("tinyforge-corpus", 1):
             raise UserError(
                 f"{path}: got format {content['format']!r} version {content['version']!r}, wanted "
@@ -106,7 +105,7 @@ def read_corpus(folder: Path) -> Corpus:
         sources = [_corpus_source(folder, entry, listed) for entry in content["sources"]]
         if len({source.name for source in sources}) < len(sources):
             raise ValueError("two sources with one name")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{path}: not as data.corpus writes it ({type(error).__name__}: {error}); {remedy}") from None
 
     def check(file: Path) -> None:
@@ -256,8 +255,8 @@ def _begin(out: Path, settings: dict[str, Any]) -> None:
 
 def _check_settings(path: Path, settings: dict[str, Any]) -> None:
     try:
-        there = json.loads(path.read_text(encoding="utf-8"))["settings"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        there = dict(read_json(path, "the settings")["settings"])
+    except (UserError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error}); remove the folder {path.parent} and run again") from None
     for key, value in settings.items():
         if there.get(key) != value:

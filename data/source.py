@@ -24,7 +24,7 @@ from typing import Any
 
 from data.files import make_folder, write_fault, write_json
 from tinyforge.errors import UserError
-from tinyforge.files import sha256_of, sync
+from tinyforge.files import json_value, sha256_of, shown, sync
 
 FORMAT = "tinyforge-source"
 VERSION = 1
@@ -254,7 +254,7 @@ def read_source(folder: Path, verify: bool = False) -> Source:
     path = folder / MANIFEST
     try:
         raw = path.read_bytes()
-        found = json.loads(raw)
+        found = json_value(raw)
     except FileNotFoundError:
         raise UserError(
             f"{folder}: no {MANIFEST}, so this is not a complete source; run the command that makes it (again)"
@@ -266,13 +266,20 @@ def read_source(folder: Path, verify: bool = False) -> Source:
     got = (found.get("format"), found.get("version")) if isinstance(found, dict) else (type(found).__name__, None)
     if got != (FORMAT, VERSION):
         raise UserError(
-            f"{path}: got format {got[0]!r}, version {got[1]!r}, wanted '{FORMAT}', {VERSION}; make it again"
+            f"{path}: got format {shown(got[0])}, version {shown(got[1])}, wanted '{FORMAT}', {VERSION}; make it again"
         )
     if "instructions" in found:
+        file = found["instructions"].get("file") if isinstance(found["instructions"], dict) else None
         raise UserError(f"{folder}: contains instructions, wanted documents; train on them with recipes/sft.py --data "
-                        f"{folder / found['instructions']['file']}")  # fmt: skip
+                        f"{folder / str(file)}")  # fmt: skip
     try:
+        _check_types(found, {"name": str, "licence": str, "documents": int, "bytes": int})
+        for entry in found["refused"]:
+            _check_types(entry, {"record": str, "reason": str})
         for entry in found["parquet"]:
+            _check_types(entry, {"file": str, "bytes": int, "sha256": str})
+            if entry["file"] != os.path.basename(entry["file"]):
+                raise TypeError(f"the file {entry['file']!r} is in another folder")
             _check_file(folder / entry["file"], entry["bytes"], entry["sha256"] if verify else None)
         return Source(
             folder=folder, name=found["name"], licence=found["licence"], documents=found["documents"],
@@ -281,6 +288,12 @@ def read_source(folder: Path, verify: bool = False) -> Source:
         )  # fmt: skip
     except (KeyError, TypeError) as error:
         raise UserError(f"{path}: not the manifest of a source ({error!r}); make the source again") from None
+
+
+def _check_types(entry: Any, wanted: dict[str, type]) -> None:
+    for name, kind in wanted.items():
+        if type(entry[name]) is not kind:
+            raise TypeError(f"{name} is {shown(entry[name])}")
 
 
 def _check_file(path: Path, size: int, sha256: str | None) -> None:

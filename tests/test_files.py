@@ -88,6 +88,8 @@ def test_json_of_the_wanted_type_is_read(tmp_path: Path) -> None:
         ("\ufeff{}".encode(), "is not JSON (line 1"),
         (b"[" * 200_000, "is nested too deeply"),
         (b'{"a":' * 200_000, "is nested too deeply"),
+        (b"[" * 300 + b"]" * 300, "is nested too deeply"),
+        (b'{"a": 1} x', "is not JSON (line 1: Extra data)"),
         (b'{"a": ' + b"9" * 21 + b"}", "got a whole number of 21 digits, wanted 20 at most"),
         (b'{"a": -' + b"9" * 10_000 + b"}", "got a whole number of 10000 digits"),
         (b"[1]", "got a list, wanted an object"),

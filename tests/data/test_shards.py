@@ -238,8 +238,8 @@ def edit(corpus: Path, change: Callable[[Any], None]) -> None:
     ("damage", "message"),
     [
         (lambda c: (c / "corpus.json").unlink(), "corpus.json: cannot be read (No such file or directory)"),
-        (lambda c: (c / "corpus.json").write_text("{"), "corpus.json: not as data.corpus writes it (JSONDecodeError"),
-        (lambda c: (c / "corpus.json").write_text("[1]"), "corpus.json: not as data.corpus writes it (TypeError"),
+        (lambda c: (c / "corpus.json").write_text("{"), "corpus.json: it is not JSON"),
+        (lambda c: (c / "corpus.json").write_text("[1]"), "corpus.json: got a list, wanted an object"),
         (lambda c: edit(c, lambda m: m.update(version=2)), "got format 'tinyforge-corpus' version 2, wanted"),
         (lambda c: edit(c, lambda m: m.pop("files")), "not as data.corpus writes it (KeyError: 'files')"),
         (lambda c: edit(c, lambda m: m["sources"][0].update(name="../x")), "source name '../x' wants letters"),

@@ -272,7 +272,7 @@ def test_the_card_of_a_run(folder: Path) -> None:
     assert "; 2.000 kWh; seed 0" in card(found) and "Weights are bfloat16." in card(found, "bfloat16")
     assert "Weights are float32." in base
     del found.meta["machine"]
-    with pytest.raises(UserError, match="was made before runs noted what a card needs; train it again"):
+    with pytest.raises(UserError, match="lacks what a card needs, as do checkpoints of early versions; train it again"):
         card(found)
 
 

@@ -449,7 +449,7 @@ def _source(folder: Path, entry: Any) -> Source:
             if any(Path(f.file).name != f.file for f in files):
                 raise ValueError("a file outside the folder")
         return Source(str(entry["name"]), str(entry["licence"]), **parts)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
             f"{folder / MANIFEST}: a source is not described as it should be ({error}); copy the file again, or "
             f"{_REMAKE}"

@@ -14,19 +14,20 @@ from the fields; a recipe's flags are its fields and no others.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self, TypeVar, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Generic, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from tinyforge import checkpoint
 from tinyforge.adapters import Adapters
 from tinyforge.backends import Backend, get_backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError
+from tinyforge.files import json_value, read_json, shown
 from tinyforge.optim.schedules import SCHEDULES
 from tinyforge.registry import ModelSpec, default_model, find_model, models
 
@@ -141,6 +142,10 @@ class Settings:
         """As a checkpoint has them: lists are tuples again, and what this version does not know is left out."""
         known = {f.name for f in fields(cls)}
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
+        types = get_type_hints(cls)
+        for name, value in values.items():
+            if not _is_a(value, types[name]):
+                raise UserError(f"settings of the checkpoint: {name} is {shown(value)}; use another checkpoint")
         return cls(**values)
 
     def differences(self, other: Settings) -> list[str]:
@@ -292,6 +297,17 @@ def _parser(kind: type[Settings], description: str, actions: Sequence[str], prog
     return p
 
 
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether what a checkpoint has stored for a field is of the field's type; an integer will do for a float."""
+    if isinstance(hint, UnionType):
+        return any(_is_a(value, kind) for kind in get_args(hint))
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(isinstance(v, str) for v in value)
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is hint if hint in (int, str, bool, NoneType) else True
+
+
 def _flag(f: Field[Any]) -> str:
     return f"--{f.name.replace('_', '-')}"
 
@@ -321,13 +337,7 @@ def config_of(settings: PretrainSettings) -> ModelConfig:
         path = Path(settings.config)
         if not path.is_file():
             raise UserError(f"--config: {settings.config!r} is not a preset ({', '.join(spec.presets)}) or a file")
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"--config: cannot read {path} as JSON: {error}; check the file") from error
-        if not isinstance(values, dict):
-            raise UserError(f"--config: {path} holds a {type(values).__name__}, wants an object of the config's fields")
-        config = spec.config.from_dict(values)
+        config = spec.config.from_dict(read_json(path, "--config", fix="check the file"))
     changes: dict[str, Any] = {}
     for item in settings.set:
         key, _, value = item.partition("=")
@@ -335,7 +345,7 @@ def config_of(settings: PretrainSettings) -> ModelConfig:
             changes[key] = value
             continue
         try:
-            changes[key] = json.loads(value)
+            changes[key] = json_value(value)
         except ValueError as error:
             raise UserError(f"--set: {item!r} wants KEY=VALUE with a number, e.g. --set dim=192") from error
     return config.override(changes)
