@@ -282,7 +282,10 @@ def _timed(build: _Build, stage: str) -> Iterator[None]:
 def _read(build: _Build) -> None:
     """Cut and measure every text; the catalogue gets its documents, numbered in the order of the sources."""
     s = build.settings
-    tasks = ((span, s.max_bytes, s.shingle_words, s.bands * s.rows) for span in build.spans)
+    most, total = s.max_bytes, sum(source.bytes for source in build.sources)
+    if sum(source.documents for source in build.sources) == 1:  # so that there is something to train on and to hold out
+        most = min(most, max(1024, total // 8))
+    tasks = ((span, most, s.shingle_words, s.bands * s.rows) for span in build.spans)
     build.run("read", read_texts, tasks, [span.bytes for span in build.spans])
     build.catalogue.execute(
         "CREATE TABLE documents (number BIGINT, source VARCHAR, licence VARCHAR, id VARCHAR, title VARCHAR, "
@@ -420,9 +423,31 @@ class _Signatures:
         return out
 
 
+def _hold_out_one(build: _Build) -> None:
+    """Where a small corpus has nothing in val, put that there which a larger share would move first: a text, or where
+    every text is more than a tenth of the corpus a part. Nothing where no val is wanted, or only one part is left."""
+    s, kept = build.settings, "dropped IS NULL"
+    shares = dict(s.val_shares)
+    wanted = [source.name for source in build.sources if shares.get(source.name, s.val_share)]
+    [(size, count, val)] = build.query(
+        f"SELECT coalesce(sum(bytes), 0)::BIGINT, count(*), count(*) FILTER (split = 'val') FROM documents WHERE {kept}"
+    )
+    if val or count < 2 or not wanted:
+        return
+    for column, most in ((SPLIT_HASH[s.split_by], size // 10), (SPLIT_HASH["part"], size // 2)):
+        found = build.query(
+            f"SELECT {column} FROM documents WHERE {kept} AND list_contains(?, source) GROUP BY {column} "
+            f"HAVING sum(bytes) <= {most} ORDER BY {column} LIMIT 1", wanted,
+        )  # fmt: skip
+        if found:
+            build.query(f"UPDATE documents SET split = 'val' WHERE {column} = ?", *found[0])
+            return
+
+
 def _decontaminate(build: _Build) -> None:
     """Drop train documents that repeat too much of val, and record the share for every one that repeats any."""
     s = build.settings
+    _hold_out_one(build)
     kept = "dropped IS NULL AND split = '{}'"
     found = _run_on_parts(build, "grams", find_grams, kept.format("val"), (), s.gram_words)
     grams = build.work / "val-grams.u64"

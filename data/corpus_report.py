@@ -5,6 +5,7 @@ python -m data.corpus report corpus
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,26 @@ def render(corpus: Path) -> str:
             lines += ["", f"`{name}`: {explanation}"]
     without = [s for s in sources if not any(row[0] == s and row[1] == "kept, val" for row in rows)]
     if without:
-        lines += ["", f"No document for val in {', '.join(without)}: build again with `--val-share {without[0]}=0.05`."]
+        advice = _advice(corpus, without[0])
+        lines += ["", f"No document for val in {', '.join(without)}{advice}."]
     return "\n".join(lines) + "\n"
+
+
+def _advice(corpus: Path, source: str) -> str:
+    """What gives the source something in val, computed from its documents that were kept."""
+    which = f"FROM documents WHERE dropped IS NULL AND source = '{source}'"
+    [(count, size)] = _query(corpus, f"SELECT count(*), coalesce(sum(bytes), 0)::BIGINT {which}")
+    if not count:
+        return ": none of its documents was kept"
+    if count == 1:
+        return f": it has a single document, of {size:,} bytes; give more text"
+    # As the split does it: 52 bits of the hash, as a fraction.
+    [(split_by,)] = _query(corpus, "SELECT value FROM settings WHERE name = 'split_by'")
+    texts = _query(corpus, f"SELECT count(DISTINCT text_hash) {which}")[0][0]
+    by_part = json.loads(split_by) == "part" or texts == 1
+    [(least,)] = _query(corpus, f"SELECT min({'hash' if by_part else 'text_hash'}) {which}")
+    share = (int(least[:13], 16) / (1 << 52) * 1e4 // 1 + 1) / 1e4
+    return f": build again with `--val-share {source}={share:g}{' --split-by part' if by_part else ''}`"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

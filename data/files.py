@@ -66,14 +66,15 @@ def make_folder(path: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, leave_nothing: bool = False) -> Iterator[None]:
     """As `tinyforge.files.locked`; raises UserError if another run holds the folder, or where it cannot be made."""
-    make_folder(folder)
     with ExitStack() as held:
         try:
-            held.enter_context(tinyforge.files.locked(folder))
+            held.enter_context(tinyforge.files.locked(folder, leave_nothing))
         except BlockingIOError:
             raise UserError(f"{folder}: another run is writing there; wait for it, or name another --out") from None
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(f"--out {folder}: is a file, or in one; choose another folder") from None
         except OSError as error:
             raise write_fault(folder, error) from None
         yield

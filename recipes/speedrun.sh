@@ -76,7 +76,7 @@ QUESTION="Name three things to see in the sky at night."
 called="${PYTHON:+PYTHON=$(quoted "$PYTHON") }" # what this script is called by
 again=$called$(quoted "$0" "$@") all=()
 config=base out='' books=() web=() licence='not stated' instructions='' shards='' data_only=no
-vocab='' backend=auto precision='' corpus_more='' pretrain_more='' sft_more=''
+vocab='' at_most='' backend=auto precision='' corpus_more='' pretrain_more='' sft_more=''
 while (($#)); do
     case $1 in
     -h | --help)
@@ -107,6 +107,8 @@ while (($#)); do
     all+=("$1" "$2")
     shift 2
 done
+
+[[ -n $vocab ]] || at_most=--at-most # a small text may have fewer
 
 # --- the settings of each config -------------------------------------------------------------------------------------
 
@@ -278,7 +280,7 @@ if [[ -z $shards ]]; then
     # shellcheck disable=SC2086
     stage corpus "$out/corpus/corpus.json" "$python" -m data.corpus "${sources[@]}" --out "$out/corpus" $corpus
     stage shards "$shards/manifest.json" "$python" -m data.shards \
-        --corpus "$out/corpus" --out "$shards" --vocab-size "$vocab"
+        --corpus "$out/corpus" --out "$shards" --vocab-size "$vocab" $at_most
 fi
 if [[ $data_only == yes ]]; then
     more=(${pretrain_more:+--pretrain-flags "$pretrain_more"} ${sft_more:+--sft-flags "$sft_more"})

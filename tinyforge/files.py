@@ -15,6 +15,7 @@ from typing import Any
 
 from tinyforge.errors import UserError
 
+LOCK = ".lock"
 MOST_BYTES = 64 << 20  # of a text or JSON file that is read whole
 MOST_DIGITS = 20  # of a whole number in JSON: 64 bits need no more
 MOST_DEPTH = 100  # of JSON's objects and lists; what goes deeper ends in a RecursionError here or there
@@ -73,7 +74,7 @@ def locked(folder: Path, leave_nothing: bool = False) -> Iterator[None]:
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ".lock"
+    path = folder / LOCK
     while True:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
         try:
