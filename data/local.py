@@ -14,6 +14,7 @@ import argparse
 import codecs
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -161,6 +162,7 @@ def make_source(
     licence: str = "not stated",
     column: str = PARQUET_COLUMN,
     encoding: str = "utf-8",
+    progress: bool = False,
 ) -> Source:
     """Turn local files into the source folder `out`.
 
@@ -179,8 +181,11 @@ def make_source(
     for path in inputs:
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}")
+    from tqdm import tqdm
+
     with locked(out), SourceWriter(out, name, licence) as writer:
-        for place, path in _each_file(inputs, out, writer):
+        bar = tqdm(_each_file(inputs, out, writer), unit=" files", disable=not progress, leave=False)
+        for place, path in bar:
             try:
                 for item in _documents(path, place, column, encoding):
                     if isinstance(item, Refusal):
@@ -311,7 +316,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--encoding", default="utf-8", help="of text files (default utf-8)")
     args = parser.parse_args(arguments)
-    source = make_source(args.out, args.inputs, args.name, args.licence, args.column, args.encoding)
+    source = make_source(
+        args.out, args.inputs, args.name, args.licence, args.column, args.encoding, sys.stderr.isatty()
+    )
     print(
         f"{source.documents:,} documents, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused"
     )

@@ -77,6 +77,11 @@ class Source:
     sha256: str  # of source.json, and so of everything in the folder
 
 
+def _writable(text: str) -> str:
+    """A file's name can hold bytes that are no UTF-8, which Python keeps as halves of surrogate pairs."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class SourceWriter:
     """Writes a source folder, completely or not at all.
 
@@ -126,11 +131,11 @@ class SourceWriter:
 
     def add_input(self, url: str, size: int, sha256: str | None) -> None:
         """Record a file that documents came from, in the order of use."""
-        self._files.append(InputFile(url, size, sha256))
+        self._files.append(InputFile(_writable(url), size, sha256))
 
     def refuse(self, record: str, reason: str) -> None:
         """Count a record that is left out."""
-        self.refused.append(Refusal(record, reason))
+        self.refused.append(Refusal(_writable(record), _writable(reason)))
 
     def __enter__(self) -> SourceWriter:
         return self
