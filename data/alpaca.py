@@ -28,6 +28,7 @@ from data.local import decode_text, read_text
 from data.source import MANIFEST, InputFile, Refusal, print_refused, write_manifest
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import json_value, next_json_value, read_json, sha256_of
+from tinyforge.terminal import one_line
 from tinyforge.text.chat_templates import END_OF_REPLY, render_prompt
 from tinyforge.text.vocabulary import start_ids
 
@@ -307,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
           f"{len(cleaned.refused):,} left out:")  # fmt: skip
     reasons = Counter(re.sub(r"\d+", "N", refusal.reason) for refusal in cleaned.refused)
     for reason, count in reasons.most_common():
-        print(f"{count:>7,}  {reason}")
+        print(one_line(f"{count:>7,}  {reason}"))
     print_refused(cleaned.refused)
     return 0
 

@@ -48,6 +48,7 @@ from data.source import Source, read_source
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, sha256_of, sync
+from tinyforge.terminal import printable
 
 if TYPE_CHECKING:
     import duckdb
@@ -626,7 +627,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if not seconds:
         print(f"{args.out}: already built from these sources with these settings")
-    print((args.out / "report.md").read_text(encoding="utf-8"))
+    print(printable((args.out / "report.md").read_text(encoding="utf-8")))
     return 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from data.files import write_fault, written_whole
 from tinyforge.errors import Parser, UserError
+from tinyforge.terminal import printable
 
 CATALOGUE = "corpus.duckdb"
 _OUTCOMES = "coalesce(dropped, 'kept, ' || split)"
@@ -165,5 +166,5 @@ def write_report(corpus: Path) -> str:
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="python -m data.corpus report", description="Print a corpus's report.")
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help="a folder made by python -m data.corpus")
-    print(write_report(parser.parse_args(arguments).corpus))
+    print(printable(write_report(parser.parse_args(arguments).corpus)))
     return 0

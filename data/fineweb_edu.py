@@ -30,6 +30,7 @@ from data.hub import HOST, Published, file_url, list_files
 from data.source import Source, SourceWriter, copy_to_parquet, print_refused, read_source
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, sha256_of
+from tinyforge.terminal import one_line
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 FOLDER = "sample/10BT"
@@ -121,7 +122,8 @@ def make_source(
             earlier.append(path)
             left -= taken.text_bytes if bytes is not None else taken.documents
             if progress:
-                print(f"{file.path}: {taken.documents:,} documents, {taken.text_bytes:,} bytes of text", flush=True)
+                line = f"{file.path}: {taken.documents:,} documents, {taken.text_bytes:,} bytes of text"
+                print(one_line(line), flush=True)
         if not writer.documents:
             first = f"; {writer.refused[0].record}: {writer.refused[0].reason}" if writer.refused else ""
             raise UserError(

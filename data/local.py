@@ -77,8 +77,9 @@ def _decode(raw: bytes, encoding: str) -> str:
         raise BadRecord(
             f"got byte 0x{raw[error.start]:02x} at offset {error.start}, wanted {encoding} text; " + _decoding_hint(raw)
         ) from None
-    except LookupError:
-        raise UserError(f"--encoding {encoding}: no such text encoding; try utf-8 or latin-1") from None
+    except (LookupError, ValueError) as error:  # ValueError: a codec that is not for text, or a null byte in the name
+        known = "no such text encoding" if isinstance(error, LookupError) else "cannot decode this"
+        raise UserError(f"--encoding {encoding}: {known}; try utf-8 or latin-1") from None
 
 
 def _read_path(path: Path, encoding: str) -> list[str]:

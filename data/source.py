@@ -25,6 +25,7 @@ from typing import Any
 from data.files import make_folder, write_fault, write_json
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, sha256_of, shown, sync
+from tinyforge.terminal import one_line
 
 FORMAT = "tinyforge-source"
 VERSION = 1
@@ -318,6 +319,6 @@ def reason_of(fault: UserError) -> str:
 def print_refused(refused: Sequence[Refusal], most: int = 20) -> None:
     """Print up to `most` of the records that were left out; source.json lists all of them."""
     for refusal in refused[:most]:
-        print(f"refused: {refusal.record}: {refusal.reason}")
+        print(one_line(f"refused: {refusal.record}: {refusal.reason}"))
     if len(refused) > most:
         print(f"refused: {len(refused) - most:,} more; source.json lists them all")

@@ -28,6 +28,7 @@ from tinyforge.errors import run_command
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.registry import find_model
 from tinyforge.report import timed
+from tinyforge.terminal import one_line
 from tinyforge.text.shards import Shards, separator_of
 from tinyforge.train.batches import micro_batches
 from tinyforge.train.card import write_card
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if with_card:
         print(f"wrote {write_card(Path(settings.out))}")
     print(f"next: python recipes/sft.py --base {out}")
-    print(f"  or: python -m tinyforge.chat --checkpoint {out} --prompt {shlex.quote(opening)}")
+    print(f"  or: python -m tinyforge.chat --checkpoint {out} --prompt {shlex.quote(one_line(opening))}")
     return 0
 
 

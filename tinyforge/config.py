@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from tinyforge.errors import UserError
+
+ABOVE_ZERO = ("rope_theta", "norm_eps")
+"""Fields that are divided by or whose logarithm is taken, in whichever config has them."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Check the fields; a subclass adds its own checks. Raises UserError."""
         self.require_positive("context", "vocab")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not all(math.isfinite(v) for v in (value if isinstance(value, tuple) else (value,)) if type(v) is float):
+                raise UserError(f"config: {f.name} is {value}, wants finite numbers")
+            if f.name in ABOVE_ZERO and value <= 0:
+                raise UserError(f"config: {f.name} is {value}, wants a number above 0")
 
     @property
     def prediction_heads(self) -> int:

@@ -333,14 +333,16 @@ def test_other_documents_and_a_larger_share_never_move_one_out_of_val(tmp_path: 
 @pytest.mark.parametrize("texts", [1, 3, 40])
 @pytest.mark.parametrize("settings", [Settings(), Settings(split_by="part", max_bytes=16384)], ids=["text", "part"])
 @pytest.mark.parametrize("words", [9000, pytest.param(70_000, marks=pytest.mark.slow)])  # 60 and 500 kB
-def test_a_small_corpus_always_has_something_held_out(tmp_path: Path, texts: int, settings: Settings, words: int) -> None:
+def test_a_small_corpus_always_has_something_held_out(
+    tmp_path: Path, texts: int, settings: Settings, words: int
+) -> None:
     rng = random.Random(texts)
     source = write_source(tmp_path / "s", [prose(rng, words // texts) for _ in range(texts)])
     build_corpus([source], tmp_path / "out", settings, workers=1)
     kept = rows(tmp_path / "out", "split, bytes", "WHERE dropped IS NULL")
     sizes = {split: sum(size for of, size in kept if of == split) for split in ("train", "val")}
     assert 0 < sizes["val"] <= sum(sizes.values()) / 2 and sizes["train"] > 0
-    assert not texts == 40 or sizes["val"] < 0.15 * sum(sizes.values())
+    assert texts != 40 or sizes["val"] < 0.15 * sum(sizes.values())
     assert "No document for val" not in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
 
 

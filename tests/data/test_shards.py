@@ -283,7 +283,8 @@ def test_a_folder_with_other_files(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "thesis.txt").write_text("mine", encoding="utf-8")
     assert "has other files and no unfinished shards" in fault(lambda: make_shards(corpus, tmp_path / "s"))
-    assert "thesis.txt: is a file, or in one; choose another folder" in fault(lambda: make_shards(corpus, tmp_path / "s" / "thesis.txt"))
+    message = fault(lambda: make_shards(corpus, tmp_path / "s" / "thesis.txt"))
+    assert "thesis.txt: is a file, or in one; choose another folder" in message
     assert contents(tmp_path / "s") == {"thesis.txt": b"mine"}
 
 

@@ -40,7 +40,7 @@ def refused_while_the_first_writes(first: subprocess.Popen[bytes], there: Path, 
             assert first.poll() is None and time.monotonic() < end
             time.sleep(0.02)
         began = time.monotonic()
-        with pytest.raises(UserError, match=r"another run is writing there; wait for it, or \w+ another --out") as caught:
+        with pytest.raises(UserError, match="another run is writing there; wait for it, or") as caught:
             second()
         assert time.monotonic() - began < 1 and "\n" not in str(caught.value)
     finally:

@@ -138,6 +138,8 @@ def get_backend(
     if name == "auto":
         name = "cupy" if gpu_is_there() else "numpy"
     if name == "numpy":
+        if device is not None:
+            raise UserError(f"--device {device} is the number of a GPU, and the backend is numpy; leave out --device")
         return NumpyBackend(precision, workers)
     if importlib.util.find_spec("cupy") is None:
         raise UserError(

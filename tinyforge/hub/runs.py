@@ -18,7 +18,7 @@ from tinyforge.hub.huggingface import is_adapter
 from tinyforge.hub.opened import Loaded, Opened
 from tinyforge.hub.tokenizers import find_tokenizer, template_in
 from tinyforge.registry import ModelSpec, default_model, find_model, models
-from tinyforge.terminal import printable
+from tinyforge.terminal import one_line
 from tinyforge.text import load_tokenizer
 
 
@@ -62,6 +62,7 @@ def write_adapter(run: Path, target: Path, base: Path | None = None) -> None:
 def _open_foreign(path: Path, asked: Path | None) -> Opened:
     spec, config, tensors = describe(open_weights(path))
     tokenizer = find_tokenizer(path, config.vocab, asked)
+    tokenizer.reserve(config.vocab)
     template = template_in(path, tokenizer)
     meta = {
         "format": checkpoint.FORMAT, "kind": "pretrain" if template == "plain" else "sft", "step": 0,
@@ -81,6 +82,7 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
             f"checkpoint {found.path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab}; "
             "use another checkpoint of the run"
         )
+    tokenizer.reserve(config.vocab)
     return Opened(
         found.path, spec, config, tokenizer, found.meta, template_of(found.meta), lambda: iter(found.weights.items())
     )
@@ -162,4 +164,4 @@ def _is_whole(path: Path) -> bool:
 
 
 def _skip(path: Path, error: Exception) -> None:
-    print(printable(f"skipping {path}: {error}"), file=sys.stderr)
+    print(one_line(f"skipping {path}: {error}"), file=sys.stderr)

@@ -26,6 +26,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ import numpy as np
 
 from tinyforge.backends.workers import cores
 from tinyforge.errors import UserError
-from tinyforge.files import parse_json, sha256_of, sync, write_whole
+from tinyforge.files import parse_json, sha256_of, shown, sync, write_whole
 from tinyforge.text.load import load_tokenizer
 from tinyforge.text.vocabulary import TextTokenizer
 
@@ -448,7 +449,9 @@ def _source(folder: Path, entry: Any) -> Source:
                 raise ValueError(f"the files of {split} have other tokens in all than it says")
             if any(Path(f.file).name != f.file for f in files):
                 raise ValueError("a file outside the folder")
-        return Source(str(entry["name"]), str(entry["licence"]), **parts)
+        if not re.fullmatch(r"[\w.-]+", name := str(entry["name"])):
+            raise ValueError(f"its name is {shown(name)}")
+        return Source(name, str(entry["licence"]), **parts)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
             f"{folder / MANIFEST}: a source is not described as it should be ({error}); copy the file again, or "

@@ -29,6 +29,7 @@ from tinyforge.optim import AdamW, AdamWConfig, learning_rate
 from tinyforge.params import load_named, named
 from tinyforge.report import took
 from tinyforge.rng import Stream
+from tinyforge.terminal import printable
 from tinyforge.train import metrics
 from tinyforge.train.data_parallel import Model, Sharded, Totals
 from tinyforge.train.diagnose import first_nonfinite
@@ -76,12 +77,17 @@ class Step:
 
 
 class Signals:
-    """Ctrl-C and SIGTERM ask the run to save and leave after the step; a second one ends the process at once."""
+    """Ctrl-C and SIGTERM ask the run to save and leave after the step; a second one ends the process at once.
+
+    waiting: not entered yet.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.waiting = True
 
     def __enter__(self) -> Signals:
+        self.waiting = False
         numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
         self._old = {number: signal.signal(number, self._note) for number in numbers}
         return self
@@ -185,13 +191,15 @@ class Run:
         self._bar = tqdm(total=self.settings.steps, initial=self.step, unit="step", dynamic_ncols=True,
                          mininterval=pace, maxinterval=pace)  # fmt: skip
         compile.on_load = self._loaded
-        with self.signals, self._bar, warnings.catch_warnings():
+        with ExitStack() as inside, self._bar, warnings.catch_warnings():
             # Each step is checked for numbers that are not finite, and the message names their source.
             warnings.simplefilter("ignore", RuntimeWarning)
             done = self.progress() >= 1.0
             self._began = time.perf_counter()
             while not done and not self.signals.received:
                 self.take_step()
+                if self.signals.waiting:  # until here nothing is lost: a signal has ended the process at once
+                    inside.enter_context(self.signals)
                 done = self.progress() >= 1.0
                 stopping = done or self.signals.received is not None
                 if stopping or any(self._every(n) for n in (
@@ -276,6 +284,7 @@ class Run:
         return figures
 
     def _say(self, line: str) -> None:
+        line = printable(line)  # a sample is made of foreign text
         print(line) if self._bar is None else self._bar.write(line)
 
     def save(self) -> Path:

@@ -24,7 +24,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar, get_args, get_origin
 
 from tinyforge import checkpoint
 from tinyforge.adapters import Adapters
-from tinyforge.backends import Backend, get_backend
+from tinyforge.backends import Backend, get_backend, gpu_is_there
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError
 from tinyforge.files import json_value, read_json, shown
@@ -323,6 +323,8 @@ def _resumed(kind: type[S], given: dict[str, Any], out: Path) -> S:
                 f"--resume: {_flag(f)} is {given[name]!r}, the run in {out} has {getattr(stored, name)!r}; "
                 f"drop {_flag(f)}, or start a new run with another --out"
             )
+    if not gpu_is_there():  # the run was begun on another machine
+        stored = replace(stored, device=None)
     return replace(stored, **{**given, "out": str(out)})
 
 
