@@ -66,11 +66,11 @@ def make_folder(path: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path, leave_nothing: bool = False) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """As `tinyforge.files.locked`; raises UserError if another run holds the folder, or where it cannot be made."""
     with ExitStack() as held:
         try:
-            held.enter_context(tinyforge.files.locked(folder, leave_nothing))
+            held.enter_context(tinyforge.files.locked(folder, leave_nothing=True))
         except BlockingIOError:
             raise UserError(f"{folder}: another run is writing there; wait for it, or name another --out") from None
         except (FileExistsError, NotADirectoryError):

@@ -95,7 +95,6 @@ def make_source(
         bytes = DEFAULT_BYTES
     raw = out / "raw"
     with locked(out), _Reader(patience, raw / "spill") as reader, SourceWriter(out, "fineweb_edu", LICENCE) as writer:
-        make_folder(raw)
         if files is None:
             published = list_files(Downloader(patience, progress), base_url, REPOSITORY, folder, raw)
             published = [file for file in published if file.path.endswith(".parquet")]
@@ -103,6 +102,7 @@ def make_source(
                 raise UserError(f"{folder}: no parquet files in this folder of {REPOSITORY}; check --folder")
         else:
             published = [Published(name, file_url(base_url, REPOSITORY, name)) for name in dict.fromkeys(files)]
+        make_folder(raw)
         earlier: list[Path] = []
         left = bytes if bytes is not None else rows or 0
         for i, file in enumerate(published):

@@ -206,7 +206,7 @@ def make_shards(
         "shard_tokens": shard_tokens,
         "tokenizer": trained if given is None else given.hash(),
     }
-    with locked(out, leave_nothing=True):
+    with locked(out):
         if (out / MANIFEST).exists():
             _check_settings(out / MANIFEST, settings)
             (out / UNFINISHED).unlink(missing_ok=True)  # left by a kill between the two writes

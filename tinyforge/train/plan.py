@@ -113,7 +113,7 @@ def check_fits(
 
     if needed(batch_size) <= free:
         return
-    low, high = 0, batch_size  # low fits, high does not
+    low, high = 0, batch_size if needed(1) <= free else 1  # low fits, high does not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if needed(middle) <= free else (low, middle)

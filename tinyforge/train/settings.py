@@ -39,6 +39,9 @@ NEVER, UNUSUAL, ALWAYS = "never", "unusual", "always"
 Check = Callable[[Any], str]  # what the value should have been; empty if it is good
 
 
+MOST = 10**15  # of any whole number: products of such numbers still fit the forecast
+
+
 def above_zero(value: float) -> str:
     return "" if 0 < value < math.inf else "a number above 0"
 
@@ -129,6 +132,8 @@ class Settings:
         """Raise UserError for a value that cannot be."""
         for f in fields(self):
             value, check = getattr(self, f.name), f.metadata["check"]
+            if type(value) is int and abs(value) > MOST:
+                raise UserError(f"{_flag(f)} is {shown(value, 30)}, wants at most {MOST:,}")
             if check and value is not None and (wanted := check(value)):
                 raise UserError(f"{_flag(f)} is {value}, wants {wanted}")
         if self.steps is None and self.minutes is None:
