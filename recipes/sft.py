@@ -175,7 +175,7 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool) -> None:
     def sample() -> str:
         record = held_out[0]
         asked = f"{record.instruction} {record.input}".strip().replace("\n", " ")
-        return f"  {asked} -> {answer(loaded, record.instruction, record.input)}"
+        return f"  {asked} -> {answer(loaded, record.instruction, record.input)}".replace("\n", "\n  ")
 
     print_schedule(settings, f"{rows * accum} rows of several records", data.batches_in(0, rows) / accum, "records")
 

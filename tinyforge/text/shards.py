@@ -26,7 +26,6 @@ import hashlib
 import json
 import mmap
 import os
-import re
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -449,7 +448,7 @@ def _source(folder: Path, entry: Any) -> Source:
                 raise ValueError(f"the files of {split} have other tokens in all than it says")
             if any(Path(f.file).name != f.file for f in files):
                 raise ValueError("a file outside the folder")
-        if not re.fullmatch(r"[\w.-]+", name := str(entry["name"])):
+        if not (name := str(entry["name"])).isprintable():
             raise ValueError(f"its name is {shown(name)}")
         return Source(name, str(entry["licence"]), **parts)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
