@@ -35,7 +35,7 @@ from typing import Any
 from data.files import make_folder, write_fault, write_json
 from tinyforge import __version__
 from tinyforge.errors import UserError
-from tinyforge.files import read_json, sha256_of, sync
+from tinyforge.files import read_json, replace, sha256_of, sync
 
 USER_AGENT = f"tinyforge/{__version__} (text for training language models; Python-urllib)"
 CONNECTIONS = 2
@@ -312,7 +312,7 @@ class _Part:
         try:
             sync(self.path)
             write_json(_record(self.whole), {"url": fetched.url, "bytes": fetched.bytes, "sha256": fetched.sha256})
-            self.path.replace(self.whole)
+            replace(self.path, self.whole)
             self._state.unlink(missing_ok=True)
             sync(self.whole.parent)
         except OSError as error:

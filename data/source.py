@@ -24,7 +24,7 @@ from typing import Any
 
 from data.files import make_folder, write_fault, write_json
 from tinyforge.errors import UserError
-from tinyforge.files import json_value, sha256_of, shown, sync
+from tinyforge.files import json_value, replace, sha256_of, shown, sync
 from tinyforge.terminal import one_line
 
 FORMAT = "tinyforge-source"
@@ -179,7 +179,7 @@ class SourceWriter:
             (self.folder / MANIFEST).unlink(missing_ok=True)
             sync(self.folder)
             for (part, _, _), name in zip(self._parts, names, strict=True):
-                os.replace(part, self.folder / name)
+                replace(part, self.folder / name)
             for stale in (*self.folder.glob("documents-*.parquet"), *self.folder.glob(".documents-*")):
                 if stale.name not in names:
                     stale.unlink()

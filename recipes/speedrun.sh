@@ -172,7 +172,7 @@ modules="numpy tqdm safetensors matplotlib"
 [[ -n $shards ]] || modules+=" duckdb"
 [[ $data_only == no ]] || backend=none
 "$python" - "$python" "$root" "$out" "$backend" "$precision" "$modules" <<'END' || exit 2
-import fcntl, importlib.util, sys
+import importlib.util, sys
 
 python, root, out, backend, precision, modules = sys.argv[1:]
 if sys.version_info < (3, 11):
@@ -181,7 +181,10 @@ missing = [name for name in modules.split() if importlib.util.find_spec(name) is
 if missing:
     sys.exit(f"error: {python} lacks {', '.join(missing)}; {python} -m pip install -e {root}")
 try:
+    import fcntl
     fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except ImportError:  # Windows; the stages lock their folders themselves
+    pass
 except OSError:
     sys.exit(f"error: another run is at work in {out}; wait for it or stop it, or name another --out")
 if backend != "none":  # a wrong one shows now, and not after hours

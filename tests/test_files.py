@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tinyforge.errors import UserError
-from tinyforge.files import read_json, write_whole, written_whole
+from tinyforge.files import read_json, replace, write_whole, written_whole
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -55,6 +56,23 @@ def test_after_an_error_the_old_file_stays_alone(tmp_path: Path, monkeypatch: py
         if step == "write":
             full()
     assert contents(tmp_path) == {"a.txt": "old\n"}
+
+
+def test_windows_refuses_a_file_in_use_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals, real = [PermissionError(errno.EACCES, "in use")] * 2, os.replace
+
+    def busy(source: Path, target: Path) -> None:
+        if refusals:
+            raise refusals.pop()
+        real(source, target)
+
+    (tmp_path / "a").write_text("new")
+    monkeypatch.setattr(os, "replace", busy)
+    with pytest.raises(PermissionError):
+        replace(tmp_path / "a", tmp_path / "b")
+    monkeypatch.setattr(sys, "platform", "win32")
+    replace(tmp_path / "a", tmp_path / "b")
+    assert contents(tmp_path) == {"b": "new"}
 
 
 # --- files of others

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.errors import UserError
-from tinyforge.files import JSON_NAMES, read_json, sha256_of, shown, sync
+from tinyforge.files import JSON_NAMES, read_json, replace, sha256_of, shown, sync
 from tinyforge.tensors import chunks
 
 FORMAT = 1
@@ -96,7 +96,7 @@ def save(
             # Renamed first: a kill half-way leaves a hidden directory, never half a checkpoint.
             doomed = out / f".partial-{old.name}"
             try:
-                os.replace(old, doomed)
+                replace(old, doomed)
                 shutil.rmtree(doomed)
             except OSError as error:  # the new one is saved: that is no reason to stop
                 print(f"warning: cannot remove the old checkpoint {old}: {error.strerror}; the next save tries again",
@@ -136,7 +136,7 @@ def _write_directory(final: Path, files: dict[str, bytes], tokenizer: Any) -> No
                 hashes[name] = _sha256(data)
         _write(partial / "hashes.json", _to_json(hashes))
         sync(partial)
-        os.replace(partial, final)
+        replace(partial, final)
         sync(final.parent)
     except (OSError, UserError):
         shutil.rmtree(partial, ignore_errors=True)

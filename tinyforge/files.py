@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,6 +38,17 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def replace(source: Path, target: Path) -> None:
+    """os.replace. Windows refuses it while another program, one that looks for viruses say, has the file open: there
+    it is tried again for a second."""
+    for seconds in (0.01, 0.1, 0.9) if sys.platform == "win32" else ():
+        try:
+            return os.replace(source, target)
+        except PermissionError:
+            time.sleep(seconds)
+    os.replace(source, target)
+
+
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """Yields a path beside `path` to write to; synced to disk and renamed to `path` when the block ends well.
@@ -51,7 +63,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     try:
         yield partial
         sync(partial)
-        os.replace(partial, path)
+        replace(partial, path)
         sync(path.parent)
     finally:
         with suppress(OSError):

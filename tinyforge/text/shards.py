@@ -39,7 +39,7 @@ import numpy as np
 
 from tinyforge.backends.workers import cores
 from tinyforge.errors import UserError
-from tinyforge.files import parse_json, sha256_of, shown, sync, write_whole
+from tinyforge.files import parse_json, replace, sha256_of, shown, sync, write_whole
 from tinyforge.text.load import load_tokenizer
 from tinyforge.text.vocabulary import TextTokenizer
 
@@ -202,7 +202,7 @@ class ShardWriter:
         self._file.close()
         self._file = None
         described = describe(self._partial(), self._path().name)
-        os.replace(self._partial(), self._path())
+        replace(self._partial(), self._path())
         sync(self.folder)
         self.files.append(described)
         self._count = 0
