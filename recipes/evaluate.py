@@ -59,7 +59,6 @@ from tinyforge.train.batches import PackedTokens, fingerprint
 from tinyforge.train.card import write_card
 from tinyforge.train.corpus import (
     HeldOut,
-    byte_count,
     document_mask,
     find_shards,
     held_out_text,
@@ -67,6 +66,7 @@ from tinyforge.train.corpus import (
     mix_weights,
     over_all,
     pack,
+    predicted_bytes,
 )
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.metrics import NOISE, save_scores
@@ -134,7 +134,7 @@ def open_text(loaded: Loaded, data: Sequence[str], encoding: str, with_training:
         raise UserError(f"--data: {', '.join(data)}: {len(ids)} held-out tokens, wanted at least 2; give more text")
     mask = document_mask(run, tokenizer)
     windows = PackedTokens(ids, min(seq_len, len(ids) - 1), config.prediction_heads, run.seed, mask)
-    part = HeldOut("text" if data else WORLD, windows, byte_count(held_out))
+    part = HeldOut("text" if data else WORLD, windows, predicted_bytes(ids, tokenizer))
     own, training = tuple(data) == run.data, None
     if with_training or (own and data):
         training = pack(texts, tokenizer)
@@ -165,10 +165,9 @@ def measure_text(loaded: Loaded, backend: Backend, text: Text, sentences: int, s
     for part in text.parts:
         ids = np.asarray(part.windows.tokens[:])
         texts = tokenizer.decode(ids.tolist()).split(separator_of(tokenizer))
-        measured = int(tokenizer.byte_lengths[ids[1:]].sum())  # the first token is not predicted
         items = cloze_items(texts, sentences, seed)
         scored = cloze_credits(decoder, tokenizer, items)
-        sources[part.source] = {"bytes": measured, "bits_per_byte": bits[part.source].tolist(), "cloze": None}
+        sources[part.source] = {"bytes": part.bytes, "bits_per_byte": bits[part.source].tolist(), "cloze": None}
         if scored:
             right = mean(credit for _, credit in scored)
             sources[part.source]["cloze"] = {

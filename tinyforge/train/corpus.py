@@ -28,7 +28,8 @@ FEW_DOCUMENTS, FEW_BYTES = 50, 100_000  # of held-out text: below these, its fig
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out text of one source. bytes: of all of it, the source's weight in the overall figure."""
+    """Held-out text of one source. bytes: of the tokens that are predicted, all but the first; the source's weight in
+    the overall figure."""
 
     source: str
     windows: PackedTokens
@@ -161,10 +162,10 @@ def held_out_text(shards: Shards, settings: PretrainSettings, seq_len: int, head
     parts = []
     for source in shards.sources.values():
         ids = shards.sequence(source.name, "val")
-        if source.val.bytes and len(ids) > 1:
+        if size := predicted_bytes(ids[:], shards.tokenizer):
             mask = document_mask(settings, shards.tokenizer)
             windows = PackedTokens(ids, min(seq_len, len(ids) - 1), heads, settings.seed, mask)
-            parts.append(HeldOut(source.name, windows, source.val.bytes))
+            parts.append(HeldOut(source.name, windows, size))
     if not parts:
         raise UserError(
             f"--data: {', '.join(settings.data)}: no held-out text, the split val, to measure on; make the corpus from "
@@ -184,6 +185,11 @@ def pack(texts: Sequence[str], tokenizer: TextTokenizer) -> np.ndarray:
     end = np.array([tokenizer.specials[separator_of(tokenizer)]], np.int32)
     parts = [part for ids in tokenizer.encode_many(texts) for part in (ids, end)]
     return np.concatenate([end[:0], *parts], dtype=np.int32, casting="same_kind")
+
+
+def predicted_bytes(ids: np.ndarray, tokenizer: TextTokenizer) -> int:
+    """The bytes that a model is measured on: nothing comes before the first token, so it is not predicted."""
+    return int(tokenizer.byte_lengths[ids[1:]].sum())
 
 
 def byte_count(texts: Sequence[str]) -> int:
