@@ -89,7 +89,7 @@ error: file'
     pretrain --set dim=4000000000
     pretrain --set layers=0
     pretrain --set layers=1000000000
-    pretrain --set dim=16777216 layers=100
+    pretrain --set dim=16777216 layers=40
     pretrain --set context=16777216
     pretrain --set vocab=9000000
     pretrain --set mtp_heads=100000
@@ -276,11 +276,12 @@ def test_in_this_process(
     monkeypatch.chdir(folder)
     program, *flags = shlex.split(line)
     main = main_of(program)
-    began = time.perf_counter()
+    began, clock = time.process_time(), time.perf_counter()
     with pytest.raises(SystemExit) as left:
         run_command(lambda: main(flags))
-    seconds, shown = time.perf_counter() - began, capsys.readouterr().err
-    check(left.value.code, shown, seconds)
+    seconds, shown = time.process_time() - began, capsys.readouterr().err
+    check(left.value.code, shown, seconds)  # processor time: the tests of other processes are not this one's fault
+    assert time.perf_counter() - clock < 10 * SECONDS  # but what sleeps or waits is
     assert contents(folder) == whole
 
 
