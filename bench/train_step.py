@@ -126,8 +126,12 @@ class Ours:
         totals = self.sharded.gradients([batch], self.noise.fork(str(index)))
         _, factor = self.optimizer.clip(CLIP)
         self.optimizer.step(LR, factor)
-        scale = self.backend.asarray(self.objective.scale(totals.counts), np.dtype(np.float64))
-        return (totals.sums[: len(scale)] * scale).sum()
+        # The loss without waiting for a device: the heads' weighted sums come first, a model's own terms last.
+        heads, terms = self.objective.head_weights, list(self.model.config.term_weights.values())
+        scale = np.zeros(2 * len(heads) + len(terms))
+        scale[: len(heads)] = self.objective.scale(totals.counts[: len(heads) + 1])
+        scale[2 * len(heads) :] = terms
+        return (totals.sums * self.backend.asarray(scale, np.dtype(np.float64))).sum()
 
 
 class Reading(Ours):
