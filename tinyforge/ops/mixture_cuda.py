@@ -31,13 +31,13 @@ def sort_by_expert(chosen: Array, experts: int) -> tuple[Array, Array, Array, Ar
         return slots, tokens, places, starts
     parts = blocks(rows, SLOTS)
     counts = new((experts, *parts), INT)
-    count, scan = (load(FILE, name, SCALAR="float", VEC=1) for name in ("sort_count", "sort_scan"))
-    place = load(FILE, "sort_place", SCALAR="float", VEC=1)
-    sizes = (np.int32(rows), np.int32(experts))
-    count(parts, (SLOTS,), (counts, chosen, *sizes), shared_mem=4 * experts)
+    sizes, by_expert, by_warp = (np.int32(rows), np.int32(experts)), 4 * experts, 4 * experts * (SLOTS // 32)
+    count = load(FILE, "sort_count", by_expert, SCALAR="float", VEC=1)
+    count(parts, (SLOTS,), (counts, chosen, *sizes), shared_mem=by_expert)
+    scan = load(FILE, "sort_scan", SCALAR="float", VEC=1)
     scan((1,), (1024,), (counts, starts, np.int32(parts[0]), np.int32(experts)))
-    place(parts, (SLOTS,), (slots, tokens, places, counts, chosen, *sizes, np.int32(active)),
-          shared_mem=4 * experts * (SLOTS // 32))  # fmt: skip
+    place = load(FILE, "sort_place", by_warp, SCALAR="float", VEC=1)
+    place(parts, (SLOTS,), (slots, tokens, places, counts, chosen, *sizes, np.int32(active)), shared_mem=by_warp)
     return slots, tokens, places, starts
 
 
