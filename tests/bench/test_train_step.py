@@ -114,6 +114,7 @@ LLAMA = {"dim": 12, "heads": 2, "kv_heads": 1, "layers": 2, "context": 12, "voca
         ("gpt2", {"dim": 12, "heads": 2, "layers": 1, "context": 12, "vocab": 64, "bias": False}),
         ("llama", LLAMA),
         ("llama", {**LLAMA, "tied": False, "qkv_bias": True}),
+        ("moe", {**LLAMA, "experts": 5, "mtp_heads": 2, "balance": 0.3, "router_z": 0.2}),
     ],
 )
 def test_the_torch_peer_takes_the_same_steps_in_float64(model: str, changes: dict[str, Any]) -> None:
@@ -151,5 +152,5 @@ def test_weights_that_are_not_the_peers_are_refused() -> None:
 def test_a_model_without_a_peer_is_named() -> None:
     pytest.importorskip("torch")
     options = Options("mamba", TINY, 3, 12, steps=1, backend="numpy", precision="fp64", workers=1, threads=1)
-    with pytest.raises(UserError, match="--peer: mamba has no peer in PyTorch; there are nanoeuler, gpt2, llama"):
+    with pytest.raises(UserError, match="--peer: mamba has no peer in PyTorch; there are nanoeuler, gpt2, llama, moe"):
         torch_peer(options, compiled=False)
