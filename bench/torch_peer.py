@@ -105,8 +105,8 @@ class Weight(torch.nn.Module):
 def grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """x: (R, I), rows sorted by expert; weight: (E, O, I); ends: (E,) int32, where each expert's rows end. (R, O).
 
-    torch's grouped product, which is also what transformers' Mixtral takes by default, in bf16 on a GPU; autocast does not
-    know it, so both factors are cast here. Elsewhere a loop over experts.
+    In bf16 on a GPU by torch's grouped product, which is what transformers' Mixtral takes by default too; autocast does
+    not know it, so both factors are cast here. Elsewhere a loop over experts.
     """
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         return F.grouped_mm(x.bfloat16(), weight.bfloat16().transpose(1, 2), offs=ends)
@@ -159,7 +159,8 @@ class MoE(Trunk):
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
-        usage, squares = 0.0, 0.0
+        usage: Any = 0.0
+        squares: Any = 0.0
         for block in self.blocks:
             x, used, square = block(x, cos, sin)
             usage, squares = usage + used, squares + square

@@ -20,7 +20,6 @@ from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import AddRMSNorm, Attention, Linear, RMSNorm, RoPE, RopeScaling, SwiGLULinear
 from tinyforge.ops.attention import LayerCache
 
-
 STD = 0.02
 """Of all matrices' initial values, but those of `residual_std`."""
 

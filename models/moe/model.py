@@ -45,7 +45,7 @@ class MoE(LlamaLike):
     """nll[b, t, k] = -log p(token t+1+k | tokens 0..t), 0 where there is no target;  terms = (balance, z)
 
     ids: (B, T) int32; targets: (B, T, K) int32, -1 for none; nll: (B, T, K). terms: (2,), the router's losses over all
-    layers, where the config gives them a weight; without one forward returns nll alone. Block, with h the normed stream:
+    layers; where the config gives them no weight, forward returns nll alone. Block, with h = norm2(x):
         x = x + out(attention(rope(qkv(norm1(x)))));   x = x + sum over the chosen experts e of w_e down_e(gate_up_e(h))
     then a final norm and K output heads. recompute, values: as of Llama.
 
@@ -53,6 +53,7 @@ class MoE(LlamaLike):
     """
 
     block = Block
+    config: Config
 
     def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
         shape = (config.mtp_heads, config.vocab, config.dim)
@@ -124,8 +125,8 @@ class MoE(LlamaLike):
         shapes = (
             (Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=6, experts=5, mtp_heads=3,
                     mtp_weights=(1, 1, 1)), 2, 9),
-            (Config(dim=12, heads=3, kv_heads=1, head_dim=6, layers=1, context=9, vocab=5, hidden=7, experts=3, active=1,
-                    mtp_heads=1, mtp_weights=(1,), tied=True, window=3), 3, 5),
+            (Config(dim=12, heads=3, kv_heads=1, head_dim=6, layers=1, context=9, vocab=5, hidden=7, experts=3,
+                    active=1, mtp_heads=1, mtp_weights=(1,), tied=True, window=3), 3, 5),
             (Config(dim=4, heads=1, kv_heads=1, layers=1, context=1, vocab=3, hidden=3, experts=2, mtp_heads=1,
                     mtp_weights=(1,), norm_eps=0.1, balance=0.0, router_z=0.0), 3, 1),
         )  # fmt: skip

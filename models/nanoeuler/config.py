@@ -12,8 +12,8 @@ from tinyforge.errors import UserError
 
 
 class MultiToken(ModelConfig):
-    """What configs with several output heads share. They have the fields mtp_heads, the number of output heads, of which
-    head k predicts token t + 1 + k, and mtp_weights, their weights in the loss."""
+    """What configs with several output heads share. Their fields: mtp_heads, the number of output heads, of which
+    head k predicts token t + 1 + k; mtp_weights, the heads' weights in the loss."""
 
     mtp_heads: int
     mtp_weights: tuple[float, ...]

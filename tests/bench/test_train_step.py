@@ -39,6 +39,16 @@ def test_it_times_our_step_and_writes_one_json_object(capsys: pytest.CaptureFixt
     assert result["peak_memory_mib"] > 20  # NumPy alone takes more
 
 
+def test_another_model_is_timed_beside_with_its_own_flop(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, "--model", "moe", "--beside", "nanoeuler", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["results"]) == [OURS, "nanoeuler small"]
+    mine, dense = (r["gflop_per_second"] * r["median_ms"] for r in found["results"].values())
+    assert dense < mine < 1.02 * dense  # the gates
+    with pytest.raises(UserError, match="'huge' is not a preset"):
+        main([*FLAGS, "--beside", "nanoeuler:huge"])
+
+
 def test_reading_shards_is_timed_beside_repeated_batches(
     make_shards: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,12 +1,12 @@
-// grouped: rows times their expert's matrix, in the plain way: for float64, float32, and widths that are no multiple of 8.
+// grouped: rows times their expert's matrix, the plain way: for float64, float32, and widths that are no multiple of 8.
 //
 // Kernels:  grouped_fwd           y_r = W_e x_t(r)           W: (E, O, I)
 //           grouped_bwd_input     dx_r = W_e^T dy_t(r)
 //           grouped_bwd_weight    dW_e += sum over the rows r of expert e of dy_t(r) x_t(r)^T
 //
-// Idea. A block computes SIDE x SIDE numbers of a product, a thread one of them, from SIDE x SIDE pieces of the two factors
-// in shared memory: the matrix product of a first course in CUDA. What is special to groups is find_tile (grouped.cuh), and
-// that row r is fetched from where tokens[r] says, or from r where tokens is null.
+// Idea. A block computes SIDE x SIDE numbers of a product, a thread one of them, from SIDE x SIDE pieces of the two
+// factors in shared memory: the matrix product of a first course in CUDA. What is special to groups is find_tile
+// (grouped.cuh), and that row r is fetched from where tokens[r] says, or from r where tokens is null.
 // grouped_mma.cu has the same on tensor cores; it is what trains, and this is what it is checked against.
 // Grid: (columns / SIDE, tiles); grouped_bwd_weight (I / SIDE, O / SIDE, E). Block: SIDE x SIDE, in one dimension.
 //
@@ -20,7 +20,7 @@ typedef Wide<T> A;
 
 #define SIDE 16
 
-// out (R, columns): row r is the row t(r) of x, (., depth), times a matrix of expert e: that of `weight` with `depth` as its
+// out (R, columns): row r is the row t(r) of x, (., depth), times the matrix of its expert, which has `depth` as its
 // last axis, or, TRANSPOSED, as its middle one.
 template <bool TRANSPOSED>
 __device__ __forceinline__ void multiply(
@@ -32,7 +32,7 @@ __device__ __forceinline__ void multiply(
     const int i = threadIdx.x / SIDE, j = threadIdx.x % SIDE, row = first + i, column = blockIdx.x * SIDE + j;
     const T *w = weight + i64(expert) * columns * depth;
     const i64 from = row >= stop ? 0 : tokens ? tokens[row] : row;
-    const int other = blockIdx.x * SIDE + i;  // the column whose part of w this thread fetches where depth is its last axis
+    const int other = blockIdx.x * SIDE + i;  // the column that this thread fetches where depth is the last axis
     A sum = 0;
     for (int k = 0; k < depth; k += SIDE) {
         left[i][j] = row < stop && k + j < depth ? widen(x[from * depth + k + j]) : A(0);

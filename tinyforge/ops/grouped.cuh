@@ -3,8 +3,8 @@
 #include "ops/common.cuh"
 
 // The rows of all experts are cut into tiles of `size`, each expert's last one shorter. Finds tile number `tile`: its
-// expert and rows `first` to `stop`, where the expert's rows end. False past the last tile: there are fewer than a launch,
-// which does not know the starts, allows for. Called by whole warps of a block of one dimension.
+// expert and rows `first` to `stop`, where the expert's rows end. False past the last tile: there are fewer than a
+// launch, which does not know the starts, allows for. Called by whole warps of a block of one dimension.
 __device__ __forceinline__ bool find_tile(
     int tile, const int *starts, int experts, int size, int &expert, int &first, int &stop
 ) {

@@ -4,19 +4,19 @@
 //           grouped_bwd_input     dx_r = W_e^T dy_t(r)
 //           grouped_bwd_weight    dW_e += sum over the rows r of expert e of dy_t(r) x_t(r)^T, in float32
 //
-// Idea. A block computes a tile of ROWS x COLUMNS of one expert's product and looks up which, and from where to where, on
-// the device (grouped.cuh): the host never learns how many rows an expert has. The grid has a block for the most tiles that
-// there can be, R / ROWS + E; those past the last return at once.
-//   Pieces of the two factors, DEPTH long in the direction that is summed over, go through STAGES buffers in shared memory by
-// asynchronous copies. A copy moves 16 bytes and takes its row from tokens[r], so that rows are gathered where they are read
-// and no sorted copy of x or dy exists. Four warps compute 64 x 64 each: at that size a number fetched from shared memory is
-// used in 8 or 16 products, and fetching takes half of the time of the tensor cores. Two blocks are on a multiprocessor: one
-// fills its pipeline, or writes, while the other multiplies.
-//   A factor lies in memory either with the direction that is summed over as its rows' direction (x and W in the forward
-// product), or across it (W in the product for dx; both in the one for dW). It is copied as it lies, and ldmatrix turns
-// what lies across: TRANSPOSED.
-// Grid: (columns / COLUMNS, tiles); grouped_bwd_weight (I / COLUMNS, O / ROWS, E). Block: THREADS. Shared memory: STAGES x
-// 32 KB. Bound by tensor cores.
+// Idea. A block computes a tile of ROWS x COLUMNS of one expert's product and looks up which, and from where to
+// where, on the device (grouped.cuh): the host never learns how many rows an expert has. The grid has a block for the
+// most tiles that there can be, R / ROWS + E; those past the last return at once.
+//   Pieces of the two factors, DEPTH long in the direction that is summed over, go through STAGES buffers in shared
+// memory by asynchronous copies. A copy moves 16 bytes and takes its row from tokens[r], so that rows are gathered
+// where they are read and no sorted copy of x or dy exists. Four warps compute 64 x 64 each, so that what is fetched
+// from shared memory is used in 8 products, or 4. Two blocks are on a multiprocessor: one fills its pipeline, or
+// writes, while the other multiplies.
+//   A factor lies in memory either with the direction that is summed over along its rows (x and W in the forward
+// product), or across them (W in the product for dx; both in the one for dW). It is copied as it lies, and ldmatrix
+// turns what lies across: TRANSPOSED.
+// Grid: (columns / COLUMNS, tiles); grouped_bwd_weight (I / COLUMNS, O / ROWS, E). Block: THREADS. Shared memory:
+// STAGES x 32 KB. Bound by tensor cores.
 //
 // compile: SCALAR=bf16
 // spills: none
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&x)[4], u32 from) 
                  : "memory");
 }
 
-// A factor, 128 wide in the direction that stays and as deep as the sum. A thread copies 8 of a piece's 1024 times 16 bytes.
+// A factor, 128 wide in the direction that stays and as deep as the sum. A thread copies 8 of a piece's 1,024 vectors.
 // TRANSPOSED: the array's rows are steps of the sum, and tokens, if any, say which array row a step is.
 // Otherwise: the array's rows are what stays, and tokens say which array row each of them is.
 template <bool TRANSPOSED>
@@ -92,7 +92,9 @@ struct Factor {
     }
 
     // The byte of a piece in shared memory. The exclusive or puts the same column of 8 rows into different banks.
-    __device__ __forceinline__ static u32 place(int row, int piece) { return (row * PIECES + (piece ^ (row % 8))) * 16; }
+    __device__ __forceinline__ static u32 place(int row, int piece) {
+        return (row * PIECES + (piece ^ (row % 8))) * 16;
+    }
 
     // A of mma.m16n8k16 (see common.cuh): rows m to m + 15, steps k to k + 15 of the piece.
     __device__ __forceinline__ static void left(u32 (&a)[4], u32 at, int m, int k) {
@@ -194,8 +196,8 @@ struct Tile {
     }
 };
 
-// out (R, columns): row r is the row t(r) of x, (., depth), times the matrix of its expert, which has `depth` as its last
-// axis, or, TRANSPOSED, as its middle one.
+// out (R, columns): row r is the row t(r) of x, (., depth), times the matrix of its expert, which has `depth` as its
+// last axis, or, TRANSPOSED, as its middle one.
 template <bool TRANSPOSED>
 __device__ __forceinline__ void multiply(
     T *out, const T *x, const T *weight, const int *tokens, const int *starts, int columns, int depth, int experts
@@ -204,12 +206,13 @@ __device__ __forceinline__ void multiply(
     if (!find_tile(blockIdx.y, starts, experts, ROWS, expert, first, stop)) return;
     const int column = blockIdx.x * COLUMNS;
     const T *matrix = weight + i64(expert) * columns * depth;
-    Factor<false> left(tokens ? x : x + i64(first) * depth, tokens ? tokens + first : tokens, depth, stop - first, depth);
+    const int rows = stop - first;
+    Factor<false> left(tokens ? x : x + i64(first) * depth, tokens ? tokens + first : tokens, depth, rows, depth);
     Factor<TRANSPOSED> right(TRANSPOSED ? matrix + column : matrix + i64(column) * depth, nullptr,
                              TRANSPOSED ? columns : depth, columns - column, depth);
     Tile tile;
     tile.multiply(left, right, depth);
-    tile.write(out + i64(first) * columns + column, columns, stop - first, columns - column);
+    tile.write(out + i64(first) * columns + column, columns, rows, columns - column);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) grouped_fwd(
@@ -231,10 +234,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) grouped_bwd_weight(
     const int expert = blockIdx.z, first = starts[expert], rows = starts[expert + 1] - first;
     if (rows == 0) return;
     const int out = blockIdx.y * ROWS, in = blockIdx.x * COLUMNS;
-    Factor<true> left(dy + out + (dy_tokens ? 0 : i64(first) * outs), dy_tokens ? dy_tokens + first : dy_tokens, outs,
-                      outs - out, rows);
-    Factor<true> right(x + in + (x_tokens ? 0 : i64(first) * ins), x_tokens ? x_tokens + first : x_tokens, ins, ins - in,
-                       rows);
+    // Without tokens the rows begin at `first`, with them the tokens do.
+    Factor<true> left(dy + out + (dy_tokens ? 0 : i64(first) * outs), dy_tokens ? dy_tokens + first : dy_tokens,
+                      outs, outs - out, rows);
+    Factor<true> right(x + in + (x_tokens ? 0 : i64(first) * ins), x_tokens ? x_tokens + first : x_tokens,
+                       ins, ins - in, rows);
     Tile tile;
     tile.multiply(left, right, rows);
     float *to = dweight + (i64(expert) * outs + out) * ins + in;

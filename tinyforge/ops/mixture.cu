@@ -7,11 +7,13 @@
 //           weighted_swiglu_bwd    dgu, h again, and dw_r = dh_r . silu(gate_r) up_r
 //           sum_of_rows            y_n = the sum of token n's rows, and of a row more
 //
-// Idea of the sort. An expert is a digit, so one pass of a radix sort is enough: count by block, scan the counts in the
-// order (expert, block), and put each slot where its block begins plus its rank in the block. Ranks come from a vote of
-// the warp and counts of the warps before it; nothing depends on which block ends first, and no count leaves the device.
+// Idea of the sort. An expert is a digit, so one pass of a radix sort is enough: count by block, scan the counts in
+// the order (expert, block), and put each slot where its block begins plus its rank in the block. Ranks come from a
+// vote of the warp and counts of the warps before it; nothing depends on which block ends first, and no count leaves
+// the device.
 // Grid: sort_count and sort_place a thread for each slot, sort_scan one block; the others a warp for each row. Block:
-// SLOTS, 1024, 32 x 8. Shared memory: counts by expert, and by warp in sort_place. Bound by latency, the others by memory.
+// SLOTS, 1024, 32 x 8. Shared memory: counts by expert, and by warp in sort_place. Bound by latency, the others by
+// memory.
 //
 // compile: SCALAR=double VEC=1|2
 // compile: SCALAR=float VEC=1|4

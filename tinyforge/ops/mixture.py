@@ -45,8 +45,9 @@ def sort_by_expert_memory(chosen: Array, experts: int) -> tuple[Array, Array, Ar
     return empty((rows,), INT), empty((rows,), INT), empty((rows // active, active), INT), empty((experts + 1,), INT)
 
 
-# The products of rows with their expert's matrix. x[tokens] stands for a gathered copy of x, which the CUDA kernels never
-# make: they fetch row tokens[r] where they need row r. tokens is None where x is in the order of the rows already.
+# The products of rows with their expert's matrix. x[tokens] stands for a gathered copy of x, which the CUDA kernels
+# never make: they fetch row tokens[r] where they need row r. tokens is None where x is in the order of the rows
+# already.
 
 
 @kernel

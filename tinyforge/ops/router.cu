@@ -1,8 +1,8 @@
 // router: of E logits z a token the `active` largest, their softmax, and what the router's losses need of all E.
 //
-// Kernels:  router_fwd    weights, chosen; partial[block, e] = sum of p_e over its tokens, partial[block, E] = sum of lse^2
-//           router_bwd    dz_e = p_e (du_e - sum_i du_i p_i) + 2 du_E lse p_e, and w_j (dw_j - sum_i dw_i w_i) more for a
-//                         chosen j
+// Kernels:  router_fwd    weights, chosen; and of each block's tokens the sums of p_e, and behind them that of lse^2
+//           router_bwd    dz_e = p_e (du_e - sum_i du_i p_i) + 2 du_E lse p_e, and w_j (dw_j - sum_i dw_i w_i) more
+//                         where e is choice j
 //
 // Idea. A row is short, 8 numbers or a few dozen: a thread takes a token and reads its row again for each pass, from
 // cache. The chosen come one after the other, each the largest behind the one before in the order (z falling, number

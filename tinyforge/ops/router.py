@@ -61,12 +61,12 @@ def _log_sum_exp(rows: Array) -> Array:
 class TopKRouter(Op):
     """p = softmax(z);  of each token the `active` experts with the largest p, their p divided by its sum over them
 
-    logits z: (..., E). Returns weights (..., k), in the precision of sums; chosen (..., k) int32, the most likely first,
-    of equal ones the one with the smaller number; usage (E + 1,): the sum of p over the tokens for each expert, and
-    behind them the sum of logsumexp(z)^2: what `RouterLosses` is made of.
+    logits z: (..., E). Returns weights w (..., k), in the precision of sums; chosen (..., k) int32, the most likely
+    first, of equal ones the one with the smaller number; usage (E + 1,): for each expert the sum of p over the tokens,
+    and behind them the sum of logsumexp(z)^2: what `RouterLosses` is made of.
 
     Saves z, weights and chosen. backward, with upstream gradients dw and du (that of chosen is not read):
-        dz_e = p_e (du_e - sum_i du_i p_i) + 2 du_E logsumexp(z) p_e,   and w_j (dw_j - sum_i dw_i w_i) more for chosen j
+        dz_e = p_e (du_e - sum_i du_i p_i) + 2 du_E logsumexp(z) p_e,  and w_j (dw_j - sum_i dw_i w_i) if e is choice j
 
     Sources: Shazeer et al., "Outrageously Large Neural Networks" (2017); Jiang et al., "Mixtral of Experts" (2024).
     """

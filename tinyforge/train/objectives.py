@@ -11,8 +11,8 @@ have the same gradient.
         model.backward(dnll, stash)
     objective.figures(total of the sums, counts)["loss"]
 
-A model may add terms of its own to the loss, such as what balances a router: its config's `term_weights` names them, and
-forward gives (nll, terms). `WithTerms` puts an objective and such terms together; `with_terms` does where there are any.
+A model may add terms of its own to the loss, such as what balances a router: its config's `term_weights` names them,
+and forward gives (nll, terms). `WithTerms` puts an objective and such terms together.
 """
 
 from __future__ import annotations
@@ -114,11 +114,12 @@ class NextTokens:
 
 @dataclass(frozen=True)
 class WithTerms:
-    """loss = the objective's + sum_j term_weights[j] * (sum over batches of a batch's share of all tokens, times its term j)
+    """loss = the objective's + sum_j term_weights[j] * t[j],   t[j] = the mean of term j over the batches of the step
 
-    objective: what weighs the likelihoods. term_weights: by name; `figures` has each term under its name, unweighted.
-    A term is computed from the tokens that a pass sees together: of a step cut into parts, each part's own counts, as in
-    other training programs. How a step is cut therefore changes terms that are not sums, unlike the rest of the loss.
+    The mean weighs a batch by its tokens. objective: what weighs the likelihoods. term_weights: by name; `figures` has
+    each term under its name, unweighted. A term is computed from the tokens that a pass sees together: of a step cut
+    into parts, each part's own counts. Unlike the rest of the loss, a term that is no sum over tokens therefore changes
+    with how a step is cut.
     """
 
     objective: Objective
