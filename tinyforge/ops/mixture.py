@@ -205,9 +205,10 @@ class MixtureOfExperts(Op):
         again, gu, weights, slots, tokens, places, starts = stash.pop(self)
         dh = self.k.grouped_bwd_input(dy_rows, self.down.value, tokens, starts)  # (R, H)
         dgu, h, dweights = self.k.weighted_swiglu_bwd(dh, gu, weights, slots)  # (R, 2H), (R, H), (..., k)
-        self.k.grouped_bwd_weight(self.down.grad, dy_rows, h, tokens, None, starts)
-        x = again()
-        self.k.grouped_bwd_weight(self.gate_up.grad, dgu, x.reshape(dy_rows.shape), None, tokens, starts)
+        if self.down.grad is not None:  # None: frozen
+            self.k.grouped_bwd_weight(self.down.grad, dy_rows, h, tokens, None, starts)
+        if self.gate_up.grad is not None:
+            self.k.grouped_bwd_weight(self.gate_up.grad, dgu, again().reshape(dy_rows.shape), None, tokens, starts)
         rows = self.k.grouped_bwd_input(dgu, self.gate_up.value, None, starts)  # (R, C)
         dlogits = self.router.backward((dweights, None, dusage), stash)
         dx = self.gate.backward(dlogits, stash)
