@@ -20,6 +20,9 @@ in the step. Peak memory is what arrays took on the device at most, without the 
 With --data our step is timed again with batches that are read, as training does, from token shards, where all
 others repeat a few: the difference is what loading costs.
 
+With --documents N our step is timed again as with --document-mask restart, on the same tokens in documents of N tokens
+on average: what keeping documents apart costs, or saves.
+
 FLOP are counted by the model's flop_per_token, the same for all contenders but the model of --beside.
 """
 
@@ -47,22 +50,24 @@ from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW
 from tinyforge.params import named
 from tinyforge.registry import default_model, find_model, models
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.rng import Stream
 from tinyforge.text.shards import Shards
-from tinyforge.train.batches import MixedTokens, PackedTokens
+from tinyforge.train.batches import MixedTokens, PackedTokens, starts_of
 from tinyforge.train.corpus import mix_weights
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.metrics import peak_memory_mib
 from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.plan import plan_step
 from tinyforge.train.run import FLOP_CONVENTION
-from tinyforge.train.settings import PretrainSettings, config_of
+from tinyforge.train.settings import PretrainSettings, config_of, restarts
 
 OURS, READING, EAGER, COMPILED = "tinyforge", "tinyforge, data", "torch eager", "torch compiled"
+MASKED = "tinyforge, mask"
 PEERS = {"torch": (EAGER, COMPILED), "torch-eager": (EAGER,)}
 LR, CLIP = 1e-3, 1.0
 BATCHES = 8  # distinct ones, visited in turn
@@ -75,8 +80,8 @@ MEMORY_STEPS = 5
 
 @dataclass(frozen=True)
 class Options:
-    """What is timed. workers: processes of ours. threads: of PyTorch. steps: counted for each contender.
-    beside: another model of ours and its preset."""
+    """What is timed. workers: processes of ours. threads: of PyTorch. steps: counted for each contender. documents:
+    tokens of one on average, where the mask is timed too. beside: another model of ours and its preset."""
 
     model: str
     config: ModelConfig
@@ -89,6 +94,7 @@ class Options:
     threads: int
     device: int | None = None
     data: str | None = None
+    documents: int | None = None
     beside: tuple[str, str] | None = None
 
     def make_backend(self) -> Backend:
@@ -110,6 +116,13 @@ class Options:
         data = PackedTokens(tokens, self.seq_len, self.config.prediction_heads, seed=0)
         return [data.batch(i, self.batch_size) for i in range(BATCHES)]
 
+    def masked_batches(self) -> list[Batch]:
+        """The same, in documents of random lengths."""
+        rng, mean = np.random.default_rng(1), self.documents or 1
+        begins = [rng.random((self.batch_size, self.seq_len)) * mean < 1 for _ in range(BATCHES)]
+        packed = (Documents(starts_of(at), restart=True) for at in begins)
+        return [replace(batch, documents=documents) for batch, documents in zip(self.batches(), packed, strict=True)]
+
 
 class Contender(Protocol):
     def step(self, index: int) -> Any:
@@ -119,8 +132,8 @@ class Contender(Protocol):
 class Ours:
     """The step of `tinyforge.train.run`, without its logging."""
 
-    def __init__(self, options: Options, backend: Backend) -> None:
-        batches = options.batches()
+    def __init__(self, options: Options, backend: Backend, masked: bool = False) -> None:
+        batches = options.masked_batches() if masked else options.batches()
         self.batch: Callable[[int], Batch] = lambda index: batches[index % BATCHES]
         self.model = find_model(options.model).build(options.config, backend)
         self.model.initialise(seed=0)
@@ -261,6 +274,8 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         del same
     if options.data:
         contenders[READING] = Reading(options, backend)
+    if options.documents:
+        contenders[MASKED] = Ours(options, backend, masked=True)
     if options.beside:
         contenders[" ".join(options.beside)] = Ours(options.of_beside(), backend)
     for contender in contenders.values():
@@ -300,6 +315,7 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         "batch_size": options.batch_size,
         "seq_len": options.seq_len,
         "counted_steps": options.steps,
+        "tokens_per_document": options.documents,
         "gflop_per_step": flops[OURS] / 1e9,
         "planned_peak_mib": plan_step(
             find_model(options.model), config, options.precision, options.batch_size, options.seq_len
@@ -351,11 +367,14 @@ def table(found: dict[str, Any]) -> str:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    for name in ("batch_size", "seq_len", "steps", "workers", "threads"):
+    for name in ("batch_size", "seq_len", "steps", "workers", "threads", "documents"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise UserError(f"--{name.replace('_', '-')} is {value}, wants a number above 0")
-    config = config_of(PretrainSettings(model=args.model, config=args.config or ""))
+    mask = "restart" if args.documents else None
+    settings = PretrainSettings(model=args.model, config=args.config or "", document_mask=mask)
+    restarts(settings, find_model(args.model))  # refuses a model that keeps no documents apart
+    config = config_of(settings)
     seq_len = args.seq_len or config.context
     config = config.override({"context": max(seq_len, config.context)})
     check_before(args.json, args.peer)
@@ -364,7 +383,7 @@ def options_of(args: argparse.Namespace) -> Options:
     backend = get_backend(args.backend, args.precision, workers, args.device)
     return Options(
         args.model, config, args.batch_size, seq_len, args.steps, backend.name, args.precision, backend.workers,
-        args.threads or workers, args.device, args.data, _beside(args.beside),
+        args.threads or workers, args.device, args.data, args.documents, _beside(args.beside),
     )  # fmt: skip
 
 
@@ -388,6 +407,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--peer", choices=tuple(PEERS), help="time PyTorch too, eager and compiled, or eager alone")
     p.add_argument("--beside", metavar="MODEL:PRESET", help="time another of our models too, such as nanoeuler:base")
     p.add_argument("--data", metavar="SHARDS", help="time our step with batches read from token shards too")
+    p.add_argument("--documents", type=int, metavar="N",
+                   help="time our step with documents of N tokens on average kept apart too")  # fmt: skip
     p.add_argument("--backend", default="auto", help="ours: auto, numpy, cupy (default: auto)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
     p.add_argument("--precision", default="fp32", help="fp32, fp64, and on a GPU tf32 or bf16 (default: fp32)")

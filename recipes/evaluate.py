@@ -59,6 +59,7 @@ from tinyforge.train.card import write_card
 from tinyforge.train.corpus import (
     HeldOut,
     byte_count,
+    document_mask,
     find_shards,
     held_out_text,
     measure,
@@ -130,7 +131,8 @@ def open_text(loaded: Loaded, data: Sequence[str], encoding: str, with_training:
     ids = pack(held_out, tokenizer)
     if len(ids) < 2:
         raise UserError(f"--data: {', '.join(data)}: {len(ids)} held-out tokens, wanted at least 2; give more text")
-    windows = PackedTokens(ids, min(seq_len, len(ids) - 1), config.prediction_heads, run.seed)
+    mask = document_mask(run, tokenizer)
+    windows = PackedTokens(ids, min(seq_len, len(ids) - 1), config.prediction_heads, run.seed, mask)
     part = HeldOut("text" if data else WORLD, windows, byte_count(held_out))
     own, training = tuple(data) == run.data, None
     if with_training or (own and data):

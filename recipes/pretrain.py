@@ -43,6 +43,7 @@ from tinyforge.train.settings import (
     open_backend,
     parse,
     print_schedule,
+    restarts,
     sequence_length,
 )
 
@@ -52,12 +53,13 @@ EVAL_TOKENS = 16_384  # while training; at the end, all held-out text is read
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(PretrainSettings, __doc__ or "", argv)
     spec, config = find_model(settings.model), config_of(settings)
+    restart = restarts(settings, spec)
     shards = find_shards(settings)
     if shards:
         config = config_for(shards, config, settings)
     if plan_only:
         seq_len = sequence_length(config, settings.seq_len)
-        print_plan(spec, config, settings.precision, settings.batch_size, seq_len, settings.recompute)
+        print_plan(spec, config, settings.precision, settings.batch_size, seq_len, settings.recompute, restart=restart)
         return 0
     with claimed(settings, resume):
         opening = pretrain(settings, config, shards, resume)
@@ -78,7 +80,8 @@ def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | N
     print(f"model {spec.name}, config {settings.config}: {shape}")
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
     with timed("planning the memory"):
-        check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute)
+        restart = restarts(settings, spec)
+        check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute, restart=restart)
 
     if shards:
         with timed("opening the shards"):

@@ -40,7 +40,7 @@ from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import NextTokens
 from tinyforge.train.plan import check_fits, print_plan
 from tinyforge.train.run import Run, Task, claimed
-from tinyforge.train.settings import SftSettings, open_backend, parse, print_schedule, sequence_length
+from tinyforge.train.settings import SftSettings, open_backend, parse, print_schedule, restarts, sequence_length
 
 BUILT_IN_RECORDS = 30_000
 HELD_OUT_RECORDS = 300
@@ -109,10 +109,11 @@ def open_base(settings: SftSettings, resume: bool) -> Opened:
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(SftSettings, __doc__ or "", argv)
     base = open_base(settings, resume)
+    restart = restarts(settings, base.spec)
     if plan_only:
         seq_len = sequence_length(base.config, settings.seq_len)
         print_plan(base.spec, base.config, settings.precision, settings.batch_size, seq_len, settings.recompute,
-                   settings.adapters)  # fmt: skip
+                   settings.adapters, restart)  # fmt: skip
         return 0
     with claimed(settings, resume):
         fine_tune(settings, base, resume)
@@ -127,7 +128,8 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool) -> None:
     seq_len = sequence_length(config, settings.seq_len)
     with timed("opening the backend"):
         backend, settings = open_backend(settings)
-    check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute, adapters)
+    restart = restarts(settings, spec)
+    check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute, adapters, restart)
     with timed("making the model"):
         loaded = base.build(backend, settings.recompute, adapters)
         if adapters:
@@ -151,7 +153,7 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool) -> None:
                               for split, n in (("train", BUILT_IN_RECORDS), ("val", HELD_OUT_RECORDS)))  # fmt: skip
     with timed("encoding the records"):
         encoded = encode(training, tokenizer, seq_len, "training", settings.max_reply)
-        data = Examples(encoded, seq_len, config.prediction_heads, settings.seed)
+        data = Examples(encoded, seq_len, config.prediction_heads, settings.seed, restart)
         held = encode(held_out, tokenizer, seq_len, "held out")
     if not held:
         raise UserError(f"data: none of the {len(held_out)} held-out records fits {seq_len} tokens; give more records")

@@ -33,7 +33,7 @@ from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import attention
 from tinyforge.ops.add_layernorm import add_layernorm_fwd
 from tinyforge.ops.add_rmsnorm import add_rmsnorm_fwd
-from tinyforge.ops.attention import TILE, attention_bwd
+from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd
 from tinyforge.ops.cross_entropy import (
     cross_entropy_bwd,
     cross_entropy_fwd,
@@ -192,6 +192,15 @@ def times(a: Array, factor: float) -> None:
     a *= factor
 
 
+def one_place_early(starts: Array | None) -> Array | None:
+    return None if starts is None else np.maximum(starts - 1, 0)
+
+
+def one_place_late(starts: Array | None) -> Array | None:
+    """Each document's second token on sees no more its first."""
+    return None if starts is None else np.minimum(starts + 1, np.arange(starts.shape[1]))
+
+
 def unscaled_mask(right: Function) -> Function:
     scaled_mask = attention.dropout_mask
 
@@ -273,9 +282,9 @@ FAULTS = [
     Fault(ops.Embedding, "wrong row", embedding_bwd,
           with_args(lambda dw, dy, ids: (dw, dy, (ids + 1) % len(dw)))),
     Fault(ops.LearnedPositions, "last position lost", positions_bwd,
-          with_args(lambda dw, dy: (dw, dy[:, :-1]))),
+          with_args(lambda dw, dy, p: (dw, dy[:, :-1], p if p is None else p[:, :-1]))),
     Fault(ops.LearnedPositions, "wrong row", positions_bwd,
-          with_args(lambda dw, dy: (dw, dy[:, ::-1]))),
+          with_args(lambda dw, dy, p: (dw, dy[:, ::-1], p))),
     Fault(ops.Linear, "sign of dx", linear_bwd, scaled(-1)),
     Fault(ops.Linear, "dx 1 %", linear_bwd, scaled(1.01)),
     Fault(ops.Linear, "dW of the last row lost", linear_bwd,
@@ -308,23 +317,37 @@ FAULTS = [
     Fault(ops.RoPE, "turned the same way twice", rope,
           with_args(lambda out, x, cos, sin, *a: (out, x, cos, np.abs(sin), *a))),
     Fault(ops.Attention, "no row sum of dO O", attention_bwd,
-          with_args(lambda *a: (*a[:7], 0 * a[7], *a[8:]))),
+          with_args(lambda *a: (*a[:8], 0 * a[8], *a[9:]))),
     Fault(ops.Attention, "sign of dq", attention_bwd, then(lambda dq, *_: times(dq, -1))),
     Fault(ops.Attention, "dv 1 %", attention_bwd, then(lambda dq, dk, dv, *_: times(dv, 1.01))),
     Fault(ops.Attention, "last key lost", attention_bwd, then(lambda dq, dk, *_: zero(dk[:, -1:]))),
     Fault(ops.Attention, "keys past the first tile lost", attention_bwd,
           then(lambda dq, dk, *_: zero(dk[:, TILE:]))),
     Fault(ops.Attention, "log-sum-exp of another row", attention_bwd,
-          with_args(lambda *a: (*a[:8], np.roll(a[8], 1, -1), *a[9:]))),
+          with_args(lambda *a: (*a[:9], np.roll(a[9], 1, -1), *a[10:]))),
     Fault(ops.Attention, "backward forgets the window", attention_bwd,
-          with_args(lambda *a: (*a[:10], None, *a[11:]))),
+          with_args(lambda *a: (*a[:11], None, *a[12:]))),
     Fault(ops.Attention, "window one key too wide in backward", attention_bwd,
-          with_args(lambda *a: (*a[:10], a[10] and a[10] + 1, *a[11:]))),
-    Fault(ops.Attention, "always causal in backward", attention_bwd, with_args(lambda *a: (*a[:9], True, *a[10:]))),
+          with_args(lambda *a: (*a[:11], a[11] and a[11] + 1, *a[12:]))),
+    Fault(ops.Attention, "always causal in backward", attention_bwd, with_args(lambda *a: (*a[:10], True, *a[11:]))),
     Fault(ops.Attention, "mask drawn anew in backward", attention_bwd,
-          with_args(lambda *a: (*a[:11], a[11] and (a[11][0] ^ 1, a[11][1]), a[12]))),
-    Fault(ops.Attention, "mask forgotten in backward", attention_bwd, with_args(lambda *a: (*a[:11], None, a[12]))),
+          with_args(lambda *a: (*a[:12], a[12] and (a[12][0] ^ 1, a[12][1]), a[13]))),
+    Fault(ops.Attention, "mask forgotten in backward", attention_bwd, with_args(lambda *a: (*a[:12], None, a[13]))),
     Fault(ops.Attention, "mask not scaled in backward", attention_bwd, unscaled_mask),
+    Fault(ops.Attention, "a document sees its neighbour", attention_fwd,
+          with_args(lambda q, k, v, starts, *a: (q, k, v, None, *a))),
+    Fault(ops.Attention, "gradients leak into the neighbour", attention_bwd,
+          with_args(lambda *a: (*a[:7], None, *a[8:]))),
+    Fault(ops.Attention, "a document's first token sees the one before it", attention_fwd,
+          with_args(lambda q, k, v, starts, *a: (q, k, v, one_place_early(starts), *a))),
+    Fault(ops.Attention, "a document begins one token late in backward", attention_bwd,
+          with_args(lambda *a: (*a[:7], one_place_late(a[7]), *a[8:]))),
+    Fault(ops.Attention, "every row has the documents of the first", attention_bwd,
+          with_args(lambda *a: (*a[:7], None if a[7] is None else np.broadcast_to(a[7][:1], a[7].shape), *a[8:]))),
+    Fault(ops.LearnedPositions, "positions do not restart in backward", positions_bwd,
+          with_args(lambda dw, dy, positions: (dw, dy, None))),
+    Fault(ops.LearnedPositions, "a position that tokens share gets the gradient of one", positions_bwd,
+          lambda right: lambda dw, dy, p: right(dw, dy, p) if p is None else lost_repeats(dw, dy, p)),
     Fault(ops.SwiGLU, "no slope of the sigmoid", swiglu_bwd, lambda _: swiglu_without_slope),
     Fault(ops.SwiGLU, "1 %", swiglu_bwd, scaled(1.01)),
     Fault(ops.SwiGLULinear, "sign", swiglu_linear_bwd, scaled(-1)),
@@ -549,7 +572,7 @@ def assigned(dweight: Array, dy: Array, ids: Array) -> None:
 
 
 USES: list[tuple[type[Op], Kernel[..., Any], Callable[[Function], Function]]] = [
-    (ShiftedPositions, positions_bwd, with_args(lambda dw, dy: (dw[1:], dy))),
+    (ShiftedPositions, positions_bwd, with_args(lambda dw, dy, *p: (dw[1:], dy, *p))),
     (NormedHeads, rmsnorm_bwd, with_args(lambda dw, dy, w, x, rstd, r: (dw, dy, w, x[..., ::-1], rstd, r))),
     (Tied, embedding_bwd, lambda _: assigned),
 ]

@@ -65,7 +65,7 @@ class AttentionHalf:
 
     def attend(
         self, x: Array, h: Array, stash: Stash | None, *, normed: Callable[[Array], Array] | None = None,
-        cache: LayerCache | None = None, offset: int = 0,
+        cache: LayerCache | None = None, offset: int = 0, starts: Array | None = None,
     ) -> tuple[Array, Array]:  # fmt: skip
         """x with attention added, and norm2 of it. Arguments as of `Block.forward`."""
         again = partial(normed, x) if normed else None
@@ -74,7 +74,7 @@ class AttentionHalf:
         for norm, heads in self.head_norms:
             norm.forward(qkv[:, :, heads], stash, out=qkv[:, :, heads])
         qkv = self.rope.forward(qkv, stash, offset=offset, out=qkv)
-        a = self.attention.forward(qkv, stash, cache=cache)  # (B, T, Hq, D)
+        a = self.attention.forward(qkv, stash, cache=cache, starts=starts)  # (B, T, Hq, D)
         a = self.out.forward(a.reshape(*x.shape[:2], -1), stash)  # (B, T, C)
         return self.norm2.forward(x, a, stash)
 
@@ -107,11 +107,11 @@ class Block(AttentionHalf):
 
     def forward(
         self, x: Array, h: Array, stash: Stash | None, *, normed: Callable[[Array], Array] | None = None,
-        cache: LayerCache | None = None, offset: int = 0,
+        cache: LayerCache | None = None, offset: int = 0, starts: Array | None = None,
     ) -> tuple[Array, Array]:  # fmt: skip
         """x and h after the block. normed: recomputation is wanted, and this gives h from x. offset: positions that the
-        cache holds."""
-        x, h = self.attend(x, h, stash, normed=normed, cache=cache, offset=offset)
+        cache holds. starts: of each token's document, (B, T); RoPE needs none, its scores depend on distances alone."""
+        x, h = self.attend(x, h, stash, normed=normed, cache=cache, offset=offset, starts=starts)
         again = partial(self.norm2.normed, x) if normed else None
         gu = self.gate_up.forward(h, stash, recompute=again)  # (B, T, 2 hidden)
         f = self.down.forward(gu, stash)  # (B, T, C)

@@ -17,8 +17,9 @@ from tinyforge.config import ModelConfig
 from tinyforge.infer.cache import KVCache
 from tinyforge.infer.causal_lm import FusedWeights
 from tinyforge.kernel import Array
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Op, Param, Stash, WithKeywords
 from tinyforge.ops import AddRMSNorm, Embedding, LinearCrossEntropy, RMSNorm
+from tinyforge.ops.attention import Documents
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
@@ -54,23 +55,29 @@ class LlamaLike(Op):
         build: Any = type(self)
         return build(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
-    def hidden(self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None) -> Array:
-        """ids: (B, T) to the final-normed stream, (B, T, C). With a cache, ids follow the positions that it holds."""
+    def hidden(
+        self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None,
+        documents: Documents | None = None,
+    ) -> Array:  # fmt: skip
+        """ids: (B, T) to the final-normed stream, (B, T, C). With a cache, ids follow the positions that it holds.
+        documents: a token sees its own alone; whether positions restart makes no difference to RoPE."""
         x = self.embedding.forward(ids, stash)
         h = self.first_norm.forward(x, stash)
         normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
         for i, block in enumerate(self.blocks):
             x, h = block.forward(
                 x, h, stash, normed=normed if self.recompute else None, cache=cache.layer(i) if cache else None,
-                offset=cache.length if cache else 0,
+                offset=cache.length if cache else 0, starts=documents.starts if documents else None,
             )  # fmt: skip
             normed = block.next_norm.normed
         if cache:
             cache.advance(ids.shape[1])
         return h
 
-    def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Array:
-        return self.heads.forward(self.hidden(ids, stash), targets, stash)
+    def forward(
+        self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents | None = None
+    ) -> Array:
+        return self.heads.forward(self.hidden(ids, stash, documents=documents), targets, stash)
 
     def backward(self, dy: Array, stash: Stash) -> None:
         dh, _ = self.heads.backward(dy, stash)
@@ -156,3 +163,8 @@ class Llama(LlamaLike):
             ids = rng.integers(0, config.vocab, (batch, length))
             targets = rng.integers(-1, config.vocab, (batch, length, 1))
             yield model, (backend.asarray(ids), backend.asarray(targets))
+        config = Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=10, window=4)
+        packed = WithKeywords(with_buffer(cls(config, backend), backend, rng, std=0.2), documents=Documents)
+        ids, targets = rng.integers(0, 11, (2, 9)), rng.integers(-1, 11, (2, 9, 1))
+        starts = np.array([[0, 0, 0, 3, 3, 3, 3, 3, 8], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
+        yield packed, (backend.asarray(ids), backend.asarray(targets), backend.asarray(starts))

@@ -19,6 +19,7 @@ from tinyforge.infer.cache import KVCache
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import MixtureOfExperts, RouterLosses
+from tinyforge.ops.attention import Documents
 from tinyforge.params import with_buffer
 
 
@@ -61,7 +62,9 @@ class MoE(LlamaLike):
         self.losses = RouterLosses(config.active, backend, "router_losses") if config.term_weights else None
         super().__init__(config, config, heads, backend, values, recompute)
 
-    def trunk(self, ids: Array, stash: Stash | None, cache: KVCache | None = None) -> tuple[Array, list[Array]]:
+    def trunk(
+        self, ids: Array, stash: Stash | None, cache: KVCache | None = None, documents: Documents | None = None
+    ) -> tuple[Array, list[Array]]:
         """ids: (B, T) to the final-normed stream, (B, T, C), and usage and starts of each layer's router in turn."""
         x = self.embedding.forward(ids, stash)
         h = self.first_norm.forward(x, stash)
@@ -70,7 +73,7 @@ class MoE(LlamaLike):
         for i, block in enumerate(self.blocks):
             x, h = block.attend(
                 x, h, stash, normed=normed if self.recompute else None, cache=cache.layer(i) if cache else None,
-                offset=cache.length if cache else 0,
+                offset=cache.length if cache else 0, starts=documents.starts if documents else None,
             )  # fmt: skip
             again = partial(block.norm2.normed, x) if self.recompute else None
             f, usage, starts = block.experts.forward(h, stash, recompute=again)  # (B, T, C), (E + 1,), (E + 1,)
@@ -81,11 +84,16 @@ class MoE(LlamaLike):
             cache.advance(ids.shape[1])
         return h, used
 
-    def hidden(self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None) -> Array:
-        return self.trunk(ids, stash, cache)[0]
+    def hidden(
+        self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None,
+        documents: Documents | None = None,
+    ) -> Array:  # fmt: skip
+        return self.trunk(ids, stash, cache, documents)[0]
 
-    def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Any:
-        h, used = self.trunk(ids, stash)
+    def forward(
+        self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents | None = None
+    ) -> Any:
+        h, used = self.trunk(ids, stash, documents=documents)
         if self.losses is None:
             return self.heads.forward(h, targets, stash)
         terms = self.losses.forward(*used, stash=stash)

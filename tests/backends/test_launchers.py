@@ -95,7 +95,7 @@ class Launches:
     @staticmethod
     def parameters(file: str, entry: str, macros: dict[str, Any]) -> list[str]:
         text = kernels.read(file)
-        for option in ("BAND", "DROP"):  # #define BAND_ARGUMENTS , i64 back, i64 forth
+        for option in ("BAND", "DOCS", "DROP", "RESTART"):  # #define BAND_ARGUMENTS , i64 back, i64 forth
             defined = re.search(rf"#define {option}_ARGUMENTS (.*)", text)
             added = defined[1] if defined and option in macros else ""
             text = re.sub(rf"(?<!#define ){option}_ARGUMENTS", added, text)
@@ -202,14 +202,20 @@ def test_launchers_pass_what_their_kernels_declare(
 
 
 @pytest.mark.parametrize("hopper", [True, False])
-@pytest.mark.parametrize("seen", [(True, None), (True, 40), (False, None)])
+@pytest.mark.parametrize(
+    ("seen", "documents"),
+    [((True, None), False), ((True, 40), False), ((False, None), False), ((True, None), True), ((True, 40), True)],
+)
 @pytest.mark.parametrize("dropped", [(None, 0.0), ((1, 2), 0.3)], ids=["kept", "dropped"])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_attention_kernel_gets_what_it_declares(
-    precision: str, dim: int, dropped: Any, seen: Any, hopper: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    precision: str, dim: int, dropped: Any, documents: bool, seen: Any, hopper: bool, launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     from tinyforge.ops import attention_cuda
+
+    causal, window = seen
 
     monkeypatch.setattr(attention_cuda, "has_wgmma", lambda: hopper)
     backend = FakeCupy(precision)
@@ -218,14 +224,29 @@ def test_every_attention_kernel_gets_what_it_declares(
     qkv, dqkv = (backend.zeros((2, 130, 8, dim)) for _ in range(2))
     parts, dparts = ((x[:, :, :4], x[:, :, 4:6], x[:, :, 6:]) for x in (qkv, dqkv))
     q, key, v = parts
-    out, lse = k.attention_fwd(q, key, v, *seen, *dropped)
-    k.attention_bwd(*dparts, out, q, key, v, out, lse, *seen, *dropped)
-    instructions, options = "plain", (seen != (True, None)) + (dropped[0] is not None)
+    starts = backend.asarray(np.zeros((2, 130), np.int32)) if documents else None
+    out, lse = k.attention_fwd(q, key, v, starts, *seen, *dropped)
+    k.attention_bwd(*dparts, out, q, key, v, starts, out, lse, *seen, *dropped)
+    band = not causal or (window is not None and not documents)  # the bounds of documents have the window in them
+    instructions, options = "plain", band + (dropped[0] is not None)
     if precision == "bf16" and options < 2:
         instructions = "wgmma" if hopper and dim == 64 and not options else "mma"
     elif precision == "tf32" and not options:
         instructions = "tf32"
-    assert launches.seen == [f"attention_{part}_{instructions}" for part in ("fwd", "bwd_q", "bwd_kv")]
+    wanted = [f"attention_{part}_{instructions}" for part in ("fwd", "bwd_q", "bwd_kv")]
+    if documents:
+        wanted[1:1] = ["document_bounds"]
+        wanted[:0] = ["document_bounds"] if window else []
+    assert launches.seen == wanted
+
+
+def test_attention_refuses_starts_that_its_kernels_cannot_read(launches: Launches) -> None:
+    backend = FakeCupy("fp32")
+    k = bind((attention_fwd,), backend, "test")
+    x = backend.zeros((2, 130, 2, 32))
+    for wrong in (np.zeros((2, 130), np.int64), np.zeros((2, 129), np.int32), np.zeros((1, 130), np.int32)):
+        with pytest.raises(ValueError, match="attention: starts are int.. of shape .*wanted int32 of shape .2, 130."):
+            k.attention_fwd(x, x, x, wrong.view(OnDevice), True, None, None, 0.0)
 
 
 @pytest.mark.parametrize(("precision", "width"), [("bf16", 24), ("bf16", 20), ("fp32", 24)])

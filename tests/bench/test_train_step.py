@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.train_step import EAGER, OURS, READING, Options, Ours, check_parity, main, table, torch_peer
+from bench.train_step import EAGER, MASKED, OURS, READING, Options, Ours, check_parity, main, table, torch_peer
 from models.nanoeuler.config import Config
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
@@ -60,6 +60,23 @@ def test_reading_shards_is_timed_beside_repeated_batches(
     assert found["results"][READING]["ours_over_this"] == pytest.approx(
         found["results"][OURS]["median_ms"] / found["results"][READING]["median_ms"]
     )
+
+
+def test_the_mask_is_timed_beside_the_plain_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, "--json", "--documents", "5"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert list(found["results"]) == [OURS, MASKED] and MASKED in err and found["tokens_per_document"] == 5
+    with pytest.raises(UserError, match="--document-mask: char_mlp does not keep documents apart"):
+        main([*FLAGS, "--model", "char_mlp", "--documents", "5"])
+
+
+def test_documents_have_the_length_that_was_asked_for() -> None:
+    options = Options("nanoeuler", TINY, 16, 512, 1, "numpy", "fp32", 1, 1, documents=64)
+    plain, masked = options.batches(), options.masked_batches()
+    starts = np.concatenate([batch.documents.starts for batch in masked])
+    assert all(np.array_equal(a.ids, b.ids) for a, b in zip(plain, masked, strict=True))
+    assert 512 / 9.5 < 512 / np.mean([len(np.unique(row)) for row in starts]) < 512 / 8.5  # 8 begin inside of a row
 
 
 def test_shards_with_more_ids_than_the_model_are_refused(make_shards: Callable[..., None], tmp_path: Path) -> None:

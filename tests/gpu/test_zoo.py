@@ -22,8 +22,10 @@ from tinyforge.hub import load_pretrained, save_pretrained
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.op import Stash
+from tinyforge.ops.attention import Documents
 from tinyforge.rng import Stream
 from tinyforge.text import Tokenizer
+from tinyforge.train.batches import starts_of
 
 pytestmark = pytest.mark.gpu
 
@@ -58,14 +60,15 @@ def build(name: str, backend: str, precision: str) -> Any:
     return model
 
 
-def step(model: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def step(model: Any, documents: Documents | None = None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Losses and gradients of a training pass, dropout included."""
     rng, backend = np.random.default_rng(5), model.backend
     ids = rng.integers(0, model.config.vocab, (3, LENGTH), dtype=np.int32)
     heads = model.prediction_heads
     targets = rng.integers(-1, model.config.vocab, (3, LENGTH, heads), dtype=np.int32)
     stash = Stash(Stream(3, "step"))
-    nll = model.forward(backend.asarray(ids), backend.asarray(targets), stash)
+    packed = None if documents is None else documents.on(backend)
+    nll = model.forward(backend.asarray(ids), backend.asarray(targets), stash, documents=packed)
     model.backward(backend.asarray(np.ones(heads), backend.master_dtype), stash)
     return backend.to_numpy(nll), {p.name: backend.to_numpy(p.grad).astype(np.float64) for p in model.buffer.params}
 
@@ -100,6 +103,21 @@ def test_losses_and_gradients_are_those_of_numpy(name: str, precision: str, tole
         pytest.skip("a rounded logit may choose another expert")
     nll, grads = step(build(name, "cupy", precision))
     wanted_nll, wanted = step(build(name, "numpy", "fp64"))
+    assert np.abs(nll - wanted_nll).max() < tolerance * np.abs(wanted_nll).max()
+    errors = {p: np.linalg.norm(grads[p] - g) / np.linalg.norm(g) for p, g in wanted.items()}
+    assert {p: error for p, error in errors.items() if not error < tolerance} == {}
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-4), ("tf32", 3e-2), ("bf16", 1e-1)])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-mistral"])
+def test_packed_documents_give_the_losses_and_gradients_of_numpy(
+    name: str, precision: str, tolerance: float, restart: bool
+) -> None:
+    begins = np.random.default_rng(6).random((3, LENGTH)) < 1 / 15
+    documents = Documents(starts_of(begins), restart)
+    nll, grads = step(build(name, "cupy", precision), documents)
+    wanted_nll, wanted = step(build(name, "numpy", "fp64"), documents)
     assert np.abs(nll - wanted_nll).max() < tolerance * np.abs(wanted_nll).max()
     errors = {p: np.linalg.norm(grads[p] - g) / np.linalg.norm(g) for p, g in wanted.items()}
     assert {p: error for p, error in errors.items() if not error < tolerance} == {}

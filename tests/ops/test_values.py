@@ -12,9 +12,10 @@ import pytest
 from tinyforge import ops
 from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import UserError
-from tinyforge.kernel import Array
+from tinyforge.gradcheck import TOLERANCE, check_op
+from tinyforge.kernel import Array, override
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.attention import TILE, dropout_mask
+from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd, dropout_mask
 from tinyforge.ops.cross_entropy import CHUNK_BYTES, masked_targets, sum_tokens
 from tinyforge.ops.mixture import sort_by_expert
 from tinyforge.params import ParamBuffer, with_buffer
@@ -109,6 +110,61 @@ def test_a_window_hides_what_lies_too_far_back(window: int, length: int, rng: np
         changed = qkv.copy()
         changed[:, 0, 4:] = 1e3  # what the last query no longer sees changes no bit of its result
         assert np.array_equal(ops.Attention(4, 2, FP64, window=window).forward(changed)[:, window:], got[:, window:])
+
+
+# Where documents begin: within a tile, at the border of one, one that later tiles leave out, one token long, none.
+DOCUMENTS = ((0, 3, 4), (0, 64, TILE, TILE + 1, 200), (0, 150), (0,))
+
+
+@pytest.mark.parametrize("length", [1, 5, TILE, 2 * TILE + 37])
+@pytest.mark.parametrize("window", [None, 40])
+def test_packed_documents_attend_as_if_alone(window: int | None, length: int, rng: np.random.Generator) -> None:
+    """Forward and backward, to 1e-12: other tiles, other sums. A neighbour changes no bit at all."""
+    qkv, dy = rng.normal(size=(4, length, 8, 6)) * 2, rng.normal(size=(4, length, 4, 6))
+    borders = [[*(at for at in begins if at < length), length] for begins in DOCUMENTS]
+    starts = np.stack([np.repeat(ends[:-1], np.diff(ends)) for ends in borders]).astype(np.int32)
+    op, stash = ops.Attention(4, 2, FP64, window=window), Stash()
+
+    def packed(qkv: Array, dy: Array) -> tuple[Array, Array]:
+        return op.forward(qkv, stash, starts=starts), op.backward(dy, stash)
+
+    found = packed(qkv, dy)
+    for row, ends in enumerate(borders):
+        for begin, end in zip(ends, ends[1:], strict=False):
+            part = np.s_[row : row + 1, begin:end]
+            close(found[0][part], op.forward(qkv[part], stash))
+            close(found[1][part], op.backward(dy[part], stash))
+            changed = [x.copy() for x in (qkv, dy)]
+            for x in changed:
+                x[part] = 100.0
+            for before, after in zip(found, packed(*changed), strict=True):
+                before, after = (np.delete(x[row], np.s_[begin:end], axis=0) for x in (before, after))
+                assert before.tobytes() == after.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["sees its neighbour", "begins a token early", "begins a token late"])
+def test_a_fault_of_both_passes_shows_in_the_values(kind: str, rng: np.random.Generator) -> None:
+    """Forward and backward agree, so the gradient check has nothing to say."""
+    wrong = {
+        "sees its neighbour": lambda starts: None,
+        "begins a token early": lambda starts: np.maximum(starts - 1, 0),
+        "begins a token late": lambda starts: np.minimum(starts + 1, np.arange(starts.shape[1])),
+    }[kind]
+
+    def spoilt(right: Any, place: int) -> Any:
+        return lambda *a: right(*a[:place], None if a[place] is None else wrong(a[place]), *a[place + 1 :])
+
+    with override(attention_fwd, "numpy", spoilt(attention_fwd.body, 3)), \
+         override(attention_bwd, "numpy", spoilt(attention_bwd.body, 7)):  # fmt: skip
+        assert max(row.error for row in check_op(ops.Attention, FP64)) <= TOLERANCE
+        with pytest.raises(AssertionError):
+            test_packed_documents_attend_as_if_alone(None, 5, rng)
+
+
+def test_documents_go_with_causal_attention_and_no_cache() -> None:
+    starts = np.zeros((1, 3), np.int32)
+    with pytest.raises(ValueError, match="starts of documents go with causal attention, and with no cache"):
+        ops.Attention(2, 2, FP64, causal=False).forward(np.zeros((1, 3, 6, 2)), starts=starts)
 
 
 @pytest.mark.parametrize("length", [1, 5, TILE, 2 * TILE + 37])
@@ -428,6 +484,10 @@ def test_embedding_linear_and_positions(rng: np.random.Generator) -> None:
     close(positions.forward(x[:, :2], offset=3), x[:, :2] + table[3:])
     with pytest.raises(ValueError, match="x has positions 0 to 6, the table 5"):
         positions.forward(np.zeros((1, 6, 3)))
+    restarted = positions.forward(x[:, :4], starts=np.array([[0, 0, 2, 2], [0, 1, 2, 3]]))
+    close(restarted, x[:, :4] + np.stack([table[[0, 1, 0, 1]], table[[0, 0, 0, 0]]]))
+    with pytest.raises(ValueError, match="starts of documents and offset 1"):
+        positions.forward(x[:, :2], offset=1, starts=np.zeros((2, 2), np.int32))
     with pytest.raises(ValueError, match="x has positions 4 to 6, the table 5"):
         positions.forward(np.zeros((1, 2, 3)), offset=4)
 

@@ -14,6 +14,7 @@ from tinyforge import chat, checkpoint, get_backend
 from tinyforge.hub import save_pretrained
 from tinyforge.registry import default_model, models
 from tinyforge.text import Tokenizer
+from tinyforge.train.metrics import read_scores
 
 CPU = get_backend("numpy", "fp32", workers=1)
 
@@ -62,6 +63,38 @@ def test_a_model_of_the_zoo(model: str, here: None, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     assert chat.main("--checkpoint base --backend numpy --prompt The --max-tokens 5 --top-k 1".split()) == 0
     assert capsys.readouterr().out.strip()
+
+
+def test_documents_are_kept_apart_from_pretraining_to_evaluation(here: None) -> None:
+    """Resumed to the same bytes, and measured as it was trained."""
+    for number, text in enumerate(documents("train", 60)):
+        Path("texts").mkdir(exist_ok=True)
+        Path(f"texts/{number:02}.txt").write_text(text, encoding="utf-8")
+    shape = f"--model gpt2 --set {SHAPES['gpt2']} context=96 vocab=300 --workers 2 --backend numpy"
+    flags = [*COMMON.replace("text.txt", "texts").split(), *shape.split(), "--document-mask", "restart"]
+    assert pretrain.main([*flags, "--out", "base"]) == 0
+    shutil.copytree("base", "cut")
+    for step in (4, 6):
+        shutil.rmtree(f"cut/step-0000000{step}")
+    assert pretrain.main(["--resume", "--out", "cut"]) == 0
+    whole, cut = ((Path(run) / "step-00000006/model.safetensors").read_bytes() for run in ("base", "cut"))
+    assert whole == cut
+    assert pretrain.main([*flags[:-2], "--out", "plain"]) == 0
+    assert (Path("plain") / "step-00000006/model.safetensors").read_bytes() != whole
+
+    record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    Path("records.json").write_text(json.dumps([record] * 20), encoding="utf-8")
+    tuning = "--base base --data records.json --steps 2 --batch-size 2 --workers 1 --backend numpy --out".split()
+    assert sft.main([*tuning, "tuned", "--document-mask", "keep"]) == 0
+    assert checkpoint.load(Path("tuned")).meta["settings"]["document_mask"] == "keep"
+    figures = {}
+    for run in ("base", "plain"):
+        trained = read_scores(Path(run), 6)["held-out text, bits per byte"]
+        asked = "--data texts --prompts 1 --sentences 20 --max-tokens 3 --seeds 1 --backend numpy --json figures.json"
+        assert evaluate.main(["--checkpoint", run, *asked.split()]) == 0
+        figures[run] = json.loads(Path("figures.json").read_text(encoding="utf-8"))["text"]["bits_per_byte"]
+        assert figures[run] == pytest.approx(trained, rel=1e-6)
+    assert figures["base"] != figures["plain"]
 
 
 def test_characters_in_place_of_a_vocabulary(here: None, capsys: pytest.CaptureFixture[str]) -> None:

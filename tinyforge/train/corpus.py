@@ -17,9 +17,9 @@ from tinyforge.errors import UserError
 from tinyforge.registry import find_model
 from tinyforge.text import CharTokenizer, TextTokenizer, Tokenizer, load_tokenizer
 from tinyforge.text.shards import Part, Shards, is_shard_folder, separator_of
-from tinyforge.train.batches import MixedTokens, PackedTokens, check_ids, fingerprint
+from tinyforge.train.batches import DocumentMask, MixedTokens, PackedTokens, check_ids, fingerprint
 from tinyforge.train.data_parallel import Sharded, evaluate_heads
-from tinyforge.train.settings import PretrainSettings
+from tinyforge.train.settings import PretrainSettings, restarts
 
 NOT_STATED = "not stated"  # a licence
 CHARS = "chars"  # in place of a tokenizer's file
@@ -134,7 +134,7 @@ def open_corpus(shards: Shards, settings: PretrainSettings, seq_len: int, heads:
     """Verify the shards, and say what is read of them how often."""
     weights = mix_weights(settings.mix, shards)
     train = {name: shards.sequence(name, "train") for name in weights}
-    batches = MixedTokens(train, weights, seq_len, heads, settings.seed)
+    batches = MixedTokens(train, weights, seq_len, heads, settings.seed, document_mask(settings, shards.tokenizer))
     held_out = held_out_text(shards, settings, seq_len, heads)
     shards.verify(progress=sys.stderr.isatty())
     print(f"corpus: token shards in {', '.join(settings.data)}, every file checked")
@@ -162,7 +162,8 @@ def held_out_text(shards: Shards, settings: PretrainSettings, seq_len: int, head
     for source in shards.sources.values():
         ids = shards.sequence(source.name, "val")
         if source.val.bytes and len(ids) > 1:
-            windows = PackedTokens(ids, min(seq_len, len(ids) - 1), heads, settings.seed)
+            mask = document_mask(settings, shards.tokenizer)
+            windows = PackedTokens(ids, min(seq_len, len(ids) - 1), heads, settings.seed, mask)
             parts.append(HeldOut(source.name, windows, source.val.bytes))
     if not parts:
         raise UserError(
@@ -170,6 +171,12 @@ def held_out_text(shards: Shards, settings: PretrainSettings, seq_len: int, head
             "more documents"
         )
     return tuple(parts)
+
+
+def document_mask(settings: PretrainSettings, tokenizer: TextTokenizer) -> DocumentMask | None:
+    """What --document-mask asks for: of text that is trained on, and of text that is measured on."""
+    restart = restarts(settings, find_model(settings.model))
+    return None if restart is None else DocumentMask(tokenizer.specials[separator_of(tokenizer)], restart)
 
 
 def pack(texts: Sequence[str], tokenizer: TextTokenizer) -> np.ndarray:
@@ -226,9 +233,10 @@ def corpus_of_text(
     print(f"tokenizer: {tokenizer.vocab_size} ids, {train.bytes / max(1, train.tokens - train.documents):.2f} bytes a "
           "token")  # fmt: skip
     print(f"training text: {train.bytes:,} bytes, {train.tokens:,} tokens; held out: {val.tokens:,} tokens")
-    data = PackedTokens(streams[0], seq_len, config.prediction_heads, settings.seed)
+    mask = document_mask(settings, tokenizer)
+    data = PackedTokens(streams[0], seq_len, config.prediction_heads, settings.seed, mask)
     length = min(seq_len, max(1, len(streams[1]) - 1))
-    parts = (HeldOut("text", PackedTokens(streams[1], length, config.prediction_heads, settings.seed), 1),)
+    parts = (HeldOut("text", PackedTokens(streams[1], length, config.prediction_heads, settings.seed, mask), 1),)
     name, licence = ("text", NOT_STATED) if settings.data else ("the built-in world", "MIT")
     summary = (summarise(name, licence, 1.0, train, val),)
     return Corpus(tokenizer, data, train.tokens, parts, opening_of(held_out[0]), fingerprint(streams[0]), summary)

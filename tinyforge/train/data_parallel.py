@@ -13,6 +13,7 @@ from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Stash
+from tinyforge.ops.attention import Documents
 from tinyforge.ops.cross_entropy import sum_tokens
 from tinyforge.parallel import Group, part_of, send_object, start_group
 from tinyforge.params import ParamBuffer
@@ -22,12 +23,17 @@ from tinyforge.train.objectives import LN2, Batch, Objective, likelihoods, with_
 
 class Model(Protocol):
     """What training asks of a model: nll, (B, T, K), or (nll, terms) where its config has `term_weights`; its gradient,
-    of the same form; and copies that share its weights."""
+    of the same form; and copies that share its weights.
+
+    documents: asked only of models that are registered with them.
+    """
 
     config: ModelConfig
     buffer: ParamBuffer
 
-    def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Any: ...
+    def forward(
+        self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents = ...
+    ) -> Any: ...
     def backward(self, dnll: Any, stash: Stash) -> Any: ...
     def replica(self) -> Any: ...
     def ops(self) -> list[Op]: ...
@@ -96,7 +102,7 @@ def _gradients(
         for number, whole in enumerate(batches):
             batch = _part(group, whole)
             stash = Stash(noise=noise and noise.fork(f"{number}/{group.rank}"))
-            nll = _forward(model, backend, batch, stash)
+            nll = forward(model, backend, batch, stash)
             sums, dnll = objective.weigh(nll, batch, counts, backend)
             if len(batch.ids):
                 model.backward(dnll, stash)
@@ -108,7 +114,7 @@ def _gradients(
 
 def _nll(group: Group, model: Model, backend: Backend, _: Objective | None, whole: Batch) -> Array:
     with np.errstate(all="ignore"):
-        nll = likelihoods(_forward(model, backend, _part(group, whole), None))
+        nll = likelihoods(forward(model, backend, _part(group, whole), None))
         total = sum_tokens.bind(backend)(nll)
     group.all_reduce_(total)
     return total
@@ -118,12 +124,15 @@ def _part(group: Group, batch: Batch) -> Batch:
     return batch[part_of(group.rank, group.size, len(batch.ids))]
 
 
-def _forward(model: Model, backend: Backend, batch: Batch, stash: Stash | None) -> Any:
+def forward(model: Model, backend: Backend, batch: Batch, stash: Stash | None) -> Any:
     """What the model gives for a batch, which has no row where there are fewer rows than ranks."""
     if not len(batch.ids):
         nll, terms = backend.zeros(batch.targets.shape, backend.master_dtype), len(model.config.term_weights)
         return (nll, backend.zeros((terms,), backend.master_dtype)) if terms else nll
-    return model.forward(backend.asarray(batch.ids), backend.asarray(batch.targets), stash)
+    ids, targets = backend.asarray(batch.ids), backend.asarray(batch.targets)
+    if batch.documents is None:
+        return model.forward(ids, targets, stash)
+    return model.forward(ids, targets, stash, documents=batch.documents.on(backend))
 
 
 def evaluate_heads(sharded: Sharded, batches: Iterable[Batch], byte_lengths: np.ndarray) -> np.ndarray:

@@ -26,6 +26,7 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.kernel import Array
+from tinyforge.ops.attention import Documents
 from tinyforge.ops.cross_entropy import sum_tokens
 
 LN2 = float(np.log(2.0))
@@ -36,15 +37,19 @@ class Batch:
     """What a model reads and predicts.
 
     ids: (B, T) int32, in range. targets: (B, T, K) int32, -1 for none. weights: (B, T, K) float, what each prediction
-    weighs in the loss; None for 1.
+    weighs in the loss; None for 1. documents: those that the rows hold, where none is to see another; without, a token
+    sees all of its row before it.
     """
 
     ids: np.ndarray
     targets: np.ndarray
     weights: np.ndarray | None = None
+    documents: Documents | None = None
 
     def __getitem__(self, rows: slice) -> Batch:
-        return Batch(self.ids[rows], self.targets[rows], None if self.weights is None else self.weights[rows])
+        weights = None if self.weights is None else self.weights[rows]
+        documents = None if self.documents is None else self.documents[rows]
+        return Batch(self.ids[rows], self.targets[rows], weights, documents)
 
 
 class Objective(Protocol):

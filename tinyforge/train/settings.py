@@ -28,7 +28,7 @@ from tinyforge.backends import Backend, get_backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError
 from tinyforge.optim.schedules import SCHEDULES
-from tinyforge.registry import default_model, find_model
+from tinyforge.registry import ModelSpec, default_model, find_model, models
 
 # What another value of a setting changes in a run: nothing that is learned; the last bits of it; what is learned.
 NOTHING, BITS, LEARNING = "nothing", "bits", "learning"
@@ -105,6 +105,9 @@ class Settings:
     batch_size: int = setting(8, "sequences a step and micro-batch", check=above_zero)
     grad_accum: int = setting(1, "micro-batches a step", check=above_zero)
     seq_len: int | None = setting(None, "tokens a sequence (default: the config's context)", check=above_zero)
+    document_mask: str | None = setting(None, "attention sees a token's own document or record alone; positions keep "
+                                        "counting along the row, or restart in each (default: the whole row before a "
+                                        "token is seen)", choices=("keep", "restart"))  # fmt: skip
     lr: float = setting(4e-3, "peak learning rate", check=above_zero, card=ALWAYS)
     schedule: str = setting("wsd", "learning-rate schedule", choices=tuple(SCHEDULES))
     lr_decay: float = setting(0.4, "the last share of the run, 0 to 1, in which the schedule wsd lowers the rate",
@@ -184,6 +187,7 @@ class PretrainSettings(Settings):
     def check(self) -> None:
         super().check()
         config_of(self)
+        restarts(self, find_model(self.model))
 
 
 @dataclass(frozen=True)
@@ -335,6 +339,14 @@ def config_of(settings: PretrainSettings) -> ModelConfig:
         except ValueError as error:
             raise UserError(f"--set: {item!r} wants KEY=VALUE with a number, e.g. --set dim=192") from error
     return config.override(changes)
+
+
+def restarts(settings: Settings, spec: ModelSpec) -> bool | None:
+    """Of --document-mask: None without it, else whether positions restart. Raises UserError where the model cannot."""
+    if settings.document_mask is not None and not spec.documents:
+        able = ", ".join(known.name for known in models().values() if known.documents)
+        raise UserError(f"--document-mask: {spec.name} does not keep documents apart; drop the flag, or use {able}")
+    return None if settings.document_mask is None else settings.document_mask == "restart"
 
 
 def sequence_length(config: ModelConfig, asked: int | None) -> int:
