@@ -5,6 +5,7 @@
     python bench/train_step.py --peer torch --json result.json                  and everything as one JSON object
     python bench/train_step.py --config base --backend cupy --precision bf16 --batch-size 32 --steps 100 --peer torch
     python bench/train_step.py --model gpt2 --config 124m --backend cupy --precision bf16 --seq-len 1024 --peer torch
+    python bench/train_step.py --model moe --beside nanoeuler:small     next to another of our models, in the same turns
 
 All contenders start from the same weights, see the same random tokens, and must agree on the loss of the first steps
 before any is timed (where the config has dropout, models without it must agree: each contender draws its own masks).
@@ -22,7 +23,7 @@ others repeat a few: the difference is what loading costs.
 With --documents N our step is timed again as with --document-mask restart, on the same tokens in documents of N tokens
 on average: what keeping documents apart costs, or saves.
 
-FLOP are counted by the model's flop_per_token, the same for all contenders.
+FLOP are counted by the model's flop_per_token, the same for all contenders but the model of --beside.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ MEMORY_STEPS = 5
 @dataclass(frozen=True)
 class Options:
     """What is timed. workers: processes of ours. threads: of PyTorch. steps: counted for each contender. documents:
-    tokens of one on average, where the mask is timed too."""
+    tokens of one on average, where the mask is timed too. beside: another model of ours and its preset."""
 
     model: str
     config: ModelConfig
@@ -94,9 +95,16 @@ class Options:
     device: int | None = None
     data: str | None = None
     documents: int | None = None
+    beside: tuple[str, str] | None = None
 
     def make_backend(self) -> Backend:
         return get_backend(self.backend, self.precision, self.workers, self.device)
+
+    def of_beside(self) -> Options:
+        """The same of the model that is timed beside."""
+        model, preset = self.beside or ("", "")
+        config = config_of(PretrainSettings(model=model, config=preset))
+        return replace(self, model=model, config=config.override({"context": max(self.seq_len, config.context)}))
 
     def without_dropout(self) -> Options:
         return replace(self, config=self.config.override({"dropout": 0.0}))
@@ -140,8 +148,12 @@ class Ours:
         totals = self.sharded.gradients([batch], self.noise.fork(str(index)))
         _, factor = self.optimizer.clip(CLIP)
         self.optimizer.step(LR, factor)
-        scale = self.backend.asarray(self.objective.scale(totals.counts), np.dtype(np.float64))
-        return (totals.sums[: len(scale)] * scale).sum()
+        # The loss without waiting for a device: the heads' weighted sums come first, a model's own terms last.
+        heads, terms = self.objective.head_weights, list(self.model.config.term_weights.values())
+        scale = np.zeros(2 * len(heads) + len(terms))
+        scale[: len(heads)] = self.objective.scale(totals.counts[: len(heads) + 1])
+        scale[2 * len(heads) :] = terms
+        return (totals.sums * self.backend.asarray(scale, np.dtype(np.float64))).sum()
 
 
 class Reading(Ours):
@@ -264,6 +276,8 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         contenders[READING] = Reading(options, backend)
     if options.documents:
         contenders[MASKED] = Ours(options, backend, masked=True)
+    if options.beside:
+        contenders[" ".join(options.beside)] = Ours(options.of_beside(), backend)
     for contender in contenders.values():
         for i in range(WARM_UP_STEPS):
             contender.step(i)
@@ -272,15 +286,16 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     peak = max(peak_before, backend.matmul_peak()) / 1e9
     parameters = ours.model.buffer.count
     tokens = options.batch_size * options.seq_len
-    flop = ours.model.flop_per_token(options.seq_len) * tokens
+    flops = {name: getattr(contender, "model", ours.model).flop_per_token(options.seq_len) * tokens
+             for name, contender in contenders.items()}  # fmt: skip
     base = median(seconds[OURS])
     results = {
         name: {
             "median_ms": 1e3 * median(times),
             "min_ms": 1e3 * min(times),
             "tokens_per_second": tokens / median(times),
-            "gflop_per_second": flop / median(times) / 1e9,
-            "of_matmul_peak": flop / median(times) / 1e9 / peak,
+            "gflop_per_second": flops[name] / median(times) / 1e9,
+            "of_matmul_peak": flops[name] / median(times) / 1e9 / peak,
             "ours_over_this": base / median(times),
             "peak_memory_mib": memory.get(name),
             "step_ms": [1e3 * t for t in times],
@@ -301,7 +316,7 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         "seq_len": options.seq_len,
         "counted_steps": options.steps,
         "tokens_per_document": options.documents,
-        "gflop_per_step": flop / 1e9,
+        "gflop_per_step": flops[OURS] / 1e9,
         "planned_peak_mib": plan_step(
             find_model(options.model), config, options.precision, options.batch_size, options.seq_len
         ).peak / 2**20
@@ -368,8 +383,16 @@ def options_of(args: argparse.Namespace) -> Options:
     backend = get_backend(args.backend, args.precision, workers, args.device)
     return Options(
         args.model, config, args.batch_size, seq_len, args.steps, backend.name, args.precision, backend.workers,
-        args.threads or workers, args.device, args.data, args.documents,
+        args.threads or workers, args.device, args.data, args.documents, _beside(args.beside),
     )  # fmt: skip
+
+
+def _beside(given: str | None) -> tuple[str, str] | None:
+    if given is None:
+        return None
+    model, _, preset = given.partition(":")
+    config_of(PretrainSettings(model=model, config=preset))  # refuses what it does not know
+    return model, preset or next(iter(find_model(model).presets))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -382,6 +405,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     p.add_argument("--steps", type=int, default=30, help="counted steps for each contender (default: 30)")
     p.add_argument("--peer", choices=tuple(PEERS), help="time PyTorch too, eager and compiled, or eager alone")
+    p.add_argument("--beside", metavar="MODEL:PRESET", help="time another of our models too, such as nanoeuler:base")
     p.add_argument("--data", metavar="SHARDS", help="time our step with batches read from token shards too")
     p.add_argument("--documents", type=int, metavar="N",
                    help="time our step with documents of N tokens on average kept apart too")  # fmt: skip

@@ -22,6 +22,7 @@ import pytest
 from models.char_mlp.model import CharMLP
 from models.gpt2 import GPT2
 from models.llama import Llama
+from models.moe import MoE
 from models.nanoeuler import NanoEuler
 from tinyforge import gradcheck, ops
 from tinyforge.backends import Backend, get_backend
@@ -46,9 +47,18 @@ from tinyforge.ops.gelu_linear import gelu_linear_bwd, gelu_linear_fwd
 from tinyforge.ops.layernorm import layernorm_bwd
 from tinyforge.ops.linear import linear_bwd, linear_bwd_bias
 from tinyforge.ops.lora import lora_bwd, lora_fwd
+from tinyforge.ops.mixture import (
+    grouped_bwd_input,
+    grouped_bwd_weight,
+    sort_by_expert,
+    sum_of_rows,
+    weighted_swiglu_bwd,
+)
 from tinyforge.ops.positions import positions_bwd
 from tinyforge.ops.rmsnorm import rmsnorm_bwd
 from tinyforge.ops.rope import rope
+from tinyforge.ops.router import router_bwd, router_fwd
+from tinyforge.ops.router_losses import router_losses_bwd, router_losses_fwd
 from tinyforge.ops.softmax import softmax_bwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.ops.swiglu_linear import swiglu_linear_bwd
@@ -202,7 +212,72 @@ def unscaled_mask(right: Function) -> Function:
     return broken
 
 
+def weights_not_renormalised(right: Function) -> Function:
+    """The probabilities among all experts, not among the chosen."""
+
+    def kernel(logits: Array, active: int) -> tuple[Array, Array, Array]:
+        weights, chosen, usage = right(logits, active)
+        p = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        p /= p.sum(axis=-1, keepdims=True)
+        return np.take_along_axis(p, chosen, axis=-1), chosen, usage
+
+    return kernel
+
+
+def router_without_softmax(dweights: Array, dusage: Array, logits: Array, weights: Array, chosen: Array) -> Array:
+    """The weights' gradients at the chosen logits, as if a weight were the logit."""
+    dlogits = router_bwd(0 * dweights, dusage, logits, weights, chosen)
+    np.put_along_axis(dlogits, chosen, np.take_along_axis(dlogits, chosen, -1) + dweights, axis=-1)
+    return dlogits
+
+
+def last_slot_dropped(right: Function) -> Function:
+    """The last choice of the last token has no row: its place is that of another."""
+
+    def kernel(chosen: Array, experts: int) -> tuple[Array, Array, Array, Array]:
+        slots, tokens, places, starts = right(chosen, experts)
+        if places.size > 1:
+            places[-1, -1] = places[0, 0]
+        return slots, tokens, places, starts
+
+    return kernel
+
+
 FAULTS = [
+    Fault(ops.TopKRouter, "no softmax in the weights' gradient", router_bwd, lambda _: router_without_softmax),
+    Fault(ops.TopKRouter, "weights not renormalised", router_fwd, weights_not_renormalised),
+    Fault(ops.TopKRouter, "the losses' gradient left out", router_bwd, with_args(lambda dw, du, *a: (dw, 0 * du, *a))),
+    Fault(ops.TopKRouter, "the choices' gradients exchanged", router_bwd,
+          with_args(lambda dw, du, *a: (dw[..., ::-1], du, *a))),
+    Fault(ops.TopKRouter, "z-loss: no log-sum-exp", router_bwd,
+          with_args(lambda dw, du, *a: (dw, np.append(du[:-1], du[-1] / 2), *a))),
+    Fault(ops.RouterLosses, "balance times k forgotten", router_losses_bwd,
+          with_args(lambda d, slope: (np.append(d[0] / 2, d[1:]), slope))),
+    Fault(ops.RouterLosses, "z lost", router_losses_bwd, with_args(lambda d, slope: (d * [1, 0], slope))),
+    Fault(ops.RouterLosses, "one layer's usage for all", router_losses_fwd,
+          with_args(lambda u, s, k: ((u[0],) * len(u), s, k))),
+    Fault(ops.RouterLosses, "f of the next expert", router_losses_bwd,
+          with_args(lambda d, slope: (d, np.append(np.roll(slope[:-1], 1), slope[-1])))),
+    Fault(ops.MixtureOfExperts, "a token's choice dropped", sort_by_expert, last_slot_dropped),
+    Fault(ops.MixtureOfExperts, "the weights' gradient missing", weighted_swiglu_bwd,
+          lambda right: lambda *a: (*right(*a)[:2], 0 * right(*a)[2])),
+    Fault(ops.MixtureOfExperts, "the weight missing in dgu", weighted_swiglu_bwd,
+          lambda right: lambda dh, gu, w, slots: (right(dh, gu, w * 0 + 1, slots)[0], *right(dh, gu, w, slots)[1:])),
+    Fault(ops.MixtureOfExperts, "the weight missing in dD", weighted_swiglu_bwd,
+          lambda right: lambda dh, gu, w, slots: (
+              right(dh, gu, w, slots)[0], right(dh, gu, w * 0 + 1, slots)[1], right(dh, gu, w, slots)[2])),
+    Fault(ops.MixtureOfExperts, "weights of other slots", weighted_swiglu_bwd,
+          with_args(lambda dh, gu, w, slots: (dh, gu, w, slots[::-1]))),
+    Fault(ops.MixtureOfExperts, "dx by the next expert's matrix", grouped_bwd_input,
+          with_args(lambda dy, w, t, starts: (dy, np.roll(w, 1, axis=0), t, starts))),
+    Fault(ops.MixtureOfExperts, "dW assigned to the next expert", grouped_bwd_weight,
+          with_args(lambda dw, dy, x, dt, xt, s: (dw[::-1], dy, x, dt, xt, s))),
+    Fault(ops.MixtureOfExperts, "dW without its last row", grouped_bwd_weight,
+          with_args(lambda dw, dy, x, dt, xt, s: (dw, dy, x, dt, xt, np.minimum(s, max(s[-1] - 1, 0))))),
+    Fault(ops.MixtureOfExperts, "one choice's gradient in dx", sum_of_rows,
+          lambda right: lambda rows, places, more: right(rows, places if more is None else places[:, :1], more)),
+    Fault(ops.MixtureOfExperts, "the gate's part of dx missing", sum_of_rows,
+          with_args(lambda rows, places, more: (rows, places, None))),
     Fault(ops.Embedding, "repeated ids lost", embedding_bwd, lambda _: lost_repeats),
     Fault(ops.Embedding, "wrong row", embedding_bwd,
           with_args(lambda dw, dy, ids: (dw, dy, (ids + 1) % len(dw)))),
@@ -391,6 +466,14 @@ WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
         m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash))),
     (GPT2, "GELU left out", lambda m: broken_backward(
         m.blocks[0].down, lambda right, dy, stash: (right(dy, stash), dy @ m.blocks[0].down.weight.value)[1])),
+    (MoE, "the balance's gradient left out", lambda m: broken_backward(
+        m.losses, lambda right, dy, stash: (0 * right(dy, stash)[0],)) if m.losses else None),
+    (MoE, "layers' usage in one place alone", lambda m: broken_backward(
+        m.blocks[0].experts, lambda right, dy, stash: right((dy[0], 0 * dy[1], dy[2]), stash))),
+    (MoE, "stream and experts mixed up", lambda m: broken_backward(
+        m.blocks[0].norm2, lambda right, dy, stash: right(dy[::-1], stash))),
+    (MoE, "experts' gradient 1 %", lambda m: broken_backward(
+        m.blocks[-1].experts, lambda right, dy, stash: 1.01 * right(dy, stash))),
     (CharMLP, "characters' gradients in the wrong order", lambda m: broken_backward(
         m.embedding, lambda right, dy, stash: right(dy[:, :, ::-1], stash))),
     (CharMLP, "gradient of the last layer 1 %", lambda m: broken_backward(

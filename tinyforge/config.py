@@ -51,6 +51,12 @@ class ModelConfig:
         """What each head weighs in the loss, (K,); only the ratios count."""
         return (1.0,) * self.prediction_heads
 
+    @property
+    def term_weights(self) -> dict[str, float]:
+        """The terms that the model adds to the loss beside the likelihoods, by name, and what each weighs. A model that
+        has some returns (nll, terms) from forward; see `tinyforge.train.objectives`."""
+        return {}
+
     def require_positive(self, *names: str) -> None:
         for name in names:
             if getattr(self, name) < 1:

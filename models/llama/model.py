@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from models.llama.block import Block, gain
+from models.llama.block import STD, Block, gain
 from models.llama.config import Config
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
@@ -25,22 +25,24 @@ from tinyforge.rng import Stream
 
 
 class LlamaLike(Op):
-    """An embedding, blocks, and K output heads on the final norm: what Llama and NanoEuler share.
+    """An embedding, blocks, and K output heads on the final norm: what Llama, NanoEuler and MoE share.
 
     config: the model's own. shape: that of its trunk. heads: (K, V, C); None for the embedding as the one head.
+    block: the class of its layers.
     """
 
     per_head = True
+    block: Any = Block
 
     def __init__(
         self, config: ModelConfig, shape: Config, heads: Param | None, backend: Backend, values: Array, recompute: bool
     ) -> None:
         super().__init__(backend)
         self.config, self.shape, self.recompute = config, shape, recompute
-        table = Param("embedding.weight", (shape.vocab, shape.dim), std=0.02)
+        table = Param("embedding.weight", (shape.vocab, shape.dim), std=STD)
         self.embedding = Embedding(table, backend, "embedding")
         self.first_norm = RMSNorm(gain("blocks.0.norm1", shape.dim), backend, shape.norm_eps, "blocks.0.norm1")
-        self.blocks = [Block(shape, i, backend) for i in range(shape.layers)]
+        self.blocks = [self.block(shape, i, backend) for i in range(shape.layers)]
         self.heads = LinearCrossEntropy(heads or table, backend, "heads")
         self.prediction_heads = self.heads.shape[0]
         self.buffer = ParamBuffer(self.params(), backend, values)
@@ -142,7 +144,7 @@ class Llama(LlamaLike):
     """
 
     def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
-        own = None if config.tied else Param("heads.weight", (1, config.vocab, config.dim), std=0.02)
+        own = None if config.tied else Param("heads.weight", (1, config.vocab, config.dim), std=STD)
         super().__init__(config, config, own, backend, values, recompute)
 
     @classmethod

@@ -24,6 +24,7 @@ from tinyforge.kernel import bind
 from tinyforge.op import Op, Stash
 from tinyforge.ops.attention import attention_bwd, attention_fwd
 from tinyforge.ops.cross_entropy import linear_cross_entropy_fwd, sum_tokens
+from tinyforge.ops.mixture import grouped_bwd_input, grouped_bwd_weight, grouped_fwd
 from tinyforge.optim import AdamWConfig
 from tinyforge.optim.adamw import adamw_, clip_factor
 from tinyforge.params import ParamBuffer
@@ -34,8 +35,9 @@ pytest.importorskip("ml_dtypes")
 
 LAUNCHERS = (
     "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.cross_entropy", "ops.dropout", "ops.embedding",
-    "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora", "ops.positions", "ops.rmsnorm",
-    "ops.rope", "ops.rows", "ops.softmax", "ops.swiglu", "ops.swiglu_linear", "optim.adamw",
+    "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora", "ops.mixture", "ops.positions",
+    "ops.rmsnorm", "ops.rope", "ops.router", "ops.router_losses", "ops.rows", "ops.softmax", "ops.swiglu",
+    "ops.swiglu_linear", "optim.adamw",
 )  # fmt: skip
 NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32}
 SCALARS = {"double": "float64", "float": "float32", "bf16": "bfloat16"}
@@ -151,6 +153,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     cupy = SimpleNamespace(
         ndarray=OnDevice, asarray=lambda x: np.asarray(x).view(OnDevice), cuda=SimpleNamespace(Device=lambda: device),
         ascontiguousarray=lambda x: np.ascontiguousarray(x).view(OnDevice), empty=OnDevice,
+        concatenate=lambda arrays: np.concatenate(arrays).view(OnDevice),
     )  # fmt: skip
     from tinyforge.backends import cupy_backend
     from tinyforge.ops import attention_cuda
@@ -244,6 +247,30 @@ def test_attention_refuses_starts_that_its_kernels_cannot_read(launches: Launche
     for wrong in (np.zeros((2, 130), np.int64), np.zeros((2, 129), np.int32), np.zeros((1, 130), np.int32)):
         with pytest.raises(ValueError, match="attention: starts are int.. of shape .*wanted int32 of shape .2, 130."):
             k.attention_fwd(x, x, x, wrong.view(OnDevice), True, None, None, 0.0)
+
+
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 24), ("bf16", 20), ("fp32", 24)])
+def test_grouped_products_take_tensor_cores_where_they_can(
+    precision: str, width: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinyforge.ops import mixture_cuda
+
+    files: list[str] = []
+
+    def load(file: str, entry: str, shared_bytes: int = 0, **macros: Any) -> Callable[..., None]:
+        files.append(file)
+        return launches.load(file, entry, shared_bytes, **macros)
+
+    monkeypatch.setattr(mixture_cuda, "load", load)
+    backend = FakeCupy(precision)
+    k = bind((grouped_fwd, grouped_bwd_input, grouped_bwd_weight), backend, "test")
+    x, y, weight = backend.zeros((5, 16)), backend.zeros((5, width)), backend.zeros((3, width, 16))
+    rows, starts = (backend.asarray(np.array(a)) for a in ([4, 0, 1, 2, 3, 1], [0, 2, 2, 6]))
+    assert k.grouped_fwd(x, weight, rows, starts).shape == (6, width)
+    assert k.grouped_bwd_input(y, weight, None, starts).shape == (5, 16)
+    k.grouped_bwd_weight(backend.zeros(weight.shape, backend.master_dtype), y, x, rows, rows, starts)
+    fast = precision == "bf16" and width % 8 == 0
+    assert files == ["ops/grouped_mma.cu" if fast else "ops/grouped.cu"] * 3
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def acc(rng: Rng, *shape: int) -> Master:
     return Master(normal(rng, *shape), out=True)
 
 
-def some_rstd(rng: Rng, n: int) -> Master:
+def some_rstd(rng: Rng, n: int | tuple[int, ...]) -> Master:
     return Master(rng.uniform(0.5, 2, n))
 
 
@@ -74,6 +74,21 @@ def tokens(rng: Rng, n: int, vocab: int) -> np.ndarray:
     ids[rng.random(n) < 0.3] = vocab // 2
     ids[ids == vocab - 1] = 0
     return ids
+
+
+def distinct(rng: Rng, n: int, experts: int, active: int) -> np.ndarray:
+    """(n, active): experts of each token, none of them twice."""
+    return rng.permuted(np.tile(np.arange(experts), (n, 1)), axis=1)[:, :active].astype(np.int32)
+
+
+def groups(rng: Rng, rows: int, experts: int = 5) -> np.ndarray:
+    """Where the rows of each expert begin, (experts + 1,); the second has none."""
+    shares = np.array([0.4, 0.0, *[0.6 / (experts - 2)] * (experts - 2)])
+    return np.append(0, rng.multinomial(rows, shares).cumsum()).astype(np.int32)
+
+
+def order(rng: Rng, rows: int) -> np.ndarray:
+    return rng.permutation(rows).astype(np.int32)
 
 
 # Arguments of each kernel for n rows of width c. What stands behind a space in a name is one way to call it.
@@ -145,6 +160,23 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
         acc(r, 24, c), acc(r, 24), None, act(r, n, 24), act(r, n, c), act(r, 24, c), None),
     "gelu_linear_bwd bias": lambda r, n, c: (
         acc(r, 24, c), acc(r, 24), acc(r, c), act(r, n, 24), act(r, n, c), act(r, 24, c), act(r, c)),
+    "router_fwd": lambda r, n, c: (act(r, n, min(c, 70)), min(c, 3)),
+    "router_bwd": lambda r, n, c: (
+        angles(r, n, min(c, 3)), angles(r, min(c, 70) + 1), act(r, n, min(c, 70)), some_rstd(r, (n, min(c, 3))),
+        distinct(r, n, min(c, 70), min(c, 3))),
+    "sort_by_expert": lambda r, n, c: (distinct(r, n, min(c, 300) + 1, 2 if c > 1 else 1), min(c, 300) + 2),
+    "grouped_fwd": lambda r, n, c: (act(r, n, c), act(r, 5, 24, c), tokens(r, 2 * n, n), groups(r, 2 * n)),
+    "grouped_fwd in order": lambda r, n, c: (act(r, n, 24), act(r, 5, c, 24), None, groups(r, n)),
+    "grouped_bwd_input": lambda r, n, c: (act(r, n, c), act(r, 5, c, 24), tokens(r, 2 * n, n), groups(r, 2 * n)),
+    "grouped_bwd_input in order": lambda r, n, c: (act(r, n, 24), act(r, 5, 24, c), None, groups(r, n)),
+    "grouped_bwd_weight": lambda r, n, c: (
+        acc(r, 5, c, 24), act(r, n, c), act(r, 2 * n, 24), tokens(r, 2 * n, n), None, groups(r, 2 * n)),
+    "grouped_bwd_weight by x": lambda r, n, c: (
+        acc(r, 5, 136, c), act(r, 2 * n, 136), act(r, n, c), None, tokens(r, 2 * n, n), groups(r, 2 * n)),
+    "weighted_swiglu_fwd": lambda r, n, c: (act(r, n, 2 * c), some_rstd(r, (n, 1)), order(r, n)),
+    "weighted_swiglu_bwd": lambda r, n, c: (act(r, n, c), act(r, n, 2 * c), some_rstd(r, (n, 1)), order(r, n)),
+    "sum_of_rows": lambda r, n, c: (act(r, 3 * n, c), order(r, 3 * n).reshape(n, 3), act(r, n, c)),
+    "sum_of_rows alone": lambda r, n, c: (act(r, 2 * n, c), order(r, 2 * n).reshape(n, 2), None),
     "swiglu_linear_bwd": lambda r, n, c: (acc(r, 24, c), act(r, n, 24), act(r, n, 2 * c), act(r, 24, c)),
 }  # fmt: skip
 
@@ -208,7 +240,7 @@ def test_a_kernel_computes_what_numpy_computes(name: str, precision: str) -> Non
         got = run(cupy_of(name, backend), arguments, on_gpu(backend))
         assert len(got) == len(wanted)
         for g, w in zip(got, wanted, strict=True):
-            assert g.dtype == backend.dtype and g.shape == w.shape
+            assert g.dtype == (w.dtype if w.dtype.kind == "i" else backend.dtype) and g.shape == w.shape
             assert error(backend.to_numpy(g), w) <= TOLERANCE[precision] * (8 if "layernorm_fwd" in name else 1), (n, c)
 
 
@@ -288,7 +320,10 @@ def test_bf16_is_as_exact_as_it_can_be(name: str) -> None:
         plain = run(PLAIN.get(name, numpy_of(name)), arguments, on_numpy(np.float32))
         got = run(cupy_of(name, backend), arguments, on_gpu(backend))
         for g, p, w in zip(got, plain, wanted, strict=True):
-            assert g.dtype in (backend.dtype, backend.master_dtype) and g.shape == w.shape
+            assert g.dtype in (backend.dtype, backend.master_dtype, np.int32) and g.shape == w.shape
+            if w.dtype.kind == "i":
+                assert np.array_equal(backend.to_numpy(g), w)
+                continue
             allowed = 2 * error(p.astype(bf16).astype(np.float32), w)
             assert error(backend.to_numpy(g), w) <= max(allowed, 1e-7), (n, c)
 
@@ -486,7 +521,7 @@ def test_strides_do_not_matter(name: str) -> None:
         wide[..., ::2] = placed
         return wide[..., ::2]
 
-    weighed = name.split()[0] in ("positions_fwd", "embedding_fwd")
+    weighed = name.split()[0] in ("positions_fwd", "embedding_fwd", "grouped_fwd", "grouped_bwd_input")
     if ("linear" in name and name != "linear_bwd_bias") or "lora" in name or weighed:
         pytest.skip("the last argument of two axes is a weight; test_contract covers the inputs")
     wanted = run(cupy_of(name, backend), arguments, on_gpu(backend))

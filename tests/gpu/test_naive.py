@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tinyforge.backends import dtype_of
 from tinyforge.backends.compile import load
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -38,6 +39,50 @@ def assert_close(got: Any, wanted: Any, precision: str) -> None:
     got, wanted = cp.asnumpy(got), cp.asnumpy(wanted)
     assert np.isfinite(wanted).all()
     np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE[precision] * max(1.0, np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("experts", [1, 5, 40])
+@pytest.mark.parametrize(("outs", "ins"), [(8, 8), (136, 72), (264, 200), (2048, 768), (768, 1024)])
+def test_grouped_products(outs: int, ins: int, experts: int) -> None:
+    """On tensor cores and the plain way, both in bf16: groups of no row, of one, of whole tiles and of one row more."""
+    from tinyforge.backends.cupy_backend import scalar
+    from tinyforge.ops import mixture_cuda
+
+    rng = np.random.default_rng(outs + experts)
+    counts = rng.choice([0, 1, 127, 128, 129, 300], experts)
+    counts[0] = 257
+    rows, tokens = int(counts.sum()), 333
+    starts = cp.asarray(np.append(0, counts.cumsum()).astype(np.int32))
+    which = cp.asarray(rng.integers(0, tokens, rows).astype(np.int32))
+    bf16 = dtype_of("bfloat16")
+
+    def drawn(*shape: int) -> Any:
+        return cp.asarray(rng.normal(size=shape).astype(bf16))
+
+    x, dy, weight = drawn(tokens, ins), drawn(tokens, outs), drawn(experts, outs, ins)
+    by_row, up = drawn(rows, ins), drawn(rows, outs)
+    assert scalar(x.dtype) == "bf16"
+
+    def products() -> list[Any]:
+        dweight = cp.ones((2, experts, outs, ins), np.float32)
+        mixture_cuda.grouped_bwd_weight(dweight[0], dy, by_row, which, None, starts)
+        mixture_cuda.grouped_bwd_weight(dweight[1], up, x, None, which, starts)
+        return [
+            mixture_cuda.grouped_fwd(x, weight, which, starts), mixture_cuda.grouped_fwd(by_row, weight, None, starts),
+            mixture_cuda.grouped_bwd_input(dy, weight, which, starts),
+            mixture_cuda.grouped_bwd_input(up, weight, None, starts), dweight,
+        ]  # fmt: skip
+
+    fast, again = products(), products()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixture_cuda, "_on_tensor_cores", lambda *_: False)
+        plain = products()
+    for got, same, wanted in zip(fast, again, plain, strict=True):
+        got, same, wanted = (cp.asnumpy(a).astype(np.float64) for a in (got, same, wanted))
+        assert np.array_equal(got, same) and np.isfinite(got).all()
+        # Results in bf16 may be rounded to neighbours; dW is float32.
+        tolerance = 1e-5 if got.ndim == 4 else 2**-7
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())
 
 
 @each_precision

@@ -17,6 +17,7 @@ from tinyforge.kernel import Array, override
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd, dropout_mask
 from tinyforge.ops.cross_entropy import CHUNK_BYTES, masked_targets, sum_tokens
+from tinyforge.ops.mixture import sort_by_expert
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream, philox
 
@@ -571,6 +572,7 @@ def extreme(name: str, backend: Backend) -> tuple[Op, tuple[Array, ...]]:
         "GELU tanh": (ops.GELU(backend, "tanh"), (x,)),
         "GELU erf": (ops.GELU(backend, "erf"), (x,)),
         "CrossEntropy": (ops.CrossEntropy(backend), (x[:, None], targets)),
+        "TopKRouter": (ops.TopKRouter(2, backend), (x,)),
         "Attention": (ops.Attention(2, 1, backend), (np.tile(x.reshape(1, 2, 2, 2), (1, 1, 2, 1)),)),
     }[name]
 
@@ -578,14 +580,16 @@ def extreme(name: str, backend: Backend) -> tuple[Op, tuple[Array, ...]]:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("backend", [FP64, FP32], ids=lambda b: b.precision.name)
 @pytest.mark.parametrize(
-    "name", ["Softmax", "SwiGLU", "GELU tanh", "GELU erf", "CrossEntropy", "LinearCrossEntropy", "Attention"]
+    "name",
+    ["Softmax", "SwiGLU", "GELU tanh", "GELU erf", "CrossEntropy", "LinearCrossEntropy", "TopKRouter", "Attention"],
 )
 def test_extreme_values_stay_finite(name: str, backend: Backend) -> None:
     op, inputs = extreme(name, backend)
     stash = Stash()
     y = op.forward(*inputs, stash=stash)
-    dx = op.backward(np.ones_like(y), stash)
-    assert np.isfinite(y).all()
+    ones = tuple(map(np.ones_like, y)) if isinstance(y, tuple) else np.ones_like(y)
+    dx = op.backward(ones, stash)
+    assert all(np.isfinite(part).all() for part in (y if isinstance(y, tuple) else (y,)))
     assert np.isfinite(dx[0] if isinstance(dx, tuple) else dx).all()
     if name.endswith("CrossEntropy"):
         close(y, [[2e4 + math.log(2)], [2e4]], 1e-6)
@@ -600,3 +604,86 @@ def test_swiglu_linear_is_swiglu_then_linear(rng: np.random.Generator) -> None:
     close(fused.forward(gu, stash), linear.forward(swiglu.forward(gu, apart), apart))
     close(fused.backward(dy, stash), swiglu.backward(linear.backward(dy, apart), apart))
     close(fused.weight.grad, linear.weight.grad)
+
+
+def test_the_router_chooses_the_most_likely_and_the_first_of_equals() -> None:
+    logits = np.array([[0.0, 2.0, 1.0, 2.0], [5.0, 5.0, 5.0, 5.0], [-1.0, -3.0, -2.0, -4.0]])
+    weights, chosen, usage = ops.TopKRouter(2, FP64).forward(logits)
+    assert chosen.dtype == np.int32 and chosen.tolist() == [[1, 3], [0, 1], [0, 2]]
+    p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    for row, (experts, shares) in enumerate(zip(chosen, weights, strict=True)):
+        close(shares, p[row, experts] / p[row, experts].sum())
+    close(usage, [*p.sum(axis=0), (np.log(np.exp(logits).sum(axis=-1)) ** 2).sum()])
+
+
+def test_the_routers_losses_are_switchs_and_st_moes(rng: np.random.Generator) -> None:
+    """Over the tokens of all layers at once, as if they were one long batch."""
+    router, losses = ops.TopKRouter(2, FP64), ops.RouterLosses(2, FP64)
+    logits = rng.normal(size=(3, 7, 5))  # three layers of seven tokens
+    used = []
+    for layer in logits:
+        _, chosen, usage = router.forward(layer)
+        used += [usage, np.append(0, np.bincount(chosen.reshape(-1), minlength=5).cumsum()).astype(np.int32)]
+    balance, z = losses.forward(*used)
+    p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    best = np.argsort(-p, axis=-1)[..., :2].reshape(-1)
+    close(balance, 5 * sum((best == e).sum() / 21 * p[..., e].mean() for e in range(5)))
+    close(z, (np.log(np.exp(logits).sum(axis=-1)) ** 2).mean())
+
+
+def test_a_balanced_router_has_a_loss_of_k_and_a_collapsed_one_of_e() -> None:
+    balanced = [np.full(9, 4.0), np.arange(9, dtype=np.int32) * 8]  # 32 tokens, 64 choices, p of 1/8 each
+    collapsed = [np.array([32.0, 0, 0, 0, 0, 0, 0, 0, 1]), np.array([0, *[32] * 8], np.int32)]
+    close(ops.RouterLosses(2, FP64).forward(*balanced)[0], 2)
+    close(ops.RouterLosses(1, FP64).forward(*collapsed)[0], 8)
+
+
+def test_sorting_by_expert_is_stable_and_loses_nothing(rng: np.random.Generator) -> None:
+    chosen = rng.integers(0, 6, (50, 3)).astype(np.int32)
+    chosen[chosen == 4] = 0  # one that nobody chooses
+    slots, tokens, places, starts = sort_by_expert(chosen, 6)
+    assert sorted(slots.tolist()) == list(range(150)) and np.array_equal(tokens, slots // 3)
+    assert np.array_equal(places.reshape(-1)[slots], np.arange(150))
+    for e in range(6):
+        mine = slots[starts[e] : starts[e + 1]]
+        assert np.array_equal(mine, np.flatnonzero(chosen.reshape(-1) == e))  # in the order of the tokens
+
+
+def test_a_mixture_is_a_loop_over_tokens_and_their_experts(rng: np.random.Generator) -> None:
+    """And its gradients are those of single experts, made of the plain ops."""
+    experts, hidden, dim = 5, 4, 6
+    shapes = {"gate": (experts, dim), "gate_up": (experts, 2 * hidden, dim), "down": (experts, dim, hidden)}
+    op = with_buffer(ops.MixtureOfExperts(*(Param(n, s, std=1.0) for n, s in shapes.items()), 2, FP64), FP64, rng)
+    x, dy = rng.normal(size=(3, 4, dim)), rng.normal(size=(3, 4, dim))
+    stash = Stash()
+    y, _, starts = op.forward(x, stash)
+    dx = op.backward((dy, np.zeros(experts + 1), None), stash)
+    assert starts[-1] == 24
+
+    gate, gate_up, down = (p.value for p in op.params())
+    wanted, grads = np.zeros_like(y), [np.zeros_like(p.value) for p in op.params()]
+    dx_wanted = np.zeros_like(dx)
+    for at in np.ndindex(3, 4):
+        z = gate @ x[at]
+        p = np.exp(z) / np.exp(z).sum()
+        best = sorted(range(experts), key=lambda e: -p[e])[:2]
+        w, outs, dws = p[best] / p[best].sum(), [], []
+        for share, e in zip(w, best, strict=True):
+            a, b, swiglu, apart = param("a", gate_up[e]), param("b", down[e]), ops.SwiGLU(FP64), Stash()
+            first, second = ops.Linear(a, FP64), ops.Linear(b, FP64)
+            out = second.forward(swiglu.forward(first.forward(x[at][None], apart), apart), apart)[0]
+            outs.append(share * out)
+            dws.append(dy[at] @ out)
+            dh = second.backward(share * dy[at][None], apart)
+            dx_wanted[at] += first.backward(swiglu.backward(dh, apart), apart)[0]
+            grads[1][e] += a.grad
+            grads[2][e] += b.grad
+        wanted[at] = sum(outs)
+        dz = np.zeros(experts)
+        dz[best] = w * (np.array(dws) - w @ dws)
+        grads[0] += np.outer(dz, x[at])
+        dx_wanted[at] += gate.T @ dz
+    close(y, wanted)
+    close(dx, dx_wanted)
+    for p, grad in zip(op.params(), grads, strict=True):
+        close(p.grad, grad)

@@ -23,6 +23,7 @@ SHAPES = {
     "nanoeuler": "dim=16 heads=2 kv_heads=1 layers=1 hidden=24",
     "gpt2": "dim=16 heads=2 layers=1 dropout=0.2",
     "llama": "dim=16 heads=2 kv_heads=1 layers=1 hidden=24",
+    "moe": "dim=16 heads=2 kv_heads=1 layers=1 hidden=12 experts=3",
     "char_mlp": "window=4 dim=8 hidden=24",
 }
 COMMON = "--data text.txt --steps 6 --save-every 2 --eval-every 3 --keep 0 --batch-size 3 --grad-accum 2"

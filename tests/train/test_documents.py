@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models import gpt2, llama, nanoeuler
+from models import gpt2, llama, moe, nanoeuler
 from tinyforge.backends import get_backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
@@ -27,8 +27,13 @@ LLAMA = llama.Config(dim=12, heads=4, kv_heads=2, head_dim=6, layers=2, context=
 NANOEULER = nanoeuler.Config(
     dim=16, heads=4, kv_heads=2, layers=2, context=140, vocab=11, mtp_heads=2, hidden=10, mtp_weights=(1, 1)
 )
+MOE = moe.Config(
+    dim=16, heads=4, kv_heads=2, layers=2, context=140, vocab=11, mtp_heads=2, hidden=6, experts=4, mtp_weights=(1, 1),
+    balance=0.0, router_z=0.0,
+)
 KINDS: dict[str, tuple[Any, ModelConfig]] = {
     "gpt2": (gpt2.GPT2, GPT2), "llama": (llama.Llama, LLAMA), "nanoeuler": (nanoeuler.NanoEuler, NANOEULER),
+    "moe": (moe.MoE, MOE),
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("kind", KINDS)
 LENGTH, BORDERS = 140, ((0, 50, 64, 140), (0, 1, 131, 140))

@@ -79,6 +79,8 @@ def _whole(parts: list[tuple[Entry, Callable[[], np.ndarray]]]) -> np.ndarray:
             last = parts[-1][0].part
             if isinstance(last, slice):
                 first = (last.stop, *first[1:])
+            elif isinstance(last, tuple):
+                first = (last[0] + 1, last[1].stop, *first[1:])
             elif last is not None:
                 first = (last + 1, *first)
             whole = np.zeros(first, theirs.dtype)

@@ -12,21 +12,25 @@ from tinyforge.ops.gelu_linear import GELULinear
 from tinyforge.ops.layernorm import LayerNorm
 from tinyforge.ops.linear import Linear
 from tinyforge.ops.lora import LoRA
+from tinyforge.ops.mixture import MixtureOfExperts
 from tinyforge.ops.positions import LearnedPositions
 from tinyforge.ops.rmsnorm import RMSNorm
 from tinyforge.ops.rope import RoPE, RopeScaling
+from tinyforge.ops.router import TopKRouter
+from tinyforge.ops.router_losses import RouterLosses
 from tinyforge.ops.softmax import Softmax
 from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.ops.swiglu_linear import SwiGLULinear
 
 ALL: tuple[type[Op], ...] = (
     Embedding, LearnedPositions, Linear, RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, RoPE, Attention, SwiGLU,
-    SwiGLULinear, GELU, GELULinear, LoRA, Softmax, Dropout, CrossEntropy, LinearCrossEntropy,
+    SwiGLULinear, GELU, GELULinear, LoRA, Softmax, Dropout, TopKRouter, RouterLosses, MixtureOfExperts, CrossEntropy,
+    LinearCrossEntropy,
 )  # fmt: skip
 """Every op, in the order of the gradient-check ledger."""
 
 __all__ = [
     "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CrossEntropy", "Dropout", "Embedding", "GELU", "GELULinear",
-    "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LoRA", "RMSNorm", "RoPE", "RopeScaling",
-    "Softmax", "SwiGLU", "SwiGLULinear",
+    "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LoRA", "MixtureOfExperts", "RMSNorm", "RoPE",
+    "RopeScaling", "RouterLosses", "Softmax", "SwiGLU", "SwiGLULinear", "TopKRouter",
 ]  # fmt: skip

@@ -18,11 +18,12 @@ from tinyforge.ops.cross_entropy import sum_tokens
 from tinyforge.parallel import Group, part_of, send_object, start_group
 from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
-from tinyforge.train.objectives import LN2, Batch, Objective
+from tinyforge.train.objectives import LN2, Batch, Objective, likelihoods, with_terms
 
 
 class Model(Protocol):
-    """What training asks of a model: nll, (B, T, K), its gradient, and copies that share its weights.
+    """What training asks of a model: nll, (B, T, K), or (nll, terms) where its config has `term_weights`; its gradient,
+    of the same form; and copies that share its weights.
 
     documents: asked only of models that are registered with them.
     """
@@ -32,8 +33,8 @@ class Model(Protocol):
 
     def forward(
         self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents = ...
-    ) -> Array: ...
-    def backward(self, dnll: Array, stash: Stash) -> Any: ...
+    ) -> Any: ...
+    def backward(self, dnll: Any, stash: Stash) -> Any: ...
     def replica(self) -> Any: ...
     def ops(self) -> list[Op]: ...
     def flop_per_token(self, seq_len: int) -> float: ...
@@ -56,9 +57,10 @@ class Sharded:
     """
 
     def __init__(self, model: Model, backend: Backend, objective: Objective | None = None) -> None:
-        """objective: for `gradients`; `nll` needs none."""
-        self.model, self.backend, self.objective = model, backend, objective
-        self.group = start_group(backend.workers, partial(_follow, model, backend, objective))
+        """objective: for `gradients`, to which the model's own terms are added; `nll` needs none."""
+        self.model, self.backend = model, backend
+        self.objective = with_terms(objective, model.config) if objective else None
+        self.group = start_group(backend.workers, partial(_follow, model, backend, self.objective))
 
     def gradients(self, batches: Sequence[Batch], noise: Stream | None = None) -> Totals:
         """Set the model's gradients to those of the objective over all `batches`.
@@ -112,7 +114,8 @@ def _gradients(
 
 def _nll(group: Group, model: Model, backend: Backend, _: Objective | None, whole: Batch) -> Array:
     with np.errstate(all="ignore"):
-        total = sum_tokens.bind(backend)(forward(model, backend, _part(group, whole), None))
+        nll = likelihoods(forward(model, backend, _part(group, whole), None))
+        total = sum_tokens.bind(backend)(nll)
     group.all_reduce_(total)
     return total
 
@@ -121,10 +124,11 @@ def _part(group: Group, batch: Batch) -> Batch:
     return batch[part_of(group.rank, group.size, len(batch.ids))]
 
 
-def forward(model: Model, backend: Backend, batch: Batch, stash: Stash | None) -> Array:
-    """nll of a batch, which has no row where there are fewer rows than ranks."""
+def forward(model: Model, backend: Backend, batch: Batch, stash: Stash | None) -> Any:
+    """What the model gives for a batch, which has no row where there are fewer rows than ranks."""
     if not len(batch.ids):
-        return backend.zeros(batch.targets.shape, backend.master_dtype)
+        nll, terms = backend.zeros(batch.targets.shape, backend.master_dtype), len(model.config.term_weights)
+        return (nll, backend.zeros((terms,), backend.master_dtype)) if terms else nll
     ids, targets = backend.asarray(batch.ids), backend.asarray(batch.targets)
     if batch.documents is None:
         return model.forward(ids, targets, stash)

@@ -70,8 +70,9 @@ def plan_step(
     masked = {} if restart is None else {"documents": Documents(backend.zeros(shape, integers), restart)}
     _nll = model.forward(ids, targets, stash, **masked)  # alive until the end of backward, as in a step
     saved = METER.now - start - ready
-    # One number for each head, as `NextTokens` gives without weights.
-    model.backward(backend.zeros((heads,), backend.master_dtype), stash)
+    # One number for each head, as `NextTokens` gives without weights, and one for each term of the model's own.
+    dnll, terms = backend.zeros((heads,), backend.master_dtype), len(config.term_weights)
+    model.backward((dnll, backend.zeros((terms,), backend.master_dtype)) if terms else dnll, stash)
     _, factor = optimizer.clip(1.0)
     optimizer.step(1e-3, factor)
     return Plan(weights, ready - weights, saved, METER.peak - start)

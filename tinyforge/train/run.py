@@ -33,7 +33,7 @@ from tinyforge.terminal import printable
 from tinyforge.train import metrics
 from tinyforge.train.data_parallel import Model, Sharded, Totals
 from tinyforge.train.diagnose import first_nonfinite
-from tinyforge.train.objectives import Batch, Objective
+from tinyforge.train.objectives import Batch, Objective, with_terms
 from tinyforge.train.settings import Settings
 
 FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and causal attention; no recomputation"
@@ -132,6 +132,7 @@ class Run:
         self.task, self.settings, self.backend = task, settings, backend
         self.out = Path(settings.out)
         self.buffer = task.model.buffer
+        self.objective = with_terms(task.objective, task.model.config)
         self.sharded = Sharded(task.model, backend, task.objective)
         self.optimizer = AdamW(self.buffer, backend, AdamWConfig(weight_decay=settings.weight_decay))
         self.noise = Stream(settings.seed, "dropout")
@@ -240,7 +241,7 @@ class Run:
 
     def _figures(self, taken: Step) -> tuple[dict[str, float], float]:
         """A step's figures and gradient norm; waits for the device. Raises UserError if they are not finite."""
-        found = self.task.objective.figures(self.backend.to_numpy(taken.totals.sums), taken.totals.counts)
+        found = self.objective.figures(self.backend.to_numpy(taken.totals.sums), taken.totals.counts)
         norm = float(taken.norm)
         if not (np.isfinite(found["loss"]) and np.isfinite(norm)):
             self._refuse_nonfinite(taken, found["loss"], norm)
@@ -356,7 +357,7 @@ class Run:
             self._bar.close()
         noise = self.noise.fork(str(taken.number))
         sources = (
-            first_nonfinite(self.task.model, batch, self.task.objective, taken.totals.counts, noise.fork(f"{i}/0"))
+            first_nonfinite(self.task.model, batch, self.objective, taken.totals.counts, noise.fork(f"{i}/0"))
             for i, batch in enumerate(taken.batches)
         )
         source = next(filter(None, sources), "the sum of the gradients")
