@@ -6,6 +6,8 @@ Adding a model touches its own folder and this file.
 from models.char_mlp import SPEC as CHAR_MLP
 from models.gpt2 import SPEC as GPT2
 from models.llama import SPEC as LLAMA
+from models.lstm import SPEC as LSTM
+from models.mamba import SPEC as MAMBA
 from models.nanoeuler import SPEC as NANOEULER
 
-SPECS = (NANOEULER, GPT2, LLAMA, CHAR_MLP)
+SPECS = (NANOEULER, GPT2, LLAMA, MAMBA, LSTM, CHAR_MLP)

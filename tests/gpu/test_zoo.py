@@ -14,6 +14,10 @@ from models.gpt2 import GPT2
 from models.gpt2 import Config as GPT2Config
 from models.llama import Config as LlamaConfig
 from models.llama import Llama
+from models.lstm import Config as LSTMConfig
+from models.lstm import LSTMModel
+from models.mamba import Config as MambaConfig
+from models.mamba import Mamba
 from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import get_backend
 from tinyforge.hub import load_pretrained, save_pretrained
@@ -36,6 +40,8 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "llama-qwen2": (Llama, LLAMA.override({"qkv_bias": True, "tied": False})),
     "llama-qwen3": (Llama, LLAMA.override({"qk_norm": True, "head_dim": 32})),
     "llama-mistral": (Llama, LLAMA.override({"window": 33})),
+    "lstm": (LSTMModel, LSTMConfig(dim=96, layers=3, context=96, vocab=301, dropout=0.2, reset=5)),
+    "mamba": (Mamba, MambaConfig(dim=48, layers=3, state=5, context=96, vocab=301)),
 }
 LENGTH = 77
 
