@@ -6,7 +6,9 @@ Adding a model touches its own folder and this file.
 from models.char_mlp import SPEC as CHAR_MLP
 from models.gpt2 import SPEC as GPT2
 from models.llama import SPEC as LLAMA
+from models.lstm import SPEC as LSTM
+from models.mamba import SPEC as MAMBA
 from models.moe import SPEC as MOE
 from models.nanoeuler import SPEC as NANOEULER
 
-SPECS = (NANOEULER, GPT2, LLAMA, MOE, CHAR_MLP)
+SPECS = (NANOEULER, GPT2, LLAMA, MOE, MAMBA, LSTM, CHAR_MLP)

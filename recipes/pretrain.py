@@ -120,7 +120,7 @@ def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | N
         micro_batches(corpus.batches, settings.batch_size, settings.grad_accum), evaluate, sample,
         {"kind": "pretrain", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
          "data_hash": corpus.hash, "corpus": corpus.summary, "machine": backend.describe()},
-        model.flop_per_token(seq_len),
+        model.flop_per_token(seq_len), settings.batch_size if settings.carry else 0,
     )  # fmt: skip
     last = Run(task, settings, backend, resume).train()
     final, by_source = corpus.evaluate(Sharded(model, backend), settings.batch_size)

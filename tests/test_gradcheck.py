@@ -22,6 +22,8 @@ import pytest
 from models.char_mlp.model import CharMLP
 from models.gpt2 import GPT2
 from models.llama import Llama
+from models.lstm import LSTMModel
+from models.mamba import Mamba
 from models.moe import MoE
 from models.nanoeuler import NanoEuler
 from tinyforge import gradcheck, ops
@@ -34,6 +36,7 @@ from tinyforge.ops import attention
 from tinyforge.ops.add_layernorm import add_layernorm_fwd
 from tinyforge.ops.add_rmsnorm import add_rmsnorm_fwd
 from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd
+from tinyforge.ops.causal_conv import causal_conv_bwd, causal_conv_fwd
 from tinyforge.ops.cross_entropy import (
     cross_entropy_bwd,
     cross_entropy_fwd,
@@ -47,6 +50,7 @@ from tinyforge.ops.gelu_linear import gelu_linear_bwd, gelu_linear_fwd
 from tinyforge.ops.layernorm import layernorm_bwd
 from tinyforge.ops.linear import linear_bwd, linear_bwd_bias
 from tinyforge.ops.lora import lora_bwd, lora_fwd
+from tinyforge.ops.lstm import lstm_bwd, lstm_fwd
 from tinyforge.ops.mixture import (
     grouped_bwd_input,
     grouped_bwd_weight,
@@ -59,6 +63,7 @@ from tinyforge.ops.rmsnorm import rmsnorm_bwd
 from tinyforge.ops.rope import rope
 from tinyforge.ops.router import router_bwd, router_fwd
 from tinyforge.ops.router_losses import router_losses_bwd, router_losses_fwd
+from tinyforge.ops.selective_scan import selective_scan_bwd, selective_scan_fwd
 from tinyforge.ops.softmax import softmax_bwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.ops.swiglu_linear import swiglu_linear_bwd
@@ -243,6 +248,41 @@ def last_slot_dropped(right: Function) -> Function:
     return kernel
 
 
+def without_the_decays_gradient(right: Function) -> Function:
+    """The term e . A of ddt is dropped: what is left is u (g . B), and g . B is told by du = D ds + dt (g . B)."""
+
+    def broken(*a: Any) -> tuple[Array, ...]:
+        du, _, *rest = right(*a)
+        dy, u, delta, z, skip, bias = (a[i] for i in (4, 5, 6, 9, 11, 12))
+        dt = np.log1p(np.exp(delta + bias))
+        along_b = (du - skip * dy * z / (1 + np.exp(-z))) / dt
+        return du, u * along_b / (1 + np.exp(-delta - bias)), *rest
+
+    return broken
+
+
+def kept_of_the_row_before(right: Function) -> Function:
+    def broken(*a: Any) -> tuple[Array, Array | None]:
+        y, kept = right(*a)
+        return y, None if kept is None else np.roll(kept, 1, axis=0)
+
+    return broken
+
+
+def replaced(number: int, change: Callable[[Array], Array]) -> Callable[[Function], Function]:
+    """One of the arrays that a kernel returns, changed."""
+
+    def broken(right: Function) -> Function:
+        def kernel(*a: Any) -> tuple[Array, ...]:
+            found = list(right(*a))
+            found[number] = change(found[number])
+            return tuple(found)
+
+        return kernel
+
+    return broken
+
+
 FAULTS = [
     Fault(ops.TopKRouter, "no softmax in the weights' gradient", router_bwd, lambda _: router_without_softmax),
     Fault(ops.TopKRouter, "weights not renormalised", router_fwd, weights_not_renormalised),
@@ -379,6 +419,42 @@ FAULTS = [
     Fault(ops.Softmax, "no sum term", softmax_bwd, lambda _: lambda dy, y: dy * y),
     Fault(ops.Softmax, "wrong row", softmax_bwd, with_args(lambda dy, y: (dy, np.roll(y, 1, axis=0)))),
     Fault(ops.Dropout, "mask drawn anew in backward", dropout, drawn_anew),
+    Fault(ops.CausalConv, "not causal: backward sees one position ahead", causal_conv_bwd,
+          with_args(lambda dx, dw, db, dy, x, *a: (dx, dw, db, dy, np.roll(x, -1, axis=1), *a))),
+    Fault(ops.CausalConv, "not causal: forward sees one position ahead", causal_conv_fwd,
+          with_args(lambda tail, x, *a: (tail, np.roll(x, -1, axis=1), *a))),
+    Fault(ops.CausalConv, "taps in the wrong order", causal_conv_bwd,
+          with_args(lambda dx, dw, db, dy, x, w, b: (dx, dw, db, dy, x, w[..., ::-1], b))),
+    Fault(ops.CausalConv, "last position's dx lost", causal_conv_bwd,
+          lambda right: lambda *a: (dx := right(*a), zero(dx[:, -1:]))[0]),
+    Fault(ops.CausalConv, "db 1 %", causal_conv_bwd, then(lambda dx, dw, db, *_: times(db, 1.01))),
+    Fault(ops.SelectiveScan, "the decay's own gradient dropped", selective_scan_bwd, without_the_decays_gradient),
+    Fault(ops.SelectiveScan, "A without its exponential", selective_scan_bwd,
+          then(lambda dz, da, *a: np.divide(da, np.exp(a[8]), out=da))),
+    Fault(ops.SelectiveScan, "state carried into the next row", selective_scan_fwd, kept_of_the_row_before),
+    Fault(ops.SelectiveScan, "backward starts each tile from zeros", selective_scan_bwd,
+          with_args(lambda *a: (*a[:-1], 0 * a[-1]))),
+    Fault(ops.SelectiveScan, "no slope of softplus", selective_scan_bwd, lambda right: lambda *a: [
+        (found[0], found[1] * (1 + np.exp(-a[6] - a[12])), *found[2:]) for found in [right(*a)]][0]),
+    Fault(ops.SelectiveScan, "no skip in du", selective_scan_bwd,
+          with_args(lambda *a: (*a[:11], 0 * a[11], *a[12:]))),
+    Fault(ops.SelectiveScan, "dB and dC swapped", selective_scan_bwd,
+          lambda right: lambda *a: [(f[0], f[1], f[3], f[2], f[4]) for f in [right(*a)]][0]),
+    Fault(ops.SelectiveScan, "dC of the position before", selective_scan_bwd, replaced(3, lambda x: np.roll(x, 1, 1))),
+    Fault(ops.SelectiveScan, "dz 1 %", selective_scan_bwd, replaced(4, lambda x: 1.01 * x)),
+    Fault(ops.LSTM, "state carried across a document in backward", lstm_bwd, with_args(lambda *a: (*a[:-1], None))),
+    Fault(ops.LSTM, "state carried across a document in forward", lstm_fwd, with_args(lambda *a: (*a[:-1], None))),
+    Fault(ops.LSTM, "initial h of another row", lstm_bwd,
+          with_args(lambda *a: (*a[:6], np.roll(a[6], 1, axis=0), *a[7:]))),
+    Fault(ops.LSTM, "initial c of another row", lstm_bwd,
+          with_args(lambda *a: (*a[:7], np.roll(a[7], 1, axis=0), *a[8:]))),
+    Fault(ops.LSTM, "last cell's gradient lost", lstm_bwd, with_args(lambda *a: (*a[:2], None, *a[3:]))),
+    Fault(ops.LSTM, "no gradient through h[t-1]", lstm_bwd, with_args(lambda *a: (*a[:8], 0 * a[8], a[9]))),
+    Fault(ops.LSTM, "gates i and f swapped", lstm_bwd, with_args(
+        lambda *a: (*a[:3], np.concatenate(np.split(a[3], 4, -1)[1::-1] + np.split(a[3], 4, -1)[2:], -1), *a[4:]))),
+    Fault(ops.LSTM, "cells of the next position", lstm_bwd,
+          with_args(lambda *a: (*a[:5], np.roll(a[5], -1, axis=1), *a[6:]))),
+    Fault(ops.LSTM, "dU 1 %", lstm_bwd, then(lambda dw, *_: times(dw, 1.01))),
     Fault(ops.CrossEntropy, "sign", cross_entropy_bwd, scaled(-1)),
     Fault(ops.CrossEntropy, "1 %", cross_entropy_bwd, scaled(1.01)),
     Fault(ops.CrossEntropy, "masked tail not masked", cross_entropy_fwd, unmasked),
@@ -474,6 +550,21 @@ WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
         m.blocks[0].norm2, lambda right, dy, stash: right(dy[::-1], stash))),
     (MoE, "experts' gradient 1 %", lambda m: broken_backward(
         m.blocks[-1].experts, lambda right, dy, stash: 1.01 * right(dy, stash))),
+    (Mamba, "gradient through the step sizes lost", lambda m: broken_backward(
+        m.blocks[0].step, lambda right, dy, stash: 0 * right(dy, stash))),
+    (Mamba, "gate and input swapped", lambda m: broken_backward(
+        m.blocks[0].input, lambda right, dy, stash: right(swapped_halves(dy), stash))),
+    (Mamba, "residual gradient lost at one joint", lambda m: broken_backward(
+        m.joints[0], lambda right, dy, stash: right((None, dy[1]), stash))),
+    (Mamba, "gradients of B and C swapped", lambda m: broken_backward(
+        m.blocks[0].scan, lambda right, dy, stash, out: [(f[0], f[1], f[3], f[2], f[4]) for f in [
+            right(dy, stash, out=out)]][0])),
+    (LSTMModel, "the head's gradient in the wrong order", lambda m: broken_backward(
+        m.head, lambda right, dy, stash: [(dh[..., ::-1], rest) for dh, rest in [right(dy, stash)]][0])),
+    (LSTMModel, "gradient of the layer below lost", lambda m: broken_backward(
+        m.layers[-1], lambda right, dy, stash: [(0 * dx, *rest) for dx, *rest in [right(dy, stash)]][0])),
+    (LSTMModel, "mask not drawn again in backward", lambda m: broken_backward(
+        m.dropouts[0], lambda right, dy, stash: (right(dy, stash), dy)[1])),
     (CharMLP, "characters' gradients in the wrong order", lambda m: broken_backward(
         m.embedding, lambda right, dy, stash: right(dy[:, :, ::-1], stash))),
     (CharMLP, "gradient of the last layer 1 %", lambda m: broken_backward(

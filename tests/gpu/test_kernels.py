@@ -68,6 +68,13 @@ def angles(rng: Rng, *shape: int) -> Master:
     return Master(rng.uniform(-1, 1, shape))
 
 
+def scan_inputs(rng: Rng, batch: int, length: int, channels: int, states: int) -> tuple[Any, ...]:
+    """u, delta, b, c, z, a_log, skip, bias."""
+    wide, narrow = (batch, length, channels), (batch, length, states)
+    inputs = (act(rng, *shape) for shape in (wide, wide, narrow, narrow, wide))
+    return (*inputs, act(rng, channels, states), act(rng, channels), act(rng, channels))
+
+
 def tokens(rng: Rng, n: int, vocab: int) -> np.ndarray:
     """Ids of which one is as frequent as in text, and some never come."""
     ids = rng.integers(0, vocab, n).astype(np.int32)
@@ -129,6 +136,19 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "positions_bwd restarting": lambda r, n, c: (acc(r, 37, c), act(r, 3, n, c), tokens(r, 3 * n, 37).reshape(3, n)),
     "embedding_fwd": lambda r, n, c: (tokens(r, n, 37), act(r, 37, c)),
     "embedding_bwd": lambda r, n, c: (acc(r, 37, c), act(r, n, c), tokens(r, n, 37)),
+    "causal_conv_fwd": lambda r, n, c: (None, act(r, 2, n, c), act(r, c, 1, 4), act(r, c)),
+    "causal_conv_fwd tail": lambda r, n, c: (
+        Activation(normal(r, 2, 2, c)), act(r, 2, n, c), act(r, c, 1, 3), act(r, c)),
+    "causal_conv_bwd": lambda r, n, c: (
+        None, acc(r, c, 1, 4), acc(r, c), act(r, 2, n, c), act(r, 2, n, c), act(r, c, 1, 4), act(r, c)),
+    "selective_scan_fwd": lambda r, n, c: (None, *scan_inputs(r, 2, n, c, 16), True),
+    "selective_scan_fwd state": lambda r, n, c: (acc(r, 2, c, 5), *scan_inputs(r, 2, n, c, 5), True),
+    "selective_scan_bwd": lambda r, n, c: (
+        None, acc(r, c, 3), acc(r, c), acc(r, c), act(r, 2, n, c), *scan_inputs(r, 2, n, c, 3),
+        Master(normal(r, 2, -(-n // 32), c, 3))),
+    "selective_scan_bwd wide": lambda r, n, c: (
+        None, acc(r, c, 16), acc(r, c), acc(r, c), act(r, 1, n, c), *scan_inputs(r, 1, n, c, 16),
+        Master(normal(r, 1, -(-n // 32), c, 16))),
     "linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c), None),
     "linear_fwd bias": lambda r, n, c: (act(r, n, 24), act(r, c, 24), act(r, c)),
     "linear_bwd_bias": lambda r, n, c: (acc(r, c), act(r, n, c)),
@@ -186,6 +206,9 @@ SHAPES = [(1, 1), (7, 33), (3, 8), (5, 128), (65, 768), (19, 1024), (4, 4096), (
 MANY_ROWS = [(9001, 200), (9001, 768), (9001, 1024)]
 OVER_MANY_ROWS = ("rmsnorm_bwd", "rmsnorm_bwd residual", "layernorm_bwd", "layernorm_bwd plain",
                   "layernorm_bwd residual", "gelu_bwd bias")  # fmt: skip
+# The last argument of two axes or more is a weight.
+WITH_WEIGHTS = ("positions_fwd", "embedding_fwd", "causal_conv_fwd", "causal_conv_bwd", "selective_scan_fwd",
+                "selective_scan_bwd")  # fmt: skip
 ARRAYS = (Activation, Master)
 
 
@@ -521,7 +544,7 @@ def test_strides_do_not_matter(name: str) -> None:
         wide[..., ::2] = placed
         return wide[..., ::2]
 
-    weighed = name.split()[0] in ("positions_fwd", "embedding_fwd", "grouped_fwd", "grouped_bwd_input")
+    weighed = name.split()[0] in WITH_WEIGHTS
     if ("linear" in name and name != "linear_bwd_bias") or "lora" in name or weighed:
         pytest.skip("the last argument of two axes is a weight; test_contract covers the inputs")
     wanted = run(cupy_of(name, backend), arguments, on_gpu(backend))

@@ -27,7 +27,7 @@ each_shape = pytest.mark.parametrize(("rows", "width"), SHAPES)
 
 def launch(file: str, entry: str, precision: str, threads: int, *args: Any, **macros: int) -> None:
     """A naive kernel: one thread for each of `threads` results."""
-    kernel = load(f"ops/{file}.cu", entry, SCALAR=SCALARS[precision], VEC=1, **macros)
+    kernel = load(f"ops/{file}.cu", entry, **({"SCALAR": SCALARS[precision], "VEC": 1} | macros))
     kernel((-(-threads // 128),), (128,), tuple(np.int32(a) if isinstance(a, int) else a for a in args))
 
 
@@ -169,3 +169,53 @@ def test_rows_of_other_lengths_in_between() -> None:
         softmax_residual_(nll, logits.copy(), targets, True, logits.shape[1])
         found.append(nll)
     assert bool((found[0] == found[2]).all())
+
+
+# batch, length, channels, states: less and more than a tile and a block's channels, and a state that fills its lanes.
+SCANS = ((1, 1, 1, 1), (2, 31, 5, 3), (2, 70, 33, 5), (1, 33, 40, 16))
+
+
+@each_precision
+@pytest.mark.parametrize(("batch", "length", "channels", "states"), SCANS)
+def test_causal_conv_backward(batch: int, length: int, channels: int, states: int, precision: str) -> None:
+    from tinyforge.ops.causal_conv_cuda import causal_conv_bwd
+
+    rng, shape = np.random.default_rng(4), (batch, length, channels)
+    dy, x, weight, bias = (normal(rng, precision, *s) for s in (shape, shape, (channels, 1, 4), (channels,)))
+    sums = [normal(rng, precision, *s) for s in ((channels, 1, 4), (channels,))]
+    fast, dx = [s.copy() for s in sums], cp.empty_like(x)
+    launch("causal_conv", "causal_conv_bwd_naive", precision, channels, dx, *sums, dy, x, weight, bias, batch, length,
+           channels, TAPS=4)  # fmt: skip
+    assert_close(causal_conv_bwd(None, *fast, dy, x, weight, bias), dx, precision)
+    for got, wanted in zip(fast, sums, strict=True):
+        assert_close(got, wanted, precision)
+
+
+@each_precision
+@pytest.mark.parametrize(("batch", "length", "channels", "states"), SCANS)
+def test_selective_scan(batch: int, length: int, channels: int, states: int, precision: str) -> None:
+    from tinyforge.ops.selective_scan_cuda import selective_scan_bwd, selective_scan_fwd
+    from tinyforge.ops.selective_scan_plan import states_a_lane
+
+    rng, wide, narrow = np.random.default_rng(5), (batch, length, channels), (batch, length, states)
+    shapes = (wide, wide, narrow, narrow, wide, (channels, states), (channels,), (channels,))
+    u, delta, b, c, z, a_log, skip, bias = inputs = [normal(rng, precision, *shape) for shape in shapes]
+    dy, sizes, per = normal(rng, precision, *wide), (batch, length, channels, states), states_a_lane(states)
+    y, du, ddelta, dz, up = (cp.empty_like(u) for _ in range(5))
+    h, g = (cp.empty((*wide, states), u.dtype) for _ in range(2))
+    db, dc, da_parts = cp.empty_like(b), cp.empty_like(c), cp.empty((batch, channels, states), u.dtype)
+    vector_parts = cp.empty((batch, 2, channels), u.dtype)
+    launch("selective_scan", "selective_scan_fwd_naive", precision, batch * channels, y, h, *inputs, *sizes, PER=per)
+    launch("selective_scan", "selective_scan_bwd_naive", precision, batch * channels, du, ddelta, dz, g, up, da_parts,
+           vector_parts, dy, *inputs, h, *sizes, PER=per)  # fmt: skip
+    launch("selective_scan", "selective_scan_sum_naive", precision, batch * length * states, db, dc, g, up, u, delta,
+           bias, h, batch * length, channels, states, PER=per)  # fmt: skip
+
+    fast, kept = selective_scan_fwd(None, *inputs, True)
+    assert_close(fast, y, precision)
+    grads = [cp.zeros_like(p) for p in (a_log, skip, bias)]
+    found = selective_scan_bwd(None, *grads, dy, *inputs, kept)
+    for got, wanted in zip(found, (du, ddelta, db, dc, dz), strict=True):
+        assert_close(got, wanted, precision)
+    for got, wanted in zip(grads, (da_parts, vector_parts[:, 0], vector_parts[:, 1]), strict=True):
+        assert_close(got, wanted.sum(axis=0), precision)

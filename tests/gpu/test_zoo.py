@@ -14,6 +14,10 @@ from models.gpt2 import GPT2
 from models.gpt2 import Config as GPT2Config
 from models.llama import Config as LlamaConfig
 from models.llama import Llama
+from models.lstm import Config as LSTMConfig
+from models.lstm import LSTMModel
+from models.mamba import Config as MambaConfig
+from models.mamba import Mamba
 from models.moe import Config as MoEConfig
 from models.moe import MoE
 from tinyforge.adapters import Adapted, Adapters
@@ -44,6 +48,8 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "llama-mistral": (Llama, LLAMA.override({"window": 33})),
     "moe": (MoE, MOE),
     "moe-mixtral": (MoE, MOE.override({"experts": 3, "active": 3, "mtp_heads": 1, "window": 33})),
+    "lstm": (LSTMModel, LSTMConfig(dim=96, layers=3, context=96, vocab=301, dropout=0.2, reset=5)),
+    "mamba": (Mamba, MambaConfig(dim=48, layers=3, state=5, context=96, vocab=301)),
 }
 LENGTH = 77
 

@@ -27,6 +27,7 @@ FP64 = get_backend("numpy", "fp64", workers=1)
 TINY = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 37,
         "intermediate_size": 20, "max_position_embeddings": 40}  # fmt: skip
 GPT2 = {"n_embd": 24, "n_head": 3, "n_layer": 2, "vocab_size": 37, "n_positions": 40}
+MAMBA = {"hidden_size": 20, "num_hidden_layers": 2, "vocab_size": 37, "state_size": 5}
 # Wavelengths of 6, 22, 75, 262 and 907 positions: kept below 16, blended up to 64, stretched above.
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64, "rope_theta": 500.0}  # fmt: skip
@@ -45,6 +46,8 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {**TINY, "head_dim": 6}),
     "qwen3-tied-window": ("Qwen3ForCausalLM", {**TINY, "head_dim": 6, "tie_word_embeddings": True, **ALL_SLIDING}),
     "mistral": ("MistralForCausalLM", {**TINY, "sliding_window": 5}),
+    "mamba": ("MambaForCausalLM", MAMBA),
+    "mamba-rank": ("MambaForCausalLM", {**MAMBA, "expand": 3, "conv_kernel": 3, "time_step_rank": 5}),
     "mistral-no-window": ("MistralForCausalLM", {**TINY, "sliding_window": None}),
     "mixtral": ("MixtralForCausalLM", {**TINY, **EXPERTS}),
     "mixtral-window": ("MixtralForCausalLM", {
@@ -66,11 +69,11 @@ class Float64Torch:
 
 @pytest.fixture(autouse=True)
 def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2"):
+    for name in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2", "mamba"):
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         monkeypatch.setattr(module, "torch", Float64Torch())
     monkeypatch.setattr(importlib.import_module("transformers.modeling_rope_utils"), "torch", Float64Torch())
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # Mamba's way to the same
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

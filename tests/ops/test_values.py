@@ -18,6 +18,7 @@ from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd, dropout_mask
 from tinyforge.ops.cross_entropy import CHUNK_BYTES, masked_targets, sum_tokens
 from tinyforge.ops.mixture import sort_by_expert
+from tinyforge.ops.selective_scan import TILE as SCAN_TILE
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream, philox
 
@@ -230,6 +231,100 @@ def test_attention_decodes_on_a_cached_prefix(window: int | None, queries: int, 
     close(got, naive_attention(qkv, 4, 2, window=window)[:, -queries:])
     with pytest.raises(ValueError, match="a cache and a stash"):
         op.forward(qkv[:, -queries:], Stash(), cache=prefix)
+
+
+def naive_conv(x: Array, weight: Array, bias: Array) -> Array:
+    batch, length, channels = x.shape
+    taps, y = weight.shape[-1], np.empty(x.shape)
+    for b, t, c in np.ndindex(batch, length, channels):
+        s = bias[c]
+        for k in range(taps):
+            if t - (taps - 1) + k >= 0:
+                s += weight[c, 0, k] * x[b, t - (taps - 1) + k, c]
+        y[b, t, c] = s / (1 + math.exp(-s))
+    return y
+
+
+@pytest.mark.parametrize("taps", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_causal_conv_is_the_sum_over_the_last_positions(length: int, taps: int, rng: np.random.Generator) -> None:
+    x, weight, bias = rng.normal(size=(2, length, 5)), rng.normal(size=(5, 1, taps)), rng.normal(size=5)
+    op = ops.CausalConv(param("w", weight), param("b", bias), FP64)
+    wanted = naive_conv(x, weight, bias)
+    close(op.forward(x), wanted)
+    tail = np.zeros((2, taps - 1, 5))  # in pieces, the tail in between
+    pieces = [op.forward(part, tail=tail) for part in np.split(x, [1, 2] if length > 2 else [], axis=1)]
+    close(np.concatenate(pieces, axis=1), wanted)
+    with pytest.raises(ValueError, match="a tail and a stash"):
+        op.forward(x, Stash(), tail=tail)
+
+
+def naive_scan(inputs: tuple[Array, ...], a_log: Array, skip: Array, bias: Array) -> Array:
+    u, delta, b, c, z = inputs
+    y = np.empty(u.shape)
+    for row, e in np.ndindex(u.shape[0], u.shape[2]):
+        h = np.zeros(a_log.shape[1])
+        for t in range(u.shape[1]):
+            dt = math.log(1 + math.exp(delta[row, t, e] + bias[e]))
+            for n in range(len(h)):
+                h[n] = math.exp(-math.exp(a_log[e, n]) * dt) * h[n] + dt * u[row, t, e] * b[row, t, n]
+            gate = z[row, t, e]
+            y[row, t, e] = (c[row, t] @ h + skip[e] * u[row, t, e]) * gate / (1 + math.exp(-gate))
+    return y
+
+
+@pytest.mark.parametrize("length", [1, 7, SCAN_TILE, SCAN_TILE + 1, 2 * SCAN_TILE + 5])
+def test_selective_scan_is_the_recurrence(length: int, rng: np.random.Generator) -> None:
+    inputs = tuple(rng.normal(size=(2, length, width)) for width in (3, 3, 4, 4, 3))
+    values = rng.normal(size=(3, 4)), rng.normal(size=3), rng.normal(size=3)
+    op = ops.SelectiveScan(*(param(name, v) for name, v in zip("abc", values, strict=True)), FP64)
+    wanted = naive_scan(inputs, *values)
+    close(op.forward(*inputs), wanted)
+    state = np.zeros((2, 3, 4))  # in pieces, the state in between
+    cuts = [1, length // 2] if length > 2 else []
+    pieces = [op.forward(*part, state=state) for part in zip(*(np.split(x, cuts, 1) for x in inputs), strict=True)]
+    close(np.concatenate(pieces, axis=1), wanted)
+    with pytest.raises(ValueError, match="a state and a stash"):
+        op.forward(*inputs, Stash(), state=state)
+
+
+def test_lstm_is_the_formula_and_continues_from_its_state(rng: np.random.Generator) -> None:
+    width, x = 4, rng.normal(size=(2, 7, 3))
+    w, u, b = rng.normal(size=(16, 3)), rng.normal(size=(16, width)), rng.normal(size=16)
+    start_h, start_c = rng.normal(size=(2, 2, width))
+    fresh = np.array([[0, 0, 1, 0, 0, 0, 0], [1, 0, 0, 0, 1, 1, 0]])
+    op = ops.LSTM(*(param(name, v) for name, v in zip("wub", (w, u, b), strict=True)), FP64)
+    y, last = op.forward(x, start_h, start_c, fresh)
+    for row in range(2):
+        h, c = start_h[row], start_c[row]
+        for t in range(7):
+            if fresh[row, t]:
+                h, c = 0 * h, 0 * c
+            a = w @ x[row, t] + u @ h + b
+            i, f, o = (1 / (1 + np.exp(-a[k * width : (k + 1) * width])) for k in (0, 1, 3))
+            c = f * c + i * np.tanh(a[2 * width : 3 * width])
+            h = o * np.tanh(c)
+            close(y[row, t], h)
+        close(last[row], c)
+    first, c = op.forward(x[:, :3], start_h, start_c, fresh[:, :3])
+    rest, end = op.forward(x[:, 3:], first[:, -1], c, fresh[:, 3:])
+    close(np.concatenate([first, rest], axis=1), y)
+    close(end, last)
+
+
+def test_the_scans_memory_for_states_is_linear_in_the_length(rng: np.random.Generator) -> None:
+    """No (B, T, E, N) array: what backward takes on top of its results does not grow with the length."""
+    values = rng.normal(size=(8, 16)), rng.normal(size=8), rng.normal(size=8)
+    op = ops.SelectiveScan(*(param(name, v) for name, v in zip("abc", values, strict=True)), FP64)
+    extra = []
+    for length in (8 * SCAN_TILE, 32 * SCAN_TILE):
+        inputs, stash = [rng.normal(size=(1, length, width)) for width in (8, 8, 16, 16, 8)], Stash()
+        y = op.forward(*inputs, stash)
+        tracemalloc.start()
+        op.backward(y, stash)
+        extra.append(tracemalloc.get_traced_memory()[1] / length)
+        tracemalloc.stop()
+    assert extra[1] < extra[0] < 8 * 8 * 16 * 4  # bytes a position: fewer than four arrays of states would take
 
 
 def test_attention_cannot_see_the_future(rng: np.random.Generator) -> None:

@@ -4,6 +4,7 @@ from tinyforge.op import Op
 from tinyforge.ops.add_layernorm import AddLayerNorm
 from tinyforge.ops.add_rmsnorm import AddRMSNorm
 from tinyforge.ops.attention import Attention
+from tinyforge.ops.causal_conv import CausalConv
 from tinyforge.ops.cross_entropy import CrossEntropy, LinearCrossEntropy
 from tinyforge.ops.dropout import Dropout
 from tinyforge.ops.embedding import Embedding
@@ -12,25 +13,29 @@ from tinyforge.ops.gelu_linear import GELULinear
 from tinyforge.ops.layernorm import LayerNorm
 from tinyforge.ops.linear import Linear
 from tinyforge.ops.lora import LoRA
+from tinyforge.ops.lstm import LSTM
 from tinyforge.ops.mixture import MixtureOfExperts
 from tinyforge.ops.positions import LearnedPositions
 from tinyforge.ops.rmsnorm import RMSNorm
 from tinyforge.ops.rope import RoPE, RopeScaling
 from tinyforge.ops.router import TopKRouter
 from tinyforge.ops.router_losses import RouterLosses
+from tinyforge.ops.selective_scan import SelectiveScan
 from tinyforge.ops.softmax import Softmax
 from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.ops.swiglu_linear import SwiGLULinear
 
 ALL: tuple[type[Op], ...] = (
     Embedding, LearnedPositions, Linear, RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, RoPE, Attention, SwiGLU,
-    SwiGLULinear, GELU, GELULinear, LoRA, Softmax, Dropout, TopKRouter, RouterLosses, MixtureOfExperts, CrossEntropy,
+    SwiGLULinear, GELU, GELULinear, LoRA, Softmax, Dropout, CausalConv, SelectiveScan, LSTM, TopKRouter, RouterLosses,
+    MixtureOfExperts, CrossEntropy,
     LinearCrossEntropy,
 )  # fmt: skip
 """Every op, in the order of the gradient-check ledger."""
 
 __all__ = [
-    "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CrossEntropy", "Dropout", "Embedding", "GELU", "GELULinear",
-    "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LoRA", "MixtureOfExperts", "RMSNorm", "RoPE",
-    "RopeScaling", "RouterLosses", "Softmax", "SwiGLU", "SwiGLULinear", "TopKRouter",
+    "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CausalConv", "CrossEntropy", "Dropout", "Embedding", "GELU",
+    "GELULinear", "LSTM", "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LoRA", "MixtureOfExperts",
+    "RMSNorm", "RoPE", "RopeScaling", "RouterLosses", "SelectiveScan", "Softmax", "SwiGLU", "SwiGLULinear",
+    "TopKRouter",
 ]  # fmt: skip

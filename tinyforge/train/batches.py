@@ -6,7 +6,7 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Protocol
 
@@ -132,6 +132,37 @@ class PackedTokens:
             # One id beyond a window is its last target; more heads than one have none here.
             rows = [self.tokens[s : min(s + self.seq_len, last) + 1] for s in starts[i : i + size]]
             yield _windows_batch(rows, self.seq_len, self.heads, self.mask)
+
+
+class ContinuedTokens:
+    """One long stream of documents in `rows` parts of equal length, read side by side: each row of a batch continues
+    where it ended in the batch before, so that a model may carry its state from one to the next.
+
+    Each epoch shifts the parts by a random offset, drawn from the seed, and its first batch begins anew.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, heads: int, seed: int, rows: int) -> None:
+        self.windows = (len(tokens) - heads) // (rows * seq_len)  # of each part
+        if self.windows < 1:
+            raise UserError(
+                f"corpus: {len(tokens)} tokens, {rows} rows of {seq_len} take {rows * seq_len + heads}; give more "
+                "text, a smaller --seq-len or a smaller --batch-size"
+            )
+        self.tokens, self.seq_len, self.heads, self.seed, self.rows = tokens, seq_len, heads, seed, rows
+
+    def batch(self, index: int, size: int) -> Batch:
+        """The index-th batch. size: of it, which is `rows`."""
+        if size != self.rows:
+            raise ValueError(f"ContinuedTokens: a batch of {size} rows, made for {self.rows}")
+        epoch, window = divmod(index, self.windows)
+        part = self.windows * self.seq_len
+        room = len(self.tokens) - self.heads - self.rows * part + 1
+        first = int(Stream(self.seed, f"windows/{epoch}").uniform() * room) + window * self.seq_len
+        starts = (first + row * part for row in range(self.rows))
+        found = _windows_batch(
+            [self.tokens[start : start + self.seq_len + self.heads] for start in starts], self.seq_len, self.heads, None
+        )
+        return replace(found, stream=0, anew=window == 0)
 
 
 class _Source:

@@ -17,7 +17,14 @@ from tinyforge.errors import UserError
 from tinyforge.registry import find_model
 from tinyforge.text import CharTokenizer, TextTokenizer, Tokenizer, load_tokenizer
 from tinyforge.text.shards import Part, Shards, is_shard_folder, separator_of
-from tinyforge.train.batches import DocumentMask, MixedTokens, PackedTokens, check_ids, fingerprint
+from tinyforge.train.batches import (
+    ContinuedTokens,
+    DocumentMask,
+    MixedTokens,
+    PackedTokens,
+    check_ids,
+    fingerprint,
+)
 from tinyforge.train.data_parallel import Sharded, evaluate_heads
 from tinyforge.train.settings import PretrainSettings, restarts
 
@@ -42,7 +49,7 @@ class Corpus:
     row for each source that is read, from `summarise`, for the model's card."""
 
     tokenizer: TextTokenizer
-    batches: PackedTokens | MixedTokens
+    batches: PackedTokens | MixedTokens | ContinuedTokens
     tokens: int
     held_out: tuple[HeldOut, ...]
     opening: str
@@ -97,6 +104,8 @@ def find_shards(settings: PretrainSettings) -> Shards | None:
     text = [path for path in settings.data if path not in shards]
     if shards and text:
         raise UserError(f"--data: {shards[0]} holds token shards, {text[0]} does not; give the one or the other")
+    if settings.carry and shards:
+        raise UserError(f"--carry reads one text from end to end, {shards[0]} holds token shards; give text files")
     if settings.mix and not shards:
         raise UserError("--mix weighs the sources of token shards, --data names none; make some: python -m data.shards")
     return Shards([Path(path) for path in shards]) if shards else None
@@ -239,8 +248,8 @@ def corpus_of_text(
     print(f"tokenizer: {tokenizer.vocab_size} ids, {train.bytes / max(1, train.tokens - train.documents):.2f} bytes a "
           "token")  # fmt: skip
     print(f"training text: {train.bytes:,} bytes, {train.tokens:,} tokens; held out: {val.tokens:,} tokens")
-    mask = document_mask(settings, tokenizer)
-    data = PackedTokens(streams[0], seq_len, config.prediction_heads, settings.seed, mask)
+    mask, made = document_mask(settings, tokenizer), (streams[0], seq_len, config.prediction_heads, settings.seed)
+    data = ContinuedTokens(*made, settings.batch_size) if settings.carry else PackedTokens(*made, mask)
     length = min(seq_len, max(1, len(streams[1]) - 1))
     parts = (HeldOut("text", PackedTokens(streams[1], length, config.prediction_heads, settings.seed, mask), 1),)
     name, licence = ("text", NOT_STATED) if settings.data else ("the built-in world", "MIT")

@@ -38,18 +38,22 @@ class Batch:
 
     ids: (B, T) int32, in range. targets: (B, T, K) int32, -1 for none. weights: (B, T, K) float, what each prediction
     weighs in the loss; None for 1. documents: those that the rows hold, where none is to see another; without, a token
-    sees all of its row before it.
+    sees all of its row before it. stream: the rows continue those of the batch before, the first being row number
+    `stream` of the model's carried state; None for rows of their own. anew: they begin again, with a state of zeros.
     """
 
     ids: np.ndarray
     targets: np.ndarray
     weights: np.ndarray | None = None
     documents: Documents | None = None
+    stream: int | None = None
+    anew: bool = False
 
     def __getitem__(self, rows: slice) -> Batch:
         weights = None if self.weights is None else self.weights[rows]
         documents = None if self.documents is None else self.documents[rows]
-        return Batch(self.ids[rows], self.targets[rows], weights, documents)
+        stream = None if self.stream is None else self.stream + rows.indices(len(self.ids))[0]
+        return Batch(self.ids[rows], self.targets[rows], weights, documents, stream, self.anew)
 
 
 class Objective(Protocol):

@@ -37,6 +37,7 @@ from tinyforge.train.objectives import Batch, Objective, with_terms
 from tinyforge.train.settings import Settings
 
 FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and causal attention; no recomputation"
+CARRIED = "carried"  # the state that goes from batch to batch, beside the moments in a checkpoint
 OVERFITTED = 0.01  # share by which held-out text may end worse than it was
 
 
@@ -47,7 +48,8 @@ class Task:
     batches(step): the micro-batches of that step, a pure function. evaluate(sharded): figures on held-out data, with
     `val_bits_per_byte` among them where there are bytes. sample(): a few lines to show. meta: what else goes into
     meta.json; "kind", "model", "config" and "tokenizer_hash" at least, so that the checkpoint can be opened.
-    flop_per_token: for the share of the machine's peak that training reached.
+    flop_per_token: for the share of the machine's peak that training reached. carried: rows whose state is carried from
+    batch to batch, see `Batch.stream`.
     """
 
     model: Model
@@ -58,6 +60,7 @@ class Task:
     sample: Callable[[], str]
     meta: dict[str, Any]
     flop_per_token: float = 0.0
+    carried: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class Run:
         self.out = Path(settings.out)
         self.buffer = task.model.buffer
         self.objective = with_terms(task.objective, task.model.config)
-        self.sharded = Sharded(task.model, backend, task.objective)
+        self.sharded = Sharded(task.model, backend, task.objective, task.carried)
         self.optimizer = AdamW(self.buffer, backend, AdamWConfig(weight_decay=settings.weight_decay))
         self.noise = Stream(settings.seed, "dropout")
         self.step, self.tokens = 0, 0
@@ -157,6 +160,13 @@ class Run:
         moments = found.optimizer()
         for prefix, flat in (("m.", self.optimizer.m), ("v.", self.optimizer.v)):
             load_named(self.buffer, flat, moments, self.backend, found.path, prefix)
+        state = self.sharded.state
+        if state is not None:
+            carried = moments.get(CARRIED)
+            if carried is None or carried.shape != state.shape:
+                got = "nothing" if carried is None else carried.shape
+                raise UserError(f"checkpoint {found.path}: {CARRIED} has {got}, the run wants {state.shape}")
+            state[...] = self.backend.asarray(carried, state.dtype)
         self.step = self.optimizer.step_count = found.meta["step"]
         self.tokens, self._before = found.meta.get("tokens", 0), found.meta["elapsed"]
         self._joules_before = found.meta.get("joules", 0.0)
@@ -298,6 +308,8 @@ class Run:
                 f"step {self.step}: weight {bad} is not finite; {self._last_good()}. Try a lower --lr or --clip"
             )
         moments = named(buffer, self.optimizer.m, backend, "m.") | named(buffer, self.optimizer.v, backend, "v.")
+        if self.sharded.state is not None:
+            moments[CARRIED] = np.array(backend.to_numpy(self.sharded.state))
         meta = {
             **self.task.meta, "settings": self.settings.to_dict(), "elapsed": round(self.elapsed(), 3),
             "tokens": self.tokens,

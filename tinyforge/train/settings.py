@@ -186,6 +186,7 @@ class PretrainSettings(Settings):
     tokenizer: str | None = setting(None, "tokenizer.json to use (default: train one on the data)", metavar="FILE")
     mix: tuple[str, ...] = setting((), "shares of the shards' sources, e.g. --mix books=0.7 web=0.3 (default: by their "
                                    "tokens)", metavar="NAME=WEIGHT")  # fmt: skip
+    carry: bool = setting(False, "rows continue those of the batch before, and a recurrent model keeps its state")
 
     def __post_init__(self) -> None:
         if not self.config:
@@ -198,6 +199,9 @@ class PretrainSettings(Settings):
         super().check()
         config_of(self)
         restarts(self, find_model(self.model))
+        if self.carry and not hasattr(find_model(self.model).build, "state_shape"):
+            able = [name for name, spec in models().items() if hasattr(spec.build, "state_shape")]
+            raise UserError(f"--carry: {self.model} has no state to carry; use --model {' or '.join(able)}")
 
 
 @dataclass(frozen=True)
