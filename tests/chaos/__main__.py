@@ -240,6 +240,7 @@ def chaos(seconds: float, workers: int, only: str, first: int, keep: Path, once:
         inputs = Path(folder, "inputs")
         make_inputs(inputs)
         host, server = _publish(Path(folder))
+        until = time.monotonic() + seconds
         listed = [command for command in commands(host.url) if only in command.name]
         children, logs = [], [Path(folder, f"log-{worker}") for worker in range(workers)]
         for worker, log in enumerate(logs):
@@ -253,7 +254,7 @@ def chaos(seconds: float, workers: int, only: str, first: int, keep: Path, once:
                     seeds = [first] if once else count(first + worker, workers)
                     # Workers begin at different commands, so that a short run covers all of them.
                     at = worker * len(listed) // workers
-                    work(Chaos(mine, keep), [*listed[at:], *listed[:at]], seeds, began + seconds, log)
+                    work(Chaos(mine, keep), [*listed[at:], *listed[:at]], seeds, until, log)
                     status = 0
                 except BaseException:
                     traceback.print_exc()
