@@ -5,7 +5,7 @@
     python -m tests.chaos --only "convert to ours" --seed 17         one life of one command again
 
 A command runs in a child that ends by SIGKILL: half of the time at a random moment, and half just before the n-th time
-that it opens a file to write, renames, removes or makes one, so that the moments between two such steps are hit as well.
+that it opens a file to write, renames, removes or makes one, so that the moments between two such steps are hit too.
 Half of the kills take the command's own children along, the others leave them behind. After one to four kills the
 same command is run until it is done; a pretraining is resumed. What it has written must then be what a run that
 nobody disturbed has written: the same names, the same bytes, but for the figures of clocks (commands.py).
@@ -17,8 +17,7 @@ import argparse
 import os
 
 # One BLAS thread: a process with threads cannot be forked.
-for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[_name] = "1"
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import json
 import random
@@ -32,7 +31,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +115,16 @@ class Chaos:
 
     def measure(self, command: Command) -> None:
         """The undisturbed run, twice: the second one is timed, and both must agree."""
+        log = self.folder / "events"
         for _ in range(2):
             self.clear(command)
-            log = self.folder / "events"
             log.unlink(missing_ok=True)
             began = time.monotonic()
             self.finish(command, lambda: doom(0, log=log))
             found = Whole(self.digest(), time.monotonic() - began, log.stat().st_size if log.exists() else 0)
-            if (before := self.whole.setdefault(command.name, found)).contents != found.contents:
-                raise Failure(f"two runs that nobody disturbed differ in {', '.join(differing(before.contents, found.contents))}")
+            before = self.whole.setdefault(command.name, found)
+            if other := differing(before.contents, found.contents):
+                raise Failure(f"two runs that nobody disturbed differ in {', '.join(other[:10])}")
             self.whole[command.name] = found
 
     def live(self, command: Command, seed: int) -> int:
@@ -264,9 +264,10 @@ def chaos(seconds: float, workers: int, only: str, first: int, keep: Path, once:
         ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)
-        rows = [json.loads(line) for log in logs if log.exists() for line in log.read_text(encoding="utf-8").splitlines()]
+        lines = [log.read_text(encoding="utf-8").splitlines() for log in logs if log.exists()]
     if any(ended):
         raise SystemExit(f"a worker ended with status {max(map(abs, ended))}: see its traceback above")
+    rows = [json.loads(line) for line in chain.from_iterable(lines)]
     for row in rows:
         if row["failed"]:
             print(f"FAILED {row['failed']}\n  what is there is under {keep}")
@@ -292,7 +293,8 @@ def _publish(folder: Path) -> tuple[Host, int]:
 def table(names: Sequence[str], rows: Sequence[dict[str, Any]], seconds: float) -> str:
     width = max(map(len, names))
     lines = [f"{'command':<{width}}  {'lives':>5}  {'kills':>5}  {'different':>9}"]
-    for name, of_it in (*((n, [r for r in rows if r["command"] == n]) for n in names), (f"all in {seconds:.0f} s", rows)):
+    parts = {name: [row for row in rows if row["command"] == name] for name in names}
+    for name, of_it in {**parts, f"all in {seconds:.0f} s": rows}.items():
         different = sum(bool(row["failed"]) for row in of_it)
         lines.append(f"{name:<{width}}  {len(of_it):>5}  {sum(row['kills'] for row in of_it):>5}  {different:>9}")
     return "\n".join(lines)
@@ -303,7 +305,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     p.add_argument("--seconds", type=float, default=60.0, help="for how long (default: %(default)s)")
     p.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="lives side by side (default: the cores)")
-    p.add_argument("--keep", type=Path, default=ROOT / "runs" / "chaos", help="where what differs goes (default: runs/chaos)")
+    p.add_argument("--keep", type=Path, default=ROOT / "runs" / "chaos",
+                   help="where what differs goes (default: runs/chaos)")  # fmt: skip
     p.add_argument("--only", default="", metavar="TEXT", help="commands with this in their name")
     p.add_argument("--seed", type=int, help="of one life; the commands are those of --only")
     p.add_argument("--first", type=int, help="the first seed (default: a random one)")

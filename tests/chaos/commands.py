@@ -14,7 +14,7 @@ from typing import Any
 
 from data import alpaca, corpus, gutenberg, local, shards, tinystories
 from recipes import ablation, evaluate, pretrain, sft
-from tests.fuzz.seeds import RECORDS, BOOK, documents, make_seeds
+from tests.fuzz.seeds import BOOK, RECORDS, documents, make_seeds
 from tinyforge import chat, checkpoint
 from tinyforge.hub import convert, load
 from tinyforge.text import command
@@ -22,6 +22,8 @@ from tinyforge.text import command
 Main = Callable[[list[str]], Any]
 STEPS = 24
 SHAPE = "dim=16 heads=2 kv_heads=1 layers=1 hidden=24 context=96 mtp_heads=2"
+TOKENIZER = "--tokenizer inputs/tokenizers/ours.json --set vocab=300"
+CORPUS = "inputs/source inputs/second --out out --val-share 0.3"
 PLAN = "--save-every 3 --eval-every 8 --batch-size 4 --backend numpy"
 CLOCKS = ("seconds", "tokens_per_second", "elapsed", "joules")  # what no two runs have in common
 
@@ -54,7 +56,8 @@ class Command:
 
 def _save_conversation(arguments: list[str]) -> None:
     """/load and /save of the chat."""
-    repl = chat.Repl(load(Path("inputs/sft"), chat.get_backend("numpy", "fp32", workers=1)), chat.Sampling(max_tokens=2))
+    loaded = load(Path("inputs/sft"), chat.get_backend("numpy", "fp32", workers=1))
+    repl = chat.Repl(loaded, chat.Sampling(max_tokens=2))
     repl.obey("/load inputs/inputs/talk.json")
     Path("out").mkdir(exist_ok=True)
     repl.obey(f"/save {arguments[0]}")
@@ -73,15 +76,14 @@ def _into_folder(main: Main) -> Main:
 def commands(url: str) -> list[Command]:
     """All of them. url: of the server that `publish` has filled."""
     return [
-        Command("pretrain, text", pretrain.main, f"--data inputs/inputs/text.txt --tokenizer inputs/tokenizers/ours.json "
-                f"--set vocab=300 {SHAPE} --steps {STEPS} {PLAN} --workers 2 --out out --card", "--resume --out out --card"),
-        Command("pretrain, shards", pretrain.main, f"--data inputs/shards --set {SHAPE} --steps {STEPS} {PLAN} --workers 1 "
-                "--keep 0 --out out", "--resume --out out"),
-        Command("sft", sft.main, f"--data inputs/inputs/alpaca.json --base inputs/run --steps {STEPS} {PLAN} --workers 1 "
-                "--out out", "--resume --out out"),
+        Command("pretrain, text", pretrain.main, f"--data inputs/inputs/text.txt {TOKENIZER} {SHAPE} --steps "
+                f"{STEPS} {PLAN} --workers 2 --out out --card", "--resume --out out --card"),
+        Command("pretrain, shards", pretrain.main, f"--data inputs/shards --set {SHAPE} --steps {STEPS} {PLAN} "
+                "--workers 1 --keep 0 --out out", "--resume --out out"),
+        Command("sft", sft.main, f"--data inputs/inputs/alpaca.json --base inputs/run --steps {STEPS} {PLAN} "
+                "--workers 1 --out out", "--resume --out out"),
         Command("ablation", ablation.main, "--arm a:~--lr~1e-3 --arm b:~--lr~2e-3 --seeds 1 --out out -- --data "
-                "inputs/inputs/text.txt --tokenizer inputs/tokenizers/ours.json "
-                f"--set vocab=300 {SHAPE} --steps 6 {PLAN} --workers 1"),
+                f"inputs/inputs/text.txt {TOKENIZER} {SHAPE} --steps 6 {PLAN} --workers 1"),
         Command("evaluate", evaluate.main, "--checkpoint out --data inputs/inputs/text.txt --instructions "
                 "inputs/inputs/alpaca.jsonl --sentences 4 --prompts 1 --seeds 0 --max-tokens 4 --backend numpy --json "
                 "out/figures.json", before="run"),
@@ -94,10 +96,11 @@ def commands(url: str) -> list[Command]:
         Command("tinystories", tinystories.main, "inputs/inputs/stories.txt --out out"),
         Command("gutenberg", gutenberg.main, "inputs/inputs/books.zip --out out"),
         Command("download", tinystories.main, f"--base-url {url} --files a.txt b.txt --out out"),
-        Command("corpus", corpus.main, "inputs/source inputs/second --out out --workers 1 --val-share 0.3"),
-        Command("corpus, two workers", corpus.main, "inputs/source inputs/second --out out --workers 2 --val-share 0.3"),
+        Command("corpus", corpus.main, f"{CORPUS} --workers 1"),
+        Command("corpus, two workers", corpus.main, f"{CORPUS} --workers 2"),
         Command("corpus, report", corpus.main, "report out", before="corpus"),
-        Command("shards", shards.main, "--corpus inputs/corpus --out out --vocab-size 280 --shard-tokens 300 --workers 2"),
+        Command("shards", shards.main, "--corpus inputs/corpus --out out --vocab-size 280 --shard-tokens 300 "
+                "--workers 2"),
         Command("convert to Hugging Face", convert.main, "inputs/sft out", once=True),
         Command("convert to ours", convert.main, "inputs/llama out --format tinyforge", once=True),
         Command("convert to llama2.c", _into_folder(_convert_to_llama2c), "inputs/llama2c/model.bin out/model.bin"),
@@ -164,5 +167,6 @@ def _rows(catalogue: Path) -> bytes:
     import duckdb
 
     with duckdb.connect(str(catalogue), read_only=True) as connection:
-        names = [name for (name,) in connection.execute("SELECT table_name FROM duckdb_tables() ORDER BY ALL").fetchall()]
-        return repr({name: connection.execute(f"SELECT * FROM {name} ORDER BY ALL").fetchall() for name in names}).encode()
+        names = connection.execute("SELECT table_name FROM duckdb_tables() ORDER BY ALL").fetchall()
+        rows = {name: connection.execute(f"SELECT * FROM {name} ORDER BY ALL").fetchall() for (name,) in names}
+    return repr(rows).encode()

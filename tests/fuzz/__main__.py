@@ -6,10 +6,10 @@
     python -m tests.fuzz --reader "metrics.jsonl" --seed 17        one file again, with all that is printed
     python -m tests.fuzz --reader "metrics.jsonl" --file FILE      the same with a file at hand
 
-A reader is the command that a user would run (readers.py), in a child with limits. A file fails if the command ends in a
-traceback, by a signal, or with a status that it does not document; if its error is not one line; if it takes over
-2 seconds (three times: one may have waited for other programs); if it holds over 1 GB; and if it
-prints a control character. Files that failed are kept under --keep, each with the command that reads it again.
+A reader is the command that a user would run (readers.py), in a child with limits. A file fails if the command ends in
+a traceback, by a signal, or with a status that it does not document; if its error is not one line; if it takes over
+2 seconds (three times: one may have waited for other programs); if it holds over 1 GB; and if it prints a control
+character. Files that failed are kept under --keep, each with the command that reads it again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import argparse
 import os
 
 # One BLAS thread: a process with threads cannot be forked.
-for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[_name] = "1"
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import json
 import random
@@ -33,7 +32,7 @@ import traceback
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +165,9 @@ def work(fuzzer: Fuzzer, readers: Sequence[Reader], seeds: Any, until: float, lo
                 data = fuzzer.wrong(reader, seed)
                 outcome, fault = fuzzer.read(reader, data, mended=seed % 8 > 0)
                 said = fuzzer.save(reader, seed, data, outcome, fault) if fault else ""
-                row = {"reader": reader.name, "files": 1, "refused": int(outcome.status == 2), "failures": int(bool(fault)),
-                       "slowest": outcome.seconds, "peak": outcome.peak, "said": said}  # fmt: skip
+                row = {"reader": reader.name, "files": 1, "refused": int(outcome.status == 2),
+                       "failures": int(bool(fault)), "slowest": outcome.seconds, "peak": outcome.peak,
+                       "said": said}  # fmt: skip
                 lines.write(json.dumps(row) + "\n")
 
 
@@ -195,11 +195,11 @@ def fuzz(readers: Sequence[Reader], seconds: float, workers: int, first: int, ke
                     os._exit(status)
             children.append(child)
         ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        rows = [json.loads(line) for log in logs if log.exists() for line in log.read_text(encoding="utf-8").splitlines()]
+        lines = [log.read_text(encoding="utf-8").splitlines() for log in logs if log.exists()]
     if any(ended):
         raise SystemExit(f"a worker of the fuzzer ended with status {max(map(abs, ended))}: see its traceback above")
     figures = {reader.name: Figures() for reader in readers}
-    for row in rows:
+    for row in map(json.loads, chain.from_iterable(lines)):
         figures[row["reader"]].add(row)
         if row["said"]:
             print(row["said"])
@@ -249,11 +249,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     p.add_argument("--seconds", type=float, default=60.0, help="for how long (default: %(default)s)")
-    p.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="files read side by side (default: the cores)")
-    p.add_argument("--keep", type=Path, default=ROOT / "runs" / "fuzz", help="where files that failed go (default: runs/fuzz)")
+    p.add_argument("--workers", type=int, default=os.cpu_count() or 1,
+                   help="files read side by side (default: the cores)")  # fmt: skip
+    p.add_argument("--keep", type=Path, default=ROOT / "runs" / "fuzz",
+                   help="where files that failed go (default: runs/fuzz)")  # fmt: skip
     p.add_argument("--only", default="", metavar="TEXT", help="readers with this in their name")
     p.add_argument("--first", type=int, help="the first seed (default: a random one)")
-    p.add_argument("--reader", choices=[reader.name for reader in READERS], metavar="NAME", help="read one file with this one")
+    p.add_argument("--reader", choices=[reader.name for reader in READERS], metavar="NAME",
+                   help="read one file with this one")  # fmt: skip
     p.add_argument("--seed", type=int, help="of the one file")
     p.add_argument("--file", type=Path, help="the one file")
     p.add_argument("--good", action="store_true", help="read the good files, which must be read")

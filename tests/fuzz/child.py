@@ -36,9 +36,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """status: what the child left with; -N after signal N. peak: the most memory that it held, bytes. stdout, stderr:
-    what it printed. seconds: from its beginning to its end, without those in which other programs had the processor. slow:
-    it was killed because its time was over."""
+    """status: what the child left with; -N after signal N. stdout, stderr: what it printed. seconds: from its beginning
+    to its end, without those in which other programs had the processor. peak: the most memory that it held, bytes.
+    slow: it was killed because its time was over."""
 
     status: int
     stdout: str
@@ -90,7 +90,7 @@ def start_child(
             os.dup2(descriptor, number)
         for stream, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):  # a test runner's are not files
             mode = "r" if number == 0 else "w"
-            setattr(sys, stream, open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False))
+            setattr(sys, stream, os.fdopen(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False))
         if memory:
             most = data_bytes() + memory
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))

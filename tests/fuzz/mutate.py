@@ -19,19 +19,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 MOST = 1 << 20  # bytes; reading more takes its time, and is no fault
-INTEGERS = (0, 1, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**64 - 1)
+INTEGERS = (0, 1, 127, 128, 255, 256, 2**15, *(2**n - less for n in (16, 31, 32, 63) for less in (0, 1)), 2**64 - 1)
 TEXTS = (
-    "", " ", "\n", "\0", "a" * 70_000, "../../etc/passwd", "/dev/zero", "/", ".", "\x1b[2J\x1b]0;title\x07", "\r\nerror: no",
-    "\u202etxt.exe", "\ud800", "\U0010ffff", "e\u0301" * 500, "<|endoftext|>", "%s%n", "'; DROP TABLE documents; --", "nan",
-    "true", "*?[", "x" * 255 + ".json", "F32", "BF16", "BOOL", "text",
+    "", " ", "\n", "\0", "a" * 70_000, "../../etc/passwd", "/dev/zero", "/", ".", "\x1b[2J\x1b]0;title\x07",
+    "\r\nerror: no", "\u202etxt.exe", "\ud800", "\U0010ffff", "e\u0301" * 500, "<|endoftext|>", "%s%n",
+    "'; DROP TABLE documents; --", "nan", "true", "*?[", "x" * 255 + ".json", "F32", "BF16", "BOOL", "text",
 )  # fmt: skip
 # Values in JSON's own spelling: some of them no Python object could hold, or json.dumps would not write.
 VALUES = (
     "null", "true", "false", "0", "-0", "-1", "1", "0.5", "1e308", "1e309", "-1e309", "1e-400", "NaN", "Infinity",
-    "-Infinity", "9" * 18, "9" * 400, "9" * 5000, "-" + "1" * 5000, "1" * 40 + ".5", "1e" + "9" * 400, "[]", "{}", "[[]]",
-    "[" * 500 + "]" * 500, "[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000, '{"":{"":""}}',
-    "[" + "0," * 20_000 + "0]", '"\\ud800"', '"\\u0000"', '"\\udcff"', "4294967296", "9223372036854775808", "1000000000",
-    "1000000", "100000", "65536",
+    "-Infinity", "9" * 18, "9" * 400, "9" * 5000, "-" + "1" * 5000, "1" * 40 + ".5", "1e" + "9" * 400, "[]",
+    "{}", "[[]]", "[" * 500 + "]" * 500, "[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000,
+    '{"":{"":""}}', "[" + "0," * 20_000 + "0]", '"\\ud800"', '"\\u0000"', '"\\udcff"', "4294967296",
+    "9223372036854775808", "1000000000", "1000000", "100000", "65536",
 )  # fmt: skip
 
 
@@ -103,8 +103,8 @@ def _double(data: bytearray, rng: random.Random, others: Sequence[bytes]) -> byt
 def _insert(data: bytearray, rng: random.Random, others: Sequence[bytes]) -> bytes:
     at = rng.randrange(len(data) + 1)
     data[at:at] = rng.choice((
-        rng.randbytes(rng.choice((1, 4, 100))), rng.choice(TEXTS).encode("utf-8", "surrogatepass"), b"\xff\xfe", b"\0" * 64,
-        b"\xef\xbb\xbf", b"\x80", b"\n" * 50, b"[" * 2000, b"9" * 5000, rng.choice(VALUES).encode(),
+        rng.randbytes(rng.choice((1, 4, 100))), rng.choice(TEXTS).encode("utf-8", "surrogatepass"), b"\xff\xfe",
+        b"\0" * 64, b"\xef\xbb\xbf", b"\x80", b"\n" * 50, b"[" * 2000, b"9" * 5000, rng.choice(VALUES).encode(),
     ))  # fmt: skip
     return bytes(data)
 
@@ -159,10 +159,12 @@ def _changed(content: Any, rng: random.Random) -> bytes:
         if _contains(holder[key], holder):  # a value within itself has no text
             holder[key] = value
     elif kind == 5 and type(value) in (int, float):
-        holder[key] = rng.choice((-value, value + 1, value - 1, value * 1000, value * 10**9, value + 0.5, str(value), *INTEGERS))
+        others = (-value, value + 1, value - 1, value * 1000, value * 10**9, value + 0.5, str(value))
+        holder[key] = rng.choice((*others, *INTEGERS))
     elif kind == 6 and isinstance(value, str) and value:
         at = rng.randrange(len(value))
-        holder[key] = rng.choice((value[:at], value[at:] + value[:at], value * 50, value[:at] + rng.choice(TEXTS) + value[at:]))
+        longer = value[:at] + rng.choice(TEXTS) + value[at:]
+        holder[key] = rng.choice((value[:at], value[at:] + value[:at], value * 50, longer))
     else:
         raw = rng.choice(VALUES)
         holder[key] = "\x01raw\x01"
@@ -228,7 +230,8 @@ def _as_zip(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
     if kind == 0:
         members.append((rng.choice((*TEXTS, "a/" * 500, "../a.txt", "C:\\a.txt", name)) or "x", content))
     elif kind == 1:
-        members.append((f"more{rng.choice(('.txt', '.jsonl', '.json', '.zip', '.parquet'))}", rng.choice((*others, content))))
+        suffix = rng.choice((".txt", ".jsonl", ".json", ".zip", ".parquet"))
+        members.append((f"more{suffix}", rng.choice((*others, content))))
     elif kind == 2:
         members.append(("zeros.txt", b"\0" * rng.choice((10, 10**6, 10**7))))
     elif kind == 3:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data import alpaca, corpus, gutenberg, hub as data_hub, local, shards, tinystories
+from data import alpaca, corpus, gutenberg, local, shards, tinystories
+from data import hub as data_hub
 from data.download import Downloader, Patience
 from recipes import evaluate, pretrain, sft
 from tests.fuzz.seeds import mend_checkpoint, mend_list, mend_shards
@@ -22,8 +23,8 @@ from tinyforge.text.tiktoken import from_tiktoken
 
 Main = Callable[[list[str]], Any]
 QUICK = Patience(timeout=1.0, attempts=1, backoff=0.01, gap=0.0)
-STEP = "--steps 2 --batch-size 2 --workers 1 --backend numpy --out out --tokenizer tokenizers/ours.json --set vocab=300 " \
-       "dim=16 heads=2 kv_heads=1 layers=1 hidden=24 context=96 mtp_heads=1"  # fmt: skip
+STEP = "--steps 2 --batch-size 2 --workers 1 --backend numpy --out out --tokenizer tokenizers/ours.json --set " \
+       "vocab=300 dim=16 heads=2 kv_heads=1 layers=1 hidden=24 context=96 mtp_heads=1"  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def _corpus(name: str, target: str, main: Main, words: str, needs: tuple[str, ..
 
 
 _CHAT = "--checkpoint {run} --prompt Hello --max-tokens 3"
+_CONVERT = "{} out --format tinyforge"
 _RESUME = "--resume --out run --keep 0"
 _RUN = ("inputs/text.txt", "tokenizers/ours.json")
 
@@ -114,8 +116,8 @@ READERS = [
            ("tokenizers/ours.json",), raw=True),
     Reader("text to learn a tokenizer", "inputs/text.txt", command.main,
            "train {} --vocab-size 280 --out out.json --workers 1"),
-    Reader("text to encode", "inputs/text.txt", command.main, "encode {} --workers 1 --tokenizer tokenizers/tokenizer.bin",
-           ("tokenizers/tokenizer.bin",)),
+    Reader("text to encode", "inputs/text.txt", command.main,
+           "encode {} --workers 1 --tokenizer tokenizers/tokenizer.bin", ("tokenizers/tokenizer.bin",)),
     # runs
     _checkpoint("checkpoint, meta.json", "run/step-00000002/meta.json", chat.main, _CHAT.format(run="run")),
     _checkpoint("checkpoint, weights", "sft/step-00000002/model.safetensors", chat.main, _CHAT.format(run="sft")),
@@ -135,12 +137,13 @@ READERS = [
     Reader("config, GPT-2", "inputs/gpt2.json", pretrain.main, "--model gpt2 --config {} --batch-size 1 --plan"),
     Reader("config, Llama", "inputs/llama.json", pretrain.main, "--model llama --config {} --batch-size 1 --plan"),
     Reader("text to train on", "inputs/text.txt", pretrain.main, f"--data {{}} {STEP}", ("tokenizers/ours.json",)),
-    Reader("parquet to train on", "inputs/table.parquet", pretrain.main, f"--data {{}} {STEP}", ("tokenizers/ours.json",)),
+    Reader("parquet to train on", "inputs/table.parquet", pretrain.main, f"--data {{}} {STEP}",
+           ("tokenizers/ours.json",)),
     Reader("records to train on", "inputs/alpaca.json", sft.main,
            "--base run --data {} --steps 1 --batch-size 2 --workers 1 --backend numpy --out out", ("run",)),
     Reader("records to ask", "inputs/alpaca.jsonl", evaluate.main,
-           "--checkpoint sft --data inputs/text.txt --instructions {} --sentences 2 --prompts 1 --seeds 0 --max-tokens 2 "
-           "--backend numpy", ("sft", "inputs/text.txt")),
+           "--checkpoint sft --data inputs/text.txt --instructions {} --sentences 2 --prompts 1 --seeds 0 "
+           "--max-tokens 2 --backend numpy", ("sft", "inputs/text.txt")),
     # sources
     Reader("records, JSON", "inputs/alpaca.json", alpaca.main, "{} --out out"),
     Reader("records, lines", "inputs/alpaca.jsonl", alpaca.main, "{} --out out"),
@@ -158,33 +161,35 @@ READERS = [
     Reader("download, listing", "inputs/raw/files.json", _listing, "inputs/raw", ("inputs/raw",)),
     # corpora and shards
     _corpus("source.json", "source/source.json", corpus.main, "source --out out --workers 1", ("source",)),
-    _corpus("source, parquet", "source/documents-00000.parquet", corpus.main, "source --out out --workers 1", ("source",),
-            "source/source.json", "parquet"),
+    _corpus("source, parquet", "source/documents-00000.parquet", corpus.main, "source --out out --workers 1",
+            ("source",), "source/source.json", "parquet"),
     Reader("source of instructions", "instructions/source.json", sft.main,
            "--base run --data instructions/alpaca.json --steps 1 --batch-size 2 --workers 1 --backend numpy --out out",
            ("run", "instructions")),
     Reader("filters", "inputs/filters.sql", corpus.main, "source --out out --workers 1 --filters {}", ("source",)),
     Reader("corpus, catalogue", "corpus/corpus.duckdb", corpus.main, "report corpus", ("corpus",)),
-    Reader("corpus, there already", "corpus/corpus.json", corpus.main, "source --out corpus --workers 1 --val-share 0.3",
-           ("corpus", "source")),
+    Reader("corpus, there already", "corpus/corpus.json", corpus.main,
+           "source --out corpus --workers 1 --val-share 0.3", ("corpus", "source")),
     _corpus("corpus.json", "corpus/corpus.json", shards.main, "--corpus corpus --out out --workers 1 --vocab-size 280",
             ("corpus",)),
     _corpus("corpus, parquet", "corpus/train/mine-00000.parquet", shards.main,
             "--corpus corpus --out out --workers 1 --vocab-size 280", ("corpus",), "corpus/corpus.json", "files"),
-    Reader("shards, manifest", "shards/manifest.json", pretrain.main, f"--data shards {STEP}", ("shards", "tokenizers/ours.json")),
+    Reader("shards, manifest", "shards/manifest.json", pretrain.main, f"--data shards {STEP}",
+           ("shards", "tokenizers/ours.json")),
     Reader("shards, ids", "shards/mine-train-00000.bin", pretrain.main, f"--data shards {STEP}",
            ("shards", "tokenizers/ours.json"), _mend(mend_shards, "shards/manifest.json")),
     Reader("shards, there already", "shards/manifest.json", shards.main,
            "--corpus corpus --out shards --tokenizer tokenizers/ours.json --workers 1",
            ("corpus", "shards", "tokenizers/ours.json")),
     # models of others
-    Reader("Llama, config.json", "llama/config.json", convert.main, "llama out --format tinyforge", ("llama",)),
-    Reader("Llama, safetensors", "llama/model.safetensors", convert.main, "llama out --format tinyforge", ("llama",)),
-    Reader("Llama, tokenizer", "llama/tokenizer.json", convert.main, "llama out --format tinyforge", ("llama",)),
-    Reader("Llama, tokenizer's config", "llama/tokenizer_config.json", convert.main, "llama out --format tinyforge", ("llama",)),
-    Reader("Llama, index of shards", "sharded/model.safetensors.index.json", convert.main, "sharded out --format tinyforge",
-           ("sharded",)),
-    Reader("chat template", "sharded/chat_template.jinja", convert.main, "sharded out --format tinyforge", ("sharded",)),
+    Reader("Llama, config.json", "llama/config.json", convert.main, _CONVERT.format("llama"), ("llama",)),
+    Reader("Llama, safetensors", "llama/model.safetensors", convert.main, _CONVERT.format("llama"), ("llama",)),
+    Reader("Llama, tokenizer", "llama/tokenizer.json", convert.main, _CONVERT.format("llama"), ("llama",)),
+    Reader("Llama, tokenizer's config", "llama/tokenizer_config.json", convert.main, _CONVERT.format("llama"),
+           ("llama",)),
+    Reader("Llama, index of shards", "sharded/model.safetensors.index.json", convert.main,
+           _CONVERT.format("sharded"), ("sharded",)),
+    Reader("chat template", "sharded/chat_template.jinja", convert.main, _CONVERT.format("sharded"), ("sharded",)),
     Reader("GPT-2, config.json", "gpt2/config.json", convert.main, "gpt2 out --format tinyforge", ("gpt2",)),
     Reader("GPT-2, vocab.json", "gpt2/vocab.json", convert.main, "gpt2 out --format tinyforge", ("gpt2",)),
     Reader("GPT-2, merges.txt", "gpt2/merges.txt", convert.main, "gpt2 out --format tinyforge", ("gpt2",)),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 import struct
 import zipfile
 from contextlib import redirect_stderr, redirect_stdout
@@ -38,8 +40,8 @@ SPECIALS = ("<|endoftext|>", "</s>")
 TINY = "dim=16 heads=2 kv_heads=1 layers=1 hidden=24 context=96 mtp_heads=1".split()
 # What a run writes about its time and its machine: the same everywhere here.
 FIXED = {"elapsed": 1.0, "tokens_per_second": 1000, "machine": "a machine"}
-METRICS = [{"step": step, "tokens": 64 * step, "loss": 5.5 - step / 10, "bits_per_byte": 3.25, "lr": 0.004, "grad_norm": 1.5,
-            "tokens_per_second": 1000, "seconds": 0.25 * step} for step in (1, 2)]  # fmt: skip
+METRICS = [{"step": step, "tokens": 64 * step, "loss": 5.5 - step / 10, "bits_per_byte": 3.25, "lr": 0.004,
+            "grad_norm": 1.5, "tokens_per_second": 1000, "seconds": 0.25 * step} for step in (1, 2)]  # fmt: skip
 METRICS.insert(1, {"step": 1, "tokens": 64, "seconds": 0.25, "val_bits_per_byte": 3.5})
 RECORDS = [{"instruction": f"Add {a}.", "input": "and 2" * (a % 2), "output": f"It is {a + 2}."} for a in range(12)]
 
@@ -81,8 +83,9 @@ def _write_json(path: Path, content: Any) -> None:
 
 def sentencepiece() -> SentencePiece:
     """A small vocabulary with scores, as Llama 2's."""
-    words = ["e", "t", "a", "o", "h", "n", "s", "d", SPACE, "th", "he", "an", SPACE + "t", SPACE + "a", "the", SPACE + "th", "and"]
-    pieces = ["<unk>", "<s>", "</s>", *BYTES, *words, SPACE + "the", SPACE + "and"]
+    after_space = [SPACE + word for word in ("", "t", "a", "th", "the", "and")]
+    words = [*"etaohnsd", "th", "he", "an", "the", "and", *after_space]
+    pieces = ["<unk>", "<s>", "</s>", *BYTES, *words]
     scores = [0.0] * 259 + [-float(rank) for rank in range(len(pieces) - 259)]
     return SentencePiece(pieces, {"<unk>": 0, "<s>": 1, "</s>": 2}, 1, scores)
 
@@ -137,13 +140,11 @@ def _inputs(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
     folder.mkdir()
     long = "\n\n".join(texts)
     (folder / "text.txt").write_text(long[:6000], encoding="utf-8")
-    (folder / "lines.jsonl").write_text(
-        "".join(json.dumps({"text": t, "title": f"n{i}", "language_score": 0.5}) + "\n" for i, t in enumerate(texts[:20])),
-        encoding="utf-8",
-    )
+    lines = [json.dumps({"text": t, "title": f"n{i}", "language_score": 0.5}) for i, t in enumerate(texts[:20])]
+    (folder / "lines.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     _write_json(folder / "items.json", [{"text": text, "url": "https://host/a"} for text in texts[:20]])
     write_documents(folder / "table.parquet", [Document(str(i), text, "A title") for i, text in enumerate(texts[:20])])
-    _zip(folder / "texts.zip", {"a.txt": texts[0], "b/c.jsonl": json.dumps({"text": texts[1]}) + "\n", "b/d.txt": texts[2]})
+    _zip(folder / "texts.zip", {"a.txt": texts[0], "b/c.jsonl": lines[0] + "\n", "b/d.txt": texts[2]})
     _write_json(folder / "alpaca.json", RECORDS)
     (folder / "alpaca.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS), encoding="utf-8")
     _zip(folder / "alpaca.zip", {"alpaca.json": json.dumps(RECORDS)})
@@ -180,8 +181,8 @@ def _zip(path: Path, members: dict[str, str]) -> None:
 def _model(name: str, vocab: int, **fields: Any) -> Any:
     spec = find_model(name)
     usual = next(iter(spec.presets.values())).to_dict()
-    small = {"dim": 16, "heads": 2, "kv_heads": 1, "layers": 1, "hidden": 24, "context": 96, "head_dim": 8, "mtp_heads": 1,
-             "mtp_weights": [1.0], "vocab": vocab}  # fmt: skip
+    small = {"dim": 16, "heads": 2, "kv_heads": 1, "layers": 1, "hidden": 24, "context": 96, "head_dim": 8,
+             "mtp_heads": 1, "mtp_weights": [1.0], "vocab": vocab}  # fmt: skip
     config = spec.config.from_dict({**usual, **{k: v for k, v in small.items() if k in usual}, **fields})
     model = spec.build(config, get_backend("numpy", "fp32", workers=1))
     model.initialise(0)
@@ -211,13 +212,12 @@ def _runs(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def _pretrain_once(folder: Path) -> None:
-    import os
-
     before = os.getcwd()
     os.chdir(folder)
     try:
-        pretrain.main("--data inputs/text.txt --tokenizer tokenizers/ours.json --steps 1 --batch-size 2 --workers 1 --out "
-                      "first --backend numpy --set vocab=300".split() + TINY)  # fmt: skip
+        flags = "--data inputs/text.txt --tokenizer tokenizers/ours.json --steps 1 --batch-size 2 --workers 1 " \
+                "--backend numpy --out first --set vocab=300"  # fmt: skip
+        pretrain.main(flags.split() + TINY)
     finally:
         os.chdir(before)
     found = checkpoint.read_meta(checkpoint.latest(folder / "first"))
@@ -235,13 +235,14 @@ def _foreign(folder: Path, tokenizer: Tokenizer) -> None:
     (folder / "llama2c").mkdir()
     save_pretrained(_model("llama", pieces.vocab_size), pieces, folder / "llama2c" / "model.bin")
     # In shards, with an index.
-    (folder / "sharded").mkdir()
-    for file in (folder / "llama").iterdir():
-        (folder / "sharded" / file.name.replace("model.safetensors", "model-00001.safetensors")).write_bytes(file.read_bytes())
+    sharded, shard = folder / "sharded", "model-00001.safetensors"
+    shutil.copytree(folder / "llama", sharded)
+    (sharded / "model.safetensors").rename(sharded / shard)
     raw = (folder / "llama" / "model.safetensors").read_bytes()
     names = [n for n in json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]) if n != "__metadata__"]
-    _write_json(folder / "sharded" / "model.safetensors.index.json", {"weight_map": dict.fromkeys(names, "model-00001.safetensors")})
-    (folder / "sharded" / "chat_template.jinja").write_text("{{ '### Instruction:' }}{{ '### Response:' }}", encoding="utf-8")
+    _write_json(sharded / "model.safetensors.index.json", {"weight_map": dict.fromkeys(names, shard)})
+    template = "{{ '### Instruction:' }}{{ '### Response:' }}"
+    (sharded / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def _gpt2_files(folder: Path, tokenizer: Tokenizer) -> None:
@@ -251,11 +252,13 @@ def _gpt2_files(folder: Path, tokenizer: Tokenizer) -> None:
     order = BYTE_ORDERS["gpt2"]
     spelt = [*map(chr, GPT2_PRINTABLE), *(chr(256 + n) for n in range(256 - len(GPT2_PRINTABLE)))]
     letters = {byte: spelt[index] for index, byte in enumerate(order)}
-    words = ["".join(letters[byte] for byte in tokenizer.token_bytes(id)) for id in range(256, 256 + len(tokenizer.merges))]
-    lines = ["#version: 0.2"]
-    for left, right in tokenizer.merges:
-        lines.append(" ".join("".join(letters[byte] for byte in tokenizer.token_bytes(id)) for id in (left, right)))
-    vocabulary = {word: id for id, word in enumerate([*spelt, *words, "<|endoftext|>"])}
+
+    def word(id: int) -> str:
+        return "".join(letters[byte] for byte in tokenizer.token_bytes(id))
+
+    words = [word(256 + number) for number in range(len(tokenizer.merges))]
+    lines = ["#version: 0.2", *(f"{word(left)} {word(right)}" for left, right in tokenizer.merges)]
+    vocabulary = {text: id for id, text in enumerate([*spelt, *words, "<|endoftext|>"])}
     _write_json(folder / "vocab.json", vocabulary)
     (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

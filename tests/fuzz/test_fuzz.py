@@ -1,4 +1,4 @@
-"""The fuzzer itself: it repeats, it reads good files, it notices each kind of fault, and a few seconds of it find none."""
+"""The fuzzer: it repeats itself, reads good files, notices each kind of fault, and in a few seconds finds none."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def test_each_kind_of_fault_is_noticed() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("good") == found.pop("refused") == ""
     words = {"traceback": "JSONDecodeError", "abort": "SIGABRT", "status": "status 7", "hang": "killed",
-             "memory": "more than 1024 MiB", "two lines": "2 lines of error", "escape": "control character"}  # fmt: skip
+             "memory": "more than 1024 MiB", "two lines": "2 lines of error",
+             "escape": "control character"}  # fmt: skip
     assert found.keys() == words.keys()
     for name, word in words.items():
         assert word in found[name]

@@ -14,8 +14,7 @@ import argparse
 import os
 
 # One BLAS thread: a process with threads cannot be forked.
-for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[_name] = "1"
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import sys
 import tempfile
@@ -142,8 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{'':<10}  {'status':>6}  {'first, MiB':>10}  {'last, MiB':>9}  {'peak, MiB':>9}  {'growth':>7}")
     for each in found:
         samples = each.samples or [0]
-        print(f"{each.name:<10}  {each.status:>6}  {samples[len(samples) // 4] / MIB:>10.1f}  {samples[-1] / MIB:>9.1f}  "
-              f"{max(samples) / MIB:>9.1f}  {each.growth:>7.2%}  {each.work}")  # fmt: skip
+        first, last, peak = samples[len(samples) // 4] / MIB, samples[-1] / MIB, max(samples) / MIB
+        print(f"{each.name:<10}  {each.status:>6}  {first:>10.1f}  {last:>9.1f}  {peak:>9.1f}  {each.growth:>7.2%}  "
+              f"{each.work}")  # fmt: skip
     return int(not all(each.good for each in found))
 
 
