@@ -74,8 +74,7 @@ def save(
 
     final = out / f"{_PREFIX}{step:08d}"
     try:
-        for stale in out.glob(f".partial-{_PREFIX}*"):
-            shutil.rmtree(stale, ignore_errors=True)
+        sweep(out)
         files = {
             "model.safetensors": to_bytes(weights),
             "optimizer.safetensors": to_bytes(optimizer),
@@ -102,6 +101,12 @@ def save(
                 print(f"warning: cannot remove the old checkpoint {old}: {error.strerror}; the next save tries again",
                       file=sys.stderr)  # fmt: skip
     return final
+
+
+def sweep(out: Path) -> None:
+    """Remove what a killed run has left of checkpoints that it wrote or removed. The caller holds the folder."""
+    for stale in out.glob(f".partial-{_PREFIX}*"):
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def export(

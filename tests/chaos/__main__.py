@@ -82,6 +82,12 @@ class Chaos:
     def said(self) -> str:
         return self.folder.with_suffix(".err").read_text(encoding="utf-8", errors="replace")[-3000:]
 
+    def is_held(self) -> bool:
+        """Whether the last run was refused because of a child that a kill has left behind."""
+        logs = self.folder.glob("out/*/*/log.txt")  # of an ablation's runs
+        said = [self.said(), *(path.read_text(encoding="utf-8", errors="replace")[-3000:] for path in logs)]
+        return any(word in text for text in said for word in BUSY)
+
     def finish(self, command: Command, prepare: Callable[[], None]) -> None:
         """Run the command to its end. One that was killed may have left children that still hold the folder."""
         until = time.monotonic() + LONGEST
@@ -94,7 +100,7 @@ class Chaos:
                 return
             if status is None:
                 raise Failure(f"did not end within {LONGEST:.0f} s; it said: {self.said()}")
-            if not any(word in self.said() for word in BUSY):
+            if not self.is_held():
                 raise Failure(f"ended with status {status}; it said: {self.said()}")
             time.sleep(0.1)
         raise Failure(f"what was killed held the folder for {LONGEST:.0f} s")
@@ -107,7 +113,7 @@ class Chaos:
         if child is None:
             return False
         status = wait_for(child, LONGEST if at else rng.uniform(0.0, 1.05 * whole.seconds), alone)
-        if status not in (None, 0, -signal.SIGKILL) and not any(word in self.said() for word in BUSY):
+        if status not in (None, 0, -signal.SIGKILL) and not self.is_held():
             raise Failure(f"ended with status {status} after a kill; it said: {self.said()}")
         return status in (None, -signal.SIGKILL)
 

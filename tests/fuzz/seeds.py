@@ -178,7 +178,7 @@ def _zip(path: Path, members: dict[str, str]) -> None:
 # --- runs, and models of others ---------------------------------------------------------------------------------------
 
 
-def _model(name: str, vocab: int, **fields: Any) -> Any:
+def small_model(name: str, vocab: int, **fields: Any) -> Any:
     spec = find_model(name)
     usual = next(iter(spec.presets.values())).to_dict()
     small = {"dim": 16, "heads": 2, "kv_heads": 1, "layers": 1, "hidden": 24, "context": 96, "head_dim": 8,
@@ -191,7 +191,7 @@ def _model(name: str, vocab: int, **fields: Any) -> Any:
 
 def _runs(folder: Path, tokenizer: Tokenizer) -> None:
     """run: of recipes/pretrain.py, with two of two steps taken. sft: only its checkpoint."""
-    model = _model("nanoeuler", tokenizer.vocab_size)
+    model = small_model("nanoeuler", tokenizer.vocab_size)
     weights = named(model.buffer, model.buffer.masters, model.backend)
     moments = {f"{m}.{name}": np.zeros_like(value) for m in "mv" for name, value in weights.items()}
     settings = PretrainSettings(
@@ -228,12 +228,12 @@ def _pretrain_once(folder: Path) -> None:
 
 def _foreign(folder: Path, tokenizer: Tokenizer) -> None:
     pieces = sentencepiece()
-    save_pretrained(_model("llama", pieces.vocab_size), pieces, folder / "llama")
-    save_pretrained(_model("gpt2", tokenizer.vocab_size), tokenizer, folder / "gpt2")
+    save_pretrained(small_model("llama", pieces.vocab_size), pieces, folder / "llama")
+    save_pretrained(small_model("gpt2", tokenizer.vocab_size), tokenizer, folder / "gpt2")
     (folder / "gpt2" / "tokenizer.json").unlink()
     _gpt2_files(folder / "gpt2", tokenizer)
     (folder / "llama2c").mkdir()
-    save_pretrained(_model("llama", pieces.vocab_size), pieces, folder / "llama2c" / "model.bin")
+    save_pretrained(small_model("llama", pieces.vocab_size), pieces, folder / "llama2c" / "model.bin")
     # In shards, with an index.
     sharded, shard = folder / "sharded", "model-00001.safetensors"
     shutil.copytree(folder / "llama", sharded)

@@ -71,9 +71,11 @@ def save_pretrained(
         tokenizers.write_modelfile(path, tokenizer, template, model.config.context)
         return
     if format == "llama2c":
-        place = tokenizers.place_for_llama2c(path, tokenizer)
-        llama2c.write_file(path, foreign.weights_of(model))
+        place, weights = tokenizers.place_for_llama2c(path, tokenizer), foreign.weights_of(model)
+        llama2c.check(path, weights.config)
+        # The model last: a kill between the two must not leave one that has no tokenizer, and cannot be written again.
         tokenizers.write_for_llama2c(place, tokenizer)
+        llama2c.write_file(path, weights)
         return
     content = {
         "kind": "pretrain", "step": 0, **(meta or {}), "format": checkpoint.FORMAT, "model": spec.name,
