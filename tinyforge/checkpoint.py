@@ -210,12 +210,19 @@ def read_meta(path: Path) -> dict[str, Any]:
     meta = read_json(path / "meta.json", "the meta data", fix=_USE_ANOTHER)
     if meta.get("format") != FORMAT:
         raise UserError(f"checkpoint {path}: format {shown(meta.get('format'))}, this program reads {FORMAT}")
+    require(path, meta, "kind", "step", "config")
     for part in (meta, meta.get("base", {})):
         for name, wanted in _TYPES.items():
             if name in part and not isinstance(part[name], (int, float) if wanted is float else wanted):
                 got = f"got {name} {shown(part[name])}, wanted {JSON_NAMES[wanted]}"
                 raise UserError(f"checkpoint {path}: meta.json is damaged: {got}; {_USE_ANOTHER}")
     return meta
+
+
+def require(path: Path, meta: dict[str, Any], *names: str) -> None:
+    """UserError where a checkpoint's meta.json lacks one of `names`."""
+    if missing := next((name for name in names if name not in meta), ""):
+        raise UserError(f"checkpoint {path}: meta.json has no {missing!r}; {_USE_ANOTHER}")
 
 
 def _tensors(file: Path) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ import io
 import json
 import struct
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from data import corpus_report
 from data.download import Downloader, Patience
 from data.files import zip_members
 from data.source import Document, SourceWriter, read_source
-from tests.fuzz.seeds import sentencepiece, small_model
+from recipes import sft
+from tests.fuzz.seeds import mend_checkpoint, sentencepiece, small_model
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
@@ -24,7 +26,7 @@ from tinyforge.hub import build, load_pretrained, pretrained, save_pretrained
 from tinyforge.params import named
 from tinyforge.text.command import read_ids
 from tinyforge.train.run import claimed
-from tinyforge.train.settings import PretrainSettings
+from tinyforge.train.settings import PretrainSettings, parse
 
 
 def fault_of(call: object, *arguments: object) -> str:
@@ -82,6 +84,31 @@ def test_a_config_that_is_not_that_of_the_weights_takes_no_memory(tmp_path: Path
     huge = meta | {"config": model.config.to_dict() | {"vocab": 1 << 24, "dim": 1 << 16, "head_dim": 1 << 16}}
     # Built for real this takes 2 ** 40 numbers.
     assert "the model wants" in fault_of(build, replace(saved, meta=huge), get_backend("numpy", "fp32", workers=1))
+
+
+@pytest.mark.parametrize(
+    ("lost", "call"),
+    [
+        ("kind", lambda run: checkpoint.load(run)),
+        ("step", lambda run: checkpoint.load(run)),
+        ("config", lambda run: checkpoint.load(run)),
+        ("settings", lambda run: parse(PretrainSettings, "", ["--resume", "--out", str(run)])),
+        ("elapsed", lambda run: parse(PretrainSettings, "", ["--resume", "--out", str(run)])),
+        ("base", lambda run: sft.main(["--resume", "--out", str(run)])),
+    ],
+)
+def test_meta_data_that_lack_something(tmp_path: Path, lost: str, call: Callable[[Path], object]) -> None:
+    tokenizer = sentencepiece()
+    model = small_model("llama", tokenizer.vocab_size)
+    weights = named(model.buffer, model.buffer.masters, model.backend)
+    meta = {"kind": "sft", "model": "llama", "config": model.config.to_dict(), "tokenizer_hash": tokenizer.hash(),
+            "elapsed": 1.0, "settings": PretrainSettings().to_dict(), "base": {}}  # fmt: skip
+    path = checkpoint.save(tmp_path / "run", 1, weights, {"m": np.zeros(1)}, tokenizer, meta, keep=0) / "meta.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    del content[lost]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    mend_checkpoint(tmp_path)
+    assert f"meta.json has no '{lost}'; use another checkpoint" in fault_of(call, tmp_path / "run")
 
 
 def test_a_context_that_no_model_has() -> None:
