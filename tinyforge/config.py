@@ -13,7 +13,7 @@ ABOVE_ZERO = ("rope_theta", "norm_eps")
 """Fields that are divided by or whose logarithm is taken, in whichever config has them."""
 
 MOST, MOST_POSITIONS, MOST_REPEATED = 1 << 24, 1 << 20, 1 << 10
-"""The largest size that a model may have, context, for all of which there are tables, and number of parts that are built
+"""The largest size that a model may have, context, which has tables of its length, and number of parts that are built
 one by one: what is larger is a slip, and would take hours to be found too large for any memory."""
 REPEATED = ("layers", "mtp_heads")
 

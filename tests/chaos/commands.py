@@ -5,6 +5,7 @@ A new command that writes gets a line in COMMANDS.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -74,7 +75,8 @@ def _into_folder(main: Main) -> Main:
 
 
 def commands(url: str) -> list[Command]:
-    """All of them. url: of the server that `publish` has filled."""
+    """All of them. url: of the server that has the `stories`."""
+    gguf = Command("convert to GGUF", _into_folder(_convert_to_file), "inputs/sft out/model.gguf")
     return [
         Command("pretrain, text", pretrain.main, f"--data inputs/inputs/text.txt {TOKENIZER} {SHAPE} --steps "
                 f"{STEPS} {PLAN} --workers 2 --out out --card", "--resume --out out --card"),
@@ -103,13 +105,14 @@ def commands(url: str) -> list[Command]:
                 "--workers 2"),
         Command("convert to Hugging Face", convert.main, "inputs/sft out", once=True),
         Command("convert to ours", convert.main, "inputs/llama out --format tinyforge", once=True),
-        Command("convert to llama2.c", _into_folder(_convert_to_llama2c), "inputs/llama2c/model.bin out/model.bin"),
+        Command("convert to llama2.c", _into_folder(_convert_to_file), "inputs/llama2c/model.bin out/model.bin"),
+        *([gguf] if importlib.util.find_spec("gguf") else []),  # an extra
         Command("conversation", _save_conversation, "out/talk.json"),
     ]  # fmt: skip
 
 
-def _convert_to_llama2c(arguments: list[str]) -> Any:
-    """A model that is there is refused, and is whole; its tokenizer lies beside it, and is written after it."""
+def _convert_to_file(arguments: list[str]) -> Any:
+    """A model that is there is refused; it and what lies beside it must then be whole."""
     return None if Path(arguments[1]).exists() else convert.main(arguments)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the commands are forked")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="commands are forked, and /proc is read")
 
 # Commands that lose something by a kill. In a process of its own: pytest's has threads.
 FAULTS = """

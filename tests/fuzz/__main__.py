@@ -38,11 +38,13 @@ from typing import Any
 
 import matplotlib.pyplot  # noqa: F401  (once, not in every child)
 import tqdm
+from matplotlib.figure import Figure
 
 from tests.fuzz.child import MIB, Limits, Outcome, run_child
 from tests.fuzz.mutate import mutate
 from tests.fuzz.readers import READERS, Reader
 from tests.fuzz.seeds import make_seeds
+from tinyforge.train import metrics
 
 SECONDS, MEMORY = 2.0, 1 << 30  # that a command may take
 LIMITS = Limits(5 * SECONDS, MEMORY)
@@ -111,7 +113,7 @@ class Fuzzer:
 
     def _run(self, reader: Reader, data: bytes, mended: bool) -> Outcome:
         case = self.case(reader, data, mended)
-        return run_child(lambda: reader.main(reader.arguments()), case, self.limits, prepare)
+        return run_child(lambda: reader.main(reader.arguments()), case, self.limits, lambda: prepare(reader.draws))
 
     def save(self, reader: Reader, seed: int, data: bytes, outcome: Outcome, fault: str) -> str:
         """Keep a file that failed; returns the lines that say so."""
@@ -126,10 +128,12 @@ class Fuzzer:
         return f"FAILED {reader.name}, seed {seed}: {fault}\n  {again}"
 
 
-def prepare() -> None:
-    """In the child: what a failing library must not wait for, and no progress bars of a thread that is not there."""
-    os.environ["MPLCONFIGDIR"] = str(Path.cwd())
+def prepare(draws: bool) -> None:
+    """In the child: no thread behind progress bars, and no pictures unless they are meant."""
     tqdm.tqdm.monitor_interval = 0
+    if not draws:
+        Figure.savefig = lambda self, target, **how: Path(target).write_bytes(b"a picture")
+        metrics.plot = lambda rows, target: False
 
 
 def fault_of(reader: Reader, outcome: Outcome) -> str:

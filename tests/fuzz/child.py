@@ -3,7 +3,7 @@
     outcome = run_child(lambda: chat.main(["--checkpoint", "run"]), folder, Limits())
 
 The child is a copy of this process, so that modules are imported once: a command takes milliseconds. It has its own
-session, no standard input, and the folder as its working directory. The caller must have no threads.
+session, no standard input, and the folder as its working directory. The caller must have no threads. Linux alone.
 """
 
 from __future__ import annotations
@@ -53,21 +53,23 @@ def run_child(main: Callable[[], object], folder: Path, limits: Limits, prepare:
     names = [folder.with_name(f"{folder.name}.{stream}") for stream in ("out", "err")]
     child = start_child(main, folder, names, limits.memory, prepare)
     began, slow = time.monotonic(), False
-    pause = 0.0005
-    while not os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+    pause, waited = 0.0005, 0.0
+    while True:
+        waited = queued(child)  # before it is gone
+        pid, code, usage = os.wait4(child, os.WNOHANG)
+        if pid:
+            break
         if time.monotonic() - began > limits.seconds and not slow:
             os.kill(child, signal.SIGKILL)
             slow = True
         time.sleep(pause)
         pause = min(2 * pause, 0.01)
-    seconds = time.monotonic() - began - queued(child)
-    _, code, usage = os.wait4(child, 0)
+    seconds = time.monotonic() - began - waited
     end_session(child)
     stdout, stderr = (name.read_bytes().decode("utf-8", "backslashreplace") for name in names)
     for name in names:
         name.unlink()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return Outcome(os.waitstatus_to_exitcode(code), stdout, stderr, seconds, usage.ru_maxrss * unit, slow)
+    return Outcome(os.waitstatus_to_exitcode(code), stdout, stderr, seconds, usage.ru_maxrss * 1024, slow)
 
 
 def start_child(
@@ -110,19 +112,16 @@ def start_child(
 
 
 def queued(process: int) -> float:
-    """Seconds that a process was ready to run while others ran; 0 where the system does not say."""
+    """Seconds that a process was ready to run while others ran; 0 where the kernel does not count them."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{process}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
     return 0.0
 
 
 def data_bytes() -> int:
-    """What counts towards RLIMIT_DATA now; 0 where the system does not say."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmData:"):
-                return int(line.split()[1]) * 1024
-    return 0
+    """What counts towards RLIMIT_DATA now."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
 
 
 def end_session(child: int) -> int:

@@ -47,8 +47,8 @@ def mutate(data: bytes, rng: random.Random, others: Sequence[bytes] = ()) -> byt
     if b"\n" in data[:4000] and b"\0" not in data[:4000]:
         kinds += [_as_lines] * 2
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        data = rng.choice(kinds)(data, rng, others)
-    return data[:MOST]
+        data = rng.choice(kinds)(data, rng, others)[:MOST]
+    return data
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -152,7 +152,8 @@ def _changed(content: Any, rng: random.Random) -> bytes:
     elif kind == 2 and isinstance(holder, dict):
         holder[rng.choice((*TEXTS, str(key) * 2, "format", "name"))] = holder.pop(key)
     elif kind == 3 and isinstance(holder, list):
-        holder[key:key] = [value] * rng.choice((1, 2, 5000))
+        room = MOST // (1 + len(json.dumps(value)))
+        holder[key:key] = [value] * min(room, rng.choice((1, 2, 5000)))
     elif kind == 4:
         other, place = rng.choice(places)
         holder[key] = other[place]
@@ -195,7 +196,8 @@ def _as_lines(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes
     if kind == 0:
         del lines[at]
     elif kind == 1:
-        lines[at:at] = [lines[rng.randrange(len(lines))]] * rng.choice((1, 3, 2000))
+        line = lines[rng.randrange(len(lines))]
+        lines[at:at] = [line] * min(MOST // (1 + len(line)), rng.choice((1, 3, 2000)))
     elif kind == 2:
         rng.shuffle(lines)
     elif kind == 3:

@@ -6,6 +6,7 @@ new format gets a line here, and its good files in seeds.py.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,8 @@ STEP = "--steps 2 --batch-size 2 --workers 1 --backend numpy --out out --tokeniz
 class Reader:
     """target: the file to be changed, in the folder of seeds. needs: the files and folders that are copied beside it.
     words: the command's, with {} for the target. mend: makes hashes agree again. statuses: that it may end with. raw:
-    it prints bytes as they are."""
+    it prints bytes as they are. draws: what is in the file gets into a picture; the other readers' are not drawn, since
+    that takes ten times as long as the reading."""
 
     name: str
     target: str
@@ -41,6 +43,7 @@ class Reader:
     mend: Callable[[Path], None] | None = None
     statuses: tuple[int, ...] = (0, 2)
     raw: bool = False
+    draws: bool = False
 
     def arguments(self) -> list[str]:
         return [word.replace("{}", self.target) for word in self.words.split()]
@@ -129,7 +132,7 @@ READERS = [
                 "--base run --data inputs/alpaca.json --steps 1 --batch-size 2 --workers 1 --backend numpy --out out",
                 "inputs/alpaca.json"),
     _checkpoint("checkpoint to convert", "sft/step-00000002/meta.json", convert.main, "sft out"),
-    Reader("metrics.jsonl", "run/metrics.jsonl", pretrain.main, _RESUME, ("run", *_RUN)),
+    Reader("metrics.jsonl", "run/metrics.jsonl", pretrain.main, _RESUME, ("run", *_RUN), draws=True),
     Reader("scores.json", "run/scores.json", pretrain.main, f"{_RESUME} --card", ("run", *_RUN)),
     Reader("conversation", "inputs/talk.json", _conversation, "{}", ("sft",)),
     # what training is given
@@ -167,7 +170,7 @@ READERS = [
            "--base run --data instructions/alpaca.json --steps 1 --batch-size 2 --workers 1 --backend numpy --out out",
            ("run", "instructions")),
     Reader("filters", "inputs/filters.sql", corpus.main, "source --out out --workers 1 --filters {}", ("source",)),
-    Reader("corpus, catalogue", "corpus/corpus.duckdb", corpus.main, "report corpus", ("corpus",)),
+    Reader("corpus, catalogue", "corpus/corpus.duckdb", corpus.main, "report corpus", ("corpus",), draws=True),
     Reader("corpus, there already", "corpus/corpus.json", corpus.main,
            "source --out corpus --workers 1 --val-share 0.3", ("corpus", "source")),
     _corpus("corpus.json", "corpus/corpus.json", shards.main, "--corpus corpus --out out --workers 1 --vocab-size 280",
@@ -195,3 +198,5 @@ READERS = [
     Reader("GPT-2, merges.txt", "gpt2/merges.txt", convert.main, "gpt2 out --format tinyforge", ("gpt2",)),
     Reader("llama2.c, model.bin", "llama2c/model.bin", convert.main, "{} out --format tinyforge", ("llama2c",)),
 ]  # fmt: skip
+if importlib.util.find_spec("gguf"):  # an extra
+    READERS.append(Reader("GGUF, model.gguf", "gguf/model.gguf", convert.main, "{} out --format tinyforge", ("gguf",)))

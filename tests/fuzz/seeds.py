@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -232,6 +233,9 @@ def _foreign(folder: Path, tokenizer: Tokenizer) -> None:
     save_pretrained(small_model("gpt2", tokenizer.vocab_size), tokenizer, folder / "gpt2")
     (folder / "gpt2" / "tokenizer.json").unlink()
     _gpt2_files(folder / "gpt2", tokenizer)
+    if importlib.util.find_spec("gguf"):
+        (folder / "gguf").mkdir()
+        save_pretrained(small_model("llama", pieces.vocab_size), pieces, folder / "gguf" / "model.gguf", dtype="f16")
     (folder / "llama2c").mkdir()
     save_pretrained(small_model("llama", pieces.vocab_size), pieces, folder / "llama2c" / "model.bin")
     # In shards, with an index.

@@ -62,11 +62,12 @@ class Soaked:
 
 
 def held_by(process: int) -> int:
-    """The bytes that a process and its descendants hold; what they share is counted in each."""
+    """The bytes that a process and its descendants hold, without those of files, which are read into memory bit by bit
+    and can be dropped; what they share is counted in each."""
     total = 0
     with suppress(OSError):  # it has ended
         for line in Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmRSS:"):
+            if line.startswith(("RssAnon:", "RssShmem:")):
                 total += int(line.split()[1]) * 1024
         for child in Path(f"/proc/{process}/task/{process}/children").read_text(encoding="ascii").split():
             total += held_by(int(child))
@@ -132,9 +133,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--seconds", type=float, default=600.0, help="for how long (default: %(default)s)")
     p.add_argument("--memory", type=int, default=256, metavar="MIB", help="that each may take (default: %(default)s)")
     args = p.parse_args(argv)
-    if not Path("/proc/self/status").exists():
-        print("skipped: /proc, where Linux tells what a process holds, is not there")
-        return 0
     matplotlib.use("Agg")
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         found = [part(Path(folder), args.seconds / 2, args.memory * MIB) for part in (train, talk)]

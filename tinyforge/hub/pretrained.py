@@ -67,8 +67,11 @@ def save_pretrained(
     if format == "gguf":
         template = TEMPLATES[template_of(meta or {})]
         own_keys = tokenizers.for_gguf(tokenizer, model.config.vocab, template)
-        gguf.write_file(path, foreign.weights_of(model), {"general.name": spec.title, **own_keys}, dtype)
-        tokenizers.write_modelfile(path, tokenizer, template, model.config.context)
+
+        def beside() -> None:
+            tokenizers.write_modelfile(path, tokenizer, template, model.config.context)
+
+        gguf.write_file(path, foreign.weights_of(model), {"general.name": spec.title, **own_keys}, dtype, beside)
         return
     if format == "llama2c":
         place, weights = tokenizers.place_for_llama2c(path, tokenizer), foreign.weights_of(model)
