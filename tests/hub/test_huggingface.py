@@ -113,6 +113,7 @@ def test_a_tied_head_may_be_written_twice_but_not_differ(tmp_path: Path) -> None
     [
         ({"architectures": ["MambaForCausalLM"]}, "architecture 'MambaForCausalLM'; supported: GPT2LMHeadModel, Llama"),
         ({"architectures": None}, "architectures is None, wants a list of one name"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "wants a list of one name"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
         ({"attention_bias": True}, "attention_bias is True; supported: False"),
         ({"mlp_bias": True}, "mlp_bias is True; supported: False"),
@@ -135,6 +136,7 @@ def test_a_tied_head_may_be_written_twice_but_not_differ(tmp_path: Path) -> None
         ({"vocab_size": 12}, r"model.embed_tokens.weight has shape \(11, 8\), config.json asks for \(12, 8\)"),
         ({"tie_word_embeddings": True}, "tensor lm_head.weight has no place"),
         ({"architectures": ["Qwen2ForCausalLM"]}, "tensor model.layers.0.self_attn.q_proj.bias is missing"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": [[]]}, "layer_types is no list of texts"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4,
           "max_window_layers": 1}, "layers with and without a sliding window"),
     ],
@@ -156,7 +158,8 @@ def test_a_config_that_is_not_supported_is_one_line(values: dict[str, Any], mess
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False; supported: True"),
         ({"n_head": 3}, "dim 8 is not divisible by heads 3"),
         ({"resid_pdrop": 1.0}, "dropout is 1.0"),
-        ({"n_positions": 10**12}, r"transformer.wpe.weight has shape \(9, 8\), config.json asks for \(10+, 8\)"),
+        ({"n_positions": 10**6}, r"transformer.wpe.weight has shape \(9, 8\), config.json asks for \(10+, 8\)"),
+        ({"n_positions": 10**12}, "context is 1,000,000,000,000, wants at most"),
     ],
 )
 def test_a_gpt2_that_is_not_supported_is_one_line(values: dict[str, Any], message: str, tmp_path: Path) -> None:
