@@ -90,17 +90,21 @@ def save(
             f"cannot save a checkpoint in {out}: {getattr(cause, 'strerror', None) or error}; {stays}. Free some "
             "space, then continue with --resume"
         ) from error
-    if keep > 0:
-        for old in steps(out)[:-keep]:
-            # Renamed first: a kill half-way leaves a hidden directory, never half a checkpoint.
-            doomed = out / f".partial-{old.name}"
-            try:
-                replace(old, doomed)
-                shutil.rmtree(doomed)
-            except OSError as error:  # the new one is saved: that is no reason to stop
-                print(f"warning: cannot remove the old checkpoint {old}: {error.strerror}; the next save tries again",
-                      file=sys.stderr)  # fmt: skip
+    prune(out, keep)
     return final
+
+
+def prune(out: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints (0 keeps all). What cannot be removed is named on stderr."""
+    for old in steps(out)[:-keep] if keep else []:
+        # Renamed first: a kill half-way leaves a hidden directory, never half a checkpoint.
+        doomed = out / f".partial-{old.name}"
+        try:
+            replace(old, doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:  # the new one is saved: that is no reason to stop
+            print(f"warning: cannot remove the old checkpoint {old}: {error.strerror}; the next save tries again",
+                  file=sys.stderr)  # fmt: skip
 
 
 def sweep(out: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import struct
 import zipfile
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from data import corpus_report
 from data.download import Downloader, Patience
 from data.files import zip_members
 from data.source import Document, SourceWriter, read_source
-from recipes import sft
+from recipes import pretrain, sft
 from tests.fuzz.seeds import mend_checkpoint, sentencepiece, small_model
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
@@ -137,6 +138,18 @@ def test_a_kill_while_the_last_old_checkpoint_is_removed(tmp_path: Path) -> None
     (doomed / "meta.json").write_text("{}", encoding="utf-8")
     with claimed(PretrainSettings(out=str(tmp_path / "run")), resume=True):
         assert not doomed.exists()
+
+
+def test_a_kill_between_the_last_save_and_the_removal_of_older_ones(tmp_path: Path) -> None:
+    """The run has taken all its steps: resumed, it saves nothing more."""
+    (tmp_path / "text.txt").write_text("It was the best of times. " * 200, encoding="utf-8")
+    out = tmp_path / "run"
+    flags = "--steps 2 --save-every 1 --batch-size 2 --workers 1 --backend numpy --set dim=16 heads=2 kv_heads=1 " \
+            "layers=1 hidden=24 context=16 mtp_heads=1 vocab=260".split()  # fmt: skip
+    pretrain.main(["--data", str(tmp_path / "text.txt"), "--out", str(out), "--keep", "1", *flags])
+    shutil.copytree(out / "step-00000002", out / "step-00000001")
+    pretrain.main(["--resume", "--out", str(out)])
+    assert [path.name for path in checkpoint.steps(out)] == ["step-00000002"]
 
 
 def test_a_kill_between_a_model_and_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

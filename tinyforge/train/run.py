@@ -318,6 +318,7 @@ class Run:
     def finish(self) -> Path:
         """Draw the curve and say how it went; after a signal leave the process."""
         last = self.last_saved or self.save()
+        checkpoint.prune(self.out, self.settings.keep)  # a kill after the last save has left that to us
         rows, picture = metrics.read(self.log.path), self.out / "loss.png"
         written = [last, self.log.path]
         resume = f"--resume --out {shlex.quote(str(self.out))}"
