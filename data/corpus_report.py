@@ -65,7 +65,7 @@ def render(corpus: Path) -> str:
                 total = chosen.setdefault(outcome, [0, 0, 0])
                 for index, value in enumerate((documents, size, tokens or 0)):
                     total[index] += value
-        everything = [sum(column) for column in zip(*chosen.values(), strict=True)]
+        everything = [sum(column) for column in zip((0, 0, 0), *chosen.values(), strict=True)]
         ordered = sorted(chosen.items(), key=lambda item: (not item[0].startswith("kept"), item[0]))
         lines += ["", f"## {source or 'All sources'}", ""]
         lines += _table(

@@ -161,6 +161,7 @@ class Downloader:
             check_url(url)
         make_folder(job.path.parent)
         if (whole := _whole(job)) is not None:
+            _Part(job.path).discard()  # left by a kill just after the renaming
             return whole
         faults: list[tuple[str, _Fault]] = []
         for url in job.urls:

@@ -148,7 +148,7 @@ def zip_members(path: Path) -> list[Member]:
     try:
         # Opened once: its directory is read as a whole, and each member's opening would take as long as that.
         archive = zipfile.ZipFile(path)
-        members = [member for member in archive.infolist() if not member.is_dir()]
+        members = [member for member in archive.infolist() if not member.filename.endswith("/")]
         packed = path.stat().st_size
     except FileNotFoundError:
         raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}") from None

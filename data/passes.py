@@ -96,7 +96,9 @@ def duckdb_faults(what: str) -> Iterator[None]:
             raise UserError(f"{what}: {reason[:200]}; raise --memory-limit, or free disk space for spilling") from None
         if re.search(r"invalid string encoding|utf-?8|unicode", reason, re.IGNORECASE):
             raise UserError(f"{what}: has text that is not UTF-8 ({reason[:120]}); make the source again") from None
-        if isinstance(error, duckdb.IOException | duckdb.ConversionException | duckdb.InvalidInputException):
+        # What has no class of its own is from the readers of damaged files.
+        of_files = duckdb.IOException | duckdb.ConversionException | duckdb.InvalidInputException
+        if isinstance(error, of_files) or type(error) is duckdb.Error:
             raise UserError(f"{what}: {reason[:200]}; fix that and run again, complete files are kept") from None
         raise
 

@@ -12,6 +12,7 @@ bytes as that of a run that was not stopped. docs/shards.md describes the format
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -111,7 +112,7 @@ def read_corpus(folder: Path) -> Corpus:
 
     def check(file: Path) -> None:
         size, sha256 = listed[file.relative_to(folder).as_posix()]
-        if not file.is_file():
+        if not os.path.isfile(file):  # False for a name that no system takes
             raise UserError(f"{file}: is listed in {CORPUS} but missing; {remedy}")
         if file.stat().st_size != size:
             raise UserError(f"{file}: got {file.stat().st_size:,} bytes, {CORPUS} says {size:,}; {remedy}")

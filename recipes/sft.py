@@ -93,10 +93,13 @@ def open_base(settings: SftSettings, resume: bool) -> Opened:
     """What training starts from. A run of adapters resumes on its base, any other on itself."""
     out = Path(settings.out)
     if resume and settings.lora is None:
-        return open_model(out)
+        stopped = open_model(out)
+        checkpoint.require(stopped.path, stopped.meta, "base")  # only fine-tuning has it: nothing else goes on here
+        return stopped
     if resume:
         found = checkpoint.latest(out)
         meta = checkpoint.read_meta(found)
+        checkpoint.require(found, meta, "lora")
         base = open_model(lora.base_of(found, meta))
         lora.check_base(found, base, meta["lora"]["base_sha256"])
         return base

@@ -74,8 +74,7 @@ def save(
 
     final = out / f"{_PREFIX}{step:08d}"
     try:
-        for stale in out.glob(f".partial-{_PREFIX}*"):
-            shutil.rmtree(stale, ignore_errors=True)
+        sweep(out)
         files = {
             "model.safetensors": to_bytes(weights),
             "optimizer.safetensors": to_bytes(optimizer),
@@ -91,17 +90,27 @@ def save(
             f"cannot save a checkpoint in {out}: {getattr(cause, 'strerror', None) or error}; {stays}. Free some "
             "space, then continue with --resume"
         ) from error
-    if keep > 0:
-        for old in steps(out)[:-keep]:
-            # Renamed first: a kill half-way leaves a hidden directory, never half a checkpoint.
-            doomed = out / f".partial-{old.name}"
-            try:
-                replace(old, doomed)
-                shutil.rmtree(doomed)
-            except OSError as error:  # the new one is saved: that is no reason to stop
-                print(f"warning: cannot remove the old checkpoint {old}: {error.strerror}; the next save tries again",
-                      file=sys.stderr)  # fmt: skip
+    prune(out, keep)
     return final
+
+
+def prune(out: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints (0 keeps all). What cannot be removed is named on stderr."""
+    for old in steps(out)[:-keep] if keep else []:
+        # Renamed first: a kill half-way leaves a hidden directory, never half a checkpoint.
+        doomed = out / f".partial-{old.name}"
+        try:
+            replace(old, doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:  # the new one is saved: that is no reason to stop
+            print(f"warning: cannot remove the old checkpoint {old}: {error.strerror}; the next save tries again",
+                  file=sys.stderr)  # fmt: skip
+
+
+def sweep(out: Path) -> None:
+    """Remove what a killed run has left of checkpoints that it wrote or removed. The caller holds the folder."""
+    for stale in out.glob(f".partial-{_PREFIX}*"):
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def export(
@@ -181,7 +190,7 @@ def verify(path: Path) -> None:
         if not isinstance(wanted, str) or name != os.path.basename(name):
             raise UserError(f"checkpoint {path}: hashes.json has no hash of a file {name!r}; {_USE_ANOTHER}")
         file = path / name
-        if not file.is_file():
+        if not os.path.isfile(file):  # False for a name that no system takes
             raise UserError(f"checkpoint {path}: {name} is missing; {_USE_ANOTHER}")
         stat = file.stat()
         state = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, wanted)
@@ -205,12 +214,19 @@ def read_meta(path: Path) -> dict[str, Any]:
     meta = read_json(path / "meta.json", "the meta data", fix=_USE_ANOTHER)
     if meta.get("format") != FORMAT:
         raise UserError(f"checkpoint {path}: format {shown(meta.get('format'))}, this program reads {FORMAT}")
+    require(path, meta, "kind", "step", "config")
     for part in (meta, meta.get("base", {})):
         for name, wanted in _TYPES.items():
             if name in part and not isinstance(part[name], (int, float) if wanted is float else wanted):
                 got = f"got {name} {shown(part[name])}, wanted {JSON_NAMES[wanted]}"
                 raise UserError(f"checkpoint {path}: meta.json is damaged: {got}; {_USE_ANOTHER}")
     return meta
+
+
+def require(path: Path, meta: dict[str, Any], *names: str) -> None:
+    """UserError where a checkpoint's meta.json lacks one of `names`."""
+    if missing := next((name for name in names if name not in meta), ""):
+        raise UserError(f"checkpoint {path}: meta.json has no {missing!r}; {_USE_ANOTHER}")
 
 
 def _tensors(file: Path) -> dict[str, np.ndarray]:

@@ -12,9 +12,9 @@ from tinyforge.errors import UserError
 ABOVE_ZERO = ("rope_theta", "norm_eps")
 """Fields that are divided by or whose logarithm is taken, in whichever config has them."""
 
-MOST, MOST_REPEATED = 1 << 24, 1 << 10
-"""The largest size that a model may have, and number of parts that are built one by one: what is larger is a slip, and
-would take hours to be found too large for any memory."""
+MOST, MOST_POSITIONS, MOST_REPEATED = 1 << 24, 1 << 20, 1 << 10
+"""The largest size that a model may have, context, which has tables of its length, and number of parts that are built
+one by one: what is larger is a slip, and would take hours to be found too large for any memory."""
 REPEATED = ("layers", "mtp_heads")
 
 
@@ -35,7 +35,7 @@ class ModelConfig:
             value = getattr(self, f.name)
             if not all(math.isfinite(v) for v in (value if isinstance(value, tuple) else (value,)) if type(v) is float):
                 raise UserError(f"config: {f.name} is {value}, wants finite numbers")
-            most = MOST_REPEATED if f.name in REPEATED else MOST
+            most = MOST_REPEATED if f.name in REPEATED else MOST_POSITIONS if f.name == "context" else MOST
             if type(value) is int and value > most:
                 raise UserError(f"config: {f.name} is {value:,}, wants at most {most:,}")
             if f.name in ABOVE_ZERO and value <= 0:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tinyforge import checkpoint
 from tinyforge.backends import Backend
+from tinyforge.backends.phantom import PhantomBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.hub import lora
@@ -17,6 +18,7 @@ from tinyforge.hub.foreign import describe, is_foreign, open_weights
 from tinyforge.hub.huggingface import is_adapter
 from tinyforge.hub.opened import Loaded, Opened
 from tinyforge.hub.tokenizers import find_tokenizer, template_in
+from tinyforge.params import check_named
 from tinyforge.registry import ModelSpec, default_model, find_model, models
 from tinyforge.terminal import one_line
 from tinyforge.text import load_tokenizer
@@ -82,6 +84,8 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
             f"checkpoint {found.path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab}; "
             "use another checkpoint of the run"
         )
+    # A damaged config can ask for more memory than there is: it is compared with the weights before any is taken.
+    check_named(spec.build(config, PhantomBackend("fp32")).buffer, found.weights, found.path)
     tokenizer.reserve(config.vocab)
     return Opened(
         found.path, spec, config, tokenizer, found.meta, template_of(found.meta), lambda: iter(found.weights.items())

@@ -111,8 +111,6 @@ def claimed(settings: Settings, resume: bool) -> Iterator[None]:
     A recipe claims its folder before it prepares anything: what is wrong shows at once. Raises UserError.
     """
     out = Path(settings.out)
-    if checkpoint.steps(out) and not resume:
-        raise UserError(f"{out} already holds a run; continue it with --resume, or choose another --out")
     with ExitStack() as held:
         try:
             held.enter_context(locked(out, leave_nothing=True))
@@ -120,6 +118,10 @@ def claimed(settings: Settings, resume: bool) -> Iterator[None]:
             raise UserError(f"{out}: another run is writing there; wait for it, or choose another --out") from None
         except OSError as error:
             raise metrics.cannot_write_in(out, error) from error
+        # Asked while the folder is held: a run that ends just now must not be taken for none.
+        if checkpoint.steps(out) and not resume:
+            raise UserError(f"{out} already holds a run; continue it with --resume, or choose another --out")
+        checkpoint.sweep(out)
         yield
 
 
@@ -328,6 +330,7 @@ class Run:
     def finish(self) -> Path:
         """Draw the curve and say how it went; after a signal leave the process."""
         last = self.last_saved or self.save()
+        checkpoint.prune(self.out, self.settings.keep)  # a kill after the last save has left that to us
         rows, picture = metrics.read(self.log.path), self.out / "loss.png"
         written = [last, self.log.path]
         resume = f"--resume --out {shlex.quote(str(self.out))}"

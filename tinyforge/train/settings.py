@@ -324,7 +324,9 @@ def _flag(f: Field[Any]) -> str:
 def _resumed(kind: type[S], given: dict[str, Any], out: Path) -> S:
     if not checkpoint.steps(out):
         raise UserError(f"--resume: nothing to resume in {out}; start the run without --resume")
-    stored = kind.from_dict(checkpoint.load(out).meta["settings"])
+    found = checkpoint.load(out)
+    checkpoint.require(found.path, found.meta, "settings", "elapsed")
+    stored = kind.from_dict(found.meta["settings"])
     for f in fields(kind):
         name = f.name
         if f.metadata["changes"] != NOTHING and name in given and getattr(stored, name) != given[name]:
