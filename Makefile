@@ -4,11 +4,15 @@
 #   make demo PYTHON=python3.12    make it with another Python (3.11 or newer)
 #   make bench BENCH_FLAGS="--config base --backend cupy"
 #   make speedrun SPEEDRUN_FLAGS="--config small --books my-books/"
+#   make fuzz FUZZ_SECONDS=60      the same for chaos and soak
 
 VENV ?= .venv
 PYTHON ?= python3
 BENCH_FLAGS ?= --config small
 SPEEDRUN_FLAGS ?= --config small
+FUZZ_SECONDS ?= 600
+CHAOS_SECONDS ?= 1200
+SOAK_SECONDS ?= 3600
 DEMO := runs/demo
 
 RUN := $(VENV)/bin/python
@@ -17,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses 8 --dist 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo speedrun test test-all lint test-gpu bench clean
+.PHONY: help demo speedrun test test-all lint test-gpu fuzz chaos soak bench clean
 
 # The questions of the demo, one quoted string each. Their names and numbers are held out of training.
 QUESTIONS := \
@@ -60,6 +64,15 @@ lint: $(VENV)/.stamp-dev ## ruff, mypy, and the layers of the imports
 
 test-gpu: $(VENV)/.stamp-gpu ## the tests that need a CUDA GPU
 	$(RUN) -m pytest -q -m gpu
+
+fuzz: $(VENV)/.stamp-dev ## wrong files for every reader: ten minutes, see docs/robustness.md
+	$(RUN) -m tests.fuzz --seconds $(FUZZ_SECONDS)
+
+chaos: $(VENV)/.stamp-dev ## kill every command that writes, and compare bytes: twenty minutes
+	$(RUN) -m tests.chaos --seconds $(CHAOS_SECONDS)
+
+soak: $(VENV)/.stamp-dev ## train and chat for an hour in little memory
+	$(RUN) -m tests.soak --seconds $(SOAK_SECONDS)
 
 bench: $(VENV)/.stamp-dev ## time a training step
 	$(RUN) bench/train_step.py $(BENCH_FLAGS)

@@ -4,6 +4,7 @@
     python bench/attention.py --peer torch                              next to SDPA's flash kernels
     python bench/attention.py --precision tf32 --peer torch             in TF32, next to SDPA's memory-efficient kernels
     python bench/attention.py --shapes 8x2048 --heads 16 --peer torch   other shapes: BATCHxTOKENS
+    python bench/attention.py --documents 300                           and as --document-mask has it
     python bench/attention.py --peer torch --json result.json           and everything as one JSON object
 
 Both get the same random numbers as views of one packed qkv tensor, and their outputs and gradients must agree before
@@ -13,6 +14,9 @@ among sets of inputs that together exceed the cache, and the two take turns, a f
 
 PyTorch's kernels for float32 know no groups of heads: k and v are repeated for them, as a model has to do, and that is
 timed too. Each of their products is made of three in TF32, and so nearly as exact as float32's.
+
+With --documents N the same rows are timed again as several documents of N tokens on average, which see themselves
+alone. FLOP then count as without: a document less to look at shows as more of them a second.
 
 FLOP convention: causal, 4 D FLOP per query head and pair of positions s <= t in forward (two products), 2.5 times that
 in backward (five products; what a kernel computes twice does not count).
@@ -39,8 +43,9 @@ from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.kernel import bind
 from tinyforge.ops import Attention
 from tinyforge.report import add_json_flag, check_before, publish
+from tinyforge.train.batches import starts_of
 
-OURS = "tinyforge"
+OURS, MASKED = "tinyforge", "documents"
 PEERS = {"bf16": "torch flash", "tf32": "torch effic."}  # by precision
 CACHE_BYTES = 512 << 20  # the sets of inputs together: several times the cache of any GPU
 TURN = 10  # timed calls before the other's turn
@@ -94,7 +99,8 @@ class Contender(Protocol):
 class Ours:
     """The two kernels as the op calls them: gradients go into one packed array that is there already."""
 
-    def __init__(self, shape: Shape, backend: Backend, sets: int) -> None:
+    def __init__(self, shape: Shape, backend: Backend, sets: int, documents: int | None = None) -> None:
+        """documents: tokens of one on average; None for rows that see all of themselves."""
         import cupy
 
         self.cupy = cupy
@@ -103,9 +109,12 @@ class Ours:
         for i in range(sets):
             qkv, dy = (backend.asarray(x) for x in random_set(shape, i))
             parts = self._split(qkv, shape)
-            dqkv = backend.empty(qkv.shape)
-            made = self.k.attention_fwd(*parts, None, *CAUSAL)
-            self.saved.append((*self._split(dqkv, shape), dy, *parts, None, *made))
+            dqkv, starts = backend.empty(qkv.shape), None
+            if documents:
+                begins = np.random.default_rng(i).random((shape.batch, shape.tokens)) * documents < 1
+                starts = backend.asarray(starts_of(begins))
+            results = self.k.attention_fwd(*parts, None, starts, *CAUSAL)
+            self.saved.append((*self._split(dqkv, shape), dy, *parts, None, starts, *results))
 
     @staticmethod
     def _split(x: Any, shape: Shape) -> tuple[Any, Any, Any]:
@@ -113,7 +122,7 @@ class Ours:
         return x[:, :, : shape.heads], x[:, :, shape.heads : kv], x[:, :, kv:]
 
     def forward(self, i: int) -> Any:
-        return self.k.attention_fwd(*self.saved[i][4:8], *CAUSAL)[0]
+        return self.k.attention_fwd(*self.saved[i][4:9], *CAUSAL)[0]
 
     def backward(self, i: int) -> Any:
         self.k.attention_bwd(*self.saved[i], *CAUSAL)
@@ -208,7 +217,9 @@ def take_turns(contenders: dict[str, Contender], what: str, sets: int, repeats: 
     return times
 
 
-def measure(shapes: Sequence[Shape], backend: Backend, peer: str | None, repeats: int) -> dict[str, Any]:
+def measure(
+    shapes: Sequence[Shape], backend: Backend, peer: str | None, repeats: int, documents: int | None = None
+) -> dict[str, Any]:
     """Everything that is printed, as a JSON object. Times in microseconds."""
     import cupy
 
@@ -224,6 +235,8 @@ def measure(shapes: Sequence[Shape], backend: Backend, peer: str | None, repeats
             versions["torch"] = sys.modules["torch"].__version__
         found: dict[str, Any] = {"shape": asdict(shape), "sets": sets}
         found["worst_difference"] = check_parity(contenders, TOLERANCE[precision]) if peer else None
+        if documents:
+            contenders[MASKED] = Ours(shape, backend, sets, documents)
         flop = {"forward": shape.forward_flop, "backward": 2.5 * shape.forward_flop}
         for what in flop:
             for name, times in take_turns(contenders, what, sets, repeats).items():
@@ -250,6 +263,7 @@ def measure(shapes: Sequence[Shape], backend: Backend, peer: str | None, repeats
         "versions": versions,
         "precision": precision,
         "repeats": repeats,
+        "tokens_per_document": documents,
         "flop_convention": "causal: 4 D FLOP per query head and visible pair in forward, 2.5 times that in backward",
         "results": results,
     }
@@ -271,7 +285,7 @@ def table(found: dict[str, Any]) -> str:
     for result in found["results"]:
         shape = Shape(**result["shape"])
         label = f"{shape.batch} x {shape.tokens}, {shape.heads}/{shape.kv_heads} of {shape.dim}"
-        for name in (n for n in (OURS, *PEERS.values()) if n in result):
+        for name in (n for n in (OURS, MASKED, *PEERS.values()) if n in result):
             cells = [
                 (result[name][what]["median_us"], result[name][what]["tflop_per_second"])
                 for what in ("forward", "backward", "both")
@@ -290,8 +304,8 @@ def table(found: dict[str, Any]) -> str:
 
 
 def shapes_of(args: argparse.Namespace) -> list[Shape]:
-    for name in ("heads", "kv_heads", "head_dim", "repeats"):
-        if getattr(args, name) <= 0:
+    for name in ("heads", "kv_heads", "head_dim", "repeats", "documents"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants a number above 0")
     if args.heads % args.kv_heads:
         raise UserError(f"--heads {args.heads} does not divide among --kv-heads {args.kv_heads}; use a multiple")
@@ -312,6 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--head-dim", type=int, default=64, help="size of a head (default: %(default)s)")
     p.add_argument("--precision", default="bf16", help="bf16, tf32, fp32 or fp64 (default: %(default)s)")
     p.add_argument("--repeats", type=int, default=50, help="timed calls of each (default: %(default)s)")
+    p.add_argument("--documents", type=int, metavar="N", help="time rows of documents of N tokens on average too")
     p.add_argument("--peer", choices=("torch",), help="time PyTorch too, in bf16 or tf32")
     add_json_flag(p)
     args = p.parse_args(argv)
@@ -319,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.peer and args.precision not in PEERS:
         raise UserError(f"--peer torch is for --precision {' or '.join(PEERS)}, not {args.precision}; leave out --peer")
     check_before(args.json, args.peer)
-    found = measure(shapes, get_backend("cupy", args.precision), args.peer, args.repeats)
+    found = measure(shapes, get_backend("cupy", args.precision), args.peer, args.repeats, args.documents)
     publish(found, table(found), args.json)
     return 0
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import multiprocessing
 import random
 import re
-import resource
 import shutil
 import sys
 import tempfile
@@ -208,6 +207,8 @@ def _tokenise_in_child(results: Any, folder: Path, workers: int | None) -> None:
 
 def in_child(function: Any, *args: Any) -> tuple[Any, int, float]:
     """What the function puts; the peak memory and the CPU seconds of the process that ran it and of its children."""
+    import resource  # not on Windows
+
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

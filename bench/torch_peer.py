@@ -46,17 +46,23 @@ class Block(torch.nn.Module):
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
         )
         x = x + self.out(a.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
+        return self.feed(x, self.norm2(x))
+
+    def feed(self, x: torch.Tensor, h: torch.Tensor) -> Any:
+        """x with the second half of the layer added, of its norm h."""
+        gate, up = self.gate_up(h).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
 
 class Trunk(torch.nn.Module):
     """What NanoEuler and Llama share: ids (B, T) to the final-normed stream (B, T, C)."""
 
+    block: type[Block] = Block
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(config.vocab, config.dim)
-        self.blocks = torch.nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = torch.nn.ModuleList(self.block(config) for _ in range(config.layers))
         self.final_norm = torch.nn.RMSNorm(config.dim, config.norm_eps)
         frequency = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
         angle = torch.from_numpy(np.arange(config.context)[:, None, None] * frequency)
@@ -86,6 +92,85 @@ class NanoEuler(Trunk):
         nll = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="none")
         counts = (targets >= 0).flatten(0, 1).sum(0).clamp(min=1)
         return (nll.view(-1, len(counts)).sum(0) * self.weights / counts).sum()
+
+
+class Weight(torch.nn.Module):
+    """A parameter named `weight`."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(shape))
+
+
+def grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """x: (R, I), rows sorted by expert; weight: (E, O, I); ends: (E,) int32, where each expert's rows end. (R, O).
+
+    In bf16 on a GPU by torch's grouped product, which is what transformers' Mixtral takes by default too; autocast does
+    not know it, so both factors are cast here. Elsewhere a loop over experts.
+    """
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):
+        return F.grouped_mm(x.bfloat16(), weight.bfloat16().transpose(1, 2), offs=ends)
+    parts = x.split(torch.diff(ends, prepend=ends.new_zeros(1)).tolist())
+    return torch.cat([F.linear(part, w) for part, w in zip(parts, weight, strict=True)])
+
+
+class MoEBlock(Block):
+    """A layer of Mixtral. Its second half gives x, and the sums that the router's losses are made of."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.active = config.active
+        self.gate = torch.nn.Linear(config.dim, config.experts, bias=False)
+        self.gate_up = Weight(config.experts, 2 * config.hidden, config.dim)
+        self.down = Weight(config.experts, config.dim, config.hidden)
+
+    def feed(self, x: torch.Tensor, h: torch.Tensor) -> Any:
+        tokens = h.flatten(0, 1)
+        logits = self.gate(tokens)
+        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+        p = logits.softmax(dim=-1)
+        weights, chosen = p.topk(self.active, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        experts, order = chosen.flatten().sort(stable=True)
+        bins = torch.arange(p.shape[1], device=x.device)
+        ends = torch.searchsorted(experts, bins, right=True).int()
+        gate, up = grouped(tokens[order // self.active], self.gate_up.weight, ends).chunk(2, dim=-1)
+        rows = grouped(F.silu(gate) * up, self.down.weight, ends) * weights.flatten()[order, None].to(gate.dtype)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=x.device)
+        y = rows[back].unflatten(0, (-1, self.active)).sum(dim=1)
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        usage = torch.stack((counts.to(p.dtype), p.sum(dim=0)))
+        return x + y.view_as(h), usage, logits.logsumexp(dim=-1).square().sum()
+
+
+class MoE(Trunk):
+    """ids: (B, T), targets: (B, T, K), -1 for none, to the loss, with the router's two."""
+
+    block = MoEBlock
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.experts, self.terms = config.experts, (config.balance, config.router_z)
+        self.heads = torch.nn.Linear(config.dim, config.mtp_heads * config.vocab, bias=False)
+        weights = torch.tensor(config.mtp_weights, dtype=torch.float64)
+        self.register_buffer("weights", weights / weights.sum(), persistent=False)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
+        usage: Any = 0.0
+        squares: Any = 0.0
+        for block in self.blocks:
+            x, used, square = block(x, cos, sin)
+            usage, squares = usage + used, squares + square
+        rows = ids.numel() * len(self.blocks)
+        terms = self.experts * (usage[0] * usage[1]).sum() / rows**2, squares / rows
+        logits = self.heads(self.final_norm(x)).view(-1, self.embedding.num_embeddings)
+        nll = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="none")
+        counts = (targets >= 0).flatten(0, 1).sum(0).clamp(min=1)
+        loss = (nll.view(-1, len(counts)).sum(0) * self.weights / counts).sum()
+        return loss + sum(weight * term for weight, term in zip(self.terms, terms, strict=True))
 
 
 class GPT2Block(torch.nn.Module):
@@ -148,7 +233,7 @@ class Llama(Trunk):
         return F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
 
 
-MODELS: dict[str, type[torch.nn.Module]] = {"nanoeuler": NanoEuler, "gpt2": GPT2, "llama": Llama}
+MODELS: dict[str, type[torch.nn.Module]] = {"nanoeuler": NanoEuler, "gpt2": GPT2, "llama": Llama, "moe": MoE}
 
 
 class TorchTraining:

@@ -5,6 +5,7 @@
     python bench/train_step.py --peer torch --json result.json                  and everything as one JSON object
     python bench/train_step.py --config base --backend cupy --precision bf16 --batch-size 32 --steps 100 --peer torch
     python bench/train_step.py --model gpt2 --config 124m --backend cupy --precision bf16 --seq-len 1024 --peer torch
+    python bench/train_step.py --model moe --beside nanoeuler:small     next to another of our models, in the same turns
 
 All contenders start from the same weights, see the same random tokens, and must agree on the loss of the first steps
 before any is timed (where the config has dropout, models without it must agree: each contender draws its own masks).
@@ -19,7 +20,10 @@ in the step. Peak memory is what arrays took on the device at most, without the 
 With --data our step is timed again with batches that are read, as training does, from token shards, where all
 others repeat a few: the difference is what loading costs.
 
-FLOP are counted by the model's flop_per_token, the same for all contenders.
+With --documents N our step is timed again as with --document-mask restart, on the same tokens in documents of N tokens
+on average: what keeping documents apart costs, or saves.
+
+FLOP are counted by the model's flop_per_token, the same for all contenders but the model of --beside.
 """
 
 from __future__ import annotations
@@ -46,22 +50,24 @@ from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW
 from tinyforge.params import named
 from tinyforge.registry import default_model, find_model, models
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.rng import Stream
 from tinyforge.text.shards import Shards
-from tinyforge.train.batches import MixedTokens, PackedTokens
+from tinyforge.train.batches import MixedTokens, PackedTokens, starts_of
 from tinyforge.train.corpus import mix_weights
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.metrics import peak_memory_mib
 from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.plan import plan_step
 from tinyforge.train.run import FLOP_CONVENTION
-from tinyforge.train.settings import PretrainSettings, config_of
+from tinyforge.train.settings import PretrainSettings, config_of, restarts
 
 OURS, READING, EAGER, COMPILED = "tinyforge", "tinyforge, data", "torch eager", "torch compiled"
+MASKED = "tinyforge, mask"
 PEERS = {"torch": (EAGER, COMPILED), "torch-eager": (EAGER,)}
 LR, CLIP = 1e-3, 1.0
 BATCHES = 8  # distinct ones, visited in turn
@@ -74,7 +80,8 @@ MEMORY_STEPS = 5
 
 @dataclass(frozen=True)
 class Options:
-    """What is timed. workers: processes of ours. threads: of PyTorch. steps: counted for each contender."""
+    """What is timed. workers: processes of ours. threads: of PyTorch. steps: counted for each contender. documents:
+    tokens of one on average, where the mask is timed too. beside: another model of ours and its preset."""
 
     model: str
     config: ModelConfig
@@ -87,9 +94,17 @@ class Options:
     threads: int
     device: int | None = None
     data: str | None = None
+    documents: int | None = None
+    beside: tuple[str, str] | None = None
 
     def make_backend(self) -> Backend:
         return get_backend(self.backend, self.precision, self.workers, self.device)
+
+    def of_beside(self) -> Options:
+        """The same of the model that is timed beside."""
+        model, preset = self.beside or ("", "")
+        config = config_of(PretrainSettings(model=model, config=preset))
+        return replace(self, model=model, config=config.override({"context": max(self.seq_len, config.context)}))
 
     def without_dropout(self) -> Options:
         return replace(self, config=self.config.override({"dropout": 0.0}))
@@ -101,6 +116,13 @@ class Options:
         data = PackedTokens(tokens, self.seq_len, self.config.prediction_heads, seed=0)
         return [data.batch(i, self.batch_size) for i in range(BATCHES)]
 
+    def masked_batches(self) -> list[Batch]:
+        """The same, in documents of random lengths."""
+        rng, mean = np.random.default_rng(1), self.documents or 1
+        begins = [rng.random((self.batch_size, self.seq_len)) * mean < 1 for _ in range(BATCHES)]
+        packed = (Documents(starts_of(at), restart=True) for at in begins)
+        return [replace(batch, documents=documents) for batch, documents in zip(self.batches(), packed, strict=True)]
+
 
 class Contender(Protocol):
     def step(self, index: int) -> Any:
@@ -110,8 +132,8 @@ class Contender(Protocol):
 class Ours:
     """The step of `tinyforge.train.run`, without its logging."""
 
-    def __init__(self, options: Options, backend: Backend) -> None:
-        batches = options.batches()
+    def __init__(self, options: Options, backend: Backend, masked: bool = False) -> None:
+        batches = options.masked_batches() if masked else options.batches()
         self.batch: Callable[[int], Batch] = lambda index: batches[index % BATCHES]
         self.model = find_model(options.model).build(options.config, backend)
         self.model.initialise(seed=0)
@@ -126,8 +148,12 @@ class Ours:
         totals = self.sharded.gradients([batch], self.noise.fork(str(index)))
         _, factor = self.optimizer.clip(CLIP)
         self.optimizer.step(LR, factor)
-        scale = self.backend.asarray(self.objective.scale(totals.counts), np.dtype(np.float64))
-        return (totals.sums[: len(scale)] * scale).sum()
+        # The loss without waiting for a device: the heads' weighted sums come first, a model's own terms last.
+        heads, terms = self.objective.head_weights, list(self.model.config.term_weights.values())
+        scale = np.zeros(2 * len(heads) + len(terms))
+        scale[: len(heads)] = self.objective.scale(totals.counts[: len(heads) + 1])
+        scale[2 * len(heads) :] = terms
+        return (totals.sums * self.backend.asarray(scale, np.dtype(np.float64))).sum()
 
 
 class Reading(Ours):
@@ -248,6 +274,10 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         del same
     if options.data:
         contenders[READING] = Reading(options, backend)
+    if options.documents:
+        contenders[MASKED] = Ours(options, backend, masked=True)
+    if options.beside:
+        contenders[" ".join(options.beside)] = Ours(options.of_beside(), backend)
     for contender in contenders.values():
         for i in range(WARM_UP_STEPS):
             contender.step(i)
@@ -256,15 +286,16 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     peak = max(peak_before, backend.matmul_peak()) / 1e9
     parameters = ours.model.buffer.count
     tokens = options.batch_size * options.seq_len
-    flop = ours.model.flop_per_token(options.seq_len) * tokens
+    flops = {name: getattr(contender, "model", ours.model).flop_per_token(options.seq_len) * tokens
+             for name, contender in contenders.items()}  # fmt: skip
     base = median(seconds[OURS])
     results = {
         name: {
             "median_ms": 1e3 * median(times),
             "min_ms": 1e3 * min(times),
             "tokens_per_second": tokens / median(times),
-            "gflop_per_second": flop / median(times) / 1e9,
-            "of_matmul_peak": flop / median(times) / 1e9 / peak,
+            "gflop_per_second": flops[name] / median(times) / 1e9,
+            "of_matmul_peak": flops[name] / median(times) / 1e9 / peak,
             "ours_over_this": base / median(times),
             "peak_memory_mib": memory.get(name),
             "step_ms": [1e3 * t for t in times],
@@ -284,7 +315,8 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         "batch_size": options.batch_size,
         "seq_len": options.seq_len,
         "counted_steps": options.steps,
-        "gflop_per_step": flop / 1e9,
+        "tokens_per_document": options.documents,
+        "gflop_per_step": flops[OURS] / 1e9,
         "planned_peak_mib": plan_step(
             find_model(options.model), config, options.precision, options.batch_size, options.seq_len
         ).peak / 2**20
@@ -335,11 +367,14 @@ def table(found: dict[str, Any]) -> str:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    for name in ("batch_size", "seq_len", "steps", "workers", "threads"):
+    for name in ("batch_size", "seq_len", "steps", "workers", "threads", "documents"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise UserError(f"--{name.replace('_', '-')} is {value}, wants a number above 0")
-    config = config_of(PretrainSettings(model=args.model, config=args.config or ""))
+    mask = "restart" if args.documents else None
+    settings = PretrainSettings(model=args.model, config=args.config or "", document_mask=mask)
+    restarts(settings, find_model(args.model))  # refuses a model that keeps no documents apart
+    config = config_of(settings)
     seq_len = args.seq_len or config.context
     config = config.override({"context": max(seq_len, config.context)})
     check_before(args.json, args.peer)
@@ -348,8 +383,16 @@ def options_of(args: argparse.Namespace) -> Options:
     backend = get_backend(args.backend, args.precision, workers, args.device)
     return Options(
         args.model, config, args.batch_size, seq_len, args.steps, backend.name, args.precision, backend.workers,
-        args.threads or workers, args.device, args.data,
+        args.threads or workers, args.device, args.data, args.documents, _beside(args.beside),
     )  # fmt: skip
+
+
+def _beside(given: str | None) -> tuple[str, str] | None:
+    if given is None:
+        return None
+    model, _, preset = given.partition(":")
+    config_of(PretrainSettings(model=model, config=preset))  # refuses what it does not know
+    return model, preset or next(iter(find_model(model).presets))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -362,7 +405,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     p.add_argument("--steps", type=int, default=30, help="counted steps for each contender (default: 30)")
     p.add_argument("--peer", choices=tuple(PEERS), help="time PyTorch too, eager and compiled, or eager alone")
+    p.add_argument("--beside", metavar="MODEL:PRESET", help="time another of our models too, such as nanoeuler:base")
     p.add_argument("--data", metavar="SHARDS", help="time our step with batches read from token shards too")
+    p.add_argument("--documents", type=int, metavar="N",
+                   help="time our step with documents of N tokens on average kept apart too")  # fmt: skip
     p.add_argument("--backend", default="auto", help="ours: auto, numpy, cupy (default: auto)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
     p.add_argument("--precision", default="fp32", help="fp32, fp64, and on a GPU tf32 or bf16 (default: fp32)")

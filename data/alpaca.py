@@ -27,7 +27,8 @@ from data.files import locked, write_fault, write_json, zip_members
 from data.local import decode_text, read_text
 from data.source import MANIFEST, InputFile, Refusal, print_refused, write_manifest
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import sha256_of
+from tinyforge.files import json_value, next_json_value, read_json, sha256_of
+from tinyforge.terminal import one_line
 from tinyforge.text.chat_templates import END_OF_REPLY, render_prompt
 from tinyforge.text.vocabulary import start_ids
 
@@ -72,10 +73,10 @@ def read_records(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[R
 def origin_of(path: Path) -> tuple[str, str]:
     """Name and licence of a file of records, from the source.json beside it that `make_instructions` writes."""
     try:
-        found = json.loads((path.parent / MANIFEST).read_text(encoding="utf-8"))
+        found = read_json(path.parent / MANIFEST, "the source")
         if found["instructions"]["file"] == path.name:
             return str(found["name"]), str(found["licence"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, KeyError, TypeError):
         pass
     return "records", "not stated"
 
@@ -126,21 +127,22 @@ def _scan_file(path: Path, text: str) -> Iterator[tuple[int, object]]:
             f"{path}: record {number} (counted from 0), line {error.lineno}, column {error.colno}: "
             f"malformed JSON ({error.msg}), wanted an array of records or one per line; fix it there"
         ) from None
+    except ValueError as error:
+        raise UserError(f"{path}: record {number} (counted from 0): malformed JSON ({error}); fix it there") from None
 
 
 def _scan(text: str) -> Iterator[tuple[int, object]]:
     """Each record of a JSON array, or of JSON lines, with the number of the line where it starts.
 
-    They are decoded one at a time, not by one `json.loads`, so that an error can name its record.
+    They are decoded one at a time, so that an error can name its record.
     """
-    decode = json.JSONDecoder().raw_decode
     position = _skip_blanks(text, 0)
     in_array = text.startswith("[", position)
     if in_array:
         position = _skip_blanks(text, position + 1)
     line, counted = 1, 0
     while position < len(text) or in_array:
-        value, end = decode(text, position)
+        value, end = next_json_value(text, position)
         line += text.count("\n", counted, position)
         counted = position
         yield line, value
@@ -267,7 +269,7 @@ def _read_each(path: Path, encoding: str) -> Iterator[Record | str]:
     """Every record of a file, or what is wrong with it. In JSON lines a malformed line does not affect later ones."""
     text = _read_zipped(path, encoding) if path.suffix.lower() == ".zip" else read_text(path, encoding)
     try:
-        whole = json.loads(text)
+        whole = json_value(text)
     except ValueError:
         whole = None
     if isinstance(whole, list) or text.lstrip().startswith("["):
@@ -277,7 +279,7 @@ def _read_each(path: Path, encoding: str) -> Iterator[Record | str]:
     else:
         for line in filter(str.strip, text.split("\n")):
             try:
-                yield _to_record(json.loads(line))
+                yield _to_record(json_value(line))
             except ValueError as error:
                 yield f"malformed JSON ({error}), wanted one record per line; fix it there"
 
@@ -306,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
           f"{len(cleaned.refused):,} left out:")  # fmt: skip
     reasons = Counter(re.sub(r"\d+", "N", refusal.reason) for refusal in cleaned.refused)
     for reason, count in reasons.most_common():
-        print(f"{count:>7,}  {reason}")
+        print(one_line(f"{count:>7,}  {reason}"))
     print_refused(cleaned.refused)
     return 0
 

@@ -47,7 +47,8 @@ from data.passes import (
 from data.source import Source, read_source
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import sha256_of, sync
+from tinyforge.files import read_json, sha256_of, sync
+from tinyforge.terminal import printable
 
 if TYPE_CHECKING:
     import duckdb
@@ -193,7 +194,7 @@ def build_corpus(
         if _is_whole(out, manifest):
             shutil.rmtree(work, ignore_errors=True)
             return {}
-        if not (work / "key.json").exists() or json.loads((work / "key.json").read_bytes()) != manifest:
+        if not _same_key(work / "key.json", manifest):
             shutil.rmtree(work, ignore_errors=True)
             make_folder(work)
             write_json(work / "key.json", manifest)
@@ -229,7 +230,7 @@ def _head(read: list[Source], settings: Settings, filters: Path, tokenizer: Path
 def _is_whole(out: Path, head: dict[str, Any]) -> bool:
     """Whether `out` already has exactly this corpus."""
     try:
-        found = json.loads((out / MANIFEST).read_bytes())
+        found = read_json(out / MANIFEST, "the corpus")
         made_of = [{k: s[k] for k in ("name", "licence", "source_sha256")} for s in found["sources"]]
         files = [(out / entry["file"], entry["bytes"]) for entry in found["files"]]
         return (
@@ -237,7 +238,15 @@ def _is_whole(out: Path, head: dict[str, Any]) -> bool:
             and all(path.is_file() and path.stat().st_size == size for path, size in files)
             and (out / CATALOGUE).is_file()
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, UserError, KeyError, TypeError):
+        return False
+
+
+def _same_key(path: Path, head: dict[str, Any]) -> bool:
+    """Whether what a killed run has left behind is of this corpus."""
+    try:
+        return path.is_file() and read_json(path, "the key") == head
+    except UserError:
         return False
 
 
@@ -274,7 +283,10 @@ def _timed(build: _Build, stage: str) -> Iterator[None]:
 def _read(build: _Build) -> None:
     """Cut and measure every text; the catalogue gets its documents, numbered in the order of the sources."""
     s = build.settings
-    tasks = ((span, s.max_bytes, s.shingle_words, s.bands * s.rows) for span in build.spans)
+    most, total = s.max_bytes, sum(source.bytes for source in build.sources)
+    if sum(source.documents for source in build.sources) == 1:  # so that there is something to train on and to hold out
+        most = min(most, max(1024, total // 8))
+    tasks = ((span, most, s.shingle_words, s.bands * s.rows) for span in build.spans)
     build.run("read", read_texts, tasks, [span.bytes for span in build.spans])
     build.catalogue.execute(
         "CREATE TABLE documents (number BIGINT, source VARCHAR, licence VARCHAR, id VARCHAR, title VARCHAR, "
@@ -412,9 +424,31 @@ class _Signatures:
         return out
 
 
+def _hold_out_one(build: _Build) -> None:
+    """Where a small corpus has nothing in val, put that there which a larger share would move first: a text, or where
+    every text is more than a tenth of the corpus a part. Nothing where no val is wanted, or only one part is left."""
+    s, kept = build.settings, "dropped IS NULL"
+    shares = dict(s.val_shares)
+    wanted = [source.name for source in build.sources if shares.get(source.name, s.val_share)]
+    [(size, count, val)] = build.query(
+        f"SELECT coalesce(sum(bytes), 0)::BIGINT, count(*), count(*) FILTER (split = 'val') FROM documents WHERE {kept}"
+    )
+    if val or count < 2 or not wanted:
+        return
+    for column, most in ((SPLIT_HASH[s.split_by], size // 10), (SPLIT_HASH["part"], size // 2)):
+        found = build.query(
+            f"SELECT {column} FROM documents WHERE {kept} AND list_contains(?, source) GROUP BY {column} "
+            f"HAVING sum(bytes) <= {most} ORDER BY {column} LIMIT 1", wanted,
+        )  # fmt: skip
+        if found:
+            build.query(f"UPDATE documents SET split = 'val' WHERE {column} = ?", *found[0])
+            return
+
+
 def _decontaminate(build: _Build) -> None:
     """Drop train documents that repeat too much of val, and record the share for every one that repeats any."""
     s = build.settings
+    _hold_out_one(build)
     kept = "dropped IS NULL AND split = '{}'"
     found = _run_on_parts(build, "grams", find_grams, kept.format("val"), (), s.gram_words)
     grams = build.work / "val-grams.u64"
@@ -593,7 +627,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if not seconds:
         print(f"{args.out}: already built from these sources with these settings")
-    print((args.out / "report.md").read_text(encoding="utf-8"))
+    print(printable((args.out / "report.md").read_text(encoding="utf-8")))
     return 0
 
 

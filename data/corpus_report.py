@@ -5,12 +5,14 @@ python -m data.corpus report corpus
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data.files import write_fault, written_whole
 from tinyforge.errors import Parser, UserError
+from tinyforge.terminal import printable
 
 CATALOGUE = "corpus.duckdb"
 _OUTCOMES = "coalesce(dropped, 'kept, ' || split)"
@@ -63,7 +65,7 @@ def render(corpus: Path) -> str:
                 total = chosen.setdefault(outcome, [0, 0, 0])
                 for index, value in enumerate((documents, size, tokens or 0)):
                     total[index] += value
-        everything = [sum(column) for column in zip(*chosen.values(), strict=True)]
+        everything = [sum(column) for column in zip((0, 0, 0), *chosen.values(), strict=True)]
         ordered = sorted(chosen.items(), key=lambda item: (not item[0].startswith("kept"), item[0]))
         lines += ["", f"## {source or 'All sources'}", ""]
         lines += _table(
@@ -84,8 +86,26 @@ def render(corpus: Path) -> str:
             lines += ["", f"`{name}`: {explanation}"]
     without = [s for s in sources if not any(row[0] == s and row[1] == "kept, val" for row in rows)]
     if without:
-        lines += ["", f"No document for val in {', '.join(without)}: build again with `--val-share {without[0]}=0.05`."]
+        advice = _advice(corpus, without[0])
+        lines += ["", f"No document for val in {', '.join(without)}{advice}."]
     return "\n".join(lines) + "\n"
+
+
+def _advice(corpus: Path, source: str) -> str:
+    """What gives the source something in val, computed from its documents that were kept."""
+    which = f"FROM documents WHERE dropped IS NULL AND source = '{source}'"
+    [(count, size)] = _query(corpus, f"SELECT count(*), coalesce(sum(bytes), 0)::BIGINT {which}")
+    if not count:
+        return ": none of its documents was kept"
+    if count == 1:
+        return f": it has a single document, of {size:,} bytes; give more text"
+    # As the split does it: 52 bits of the hash, as a fraction.
+    [(split_by,)] = _query(corpus, "SELECT value FROM settings WHERE name = 'split_by'")
+    texts = _query(corpus, f"SELECT count(DISTINCT text_hash) {which}")[0][0]
+    by_part = json.loads(split_by) == "part" or texts == 1
+    [(least,)] = _query(corpus, f"SELECT min({'hash' if by_part else 'text_hash'}) {which}")
+    share = (int(least[:13], 16) / (1 << 52) * 1e4 // 1 + 1) / 1e4
+    return f": build again with `--val-share {source}={share:g}{' --split-by part' if by_part else ''}`"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -146,5 +166,5 @@ def write_report(corpus: Path) -> str:
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="python -m data.corpus report", description="Print a corpus's report.")
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help="a folder made by python -m data.corpus")
-    print(write_report(parser.parse_args(arguments).corpus))
+    print(printable(write_report(parser.parse_args(arguments).corpus)))
     return 0

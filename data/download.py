@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import email.utils
 import http.client
-import json
 import random
 import re
 import threading
@@ -36,7 +35,7 @@ from typing import Any
 from data.files import make_folder, write_fault, write_json
 from tinyforge import __version__
 from tinyforge.errors import UserError
-from tinyforge.files import sha256_of, sync
+from tinyforge.files import read_json, replace, sha256_of, sync
 
 USER_AGENT = f"tinyforge/{__version__} (text for training language models; Python-urllib)"
 CONNECTIONS = 2
@@ -162,6 +161,7 @@ class Downloader:
             check_url(url)
         make_folder(job.path.parent)
         if (whole := _whole(job)) is not None:
+            _Part(job.path).discard()  # left by a kill just after the renaming
             return whole
         faults: list[tuple[str, _Fault]] = []
         for url in job.urls:
@@ -287,10 +287,11 @@ class _Part:
     def resumable(self, url: str) -> tuple[_Version | None, int]:
         """The version of the part, and its length, if the download from `url` can be resumed."""
         try:
-            version = _Version(**json.loads(self._state.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            version = _Version(**read_json(self._state, "the state"))
+        except (UserError, TypeError):
             return None, 0
-        return (version, self.size()) if version.url == url and version.validator else (None, 0)
+        usable = isinstance(version.validator, str) and version.validator and isinstance(version.length, int | None)
+        return (version, self.size()) if version.url == url and usable else (None, 0)
 
     def begin(self, version: _Version) -> None:
         """Start over. The old bytes are removed first, so they are never taken for the new version's."""
@@ -312,7 +313,7 @@ class _Part:
         try:
             sync(self.path)
             write_json(_record(self.whole), {"url": fetched.url, "bytes": fetched.bytes, "sha256": fetched.sha256})
-            self.path.replace(self.whole)
+            replace(self.path, self.whole)
             self._state.unlink(missing_ok=True)
             sync(self.whole.parent)
         except OSError as error:
@@ -340,9 +341,9 @@ def _record(path: Path) -> Path:
 def _whole(job: Job) -> Fetched | None:
     """The file if it matches its record and the job."""
     try:
-        found = Fetched(path=job.path, **json.loads(_record(job.path).read_text(encoding="utf-8")))
+        found = Fetched(path=job.path, **read_json(_record(job.path), "the record"))
         same = job.path.stat().st_size == found.bytes and sha256_of(job.path) == found.sha256
-    except (OSError, ValueError, TypeError):
+    except (OSError, UserError, TypeError):
         return None
     wanted = job.bytes in (None, found.bytes) and job.sha256 in (None, found.sha256)
     known = found.url in job.urls or job.sha256 is not None  # another mirror may have a different file of that name

@@ -68,12 +68,13 @@ def make_folder(path: Path) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """As `tinyforge.files.locked`; raises UserError if another run holds the folder, or where it cannot be made."""
-    make_folder(folder)
     with ExitStack() as held:
         try:
-            held.enter_context(tinyforge.files.locked(folder))
+            held.enter_context(tinyforge.files.locked(folder, leave_nothing=True))
         except BlockingIOError:
             raise UserError(f"{folder}: another run is writing there; wait for it, or name another --out") from None
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(f"--out {folder}: is a file, or in one; choose another folder") from None
         except OSError as error:
             raise write_fault(folder, error) from None
         yield
@@ -109,10 +110,11 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Member:
-    """A file in a zip archive."""
+    """A file in a zip archive, which stays open as long as any of its members is in use."""
 
     archive: Path
     info: zipfile.ZipInfo
+    opened: zipfile.ZipFile
 
     @property
     def name(self) -> str:
@@ -121,7 +123,7 @@ class Member:
     def read(self) -> bytes:
         """Its bytes, checked against the archive's checksum; UserError if it is damaged or encrypted."""
         try:
-            with zipfile.ZipFile(self.archive) as archive, archive.open(self.info) as file:
+            with self.opened.open(self.info) as file:
                 return file.read(MAX_BYTES)  # zipfile stops at the declared size
         except (zipfile.BadZipFile, zlib.error, EOFError) as error:
             reason = " ".join(str(error).split())
@@ -144,8 +146,9 @@ def zip_members(path: Path) -> list[Member]:
     its declared size is too large.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            members = [member for member in archive.infolist() if not member.is_dir()]
+        # Opened once: its directory is read as a whole, and each member's opening would take as long as that.
+        archive = zipfile.ZipFile(path)
+        members = [member for member in archive.infolist() if not member.filename.endswith("/")]
         packed = path.stat().st_size
     except FileNotFoundError:
         raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}") from None
@@ -170,4 +173,4 @@ def zip_members(path: Path) -> list[Member]:
             f"{path}: {packed:,} bytes unpack to {total:,}, wanted at most {MAX_RATIO} times; do not trust this archive"
         )
     visible = (m for m in members if not any(p.startswith((".", "__MACOSX")) for p in PurePosixPath(m.filename).parts))
-    return [Member(path, member) for member in visible]
+    return [Member(path, member, archive) for member in visible]

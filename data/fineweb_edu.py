@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import random
 import re
 import time
@@ -30,7 +29,8 @@ from data.files import locked, make_folder, write_json, written_whole
 from data.hub import HOST, Published, file_url, list_files
 from data.source import Source, SourceWriter, copy_to_parquet, print_refused, read_source
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import sha256_of
+from tinyforge.files import read_json, sha256_of
+from tinyforge.terminal import one_line
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 FOLDER = "sample/10BT"
@@ -95,7 +95,6 @@ def make_source(
         bytes = DEFAULT_BYTES
     raw = out / "raw"
     with locked(out), _Reader(patience, raw / "spill") as reader, SourceWriter(out, "fineweb_edu", LICENCE) as writer:
-        make_folder(raw)
         if files is None:
             published = list_files(Downloader(patience, progress), base_url, REPOSITORY, folder, raw)
             published = [file for file in published if file.path.endswith(".parquet")]
@@ -103,6 +102,7 @@ def make_source(
                 raise UserError(f"{folder}: no parquet files in this folder of {REPOSITORY}; check --folder")
         else:
             published = [Published(name, file_url(base_url, REPOSITORY, name)) for name in dict.fromkeys(files)]
+        make_folder(raw)
         earlier: list[Path] = []
         left = bytes if bytes is not None else rows or 0
         for i, file in enumerate(published):
@@ -122,7 +122,8 @@ def make_source(
             earlier.append(path)
             left -= taken.text_bytes if bytes is not None else taken.documents
             if progress:
-                print(f"{file.path}: {taken.documents:,} documents, {taken.text_bytes:,} bytes of text", flush=True)
+                line = f"{file.path}: {taken.documents:,} documents, {taken.text_bytes:,} bytes of text"
+                print(one_line(line), flush=True)
         if not writer.documents:
             first = f"; {writer.refused[0].record}: {writer.refused[0].reason}" if writer.refused else ""
             raise UserError(
@@ -165,10 +166,10 @@ class _Reader:
 def _recorded(path: Path, file: Published, wanted: dict[str, Any]) -> _Slice | None:
     """The existing slice, if it is complete and was taken from the same file for the same request."""
     try:
-        taken = _Slice(**json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
+        taken = _Slice(**read_json(path.with_suffix(".json"), "the slice"))
         same = (taken.url, taken.wanted) == (file.url, wanted) and taken.sha256 == file.sha256
         return taken if same and sha256_of(path) == taken.slice_sha256 else None
-    except (OSError, ValueError, TypeError):
+    except (OSError, UserError, TypeError):
         return None
 
 

@@ -27,6 +27,7 @@ from data.download import Downloader, FetchError, Job, check_url
 from data.files import files_in, locked, read_file, zip_members
 from data.source import Document, Source, SourceWriter, print_refused, read_source, reason_of
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.terminal import one_line
 
 LIST = Path(__file__).with_name("gutenberg.csv")
 # The mirrors are Project Gutenberg's own and meant for programs; the web site is meant for people and comes last.
@@ -458,7 +459,6 @@ def find_entries(path: Path, skip: Path | None = None) -> Iterator[Entry]:
 def _row(entry: Entry, book: Book, size: int, reason: str) -> str:
     number = str(book.number) if book.number is not None else "-"
     title = book.title or entry.name
-    title = "".join(char if char.isprintable() else "?" for char in title)
     title = title if len(title) <= 40 else title[:37] + "..."
     if reason:
         return f"{number:>6}  {title:<40}  {size:>10,}  {'-':>10}  REFUSED: {reason} ({entry.place})"
@@ -496,7 +496,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"--numbers {min(args.numbers)}: wanted 1 or more; a book's number is in its URL")
     source = make_source(
         args.out, args.inputs, args.numbers, args.base_url or MIRRORS, args.keep_copyrighted,
-        report=lambda line: print(line, flush=True),
+        report=lambda line: print(one_line(line), flush=True),
     )  # fmt: skip
     print(f"{source.documents:,} books, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused")
     print_refused(source.refused)

@@ -9,13 +9,13 @@ and `/datasets/REPO/resolve/main/FILE` for the files, which may redirect.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from data.download import Downloader, check_url
 from tinyforge.errors import UserError
+from tinyforge.files import json_value
 
 HOST = "https://huggingface.co"
 
@@ -51,9 +51,11 @@ def list_files(downloader: Downloader, base: str, repository: str, folder: str, 
                 bytes=entry["size"],
                 sha256=entry.get("lfs", {}).get("oid"),  # small files are in git itself, with another kind of hash
             )
-            for entry in json.loads(listing.path.read_bytes())
+            for entry in json_value(listing.path.read_bytes())
             if entry["type"] == "file"
         ]
+        if any(type(file.bytes) is not int or not isinstance(file.sha256, str | None) for file in found):
+            raise TypeError("a size or a hash of another type")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{url}: not a list of files as Hugging Face sends it ({error!r}); check --base-url, or name --files"

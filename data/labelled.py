@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ import numpy as np
 from data.files import escape_glob, read_file
 from data.world import KINDS, instructions
 from tinyforge.errors import UserError
+from tinyforge.files import json_value
 from tinyforge.rng import Stream
 
 IDX_PAIRS = {"train": ("train-images", "train-labels"), "test": ("t10k-images", "t10k-labels")}
@@ -123,7 +124,7 @@ def _read_idx(path: Path) -> np.ndarray:
     if axes not in (1, 3) or len(raw) < 4 + 4 * axes:
         raise UserError(f"{path} is no idx file of bytes: it begins with {raw[:4].hex()}; get it again")
     shape = struct.unpack(f">{axes}I", raw[4 : 4 + 4 * axes])
-    if len(raw) != 4 + 4 * axes + int(np.prod(shape, dtype=np.int64)):
+    if len(raw) != 4 + 4 * axes + math.prod(shape):
         raise UserError(f"{path} has {len(raw)} bytes, its header says {shape}; it is cut off, get it again")
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape)
 
@@ -206,7 +207,7 @@ def read_texts(path: Path, names: Sequence[str] = ()) -> Labelled:
 def _json_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
     for number, line in enumerate(_unzipped(path).splitlines(), start=1):
         try:
-            row = json.loads(line)
+            row = json_value(line)
             yield row["text"], row["label"], row.get("text2")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}:{number}: wanted an object with text and label ({error!r:.60}); fix it") from error

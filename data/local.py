@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -23,7 +23,7 @@ from typing import Any
 from data.files import MAX_BYTES, escape_glob, files_in, locked, read_file, write_fault, zip_members
 from data.source import Document, Refusal, Source, SourceWriter, print_refused, read_source, reason_of
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import sha256_of
+from tinyforge.files import json_value, sha256_of
 
 PARQUET_COLUMN = "text"
 OPTIONAL = {"title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE"}  # kept if present
@@ -77,8 +77,9 @@ def _decode(raw: bytes, encoding: str) -> str:
         raise BadRecord(
             f"got byte 0x{raw[error.start]:02x} at offset {error.start}, wanted {encoding} text; " + _decoding_hint(raw)
         ) from None
-    except LookupError:
-        raise UserError(f"--encoding {encoding}: no such text encoding; try utf-8 or latin-1") from None
+    except (LookupError, ValueError) as error:  # ValueError: a codec that is not for text, or a null byte in the name
+        known = "no such text encoding" if isinstance(error, LookupError) else "cannot decode this"
+        raise UserError(f"--encoding {encoding}: {known}; try utf-8 or latin-1") from None
 
 
 def _read_path(path: Path, encoding: str) -> list[str]:
@@ -162,6 +163,7 @@ def make_source(
     licence: str = "not stated",
     column: str = PARQUET_COLUMN,
     encoding: str = "utf-8",
+    progress: bool = False,
 ) -> Source:
     """Turn local files into the source folder `out`.
 
@@ -180,8 +182,11 @@ def make_source(
     for path in inputs:
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}")
+    from tqdm import tqdm
+
     with locked(out), SourceWriter(out, name, licence) as writer:
-        for place, path in _each_file(inputs, out, writer):
+        bar = tqdm(_each_file(inputs, out, writer), unit=" files", disable=not progress, leave=False)
+        for place, path in bar:
             try:
                 for item in _documents(path, place, column, encoding):
                     if isinstance(item, Refusal):
@@ -254,7 +259,7 @@ def _documents(path: Path, place: str, column: str, encoding: str) -> Iterator[D
                     yield _parse(line, f"{place}:{number}", column)
     elif suffix == ".json":
         try:
-            values = json.loads(_read(path))
+            values = json_value(_read(path).removeprefix(codecs.BOM_UTF8))
         except ValueError as error:
             raise BadRecord(f"malformed JSON ({error}), wanted a list of objects; fix it there") from None
         if not isinstance(values, list):
@@ -276,7 +281,7 @@ def _read(path: Path) -> bytes:
 
 def _parse(line: bytes, record: str, column: str) -> Document | Refusal:
     try:
-        return _to_document(json.loads(line), record, column)
+        return _to_document(json_value(line.removeprefix(codecs.BOM_UTF8)), record, column)
     except UnicodeDecodeError as error:
         return Refusal(record, f"got byte 0x{line[error.start]:02x}, wanted UTF-8; JSON is always UTF-8")
     except ValueError as error:
@@ -312,7 +317,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--encoding", default="utf-8", help="of text files (default utf-8)")
     args = parser.parse_args(arguments)
-    source = make_source(args.out, args.inputs, args.name, args.licence, args.column, args.encoding)
+    source = make_source(
+        args.out, args.inputs, args.name, args.licence, args.column, args.encoding, sys.stderr.isatty()
+    )
     print(
         f"{source.documents:,} documents, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused"
     )

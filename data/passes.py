@@ -11,7 +11,6 @@ tasks.
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing
 import os
 import re
@@ -33,7 +32,7 @@ from data.dedup import WordHash, Words, permutations
 from data.files import escape_glob, write_json, written_whole
 from data.filters import COLUMNS, Filter, reason_query
 from tinyforge.errors import UserError
-from tinyforge.files import sha256_of
+from tinyforge.files import read_json, sha256_of
 
 if TYPE_CHECKING:
     import duckdb
@@ -97,7 +96,9 @@ def duckdb_faults(what: str) -> Iterator[None]:
             raise UserError(f"{what}: {reason[:200]}; raise --memory-limit, or free disk space for spilling") from None
         if re.search(r"invalid string encoding|utf-?8|unicode", reason, re.IGNORECASE):
             raise UserError(f"{what}: has text that is not UTF-8 ({reason[:120]}); make the source again") from None
-        if isinstance(error, duckdb.IOException | duckdb.ConversionException | duckdb.InvalidInputException):
+        # What has no class of its own is from the readers of damaged files.
+        of_files = duckdb.IOException | duckdb.ConversionException | duckdb.InvalidInputException
+        if isinstance(error, of_files) or type(error) is duckdb.Error:
             raise UserError(f"{what}: {reason[:200]}; fix that and run again, complete files are kept") from None
         raise
 
@@ -447,10 +448,12 @@ def run_tasks(
 
     def missing() -> Iterator[tuple[int, tuple[Any, ...]]]:
         for index, task in enumerate(tasks):
-            if (done := target(index).with_suffix(".json")).exists():
-                finish(index, json.loads(done.read_bytes()))
-            else:
+            try:
+                done = read_json(target(index).with_suffix(".json"), "the result")
+            except UserError:  # not made yet, or damaged
                 yield index, task
+            else:
+                finish(index, done)
 
     if workers == 1:
         for index, task in missing():

@@ -12,8 +12,9 @@ bytes as that of a run that was not stopped. docs/shards.md describes the format
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,10 +26,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.files import escape_glob
+from data.files import escape_glob, locked
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import sha256_of
+from tinyforge.files import LOCK, parse_json, read_json, sha256_of
 from tinyforge.text import TextTokenizer, Tokenizer, load_tokenizer
 from tinyforge.text.shards import (
     MANIFEST,
@@ -96,7 +97,7 @@ def read_corpus(folder: Path) -> Corpus:
             "--corpus"
         ) from None
     try:
-        content = json.loads(raw)
+        content = parse_json(raw, path, "the corpus", fix=remedy)
         if (content["format"], content["version"]) != ("tinyforge-corpus", 1):
             raise UserError(
                 f"{path}: got format {content['format']!r} version {content['version']!r}, wanted "
@@ -106,12 +107,12 @@ def read_corpus(folder: Path) -> Corpus:
         sources = [_corpus_source(folder, entry, listed) for entry in content["sources"]]
         if len({source.name for source in sources}) < len(sources):
             raise ValueError("two sources with one name")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{path}: not as data.corpus writes it ({type(error).__name__}: {error}); {remedy}") from None
 
     def check(file: Path) -> None:
         size, sha256 = listed[file.relative_to(folder).as_posix()]
-        if not file.is_file():
+        if not os.path.isfile(file):  # False for a name that no system takes
             raise UserError(f"{file}: is listed in {CORPUS} but missing; {remedy}")
         if file.stat().st_size != size:
             raise UserError(f"{file}: got {file.stat().st_size:,} bytes, {CORPUS} says {size:,}; {remedy}")
@@ -188,46 +189,50 @@ def make_shards(
     sample_bytes: int = SAMPLE_BYTES,
     workers: int | None = None,
     progress: bool = False,
+    at_most: bool = False,
 ) -> Made:
     """Write the token shards of a corpus folder; continues an interrupted run with the same settings.
 
     tokenizer: a file to use; without one a tokenizer of `vocab_size` ids is trained on all training text, or if that is
-    larger on a sample of about `sample_bytes`, chosen by the hash of each document's id. workers: processes that encode
-    (None: all cores); the result does not depend on it. Raises UserError for bad input, a folder with other contents,
+    larger on a sample of about `sample_bytes`, chosen by the hash of each document's id. at_most: where the text is too
+    small for so many ids, take as many as it can give. workers: processes that encode (None: all cores); the result
+    does not depend on it. Raises UserError for bad input, a folder with other contents or that another run writes to,
     and a full disk.
     """
     given = None if tokenizer is None else load_with_separator(tokenizer)
     found = read_corpus(corpus)
+    trained = {"vocab_size": vocab_size, "sample_bytes": sample_bytes} | ({"at_most": True} if at_most else {})
     settings = {
         "corpus_sha256": found.sha256,
         "shard_tokens": shard_tokens,
-        "tokenizer": {"vocab_size": vocab_size, "sample_bytes": sample_bytes} if given is None else given.hash(),
+        "tokenizer": trained if given is None else given.hash(),
     }
-    if (out / MANIFEST).exists():
-        _check_settings(out / MANIFEST, settings)
-        (out / UNFINISHED).unlink(missing_ok=True)  # left by a kill between the two writes
-        return Made(open_shards([out], progress), 0, 0.0)
-    _begin(out, settings)
-    if given is None and (out / TOKENIZER).exists():
-        chosen = load_with_separator(out / TOKENIZER)
-    else:
-        chosen = given or _train(found, vocab_size, sample_bytes, workers, progress)
-        chosen.save(out / TOKENIZER)
-    from tqdm import tqdm
+    with locked(out):
+        if (out / MANIFEST).exists():
+            _check_settings(out / MANIFEST, settings)
+            (out / UNFINISHED).unlink(missing_ok=True)  # left by a kill between the two writes
+            return Made(open_shards([out], progress), 0, 0.0)
+        _begin(out, settings)
+        if given is None and (out / TOKENIZER).exists():
+            chosen = load_with_separator(out / TOKENIZER)
+        else:
+            chosen = given or _train(found, vocab_size, sample_bytes, at_most, workers, progress)
+            chosen.save(out / TOKENIZER)
+        from tqdm import tqdm
 
-    start = time.perf_counter()
-    total = sum(source.bytes[split] for source in found.sources for split in SPLITS)
-    with tqdm(total=total, desc="encoding", unit="B", unit_scale=True, disable=not progress) as bar:
-        sources, encoded = [], 0
-        for source in found.sources:
-            parts = {}
-            for split in SPLITS:
-                parts[split], size = _encode(source, split, out, chosen, shard_tokens, workers, bar)
-                encoded += size
-            sources.append(Source(source.name, source.licence, **parts))
-    write_manifest(out, chosen, sources, settings)
-    (out / UNFINISHED).unlink()
-    return Made(Shards([out]), encoded, time.perf_counter() - start)
+        start = time.perf_counter()
+        total = sum(source.bytes[split] for source in found.sources for split in SPLITS)
+        with tqdm(total=total, desc="encoding", unit="B", unit_scale=True, disable=not progress) as bar:
+            sources, encoded = [], 0
+            for source in found.sources:
+                parts = {}
+                for split in SPLITS:
+                    parts[split], size = _encode(source, split, out, chosen, shard_tokens, workers, bar)
+                    encoded += size
+                sources.append(Source(source.name, source.licence, **parts))
+        write_manifest(out, chosen, sources, settings)
+        (out / UNFINISHED).unlink()
+        return Made(Shards([out]), encoded, time.perf_counter() - start)
 
 
 def load_with_separator(path: Path) -> TextTokenizer:
@@ -240,14 +245,10 @@ def load_with_separator(path: Path) -> TextTokenizer:
 
 
 def _begin(out: Path, settings: dict[str, Any]) -> None:
-    """Makes the folder if needed, and removes half-written files of a killed run."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out: cannot make the folder {out} ({error.strerror}); choose another") from None
+    """Removes half-written files of a killed run; refuses a folder with other contents."""
     if (out / UNFINISHED).exists():
         _check_settings(out / UNFINISHED, settings)
-    elif any(not path.name.startswith(".partial-") for path in out.iterdir()):
+    elif any(path.name != LOCK and not path.name.startswith(".partial-") for path in out.iterdir()):
         raise UserError(f"--out: {out} has other files and no unfinished shards; choose another folder")
     for stale in out.glob(".partial-*"):
         stale.unlink()
@@ -256,8 +257,8 @@ def _begin(out: Path, settings: dict[str, Any]) -> None:
 
 def _check_settings(path: Path, settings: dict[str, Any]) -> None:
     try:
-        there = json.loads(path.read_text(encoding="utf-8"))["settings"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        there = dict(read_json(path, "the settings")["settings"])
+    except (UserError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error}); remove the folder {path.parent} and run again") from None
     for key, value in settings.items():
         if there.get(key) != value:
@@ -267,7 +268,9 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
             )
 
 
-def _train(corpus: Corpus, vocab_size: int, sample_bytes: int, workers: int | None, progress: bool) -> Tokenizer:
+def _train(
+    corpus: Corpus, vocab_size: int, sample_bytes: int, at_most: bool, workers: int | None, progress: bool
+) -> Tokenizer:
     total = sum(source.bytes["train"] for source in corpus.sources)
     share = min(1.0, sample_bytes / max(1, total))
     below = None if share == 1.0 else f"{int(share * 16**8):08x}"
@@ -275,7 +278,7 @@ def _train(corpus: Corpus, vocab_size: int, sample_bytes: int, workers: int | No
     first = next(texts, None)
     if first is None:
         raise UserError(f"--sample-bytes: {sample_bytes:,} of {total:,} bytes contain no whole document; give more")
-    return Tokenizer.train(chain([first], texts), vocab_size, progress=progress, workers=workers)
+    return Tokenizer.train(chain([first], texts), vocab_size, progress=progress, workers=workers, exact=not at_most)
 
 
 def _encode(
@@ -367,6 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the shards")
     parser.add_argument("--vocab-size", type=int, metavar="N",
                         help=f"ids of the tokenizer to train (default: {VOCAB_SIZE})")  # fmt: skip
+    parser.add_argument("--at-most", action="store_true", help="fewer ids where the text is too small for so many")
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use instead of training one")
     parser.add_argument("--sample-bytes", type=int, default=SAMPLE_BYTES, metavar="N",
                         help="most text to train the tokenizer on (default: %(default)s)")  # fmt: skip
@@ -383,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = make_shards(
         Path(args.corpus), Path(args.out), args.vocab_size or VOCAB_SIZE,
         Path(args.tokenizer) if args.tokenizer else None,
-        args.shard_tokens, args.sample_bytes, args.workers, sys.stderr.isatty(),
+        args.shard_tokens, args.sample_bytes, args.workers, sys.stderr.isatty(), args.at_most,
     )  # fmt: skip
     print(table(made.shards))
     if made.bytes:
@@ -392,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> int:
               f"{args.workers or cores()} workers")  # fmt: skip
     else:
         print(f"{args.out}: these shards were already complete; every file was checked")
-    print(f"next: python recipes/pretrain.py --data {args.out}")
+    print(f"next: python recipes/pretrain.py --data {shlex.quote(args.out)}")
     return 0
 
 

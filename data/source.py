@@ -24,7 +24,8 @@ from typing import Any
 
 from data.files import make_folder, write_fault, write_json
 from tinyforge.errors import UserError
-from tinyforge.files import sha256_of, sync
+from tinyforge.files import json_value, replace, sha256_of, shown, sync
+from tinyforge.terminal import one_line
 
 FORMAT = "tinyforge-source"
 VERSION = 1
@@ -77,6 +78,11 @@ class Source:
     sha256: str  # of source.json, and so of everything in the folder
 
 
+def _writable(text: str) -> str:
+    """A file's name can hold bytes that are no UTF-8, which Python keeps as halves of surrogate pairs."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class SourceWriter:
     """Writes a source folder, completely or not at all.
 
@@ -126,11 +132,11 @@ class SourceWriter:
 
     def add_input(self, url: str, size: int, sha256: str | None) -> None:
         """Record a file that documents came from, in the order of use."""
-        self._files.append(InputFile(url, size, sha256))
+        self._files.append(InputFile(_writable(url), size, sha256))
 
     def refuse(self, record: str, reason: str) -> None:
         """Count a record that is left out."""
-        self.refused.append(Refusal(record, reason))
+        self.refused.append(Refusal(_writable(record), _writable(reason)))
 
     def __enter__(self) -> SourceWriter:
         return self
@@ -173,7 +179,7 @@ class SourceWriter:
             (self.folder / MANIFEST).unlink(missing_ok=True)
             sync(self.folder)
             for (part, _, _), name in zip(self._parts, names, strict=True):
-                os.replace(part, self.folder / name)
+                replace(part, self.folder / name)
             for stale in (*self.folder.glob("documents-*.parquet"), *self.folder.glob(".documents-*")):
                 if stale.name not in names:
                     stale.unlink()
@@ -254,7 +260,7 @@ def read_source(folder: Path, verify: bool = False) -> Source:
     path = folder / MANIFEST
     try:
         raw = path.read_bytes()
-        found = json.loads(raw)
+        found = json_value(raw)
     except FileNotFoundError:
         raise UserError(
             f"{folder}: no {MANIFEST}, so this is not a complete source; run the command that makes it (again)"
@@ -266,13 +272,20 @@ def read_source(folder: Path, verify: bool = False) -> Source:
     got = (found.get("format"), found.get("version")) if isinstance(found, dict) else (type(found).__name__, None)
     if got != (FORMAT, VERSION):
         raise UserError(
-            f"{path}: got format {got[0]!r}, version {got[1]!r}, wanted '{FORMAT}', {VERSION}; make it again"
+            f"{path}: got format {shown(got[0])}, version {shown(got[1])}, wanted '{FORMAT}', {VERSION}; make it again"
         )
     if "instructions" in found:
+        file = found["instructions"].get("file") if isinstance(found["instructions"], dict) else None
         raise UserError(f"{folder}: contains instructions, wanted documents; train on them with recipes/sft.py --data "
-                        f"{folder / found['instructions']['file']}")  # fmt: skip
+                        f"{folder / str(file)}")  # fmt: skip
     try:
+        _check_types(found, {"name": str, "licence": str, "documents": int, "bytes": int})
+        for entry in found["refused"]:
+            _check_types(entry, {"record": str, "reason": str})
         for entry in found["parquet"]:
+            _check_types(entry, {"file": str, "bytes": int, "sha256": str})
+            if entry["file"] != os.path.basename(entry["file"]):
+                raise TypeError(f"the file {entry['file']!r} is in another folder")
             _check_file(folder / entry["file"], entry["bytes"], entry["sha256"] if verify else None)
         return Source(
             folder=folder, name=found["name"], licence=found["licence"], documents=found["documents"],
@@ -283,8 +296,14 @@ def read_source(folder: Path, verify: bool = False) -> Source:
         raise UserError(f"{path}: not the manifest of a source ({error!r}); make the source again") from None
 
 
+def _check_types(entry: Any, wanted: dict[str, type]) -> None:
+    for name, kind in wanted.items():
+        if type(entry[name]) is not kind:
+            raise TypeError(f"{name} is {shown(entry[name])}")
+
+
 def _check_file(path: Path, size: int, sha256: str | None) -> None:
-    if not path.is_file():
+    if not os.path.isfile(path):  # False for a name that no system takes
         raise UserError(f"{path}: is missing, but source.json lists it; make the source again")
     if path.stat().st_size != size:
         raise UserError(f"{path}: {path.stat().st_size:,} bytes, but source.json says {size:,}; make the source again")
@@ -300,6 +319,6 @@ def reason_of(fault: UserError) -> str:
 def print_refused(refused: Sequence[Refusal], most: int = 20) -> None:
     """Print up to `most` of the records that were left out; source.json lists all of them."""
     for refusal in refused[:most]:
-        print(f"refused: {refusal.record}: {refusal.reason}")
+        print(one_line(f"refused: {refusal.record}: {refusal.reason}"))
     if len(refused) > most:
         print(f"refused: {len(refused) - most:,} more; source.json lists them all")

@@ -837,13 +837,13 @@ def instructions(split: str, n: int, seed: int = 0) -> Iterator[Instruction]:
         yield ASK[KINDS[i % len(KINDS)]](_teller(split, seed, "instruction", i))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(description="Print samples of the built-in corpus.")
     parser.add_argument("--split", choices=tuple(WORDS), default="train")
     parser.add_argument("--n", type=int, default=5, help="how many (default 5)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--instructions", action="store_true", help="questions and answers instead of documents")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.n < 1:
         raise UserError(f"--n is {args.n}; wanted 1 or more. Try --n 5")
     if args.instructions:

@@ -84,7 +84,8 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
     run = arm.run(out, seed)
     flags = [*arm.flags, "--seed", str(seed)]
     if checkpoint.steps(run):
-        meta = checkpoint.read_meta(checkpoint.latest(run))
+        meta = checkpoint.read_meta(latest := checkpoint.latest(run))
+        checkpoint.require(latest, meta, "settings")
         wanted, stored = replace(arm.settings, seed=seed), PretrainSettings.from_dict(meta["settings"])
         for name in wanted.differences(stored):
             raise UserError(

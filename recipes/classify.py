@@ -36,6 +36,7 @@ from tinyforge.params import load_named, named
 from tinyforge.registry import ModelSpec, find_model
 from tinyforge.report import timed
 from tinyforge.rng import Stream
+from tinyforge.terminal import one_line
 from tinyforge.text import TextTokenizer, WordPiece, load_tokenizer
 from tinyforge.text.labels import Labels
 from tinyforge.train.batches import Shuffled, fingerprint, micro_batches
@@ -204,7 +205,7 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool) -> None:
             length = sequence_length(shape, settings.seq_len)
             data = text_data(settings, names, base.tokenizer if base else None, length, shape.vocab)
     print(f"data: {len(data.train):,} examples to learn from and {len(data.test):,} to test, {len(data.train.names)} "
-          f"classes: {', '.join(data.train.names)[:60]}")  # fmt: skip
+          f"classes: {one_line(', '.join(data.train.names)[:60])}")  # fmt: skip
     config = config_for(settings, spec, base.model.config if base else None, data)
     length = sequence_length(config, settings.seq_len)
     check_fits(spec, config, backend, settings.batch_size, length, settings.recompute)
@@ -212,6 +213,7 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool) -> None:
     start(model, base and base.model, settings.seed, backend)
     print(f"model: {spec.name}, {model.buffer.count:,} parameters, seed {settings.seed}")
 
+    images = spec.learns == "images"
     rows = settings.batch_size
     shuffled = Shuffled(len(data.train), settings.seed, lambda chosen, stream: data.collate(data.train, chosen, stream))
     print_schedule(settings, f"{rows * settings.grad_accum} examples", len(data.train) / rows / settings.grad_accum,
@@ -225,7 +227,7 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool) -> None:
         batch = data.collate(data.test, np.arange(1), None)
         ids, _targets, *more = batch.inputs(backend)
         guess = int(backend.to_numpy(model.classify(ids, *more))[0, 0].argmax())
-        shown = "" if spec.learns == "images" else " | ".join(filter(None, data.test.inputs[0])).replace("\n", " ")[:60]
+        shown = "" if images else " | ".join(filter(None, data.test.inputs[0])).replace("\n", " ")[:60]
         label = data.test.names[data.test.labels[0]]
         return f"  the first of them{f' ({shown})' if shown else ''} is {label!r}, taken for {data.test.names[guess]!r}"
 
@@ -233,15 +235,14 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool) -> None:
         model, data.tokenizer, Classes(), micro_batches(shuffled, rows, settings.grad_accum), evaluate, sample,
         {"kind": "classify", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": data.tokenizer.hash(),
          "data_hash": fingerprint(data.train.labels), "classes": list(data.train.names), "machine": backend.describe()},
-        *((model.flop_per_token(length) * length, "images") if spec.learns == "images" else
-          (model.flop_per_token(length), "tokens")),
+        model.flop_per_token(length) * (length if images else 1), unit="images" if images else "tokens",
     )  # fmt: skip
     last = Run(task, settings, backend, resume).train()
     logits = predicted(Sharded(model, backend), data, len(data.test))
     found = scores_of(logits, data.test.labels)
     print(f"test: {found['test_accuracy']:.2%} of {len(data.test):,} right, loss {found['test_loss']:.4f}")
     save_scores(Path(settings.out), checkpoint.step_of(last), {"test accuracy": found["test_accuracy"]})
-    if spec.learns != "images":
+    if not images:
         compare(settings, data, found["test_accuracy"], checkpoint.step_of(last))
         return
     picture = Path(settings.out) / "mistakes.png"

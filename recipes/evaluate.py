@@ -52,19 +52,21 @@ from tinyforge.infer.evaluate import (
     standard_error,
 )
 from tinyforge.report import add_json_flag, check_before, publish
+from tinyforge.terminal import one_line
 from tinyforge.text.shards import separator_of
 from tinyforge.text.vocabulary import start_ids
 from tinyforge.train.batches import PackedTokens, fingerprint
 from tinyforge.train.card import write_card
 from tinyforge.train.corpus import (
     HeldOut,
-    byte_count,
+    document_mask,
     find_shards,
     held_out_text,
     measure,
     mix_weights,
     over_all,
     pack,
+    predicted_bytes,
 )
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.metrics import NOISE, save_scores
@@ -125,13 +127,14 @@ def open_text(loaded: Loaded, data: Sequence[str], encoding: str, with_training:
         if with_training:
             texts = built_in_training(run.seed)
         if run.data:
-            print(f"the model learned from {', '.join(run.data)}; give --data to measure on that rather than on the "
-                  f"{WORLD}")  # fmt: skip
+            print(one_line(f"the model learned from {', '.join(run.data)}; give --data to measure on that rather than "
+                           f"on the {WORLD}"))  # fmt: skip
     ids = pack(held_out, tokenizer)
     if len(ids) < 2:
         raise UserError(f"--data: {', '.join(data)}: {len(ids)} held-out tokens, wanted at least 2; give more text")
-    windows = PackedTokens(ids, min(seq_len, len(ids) - 1), config.prediction_heads, run.seed)
-    part = HeldOut("text" if data else WORLD, windows, byte_count(held_out))
+    mask = document_mask(run, tokenizer)
+    windows = PackedTokens(ids, min(seq_len, len(ids) - 1), config.prediction_heads, run.seed, mask)
+    part = HeldOut("text" if data else WORLD, windows, predicted_bytes(ids, tokenizer))
     own, training = tuple(data) == run.data, None
     if with_training or (own and data):
         training = pack(texts, tokenizer)
@@ -160,7 +163,8 @@ def measure_text(loaded: Loaded, backend: Backend, text: Text, sentences: int, s
     bits = measure(text.parts, Sharded(loaded.model, backend), ROWS, tokenizer.byte_lengths)
     sources: dict[str, Any] = {}
     for part in text.parts:
-        texts = tokenizer.decode(np.asarray(part.windows.tokens[:]).tolist()).split(separator_of(tokenizer))
+        ids = np.asarray(part.windows.tokens[:])
+        texts = tokenizer.decode(ids.tolist()).split(separator_of(tokenizer))
         items = cloze_items(texts, sentences, seed)
         scored = cloze_credits(decoder, tokenizer, items)
         sources[part.source] = {"bytes": part.bytes, "bits_per_byte": bits[part.source].tolist(), "cloze": None}
@@ -358,8 +362,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         prompts, left_out = held_out_prompts(loaded, args.instructions, args.encoding, args.prompts)
         taught = tuning_of(loaded).data
         if taught and not args.instructions:
-            print(f"the model was fine-tuned on {', '.join(taught)}; give --instructions to ask those held out there "
-                  f"rather than those of the {WORLD}")  # fmt: skip
+            print(one_line(f"the model was fine-tuned on {', '.join(taught)}; give --instructions to ask those held "
+                           f"out there rather than those of the {WORLD}"))  # fmt: skip
     text = open_text(loaded, args.data, args.encoding, args.kneser_ney)
     said("text: bits per byte and last words")
     found["text"] = measure_text(loaded, backend, text, args.sentences, args.seed)

@@ -31,6 +31,7 @@ from tinyforge.errors import UserError, run_command
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.registry import find_model
 from tinyforge.report import timed
+from tinyforge.terminal import one_line
 from tinyforge.text.shards import Shards, separator_of
 from tinyforge.train.batches import micro_batches
 from tinyforge.train.card import write_card
@@ -47,6 +48,7 @@ from tinyforge.train.settings import (
     open_backend,
     parse,
     print_schedule,
+    restarts,
     sequence_length,
 )
 
@@ -58,12 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     spec, config = find_model(settings.model), config_of(settings)
     if spec.learns == "images":
         raise UserError(f"{spec.title} learns images, it continues no text; use recipes/classify.py, or another model")
+    restart = restarts(settings, spec)
     shards = find_shards(settings)
     if shards:
         config = config_for(shards, config, settings)
     if plan_only:
         seq_len = sequence_length(config, settings.seq_len)
-        print_plan(spec, config, settings.precision, settings.batch_size, seq_len, settings.recompute)
+        print_plan(spec, config, settings.precision, settings.batch_size, seq_len, settings.recompute, restart=restart)
         return 0
     with claimed(settings, resume):
         opening = pretrain(settings, config, shards, resume)
@@ -74,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"next: python recipes/classify.py --base {out}")
         return 0
     print(f"next: python recipes/sft.py --base {out}")
-    print(f"  or: python -m tinyforge.chat --checkpoint {out} --prompt {shlex.quote(opening)}")
+    print(f"  or: python -m tinyforge.chat --checkpoint {out} --prompt {shlex.quote(one_line(opening))}")
     return 0
 
 
@@ -89,7 +92,8 @@ def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | N
     print(f"model {spec.name}, config {settings.config}: {shape}")
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
     with timed("planning the memory"):
-        check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute)
+        restart = restarts(settings, spec)
+        check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute, restart=restart)
 
     if shards:
         with timed("opening the shards"):
@@ -131,7 +135,7 @@ def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | N
     task = Task(
         model, tokenizer, NextTokens(config.head_weights, tokenizer.byte_lengths),
         micro_batches(corpus.batches, settings.batch_size, settings.grad_accum), evaluate, sample,
-        about, model.flop_per_token(seq_len),
+        about, model.flop_per_token(seq_len), settings.batch_size if settings.carry else 0,
     )  # fmt: skip
     last = Run(task, settings, backend, resume).train()
     final, by_source = corpus.evaluate(Sharded(model, backend), settings.batch_size)

@@ -41,7 +41,7 @@ from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import NextTokens
 from tinyforge.train.plan import check_fits, print_plan
 from tinyforge.train.run import Run, Task, claimed
-from tinyforge.train.settings import SftSettings, open_backend, parse, print_schedule, sequence_length
+from tinyforge.train.settings import SftSettings, open_backend, parse, print_schedule, restarts, sequence_length
 
 BUILT_IN_RECORDS = 30_000
 HELD_OUT_RECORDS = 300
@@ -94,10 +94,13 @@ def open_base(settings: SftSettings, resume: bool) -> Opened:
     """What training starts from. A run of adapters resumes on its base, any other on itself."""
     out = Path(settings.out)
     if resume and settings.lora is None:
-        return open_model(out)
+        stopped = open_model(out)
+        checkpoint.require(stopped.path, stopped.meta, "base")  # only fine-tuning has it: nothing else goes on here
+        return stopped
     if resume:
         found = checkpoint.latest(out)
         meta = checkpoint.read_meta(found)
+        checkpoint.require(found, meta, "lora")
         base = open_model(lora.base_of(found, meta))
         lora.check_base(found, base, meta["lora"]["base_sha256"])
         return base
@@ -111,10 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(SftSettings, __doc__ or "", argv)
     base = open_base(settings, resume)
     next_token_model(base.spec.name)
+    restart = restarts(settings, base.spec)
     if plan_only:
         seq_len = sequence_length(base.config, settings.seq_len)
         print_plan(base.spec, base.config, settings.precision, settings.batch_size, seq_len, settings.recompute,
-                   settings.adapters)  # fmt: skip
+                   settings.adapters, restart)  # fmt: skip
         return 0
     with claimed(settings, resume):
         fine_tune(settings, base, resume)
@@ -129,7 +133,8 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool) -> None:
     seq_len = sequence_length(config, settings.seq_len)
     with timed("opening the backend"):
         backend, settings = open_backend(settings)
-    check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute, adapters)
+    restart = restarts(settings, spec)
+    check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute, adapters, restart)
     with timed("making the model"):
         loaded = base.build(backend, settings.recompute, adapters)
         if adapters:
@@ -153,7 +158,7 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool) -> None:
                               for split, n in (("train", BUILT_IN_RECORDS), ("val", HELD_OUT_RECORDS)))  # fmt: skip
     with timed("encoding the records"):
         encoded = encode(training, tokenizer, seq_len, "training", settings.max_reply)
-        data = Examples(encoded, seq_len, config.prediction_heads, settings.seed)
+        data = Examples(encoded, seq_len, config.prediction_heads, settings.seed, restart)
         held = encode(held_out, tokenizer, seq_len, "held out")
     if not held:
         raise UserError(f"data: none of the {len(held_out)} held-out records fits {seq_len} tokens; give more records")
@@ -175,7 +180,7 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool) -> None:
     def sample() -> str:
         record = held_out[0]
         asked = f"{record.instruction} {record.input}".strip().replace("\n", " ")
-        return f"  {asked} -> {answer(loaded, record.instruction, record.input)}"
+        return f"  {asked} -> {answer(loaded, record.instruction, record.input)}".replace("\n", "\n  ")
 
     print_schedule(settings, f"{rows * accum} rows of several records", data.batches_in(0, rows) / accum, "records")
 

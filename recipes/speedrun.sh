@@ -76,7 +76,7 @@ QUESTION="Name three things to see in the sky at night."
 called="${PYTHON:+PYTHON=$(quoted "$PYTHON") }" # what this script is called by
 again=$called$(quoted "$0" "$@") all=()
 config=base out='' books=() web=() licence='not stated' instructions='' shards='' data_only=no
-vocab='' backend=auto precision='' corpus_more='' pretrain_more='' sft_more=''
+vocab='' at_most='' backend=auto precision='' corpus_more='' pretrain_more='' sft_more=''
 while (($#)); do
     case $1 in
     -h | --help)
@@ -107,6 +107,8 @@ while (($#)); do
     all+=("$1" "$2")
     shift 2
 done
+
+[[ -n $vocab ]] || at_most=--at-most # a small text may have fewer
 
 # --- the settings of each config -------------------------------------------------------------------------------------
 
@@ -170,7 +172,7 @@ modules="numpy tqdm safetensors matplotlib"
 [[ -n $shards ]] || modules+=" duckdb"
 [[ $data_only == no ]] || backend=none
 "$python" - "$python" "$root" "$out" "$backend" "$precision" "$modules" <<'END' || exit 2
-import fcntl, importlib.util, sys
+import importlib.util, sys
 
 python, root, out, backend, precision, modules = sys.argv[1:]
 if sys.version_info < (3, 11):
@@ -179,7 +181,10 @@ missing = [name for name in modules.split() if importlib.util.find_spec(name) is
 if missing:
     sys.exit(f"error: {python} lacks {', '.join(missing)}; {python} -m pip install -e {root}")
 try:
+    import fcntl
     fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except ImportError:  # Windows; the stages lock their folders themselves
+    pass
 except OSError:
     sys.exit(f"error: another run is at work in {out}; wait for it or stop it, or name another --out")
 if backend != "none":  # a wrong one shows now, and not after hours
@@ -278,7 +283,7 @@ if [[ -z $shards ]]; then
     # shellcheck disable=SC2086
     stage corpus "$out/corpus/corpus.json" "$python" -m data.corpus "${sources[@]}" --out "$out/corpus" $corpus
     stage shards "$shards/manifest.json" "$python" -m data.shards \
-        --corpus "$out/corpus" --out "$shards" --vocab-size "$vocab"
+        --corpus "$out/corpus" --out "$shards" --vocab-size "$vocab" $at_most
 fi
 if [[ $data_only == yes ]]; then
     more=(${pretrain_more:+--pretrain-flags "$pretrain_more"} ${sft_more:+--sft-flags "$sft_more"})

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,15 @@ from tinyforge.zoo.page import PARITY
 # A script's background job ignores Ctrl-C, and so do all programs that it starts: also those whose answer is tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests of what Windows does not have: forks and kills, limits on a process, terminals and pipes by name, bash.
+if sys.platform == "win32":
+    collect_ignore = [
+        "backends/test_workers.py", "data/test_corpus.py", "data/test_download.py", "data/test_shards.py",
+        "data/test_source.py", "infer/test_chat.py", "parallel/test_group.py", "recipes/test_bad_input.py",
+        "recipes/test_resume.py", "recipes/test_speedrun.py", "recipes/test_start_and_stop.py",
+        "recipes/test_two_at_once.py", "test_files.py", "text/test_parallel.py",
+    ]  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

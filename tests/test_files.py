@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tinyforge.errors import UserError
-from tinyforge.files import read_json, write_whole, written_whole
+from tinyforge.files import read_json, replace, write_whole, written_whole
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -57,6 +58,23 @@ def test_after_an_error_the_old_file_stays_alone(tmp_path: Path, monkeypatch: py
     assert contents(tmp_path) == {"a.txt": "old\n"}
 
 
+def test_windows_refuses_a_file_in_use_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals, real = [PermissionError(errno.EACCES, "in use")] * 2, os.replace
+
+    def busy(source: Path, target: Path) -> None:
+        if refusals:
+            raise refusals.pop()
+        real(source, target)
+
+    (tmp_path / "a").write_text("new")
+    monkeypatch.setattr(os, "replace", busy)
+    with pytest.raises(PermissionError):
+        replace(tmp_path / "a", tmp_path / "b")
+    monkeypatch.setattr(sys, "platform", "win32")
+    replace(tmp_path / "a", tmp_path / "b")
+    assert contents(tmp_path) == {"b": "new"}
+
+
 # --- files of others
 
 
@@ -88,6 +106,8 @@ def test_json_of_the_wanted_type_is_read(tmp_path: Path) -> None:
         ("\ufeff{}".encode(), "is not JSON (line 1"),
         (b"[" * 200_000, "is nested too deeply"),
         (b'{"a":' * 200_000, "is nested too deeply"),
+        (b"[" * 300 + b"]" * 300, "is nested too deeply"),
+        (b'{"a": 1} x', "is not JSON (line 1: Extra data)"),
         (b'{"a": ' + b"9" * 21 + b"}", "got a whole number of 21 digits, wanted 20 at most"),
         (b'{"a": -' + b"9" * 10_000 + b"}", "got a whole number of 10000 digits"),
         (b"[1]", "got a list, wanted an object"),

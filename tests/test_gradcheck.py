@@ -24,6 +24,9 @@ from models.bert import BERT
 from models.char_mlp.model import CharMLP
 from models.gpt2 import GPT2
 from models.llama import Llama
+from models.lstm import LSTMModel
+from models.mamba import Mamba
+from models.moe import MoE
 from models.nanoeuler import NanoEuler
 from models.vit import ViT
 from tinyforge import gradcheck, ops
@@ -35,7 +38,8 @@ from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import attention
 from tinyforge.ops.add_layernorm import add_layernorm_fwd
 from tinyforge.ops.add_rmsnorm import add_rmsnorm_fwd
-from tinyforge.ops.attention import TILE, attention_bwd
+from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd
+from tinyforge.ops.causal_conv import causal_conv_bwd, causal_conv_fwd
 from tinyforge.ops.class_token import class_token_bwd, class_token_fwd
 from tinyforge.ops.cross_entropy import (
     cross_entropy_bwd,
@@ -51,10 +55,21 @@ from tinyforge.ops.gelu_linear import gelu_linear_bwd, gelu_linear_fwd
 from tinyforge.ops.layernorm import layernorm_bwd
 from tinyforge.ops.linear import linear_bwd, linear_bwd_bias
 from tinyforge.ops.lora import lora_bwd, lora_fwd
+from tinyforge.ops.lstm import lstm_bwd, lstm_fwd
+from tinyforge.ops.mixture import (
+    grouped_bwd_input,
+    grouped_bwd_weight,
+    sort_by_expert,
+    sum_of_rows,
+    weighted_swiglu_bwd,
+)
 from tinyforge.ops.patches import patches_bwd, patches_fwd
 from tinyforge.ops.positions import positions_bwd
 from tinyforge.ops.rmsnorm import rmsnorm_bwd
 from tinyforge.ops.rope import rope
+from tinyforge.ops.router import router_bwd, router_fwd
+from tinyforge.ops.router_losses import router_losses_bwd, router_losses_fwd
+from tinyforge.ops.selective_scan import selective_scan_bwd, selective_scan_fwd
 from tinyforge.ops.softmax import softmax_bwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.ops.swiglu_linear import swiglu_linear_bwd
@@ -190,6 +205,15 @@ def times(a: Array, factor: float) -> None:
     a *= factor
 
 
+def one_place_early(starts: Array | None) -> Array | None:
+    return None if starts is None else np.maximum(starts - 1, 0)
+
+
+def one_place_late(starts: Array | None) -> Array | None:
+    """Each document's second token on sees no more its first."""
+    return None if starts is None else np.minimum(starts + 1, np.arange(starts.shape[1]))
+
+
 def unscaled_mask(right: Function) -> Function:
     scaled_mask = attention.dropout_mask
 
@@ -201,14 +225,114 @@ def unscaled_mask(right: Function) -> Function:
     return broken
 
 
+def weights_not_renormalised(right: Function) -> Function:
+    """The probabilities among all experts, not among the chosen."""
+
+    def kernel(logits: Array, active: int) -> tuple[Array, Array, Array]:
+        weights, chosen, usage = right(logits, active)
+        p = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        p /= p.sum(axis=-1, keepdims=True)
+        return np.take_along_axis(p, chosen, axis=-1), chosen, usage
+
+    return kernel
+
+
+def router_without_softmax(dweights: Array, dusage: Array, logits: Array, weights: Array, chosen: Array) -> Array:
+    """The weights' gradients at the chosen logits, as if a weight were the logit."""
+    dlogits = router_bwd(0 * dweights, dusage, logits, weights, chosen)
+    np.put_along_axis(dlogits, chosen, np.take_along_axis(dlogits, chosen, -1) + dweights, axis=-1)
+    return dlogits
+
+
+def last_slot_dropped(right: Function) -> Function:
+    """The last choice of the last token has no row: its place is that of another."""
+
+    def kernel(chosen: Array, experts: int) -> tuple[Array, Array, Array, Array]:
+        slots, tokens, places, starts = right(chosen, experts)
+        if places.size > 1:
+            places[-1, -1] = places[0, 0]
+        return slots, tokens, places, starts
+
+    return kernel
+
+
+def without_the_decays_gradient(right: Function) -> Function:
+    """The term e . A of ddt is dropped: what is left is u (g . B), and g . B is told by du = D ds + dt (g . B)."""
+
+    def broken(*a: Any) -> tuple[Array, ...]:
+        du, _, *rest = right(*a)
+        dy, u, delta, z, skip, bias = (a[i] for i in (4, 5, 6, 9, 11, 12))
+        dt = np.log1p(np.exp(delta + bias))
+        along_b = (du - skip * dy * z / (1 + np.exp(-z))) / dt
+        return du, u * along_b / (1 + np.exp(-delta - bias)), *rest
+
+    return broken
+
+
+def kept_of_the_row_before(right: Function) -> Function:
+    def broken(*a: Any) -> tuple[Array, Array | None]:
+        y, kept = right(*a)
+        return y, None if kept is None else np.roll(kept, 1, axis=0)
+
+    return broken
+
+
+def replaced(number: int, change: Callable[[Array], Array]) -> Callable[[Function], Function]:
+    """One of the arrays that a kernel returns, changed."""
+
+    def broken(right: Function) -> Function:
+        def kernel(*a: Any) -> tuple[Array, ...]:
+            found = list(right(*a))
+            found[number] = change(found[number])
+            return tuple(found)
+
+        return kernel
+
+    return broken
+
+
 FAULTS = [
+    Fault(ops.TopKRouter, "no softmax in the weights' gradient", router_bwd, lambda _: router_without_softmax),
+    Fault(ops.TopKRouter, "weights not renormalised", router_fwd, weights_not_renormalised),
+    Fault(ops.TopKRouter, "the losses' gradient left out", router_bwd, with_args(lambda dw, du, *a: (dw, 0 * du, *a))),
+    Fault(ops.TopKRouter, "the choices' gradients exchanged", router_bwd,
+          with_args(lambda dw, du, *a: (dw[..., ::-1], du, *a))),
+    Fault(ops.TopKRouter, "z-loss: no log-sum-exp", router_bwd,
+          with_args(lambda dw, du, *a: (dw, np.append(du[:-1], du[-1] / 2), *a))),
+    Fault(ops.RouterLosses, "balance times k forgotten", router_losses_bwd,
+          with_args(lambda d, slope: (np.append(d[0] / 2, d[1:]), slope))),
+    Fault(ops.RouterLosses, "z lost", router_losses_bwd, with_args(lambda d, slope: (d * [1, 0], slope))),
+    Fault(ops.RouterLosses, "one layer's usage for all", router_losses_fwd,
+          with_args(lambda u, s, k: ((u[0],) * len(u), s, k))),
+    Fault(ops.RouterLosses, "f of the next expert", router_losses_bwd,
+          with_args(lambda d, slope: (d, np.append(np.roll(slope[:-1], 1), slope[-1])))),
+    Fault(ops.MixtureOfExperts, "a token's choice dropped", sort_by_expert, last_slot_dropped),
+    Fault(ops.MixtureOfExperts, "the weights' gradient missing", weighted_swiglu_bwd,
+          lambda right: lambda *a: (*right(*a)[:2], 0 * right(*a)[2])),
+    Fault(ops.MixtureOfExperts, "the weight missing in dgu", weighted_swiglu_bwd,
+          lambda right: lambda dh, gu, w, slots: (right(dh, gu, w * 0 + 1, slots)[0], *right(dh, gu, w, slots)[1:])),
+    Fault(ops.MixtureOfExperts, "the weight missing in dD", weighted_swiglu_bwd,
+          lambda right: lambda dh, gu, w, slots: (
+              right(dh, gu, w, slots)[0], right(dh, gu, w * 0 + 1, slots)[1], right(dh, gu, w, slots)[2])),
+    Fault(ops.MixtureOfExperts, "weights of other slots", weighted_swiglu_bwd,
+          with_args(lambda dh, gu, w, slots: (dh, gu, w, slots[::-1]))),
+    Fault(ops.MixtureOfExperts, "dx by the next expert's matrix", grouped_bwd_input,
+          with_args(lambda dy, w, t, starts: (dy, np.roll(w, 1, axis=0), t, starts))),
+    Fault(ops.MixtureOfExperts, "dW assigned to the next expert", grouped_bwd_weight,
+          with_args(lambda dw, dy, x, dt, xt, s: (dw[::-1], dy, x, dt, xt, s))),
+    Fault(ops.MixtureOfExperts, "dW without its last row", grouped_bwd_weight,
+          with_args(lambda dw, dy, x, dt, xt, s: (dw, dy, x, dt, xt, np.minimum(s, max(s[-1] - 1, 0))))),
+    Fault(ops.MixtureOfExperts, "one choice's gradient in dx", sum_of_rows,
+          lambda right: lambda rows, places, more: right(rows, places if more is None else places[:, :1], more)),
+    Fault(ops.MixtureOfExperts, "the gate's part of dx missing", sum_of_rows,
+          with_args(lambda rows, places, more: (rows, places, None))),
     Fault(ops.Embedding, "repeated ids lost", embedding_bwd, lambda _: lost_repeats),
     Fault(ops.Embedding, "wrong row", embedding_bwd,
           with_args(lambda dw, dy, ids: (dw, dy, (ids + 1) % len(dw)))),
     Fault(ops.LearnedPositions, "last position lost", positions_bwd,
-          with_args(lambda dw, dy: (dw, dy[:, :-1]))),
+          with_args(lambda dw, dy, p: (dw, dy[:, :-1], p if p is None else p[:, :-1]))),
     Fault(ops.LearnedPositions, "wrong row", positions_bwd,
-          with_args(lambda dw, dy: (dw, dy[:, ::-1]))),
+          with_args(lambda dw, dy, p: (dw, dy[:, ::-1], p))),
     Fault(ops.Patches, "rows and columns of a patch swapped", patches_bwd,
           lambda right: lambda dy, shape, size, scale: right(
               dy.reshape(*dy.shape[:2], -1, size, size).swapaxes(-1, -2).reshape(dy.shape), shape, size, scale)),
@@ -269,28 +393,42 @@ FAULTS = [
     Fault(ops.RoPE, "turned the same way twice", rope,
           with_args(lambda out, x, cos, sin, *a: (out, x, cos, np.abs(sin), *a))),
     Fault(ops.Attention, "no row sum of dO O", attention_bwd,
-          with_args(lambda *a: (*a[:8], 0 * a[8], *a[9:]))),
+          with_args(lambda *a: (*a[:9], 0 * a[9], *a[10:]))),
     Fault(ops.Attention, "sign of dq", attention_bwd, then(lambda dq, *_: times(dq, -1))),
     Fault(ops.Attention, "dv 1 %", attention_bwd, then(lambda dq, dk, dv, *_: times(dv, 1.01))),
     Fault(ops.Attention, "last key lost", attention_bwd, then(lambda dq, dk, *_: zero(dk[:, -1:]))),
     Fault(ops.Attention, "keys past the first tile lost", attention_bwd,
           then(lambda dq, dk, *_: zero(dk[:, TILE:]))),
     Fault(ops.Attention, "log-sum-exp of another row", attention_bwd,
-          with_args(lambda *a: (*a[:9], np.roll(a[9], 1, -1), *a[10:]))),
+          with_args(lambda *a: (*a[:10], np.roll(a[10], 1, -1), *a[11:]))),
     Fault(ops.Attention, "backward forgets the window", attention_bwd,
-          with_args(lambda *a: (*a[:11], None, *a[12:]))),
+          with_args(lambda *a: (*a[:12], None, *a[13:]))),
     Fault(ops.Attention, "window one key too wide in backward", attention_bwd,
-          with_args(lambda *a: (*a[:11], a[11] and a[11] + 1, *a[12:]))),
-    Fault(ops.Attention, "always causal in backward", attention_bwd, with_args(lambda *a: (*a[:10], True, *a[11:]))),
+          with_args(lambda *a: (*a[:12], a[12] and a[12] + 1, *a[13:]))),
+    Fault(ops.Attention, "always causal in backward", attention_bwd, with_args(lambda *a: (*a[:11], True, *a[12:]))),
     Fault(ops.Attention, "mask drawn anew in backward", attention_bwd,
-          with_args(lambda *a: (*a[:12], a[12] and (a[12][0] ^ 1, a[12][1]), a[13]))),
-    Fault(ops.Attention, "mask forgotten in backward", attention_bwd, with_args(lambda *a: (*a[:12], None, a[13]))),
+          with_args(lambda *a: (*a[:13], a[13] and (a[13][0] ^ 1, a[13][1]), a[14]))),
+    Fault(ops.Attention, "mask forgotten in backward", attention_bwd, with_args(lambda *a: (*a[:13], None, a[14]))),
     Fault(ops.Attention, "mask not scaled in backward", attention_bwd, unscaled_mask),
     Fault(ops.Attention, "padding seen in backward", attention_bwd, with_args(lambda *a: (*a[:7], None, *a[8:]))),
     Fault(ops.Attention, "one padded key seen in backward", attention_bwd,
           with_args(lambda *a: (*a[:7], a[7] if a[7] is None else a[7] + 1, *a[8:]))),
     Fault(ops.Attention, "another sequence's padding", attention_bwd,
           with_args(lambda *a: (*a[:7], a[7] if a[7] is None else np.roll(a[7], 1), *a[8:]))),
+    Fault(ops.Attention, "a document sees its neighbour", attention_fwd,
+          with_args(lambda q, k, v, lengths, starts, *a: (q, k, v, lengths, None, *a))),
+    Fault(ops.Attention, "gradients leak into the neighbour", attention_bwd,
+          with_args(lambda *a: (*a[:8], None, *a[9:]))),
+    Fault(ops.Attention, "a document's first token sees the one before it", attention_fwd,
+          with_args(lambda q, k, v, lengths, starts, *a: (q, k, v, lengths, one_place_early(starts), *a))),
+    Fault(ops.Attention, "a document begins one token late in backward", attention_bwd,
+          with_args(lambda *a: (*a[:8], one_place_late(a[8]), *a[9:]))),
+    Fault(ops.Attention, "every row has the documents of the first", attention_bwd,
+          with_args(lambda *a: (*a[:8], None if a[8] is None else np.broadcast_to(a[8][:1], a[8].shape), *a[9:]))),
+    Fault(ops.LearnedPositions, "positions do not restart in backward", positions_bwd,
+          with_args(lambda dw, dy, positions: (dw, dy, None))),
+    Fault(ops.LearnedPositions, "a position that tokens share gets the gradient of one", positions_bwd,
+          lambda right: lambda dw, dy, p: right(dw, dy, p) if p is None else lost_repeats(dw, dy, p)),
     Fault(ops.SwiGLU, "no slope of the sigmoid", swiglu_bwd, lambda _: swiglu_without_slope),
     Fault(ops.SwiGLU, "1 %", swiglu_bwd, scaled(1.01)),
     Fault(ops.SwiGLULinear, "sign", swiglu_linear_bwd, scaled(-1)),
@@ -324,6 +462,42 @@ FAULTS = [
     Fault(ops.Softmax, "no sum term", softmax_bwd, lambda _: lambda dy, y: dy * y),
     Fault(ops.Softmax, "wrong row", softmax_bwd, with_args(lambda dy, y: (dy, np.roll(y, 1, axis=0)))),
     Fault(ops.Dropout, "mask drawn anew in backward", dropout, drawn_anew),
+    Fault(ops.CausalConv, "not causal: backward sees one position ahead", causal_conv_bwd,
+          with_args(lambda dx, dw, db, dy, x, *a: (dx, dw, db, dy, np.roll(x, -1, axis=1), *a))),
+    Fault(ops.CausalConv, "not causal: forward sees one position ahead", causal_conv_fwd,
+          with_args(lambda tail, x, *a: (tail, np.roll(x, -1, axis=1), *a))),
+    Fault(ops.CausalConv, "taps in the wrong order", causal_conv_bwd,
+          with_args(lambda dx, dw, db, dy, x, w, b: (dx, dw, db, dy, x, w[..., ::-1], b))),
+    Fault(ops.CausalConv, "last position's dx lost", causal_conv_bwd,
+          lambda right: lambda *a: (dx := right(*a), zero(dx[:, -1:]))[0]),
+    Fault(ops.CausalConv, "db 1 %", causal_conv_bwd, then(lambda dx, dw, db, *_: times(db, 1.01))),
+    Fault(ops.SelectiveScan, "the decay's own gradient dropped", selective_scan_bwd, without_the_decays_gradient),
+    Fault(ops.SelectiveScan, "A without its exponential", selective_scan_bwd,
+          then(lambda dz, da, *a: np.divide(da, np.exp(a[8]), out=da))),
+    Fault(ops.SelectiveScan, "state carried into the next row", selective_scan_fwd, kept_of_the_row_before),
+    Fault(ops.SelectiveScan, "backward starts each tile from zeros", selective_scan_bwd,
+          with_args(lambda *a: (*a[:-1], 0 * a[-1]))),
+    Fault(ops.SelectiveScan, "no slope of softplus", selective_scan_bwd, lambda right: lambda *a: [
+        (found[0], found[1] * (1 + np.exp(-a[6] - a[12])), *found[2:]) for found in [right(*a)]][0]),
+    Fault(ops.SelectiveScan, "no skip in du", selective_scan_bwd,
+          with_args(lambda *a: (*a[:11], 0 * a[11], *a[12:]))),
+    Fault(ops.SelectiveScan, "dB and dC swapped", selective_scan_bwd,
+          lambda right: lambda *a: [(f[0], f[1], f[3], f[2], f[4]) for f in [right(*a)]][0]),
+    Fault(ops.SelectiveScan, "dC of the position before", selective_scan_bwd, replaced(3, lambda x: np.roll(x, 1, 1))),
+    Fault(ops.SelectiveScan, "dz 1 %", selective_scan_bwd, replaced(4, lambda x: 1.01 * x)),
+    Fault(ops.LSTM, "state carried across a document in backward", lstm_bwd, with_args(lambda *a: (*a[:-1], None))),
+    Fault(ops.LSTM, "state carried across a document in forward", lstm_fwd, with_args(lambda *a: (*a[:-1], None))),
+    Fault(ops.LSTM, "initial h of another row", lstm_bwd,
+          with_args(lambda *a: (*a[:6], np.roll(a[6], 1, axis=0), *a[7:]))),
+    Fault(ops.LSTM, "initial c of another row", lstm_bwd,
+          with_args(lambda *a: (*a[:7], np.roll(a[7], 1, axis=0), *a[8:]))),
+    Fault(ops.LSTM, "last cell's gradient lost", lstm_bwd, with_args(lambda *a: (*a[:2], None, *a[3:]))),
+    Fault(ops.LSTM, "no gradient through h[t-1]", lstm_bwd, with_args(lambda *a: (*a[:8], 0 * a[8], a[9]))),
+    Fault(ops.LSTM, "gates i and f swapped", lstm_bwd, with_args(
+        lambda *a: (*a[:3], np.concatenate(np.split(a[3], 4, -1)[1::-1] + np.split(a[3], 4, -1)[2:], -1), *a[4:]))),
+    Fault(ops.LSTM, "cells of the next position", lstm_bwd,
+          with_args(lambda *a: (*a[:5], np.roll(a[5], -1, axis=1), *a[6:]))),
+    Fault(ops.LSTM, "dU 1 %", lstm_bwd, then(lambda dw, *_: times(dw, 1.01))),
     Fault(ops.CrossEntropy, "sign", cross_entropy_bwd, scaled(-1)),
     Fault(ops.CrossEntropy, "1 %", cross_entropy_bwd, scaled(1.01)),
     Fault(ops.CrossEntropy, "masked tail not masked", cross_entropy_fwd, unmasked),
@@ -419,6 +593,29 @@ WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
         m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash))),
     (GPT2, "GELU left out", lambda m: broken_backward(
         m.blocks[0].down, lambda right, dy, stash: (right(dy, stash), dy @ m.blocks[0].down.weight.value)[1])),
+    (MoE, "the balance's gradient left out", lambda m: broken_backward(
+        m.losses, lambda right, dy, stash: (0 * right(dy, stash)[0],)) if m.losses else None),
+    (MoE, "layers' usage in one place alone", lambda m: broken_backward(
+        m.blocks[0].experts, lambda right, dy, stash: right((dy[0], 0 * dy[1], dy[2]), stash))),
+    (MoE, "stream and experts mixed up", lambda m: broken_backward(
+        m.blocks[0].norm2, lambda right, dy, stash: right(dy[::-1], stash))),
+    (MoE, "experts' gradient 1 %", lambda m: broken_backward(
+        m.blocks[-1].experts, lambda right, dy, stash: 1.01 * right(dy, stash))),
+    (Mamba, "gradient through the step sizes lost", lambda m: broken_backward(
+        m.blocks[0].step, lambda right, dy, stash: 0 * right(dy, stash))),
+    (Mamba, "gate and input swapped", lambda m: broken_backward(
+        m.blocks[0].input, lambda right, dy, stash: right(swapped_halves(dy), stash))),
+    (Mamba, "residual gradient lost at one joint", lambda m: broken_backward(
+        m.joints[0], lambda right, dy, stash: right((None, dy[1]), stash))),
+    (Mamba, "gradients of B and C swapped", lambda m: broken_backward(
+        m.blocks[0].scan, lambda right, dy, stash, out: [(f[0], f[1], f[3], f[2], f[4]) for f in [
+            right(dy, stash, out=out)]][0])),
+    (LSTMModel, "the head's gradient in the wrong order", lambda m: broken_backward(
+        m.head, lambda right, dy, stash: [(dh[..., ::-1], rest) for dh, rest in [right(dy, stash)]][0])),
+    (LSTMModel, "gradient of the layer below lost", lambda m: broken_backward(
+        m.layers[-1], lambda right, dy, stash: [(0 * dx, *rest) for dx, *rest in [right(dy, stash)]][0])),
+    (LSTMModel, "mask not drawn again in backward", lambda m: broken_backward(
+        m.dropouts[0], lambda right, dy, stash: (right(dy, stash), dy)[1])),
     (BERT, "segments' gradient lost", lambda m: broken_backward(
         m.segments, lambda right, dy, stash: right(0 * dy, stash))),
     (BERT, "positions' gradient one place off", lambda m: broken_backward(
@@ -539,7 +736,7 @@ def assigned(dweight: Array, dy: Array, ids: Array) -> None:
 
 
 USES: list[tuple[type[Op], Kernel[..., Any], Callable[[Function], Function]]] = [
-    (ShiftedPositions, positions_bwd, with_args(lambda dw, dy: (dw[1:], dy))),
+    (ShiftedPositions, positions_bwd, with_args(lambda dw, dy, *p: (dw[1:], dy, *p))),
     (NormedHeads, rmsnorm_bwd, with_args(lambda dw, dy, w, x, rstd, r: (dw, dy, w, x[..., ::-1], rstd, r))),
     (Tied, embedding_bwd, lambda _: assigned),
 ]
@@ -624,7 +821,8 @@ def test_the_command_prints_the_ledger_and_writes_json(tmp_path: Path, capsys: p
     last = LAST_LINE.fullmatch(lines[-1])
     assert last is not None
     ledger = json.loads(target.read_text(encoding="utf-8"))
-    count = sum(len(list(kind.cases(FP64, np.random.default_rng(0)))) for kind in LEDGER)
+    cases = [case for kind in LEDGER for case in kind.cases(FP64, np.random.default_rng(0))]
+    count = sum(bool(op.params()) or any(np.asarray(x).dtype.kind == "f" for x in inputs) for op, inputs in cases)
     assert (int(last[2]), int(last[3])) == (len(LEDGER), count)
     assert f"{ledger['worst']:.1e}" == last[1]
     assert ledger["tolerance"] == TOLERANCE and ledger["worst"] == max(row["error"] for row in ledger["rows"])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tinyforge.terminal import printable
+from tinyforge.terminal import one_line, printable
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,19 @@ from tinyforge.terminal import printable
 )
 def test_what_is_printed(text: str, wanted: str) -> None:
     assert printable(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("a\nerror: no\r\nb\tc", "a error: no b c"),
+        ("a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g", "a b c d e f g"),
+        ("a  b\x1b[2J", "a  b[2J"),
+        ("x" * 3000, "x" * 1997 + "..."),
+    ],
+)
+def test_what_is_printed_as_a_part_of_a_line(text: str, wanted: str) -> None:
+    assert one_line(text) == wanted
 
 
 def test_what_standard_output_cannot_encode_is_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 Start reading at `tinyforge/op.py`, then any file of `tinyforge/ops/`.
 """
 
+from tinyforge import interrupt  # noqa: F401  first: what follows takes a moment
 from tinyforge.backends import get_backend
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import ParamBuffer

@@ -2,7 +2,7 @@
 
     step-00000500/
         model.safetensors       weights by parameter name
-        optimizer.safetensors   AdamW's moments, `m.` and `v.` + parameter name
+        optimizer.safetensors   AdamW's moments, `m.` and `v.` + parameter name; `carried`, a recurrent model's state
         tokenizer.json
         meta.json               model (its registered name), config, step, settings, seed, tokenizer hash, elapsed time
         hashes.json             SHA-256 of each file above, written last
@@ -28,13 +28,20 @@ from typing import Any
 import numpy as np
 
 from tinyforge.errors import UserError
-from tinyforge.files import sha256_of, sync
+from tinyforge.files import JSON_NAMES, read_json, replace, sha256_of, shown, sync
 from tinyforge.tensors import chunks
 
 FORMAT = 1
 _PREFIX = "step-"
 _NAME = re.compile(r"step-\d{8,}")  # what else lies in a run's folder, `step-7-good` say, is not ours to remove
 CARD = "README.md"
+_HASHED = ("model.safetensors", "tokenizer.json", "meta.json")  # at least
+_USE_ANOTHER = "use another checkpoint of the run"
+# Of meta.json, and of what it keeps about the base: all that is read elsewhere without a look at its type.
+_TYPES: dict[str, type] = {
+    "base": dict, "config": dict, "settings": dict, "step": int, "tokens": int, "corpus": list,
+    "elapsed": float, "joules": float, "tokens_per_second": float, "machine": str, "template": str,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,7 @@ def save(
 
     final = out / f"{_PREFIX}{step:08d}"
     try:
-        for stale in out.glob(f".partial-{_PREFIX}*"):
-            shutil.rmtree(stale, ignore_errors=True)
+        sweep(out)
         files = {
             "model.safetensors": to_bytes(weights),
             "optimizer.safetensors": to_bytes(optimizer),
@@ -84,17 +90,27 @@ def save(
             f"cannot save a checkpoint in {out}: {getattr(cause, 'strerror', None) or error}; {stays}. Free some "
             "space, then continue with --resume"
         ) from error
-    if keep > 0:
-        for old in steps(out)[:-keep]:
-            # Renamed first: a kill half-way leaves a hidden directory, never half a checkpoint.
-            doomed = out / f".partial-{old.name}"
-            try:
-                os.replace(old, doomed)
-                shutil.rmtree(doomed)
-            except OSError as error:  # the new one is saved: that is no reason to stop
-                print(f"warning: cannot remove the old checkpoint {old}: {error.strerror}; the next save tries again",
-                      file=sys.stderr)  # fmt: skip
+    prune(out, keep)
     return final
+
+
+def prune(out: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints (0 keeps all). What cannot be removed is named on stderr."""
+    for old in steps(out)[:-keep] if keep else []:
+        # Renamed first: a kill half-way leaves a hidden directory, never half a checkpoint.
+        doomed = out / f".partial-{old.name}"
+        try:
+            replace(old, doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:  # the new one is saved: that is no reason to stop
+            print(f"warning: cannot remove the old checkpoint {old}: {error.strerror}; the next save tries again",
+                  file=sys.stderr)  # fmt: skip
+
+
+def sweep(out: Path) -> None:
+    """Remove what a killed run has left of checkpoints that it wrote or removed. The caller holds the folder."""
+    for stale in out.glob(f".partial-{_PREFIX}*"):
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def export(
@@ -129,7 +145,7 @@ def _write_directory(final: Path, files: dict[str, bytes], tokenizer: Any) -> No
                 hashes[name] = _sha256(data)
         _write(partial / "hashes.json", _to_json(hashes))
         sync(partial)
-        os.replace(partial, final)
+        replace(partial, final)
         sync(final.parent)
     except (OSError, UserError):
         shutil.rmtree(partial, ignore_errors=True)
@@ -164,26 +180,53 @@ def load(path: Path) -> Checkpoint:
 
 
 def verify(path: Path) -> None:
-    """Check every file of a checkpoint against its hash; UserError if one is missing or was altered."""
-    hashes = _json(path / "hashes.json")
-    for name, wanted in hashes.items():
+    """Check every file of a checkpoint against its hash; UserError if one is missing or was altered.
+
+    What was whole once in this process, and has not been touched since, is not read again.
+    """
+    hashes = read_json(path / "hashes.json", "the hashes", fix=_USE_ANOTHER)
+    for name in dict.fromkeys([*_HASHED, *hashes]):
+        wanted = hashes.get(name)
+        if not isinstance(wanted, str) or name != os.path.basename(name):
+            raise UserError(f"checkpoint {path}: hashes.json has no hash of a file {name!r}; {_USE_ANOTHER}")
         file = path / name
-        if not file.is_file():
-            raise UserError(f"checkpoint {path}: {name} is missing; use another checkpoint of the run")
+        if not os.path.isfile(file):  # False for a name that no system takes
+            raise UserError(f"checkpoint {path}: {name} is missing; {_USE_ANOTHER}")
+        stat = file.stat()
+        state = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, wanted)
+        if state in _whole:
+            continue
         got = sha256_of(file)
-        if got != wanted:
+        if got == wanted:
+            _whole.add(state)
+        else:
             raise UserError(
                 f"checkpoint {path}: {name} has SHA-256 {got[:12]}..., hashes.json says {wanted[:12]}...; "
-                "the file was altered or damaged, use another checkpoint of the run"
+                f"the file was altered or damaged, {_USE_ANOTHER}"
             )
+
+
+_whole: set[tuple[int | str, ...]] = set()  # files whose hash was right, as they were then
 
 
 def read_meta(path: Path) -> dict[str, Any]:
     """A checkpoint's meta.json. Raises UserError where it cannot be read or is of another format."""
-    meta = _json(path / "meta.json")
+    meta = read_json(path / "meta.json", "the meta data", fix=_USE_ANOTHER)
     if meta.get("format") != FORMAT:
-        raise UserError(f"checkpoint {path}: format {meta.get('format')}, this program reads {FORMAT}")
+        raise UserError(f"checkpoint {path}: format {shown(meta.get('format'))}, this program reads {FORMAT}")
+    require(path, meta, "kind", "step", "config")
+    for part in (meta, meta.get("base", {})):
+        for name, wanted in _TYPES.items():
+            if name in part and not isinstance(part[name], (int, float) if wanted is float else wanted):
+                got = f"got {name} {shown(part[name])}, wanted {JSON_NAMES[wanted]}"
+                raise UserError(f"checkpoint {path}: meta.json is damaged: {got}; {_USE_ANOTHER}")
     return meta
+
+
+def require(path: Path, meta: dict[str, Any], *names: str) -> None:
+    """UserError where a checkpoint's meta.json lacks one of `names`."""
+    if missing := next((name for name in names if name not in meta), ""):
+        raise UserError(f"checkpoint {path}: meta.json has no {missing!r}; {_USE_ANOTHER}")
 
 
 def _tensors(file: Path) -> dict[str, np.ndarray]:
@@ -193,7 +236,7 @@ def _tensors(file: Path) -> dict[str, np.ndarray]:
     try:
         return {name: _array(**stored) for name, stored in deserialize(file.read_bytes())}
     except Exception as error:  # safetensors raises its own type, and OSError where the file cannot be read
-        raise UserError(f"cannot read {file}: {error}; use another checkpoint of the run") from error
+        raise UserError(f"cannot read {file}: {error}; {_USE_ANOTHER}") from error
 
 
 def _array(dtype: str, shape: list[int], data: bytes) -> np.ndarray:
@@ -203,16 +246,6 @@ def _array(dtype: str, shape: list[int], data: bytes) -> np.ndarray:
     if dtype not in ("F32", "F64"):
         raise ValueError(f"tensors of {dtype}, wanted F32, F64 or BF16")
     return np.frombuffer(data, {"F32": "<f4", "F64": "<f8"}[dtype]).reshape(shape)
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {file}: {error}; use another checkpoint of the run") from error
-    if not isinstance(content, dict):
-        raise UserError(f"cannot read {file}: it holds no JSON object; use another checkpoint of the run")
-    return content
 
 
 def _to_json(content: dict[str, Any]) -> bytes:

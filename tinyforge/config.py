@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from tinyforge.errors import UserError
+
+ABOVE_ZERO = ("rope_theta", "norm_eps")
+"""Fields that are divided by or whose logarithm is taken, in whichever config has them."""
+
+MOST, MOST_POSITIONS, MOST_REPEATED = 1 << 24, 1 << 20, 1 << 10
+"""The largest size that a model may have, context, which has tables of its length, and number of parts that are built
+one by one: what is larger is a slip, and would take hours to be found too large for any memory."""
+REPEATED = ("layers", "mtp_heads")
 
 
 @dataclass(frozen=True)
@@ -22,6 +31,15 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Check the fields; a subclass adds its own checks. Raises UserError."""
         self.require_positive("context", "vocab")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not all(math.isfinite(v) for v in (value if isinstance(value, tuple) else (value,)) if type(v) is float):
+                raise UserError(f"config: {f.name} is {value}, wants finite numbers")
+            most = MOST_REPEATED if f.name in REPEATED else MOST_POSITIONS if f.name == "context" else MOST
+            if type(value) is int and value > most:
+                raise UserError(f"config: {f.name} is {value:,}, wants at most {most:,}")
+            if f.name in ABOVE_ZERO and value <= 0:
+                raise UserError(f"config: {f.name} is {value}, wants a number above 0")
 
     @property
     def prediction_heads(self) -> int:
@@ -36,6 +54,12 @@ class ModelConfig:
     def input_shapes(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of what the model's forward takes for `batch` sequences of `length`, targets included."""
         return (batch, length), (batch, length, self.prediction_heads)
+
+    @property
+    def term_weights(self) -> dict[str, float]:
+        """The terms that the model adds to the loss beside the likelihoods, by name, and what each weighs. A model that
+        has some returns (nll, terms) from forward; see `tinyforge.train.objectives`."""
+        return {}
 
     def require_positive(self, *names: str) -> None:
         for name in names:

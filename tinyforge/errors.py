@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from tinyforge.terminal import printable
+from tinyforge.terminal import one_line
 
 
 class UserError(Exception):
@@ -21,7 +21,18 @@ class UserError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, but a wrong flag is a `UserError`, where argparse prints the usage, its error, and exits."""
+    """argparse's parser, but a wrong flag is a `UserError`, where argparse prints the usage, its error, and exits.
+
+    So is an empty value: an empty path would be the current folder, which nobody means by it.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = sys.argv[1:] if args is None else list(args)
+        for before, word in zip(["", *given], given, strict=False):
+            if not word or (word.startswith("--") and word.endswith("=")):
+                flag = word[:-1] or before
+                self.error(f"{f'argument {flag}' if flag.startswith('--') else 'an argument'} is empty, wants a value")
+        return super().parse_known_args(given, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{' '.join(message.split())}; see {self.prog} --help")
@@ -32,10 +43,10 @@ def run_command(main: Callable[[], int | None]) -> None:
     try:
         sys.exit(main() or 0)
     except UserError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)  # it may name what stands in a file
+        print(f"error: {one_line(str(error))}", file=sys.stderr)  # it may name what stands in a file
         sys.exit(2)
     except MemoryError as error:  # NumPy's, and CuPy's for a GPU
-        cause = " ".join(str(error).split()) or "no memory is left"
+        cause = one_line(str(error)) or "no memory is left"
         print(f"error: out of memory: {cause}; the last checkpoint is intact. Use a smaller --batch-size (with "
               "--grad-accum for as large a step), or a smaller --seq-len", file=sys.stderr)  # fmt: skip
         sys.exit(2)

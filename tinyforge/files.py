@@ -6,7 +6,9 @@ import errno
 import hashlib
 import json
 import os
+import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,8 +16,11 @@ from typing import Any
 
 from tinyforge.errors import UserError
 
+LOCK = ".lock"
 MOST_BYTES = 64 << 20  # of a text or JSON file that is read whole
 MOST_DIGITS = 20  # of a whole number in JSON: 64 bits need no more
+MOST_DEPTH = 100  # of JSON's objects and lists; what goes deeper ends in a RecursionError here or there
+GET_AGAIN = "get or make the file again"
 JSON_NAMES: dict[type, str] = {
     dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean",
     type(None): "null",
@@ -33,6 +38,17 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def replace(source: Path, target: Path) -> None:
+    """os.replace. Windows refuses it while another program, one that looks for viruses say, has the file open: there
+    it is tried again for a second."""
+    for seconds in (0.01, 0.1, 0.9) if sys.platform == "win32" else ():
+        try:
+            return os.replace(source, target)
+        except PermissionError:
+            time.sleep(seconds)
+    os.replace(source, target)
+
+
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """Yields a path beside `path` to write to; synced to disk and renamed to `path` when the block ends well.
@@ -47,7 +63,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     try:
         yield partial
         sync(partial)
-        os.replace(partial, path)
+        replace(partial, path)
         sync(path.parent)
     finally:
         with suppress(OSError):
@@ -70,7 +86,7 @@ def locked(folder: Path, leave_nothing: bool = False) -> Iterator[None]:
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ".lock"
+    path = folder / LOCK
     while True:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
         try:
@@ -159,31 +175,71 @@ def read_text(path: str | Path, what: str, max_bytes: int = MOST_BYTES) -> str:
     return _decode(read_bytes(path, what, max_bytes), path, what)
 
 
-def read_json(path: str | Path, what: str, wanted_type: type = dict, max_bytes: int = MOST_BYTES) -> Any:
-    """The value in a JSON file, which must be of `wanted_type` (dict, list, ...).
+def read_json(
+    path: str | Path, what: str, wanted_type: type = dict, max_bytes: int = MOST_BYTES, fix: str = GET_AGAIN
+) -> Any:
+    """The value in a JSON file, which must be of `wanted_type` (dict, list, ...). fix: the end of the error's line.
 
     Raises UserError, one line that names the file, for a file that cannot be read, is larger than `max_bytes`, is not
-    UTF-8 or not JSON, is nested too deeply, holds a whole number of more than MOST_DIGITS digits, or has another type.
+    UTF-8, has another type, or is not what `json_value` reads.
     """
-    return parse_json(read_bytes(path, what, max_bytes), path, what, wanted_type)
+    return parse_json(read_bytes(path, what, max_bytes), path, what, wanted_type, fix)
 
 
-def parse_json(data: bytes, path: str | Path, what: str, wanted_type: type = dict) -> Any:
+def parse_json(data: bytes, path: str | Path, what: str, wanted_type: type = dict, fix: str = GET_AGAIN) -> Any:
     """As `read_json`, for the bytes of a file that has been read; `path` is for the error."""
-    text = _decode(data, path, what)
     try:
-        content = json.loads(text, parse_int=_to_int)
-    except json.JSONDecodeError as error:
-        cause = f"it is not JSON (line {error.lineno}: {error.msg})"
-    except RecursionError:
-        cause = "it is nested too deeply"
+        content = json_value(_decode(data, path, what))
     except ValueError as error:
         cause = str(error)
     else:
         if isinstance(content, wanted_type):
             return content
         cause = f"got {JSON_NAMES[type(content)]}, wanted {JSON_NAMES[wanted_type]}"
-    raise UserError(f"cannot read {what} {path}: {cause}; get or make the file again")
+    raise UserError(f"cannot read {what} {path}: {cause}; {fix}")
+
+
+def json_value(text: str | bytes) -> Any:
+    """The value that a whole JSON text holds; bytes are UTF-8.
+
+    Every JSON that the program has not just written itself is read by this function or `next_json_value`: what is wrong
+    with it is a ValueError in one line, never a RecursionError or seconds in `int`. Raises it for what is not UTF-8
+    or not JSON, is nested deeper than MOST_DEPTH, or holds a whole number of more than MOST_DIGITS digits.
+    """
+    if isinstance(text, bytes):
+        text = text.decode()
+    start = _BLANKS.match(text).end()  # type: ignore[union-attr]  # it matches nothing, too
+    try:
+        value, end = next_json_value(text, start)
+        if (rest := _BLANKS.match(text, end).end()) < len(text):  # type: ignore[union-attr]
+            raise json.JSONDecodeError("Extra data", text, rest)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON (line {error.lineno}: {error.msg})") from None
+    return value
+
+
+def next_json_value(text: str, start: int) -> tuple[Any, int]:
+    """The value that begins at text[start], and where it ends. Raises ValueError as `json_value`, JSONDecodeError with
+    the place where it is not JSON."""
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [
+            inner for outer in level if type(outer) in (dict, list)
+            for inner in (outer.values() if type(outer) is dict else outer) if type(inner) in (dict, list)
+        ]  # fmt: skip
+        if not level:
+            return value, end
+    raise ValueError("it is nested too deeply")
+
+
+def shown(value: object, most: int = 60) -> str:
+    """A value of a file as an error shows it: on one line, and no longer than `most` characters."""
+    text = ascii(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _decode(data: bytes, path: str | Path, what: str) -> str:
@@ -197,3 +253,7 @@ def _to_int(digits: str) -> int:
     if (count := len(digits.lstrip("-"))) > MOST_DIGITS:
         raise ValueError(f"got a whole number of {count} digits, wanted {MOST_DIGITS} at most")
     return int(digits)
+
+
+_BLANKS = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder(parse_int=_to_int)

@@ -25,17 +25,18 @@ from tinyforge.kernel import Array
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of theirs: a parameter of ours, or a part of it along the first axis.
+    """One tensor of theirs: a parameter of ours, or a part of it along its first axes.
 
     theirs, shape: its name and shape there. ours: our parameter's name; empty for a tensor that is zeros, since we have
-    none. part: which rows of ours (a slice), or which entry (a number, which drops the axis); None for all of it.
-    transposed: theirs is the transpose. axes: the shape of ours, where theirs has the same numbers with other axes.
+    none. part: which rows of ours (a slice), which entry (a number, which drops the axis), or which rows of which entry
+    (both); None for all of it. transposed: theirs is the transpose. axes: the shape of ours, where theirs has the same
+    numbers with other axes.
     """
 
     theirs: str
     shape: tuple[int, ...]
     ours: str
-    part: slice | int | None = None
+    part: slice | int | tuple[int, slice] | None = None
     transposed: bool = False
     axes: tuple[int, ...] | None = None
 

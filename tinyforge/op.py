@@ -9,7 +9,7 @@ One rule for gradients, everywhere: parameter gradients are accumulated (`+=`), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -132,3 +132,26 @@ class Op:
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         """The gradient-check hook: yields (op, inputs) with random data, edge cases included."""
         raise NotImplementedError(f"{cls.__name__} has no gradient-check cases")
+
+
+class WithKeywords(Op):
+    """An op whose last inputs are keywords of its forward, for the checker's cases: there, inputs have no names.
+
+    keywords: by name, what makes the keyword of the input.
+    """
+
+    def __init__(self, op: Op, **keywords: Callable[[Array], Any]) -> None:
+        super().__init__(op.backend, op.name)
+        self.op, self.keywords = op, keywords
+        self.per_head = op.per_head  # type: ignore[misc]
+
+    def forward(self, *inputs: Any, stash: Stash | None = None) -> Any:
+        count = len(inputs) - len(self.keywords)
+        made = {name: make(x) for (name, make), x in zip(self.keywords.items(), inputs[count:], strict=True)}
+        return self.op.forward(*inputs[:count], stash=stash, **made)
+
+    def backward(self, dy: Any, stash: Stash) -> Any:
+        return self.op.backward(dy, stash)
+
+    def params(self) -> list[Param]:
+        return self.op.params()

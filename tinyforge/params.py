@@ -126,15 +126,21 @@ def named(buffer: ParamBuffer, flat: Any, backend: Backend, prefix: str = "") ->
     return {prefix + p.name: np.array(backend.to_numpy(buffer.view(flat, p))) for p in buffer.params}
 
 
-def load_named(
-    buffer: ParamBuffer, flat: Any, tensors: dict[str, np.ndarray], backend: Backend, source: Path, prefix: str = ""
-) -> None:
-    """The reverse of `named`, refusing missing tensors and wrong shapes."""
+def check_named(buffer: ParamBuffer, tensors: dict[str, np.ndarray], source: Path, prefix: str = "") -> None:
+    """UserError for a tensor that is missing or has another shape than its parameter."""
     for p in buffer.params:
         tensor = tensors.get(prefix + p.name)
         if tensor is None or tensor.shape != p.shape:
             got = "nothing" if tensor is None else tensor.shape
             raise UserError(f"checkpoint {source}: {prefix + p.name} has {got}, the model wants {p.shape}")
-        buffer.view(flat, p)[...] = backend.asarray(tensor, flat.dtype)
+
+
+def load_named(
+    buffer: ParamBuffer, flat: Any, tensors: dict[str, np.ndarray], backend: Backend, source: Path, prefix: str = ""
+) -> None:
+    """The reverse of `named`, refusing missing tensors and wrong shapes."""
+    check_named(buffer, tensors, source, prefix)
+    for p in buffer.params:
+        buffer.view(flat, p)[...] = backend.asarray(tensors[prefix + p.name], flat.dtype)
     if flat is buffer.masters:
         buffer.publish()

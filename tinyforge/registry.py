@@ -32,10 +32,11 @@ class ModelSpec:
     values=None, recompute=False); values go to its `ParamBuffer` as they are. For adapters, an op's name is its path in
     the model: "blocks.0.qkv". config: the class of its configs. presets: configs by name, the first is the default.
     summary: one line. hf: the module that maps Hugging Face weights, as "package.module"; empty where there is none.
-    architectures: the names in Hugging Face's config.json that it reads. bundled: a checkpoint that comes
-    with the model's code, a small trained model; chat takes it where nothing has been trained. learns: what it is
-    trained on: "text", next tokens; "masked text", tokens that are hidden from it, and classes of texts; "images",
-    classes of images. The first is for recipes/pretrain.py, classes are for recipes/classify.py.
+    architectures: the names in Hugging Face's config.json that it reads. documents: whether the model's forward takes
+    `documents`, for --document-mask. bundled: a checkpoint that comes with the model's code, a small trained model;
+    chat takes it where nothing has been trained. learns: what it is trained on: "text", next tokens; "masked text",
+    tokens that are hidden from it, and classes of texts; "images", classes of images. The first is for
+    recipes/pretrain.py, classes are for recipes/classify.py.
 
     For docs/models.md, which the tests ask of every model in the checkout: source, the paper; backward, what is new in
     its gradients, a sentence or two. trained: figures of training by what they are, each "FILE#a/b/c", a place in a
@@ -50,6 +51,7 @@ class ModelSpec:
     summary: str = ""
     hf: str = ""
     architectures: tuple[str, ...] = field(default=())
+    documents: bool = False
     bundled: Path | None = None
     learns: str = "text"
     source: str = ""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.errors import UserError
-from tinyforge.files import written_whole
+from tinyforge.files import json_value, written_whole
 
 MOST_HEADER = 100 << 20  # bytes, as in the safetensors library
 
@@ -59,7 +59,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > min(size - 8, MOST_HEADER):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(opened.read(length))
+            header = json_value(opened.read(length))
         header.pop("__metadata__", None)
         found = {name: _tensor(name, file, entry, 8 + length) for name, entry in header.items()}
         for name, tensor in found.items():
@@ -68,7 +68,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
                 raise ValueError(f"{name} ends at byte {end} of {size}")
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}; check the path") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged, or no safetensors file ({error}); get it again") from error
     return found
 

@@ -1,4 +1,6 @@
-"""Text of others on a terminal."""
+"""Text of others on a terminal: what a model says, what stands in a file, how a file or a source is called, what a
+server answers. All of it is printed through `printable`, or as a part of one line through `one_line`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,13 @@ import unicodedata
 # Control characters can steer a terminal, marks of writing direction can show a line in another order than it has.
 _STEERING = {"Cc", "Cs"}
 _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def one_line(text: str, most: int = 2000) -> str:
+    """`printable` text in one line, so that it cannot pass for a line of the program's own; the rest of what is longer
+    than `most` characters is left out."""
+    line = printable(" ".join(text.splitlines())).replace("\t", " ")
+    return line if len(line) <= most else line[: most - 3] + "..."
 
 
 def printable(text: str) -> str:

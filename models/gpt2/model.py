@@ -16,7 +16,7 @@ from models.gpt2.config import Config
 from tinyforge.backends import Backend
 from tinyforge.infer.cache import KVCache
 from tinyforge.kernel import Array
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Op, Param, Stash, WithKeywords
 from tinyforge.ops import (
     AddLayerNorm,
     Attention,
@@ -28,6 +28,7 @@ from tinyforge.ops import (
     Linear,
     LinearCrossEntropy,
 )  # fmt: skip
+from tinyforge.ops.attention import Documents
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
@@ -116,11 +117,17 @@ class GPT2(Op):
         """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
         return GPT2(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
-    def hidden(self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None) -> Array:
-        """(B, T) ids to the final-normed stream, (B, T, C). With a cache, the ids follow what it holds."""
-        c = self.config
+    def hidden(
+        self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None,
+        documents: Documents | None = None,
+    ) -> Array:  # fmt: skip
+        """(B, T) ids to the final-normed stream, (B, T, C). With a cache, the ids follow what it holds. documents: a
+        token sees its own alone."""
+        c, starts = self.config, documents.starts if documents else None
         x = self.embedding.forward(ids, stash)
-        x = self.positions.forward(x, stash, offset=cache.length if cache else 0)
+        x = self.positions.forward(
+            x, stash, offset=cache.length if cache else 0, starts=starts if documents and documents.restart else None
+        )
         x = self.dropout.forward(x, stash)
         h = self.first_norm.forward(x, stash)
         normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
@@ -128,7 +135,8 @@ class GPT2(Op):
             joint, next_joint = self.joints[2 * i], self.joints[2 * i + 1]
             qkv = block.qkv.forward(h, stash, recompute=self._recompute(normed, x))
             qkv = qkv.reshape(*ids.shape, 3 * c.heads, c.head_dim)  # (B, T, 3 H, D)
-            a = block.attention.forward(qkv, stash, cache=cache.layer(i) if cache else None)  # (B, T, H, D)
+            # (B, T, H, D)
+            a = block.attention.forward(qkv, stash, cache=cache.layer(i) if cache else None, starts=starts)
             a = block.out.forward(a.reshape(x.shape), stash)  # (B, T, C)
             x, h = joint.forward(x, block.out_dropout.forward(a, stash), stash)
             u = block.up.forward(h, stash, recompute=self._recompute(joint.normed, x))  # (B, T, 4 C)
@@ -142,8 +150,10 @@ class GPT2(Op):
     def _recompute(self, function: Callable[[Array], Array], x: Array) -> Callable[[], Array] | None:
         return partial(function, x) if self.recompute else None
 
-    def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Array:
-        return self.head.forward(self.hidden(ids, stash), targets, stash)
+    def forward(
+        self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents | None = None
+    ) -> Array:
+        return self.head.forward(self.hidden(ids, stash, documents=documents), targets, stash)
 
     def backward(self, dy: Array, stash: Stash) -> None:
         c = self.config
@@ -208,3 +218,10 @@ class GPT2(Op):
             ids = rng.integers(0, config.vocab, (batch, length))
             targets = rng.integers(-1, config.vocab, (batch, length, 1))
             yield model, (backend.asarray(ids), backend.asarray(targets))
+        for restart in (False, True):
+            config = Config(dim=12, heads=3, layers=2, context=9, vocab=11)
+            model = with_buffer(cls(config, backend), backend, rng, std=0.2)
+            packed = WithKeywords(model, documents=partial(Documents, restart=restart))
+            ids, targets = rng.integers(0, 11, (2, 9)), rng.integers(-1, 11, (2, 9, 1))
+            starts = np.array([[0, 0, 0, 3, 3, 5, 5, 5, 5], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
+            yield packed, (backend.asarray(ids), backend.asarray(targets), backend.asarray(starts))

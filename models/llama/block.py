@@ -20,29 +20,34 @@ from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import AddRMSNorm, Attention, Linear, RMSNorm, RoPE, RopeScaling, SwiGLULinear
 from tinyforge.ops.attention import LayerCache
 
+STD = 0.02
+"""Of all matrices' initial values, but those of `residual_std`."""
+
+
+def residual_std(layers: int) -> float:
+    """GPT-2: 2 * layers projections add to the residual stream; this keeps its variance from growing with them."""
+    return STD / (2 * layers) ** 0.5
+
 
 def gain(name: str, width: int) -> Param:
     return Param(f"{name}.weight", (width,), fill=1.0, decay=False)
 
 
-class Block:
-    """One layer. x, h: the stream and its norm, (B, T, C) each."""
+class AttentionHalf:
+    """The first half of a layer, and the norm that ends the layer: what layers share that differ in their second half.
+    x, h: the stream and its norm, (B, T, C) each."""
 
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
         c, at = config, f"blocks.{layer}"
         self.head_dim = c.head_dim
         queries, heads = c.heads * c.head_dim, c.heads + 2 * c.kv_heads
-        # GPT-2: 2 * layers projections add to the residual stream; this keeps its variance from growing with them.
-        std, residual_std = 0.02, 0.02 / (2 * c.layers) ** 0.5
-
-        def weight(name: str, rows: int, columns: int, std: float) -> Param:
-            return Param(f"{at}.{name}.weight", (rows, columns), std=std)
 
         def head_norm(name: str) -> RMSNorm:
             return RMSNorm(gain(f"{at}.{name}", c.head_dim), backend, c.norm_eps, f"{at}.{name}")
 
         bias = Param(f"{at}.qkv.bias", (heads * c.head_dim,), decay=False) if c.qkv_bias else None
-        self.qkv = Linear(weight("qkv", heads * c.head_dim, c.dim, std), backend, f"{at}.qkv", bias=bias)
+        qkv = Param(f"{at}.qkv.weight", (heads * c.head_dim, c.dim), std=STD)
+        self.qkv = Linear(qkv, backend, f"{at}.qkv", bias=bias)
         # Qwen3: a norm for all query heads, one for all key heads.
         of_q, of_k = slice(0, c.heads), slice(c.heads, c.heads + c.kv_heads)
         self.head_norms = [(head_norm("q_norm"), of_q), (head_norm("k_norm"), of_k)] if c.qk_norm else []
@@ -52,28 +57,61 @@ class Block:
         self.rope = RoPE(c.head_dim, c.context, c.heads + c.kv_heads, backend, c.rope_theta, f"{at}.rope",
                          scaling=scaling)  # fmt: skip
         self.attention = Attention(c.heads, c.kv_heads, backend, f"{at}.attention", window=c.window or None)
-        self.out = Linear(weight("out", c.dim, queries, residual_std), backend, f"{at}.out")
+        out = Param(f"{at}.out.weight", (c.dim, queries), std=residual_std(c.layers))
+        self.out = Linear(out, backend, f"{at}.out")
         self.norm2 = AddRMSNorm(gain(f"{at}.norm2", c.dim), backend, c.norm_eps, f"{at}.norm2")
-        self.gate_up = Linear(weight("gate_up", 2 * c.hidden, c.dim, std), backend, f"{at}.gate_up")
-        self.down = SwiGLULinear(weight("down", c.dim, c.hidden, residual_std), backend, f"{at}.down")
         following = f"blocks.{layer + 1}.norm1" if layer + 1 < c.layers else "final_norm"
         self.next_norm = AddRMSNorm(gain(following, c.dim), backend, c.norm_eps, following)
 
-    def forward(
+    def attend(
         self, x: Array, h: Array, stash: Stash | None, *, normed: Callable[[Array], Array] | None = None,
-        cache: LayerCache | None = None, offset: int = 0,
+        cache: LayerCache | None = None, offset: int = 0, starts: Array | None = None,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """x and h after the block. normed: recomputation is wanted, and this gives h from x. offset: positions that the
-        cache holds."""
+        """x with attention added, and norm2 of it. Arguments as of `Block.forward`."""
         again = partial(normed, x) if normed else None
         qkv = self.qkv.forward(h, stash, recompute=again)
         qkv = qkv.reshape(*x.shape[:2], -1, self.head_dim)  # (B, T, Hq + 2 Hkv, D)
         for norm, heads in self.head_norms:
             norm.forward(qkv[:, :, heads], stash, out=qkv[:, :, heads])
         qkv = self.rope.forward(qkv, stash, offset=offset, out=qkv)
-        a = self.attention.forward(qkv, stash, cache=cache)  # (B, T, Hq, D)
+        a = self.attention.forward(qkv, stash, cache=cache, starts=starts)  # (B, T, Hq, D)
         a = self.out.forward(a.reshape(*x.shape[:2], -1), stash)  # (B, T, C)
-        x, h = self.norm2.forward(x, a, stash)
+        return self.norm2.forward(x, a, stash)
+
+    def attend_backward(self, dx: Array, dh: Array, stash: Stash) -> tuple[Array, Array]:
+        dx, da = self.norm2.backward((dx, dh), stash)
+        da = self.out.backward(da, stash)  # (B, T, Hq D)
+        da = da.reshape(*da.shape[:2], -1, self.head_dim)
+        dqkv = self.attention.backward(da, stash)  # (B, T, Hq + 2 Hkv, D)
+        dqkv = self.rope.backward(dqkv, stash, out=dqkv)
+        for norm, heads in reversed(self.head_norms):
+            norm.backward(dqkv[:, :, heads], stash, out=dqkv[:, :, heads])
+        return dx, self.qkv.backward(dqkv.reshape(*da.shape[:2], -1), stash)
+
+    def attend_ops(self) -> list[Op]:
+        """In the order of forward."""
+        norms = [norm for norm, _ in self.head_norms]
+        return [self.qkv, *norms, self.rope, self.attention, self.out, self.norm2]
+
+
+class Block(AttentionHalf):
+    """One layer. x, h: the stream and its norm, (B, T, C) each."""
+
+    def __init__(self, config: Config, layer: int, backend: Backend) -> None:
+        super().__init__(config, layer, backend)
+        c, at = config, f"blocks.{layer}"
+        gate_up = Param(f"{at}.gate_up.weight", (2 * c.hidden, c.dim), std=STD)
+        down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers))
+        self.gate_up = Linear(gate_up, backend, f"{at}.gate_up")
+        self.down = SwiGLULinear(down, backend, f"{at}.down")
+
+    def forward(
+        self, x: Array, h: Array, stash: Stash | None, *, normed: Callable[[Array], Array] | None = None,
+        cache: LayerCache | None = None, offset: int = 0, starts: Array | None = None,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """x and h after the block. normed: recomputation is wanted, and this gives h from x. offset: positions that the
+        cache holds. starts: of each token's document, (B, T); RoPE needs none, its scores depend on distances alone."""
+        x, h = self.attend(x, h, stash, normed=normed, cache=cache, offset=offset, starts=starts)
         again = partial(self.norm2.normed, x) if normed else None
         gu = self.gate_up.forward(h, stash, recompute=again)  # (B, T, 2 hidden)
         f = self.down.forward(gu, stash)  # (B, T, C)
@@ -84,20 +122,11 @@ class Block:
         dx, df = self.next_norm.backward((dx, dh), stash)
         dgu = self.down.backward(df, stash)
         dh = self.gate_up.backward(dgu, stash)
-        dx, da = self.norm2.backward((dx, dh), stash)
-        da = self.out.backward(da, stash)  # (B, T, Hq D)
-        da = da.reshape(*da.shape[:2], -1, self.head_dim)
-        dqkv = self.attention.backward(da, stash)  # (B, T, Hq + 2 Hkv, D)
-        dqkv = self.rope.backward(dqkv, stash, out=dqkv)
-        for norm, heads in reversed(self.head_norms):
-            norm.backward(dqkv[:, :, heads], stash, out=dqkv[:, :, heads])
-        return dx, self.qkv.backward(dqkv.reshape(*da.shape[:2], -1), stash)
+        return self.attend_backward(dx, dh, stash)
 
     def ops(self) -> list[Op]:
         """In the order of forward."""
-        norms = [norm for norm, _ in self.head_norms]
-        return [self.qkv, *norms, self.rope, self.attention, self.out, self.norm2, self.gate_up, self.down,
-                self.next_norm]  # fmt: skip
+        return [*self.attend_ops(), self.gate_up, self.down, self.next_norm]
 
     def fused(self) -> FusedLayer:
         return FusedLayer(*(op.weight.value for op in (self.qkv, self.out, self.gate_up, self.down)))

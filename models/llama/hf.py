@@ -15,8 +15,6 @@ from tinyforge.layout import Entry, require, setting
 
 PREFIX = "model."
 IGNORED = r".*\.rotary_emb\.inv_freq"
-MOST_CONTEXT = 1 << 22
-"""Positions: the tables of rotary angles are made for all of them."""
 
 
 def read_config(given: Mapping[str, Any]) -> Config:
@@ -27,10 +25,8 @@ def read_config(given: Mapping[str, Any]) -> Config:
     require(given, "mlp_bias", False)
     dim, heads = setting(given, "hidden_size", int), setting(given, "num_attention_heads", int)
     context = setting(given, "max_position_embeddings", int)
-    if heads < 1 or context > MOST_CONTEXT:
-        raise UserError(
-            f"config.json: {heads} heads, max_position_embeddings {context}; wants at least 1, at most {MOST_CONTEXT}"
-        )
+    if heads < 1:
+        raise UserError(f"config.json: num_attention_heads is {heads}, wants at least 1")
     return Config(
         dim=dim,
         heads=heads,
@@ -52,6 +48,8 @@ def read_config(given: Mapping[str, Any]) -> Config:
 def _window(given: Mapping[str, Any], architecture: str) -> int:
     """The sliding window of all layers, 0 for none. Mistral has it in all layers; Qwen from max_window_layers on."""
     layers, kinds = setting(given, "num_hidden_layers", int), given.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise UserError("config.json: layer_types is no list of texts; get the file again")
     if architecture == "MistralForCausalLM":
         sliding = given.get("sliding_window") is not None
     elif architecture.startswith("Qwen") and given.get("use_sliding_window"):

@@ -10,36 +10,39 @@ from typing import Any, Self
 
 import numpy as np
 
-from models.llama.block import Block, gain
+from models.llama.block import STD, Block, gain
 from models.llama.config import Config
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.infer.cache import KVCache
 from tinyforge.infer.causal_lm import FusedWeights
 from tinyforge.kernel import Array
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Op, Param, Stash, WithKeywords
 from tinyforge.ops import AddRMSNorm, Embedding, LinearCrossEntropy, RMSNorm
+from tinyforge.ops.attention import Documents
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
 
 class LlamaLike(Op):
-    """An embedding, blocks, and K output heads on the final norm: what Llama and NanoEuler share.
+    """An embedding, blocks, and K output heads on the final norm: what Llama, NanoEuler and MoE share.
 
     config: the model's own. shape: that of its trunk. heads: (K, V, C); None for the embedding as the one head.
+    block: the class of its layers.
     """
 
     per_head = True
+    block: Any = Block
 
     def __init__(
         self, config: ModelConfig, shape: Config, heads: Param | None, backend: Backend, values: Array, recompute: bool
     ) -> None:
         super().__init__(backend)
         self.config, self.shape, self.recompute = config, shape, recompute
-        table = Param("embedding.weight", (shape.vocab, shape.dim), std=0.02)
+        table = Param("embedding.weight", (shape.vocab, shape.dim), std=STD)
         self.embedding = Embedding(table, backend, "embedding")
         self.first_norm = RMSNorm(gain("blocks.0.norm1", shape.dim), backend, shape.norm_eps, "blocks.0.norm1")
-        self.blocks = [Block(shape, i, backend) for i in range(shape.layers)]
+        self.blocks = [self.block(shape, i, backend) for i in range(shape.layers)]
         self.heads = LinearCrossEntropy(heads or table, backend, "heads")
         self.prediction_heads = self.heads.shape[0]
         self.buffer = ParamBuffer(self.params(), backend, values)
@@ -52,23 +55,29 @@ class LlamaLike(Op):
         build: Any = type(self)
         return build(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
-    def hidden(self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None) -> Array:
-        """ids: (B, T) to the final-normed stream, (B, T, C). With a cache, ids follow the positions that it holds."""
+    def hidden(
+        self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None,
+        documents: Documents | None = None,
+    ) -> Array:  # fmt: skip
+        """ids: (B, T) to the final-normed stream, (B, T, C). With a cache, ids follow the positions that it holds.
+        documents: a token sees its own alone; whether positions restart makes no difference to RoPE."""
         x = self.embedding.forward(ids, stash)
         h = self.first_norm.forward(x, stash)
         normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
         for i, block in enumerate(self.blocks):
             x, h = block.forward(
                 x, h, stash, normed=normed if self.recompute else None, cache=cache.layer(i) if cache else None,
-                offset=cache.length if cache else 0,
+                offset=cache.length if cache else 0, starts=documents.starts if documents else None,
             )  # fmt: skip
             normed = block.next_norm.normed
         if cache:
             cache.advance(ids.shape[1])
         return h
 
-    def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Array:
-        return self.heads.forward(self.hidden(ids, stash), targets, stash)
+    def forward(
+        self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents | None = None
+    ) -> Array:
+        return self.heads.forward(self.hidden(ids, stash, documents=documents), targets, stash)
 
     def backward(self, dy: Array, stash: Stash) -> None:
         dh, _ = self.heads.backward(dy, stash)
@@ -135,7 +144,7 @@ class Llama(LlamaLike):
     """
 
     def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
-        own = None if config.tied else Param("heads.weight", (1, config.vocab, config.dim), std=0.02)
+        own = None if config.tied else Param("heads.weight", (1, config.vocab, config.dim), std=STD)
         super().__init__(config, config, own, backend, values, recompute)
 
     @classmethod
@@ -154,3 +163,8 @@ class Llama(LlamaLike):
             ids = rng.integers(0, config.vocab, (batch, length))
             targets = rng.integers(-1, config.vocab, (batch, length, 1))
             yield model, (backend.asarray(ids), backend.asarray(targets))
+        config = Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=10, window=4)
+        packed = WithKeywords(with_buffer(cls(config, backend), backend, rng, std=0.2), documents=Documents)
+        ids, targets = rng.integers(0, 11, (2, 9)), rng.integers(-1, 11, (2, 9, 1))
+        starts = np.array([[0, 0, 0, 3, 3, 3, 3, 3, 8], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
+        yield packed, (backend.asarray(ids), backend.asarray(targets), backend.asarray(starts))

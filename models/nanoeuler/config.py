@@ -4,15 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from models.llama.config import Config as LlamaConfig
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 
 
+class MultiToken(ModelConfig):
+    """What configs with several output heads share. Their fields: mtp_heads, the number of output heads, of which
+    head k predicts token t + 1 + k; mtp_weights, the heads' weights in the loss."""
+
+    mtp_heads: int
+    mtp_weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("mtp_heads")
+        if len(self.mtp_weights) != self.mtp_heads:
+            raise UserError(
+                f"config: mtp_weights has {len(self.mtp_weights)} numbers for {self.mtp_heads} heads; give one a head"
+            )
+        if min(self.mtp_weights) < 0 or self.mtp_weights[0] <= 0:
+            raise UserError(f"config: mtp_weights {self.mtp_weights} wants no negative number and a positive first")
+
+    @property
+    def prediction_heads(self) -> int:
+        return self.mtp_heads
+
+    @property
+    def head_weights(self) -> tuple[float, ...]:
+        return self.mtp_weights
+
+    def override(self, values: Mapping[str, Any]) -> Self:
+        """As for every config; where only mtp_heads is given, the weights are powers of 1/2."""
+        found = dict(values)
+        if isinstance(heads := found.get("mtp_heads"), int) and "mtp_weights" not in found:
+            found["mtp_weights"] = [0.5**k for k in range(heads)]
+        if isinstance(weights := found.get("mtp_weights"), tuple | list) and all(type(w) is int for w in weights):
+            found["mtp_weights"] = [float(w) for w in weights]
+        return super().override(found)
+
+
 @dataclass(frozen=True)
-class Config(ModelConfig):
+class Config(MultiToken):
     """The shape of a NanoEuler.
 
     dim: width C of the residual stream. heads, kv_heads: query and key/value heads, each of size dim / heads.
@@ -32,7 +67,7 @@ class Config(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_positive("dim", "heads", "kv_heads", "layers", "mtp_heads", "hidden")
+        self.require_positive("dim", "heads", "kv_heads", "layers", "hidden")
         if self.dim % self.heads:
             raise UserError(
                 f"config: dim {self.dim} is not divisible by heads {self.heads}; use dim "
@@ -42,24 +77,10 @@ class Config(ModelConfig):
             raise UserError(f"config: head size {self.head_dim} (dim / heads) is odd; RoPE turns pairs, make it even")
         if self.heads % self.kv_heads:
             raise UserError(f"config: heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
-        if len(self.mtp_weights) != self.mtp_heads:
-            raise UserError(
-                f"config: mtp_weights has {len(self.mtp_weights)} numbers for {self.mtp_heads} heads; give one a head"
-            )
-        if min(self.mtp_weights) < 0 or self.mtp_weights[0] <= 0:
-            raise UserError(f"config: mtp_weights {self.mtp_weights} wants no negative number and a positive first")
 
     @property
     def head_dim(self) -> int:
         return self.dim // self.heads
-
-    @property
-    def prediction_heads(self) -> int:
-        return self.mtp_heads
-
-    @property
-    def head_weights(self) -> tuple[float, ...]:
-        return self.mtp_weights
 
     @property
     def trunk(self) -> LlamaConfig:
@@ -68,14 +89,6 @@ class Config(ModelConfig):
             dim=self.dim, heads=self.heads, kv_heads=self.kv_heads, layers=self.layers, context=self.context,
             vocab=self.vocab, hidden=self.hidden, tied=False, norm_eps=self.norm_eps, rope_theta=self.rope_theta,
         )  # fmt: skip
-
-    def override(self, values: Mapping[str, Any]) -> Config:
-        found = dict(values)
-        if isinstance(heads := found.get("mtp_heads"), int) and "mtp_weights" not in found:
-            found["mtp_weights"] = [0.5**k for k in range(heads)]
-        if isinstance(weights := found.get("mtp_weights"), tuple | list) and all(type(w) is int for w in weights):
-            found["mtp_weights"] = [float(w) for w in weights]
-        return super().override(found)
 
 
 PRESETS = {

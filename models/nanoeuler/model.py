@@ -14,7 +14,8 @@ from models.llama.model import LlamaLike
 from models.nanoeuler.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
-from tinyforge.op import Op, Param
+from tinyforge.op import Op, Param, WithKeywords
+from tinyforge.ops.attention import Documents
 from tinyforge.params import with_buffer
 
 
@@ -47,3 +48,9 @@ class NanoEuler(LlamaLike):
             ids = rng.integers(0, config.vocab, (batch, length))
             targets = rng.integers(-1, config.vocab, (batch, length, config.mtp_heads))
             yield model, (backend.asarray(ids), backend.asarray(targets))
+        config = Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, mtp_heads=2, hidden=10,
+                        mtp_weights=(1, 1))  # fmt: skip
+        packed = WithKeywords(with_buffer(cls(config, backend), backend, rng, std=0.2), documents=Documents)
+        ids, targets = rng.integers(0, 11, (2, 9)), rng.integers(-1, 11, (2, 9, 2))
+        starts = np.array([[0, 0, 0, 3, 3, 3, 3, 3, 8], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
+        yield packed, (backend.asarray(ids), backend.asarray(targets), backend.asarray(starts))

@@ -24,6 +24,7 @@ from tinyforge.kernel import bind
 from tinyforge.op import Op, Stash
 from tinyforge.ops.attention import attention_bwd, attention_fwd
 from tinyforge.ops.cross_entropy import linear_cross_entropy_fwd, sum_tokens
+from tinyforge.ops.mixture import grouped_bwd_input, grouped_bwd_weight, grouped_fwd
 from tinyforge.optim import AdamWConfig
 from tinyforge.optim.adamw import adamw_, clip_factor
 from tinyforge.params import ParamBuffer
@@ -33,10 +34,11 @@ pytest.importorskip("cupy", reason="launchers need CuPy, not a GPU")
 pytest.importorskip("ml_dtypes")
 
 LAUNCHERS = (
-    "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.class_token", "ops.cross_entropy", "ops.dropout",
-    "ops.embedding", "ops.fork", "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora",
-    "ops.patches", "ops.positions", "ops.rmsnorm", "ops.rope", "ops.rows", "ops.softmax", "ops.swiglu",
-    "ops.swiglu_linear", "ops.take", "ops.tanh", "optim.adamw",
+    "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.causal_conv", "ops.class_token", "ops.cross_entropy",
+    "ops.dropout", "ops.embedding", "ops.fork", "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear",
+    "ops.lora", "ops.lstm", "ops.mixture", "ops.patches", "ops.positions", "ops.rmsnorm", "ops.rope", "ops.router",
+    "ops.router_losses", "ops.rows", "ops.selective_scan", "ops.softmax", "ops.swiglu", "ops.swiglu_linear",
+    "ops.take", "ops.tanh", "optim.adamw",
 )  # fmt: skip
 NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32}
 SCALARS = {"double": "float64", "float": "float32", "bf16": "bfloat16"}
@@ -94,7 +96,7 @@ class Launches:
     @staticmethod
     def parameters(file: str, entry: str, macros: dict[str, Any]) -> list[str]:
         text = kernels.read(file)
-        for option in ("BAND", "DROP"):  # #define BAND_ARGUMENTS , i64 back, i64 forth
+        for option in ("BAND", "DOCS", "DROP", "RESTART"):  # #define BAND_ARGUMENTS , i64 back, i64 forth
             defined = re.search(rf"#define {option}_ARGUMENTS (.*)", text)
             added = defined[1] if defined and option in macros else ""
             text = re.sub(rf"(?<!#define ){option}_ARGUMENTS", added, text)
@@ -153,6 +155,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     cupy = SimpleNamespace(
         ndarray=OnDevice, asarray=lambda x: np.asarray(x).view(OnDevice), cuda=SimpleNamespace(Device=lambda: device),
         ascontiguousarray=lambda x: np.ascontiguousarray(x).view(OnDevice), empty=OnDevice,
+        concatenate=lambda arrays: np.concatenate(arrays).view(OnDevice),
     )  # fmt: skip
     from tinyforge.backends import cupy_backend
     from tinyforge.ops import attention_cuda
@@ -201,14 +204,20 @@ def test_launchers_pass_what_their_kernels_declare(
 
 
 @pytest.mark.parametrize("hopper", [True, False])
-@pytest.mark.parametrize("seen", [(True, None), (True, 40), (False, None)])
+@pytest.mark.parametrize(
+    ("seen", "documents"),
+    [((True, None), False), ((True, 40), False), ((False, None), False), ((True, None), True), ((True, 40), True)],
+)
 @pytest.mark.parametrize("dropped", [(None, 0.0), ((1, 2), 0.3)], ids=["kept", "dropped"])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_attention_kernel_gets_what_it_declares(
-    precision: str, dim: int, dropped: Any, seen: Any, hopper: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    precision: str, dim: int, dropped: Any, documents: bool, seen: Any, hopper: bool, launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     from tinyforge.ops import attention_cuda
+
+    causal, window = seen
 
     monkeypatch.setattr(attention_cuda, "has_wgmma", lambda: hopper)
     backend = FakeCupy(precision)
@@ -218,14 +227,53 @@ def test_every_attention_kernel_gets_what_it_declares(
     qkv, dqkv = (backend.zeros((2, 130, 8, dim)) for _ in range(2))
     parts, dparts = ((x[:, :, :4], x[:, :, 4:6], x[:, :, 6:]) for x in (qkv, dqkv))
     q, key, v = parts
-    out, lse = k.attention_fwd(q, key, v, lengths, *seen, *dropped)
-    k.attention_bwd(*dparts, out, q, key, v, lengths, out, lse, *seen, *dropped)
-    instructions, options = "plain", (seen != (True, None)) + (dropped[0] is not None)
+    starts = backend.asarray(np.zeros((2, 130), np.int32)) if documents else None
+    out, lse = k.attention_fwd(q, key, v, lengths, starts, *seen, *dropped)
+    k.attention_bwd(*dparts, out, q, key, v, lengths, starts, out, lse, *seen, *dropped)
+    band = not causal or (window is not None and not documents)  # the bounds of documents have the window in them
+    instructions, options = "plain", band + (dropped[0] is not None)
     if precision == "bf16" and options < 2:
         instructions = "wgmma" if hopper and dim == 64 and not options else "mma"
     elif precision == "tf32" and not options:
         instructions = "tf32"
-    assert launches.seen == [f"attention_{part}_{instructions}" for part in ("fwd", "bwd_q", "bwd_kv")]
+    wanted = [f"attention_{part}_{instructions}" for part in ("fwd", "bwd_q", "bwd_kv")]
+    if documents:
+        wanted[1:1] = ["document_bounds"]
+        wanted[:0] = ["document_bounds"] if window else []
+    assert launches.seen == wanted
+
+
+def test_attention_refuses_starts_that_its_kernels_cannot_read(launches: Launches) -> None:
+    backend = FakeCupy("fp32")
+    k = bind((attention_fwd,), backend, "test")
+    x = backend.zeros((2, 130, 2, 32))
+    for wrong in (np.zeros((2, 130), np.int64), np.zeros((2, 129), np.int32), np.zeros((1, 130), np.int32)):
+        with pytest.raises(ValueError, match="attention: starts are int.. of shape .*wanted int32 of shape .2, 130."):
+            k.attention_fwd(x, x, x, None, wrong.view(OnDevice), True, None, None, 0.0)
+
+
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 24), ("bf16", 20), ("fp32", 24)])
+def test_grouped_products_take_tensor_cores_where_they_can(
+    precision: str, width: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinyforge.ops import mixture_cuda
+
+    files: list[str] = []
+
+    def load(file: str, entry: str, shared_bytes: int = 0, **macros: Any) -> Callable[..., None]:
+        files.append(file)
+        return launches.load(file, entry, shared_bytes, **macros)
+
+    monkeypatch.setattr(mixture_cuda, "load", load)
+    backend = FakeCupy(precision)
+    k = bind((grouped_fwd, grouped_bwd_input, grouped_bwd_weight), backend, "test")
+    x, y, weight = backend.zeros((5, 16)), backend.zeros((5, width)), backend.zeros((3, width, 16))
+    rows, starts = (backend.asarray(np.array(a)) for a in ([4, 0, 1, 2, 3, 1], [0, 2, 2, 6]))
+    assert k.grouped_fwd(x, weight, rows, starts).shape == (6, width)
+    assert k.grouped_bwd_input(y, weight, None, starts).shape == (5, 16)
+    k.grouped_bwd_weight(backend.zeros(weight.shape, backend.master_dtype), y, x, rows, rows, starts)
+    fast = precision == "bf16" and width % 8 == 0
+    assert files == ["ops/grouped_mma.cu" if fast else "ops/grouped.cu"] * 3
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.train_step import EAGER, OURS, READING, Options, Ours, check_parity, main, table, torch_peer
+from bench.train_step import EAGER, MASKED, OURS, READING, Options, Ours, check_parity, main, table, torch_peer
 from models.nanoeuler.config import Config
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
@@ -39,6 +39,16 @@ def test_it_times_our_step_and_writes_one_json_object(capsys: pytest.CaptureFixt
     assert result["peak_memory_mib"] > 20  # NumPy alone takes more
 
 
+def test_another_model_is_timed_beside_with_its_own_flop(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, "--model", "moe", "--beside", "nanoeuler", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["results"]) == [OURS, "nanoeuler small"]
+    mine, dense = (r["gflop_per_second"] * r["median_ms"] for r in found["results"].values())
+    assert dense < mine < 1.02 * dense  # the gates
+    with pytest.raises(UserError, match="'huge' is not a preset"):
+        main([*FLAGS, "--beside", "nanoeuler:huge"])
+
+
 def test_reading_shards_is_timed_beside_repeated_batches(
     make_shards: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,6 +60,23 @@ def test_reading_shards_is_timed_beside_repeated_batches(
     assert found["results"][READING]["ours_over_this"] == pytest.approx(
         found["results"][OURS]["median_ms"] / found["results"][READING]["median_ms"]
     )
+
+
+def test_the_mask_is_timed_beside_the_plain_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, "--json", "--documents", "5"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert list(found["results"]) == [OURS, MASKED] and MASKED in err and found["tokens_per_document"] == 5
+    with pytest.raises(UserError, match="--document-mask: char_mlp does not keep documents apart"):
+        main([*FLAGS, "--model", "char_mlp", "--documents", "5"])
+
+
+def test_documents_have_the_length_that_was_asked_for() -> None:
+    options = Options("nanoeuler", TINY, 16, 512, 1, "numpy", "fp32", 1, 1, documents=64)
+    plain, masked = options.batches(), options.masked_batches()
+    starts = np.concatenate([batch.documents.starts for batch in masked])
+    assert all(np.array_equal(a.ids, b.ids) for a, b in zip(plain, masked, strict=True))
+    assert 512 / 9.5 < 512 / np.mean([len(np.unique(row)) for row in starts]) < 512 / 8.5  # 8 begin inside of a row
 
 
 def test_shards_with_more_ids_than_the_model_are_refused(make_shards: Callable[..., None], tmp_path: Path) -> None:
@@ -114,6 +141,7 @@ LLAMA = {"dim": 12, "heads": 2, "kv_heads": 1, "layers": 2, "context": 12, "voca
         ("gpt2", {"dim": 12, "heads": 2, "layers": 1, "context": 12, "vocab": 64, "bias": False}),
         ("llama", LLAMA),
         ("llama", {**LLAMA, "tied": False, "qkv_bias": True}),
+        ("moe", {**LLAMA, "experts": 5, "mtp_heads": 2, "balance": 0.3, "router_z": 0.2}),
     ],
 )
 def test_the_torch_peer_takes_the_same_steps_in_float64(model: str, changes: dict[str, Any]) -> None:
@@ -151,5 +179,5 @@ def test_weights_that_are_not_the_peers_are_refused() -> None:
 def test_a_model_without_a_peer_is_named() -> None:
     pytest.importorskip("torch")
     options = Options("mamba", TINY, 3, 12, steps=1, backend="numpy", precision="fp64", workers=1, threads=1)
-    with pytest.raises(UserError, match="--peer: mamba has no peer in PyTorch; there are nanoeuler, gpt2, llama"):
+    with pytest.raises(UserError, match="--peer: mamba has no peer in PyTorch; there are nanoeuler, gpt2, llama, moe"):
         torch_peer(options, compiled=False)

@@ -169,6 +169,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.request_log.sent += len(content[at : at + (1 << 14)])
 
 
+def server_of(host: Host) -> ThreadingHTTPServer:
+    """A server of the host's files on a port of its own, not serving yet."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"host": host}))
+    server.daemon_threads = True
+    host.url = f"http://127.0.0.1:{server.server_port}"
+    return server
+
+
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
@@ -233,11 +241,9 @@ def new_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Host]]:
 
     def start() -> Host:
         host = Host()
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"host": host}))
-        server.daemon_threads = True
+        server = server_of(host)
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         servers.append(server)
-        host.url = f"http://127.0.0.1:{server.server_port}"
         return host
 
     yield start

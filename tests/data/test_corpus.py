@@ -330,6 +330,40 @@ def test_other_documents_and_a_larger_share_never_move_one_out_of_val(tmp_path: 
     assert in_val < {text for text, found in more.items() if found == {"val"}}
 
 
+@pytest.mark.parametrize("texts", [1, 3, 40])
+@pytest.mark.parametrize("settings", [Settings(), Settings(split_by="part", max_bytes=16384)], ids=["text", "part"])
+@pytest.mark.parametrize("words", [9000, pytest.param(70_000, marks=pytest.mark.slow)])  # 60 and 500 kB
+def test_a_small_corpus_always_has_something_held_out(
+    tmp_path: Path, texts: int, settings: Settings, words: int
+) -> None:
+    rng = random.Random(texts)
+    source = write_source(tmp_path / "s", [prose(rng, words // texts) for _ in range(texts)])
+    build_corpus([source], tmp_path / "out", settings, workers=1)
+    kept = rows(tmp_path / "out", "split, bytes", "WHERE dropped IS NULL")
+    sizes = {split: sum(size for of, size in kept if of == split) for split in ("train", "val")}
+    assert 0 < sizes["val"] <= sum(sizes.values()) / 2 and sizes["train"] > 0
+    assert texts != 40 or sizes["val"] < 0.15 * sum(sizes.values())
+    assert "No document for val" not in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+
+
+def test_what_the_report_advises_gives_a_source_something_in_val(tmp_path: Path) -> None:
+    rng = random.Random(21)
+    sources = [write_source(tmp_path / name, [prose(rng, 300) for _ in range(n)]) for name, n in (("a", 9), ("b", 9))]
+    build_corpus(sources, tmp_path / "out", Settings(val_shares=(("b", 0.0),)), workers=1)
+    report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    found = re.search(r"No document for val in b: build again with `--val-share b=([0-9.]+)`", report)
+    assert found
+    build_corpus(sources, tmp_path / "again", Settings(val_shares=(("b", float(found[1])),)), workers=1)
+    assert ("b", "val") in rows(tmp_path / "again", "source, split", "WHERE dropped IS NULL")
+
+
+def test_no_share_for_val_means_none(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    source = write_source(tmp_path / "s", [prose(rng, 300) for _ in range(5)])
+    build_corpus([source], tmp_path / "out", Settings(val_share=0.0), workers=1)
+    assert {split for (split,) in rows(tmp_path / "out", "split")} == {"train"}
+
+
 def test_a_source_can_have_a_share_of_its_own(tmp_path: Path) -> None:
     rng = random.Random(9)
     a, b = (write_source(tmp_path / name, [prose(rng, 60) for _ in range(20)]) for name in "ab")

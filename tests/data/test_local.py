@@ -9,11 +9,12 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pytest
 
-from data.local import main, read_documents, read_text
+from data.local import main, make_source, read_documents, read_text
 from data.source import read_source
 from tinyforge.errors import UserError
 
@@ -331,4 +332,28 @@ def test_a_full_disk_leaves_no_source(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "fsync", full)
     assert "the disk is full" in command_fault(write(tmp_path / "a.txt", "text"), "--out", tmp_path / "out")
-    assert os.listdir(tmp_path / "out") == [".lock"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_zip_is_opened_once_however_many_members_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening reads the whole directory: done for each member it made 4,000 files take minutes."""
+    archive = pack(tmp_path / "z.zip", {f"{n}.txt": b"A cat sat." for n in range(300)})
+    opened, real = [], zipfile.ZipFile.__init__
+
+    def counted(self: zipfile.ZipFile, *args: Any, **keywords: Any) -> None:
+        opened.append(args)
+        real(self, *args, **keywords)
+
+    monkeypatch.setattr(zipfile.ZipFile, "__init__", counted)
+    assert make_source(tmp_path / "out", [archive], "x").documents == 300
+    assert len(opened) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux alone")
+def test_a_file_name_that_is_no_utf8(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name, text in ((b"good.txt", "hello"), (b"bad\xff.txt", "hello"), (b"\xfe\n.jsonl", "{")):
+        Path(os.fsdecode(os.path.join(os.fsencode(tmp_path / "in"), name))).write_text(text, encoding="utf-8")
+    source = make_source(tmp_path / "out", [tmp_path / "in"], "x")
+    assert source.documents == 1
+    assert {r.record for r in source.refused} == {"in/bad\\udcff.txt", "in/\\udcfe\n.jsonl:1"}

@@ -105,6 +105,13 @@ def test_every_document_once_and_in_order(tmp_path: Path, corpus: Path, texts: T
     assert made.bytes == total and made.seconds > 0
 
 
+def test_a_text_too_small_for_the_vocabulary_gives_what_it_can(tmp_path: Path, corpus: Path) -> None:
+    size = make_shards(corpus, tmp_path / "s", 99999, at_most=True).shards.tokenizer.vocab_size
+    assert 300 < size < 99999 and size % 64 == 0
+    message = fault(lambda: make_shards(corpus, tmp_path / "s", 99999))  # without the flag that is another tokenizer
+    assert "has shards with tokenizer" in message
+
+
 def test_a_given_tokenizer_is_used(tmp_path: Path, corpus: Path) -> None:
     mine = Tokenizer([(116, 104), (256, 101)], [SEPARATOR])
     mine.save(tmp_path / "mine.json")
@@ -238,8 +245,8 @@ def edit(corpus: Path, change: Callable[[Any], None]) -> None:
     ("damage", "message"),
     [
         (lambda c: (c / "corpus.json").unlink(), "corpus.json: cannot be read (No such file or directory)"),
-        (lambda c: (c / "corpus.json").write_text("{"), "corpus.json: not as data.corpus writes it (JSONDecodeError"),
-        (lambda c: (c / "corpus.json").write_text("[1]"), "corpus.json: not as data.corpus writes it (TypeError"),
+        (lambda c: (c / "corpus.json").write_text("{"), "corpus.json: it is not JSON"),
+        (lambda c: (c / "corpus.json").write_text("[1]"), "corpus.json: got a list, wanted an object"),
         (lambda c: edit(c, lambda m: m.update(version=2)), "got format 'tinyforge-corpus' version 2, wanted"),
         (lambda c: edit(c, lambda m: m.pop("files")), "not as data.corpus writes it (KeyError: 'files')"),
         (lambda c: edit(c, lambda m: m["sources"][0].update(name="../x")), "source name '../x' wants letters"),
@@ -276,7 +283,8 @@ def test_a_folder_with_other_files(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "thesis.txt").write_text("mine", encoding="utf-8")
     assert "has other files and no unfinished shards" in fault(lambda: make_shards(corpus, tmp_path / "s"))
-    assert "cannot make the folder" in fault(lambda: make_shards(corpus, tmp_path / "s" / "thesis.txt"))
+    message = fault(lambda: make_shards(corpus, tmp_path / "s" / "thesis.txt"))
+    assert "thesis.txt: is a file, or in one; choose another folder" in message
     assert contents(tmp_path / "s") == {"thesis.txt": b"mine"}
 
 

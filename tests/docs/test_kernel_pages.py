@@ -12,6 +12,10 @@ from tinyforge.backends.compile import constant, kernel_files, read, variants
 from tinyforge.infer.cuda.batch_plan import TEAM_ROWS, BatchPlan
 from tinyforge.infer.cuda.plan import TILE
 from tinyforge.infer.cuda.row_plan import MOST_ROWS, RowPlan
+from tinyforge.ops.selective_scan import CHANNELS as SCAN_CHANNELS
+from tinyforge.ops.selective_scan import TILE as SCAN_TILE
+from tinyforge.ops.selective_scan_plan import FILE as SCAN
+from tinyforge.ops.selective_scan_plan import backward_bytes
 
 FOLDER = Path(__file__).parents[2] / "docs/kernels"
 BASE = {"dim": 768, "hidden": 2048, "heads": 12, "kv_heads": 4, "layers": 16, "vocab": 4096, "outputs": 4}
@@ -62,6 +66,11 @@ STATEMENTS = (
     ("elementwise-and-norms.md", f"| {RUN}, {PIECE}, as it is |"),
     ("cross-entropy.md", f"A block of {THREADS} threads takes the row of one token and one head"),
     ("cross-entropy.md", f"{WORDS[RESIDENT]} blocks on a multiprocessor"),
+    ("scan.md", f"**Tiles of {SCAN_TILE} positions.**"),
+    ("scan.md", f"A block has {SCAN_CHANNELS} channels of one text, {constant(SCAN, 'THREADS')} threads."),
+    ("scan.md", f"a channel has {WORDS[constant(SCAN, 'QUARTERS')]} lanes"),
+    ("scan.md", f"Shared memory of backward: {backward_bytes(16, 4) / 1024:.0f} KB in float32"),
+    ("scan.md", f"takes {backward_bytes(16, 8) / 1024:.0f} KB"),
     ("cross-entropy.md", f"a block of {constant(LOSS, 'HELD_THREADS')} threads"),
 )  # fmt: skip
 
@@ -69,6 +78,10 @@ STATEMENTS = (
 @pytest.mark.parametrize(("name", "statement"), STATEMENTS, ids=lambda text: text[:60])
 def test_a_page_states_what_the_code_has(name: str, statement: str) -> None:
     assert statement in page(name)
+
+
+def test_the_scan_is_cut_alike_on_both_backends() -> None:
+    assert (constant(SCAN, "TILE"), constant(SCAN, "CHANNELS")) == (SCAN_TILE, SCAN_CHANNELS)
 
 
 def test_the_kernels_of_a_batch_have_the_rows_of_the_plan() -> None:
@@ -99,12 +112,12 @@ def test_the_table_of_a_batch_has_the_shares_of_the_plan() -> None:
 
 
 def attention_table() -> list[str]:
-    """The causal tensor-core kernels without dropout, as the heads of the files list them."""
+    """The causal tensor-core kernels without documents or dropout, as the heads of the files list them."""
     lines = ["| kernel | head size | rows owned, by workers a block | tile | piece | blocks a multiprocessor |",
              "|---|---|---|---|---|---|"]  # fmt: skip
     parts = {"FORWARD": "fwd", "BACKWARD_Q": "bwd_q", "BACKWARD_KV": "bwd_kv"}
     for file, name, warps in (("attention", "mma", 1), ("attention_hopper", "wgmma", 4), ("attention_tf32", "tf32", 1)):
-        listed = [v for v in variants(f"ops/{file}.cu") if "PART" in v and not {"BAND", "DROP"} & set(v)]
+        listed = [v for v in variants(f"ops/{file}.cu") if "PART" in v and not {"BAND", "DOCS", "DROP"} & set(v)]
         for part, short in parts.items():
             for v in sorted((v for v in listed if v["PART"] == part), key=lambda v: int(v["HEAD_DIM"])):
                 own = 16 * int(v.get("ROW_TILES", 1)) * warps

@@ -67,15 +67,17 @@ KEPT: Dropped = (None, 0.0)
 DROPPED: Dropped = ((0x9E3779B9, 0xFFFFFFF1), 0.3)
 
 
-def forward(dtype: Any, *args: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT) -> Any:
+def forward(dtype: Any, *args: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT, starts: Any = None) -> Any:
     """attention_fwd(q, k, v), computing as `dtype` says."""
-    return kernels().attention_fwd(*args, None, *seen, *dropped, backend=SimpleNamespace(tf32=isinstance(dtype, str)))
-
-
-def backward(dtype: Any, *args: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT) -> None:
-    """attention_bwd(dq, dk, dv, dy, q, k, v, out, lse), computing as `dtype` says."""
     backend = SimpleNamespace(tf32=isinstance(dtype, str))
-    kernels().attention_bwd(*args[:7], None, *args[7:], *seen, *dropped, backend=backend)
+    return kernels().attention_fwd(*args, None, starts, *seen, *dropped, backend=backend)
+
+
+def backward(dtype: Any, *args: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT, starts: Any = None) -> None:
+    """attention_bwd(dq, dk, dv, dy, q, k, v, out, lse), computing as `dtype` says."""
+    *inputs, out, lse = args
+    backend = SimpleNamespace(tf32=isinstance(dtype, str))
+    kernels().attention_bwd(*inputs, None, starts, out, lse, *seen, *dropped, backend=backend)
 
 
 def rounded(x: Any, dtype: Any) -> Any:
@@ -112,24 +114,27 @@ def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def run(
-    qkv: Any, dy: Any, heads: int, kv_heads: int, dtype: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT
-) -> dict[str, Any]:
+    qkv: Any, dy: Any, heads: int, kv_heads: int, dtype: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT,
+    starts: Any = None,
+) -> dict[str, Any]:  # fmt: skip
     """Forward and backward on the GPU; the gradients land in one poisoned dqkv."""
     parts = split(upload(qkv, dtype), heads, kv_heads)
     dqkv = poisoned(qkv.shape, dtype)
-    options: dict[str, Any] = {"seen": seen, "dropped": dropped}
+    options: dict[str, Any] = {
+        "seen": seen, "dropped": dropped, "starts": None if starts is None else cp.asarray(starts)
+    }  # fmt: skip
     out, lse = forward(dtype, *parts, **options)
     backward(dtype, *split(dqkv, heads, kv_heads), upload(dy, dtype), *parts, out, lse, **options)
     return {"out": out, "lse": lse, "dqkv": dqkv}
 
 
 def expected(
-    qkv: Any, dy: Any, heads: int, kv_heads: int, seen: Seen = CAUSAL, dropped: Dropped = KEPT
+    qkv: Any, dy: Any, heads: int, kv_heads: int, seen: Seen = CAUSAL, dropped: Dropped = KEPT, starts: Any = None
 ) -> dict[str, Any]:
     parts = split(qkv, heads, kv_heads)
-    out, lse = reference.attention_fwd(*parts, None, *seen, *dropped)
+    out, lse = reference.attention_fwd(*parts, None, starts, *seen, *dropped)
     dqkv = np.empty_like(qkv)
-    reference.attention_bwd(*split(dqkv, heads, kv_heads), dy, *parts, None, out, lse, *seen, *dropped)
+    reference.attention_bwd(*split(dqkv, heads, kv_heads), dy, *parts, None, starts, out, lse, *seen, *dropped)
     return {"out": out, "lse": lse, "dqkv": dqkv}
 
 
@@ -139,7 +144,7 @@ def error(got: Any, wanted: Any) -> float:
 
 def unfused(
     qkv: Any, dy: Any, heads: int, kv_heads: int, factor: Callable[[Any], Any], result: Callable[[Any], Any],
-    seen: Seen = CAUSAL, dropped: Dropped = KEPT,
+    seen: Seen = CAUSAL, dropped: Dropped = KEPT, starts: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Attention one product at a time, factors and results rounded: the precision that a user of it expects."""
     q, k, v = (factor(x.transpose(0, 2, 1, 3)) for x in split(qkv, heads, kv_heads))
@@ -152,6 +157,8 @@ def unfused(
         s[..., ahead > 0] = -np.inf
     if window is not None:
         s[..., ahead <= -window] = -np.inf
+    if starts is not None:
+        s = np.where(np.arange(t) < starts[:, None, :, None], -np.inf, s)
     p = np.exp(s - s.max(axis=-1, keepdims=True))
     p = result(p / p.sum(axis=-1, keepdims=True))
     key, rate = dropped
@@ -170,14 +177,14 @@ def unfused(
 
 
 def unfused_bf16(
-    qkv: Any, dy: Any, heads: int, kv_heads: int, seen: Seen = CAUSAL, dropped: Dropped = KEPT
+    qkv: Any, dy: Any, heads: int, kv_heads: int, seen: Seen = CAUSAL, dropped: Dropped = KEPT, starts: Any = None
 ) -> dict[str, Any]:
     # factors are bf16 as they come
-    return unfused(qkv, dy, heads, kv_heads, lambda x: x, lambda x: rounded(x, BF16), seen, dropped)
+    return unfused(qkv, dy, heads, kv_heads, lambda x: x, lambda x: rounded(x, BF16), seen, dropped, starts)
 
 
-def unfused_tf32(qkv: Any, dy: Any, heads: int, kv_heads: int) -> dict[str, Any]:
-    return unfused(qkv, dy, heads, kv_heads, to_tf32, lambda x: rounded(x, np.float32))
+def unfused_tf32(qkv: Any, dy: Any, heads: int, kv_heads: int, starts: Any = None) -> dict[str, Any]:
+    return unfused(qkv, dy, heads, kv_heads, to_tf32, lambda x: rounded(x, np.float32), starts=starts)
 
 
 def assert_no_worse_than_twice(plain: dict[str, Any], got: dict[str, Any], want: dict[str, Any], t: int) -> None:
@@ -331,6 +338,112 @@ def test_a_window_changes_no_bit_of_what_it_hides(dtype: Any) -> None:
     assert np.isfinite(download(second["out"])).all()
 
 
+def some_documents(rng: Any, t: int) -> Any:
+    """(4, t) int32: where each token's document begins. Drawn; at borders of tiles and beside them; one document; a
+    document for each token."""
+    begins = np.zeros((4, t), bool)
+    begins[0] = rng.random(t) < 1 / 20
+    begins[1, [at for at in (1, 16, 63, 64, 96, 128, 129, 192) if at < t]] = True
+    begins[3] = True
+    return np.maximum.accumulate(np.where(begins, np.arange(t), 0), axis=1).astype(np.int32)
+
+
+@pytest.mark.parametrize("window", (None, 1, 33, 1000))
+@pytest.mark.parametrize("length", (1, 130, 1024))
+def test_bounds_of_documents_are_those_of_the_definition(length: int, window: int | None) -> None:
+    starts = some_documents(np.random.default_rng(), length)
+    t = np.arange(length)
+    sees = (t <= t[:, None]) & (t >= starts[..., None]) & (t > t[:, None] - (window or length))  # row, query, key
+    first, last = sees.argmax(axis=2), length - sees[:, ::-1].argmax(axis=1)
+    got = cp.asnumpy(kernels().document_bounds(cp.asarray(starts), window))
+    assert np.array_equal(got[0], first) and np.array_equal(got[1], last)
+
+
+@pytest.mark.parametrize("dropped", (KEPT, DROPPED), ids=("kept", "dropped"))
+@pytest.mark.parametrize("seen", (CAUSAL, (True, 33)))
+@pytest.mark.parametrize("heads,kv_heads", HEADS)
+@pytest.mark.parametrize("d", (6, 32, 64, 80, 128))
+@pytest.mark.parametrize("dtype,tolerance", ((np.float64, 1e-12), (np.float32, 2e-6)))
+def test_documents_match_numpy(
+    dtype: Any, tolerance: float, d: int, heads: int, kv_heads: int, seen: Seen, dropped: Dropped
+) -> None:
+    rng = np.random.default_rng()
+    for t in LENGTHS[1:]:
+        starts = some_documents(rng, t)
+        qkv, dy = random_inputs(rng, 4, t, heads, kv_heads, d, dtype)
+        got = run(qkv, dy, heads, kv_heads, dtype, seen, dropped, starts)
+        want = expected(qkv, dy, heads, kv_heads, seen, dropped, starts)
+        for name in want:
+            assert error(got[name], want[name]) <= tolerance, (name, t)
+
+
+@pytest.mark.usefixtures("tensor_cores", "poisoned_memory")
+@pytest.mark.parametrize("dropped", (KEPT, DROPPED), ids=("kept", "dropped"))
+@pytest.mark.parametrize("seen", (CAUSAL, (True, 33)))
+@pytest.mark.parametrize("heads,kv_heads", HEADS)
+@pytest.mark.parametrize("d", (32, 48, 64, 128))
+def test_documents_in_bf16(d: int, heads: int, kv_heads: int, seen: Seen, dropped: Dropped) -> None:
+    rng = np.random.default_rng()
+    for t in LENGTHS[1:]:
+        starts = some_documents(rng, t)
+        qkv, dy = random_inputs(rng, 4, t, heads, kv_heads, d, BF16)
+        got = run(qkv, dy, heads, kv_heads, BF16, seen, dropped, starts)
+        want = expected(qkv, dy, heads, kv_heads, seen, dropped, starts)
+        assert error(got["lse"], want["lse"]) <= 1e-5, t
+        assert_no_worse_than_twice(unfused_bf16(qkv, dy, heads, kv_heads, seen, dropped, starts), got, want, t)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("heads,kv_heads", HEADS)
+@pytest.mark.parametrize("d", (32, 64, 128))
+def test_documents_in_tf32(d: int, heads: int, kv_heads: int) -> None:
+    rng = np.random.default_rng()
+    for t in LENGTHS[1:]:
+        starts = some_documents(rng, t)
+        qkv, dy = random_inputs(rng, 4, t, heads, kv_heads, d, TF32)
+        got = run(qkv, dy, heads, kv_heads, TF32, starts=starts)
+        want = expected(qkv, dy, heads, kv_heads, starts=starts)
+        assert_no_worse_than_twice(unfused_tf32(qkv, dy, heads, kv_heads, starts), got, want, t)
+
+
+@pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("dropped", (KEPT, DROPPED), ids=("kept", "dropped"))
+@pytest.mark.parametrize("dtype", (np.float64, np.float32, TF32, BF16))
+def test_a_document_changes_no_bit_of_its_neighbours(dtype: Any, dropped: Dropped) -> None:
+    """Neither of what they give nor of their gradients. The first begins within a tile, the last where one does."""
+    t, borders = 300, (0, 77, 192, 300)
+    starts = np.repeat(borders[:-1], np.diff(borders))[None].astype(np.int32)
+    qkv, dy = random_inputs(np.random.default_rng(), 1, t, 4, 2, 64, dtype)
+    kept = run(qkv, dy, 4, 2, dtype, dropped=dropped, starts=starts)
+    for begin, end in zip(borders, borders[1:], strict=False):
+        changed, other = qkv.copy(), dy.copy()
+        changed[:, begin:end], other[:, begin:end] = rounded(50.0, dtype), rounded(-7.0, dtype)
+        found = run(changed, other, 4, 2, dtype, dropped=dropped, starts=starts)
+        for name in ("out", "dqkv"):
+            before, after = (np.delete(cp.asnumpy(x[name]), np.s_[begin:end], axis=1) for x in (kept, found))
+            assert before.tobytes() == after.tobytes(), (name, begin)
+
+
+@pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("dtype", (np.float64, TF32, BF16))
+def test_faults_in_the_bounds_of_documents_show(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document that sees its neighbour, that begins a token early, that ends a token late in backward."""
+    rng, bounds_of = np.random.default_rng(), kernels().document_bounds
+    starts = some_documents(rng, 200)[:2]
+    qkv, dy = random_inputs(rng, 2, 200, 4, 2, 64, dtype)
+    right = run(qkv, dy, 4, 2, dtype, starts=starts)
+    for wrong in (None, np.maximum(starts - 1, 0).astype(np.int32)):
+        assert error(run(qkv, dy, 4, 2, dtype, starts=wrong)["out"], download(right["out"])) > 3e-2
+
+    def late(*args: Any) -> Any:
+        bounds = bounds_of(*args)
+        bounds[1] = cp.minimum(bounds[1] + 1, 200)
+        return bounds
+
+    monkeypatch.setattr(kernels(), "document_bounds", late)
+    assert error(run(qkv, dy, 4, 2, dtype, starts=starts)["dqkv"], download(right["dqkv"])) > 3e-2
+
+
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("heads,kv_heads", (*HEADS, (4, 2)))
 @pytest.mark.parametrize("d", (32, 64, 128))
@@ -350,9 +463,9 @@ def test_only_tf32_rounds_and_only_where_it_has_kernels(d: int) -> None:
     for precision in ("fp32", "tf32"):
         k = bind(Attention.kernels, get_backend("cupy", precision), "test")
         parts = split(upload(qkv, np.float32), 4, 2)
-        out, lse = k.attention_fwd(*parts, None, *CAUSAL, *KEPT)
+        out, lse = k.attention_fwd(*parts, None, None, *CAUSAL, *KEPT)
         dqkv = poisoned(qkv.shape, np.float32)
-        k.attention_bwd(*split(dqkv, 4, 2), upload(dy, np.float32), *parts, None, out, lse, *CAUSAL, *KEPT)
+        k.attention_bwd(*split(dqkv, 4, 2), upload(dy, np.float32), *parts, None, None, out, lse, *CAUSAL, *KEPT)
         for name, got in (("out", out), ("dqkv", dqkv)):
             rounds = error(got, want[name]) > 1e-5
             assert rounds == (precision == "tf32" and d == 64), (precision, name)
@@ -369,7 +482,7 @@ def test_a_cache_longer_than_the_queries(d: int, dtype: Any, tolerance: float) -
         on_gpu = upload(cache, dtype)
         for seen in (CAUSAL, BOTH_WAYS, (True, 1), (True, 70)):
             got = forward(dtype, upload(q, dtype), on_gpu[:, :keys, :2], on_gpu[:, :keys, 2:], seen=seen)
-            want = reference.attention_fwd(q, cache[:, :keys, :2], cache[:, :keys, 2:], None, *seen, *KEPT)
+            want = reference.attention_fwd(q, cache[:, :keys, :2], cache[:, :keys, 2:], None, None, *seen, *KEPT)
             assert error(got[0], want[0]) <= tolerance, (queries, keys, seen)
             exact = tolerance if dtype is TF32 else min(tolerance, 1e-5)
             assert error(got[1], want[1]) <= exact, (queries, keys, seen)
@@ -478,8 +591,9 @@ def test_hopper_runs_its_own_kernels() -> None:
     for d, name in ((64, "attention_fwd_wgmma"), (32, "attention_fwd_mma")):
         file = kernels().tensor_core_file(BF16, d, False, ())
         assert kernels().tensor_core(file, "FORWARD", d, ()).kernel.name == name
-    for option in kernels().OPTIONS:  # not its business
+    for option in ("BAND", "DROP"):  # not its business
         assert kernels().tensor_core_file(BF16, 64, False, (option,)) == kernels().FILE
+    assert kernels().tensor_core(kernels().WGMMA_FILE, "FORWARD", 64, ("DOCS",)).kernel.name == "attention_fwd_wgmma"
 
 
 @pytest.mark.parametrize("dtype", (np.float64, TF32))
@@ -501,15 +615,15 @@ def test_padding_is_seen_by_none(dtype: Any, tolerance: float, d: int, dropped: 
     rng = np.random.default_rng(d)
     qkv, dy = random_inputs(rng, 5, 200, 4, 2, d, dtype)
     parts = split(qkv, 4, 2)
-    out, lse = reference.attention_fwd(*parts, lengths, *BOTH_WAYS, *dropped)
+    out, lse = reference.attention_fwd(*parts, lengths, None, *BOTH_WAYS, *dropped)
     wanted = np.empty_like(qkv)
-    reference.attention_bwd(*split(wanted, 4, 2), dy, *parts, lengths, out, lse, *BOTH_WAYS, *dropped)
+    reference.attention_bwd(*split(wanted, 4, 2), dy, *parts, lengths, None, out, lse, *BOTH_WAYS, *dropped)
 
     k, backend = kernels(), SimpleNamespace(tf32=False)
     device, ends = split(upload(qkv, dtype), 4, 2), cp.asarray(lengths)
     dqkv = poisoned(qkv.shape, dtype)
-    got, got_lse = k.attention_fwd(*device, ends, *BOTH_WAYS, *dropped, backend=backend)
-    k.attention_bwd(*split(dqkv, 4, 2), upload(dy, dtype), *device, ends, got, got_lse, *BOTH_WAYS, *dropped,
+    got, got_lse = k.attention_fwd(*device, ends, None, *BOTH_WAYS, *dropped, backend=backend)
+    k.attention_bwd(*split(dqkv, 4, 2), upload(dy, dtype), *device, ends, None, got, got_lse, *BOTH_WAYS, *dropped,
                     backend=backend)  # fmt: skip
     assert error(got, out) < tolerance and error(got_lse, lse) < tolerance and error(dqkv, wanted) < 2 * tolerance
     for row, end in enumerate(lengths):

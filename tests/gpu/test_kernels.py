@@ -60,12 +60,19 @@ def acc(rng: Rng, *shape: int) -> Master:
     return Master(normal(rng, *shape), out=True)
 
 
-def some_rstd(rng: Rng, n: int) -> Master:
+def some_rstd(rng: Rng, n: int | tuple[int, ...]) -> Master:
     return Master(rng.uniform(0.5, 2, n))
 
 
 def angles(rng: Rng, *shape: int) -> Master:
     return Master(rng.uniform(-1, 1, shape))
+
+
+def scan_inputs(rng: Rng, batch: int, length: int, channels: int, states: int) -> tuple[Any, ...]:
+    """u, delta, b, c, z, a_log, skip, bias."""
+    wide, narrow = (batch, length, channels), (batch, length, states)
+    inputs = (act(rng, *shape) for shape in (wide, wide, narrow, narrow, wide))
+    return (*inputs, act(rng, channels, states), act(rng, channels), act(rng, channels))
 
 
 def tokens(rng: Rng, n: int, vocab: int) -> np.ndarray:
@@ -81,6 +88,21 @@ def places(rng: Rng, rows: int, length: int) -> np.ndarray:
     where = np.stack([rng.permutation(length)[: -(-length // 2)] for _ in range(rows)]).astype(np.int32)
     where[rng.random(where.shape) < 0.2] = -1
     return where
+
+
+def distinct(rng: Rng, n: int, experts: int, active: int) -> np.ndarray:
+    """(n, active): experts of each token, none of them twice."""
+    return rng.permuted(np.tile(np.arange(experts), (n, 1)), axis=1)[:, :active].astype(np.int32)
+
+
+def groups(rng: Rng, rows: int, experts: int = 5) -> np.ndarray:
+    """Where the rows of each expert begin, (experts + 1,); the second has none."""
+    shares = np.array([0.4, 0.0, *[0.6 / (experts - 2)] * (experts - 2)])
+    return np.append(0, rng.multinomial(rows, shares).cumsum()).astype(np.int32)
+
+
+def order(rng: Rng, rows: int) -> np.ndarray:
+    return rng.permutation(rows).astype(np.int32)
 
 
 # Arguments of each kernel for n rows of width c. What stands behind a space in a name is one way to call it.
@@ -115,10 +137,25 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "gelu_bwd bias erf": lambda r, n, c: (None, acc(r, c), act(r, n, c), act(r, n, c), act(r, c), "erf"),
     "rope": lambda r, n, c: (None, act(r, 2, n, 5, 2 * c), angles(r, n, c), angles(r, n, c), 3),
     "dropout": lambda r, n, c: (act(r, n, c), Stream(1).key, 0.3),
-    "positions_fwd": lambda r, n, c: (act(r, 3, n, c), act(r, n + 1, c)),
-    "positions_bwd": lambda r, n, c: (acc(r, n + 1, c), act(r, 19, n, c)),
+    "positions_fwd": lambda r, n, c: (act(r, 3, n, c), act(r, n + 1, c), None),
+    "positions_bwd": lambda r, n, c: (acc(r, n + 1, c), act(r, 19, n, c), None),
+    "positions_fwd restarting": lambda r, n, c: (act(r, 3, n, c), act(r, 37, c), tokens(r, 3 * n, 37).reshape(3, n)),
+    "positions_bwd restarting": lambda r, n, c: (acc(r, 37, c), act(r, 3, n, c), tokens(r, 3 * n, 37).reshape(3, n)),
     "embedding_fwd": lambda r, n, c: (tokens(r, n, 37), act(r, 37, c)),
     "embedding_bwd": lambda r, n, c: (acc(r, 37, c), act(r, n, c), tokens(r, n, 37)),
+    "causal_conv_fwd": lambda r, n, c: (None, act(r, 2, n, c), act(r, c, 1, 4), act(r, c)),
+    "causal_conv_fwd tail": lambda r, n, c: (
+        Activation(normal(r, 2, 2, c)), act(r, 2, n, c), act(r, c, 1, 3), act(r, c)),
+    "causal_conv_bwd": lambda r, n, c: (
+        None, acc(r, c, 1, 4), acc(r, c), act(r, 2, n, c), act(r, 2, n, c), act(r, c, 1, 4), act(r, c)),
+    "selective_scan_fwd": lambda r, n, c: (None, *scan_inputs(r, 2, n, c, 16), True),
+    "selective_scan_fwd state": lambda r, n, c: (acc(r, 2, c, 5), *scan_inputs(r, 2, n, c, 5), True),
+    "selective_scan_bwd": lambda r, n, c: (
+        None, acc(r, c, 3), acc(r, c), acc(r, c), act(r, 2, n, c), *scan_inputs(r, 2, n, c, 3),
+        Master(normal(r, 2, -(-n // 32), c, 3))),
+    "selective_scan_bwd wide": lambda r, n, c: (
+        None, acc(r, c, 16), acc(r, c), acc(r, c), act(r, 1, n, c), *scan_inputs(r, 1, n, c, 16),
+        Master(normal(r, 1, -(-n // 32), c, 16))),
     "linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c), None),
     "linear_fwd bias": lambda r, n, c: (act(r, n, 24), act(r, c, 24), act(r, c)),
     "linear_bwd_bias": lambda r, n, c: (acc(r, c), act(r, n, c)),
@@ -161,6 +198,23 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "take_fwd": lambda r, n, c: (act(r, 3, n, c), places(r, 3, n)),
     "take_bwd": lambda r, n, c: (act(r, 3, -(-n // 2), c), places(r, 3, n), n),
     "patches_bwd": lambda r, n, c: (act(r, 2, 6 * n, 3 * c * c), (2, 3, 2 * c, 3 * n * c), c, 0.5),
+    "router_fwd": lambda r, n, c: (act(r, n, min(c, 70)), min(c, 3)),
+    "router_bwd": lambda r, n, c: (
+        angles(r, n, min(c, 3)), angles(r, min(c, 70) + 1), act(r, n, min(c, 70)), some_rstd(r, (n, min(c, 3))),
+        distinct(r, n, min(c, 70), min(c, 3))),
+    "sort_by_expert": lambda r, n, c: (distinct(r, n, min(c, 300) + 1, 2 if c > 1 else 1), min(c, 300) + 2),
+    "grouped_fwd": lambda r, n, c: (act(r, n, c), act(r, 5, 24, c), tokens(r, 2 * n, n), groups(r, 2 * n)),
+    "grouped_fwd in order": lambda r, n, c: (act(r, n, 24), act(r, 5, c, 24), None, groups(r, n)),
+    "grouped_bwd_input": lambda r, n, c: (act(r, n, c), act(r, 5, c, 24), tokens(r, 2 * n, n), groups(r, 2 * n)),
+    "grouped_bwd_input in order": lambda r, n, c: (act(r, n, 24), act(r, 5, 24, c), None, groups(r, n)),
+    "grouped_bwd_weight": lambda r, n, c: (
+        acc(r, 5, c, 24), act(r, n, c), act(r, 2 * n, 24), tokens(r, 2 * n, n), None, groups(r, 2 * n)),
+    "grouped_bwd_weight by x": lambda r, n, c: (
+        acc(r, 5, 136, c), act(r, 2 * n, 136), act(r, n, c), None, tokens(r, 2 * n, n), groups(r, 2 * n)),
+    "weighted_swiglu_fwd": lambda r, n, c: (act(r, n, 2 * c), some_rstd(r, (n, 1)), order(r, n)),
+    "weighted_swiglu_bwd": lambda r, n, c: (act(r, n, c), act(r, n, 2 * c), some_rstd(r, (n, 1)), order(r, n)),
+    "sum_of_rows": lambda r, n, c: (act(r, 3 * n, c), order(r, 3 * n).reshape(n, 3), act(r, n, c)),
+    "sum_of_rows alone": lambda r, n, c: (act(r, 2 * n, c), order(r, 2 * n).reshape(n, 2), None),
     "swiglu_linear_bwd": lambda r, n, c: (acc(r, 24, c), act(r, n, 24), act(r, n, 2 * c), act(r, 24, c)),
 }  # fmt: skip
 
@@ -170,6 +224,9 @@ SHAPES = [(1, 1), (7, 33), (3, 8), (5, 128), (65, 768), (19, 1024), (4, 4096), (
 MANY_ROWS = [(9001, 200), (9001, 768), (9001, 1024)]
 OVER_MANY_ROWS = ("rmsnorm_bwd", "rmsnorm_bwd residual", "layernorm_bwd", "layernorm_bwd plain",
                   "layernorm_bwd residual", "gelu_bwd bias")  # fmt: skip
+# The last argument of two axes or more is a weight.
+WITH_WEIGHTS = ("positions_fwd", "embedding_fwd", "causal_conv_fwd", "causal_conv_bwd", "selective_scan_fwd",
+                "selective_scan_bwd")  # fmt: skip
 ARRAYS = (Activation, Master)
 
 
@@ -224,7 +281,7 @@ def test_a_kernel_computes_what_numpy_computes(name: str, precision: str) -> Non
         got = run(cupy_of(name, backend), arguments, on_gpu(backend))
         assert len(got) == len(wanted)
         for g, w in zip(got, wanted, strict=True):
-            assert g.dtype == backend.dtype and g.shape == w.shape
+            assert g.dtype == (w.dtype if w.dtype.kind == "i" else backend.dtype) and g.shape == w.shape
             assert error(backend.to_numpy(g), w) <= TOLERANCE[precision] * (8 if "layernorm_fwd" in name else 1), (n, c)
 
 
@@ -304,7 +361,10 @@ def test_bf16_is_as_exact_as_it_can_be(name: str) -> None:
         plain = run(PLAIN.get(name, numpy_of(name)), arguments, on_numpy(np.float32))
         got = run(cupy_of(name, backend), arguments, on_gpu(backend))
         for g, p, w in zip(got, plain, wanted, strict=True):
-            assert g.dtype in (backend.dtype, backend.master_dtype) and g.shape == w.shape
+            assert g.dtype in (backend.dtype, backend.master_dtype, np.int32) and g.shape == w.shape
+            if w.dtype.kind == "i":
+                assert np.array_equal(backend.to_numpy(g), w)
+                continue
             allowed = 2 * error(p.astype(bf16).astype(np.float32), w)
             assert error(backend.to_numpy(g), w) <= max(allowed, 1e-7), (n, c)
 
@@ -502,7 +562,8 @@ def test_strides_do_not_matter(name: str) -> None:
         wide[..., ::2] = placed
         return wide[..., ::2]
 
-    if ("linear" in name and name != "linear_bwd_bias") or "lora" in name or name in ("positions_fwd", "embedding_fwd"):
+    weighed = name.split()[0] in WITH_WEIGHTS
+    if ("linear" in name and name != "linear_bwd_bias") or "lora" in name or weighed:
         pytest.skip("the last argument of two axes is a weight; test_contract covers the inputs")
     wanted = run(cupy_of(name, backend), arguments, on_gpu(backend))
     for got, w in zip(run(cupy_of(name, backend), arguments, spread), wanted, strict=True):

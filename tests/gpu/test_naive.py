@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tinyforge.backends import dtype_of
 from tinyforge.backends.compile import load
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -26,7 +27,7 @@ each_shape = pytest.mark.parametrize(("rows", "width"), SHAPES)
 
 def launch(file: str, entry: str, precision: str, threads: int, *args: Any, **macros: int) -> None:
     """A naive kernel: one thread for each of `threads` results."""
-    kernel = load(f"ops/{file}.cu", entry, SCALAR=SCALARS[precision], VEC=1, **macros)
+    kernel = load(f"ops/{file}.cu", entry, **({"SCALAR": SCALARS[precision], "VEC": 1} | macros))
     kernel((-(-threads // 128),), (128,), tuple(np.int32(a) if isinstance(a, int) else a for a in args))
 
 
@@ -38,6 +39,50 @@ def assert_close(got: Any, wanted: Any, precision: str) -> None:
     got, wanted = cp.asnumpy(got), cp.asnumpy(wanted)
     assert np.isfinite(wanted).all()
     np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE[precision] * max(1.0, np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("experts", [1, 5, 40])
+@pytest.mark.parametrize(("outs", "ins"), [(8, 8), (136, 72), (264, 200), (2048, 768), (768, 1024)])
+def test_grouped_products(outs: int, ins: int, experts: int) -> None:
+    """On tensor cores and the plain way, both in bf16: groups of no row, of one, of whole tiles and of one row more."""
+    from tinyforge.backends.cupy_backend import scalar
+    from tinyforge.ops import mixture_cuda
+
+    rng = np.random.default_rng(outs + experts)
+    counts = rng.choice([0, 1, 127, 128, 129, 300], experts)
+    counts[0] = 257
+    rows, tokens = int(counts.sum()), 333
+    starts = cp.asarray(np.append(0, counts.cumsum()).astype(np.int32))
+    which = cp.asarray(rng.integers(0, tokens, rows).astype(np.int32))
+    bf16 = dtype_of("bfloat16")
+
+    def drawn(*shape: int) -> Any:
+        return cp.asarray(rng.normal(size=shape).astype(bf16))
+
+    x, dy, weight = drawn(tokens, ins), drawn(tokens, outs), drawn(experts, outs, ins)
+    by_row, up = drawn(rows, ins), drawn(rows, outs)
+    assert scalar(x.dtype) == "bf16"
+
+    def products() -> list[Any]:
+        dweight = cp.ones((2, experts, outs, ins), np.float32)
+        mixture_cuda.grouped_bwd_weight(dweight[0], dy, by_row, which, None, starts)
+        mixture_cuda.grouped_bwd_weight(dweight[1], up, x, None, which, starts)
+        return [
+            mixture_cuda.grouped_fwd(x, weight, which, starts), mixture_cuda.grouped_fwd(by_row, weight, None, starts),
+            mixture_cuda.grouped_bwd_input(dy, weight, which, starts),
+            mixture_cuda.grouped_bwd_input(up, weight, None, starts), dweight,
+        ]  # fmt: skip
+
+    fast, again = products(), products()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixture_cuda, "_on_tensor_cores", lambda *_: False)
+        plain = products()
+    for got, same, wanted in zip(fast, again, plain, strict=True):
+        got, same, wanted = (cp.asnumpy(a).astype(np.float64) for a in (got, same, wanted))
+        assert np.array_equal(got, same) and np.isfinite(got).all()
+        # Results in bf16 may be rounded to neighbours; dW is float32.
+        tolerance = 1e-5 if got.ndim == 4 else 2**-7
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())
 
 
 @each_precision
@@ -124,3 +169,53 @@ def test_rows_of_other_lengths_in_between() -> None:
         softmax_residual_(nll, logits.copy(), targets, True, logits.shape[1])
         found.append(nll)
     assert bool((found[0] == found[2]).all())
+
+
+# batch, length, channels, states: less and more than a tile and a block's channels, and a state that fills its lanes.
+SCANS = ((1, 1, 1, 1), (2, 31, 5, 3), (2, 70, 33, 5), (1, 33, 40, 16))
+
+
+@each_precision
+@pytest.mark.parametrize(("batch", "length", "channels", "states"), SCANS)
+def test_causal_conv_backward(batch: int, length: int, channels: int, states: int, precision: str) -> None:
+    from tinyforge.ops.causal_conv_cuda import causal_conv_bwd
+
+    rng, shape = np.random.default_rng(4), (batch, length, channels)
+    dy, x, weight, bias = (normal(rng, precision, *s) for s in (shape, shape, (channels, 1, 4), (channels,)))
+    sums = [normal(rng, precision, *s) for s in ((channels, 1, 4), (channels,))]
+    fast, dx = [s.copy() for s in sums], cp.empty_like(x)
+    launch("causal_conv", "causal_conv_bwd_naive", precision, channels, dx, *sums, dy, x, weight, bias, batch, length,
+           channels, TAPS=4)  # fmt: skip
+    assert_close(causal_conv_bwd(None, *fast, dy, x, weight, bias), dx, precision)
+    for got, wanted in zip(fast, sums, strict=True):
+        assert_close(got, wanted, precision)
+
+
+@each_precision
+@pytest.mark.parametrize(("batch", "length", "channels", "states"), SCANS)
+def test_selective_scan(batch: int, length: int, channels: int, states: int, precision: str) -> None:
+    from tinyforge.ops.selective_scan_cuda import selective_scan_bwd, selective_scan_fwd
+    from tinyforge.ops.selective_scan_plan import states_a_lane
+
+    rng, wide, narrow = np.random.default_rng(5), (batch, length, channels), (batch, length, states)
+    shapes = (wide, wide, narrow, narrow, wide, (channels, states), (channels,), (channels,))
+    u, delta, b, c, z, a_log, skip, bias = inputs = [normal(rng, precision, *shape) for shape in shapes]
+    dy, sizes, per = normal(rng, precision, *wide), (batch, length, channels, states), states_a_lane(states)
+    y, du, ddelta, dz, up = (cp.empty_like(u) for _ in range(5))
+    h, g = (cp.empty((*wide, states), u.dtype) for _ in range(2))
+    db, dc, da_parts = cp.empty_like(b), cp.empty_like(c), cp.empty((batch, channels, states), u.dtype)
+    vector_parts = cp.empty((batch, 2, channels), u.dtype)
+    launch("selective_scan", "selective_scan_fwd_naive", precision, batch * channels, y, h, *inputs, *sizes, PER=per)
+    launch("selective_scan", "selective_scan_bwd_naive", precision, batch * channels, du, ddelta, dz, g, up, da_parts,
+           vector_parts, dy, *inputs, h, *sizes, PER=per)  # fmt: skip
+    launch("selective_scan", "selective_scan_sum_naive", precision, batch * length * states, db, dc, g, up, u, delta,
+           bias, h, batch * length, channels, states, PER=per)  # fmt: skip
+
+    fast, kept = selective_scan_fwd(None, *inputs, True)
+    assert_close(fast, y, precision)
+    grads = [cp.zeros_like(p) for p in (a_log, skip, bias)]
+    found = selective_scan_bwd(None, *grads, dy, *inputs, kept)
+    for got, wanted in zip(found, (du, ddelta, db, dc, dz), strict=True):
+        assert_close(got, wanted, precision)
+    for got, wanted in zip(grads, (da_parts, vector_parts[:, 0], vector_parts[:, 1]), strict=True):
+        assert_close(got, wanted.sum(axis=0), precision)

@@ -18,6 +18,7 @@ from tinyforge.backends import get_backend
 from tinyforge.hub.foreign import entries_of, load_weights, weights_of
 from tinyforge.hub.huggingface import open_directory, write_directory
 from tinyforge.op import Stash
+from tinyforge.train.objectives import Batch, NextTokens, with_terms
 
 torch = pytest.importorskip("torch", reason="the peer is transformers, on torch")
 transformers = pytest.importorskip("transformers", reason="the peer is transformers")
@@ -26,11 +27,14 @@ FP64 = get_backend("numpy", "fp64", workers=1)
 TINY = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 37,
         "intermediate_size": 20, "max_position_embeddings": 40}  # fmt: skip
 GPT2 = {"n_embd": 24, "n_head": 3, "n_layer": 2, "vocab_size": 37, "n_positions": 40}
+MAMBA = {"hidden_size": 20, "num_hidden_layers": 2, "vocab_size": 37, "state_size": 5}
 # Wavelengths of 6, 22, 75, 262 and 907 positions: kept below 16, blended up to 64, stretched above.
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64, "rope_theta": 500.0}  # fmt: skip
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 ALL_SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "router_aux_loss_coef": 0.3,
+           "output_router_logits": True}  # fmt: skip
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "llama": ("LlamaForCausalLM", {**TINY, "rms_norm_eps": 1e-5}),
@@ -42,7 +46,12 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {**TINY, "head_dim": 6}),
     "qwen3-tied-window": ("Qwen3ForCausalLM", {**TINY, "head_dim": 6, "tie_word_embeddings": True, **ALL_SLIDING}),
     "mistral": ("MistralForCausalLM", {**TINY, "sliding_window": 5}),
+    "mamba": ("MambaForCausalLM", MAMBA),
+    "mamba-rank": ("MambaForCausalLM", {**MAMBA, "expand": 3, "conv_kernel": 3, "time_step_rank": 5}),
     "mistral-no-window": ("MistralForCausalLM", {**TINY, "sliding_window": None}),
+    "mixtral": ("MixtralForCausalLM", {**TINY, **EXPERTS}),
+    "mixtral-window": ("MixtralForCausalLM", {
+        **TINY, **EXPERTS, "sliding_window": 6, "num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 6}),
 }  # fmt: skip
 LENGTH = 33
 
@@ -60,10 +69,11 @@ class Float64Torch:
 
 @pytest.fixture(autouse=True)
 def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("llama", "mistral", "qwen2", "qwen3", "gpt2"):
+    for name in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2", "mamba"):
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         monkeypatch.setattr(module, "torch", Float64Torch())
     monkeypatch.setattr(importlib.import_module("transformers.modeling_rope_utils"), "torch", Float64Torch())
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # Mamba's way to the same
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -79,16 +89,39 @@ def make_peer(name: str) -> Any:
     with torch.no_grad():
         for p in model.parameters():  # gains away from 1 and biases away from 0, so that each counts
             p.add_(0.2 * torch.randn_like(p))
-    return model.double().eval()
+    return plain(model.double().eval())
 
 
 def load_peer(path: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    return plain(transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval())
+
+
+def plain(model: Any) -> Any:
+    """Experts one after the other: the grouped products take no float64."""
+    if hasattr(model.config, "num_local_experts"):
+        model.set_experts_implementation("eager")
+    return model
 
 
 def peer_logits(model: Any, ids: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         return model(torch.from_numpy(ids)).logits.numpy()
+
+
+def gradients_by_file_name(peer: Any) -> dict[str, np.ndarray]:
+    """Under the names that files have: Mixtral's experts, one array in memory, are apart there."""
+    theirs = {}
+    for name, p in peer.named_parameters():
+        grad, at = p.grad.numpy(), name.replace(".mlp.", ".block_sparse_moe.")
+        if name.endswith(".experts.gate_up_proj"):
+            for e, (w1, w3) in enumerate(np.split(g, 2) for g in grad):
+                theirs[at.replace("gate_up_proj", f"{e}.w1.weight")] = w1
+                theirs[at.replace("gate_up_proj", f"{e}.w3.weight")] = w3
+        elif name.endswith(".experts.down_proj"):
+            theirs |= {at.replace("down_proj", f"{e}.w2.weight"): w2 for e, w2 in enumerate(grad)}
+        else:
+            theirs[at if name.endswith(".mlp.gate.weight") else name] = grad
+    return theirs
 
 
 def batch() -> tuple[np.ndarray, np.ndarray]:
@@ -112,15 +145,20 @@ def test_logits_and_gradients_are_those_of_transformers(
     ids, targets = batch()
     parity(model, "logits", worst(model.logits(model.hidden(ids)), peer_logits(peer, ids)), 1e-9)
 
-    stash = Stash()
-    nll = model.forward(ids, targets[..., None], stash)
-    count = (targets >= 0).sum()
-    model.backward(np.full(1, 1 / count), stash)
-    logits = peer(torch.from_numpy(ids)).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(targets).flatten(), ignore_index=-1)
+    stash, objective = Stash(), with_terms(NextTokens(), model.config)
+    found_batch = Batch(ids, targets[..., None])
+    counts = objective.count(found_batch)
+    sums, dnll = objective.weigh(model.forward(ids, targets[..., None], stash), found_batch, counts, FP64)
+    model.backward(dnll, stash)
+    result = peer(torch.from_numpy(ids))
+    logits, labels = result.logits.flatten(0, 1), torch.from_numpy(targets).flatten()
+    loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-1)
+    if model.config.term_weights:
+        assert objective.figures(sums, counts)["balance"] == pytest.approx(result.aux_loss.item(), rel=1e-12)
+        loss = loss + peer.config.router_aux_loss_coef * result.aux_loss
     loss.backward()
-    assert nll.sum() / count == pytest.approx(loss.item(), rel=1e-12)
-    theirs = {name: p.grad.numpy() for name, p in peer.named_parameters()}
+    assert objective.figures(sums, counts)["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    theirs = gradients_by_file_name(peer)
     ours = {p.name: p.grad for p in model.buffer.params}
     found = {entry.theirs: entry.take(ours[entry.ours]) for entry in entries_of(model)}
     assert found.keys() == theirs.keys()

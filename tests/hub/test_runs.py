@@ -56,10 +56,10 @@ def test_the_newest_fine_tuned_run_comes_first(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("meta.json", '{"kind": "sft"', "cannot read .*meta.json: "),
-        ("meta.json", "[1]", "cannot read .*meta.json: it holds no JSON object"),
+        ("meta.json", "[1]", "cannot read .*meta.json: got a list, wanted an object"),
         ("meta.json", '{"kind": "sft", "format": 99}', "format 99, this program reads 1"),
         ("hashes.json", "", "cannot read .*hashes.json: "),
-        ("hashes.json", "[]", "cannot read .*hashes.json: it holds no JSON object"),
+        ("hashes.json", "[]", "cannot read .*hashes.json: got a list, wanted an object"),
         ("model.safetensors", "", "model.safetensors has SHA-256 "),
     ],
 )

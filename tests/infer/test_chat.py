@@ -172,7 +172,9 @@ def test_save_and_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("no json", "is not a saved conversation"), ("[]", "no format tinyforge-chat"),
+        ("no json", "cannot read the saved conversation .*: it is not JSON"), ("[]", "got a list, wanted an object"),
+        ("{}", "no format tinyforge-chat"), ("[" * 9999, "nested too deeply"), ('{"x": 1' + "0" * 9999 + "}", "digits"),
+        ('{"format": []}', "no format tinyforge-chat"),
         ('{"format": "tinyforge-chat", "version": 9}', "has version 9, this program reads 1"),
         ('{"format": "tinyforge-chat", "version": 1}', "got no list of turns"),
         ('{"format": "tinyforge-chat", "version": 1, "turns": [{"user": "x", "reply": 3}]}', "turn 1 wants the texts"),
@@ -388,7 +390,8 @@ def test_commands(tmp_path: Path, terminal: type[Terminal]) -> None:
         ("/set top_k many", "error: /set top_k: got 'many', wanted a number"),
         ("/set top_p 7", "error: --top-p is 7.0, wants"), ("/set colour 1", "error: /set colour: no such setting"),
         ("/dance", "error: /dance is not a command; /help lists them"), ("/save", "error: /save wants one file name"),
-        ('/save "x', "close the quotation mark"), ("/load talk.jsn", "error: cannot read talk.jsn"),
+        ('/save "x', "close the quotation mark"),
+            ("/load talk.jsn", "error: cannot read the saved conversation talk.jsn"),
         ("/help", "/retry   answer the last question again"), ("two", "xyz"), ("three", "xyz"),
         ("four", "oldest turn"), ("/clear", "forgotten"), ("/show", "turns               0: 0 of 120 tokens"),
         ('"""five', ". "), ("", ". "), ('six"""', "xyz"), ("/save talk.json", "saved 1 turns"),

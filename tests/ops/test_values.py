@@ -12,10 +12,13 @@ import pytest
 from tinyforge import ops
 from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import UserError
-from tinyforge.kernel import Array
+from tinyforge.gradcheck import TOLERANCE, check_op
+from tinyforge.kernel import Array, override
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.attention import TILE, dropout_mask
+from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd, dropout_mask
 from tinyforge.ops.cross_entropy import CHUNK_BYTES, masked_targets, sum_tokens
+from tinyforge.ops.mixture import sort_by_expert
+from tinyforge.ops.selective_scan import TILE as SCAN_TILE
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream, philox
 
@@ -110,6 +113,61 @@ def test_a_window_hides_what_lies_too_far_back(window: int, length: int, rng: np
         assert np.array_equal(ops.Attention(4, 2, FP64, window=window).forward(changed)[:, window:], got[:, window:])
 
 
+# Where documents begin: within a tile, at the border of one, one that later tiles leave out, one token long, none.
+DOCUMENTS = ((0, 3, 4), (0, 64, TILE, TILE + 1, 200), (0, 150), (0,))
+
+
+@pytest.mark.parametrize("length", [1, 5, TILE, 2 * TILE + 37])
+@pytest.mark.parametrize("window", [None, 40])
+def test_packed_documents_attend_as_if_alone(window: int | None, length: int, rng: np.random.Generator) -> None:
+    """Forward and backward, to 1e-12: other tiles, other sums. A neighbour changes no bit at all."""
+    qkv, dy = rng.normal(size=(4, length, 8, 6)) * 2, rng.normal(size=(4, length, 4, 6))
+    borders = [[*(at for at in begins if at < length), length] for begins in DOCUMENTS]
+    starts = np.stack([np.repeat(ends[:-1], np.diff(ends)) for ends in borders]).astype(np.int32)
+    op, stash = ops.Attention(4, 2, FP64, window=window), Stash()
+
+    def packed(qkv: Array, dy: Array) -> tuple[Array, Array]:
+        return op.forward(qkv, stash, starts=starts), op.backward(dy, stash)
+
+    found = packed(qkv, dy)
+    for row, ends in enumerate(borders):
+        for begin, end in zip(ends, ends[1:], strict=False):
+            part = np.s_[row : row + 1, begin:end]
+            close(found[0][part], op.forward(qkv[part], stash))
+            close(found[1][part], op.backward(dy[part], stash))
+            changed = [x.copy() for x in (qkv, dy)]
+            for x in changed:
+                x[part] = 100.0
+            for before, after in zip(found, packed(*changed), strict=True):
+                before, after = (np.delete(x[row], np.s_[begin:end], axis=0) for x in (before, after))
+                assert before.tobytes() == after.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["sees its neighbour", "begins a token early", "begins a token late"])
+def test_a_fault_of_both_passes_shows_in_the_values(kind: str, rng: np.random.Generator) -> None:
+    """Forward and backward agree, so the gradient check has nothing to say."""
+    wrong = {
+        "sees its neighbour": lambda starts: None,
+        "begins a token early": lambda starts: np.maximum(starts - 1, 0),
+        "begins a token late": lambda starts: np.minimum(starts + 1, np.arange(starts.shape[1])),
+    }[kind]
+
+    def spoilt(right: Any, place: int) -> Any:
+        return lambda *a: right(*a[:place], None if a[place] is None else wrong(a[place]), *a[place + 1 :])
+
+    with override(attention_fwd, "numpy", spoilt(attention_fwd.body, 4)), \
+         override(attention_bwd, "numpy", spoilt(attention_bwd.body, 8)):  # fmt: skip
+        assert max(row.error for row in check_op(ops.Attention, FP64)) <= TOLERANCE
+        with pytest.raises(AssertionError):
+            test_packed_documents_attend_as_if_alone(None, 5, rng)
+
+
+def test_documents_go_with_causal_attention_and_no_cache() -> None:
+    starts = np.zeros((1, 3), np.int32)
+    with pytest.raises(ValueError, match="starts of documents go with causal attention, and with no cache"):
+        ops.Attention(2, 2, FP64, causal=False).forward(np.zeros((1, 3, 6, 2)), starts=starts)
+
+
 @pytest.mark.parametrize("length", [1, 5, TILE, 2 * TILE + 37])
 def test_attention_in_both_directions(length: int, rng: np.random.Generator) -> None:
     qkv = rng.normal(size=(2, length, 8, 6)) * 2
@@ -173,6 +231,100 @@ def test_attention_decodes_on_a_cached_prefix(window: int | None, queries: int, 
     close(got, naive_attention(qkv, 4, 2, window=window)[:, -queries:])
     with pytest.raises(ValueError, match="a cache and a stash"):
         op.forward(qkv[:, -queries:], Stash(), cache=prefix)
+
+
+def naive_conv(x: Array, weight: Array, bias: Array) -> Array:
+    batch, length, channels = x.shape
+    taps, y = weight.shape[-1], np.empty(x.shape)
+    for b, t, c in np.ndindex(batch, length, channels):
+        s = bias[c]
+        for k in range(taps):
+            if t - (taps - 1) + k >= 0:
+                s += weight[c, 0, k] * x[b, t - (taps - 1) + k, c]
+        y[b, t, c] = s / (1 + math.exp(-s))
+    return y
+
+
+@pytest.mark.parametrize("taps", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_causal_conv_is_the_sum_over_the_last_positions(length: int, taps: int, rng: np.random.Generator) -> None:
+    x, weight, bias = rng.normal(size=(2, length, 5)), rng.normal(size=(5, 1, taps)), rng.normal(size=5)
+    op = ops.CausalConv(param("w", weight), param("b", bias), FP64)
+    wanted = naive_conv(x, weight, bias)
+    close(op.forward(x), wanted)
+    tail = np.zeros((2, taps - 1, 5))  # in pieces, the tail in between
+    pieces = [op.forward(part, tail=tail) for part in np.split(x, [1, 2] if length > 2 else [], axis=1)]
+    close(np.concatenate(pieces, axis=1), wanted)
+    with pytest.raises(ValueError, match="a tail and a stash"):
+        op.forward(x, Stash(), tail=tail)
+
+
+def naive_scan(inputs: tuple[Array, ...], a_log: Array, skip: Array, bias: Array) -> Array:
+    u, delta, b, c, z = inputs
+    y = np.empty(u.shape)
+    for row, e in np.ndindex(u.shape[0], u.shape[2]):
+        h = np.zeros(a_log.shape[1])
+        for t in range(u.shape[1]):
+            dt = math.log(1 + math.exp(delta[row, t, e] + bias[e]))
+            for n in range(len(h)):
+                h[n] = math.exp(-math.exp(a_log[e, n]) * dt) * h[n] + dt * u[row, t, e] * b[row, t, n]
+            gate = z[row, t, e]
+            y[row, t, e] = (c[row, t] @ h + skip[e] * u[row, t, e]) * gate / (1 + math.exp(-gate))
+    return y
+
+
+@pytest.mark.parametrize("length", [1, 7, SCAN_TILE, SCAN_TILE + 1, 2 * SCAN_TILE + 5])
+def test_selective_scan_is_the_recurrence(length: int, rng: np.random.Generator) -> None:
+    inputs = tuple(rng.normal(size=(2, length, width)) for width in (3, 3, 4, 4, 3))
+    values = rng.normal(size=(3, 4)), rng.normal(size=3), rng.normal(size=3)
+    op = ops.SelectiveScan(*(param(name, v) for name, v in zip("abc", values, strict=True)), FP64)
+    wanted = naive_scan(inputs, *values)
+    close(op.forward(*inputs), wanted)
+    state = np.zeros((2, 3, 4))  # in pieces, the state in between
+    cuts = [1, length // 2] if length > 2 else []
+    pieces = [op.forward(*part, state=state) for part in zip(*(np.split(x, cuts, 1) for x in inputs), strict=True)]
+    close(np.concatenate(pieces, axis=1), wanted)
+    with pytest.raises(ValueError, match="a state and a stash"):
+        op.forward(*inputs, Stash(), state=state)
+
+
+def test_lstm_is_the_formula_and_continues_from_its_state(rng: np.random.Generator) -> None:
+    width, x = 4, rng.normal(size=(2, 7, 3))
+    w, u, b = rng.normal(size=(16, 3)), rng.normal(size=(16, width)), rng.normal(size=16)
+    start_h, start_c = rng.normal(size=(2, 2, width))
+    fresh = np.array([[0, 0, 1, 0, 0, 0, 0], [1, 0, 0, 0, 1, 1, 0]])
+    op = ops.LSTM(*(param(name, v) for name, v in zip("wub", (w, u, b), strict=True)), FP64)
+    y, last = op.forward(x, start_h, start_c, fresh)
+    for row in range(2):
+        h, c = start_h[row], start_c[row]
+        for t in range(7):
+            if fresh[row, t]:
+                h, c = 0 * h, 0 * c
+            a = w @ x[row, t] + u @ h + b
+            i, f, o = (1 / (1 + np.exp(-a[k * width : (k + 1) * width])) for k in (0, 1, 3))
+            c = f * c + i * np.tanh(a[2 * width : 3 * width])
+            h = o * np.tanh(c)
+            close(y[row, t], h)
+        close(last[row], c)
+    first, c = op.forward(x[:, :3], start_h, start_c, fresh[:, :3])
+    rest, end = op.forward(x[:, 3:], first[:, -1], c, fresh[:, 3:])
+    close(np.concatenate([first, rest], axis=1), y)
+    close(end, last)
+
+
+def test_the_scans_memory_for_states_is_linear_in_the_length(rng: np.random.Generator) -> None:
+    """No (B, T, E, N) array: what backward takes on top of its results does not grow with the length."""
+    values = rng.normal(size=(8, 16)), rng.normal(size=8), rng.normal(size=8)
+    op = ops.SelectiveScan(*(param(name, v) for name, v in zip("abc", values, strict=True)), FP64)
+    extra = []
+    for length in (8 * SCAN_TILE, 32 * SCAN_TILE):
+        inputs, stash = [rng.normal(size=(1, length, width)) for width in (8, 8, 16, 16, 8)], Stash()
+        y = op.forward(*inputs, stash)
+        tracemalloc.start()
+        op.backward(y, stash)
+        extra.append(tracemalloc.get_traced_memory()[1] / length)
+        tracemalloc.stop()
+    assert extra[1] < extra[0] < 8 * 8 * 16 * 4  # bytes a position: fewer than four arrays of states would take
 
 
 def test_attention_cannot_see_the_future(rng: np.random.Generator) -> None:
@@ -427,6 +579,10 @@ def test_embedding_linear_and_positions(rng: np.random.Generator) -> None:
     close(positions.forward(x[:, :2], offset=3), x[:, :2] + table[3:])
     with pytest.raises(ValueError, match="x has positions 0 to 6, the table 5"):
         positions.forward(np.zeros((1, 6, 3)))
+    restarted = positions.forward(x[:, :4], starts=np.array([[0, 0, 2, 2], [0, 1, 2, 3]]))
+    close(restarted, x[:, :4] + np.stack([table[[0, 1, 0, 1]], table[[0, 0, 0, 0]]]))
+    with pytest.raises(ValueError, match="starts of documents and offset 1"):
+        positions.forward(x[:, :2], offset=1, starts=np.zeros((2, 2), np.int32))
     with pytest.raises(ValueError, match="x has positions 4 to 6, the table 5"):
         positions.forward(np.zeros((1, 2, 3)), offset=4)
 
@@ -511,6 +667,7 @@ def extreme(name: str, backend: Backend) -> tuple[Op, tuple[Array, ...]]:
         "GELU tanh": (ops.GELU(backend, "tanh"), (x,)),
         "GELU erf": (ops.GELU(backend, "erf"), (x,)),
         "CrossEntropy": (ops.CrossEntropy(backend), (x[:, None], targets)),
+        "TopKRouter": (ops.TopKRouter(2, backend), (x,)),
         "Attention": (ops.Attention(2, 1, backend), (np.tile(x.reshape(1, 2, 2, 2), (1, 1, 2, 1)),)),
     }[name]
 
@@ -518,14 +675,16 @@ def extreme(name: str, backend: Backend) -> tuple[Op, tuple[Array, ...]]:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("backend", [FP64, FP32], ids=lambda b: b.precision.name)
 @pytest.mark.parametrize(
-    "name", ["Softmax", "SwiGLU", "GELU tanh", "GELU erf", "CrossEntropy", "LinearCrossEntropy", "Attention"]
+    "name",
+    ["Softmax", "SwiGLU", "GELU tanh", "GELU erf", "CrossEntropy", "LinearCrossEntropy", "TopKRouter", "Attention"],
 )
 def test_extreme_values_stay_finite(name: str, backend: Backend) -> None:
     op, inputs = extreme(name, backend)
     stash = Stash()
     y = op.forward(*inputs, stash=stash)
-    dx = op.backward(np.ones_like(y), stash)
-    assert np.isfinite(y).all()
+    ones = tuple(map(np.ones_like, y)) if isinstance(y, tuple) else np.ones_like(y)
+    dx = op.backward(ones, stash)
+    assert all(np.isfinite(part).all() for part in (y if isinstance(y, tuple) else (y,)))
     assert np.isfinite(dx[0] if isinstance(dx, tuple) else dx).all()
     if name.endswith("CrossEntropy"):
         close(y, [[2e4 + math.log(2)], [2e4]], 1e-6)
@@ -540,3 +699,86 @@ def test_swiglu_linear_is_swiglu_then_linear(rng: np.random.Generator) -> None:
     close(fused.forward(gu, stash), linear.forward(swiglu.forward(gu, apart), apart))
     close(fused.backward(dy, stash), swiglu.backward(linear.backward(dy, apart), apart))
     close(fused.weight.grad, linear.weight.grad)
+
+
+def test_the_router_chooses_the_most_likely_and_the_first_of_equals() -> None:
+    logits = np.array([[0.0, 2.0, 1.0, 2.0], [5.0, 5.0, 5.0, 5.0], [-1.0, -3.0, -2.0, -4.0]])
+    weights, chosen, usage = ops.TopKRouter(2, FP64).forward(logits)
+    assert chosen.dtype == np.int32 and chosen.tolist() == [[1, 3], [0, 1], [0, 2]]
+    p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    for row, (experts, shares) in enumerate(zip(chosen, weights, strict=True)):
+        close(shares, p[row, experts] / p[row, experts].sum())
+    close(usage, [*p.sum(axis=0), (np.log(np.exp(logits).sum(axis=-1)) ** 2).sum()])
+
+
+def test_the_routers_losses_are_switchs_and_st_moes(rng: np.random.Generator) -> None:
+    """Over the tokens of all layers at once, as if they were one long batch."""
+    router, losses = ops.TopKRouter(2, FP64), ops.RouterLosses(2, FP64)
+    logits = rng.normal(size=(3, 7, 5))  # three layers of seven tokens
+    used = []
+    for layer in logits:
+        _, chosen, usage = router.forward(layer)
+        used += [usage, np.append(0, np.bincount(chosen.reshape(-1), minlength=5).cumsum()).astype(np.int32)]
+    balance, z = losses.forward(*used)
+    p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    best = np.argsort(-p, axis=-1)[..., :2].reshape(-1)
+    close(balance, 5 * sum((best == e).sum() / 21 * p[..., e].mean() for e in range(5)))
+    close(z, (np.log(np.exp(logits).sum(axis=-1)) ** 2).mean())
+
+
+def test_a_balanced_router_has_a_loss_of_k_and_a_collapsed_one_of_e() -> None:
+    balanced = [np.full(9, 4.0), np.arange(9, dtype=np.int32) * 8]  # 32 tokens, 64 choices, p of 1/8 each
+    collapsed = [np.array([32.0, 0, 0, 0, 0, 0, 0, 0, 1]), np.array([0, *[32] * 8], np.int32)]
+    close(ops.RouterLosses(2, FP64).forward(*balanced)[0], 2)
+    close(ops.RouterLosses(1, FP64).forward(*collapsed)[0], 8)
+
+
+def test_sorting_by_expert_is_stable_and_loses_nothing(rng: np.random.Generator) -> None:
+    chosen = rng.integers(0, 6, (50, 3)).astype(np.int32)
+    chosen[chosen == 4] = 0  # one that nobody chooses
+    slots, tokens, places, starts = sort_by_expert(chosen, 6)
+    assert sorted(slots.tolist()) == list(range(150)) and np.array_equal(tokens, slots // 3)
+    assert np.array_equal(places.reshape(-1)[slots], np.arange(150))
+    for e in range(6):
+        mine = slots[starts[e] : starts[e + 1]]
+        assert np.array_equal(mine, np.flatnonzero(chosen.reshape(-1) == e))  # in the order of the tokens
+
+
+def test_a_mixture_is_a_loop_over_tokens_and_their_experts(rng: np.random.Generator) -> None:
+    """And its gradients are those of single experts, made of the plain ops."""
+    experts, hidden, dim = 5, 4, 6
+    shapes = {"gate": (experts, dim), "gate_up": (experts, 2 * hidden, dim), "down": (experts, dim, hidden)}
+    op = with_buffer(ops.MixtureOfExperts(*(Param(n, s, std=1.0) for n, s in shapes.items()), 2, FP64), FP64, rng)
+    x, dy = rng.normal(size=(3, 4, dim)), rng.normal(size=(3, 4, dim))
+    stash = Stash()
+    y, _, starts = op.forward(x, stash)
+    dx = op.backward((dy, np.zeros(experts + 1), None), stash)
+    assert starts[-1] == 24
+
+    gate, gate_up, down = (p.value for p in op.params())
+    wanted, grads = np.zeros_like(y), [np.zeros_like(p.value) for p in op.params()]
+    dx_wanted = np.zeros_like(dx)
+    for at in np.ndindex(3, 4):
+        z = gate @ x[at]
+        p = np.exp(z) / np.exp(z).sum()
+        best = sorted(range(experts), key=lambda e: -p[e])[:2]
+        w, outs, dws = p[best] / p[best].sum(), [], []
+        for share, e in zip(w, best, strict=True):
+            a, b, swiglu, apart = param("a", gate_up[e]), param("b", down[e]), ops.SwiGLU(FP64), Stash()
+            first, second = ops.Linear(a, FP64), ops.Linear(b, FP64)
+            out = second.forward(swiglu.forward(first.forward(x[at][None], apart), apart), apart)[0]
+            outs.append(share * out)
+            dws.append(dy[at] @ out)
+            dh = second.backward(share * dy[at][None], apart)
+            dx_wanted[at] += first.backward(swiglu.backward(dh, apart), apart)[0]
+            grads[1][e] += a.grad
+            grads[2][e] += b.grad
+        wanted[at] = sum(outs)
+        dz = np.zeros(experts)
+        dz[best] = w * (np.array(dws) - w @ dws)
+        grads[0] += np.outer(dz, x[at])
+        dx_wanted[at] += gate.T @ dz
+    close(y, wanted)
+    close(dx, dx_wanted)
+    for p, grad in zip(op.params(), grads, strict=True):
+        close(p.grad, grad)

@@ -107,8 +107,8 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         # config and flags
         ("pretrain --set dims=32", "config: unknown key 'dims'; known: context, vocab, dim"),
         ("pretrain --config key.json", "config: unknown key 'dims'; known: context, vocab, dim"),
-        ("pretrain --config list.json", "--config: list.json holds a list, wants an object"),
-        ("pretrain --config broken.json", "--config: cannot read broken.json as JSON"),
+        ("pretrain --config list.json", "cannot read --config list.json: got a list, wanted an object"),
+        ("pretrain --config broken.json", "cannot read --config broken.json: it is not JSON"),
         ("pretrain --config tiny", "--config: 'tiny' is not a preset (small, base, large) or a file"),
         ("pretrain --set dim=130", "config: dim 130 is not divisible by heads 4; use dim 128"),
         ("pretrain --set dim=1.5", "config: dim is 1.5, wants a whole number"),

@@ -88,6 +88,7 @@ def test_a_base_model_on_shards(folder: Path, capsys: pytest.CaptureFixture[str]
     web = shards.sequence("web", "val")[:]
     bits = -KneserNey(training, 300).log_probs(web)[1:].sum() / np.log(2) / shards.tokenizer.byte_lengths[web[1:]].sum()
     assert text["sources"]["web"]["kneser_ney"] == pytest.approx(bits, rel=1e-12)
+    assert sizes["web"] == shards.tokenizer.byte_lengths[web[1:]].sum()  # what is shown is what is divided by
     assert "the model is NOT below a 5-gram Kneser-Ney model of the same training text" in shown.out
     assert re.search(r"  web +\d\.\d{3}.*  \d\.\d{3}", shown.out)
 
@@ -272,7 +273,7 @@ def test_the_card_of_a_run(folder: Path) -> None:
     assert "; 2.000 kWh; seed 0" in card(found) and "Weights are bfloat16." in card(found, "bfloat16")
     assert "Weights are float32." in base
     del found.meta["machine"]
-    with pytest.raises(UserError, match="was made before runs noted what a card needs; train it again"):
+    with pytest.raises(UserError, match="lacks what a card needs, as do checkpoints of early versions; train it again"):
         card(found)
 
 

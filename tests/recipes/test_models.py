@@ -6,14 +6,17 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data.world import documents
 from recipes import evaluate, pretrain, sft
 from tinyforge import chat, checkpoint, get_backend
+from tinyforge.errors import UserError
 from tinyforge.hub import save_pretrained
 from tinyforge.registry import default_model, models
 from tinyforge.text import Tokenizer
+from tinyforge.train.metrics import read_scores
 
 CPU = get_backend("numpy", "fp32", workers=1)
 
@@ -22,6 +25,9 @@ SHAPES = {
     "nanoeuler": "dim=16 heads=2 kv_heads=1 layers=1 hidden=24",
     "gpt2": "dim=16 heads=2 layers=1 dropout=0.2",
     "llama": "dim=16 heads=2 kv_heads=1 layers=1 hidden=24",
+    "moe": "dim=16 heads=2 kv_heads=1 layers=1 hidden=12 experts=3",
+    "mamba": "dim=16 layers=1 state=4",
+    "lstm": "dim=24 layers=1 dropout=0.2",
     "char_mlp": "window=4 dim=8 hidden=24",
 }
 COMMON = "--data text.txt --steps 6 --save-every 2 --eval-every 3 --keep 0 --batch-size 3 --grad-accum 2"
@@ -61,6 +67,69 @@ def test_a_model_of_the_zoo(model: str, here: None, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     assert chat.main("--checkpoint base --backend numpy --prompt The --max-tokens 5 --top-k 1".split()) == 0
     assert capsys.readouterr().out.strip()
+
+
+def test_documents_are_kept_apart_from_pretraining_to_evaluation(here: None) -> None:
+    """Resumed to the same bytes, and measured as it was trained."""
+    for number, text in enumerate(documents("train", 60)):
+        Path("texts").mkdir(exist_ok=True)
+        Path(f"texts/{number:02}.txt").write_text(text, encoding="utf-8")
+    shape = f"--model gpt2 --set {SHAPES['gpt2']} context=96 vocab=300 --workers 2 --backend numpy"
+    flags = [*COMMON.replace("text.txt", "texts").split(), *shape.split(), "--document-mask", "restart"]
+    assert pretrain.main([*flags, "--out", "base"]) == 0
+    shutil.copytree("base", "cut")
+    for step in (4, 6):
+        shutil.rmtree(f"cut/step-0000000{step}")
+    assert pretrain.main(["--resume", "--out", "cut"]) == 0
+    whole, cut = ((Path(run) / "step-00000006/model.safetensors").read_bytes() for run in ("base", "cut"))
+    assert whole == cut
+    assert pretrain.main([*flags[:-2], "--out", "plain"]) == 0
+    assert (Path("plain") / "step-00000006/model.safetensors").read_bytes() != whole
+
+    record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    Path("records.json").write_text(json.dumps([record] * 20), encoding="utf-8")
+    tuning = "--base base --data records.json --steps 2 --batch-size 2 --workers 1 --backend numpy --out".split()
+    assert sft.main([*tuning, "tuned", "--document-mask", "keep"]) == 0
+    assert checkpoint.load(Path("tuned")).meta["settings"]["document_mask"] == "keep"
+    figures = {}
+    for run in ("base", "plain"):
+        trained = read_scores(Path(run), 6)["held-out text, bits per byte"]
+        asked = "--data texts --prompts 1 --sentences 20 --max-tokens 3 --seeds 1 --backend numpy --json figures.json"
+        assert evaluate.main(["--checkpoint", run, *asked.split()]) == 0
+        figures[run] = json.loads(Path("figures.json").read_text(encoding="utf-8"))["text"]["bits_per_byte"]
+        assert figures[run] == pytest.approx(trained, rel=1e-6)
+    assert figures["base"] != figures["plain"]
+
+
+def test_a_carried_state_is_resumed(here: None) -> None:
+    """Bit for bit, from workers that each carry the state of their rows; and it is not what runs without it learn."""
+    shape = "--model lstm --set dim=16 layers=2 context=24 vocab=300 --workers 2 --backend numpy"
+    for out, *carry in (("base", "--carry"), ("alone",)):
+        assert pretrain.main([*COMMON.split(), *shape.split(), *carry, "--out", out]) == 0
+    shutil.copytree("base", "cut")
+    for step in (4, 6):
+        shutil.rmtree(f"cut/step-0000000{step}")
+    assert pretrain.main(["--resume", "--out", "cut"]) == 0
+    files = [Path(run) / "step-00000006/optimizer.safetensors" for run in ("base", "cut", "alone")]
+    whole, cut, alone = (file.read_bytes() for file in files)
+    assert whole == cut != alone
+    states = [checkpoint.load(Path("base") / f"step-0000000{step}").optimizer()["carried"] for step in (2, 6)]
+    assert states[0].shape == (2, 2, 3, 16) and np.abs(states[1]).min() > 0 and not np.array_equal(*states)
+    assert "carried" not in checkpoint.load(Path("alone")).optimizer()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model gpt2 --carry", "--carry: gpt2 has no state to carry; use --model lstm"),
+        ("--model lstm --carry --batch-size 4000", "take 512001; give more text, a smaller --seq-len"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(flags: str, message: str, here: None) -> None:
+    common = "--data text.txt --set dim=12 layers=1 vocab=300 --steps 1 --backend numpy --workers 1 --out base"
+    with pytest.raises(UserError, match=message):
+        pretrain.main([*flags.split(), *common.split()])
+    assert not Path("base").exists()
 
 
 def test_characters_in_place_of_a_vocabulary(here: None, capsys: pytest.CaptureFixture[str]) -> None:

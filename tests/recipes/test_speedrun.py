@@ -411,6 +411,19 @@ DATA = ["--books", "books", "--web", "web.jsonl", "--web-licence", "ours", "--in
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("config", ["small", "base"])
+def test_a_small_text_of_ones_own_becomes_shards(real: Run, config: str) -> None:
+    """Sixty kilobytes: there is something held out, and as many ids as the text gives."""
+    (real.folder / "mine.txt").write_text(" ".join(documents("train", 1600))[:60_000], encoding="utf-8")
+    flags = ["--config", config, "--books", "none", "--web", "mine.txt", "--instructions", "alpaca.json", "--data-only"]
+    with real.start(*flags) as process:
+        out, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, out
+    source = open_shards([real.out / "shards"], False).sources["web"]
+    assert source.train.tokens > source.val.tokens > 0
+
+
+@pytest.mark.slow
 def test_from_text_to_a_chat_killed_in_every_stage(real: Run) -> None:
     out = kill_in_each(real, STAGES[:5], DATA, seed=3)
     assert "The data is made: a run/shards and a run/sources/instructions/alpaca.json" in out

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from tinyforge.errors import UserError
-from tinyforge.train.batches import Examples, PackedTokens, check_ids, fingerprint, shifted_targets
+from tinyforge.train.batches import (
+    ContinuedTokens,
+    Examples,
+    PackedTokens,
+    check_ids,
+    fingerprint,
+    shifted_targets,
+)
 from tinyforge.train.objectives import Batch
 
 
@@ -134,3 +141,33 @@ def test_the_fingerprint_sees_one_changed_token() -> None:
     changed = tokens.copy()
     changed[7] = 0
     assert fingerprint(tokens) == fingerprint(tokens.copy()) != fingerprint(changed)
+
+
+def test_rows_that_continue_read_each_token_once_an_epoch() -> None:
+    rows, length = 3, 5
+    data = ContinuedTokens(np.arange(100), length, 2, seed=0, rows=rows)
+    assert data.windows == 6
+    for epoch in range(3):
+        found = [data.batch(epoch * 6 + i, rows) for i in range(6)]
+        ids = np.concatenate([b.ids for b in found], axis=1)  # (rows, an epoch's tokens of each)
+        assert (np.diff(ids, axis=1) == 1).all() and (np.diff(ids[:, 0]) == 6 * length).all()
+        assert len(set(ids.ravel())) == ids.size == 90 and ids.max() + 2 < 100
+        for b in found:
+            assert np.array_equal(b.targets, b.ids[..., None] + np.array([1, 2]))
+        assert [(b.stream, b.anew) for b in found] == [(0, i == 0) for i in range(6)]
+    firsts = {int(data.batch(epoch * 6, rows).ids[0, 0]) for epoch in range(20)}
+    assert firsts == set(range(9))  # every offset that leaves room comes up
+
+
+def test_a_part_of_a_batch_knows_which_state_it_continues() -> None:
+    whole = ContinuedTokens(np.arange(100), 5, 1, seed=0, rows=4).batch(0, 4)
+    parts = [whole[slice(0, 1)], whole[slice(1, 4)]]
+    assert [part.stream for part in parts] == [0, 1] and all(part.anew for part in parts)
+    assert Batch(whole.ids, whole.targets)[slice(1, 3)].stream is None
+
+
+def test_too_little_text_for_rows_that_continue() -> None:
+    with pytest.raises(UserError, match="corpus: 20 tokens, 4 rows of 5 take 21; give more text"):
+        ContinuedTokens(np.arange(20), 5, 1, seed=0, rows=4)
+    with pytest.raises(ValueError, match="a batch of 2 rows, made for 4"):
+        ContinuedTokens(np.arange(100), 5, 1, seed=0, rows=4).batch(0, 2)

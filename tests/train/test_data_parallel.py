@@ -9,6 +9,7 @@ import pytest
 
 from models.nanoeuler import Config, NanoEuler
 from tinyforge.backends import get_backend
+from tinyforge.config import ModelConfig
 from tinyforge.op import Param, Stash
 from tinyforge.parallel import group
 from tinyforge.params import ParamBuffer
@@ -82,6 +83,8 @@ def test_evaluation_sums_what_training_sums() -> None:
 
 class Noisy:
     """A model whose nll is what it draws: the sums tell which stream each rank and micro-batch had."""
+
+    config = ModelConfig()
 
     def __init__(self, backend: Any) -> None:
         self.buffer = ParamBuffer([Param("w", (1,))], backend)

@@ -325,6 +325,14 @@ def test_workers_do_not_hold_the_folder_of_a_run_that_died(tmp_path: Path) -> No
         pass
 
 
+def test_resuming_rewrites_no_line_but_those_after_its_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    kept = b'{"step": 1, "loss": 2.0}\n{"step": 1, "lo\xff\n5\n{"loss":  1,"step":2}\n'
+    path.write_bytes(kept + b'{"step": 3}\n{"step": 4')
+    metrics.Metrics(tmp_path, 2)
+    assert path.read_bytes() == kept
+
+
 def test_damaged_lines_of_the_metrics_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a warning, and the rest is kept; a last line that a kill has cut is no damage."""
     path = tmp_path / "metrics.jsonl"

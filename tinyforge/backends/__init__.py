@@ -97,6 +97,10 @@ class Backend:
             dtype = self.dtype if np.asarray(array).dtype.kind == "f" else np.dtype(np.int32)
         return self.xp.asarray(array, dtype=dtype)
 
+    def table(self, shape: tuple[int, ...], make: Callable[[], np.ndarray]) -> Any:
+        """The numbers that `make` computes, of that shape, in the master's dtype; a phantom does not compute them."""
+        return self.asarray(make(), self.master_dtype)
+
     def describe(self) -> str:
         """What computes, for people."""
         return f"{cpu_model()}, {self.workers} workers (one a core unless --workers)"
@@ -138,6 +142,8 @@ def get_backend(
     if name == "auto":
         name = "cupy" if gpu_is_there() else "numpy"
     if name == "numpy":
+        if device is not None:
+            raise UserError(f"--device {device} is the number of a GPU, and the backend is numpy; leave out --device")
         return NumpyBackend(precision, workers)
     if importlib.util.find_spec("cupy") is None:
         raise UserError(

@@ -103,5 +103,8 @@ class PhantomBackend(Backend):
         array = np.asarray(array)
         return empty(array.shape, dtype or (self.dtype if array.dtype.kind == "f" else np.dtype(np.int32)))
 
+    def table(self, shape: tuple[int, ...], make: Callable[[], np.ndarray]) -> Phantom:
+        return empty(shape, self.master_dtype)
+
     def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
         return [function(item) for item in items]

@@ -19,6 +19,7 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
+from tinyforge.files import shown
 from tinyforge.hub import gguf, huggingface, llama2c
 from tinyforge.hub.opened import Tensors, fill
 from tinyforge.hub.weights import Weights
@@ -79,6 +80,8 @@ def _whole(parts: list[tuple[Entry, Callable[[], np.ndarray]]]) -> np.ndarray:
             last = parts[-1][0].part
             if isinstance(last, slice):
                 first = (last.stop, *first[1:])
+            elif isinstance(last, tuple):
+                first = (last[0] + 1, last[1].stop, *first[1:])
             elif last is not None:
                 first = (last + 1, *first)
             whole = np.zeros(first, theirs.dtype)
@@ -123,8 +126,8 @@ def spec_of_model(model: Any) -> ModelSpec:
 
 def _spec_of(config: dict[str, Any]) -> ModelSpec:
     names = config.get("architectures")
-    if not isinstance(names, list) or len(names) != 1:
-        raise UserError(f"config.json: architectures is {names!r}, wants a list of one name; get the file again")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise UserError(f"config.json: architectures is {shown(names)}, wants a list of one name; get the file again")
     supported = {name: spec for spec in models().values() for name in spec.architectures}
     if names[0] not in supported:
         raise UserError(f"config.json: architecture {names[0]!r}; supported: {', '.join(supported)}")

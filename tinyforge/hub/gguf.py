@@ -210,11 +210,14 @@ def _factors(config: Mapping[str, Any], pairs: int) -> np.ndarray:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write_file(path: Path, weights: Weights, metadata: Mapping[str, Any], dtype: str) -> None:
+def write_file(
+    path: Path, weights: Weights, metadata: Mapping[str, Any], dtype: str, others: Callable[[], None] | None = None
+) -> None:
     """Write a .gguf file that llama.cpp reads.
 
-    metadata: the tokenizer's, and other keys that are not the architecture's. dtype: one of TYPES. What could not be
-    stored as asked is said on stderr. Raises UserError for a model it cannot hold, and where it cannot write.
+    metadata: the tokenizer's, and other keys that are not the architecture's. dtype: one of TYPES. others(): see
+    `gguf_file.write`. What could not be stored as asked is said on stderr. Raises UserError for a model it cannot hold,
+    and where it cannot write.
     """
     config = dict(weights.config)
     name = _name_of(config["architectures"][0], path)
@@ -234,7 +237,8 @@ def write_file(path: Path, weights: Weights, metadata: Mapping[str, Any], dtype:
         print(f"note: f16, not {dtype}, where rows are no whole number of blocks of {BLOCK}: rows of "
               f"{', '.join(map(str, odd))}", file=sys.stderr)  # fmt: skip
     own_keys = {"general.type": "model", "general.file_type": FILE_TYPES[dtype], "general.quantization_version": 2}
-    gguf_file.write(path, name, {**own_keys, **_sizes(name, config), **metadata}, tensors, types)
+    gguf_file.write(path, name, {**own_keys, **_sizes(name, config), **metadata}, tensors, types,
+                    others)  # fmt: skip
 
 
 def _name_of(hf: str, path: Path) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -206,12 +206,13 @@ class _Header:
 
 
 def write(
-    path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Lazy], types: Mapping[str, str]
-) -> None:
+    path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Lazy], types: Mapping[str, str],
+    others: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
     """Write a file whole or not at all; one tensor is in memory at a time.
 
-    metadata: whole numbers become uint32 (in lists int32), other numbers float32. types: of TYPES, by tensor. Raises
-    UserError where the file cannot be written.
+    metadata: whole numbers become uint32 (in lists int32), other numbers float32. types: of TYPES, by tensor. others():
+    writes what lies beside the file, before the file itself appears. Raises UserError where it cannot be written.
     """
     gguf = package()
     try:
@@ -236,5 +237,7 @@ def write(
                     writer.write_tensor_data(packed)
             finally:
                 writer.close()
+            if others:
+                others()
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; free some space or choose another place") from error

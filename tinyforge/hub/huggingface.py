@@ -14,7 +14,7 @@ from typing import Any
 
 from tinyforge import tensors
 from tinyforge.errors import UserError
-from tinyforge.files import read_json, sync, write_whole
+from tinyforge.files import read_json, replace, sync, write_whole
 from tinyforge.hub.weights import Weights
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -91,7 +91,7 @@ def write_files(
         if others:
             others(partial)
         tensors.write(partial / file, lazy, dtype)
-        os.replace(partial, path)
+        replace(partial, path)
         sync(path.parent)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; free some space or choose another place") from error

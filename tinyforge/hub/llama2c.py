@@ -76,9 +76,8 @@ def open_file(path: Path) -> Weights:
     return Weights(path, config, places)
 
 
-def write_file(path: Path, weights: Weights) -> None:
-    """Write a .bin file that run.c reads. Raises UserError for a model it cannot hold, and where it cannot write."""
-    config = weights.config
+def check(path: Path, config: dict[str, Any]) -> None:
+    """UserError for a model that the format cannot hold; `path` is for the error."""
     wanted = {
         "architectures": ["LlamaForCausalLM"], "rms_norm_eps": EPS, "rope_theta": THETA, "rope_scaling": None,
         "head_dim": config.get("hidden_size", 0) // config.get("num_attention_heads", 1),
@@ -89,6 +88,12 @@ def write_file(path: Path, weights: Weights) -> None:
                 f"cannot write {path}: llama2.c's format has {name} {value}, the model {config.get(name)}; "
                 "use --format hf"
             )
+
+
+def write_file(path: Path, weights: Weights) -> None:
+    """Write a .bin file that run.c reads. Raises UserError for a model it cannot hold, and where it cannot write."""
+    config = weights.config
+    check(path, config)
     head_dim, context = config["head_dim"], config["max_position_embeddings"]
     angle = np.arange(context)[:, None] * THETA ** (-np.arange(0, head_dim, 2) / head_dim)
     angles = iter((np.cos(angle), np.sin(angle)))

@@ -68,13 +68,18 @@ def save_pretrained(
     if format == "gguf":
         template = TEMPLATES[template_of(meta or {})]
         own_keys = tokenizers.for_gguf(tokenizer, model.config.vocab, template)
-        gguf.write_file(path, foreign.weights_of(model), {"general.name": spec.title, **own_keys}, dtype)
-        tokenizers.write_modelfile(path, tokenizer, template, model.config.context)
+
+        def beside() -> None:
+            tokenizers.write_modelfile(path, tokenizer, template, model.config.context)
+
+        gguf.write_file(path, foreign.weights_of(model), {"general.name": spec.title, **own_keys}, dtype, beside)
         return
     if format == "llama2c":
-        place = tokenizers.place_for_llama2c(path, tokenizer)
-        llama2c.write_file(path, foreign.weights_of(model))
+        place, weights = tokenizers.place_for_llama2c(path, tokenizer), foreign.weights_of(model)
+        llama2c.check(path, weights.config)
+        # The model last: a kill between the two must not leave one that has no tokenizer, and cannot be written again.
         tokenizers.write_for_llama2c(place, tokenizer)
+        llama2c.write_file(path, weights)
         return
     content = {
         "kind": "pretrain", "step": 0, **(meta or {}), "format": checkpoint.FORMAT, "model": spec.name,

@@ -10,6 +10,7 @@ from typing import Any
 
 from tinyforge import checkpoint
 from tinyforge.backends import Backend
+from tinyforge.backends.phantom import PhantomBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.hub import lora
@@ -17,8 +18,9 @@ from tinyforge.hub.foreign import describe, is_foreign, open_weights
 from tinyforge.hub.huggingface import is_adapter
 from tinyforge.hub.opened import Loaded, Opened
 from tinyforge.hub.tokenizers import class_names, find_tokenizer, template_in
+from tinyforge.params import check_named
 from tinyforge.registry import ModelSpec, default_model, find_model, models
-from tinyforge.terminal import printable
+from tinyforge.terminal import one_line
 from tinyforge.text import TextTokenizer, load_tokenizer
 from tinyforge.text.labels import Labels
 
@@ -68,6 +70,7 @@ def _open_foreign(path: Path, asked: Path | None) -> Opened:
         tokenizer: TextTokenizer = Labels(classes)
     else:
         tokenizer = find_tokenizer(path, config.vocab, asked)
+        tokenizer.reserve(config.vocab)
     template = template_in(path, tokenizer)
     meta = {
         "format": checkpoint.FORMAT, "kind": "pretrain" if template == "plain" else "sft", "step": 0,
@@ -88,6 +91,9 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
             f"checkpoint {found.path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab}; "
             "use another checkpoint of the run"
         )
+    # A damaged config can ask for more memory than there is: it is compared with the weights before any is taken.
+    check_named(spec.build(config, PhantomBackend("fp32")).buffer, found.weights, found.path)
+    tokenizer.reserve(config.vocab)
     return Opened(
         found.path, spec, config, tokenizer, found.meta, template_of(found.meta), lambda: iter(found.weights.items())
     )
@@ -169,4 +175,4 @@ def _is_whole(path: Path) -> bool:
 
 
 def _skip(path: Path, error: Exception) -> None:
-    print(printable(f"skipping {path}: {error}"), file=sys.stderr)
+    print(one_line(f"skipping {path}: {error}"), file=sys.stderr)

@@ -152,11 +152,12 @@ def write_modelfile(model: Path, tokenizer: TextTokenizer, template: Template, c
 
     Raises UserError where it cannot be written.
     """
-    path = model.with_name("Modelfile")
-    path = path if not path.exists() else model.with_suffix(".Modelfile")
     stops = [text for text in template.ends if text in tokenizer.specials]
+    text, path = modelfile(template, model.name, stops, context), model.with_name("Modelfile")
+    if path.exists() and not (path.is_file() and path.read_bytes() == text.encode()):  # ours, if a kill came after it
+        path = model.with_suffix(".Modelfile")
     try:
-        write_whole(path, modelfile(template, model.name, stops, context))
+        write_whole(path, text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; free some space or choose another place") from error
     print(f"note: for Ollama: ollama create {model.stem} -f {path}", file=sys.stderr)

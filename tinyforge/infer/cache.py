@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
@@ -72,3 +72,20 @@ class KVCache:
         if not 0 <= length <= self.length:
             raise ValueError(f"KVCache: holds {self.length} positions, cannot go to {length}")
         self.length = length
+
+
+class StateCache:
+    """The states of a recurrent model: arrays that its layers read and overwrite, of a size that does not grow.
+
+    states: in the model's own form. The model adds what it has seen to `length`.
+    """
+
+    can_rewind = False
+
+    def __init__(self, states: Any) -> None:
+        self.states = states
+        self.length = 0
+
+    def rewind(self, length: int) -> None:
+        if length != self.length:
+            raise ValueError(f"StateCache: has seen {self.length} positions and forgets none, cannot go to {length}")

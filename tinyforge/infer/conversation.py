@@ -15,10 +15,9 @@ import json
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tinyforge.errors import UserError
-from tinyforge.files import write_whole
+from tinyforge.files import read_json, shown, write_whole
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
@@ -170,16 +169,11 @@ class Conversation:
 
 
 def _read(path: Path) -> list[tuple[str, str]]:
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not a saved conversation ({error}); choose another file") from error
-    if not isinstance(content, dict) or content.get("format") not in READ:
+    content = read_json(path, "the saved conversation", fix="choose another file")
+    if content.get("format") not in READ:
         raise UserError(f"{path} is not a saved conversation (no format {FORMAT}); choose another file")
-    if content.get("version") != VERSION:
-        raise UserError(f"{path} has version {content.get('version')}, this program reads {VERSION}; save it again")
+    if (version := content.get("version")) != VERSION:
+        raise UserError(f"{path} has version {shown(version)}, this program reads {VERSION}; save it again")
     turns = content.get("turns")
     if not isinstance(turns, list):
         raise UserError(f"{path}: got no list of turns; the file is damaged, choose another")

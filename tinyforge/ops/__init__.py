@@ -4,6 +4,7 @@ from tinyforge.op import Op
 from tinyforge.ops.add_layernorm import AddLayerNorm
 from tinyforge.ops.add_rmsnorm import AddRMSNorm
 from tinyforge.ops.attention import Attention
+from tinyforge.ops.causal_conv import CausalConv
 from tinyforge.ops.class_token import ClassToken
 from tinyforge.ops.cross_entropy import CrossEntropy, LinearCrossEntropy
 from tinyforge.ops.dropout import Dropout
@@ -14,10 +15,15 @@ from tinyforge.ops.gelu_linear import GELULinear
 from tinyforge.ops.layernorm import LayerNorm
 from tinyforge.ops.linear import Linear
 from tinyforge.ops.lora import LoRA
+from tinyforge.ops.lstm import LSTM
+from tinyforge.ops.mixture import MixtureOfExperts
 from tinyforge.ops.patches import Patches
 from tinyforge.ops.positions import LearnedPositions
 from tinyforge.ops.rmsnorm import RMSNorm
 from tinyforge.ops.rope import RoPE, RopeScaling
+from tinyforge.ops.router import TopKRouter
+from tinyforge.ops.router_losses import RouterLosses
+from tinyforge.ops.selective_scan import SelectiveScan
 from tinyforge.ops.softmax import Softmax
 from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.ops.swiglu_linear import SwiGLULinear
@@ -26,13 +32,14 @@ from tinyforge.ops.tanh import Tanh
 
 ALL: tuple[type[Op], ...] = (
     Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Linear, RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm,
-    RoPE, Attention, SwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh, Softmax, Dropout, CrossEntropy,
-    LinearCrossEntropy,
+    RoPE, Attention, SwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh, Softmax, Dropout, CausalConv, SelectiveScan,
+    LSTM, TopKRouter, RouterLosses, MixtureOfExperts, CrossEntropy, LinearCrossEntropy,
 )  # fmt: skip
 """Every op, in the order of the gradient-check ledger."""
 
 __all__ = [
-    "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "ClassToken", "CrossEntropy", "Dropout", "Embedding", "Fork",
-    "GELU", "GELULinear", "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LoRA", "Patches", "RMSNorm",
-    "RoPE", "RopeScaling", "Softmax", "SwiGLU", "SwiGLULinear", "Take", "Tanh",
+    "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CausalConv", "ClassToken", "CrossEntropy", "Dropout",
+    "Embedding", "Fork", "GELU", "GELULinear", "LSTM", "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy",
+    "LoRA", "MixtureOfExperts", "Patches", "RMSNorm", "RoPE", "RopeScaling", "RouterLosses", "SelectiveScan", "Softmax",
+    "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter",
 ]  # fmt: skip

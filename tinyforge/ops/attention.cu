@@ -24,13 +24,17 @@
 // A query at position t of the last T of S positions sees keys 0 .. t + (S - T). With the macro BAND=1 it sees the keys
 // from `back` before its own position to `forth` after it (three more arguments): a sliding window, or all keys in both
 // directions, where `lengths`, if it is not null, says how many keys each sequence has: those behind them are padding,
-// seen by none, and get gradients of 0. The causal kernels do not contain that code. A band's tiles of keys begin with the first key that the
-// block's first query sees. So another row may see no key of the first tiles: its maximum is then still -inf, and 0 is
-// used instead. The kernel that owns keys loads queries too far behind them, but skips their products.
+// seen by none, and get gradients of 0. The causal kernels do not contain that code. A band's tiles of keys begin with
+// the first key that the block's first query sees. So another row may see no key of the first tiles: its maximum is
+// then still -inf, and 0 is used instead. The kernel that owns keys loads queries too far behind them, but skips their
+// products.
 // With the macro DROP=1 each probability is multiplied by a number of the dropout mask, 0 or 1 / (1 - rate): four more
 // arguments. Neither the log-sum-exp nor delta changes. The mask is computed where it is needed, from (sequence, head,
 // query, key) alone, by Philox: in every 16 x 16 square of scores one block of four words belongs to queries t and
 // t + 8 and keys s and s + 8. A lane of the tensor-core kernels holds all four, in P as in P^T.
+// With the macro DOCS=1 a row holds several documents, and `bounds` says of each row that is owned what it sees of the
+// other side: attention.cuh. Tiles of other documents are skipped on both sides. As with a band, a row may see no key
+// of the first tiles.
 // Tensors are (batch, token, head, dim) with heads side by side; token and batch strides are arguments, so that q, k, v
 // are views of one packed tensor.
 //
@@ -38,7 +42,8 @@
 // longest come first: the short ones fill the gaps at the end.
 //
 // Registers (sm_90), none spilled: plain 118 to 128 in float at head size 64; mma.sync at 64: forward 246 (two blocks
-// of four warps on a multiprocessor), backward_q 128 (four), backward_kv 252 (two); with DROP 242, 140 (three), 254.
+// of four warps on a multiprocessor), backward_q 128 (four), backward_kv 252 (two); with DROP 242, 140 (three), 254;
+// with DOCS 253, 144 (three), 242; with both 246, 146 (three), 241.
 //
 // Tried, at 16 x 1024 tokens, 12/4 heads of 64, on an H200, in us:
 //   forward       32 rows a warp 101; 16 rows, three blocks 107; 16 rows, eight warps 110; tiles of 128 keys 122
@@ -81,6 +86,22 @@
 // compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 DROP=1
 // compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 DROP=1
 // compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 DROP=1
+// compile: REAL=bf16 HEAD_DIM=48 ROWS=64 DOCS=1
+// compile: REAL=float HEAD_DIM=64 ROWS=64 DOCS=1
+// compile: REAL=double HEAD_DIM=32 ROWS=32 DOCS=1
+// compile: REAL=float HEAD_DIM=64 ROWS=64 DOCS=1 DROP=1
+// compile: PART=FORWARD HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 BLOCKS=2 DOCS=1
+// compile: PART=FORWARD HEAD_DIM=128 ROW_TILES=1 WORKERS=8 TILE=64 BLOCKS=1 DOCS=1
+// compile: PART=BACKWARD_Q HEAD_DIM=32|64 ROW_TILES=1 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=3 DOCS=1
+// compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 DOCS=1
+// compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 DOCS=1
+// compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 DOCS=1
+// compile: PART=FORWARD HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=32 BLOCKS=2 DOCS=1 DROP=1
+// compile: PART=FORWARD HEAD_DIM=128 ROW_TILES=1 WORKERS=8 TILE=64 BLOCKS=1 DOCS=1 DROP=1
+// compile: PART=BACKWARD_Q HEAD_DIM=32|64 ROW_TILES=1 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=3 DOCS=1 DROP=1
+// compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 DOCS=1 DROP=1
+// compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 DOCS=1 DROP=1
+// compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 DOCS=1 DROP=1
 // spills: none
 
 #define WORKER_WARPS 1
@@ -246,7 +267,7 @@ __device__ void store_rows(REAL *to, i64 token, int first, int stop, const Sums 
 extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
 attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *lse, i64 q_batch, i64 q_token,
                     i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
-                    i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
+                    i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
     extern __shared__ __align__(16) unsigned char shared[];
     A *const q_tile = reinterpret_cast<A *>(shared);
     A *const k_tile = q_tile + TILE, *const v_tile = k_tile + TILE, *const p_tile = v_tile + TILE;
@@ -264,7 +285,13 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *l
     Sums sums = {};
     A top[PER], total[PER];
     for (int i = 0; i < PER; ++i) top[i] = -INFINITY, total[i] = 0;
-    for (int key = first_key(first + ahead, back, ROWS); key < seen; key += ROWS) {
+    int starts[PER], from = first_key(first + ahead, back, ROWS);
+    if (docs) {
+        const int *const own = DOCS_BOUNDS + batch * queries;
+        from = bound_of(own, first, queries) / ROWS * ROWS;
+        for (int i = 0; i < PER; ++i) starts[i] = bound_of(own, first + at.row(i), queries);
+    }
+    for (int key = from; key < seen; key += ROWS) {
         __syncthreads(); // the last tile has been read
         load_tile(k_tile, k, k_token, key, keys);
         load_tile(v_tile, v, v_token, key, keys);
@@ -273,17 +300,19 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *l
         Scores s = {};
         add_scores(s, q_tile, k_tile, at);
         for (int i = 0; i < PER; ++i) {
-            // Key 0 is in the first tile and, without a band, every row sees it: top is finite from there on.
+            // Key 0 is in the first tile and, without a band or documents, every row sees it: top is finite from there
+            // on.
             A most = top[i], sum = 0;
             const int position = first + at.row(i) + ahead;
             for (int j = 0; j < PER; ++j) {
                 const int column = key + at.column(j);
-                if (column > position + forth || band && (column < position - back || column >= there))
+                if (column > position + forth || band && (column < position - back || column >= there) ||
+                    docs && column < starts[i])
                     s[i][j] = -INFINITY;
                 most = fmax(most, s[i][j]);
             }
             most = row_max(most);
-            const A base = band && most == -INFINITY ? A(0) : most;
+            const A base = (band || docs) && most == -INFINITY ? A(0) : most;
             const A shrink = exp(top[i] - base); // what was summed under the old maximum
             for (int j = 0; j < PER; ++j) sum += s[i][j] = exp(s[i][j] - base);
             total[i] = total[i] * shrink + row_sum(sum);
@@ -307,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
 attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *v, const REAL *out, const A *lse,
                       A *stats, REAL *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
                       i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads,
-                      i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
+                      i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
     extern __shared__ __align__(16) unsigned char shared[];
     A *const q_tile = reinterpret_cast<A *>(shared);
     A *const dy_tile = q_tile + TILE, *const k_tile = dy_tile + TILE, *const v_tile = k_tile + TILE;
@@ -340,7 +369,13 @@ attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *
         if (at.tx == 0 && t < queries) stats[2 * t] = row_lse[i], stats[2 * t + 1] = delta[i];
     }
     Sums sums = {};
-    for (int key = first_key(first, back, ROWS); key < seen; key += ROWS) {
+    int starts[PER], from = first_key(first, back, ROWS);
+    if (docs) {
+        const int *const own = DOCS_BOUNDS + batch * queries;
+        from = bound_of(own, first, queries) / ROWS * ROWS;
+        for (int i = 0; i < PER; ++i) starts[i] = bound_of(own, first + at.row(i), queries);
+    }
+    for (int key = from; key < seen; key += ROWS) {
         __syncthreads();
         load_tile(k_tile, k, k_token, key, queries);
         load_tile(v_tile, v, v_token, key, queries);
@@ -352,7 +387,8 @@ attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *
         for (int i = 0; i < PER; ++i)
             for (int j = 0; j < PER; ++j) {
                 const int column = key + at.column(j), t = first + at.row(i);
-                const bool seen_by_row = column <= t + forth && !(band && (column < t - back || column >= there));
+                const bool seen_by_row = column <= t + forth && !(band && (column < t - back || column >= there)) &&
+                                         !(docs && column < starts[i]);
                 if (drop) dp[i][j] = kept >> (PER * i + j) & 1 ? dp[i][j] * drop_scale : 0;
                 s[i][j] = seen_by_row ? exp(s[i][j] - row_lse[i]) * (dp[i][j] - delta[i]) : 0;
             }
@@ -367,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
 attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *v, const A *stats, REAL *dk,
                        REAL *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
                        i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads,
-                       i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
+                       i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
     extern __shared__ __align__(16) unsigned char shared[];
     A *const k_tile = reinterpret_cast<A *>(shared);
     A *const v_tile = k_tile + TILE, *const q_tile = v_tile + TILE, *const dy_tile = q_tile + TILE;
@@ -377,7 +413,13 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
     const int first = blockIdx.y * ROWS;
     const int from = band ? first_key(first, forth, ROWS) : first; // the queries that see any of these keys
     const int there = unpadded(lengths, batch, queries);
-    const i64 stop = !band ? queries : first < there ? min_int(queries, first + ROWS + back) : 0;
+    i64 stop = !band ? queries : first < there ? min_int(queries, first + ROWS + back) : 0;
+    int ends[PER];
+    if (docs) {
+        const int *const own = DOCS_BOUNDS + batch * queries;
+        stop = bound_of(own, first + ROWS - 1, queries);
+        for (int i = 0; i < PER; ++i) ends[i] = bound_of(own, first + at.row(i), queries);
+    }
     const A scale = 1 / sqrt(A(D));
     k += batch * k_batch + kv_head * D;
     v += batch * v_batch + kv_head * D;
@@ -400,7 +442,8 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
                 const A *const stat = stats + 2 * ((batch * heads + head) * queries + min_int(t, queries - 1));
                 for (int i = 0; i < PER; ++i) {
                     const int key = first + at.row(i);
-                    const bool seen_by_query = key <= t + forth && t < queries && !(band && (key < t - back || key >= there));
+                    const bool seen_by_query = key <= t + forth && t < queries &&
+                                               !(band && (key < t - back || key >= there)) && !(docs && t >= ends[i]);
                     p[i][j] = seen_by_query ? exp(p[i][j] - stat[0]) : 0;
                     const bool stays = !drop || kept >> (PER * i + j) & 1;
                     if (drop) ds[i][j] = stays ? ds[i][j] * drop_scale : 0;
@@ -484,7 +527,7 @@ __device__ inline u32 kept_bits(int row, int column, int head, int batch, int la
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lse, i64 q_batch, i64 q_token,
                   i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
-                  i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
+                  i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u32 base = shared_address(shared);
@@ -496,7 +539,16 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
     const int seen_by_all = unit.first + ahead + 1 + forth; // behind the last key that the first row sees
     const int seen = unit.idle ? 0 : min_int(there, seen_by_all + OWN - 1);
     const int low = unit.first + ahead - back; // the first key that the first row sees, in a band
-    const int from = band ? first_key(Unit(queries, heads, kv_heads, 0).first + ahead, back, TILE) : 0;
+    int from = band ? first_key(Unit(queries, heads, kv_heads, 0).first + ahead, back, TILE) : 0;
+    // The first keys that the block's first row, and the warp's first and last, see.
+    int first_start = 0, last_start = 0;
+    RowBounds starts;
+    if (docs) {
+        const int *const own = DOCS_BOUNDS + unit.batch * queries;
+        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
+        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
+        load_bounds(starts, own, unit.first + lane / 4, queries);
+    }
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
 
@@ -526,7 +578,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
         __syncthreads(); // this tile has arrived, and no thread reads the other stage any more
         if (key + TILE < seen_by_block)
             load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, keys, thread);
-        if (key >= seen || band && key + TILE <= low) continue;
+        if (key >= seen || band && key + TILE <= low || docs && key + TILE <= first_start) continue;
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
 
         Scores s = {};
@@ -549,12 +601,13 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
         } else if (key + TILE > seen_by_all) {
             hide_future(s, key, seen_by_all, lane / 4, lane % 4 * 2);
         }
+        if (docs && key < last_start) hide_before(s, key, starts, lane % 4 * 2);
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float shrink = raise_top(top[m][half], s, m, half, scale), base = top[m][half], sum = 0;
-                if (band && base == -INFINITY) base = shrink = 0;
+                if ((band || docs) && base == -INFINITY) base = shrink = 0;
 #pragma unroll
                 for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll
@@ -610,7 +663,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const float *lse,
                     float2 *stats, bf16 *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
                     i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads,
-                    i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
+                    i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u32 base = shared_address(shared);
@@ -623,7 +676,16 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
     const int there = unpadded(lengths, unit.batch, queries);
     const int seen_by_block = band ? min_int(there, behind_last) : behind_last;
     const int seen = unit.idle ? 0 : min_int(there, seen_by_all + OWN - 1);
-    const int low = unit.first - back, from = band ? first_key(Unit(queries, heads, kv_heads, 0).first, back, TILE) : 0;
+    const int low = unit.first - back;
+    int from = band ? first_key(Unit(queries, heads, kv_heads, 0).first, back, TILE) : 0;
+    int first_start = 0, last_start = 0;
+    RowBounds starts;
+    if (docs) {
+        const int *const own = DOCS_BOUNDS + unit.batch * queries;
+        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
+        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
+        load_bounds(starts, own, unit.first + lane / 4, queries);
+    }
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
     const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
@@ -667,7 +729,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
 #pragma unroll UNROLL
         for (int part = 0; part < TILE; part += PIECE) {
             if (key + part >= seen) break;
-            if (band && key + part + PIECE <= low) continue;
+            if (band && key + part + PIECE <= low || docs && key + part + PIECE <= first_start) continue;
             Scores s = {}, dp = {};
 #pragma unroll
             for (int n = 0; n < PIECE / 16; ++n)
@@ -690,6 +752,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
             } else if (key + part + PIECE > seen_by_all) {
                 hide_future(s, key + part, seen_by_all, lane / 4, lane % 4 * 2);
             }
+            if (docs && key + part < last_start) hide_before(s, key + part, starts, lane % 4 * 2);
 #pragma unroll
             for (int m = 0; drop && m < ROW_TILES; ++m)
 #pragma unroll
@@ -744,7 +807,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const float2 *stats, bf16 *dk,
                      bf16 *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
                      i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads,
-                     i64 kv_heads BAND_ARGUMENTS DROP_ARGUMENTS) {
+                     i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
     extern __shared__ __align__(128) unsigned char shared[];
     constexpr int STAGE_BYTES = 2 * TILE_BYTES + TILE * 8;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -756,8 +819,18 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
     const int there = unpadded(lengths, batch, queries);
     const bool idle = first >= queries;
     const int start = band ? first_key(first_of_block, forth, TILE) : first_of_block / TILE * TILE;
+    // Behind the last queries that see any of the block's keys, the warp's first and its last.
+    int stop = queries, first_end = queries, last_end = queries;
+    RowBounds ends;
+    if (docs) {
+        const int *const own = DOCS_BOUNDS + batch * queries;
+        stop = bound_of(own, first_of_block + WORKERS * OWN - 1, queries);
+        first_end = bound_of(own, first, queries), last_end = bound_of(own, first + OWN - 1, queries);
+        load_bounds(ends, own, first + lane / 4, queries);
+    }
     QueryTiles tiles(q + batch * q_batch + kv_head * group * D, dy + (batch * queries * heads + kv_head * group) * D,
-                     stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start);
+                     stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start,
+                     docs ? stop : queries);
     const auto load_next = [&](u32 stage) { tiles.load_next(stage, stage + 2 * TILE_BYTES, 0, thread); };
 
     load_rows<OWN, 32>(k_tile, k + batch * k_batch + kv_head * D, k_token, first, queries, lane);
@@ -779,7 +852,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
     Sums dk_sums = {}, dv_sums = {};
     u32 stage = 0;
     for (int head = 0; head < group; ++head)
-        for (int query = start; query < queries; query += TILE, stage ^= 1) {
+        for (int query = start; query < (docs ? stop : queries); query += TILE, stage ^= 1) {
             copy_wait<0>();
             __syncthreads();
             if (tiles.head < group) load_next(stages + (stage ^ 1) * STAGE_BYTES);
@@ -789,7 +862,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
 #pragma unroll UNROLL
             for (int part = 0; part < TILE; part += PIECE) {
                 if (query + part + PIECE + forth <= first) continue; // all of them before this warp's keys
-                if (band && query + part - back > first + OWN - 1) continue;
+                if (band && query + part - back > first + OWN - 1 || docs && query + part >= last_end) continue;
                 // Rows are keys, columns queries: P^T and dS^T come out as left operands.
                 Scores p = {}, ds = {};
 #pragma unroll
@@ -821,6 +894,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                 } else if (query + part < first + OWN - 1) {
                     hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
                 }
+                if (docs && query + part + PIECE > first_end) hide_behind(p, query + part, ends, lane % 4 * 2);
                 static_assert(!drop || PIECE == 16, "a piece is one square for each 16 rows");
                 u32 kept = 0; // 8 bits for each 16 rows
 #pragma unroll

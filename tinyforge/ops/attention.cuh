@@ -5,13 +5,30 @@
 //
 // Macros: PART (FORWARD, BACKWARD_Q, BACKWARD_KV); HEAD_DIM; WORKERS in a block; WORKER_WARPS; ROW_TILES, the tiles of
 // 16 rows that a warp owns; TILE, the rows streamed at a time; PIECE, the rows of a tile whose scores a warp holds at a
-// time, TILE if undefined; TF32 for float numbers instead of bf16. The plain kernels define REAL and take only D.
+// time, TILE if undefined; TF32 for float numbers instead of bf16; DOCS for rows of several documents. The plain
+// kernels define REAL and take only D and DOCS.
 
 #include "ops/common.cuh"
 
 __device__ inline int min_int(int a, int b) { return a < b ? a : b; }
 
 constexpr int D = HEAD_DIM;
+
+// Rows of several documents: each row that is owned has a bound, and bounds ascend along a sequence. Of a query it is
+// the first key that it sees, where its document begins; of a key it is behind the last query that sees it, where its
+// document ends. bounds: (batch, rows).
+#ifdef DOCS
+#define DOCS_ARGUMENTS , const int *bounds
+#define DOCS_BOUNDS bounds
+enum : bool { docs = true };
+#else
+#define DOCS_ARGUMENTS
+#define DOCS_BOUNDS static_cast<const int *>(nullptr) // never read
+enum : bool { docs = false }; // a constant would stand in the cubin, which is to stay what it was
+#endif
+
+// The bound of a row, or of the last of `rows` for those behind it.
+__device__ inline int bound_of(const int *bounds, int row, int rows) { return bounds[min_int(row, rows - 1)]; }
 
 #ifndef REAL
 #define FORWARD 1
@@ -46,6 +63,16 @@ constexpr float LOG2E = 1.4426950408889634f;
 typedef float Scores[ROW_TILES][PIECE / 8][4];
 // One number for each of the rows of which a lane holds scores.
 typedef float RowValues[ROW_TILES][2];
+
+// And its document's bound.
+typedef int RowBounds[ROW_TILES][2];
+
+__device__ inline void load_bounds(RowBounds &x, const int *bounds, int first, int rows) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) x[m][half] = bound_of(bounds, first + m * 16 + half * 8, rows);
+}
 
 __device__ inline void set_rows(RowValues &x, float value) {
 #pragma unroll
@@ -168,6 +195,26 @@ __device__ inline void hide_past(Scores &s, int key, int query, int row, int col
                 if (key + m * 16 + i / 2 * 8 + row > t) s[m][n][i] = -INFINITY;
             }
 }
+// Minus infinity for keys (columns, from `key` on) before the document of a query (row).
+__device__ inline void hide_before(Scores &s, int key, const RowBounds &starts, int column) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < PIECE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (key + n * 8 + column + i % 2 < starts[m][i / 2]) s[m][n][i] = -INFINITY;
+}
+// The transposed case: queries (columns, from `query` on) behind the document of a key (row).
+__device__ inline void hide_behind(Scores &s, int query, const RowBounds &ends, int column) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < PIECE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (query + n * 8 + column + i % 2 >= ends[m][i / 2]) s[m][n][i] = -INFINITY;
+}
 
 // The online softmax of a row (m, half): raises its maximum, `top`, to that of the new scores, and returns what sums
 // under the old maximum are to be multiplied by. Maxima are in powers of two, hence `scale`. Key 0 is in the first
@@ -226,11 +273,12 @@ struct QueryTiles {
     const float2 *stats;
     i64 q_token, dy_token, queries;
     int start, query, head; // start: the first query that sees any of the block's keys
+    i64 stop;               // behind the last
 
     __device__ QueryTiles(const Number *q, const Number *dy, const float2 *stats, i64 q_token, i64 dy_token,
-                          i64 queries, int start)
+                          i64 queries, int start, i64 stop=0)
         : q(q), dy(dy), stats(stats), q_token(q_token), dy_token(dy_token), queries(queries), start(start), head(0),
-          query(start) {}
+          query(start), stop(queries) {}
 
     __device__ inline void load_next(u32 tiles, u32 pairs, int first_pair, int thread) {
         static_assert(TILE <= THREADS, "a thread for each pair of statistics");
@@ -243,7 +291,7 @@ struct QueryTiles {
         }
         copy_commit();
         query += TILE;
-        if (query >= queries) query = start, ++head;
+        if (query >= stop) query = start, ++head;
     }
 };
 

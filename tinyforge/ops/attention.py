@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from tinyforge.backends import Backend, wide
 from tinyforge.backends.numpy_backend import row_blocks
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Op, Stash, WithKeywords
 from tinyforge.rng import philox
 
 QUERY_TILE, TILE = 64, 128
@@ -39,14 +40,20 @@ def past_mask(columns: int, rows: int, shift: int, group: int, dtype: Any) -> Ar
 
 
 def tiles(
-    queries: int, keys: int, causal: bool, window: int | None
+    queries: int, keys: int, causal: bool, window: int | None, starts: Array | None
 ) -> Iterator[tuple[slice, list[tuple[slice, int]]]]:
-    """Row tiles, and for each the column tiles that it sees with the diagonal's shift inside the tile."""
+    """Row tiles, and for each the column tiles that it sees with the diagonal's shift inside the tile.
+
+    starts: (n, queries), of the sequences that share the tiles.
+    """
     ahead = keys - queries  # cached positions before the first query
     for i in range(0, queries, QUERY_TILE):
         stop = min(i + QUERY_TILE, queries)
         end = stop + ahead if causal else keys
-        first = 0 if window is None else max(0, i + ahead - window + 1) // TILE * TILE
+        low = 0 if window is None else max(0, i + ahead - window + 1)  # what the first row sees
+        if starts is not None:
+            low = max(low, int(starts[:, i].min()))
+        first = low // TILE * TILE
         yield slice(i, stop), [(slice(j, min(j + TILE, end)), i + ahead - j) for j in range(first, end, TILE)]
 
 
@@ -61,8 +68,9 @@ def hide_padding_(s: Array, lengths: Array | None, first: int) -> None:
         s += np.where(hidden, HIDDEN, 0.0).astype(s.dtype)[:, None, :, None]
 
 
-def hide_(s: Array, shift: int, group: int, causal: bool, window: int | None) -> None:
-    """Set the scores of keys that a query does not see to HIDDEN. s: (n, Hkv, columns, G * rows)."""
+def hide_(s: Array, shift: int, group: int, causal: bool, window: int | None, starts: Array | None) -> None:
+    """Set the scores of keys that a query does not see to HIDDEN. s: (n, Hkv, columns, G * rows). starts: (n, rows),
+    the first column that each row sees."""
     if not causal:
         return
     columns, rows = s.shape[-2], s.shape[-1] // group
@@ -72,6 +80,10 @@ def hide_(s: Array, shift: int, group: int, causal: bool, window: int | None) ->
     if window is not None and rows + shift > window:  # else the last row sees all of them
         last = min(columns, rows + shift - window)
         s[:, :, :last] += past_mask(columns, rows, shift - window, group, s.dtype)[:last]
+    if starts is not None and (last := min(columns, int(starts.max()))) > 0:  # else no document begins in this tile
+        mask = (np.arange(last, dtype=starts.dtype)[:, None] < starts[:, None]).astype(s.dtype)  # (n, last, rows)
+        mask *= s.dtype.type(HIDDEN)
+        s[:, :, :last] += np.tile(mask, (1, 1, group))[:, None]
 
 
 def by_head(x: Array) -> Array:
@@ -131,13 +143,13 @@ def dropout_mask(
 
 @kernel
 def attention_fwd(
-    q: Array, k: Array, v: Array, lengths: Array | None, causal: bool, window: int | None, key: tuple[int, int] | None,
-    rate: float,
+    q: Array, k: Array, v: Array, lengths: Array | None, starts: Array | None, causal: bool,
+    window: int | None, key: tuple[int, int] | None, rate: float,
 ) -> tuple[Array, Array]:  # fmt: skip
     """q: (B, T, Hq, D), the last T of S positions; k, v: (B, S, Hkv, D); returns o: (B, T, Hq, D), lse: (B, Hq, T).
 
-    lengths: (B,) int32, 1 to S; keys from there on are padding, which no query sees. With a key, each probability is
-    dropped at `rate`.
+    lengths: (B,) int32, 1 to S; keys from there on are padding, which no query sees. starts: (B, T) int32, the first
+    key that each query sees; needs S = T. With a key, each probability is dropped at `rate`.
     """
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -146,7 +158,8 @@ def attention_fwd(
     lse = np.empty((batch, heads, queries), q.dtype)
     for part in some_sequences(batch, heads, q.itemsize):
         kb, vb, ends = by_head(k[part]), by_head(v[part]), None if lengths is None else lengths[part]
-        for rows, seen in tiles(queries, keys, causal, window):
+        begins = None if starts is None else starts[part]
+        for rows, seen in tiles(queries, keys, causal, window, begins):
             qi = as_columns(stack_group(q[part, rows], kv_heads, dim**-0.5))
             top: Array = None
             total: Array = None
@@ -155,7 +168,7 @@ def attention_fwd(
                 # Keys run down and queries across, so that what belongs to a query (its maximum, its log-sum-exp) is a
                 # row: NumPy takes maxima down the columns of a tile five times as fast as along its rows.
                 s = kb[:, :, columns] @ qi
-                hide_(s, shift, group, causal, window)
+                hide_(s, shift, group, causal, window, None if begins is None else begins[:, rows] - columns.start)
                 hide_padding_(s, ends, columns.start)
                 new_top = s.max(axis=-2, keepdims=True)
                 if top is not None:
@@ -181,17 +194,20 @@ def attention_fwd(
 
 @attention_fwd.on("phantom")
 def attention_fwd_memory(
-    q: Array, k: Array, v: Array, lengths: Array | None, causal: bool, window: int | None, key: tuple[int, int] | None,
-    rate: float,
+    q: Array, k: Array, v: Array, lengths: Array | None, starts: Array | None, causal: bool,
+    window: int | None, key: tuple[int, int] | None, rate: float,
 ) -> tuple[Array, Array]:  # fmt: skip
     batch, queries, heads, _ = q.shape
+    if starts is not None and window is not None:
+        _bounds = empty((2, *starts.shape), starts.dtype)  # what each query sees, and what sees each key
     return empty(q.shape, q.dtype), empty((batch, heads, queries), wide(q.dtype))
 
 
 @kernel
 def attention_bwd(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None, out: Array,
-    lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None, rate: float,
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None,
+    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None,
+    rate: float,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
     batch, queries, heads, dim = q.shape
@@ -202,7 +218,8 @@ def attention_bwd(
         kb, vb = with_ones(by_head(k[part])), with_ones(by_head(v[part]))
         ends = None if lengths is None else lengths[part]
         dkb, dvb = np.zeros(by_head(k[part]).shape, q.dtype), np.zeros(by_head(v[part]).shape, q.dtype)
-        for rows, seen in tiles(queries, queries, causal, window):
+        begins = None if starts is None else starts[part]
+        for rows, seen in tiles(queries, queries, causal, window, begins):
             qi, doi = stack_group(q[part, rows], kv_heads, scale), stack_group(dy[part, rows], kv_heads)
             delta = np.vecdot(dy[part, rows], out[part, rows]).swapaxes(1, 2).reshape(qi.shape[:-1])
             q_columns = as_columns(qi, -lse[part, :, rows].reshape(delta.shape))
@@ -210,7 +227,7 @@ def attention_bwd(
             dqi = np.zeros(qi.shape, q.dtype)
             for columns, shift in seen:
                 p = kb[:, :, columns] @ q_columns  # k q^T - lse
-                hide_(p, shift, group, causal, window)
+                hide_(p, shift, group, causal, window, None if begins is None else begins[:, rows] - columns.start)
                 hide_padding_(p, ends, columns.start)
                 np.exp(p, out=p)
                 ds = vb[:, :, columns] @ do_columns  # v dO^T - delta
@@ -230,10 +247,31 @@ def attention_bwd(
 
 @attention_bwd.on("phantom")
 def attention_bwd_memory(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None, out: Array,
-    lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None, rate: float,
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None,
+    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None,
+    rate: float,
 ) -> None:  # fmt: skip
-    empty((*lse.shape, 2), lse.dtype)  # a row's log-sum-exp and its sum of dO O
+    _stats = empty((*lse.shape, 2), lse.dtype)  # a row's log-sum-exp and its sum of dO O
+    if starts is not None:
+        _bounds = empty((2, *starts.shape), starts.dtype)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of packed rows, as a model's forward takes them.
+
+    starts: (B, T) int32, where in its row each token's document begins. restart: positions count from there, instead of
+    from the beginning of the row; attention is the same. On the host, or on a backend's device.
+    """
+
+    starts: Array
+    restart: bool = False
+
+    def __getitem__(self, rows: slice) -> Documents:
+        return Documents(self.starts[rows], self.restart)
+
+    def on(self, backend: Backend) -> Documents:
+        return Documents(backend.asarray(self.starts), self.restart)
 
 
 class LayerCache(Protocol):
@@ -250,6 +288,8 @@ class Attention(Op):
     h // (Hq / Hkv). Visible are all s <= t; with `window`, those of them with s > t - window; with causal=False, all.
     lengths: (B,) int32, 1 to T, for sequences of unequal lengths in one array, with causal=False: what comes behind is
     padding, which nobody sees. What padding sees itself means nothing, and the gradient of its k and v is 0.
+    starts: (B, T) int32, for rows that hold several documents, with starts[b, t] <= t and in ascending order: where t's
+    document begins. Then only those s >= starts[b, t] are visible. Saved by reference.
     Saves qkv, o and the log-sum-exp of each row of scores, (B, Hq, T): memory linear in T. Backward recomputes the
     probabilities of one tile at a time from it:
 
@@ -292,27 +332,30 @@ class Attention(Op):
         self.dropout = dropout
 
     def forward(
-        self, qkv: Array, stash: Stash | None = None, *, cache: LayerCache | None = None, lengths: Array | None = None
-    ) -> Array:
+        self, qkv: Array, stash: Stash | None = None, *, cache: LayerCache | None = None, lengths: Array | None = None,
+        starts: Array | None = None,
+    ) -> Array:  # fmt: skip
         q, k, v = self._split(qkv)
         if lengths is not None and self.causal:
             raise ValueError(f"{self.name}: lengths with causal attention, where no query sees what comes behind it")
+        if starts is not None and (cache is not None or not self.causal):
+            raise ValueError(f"{self.name}: starts of documents go with causal attention, and with no cache; drop one")
         if cache is not None:
             if stash is not None:
                 raise ValueError(f"{self.name}: a cache and a stash; a pass with a cache has no backward, drop one")
             k, v = cache.append(k, v)
         key = stash.key(self, self.dropout) if stash is not None else None
-        out, lse = self.k.attention_fwd(q, k, v, lengths, self.causal, self.window, key, self.dropout)
+        out, lse = self.k.attention_fwd(q, k, v, lengths, starts, self.causal, self.window, key, self.dropout)
         if stash is not None:
-            stash.push(self, qkv, lengths, out, lse, key)
+            stash.push(self, qkv, lengths, starts, out, lse, key)
         return out
 
     def backward(self, dy: Array, stash: Stash) -> Array:
-        qkv, lengths, out, lse, key = stash.pop(self)
+        qkv, lengths, starts, out, lse, key = stash.pop(self)
         dqkv = self.backend.empty(qkv.shape)
         seen = (self.causal, self.window)
         q, k, v = self._split(qkv)
-        self.k.attention_bwd(*self._split(dqkv), dy, q, k, v, lengths, out, lse, *seen, key, self.dropout)
+        self.k.attention_bwd(*self._split(dqkv), dy, q, k, v, lengths, starts, out, lse, *seen, key, self.dropout)
         return dqkv
 
     def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
@@ -336,13 +379,18 @@ class Attention(Op):
             yield op, (backend.asarray(rng.normal(size=(2, t, 8, 4))),)
         # Padding within a tile, of whole tiles, and with dropout.
         for t, ends, rate in ((7, (3, 7, 1), 0.0), (2 * TILE + 3, (TILE + 1, 5), 0.0), (TILE + 3, (TILE - 1,), 0.4)):
-            padded = Padded(4, 2, backend, causal=False, dropout=rate)
+            padded = WithKeywords(cls(4, 2, backend, causal=False, dropout=rate), lengths=lambda given: given)
             qkv = backend.asarray(rng.normal(size=(len(ends), t, 8, 4)))
             yield padded, (qkv, backend.asarray(np.array(ends)))
-
-
-class Padded(Attention):
-    """Attention that takes the lengths as an input, as the checker hands inputs in."""
-
-    def forward(self, qkv: Array, lengths: Array, stash: Stash | None = None) -> Array:
-        return super().forward(qkv, stash, lengths=lengths)
+        # Documents: within a tile, some of one token; across tiles, one that begins where a tile does, and one left out
+        # by all later ones; with a window, with dropout.
+        for begins, t, width, rate in (
+            (((0, 3, 4), (0, 6)), 7, None, 0.0), (((0, 64, TILE, 200),), 2 * TILE + 3, None, 0.0),
+            (((0, 40, 131), (0, 1)), TILE + 4, 30, 0.0), (((0, 50, 129), (0,)), TILE + 3, None, 0.4),
+        ):  # fmt: skip
+            first = np.zeros((len(begins), t), np.int32)
+            for row, places in zip(first, begins, strict=True):
+                row[list(places)] = places
+            packed = WithKeywords(cls(4, 2, backend, window=width, dropout=rate), starts=lambda given: given)
+            starts = backend.asarray(np.maximum.accumulate(first, axis=1))
+            yield packed, (backend.asarray(rng.normal(size=(len(begins), t, 8, 4))), starts)

@@ -2,8 +2,9 @@
 
 float64 and float32 run the plain kernels of attention.cu, float32 in precision tf32 those of attention_tf32.cu,
 bfloat16 those of attention_hopper.cu where they run, else attention.cu's with tensor cores, and at head sizes that
-neither has the plain ones. Windows, attention in both directions and dropout are in attention.cu alone, dropout
-together with one of the others in its plain kernels alone. The heads of these files list the tile sizes.
+neither has the plain ones. Rows of several documents are in all of them. Windows, attention in both directions and
+dropout are in attention.cu alone, dropout together with one of the others in its plain kernels alone. In rows of
+several documents a window needs no other kernel: it moves their bounds. The heads of these files list the tile sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ FILE, WGMMA_FILE, TF32_FILE = "ops/attention.cu", "ops/attention_hopper.cu", "op
 INSTRUCTIONS = {FILE: "mma", WGMMA_FILE: "wgmma", TF32_FILE: "tf32"}
 ENTRIES = {"FORWARD": "attention_fwd", "BACKWARD_Q": "attention_bwd_q", "BACKWARD_KV": "attention_bwd_kv"}
 HEAD_SIZES, WGMMA_HEAD_SIZES = (32, 64, 128), (64,)
-OPTIONS = ("BAND", "DROP")
+OPTIONS = ("BAND", "DOCS", "DROP")
+BOUNDS_FILE, BOUNDS_THREADS = "ops/attention_documents.cu", 256
 PLAIN_LIMIT = 128
 PLAIN_THREADS = 256
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -74,12 +76,13 @@ def has_wgmma() -> bool:
 
 
 def tensor_core_file(dtype: Any, dim: int, tf32: bool, options: tuple[str, ...]) -> str | None:
-    """The file whose tensor-core kernels are to run, None for the plain kernels. Only attention.cu has options."""
-    if dim not in HEAD_SIZES or options == OPTIONS:
+    """The file whose tensor-core kernels are to run, None for the plain kernels."""
+    if dim not in HEAD_SIZES or {"BAND", "DROP"} <= set(options):
         return None
+    everywhere = set(options) <= {"DOCS"}
     if dtype == BF16:
-        return WGMMA_FILE if has_wgmma() and dim in WGMMA_HEAD_SIZES and not options else FILE
-    return TF32_FILE if tf32 and dtype.itemsize == 4 and not options else None
+        return WGMMA_FILE if has_wgmma() and dim in WGMMA_HEAD_SIZES and everywhere else FILE
+    return TF32_FILE if tf32 and dtype.itemsize == 4 and everywhere else None
 
 
 @cache
@@ -118,12 +121,33 @@ def strides(name: str, x: Array) -> tuple[int, int]:
     return sequence // size, token // size
 
 
-def band_of(causal: bool, window: int | None, keys: int, lengths: Array | None) -> tuple[Any, ...]:
+def band_of(
+    causal: bool, window: int | None, keys: int, lengths: Array | None, starts: Array | None
+) -> tuple[Any, ...]:
     """The arguments (back, forth, lengths) of the BAND kernels: a query sees the keys from `back` before its position
-    to `forth` after it, but no padding. Empty for the causal kernels."""
+    to `forth` after it, but no padding. Empty for the causal kernels, and where the bounds of documents have the window
+    in them."""
     if not causal:
         return keys, keys, or_null(lengths)
-    return () if window is None or window >= keys else (window - 1, 0, or_null(None))
+    return () if window is None or window >= keys or starts is not None else (window - 1, 0, or_null(None))
+
+
+def checked_starts(starts: Array, batch: int, queries: int, keys: int) -> Array:
+    """starts of documents, as the kernels read them."""
+    if starts.dtype != np.int32 or starts.shape != (batch, queries) or keys != queries:
+        raise ValueError(f"attention: starts are {starts.dtype} of shape {starts.shape}, {keys} keys; wanted int32 of "
+                         f"shape {(batch, queries)}, and as many keys as queries")  # fmt: skip
+    return contiguous(starts)
+
+
+def document_bounds(starts: Array, window: int | None) -> Array:
+    """(2, B, T) int32: the first key that each query sees, and behind the last query that sees each key."""
+    length = starts.shape[1]
+    bounds = cp.empty((2, *starts.shape), starts.dtype)
+    sizes = (starts.size, length, length if window is None else min(window, length))
+    launch = load(BOUNDS_FILE, "document_bounds", THREADS=BOUNDS_THREADS)
+    launch((-(-starts.size // BOUNDS_THREADS),), (BOUNDS_THREADS,), (bounds, starts, *map(np.int32, sizes)))
+    return bounds
 
 
 def drop_of(key: tuple[int, int] | None, rate: float, dtype: Any) -> tuple[Any, ...]:
@@ -133,26 +157,30 @@ def drop_of(key: tuple[int, int] | None, rate: float, dtype: Any) -> tuple[Any, 
     return (*map(np.uint32, (*key, int(rate * 2**32))), wide(dtype).type(1.0 / (1.0 - rate)))
 
 
-def options_of(band: tuple[Any, ...], drop: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(name for name, args in zip(OPTIONS, (band, drop), strict=True) if args)
+def options_of(band: tuple[Any, ...], docs: bool, drop: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(name for name, on in zip(OPTIONS, (band, docs, drop), strict=True) if on)
 
 
 @attention.attention_fwd.on("cupy")
 def attention_fwd(
-    q: Array, k: Array, v: Array, lengths: Array | None, causal: bool, window: int | None, key: tuple[int, int] | None,
-    rate: float, *, backend: CupyBackend,
+    q: Array, k: Array, v: Array, lengths: Array | None, starts: Array | None, causal: bool,
+    window: int | None, key: tuple[int, int] | None, rate: float, *, backend: CupyBackend,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """q: (B, T, Hq, D); k, v: (B, S, Hkv, D), S >= T; returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
+    """q: (B, T, Hq, D); k, v: (B, S, Hkv, D), S >= T; starts: (B, T); returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
     out = cp.empty(q.shape, q.dtype)
     lse = cp.empty((batch, heads, queries), wide(q.dtype))
     if not out.size:
         return out, lse
+    docs: tuple[Array, ...] = ()
+    if starts is not None:
+        starts = checked_starts(starts, batch, queries, keys)
+        docs = (starts if window is None else document_bounds(starts, window)[0],)
     lengths = lengths if lengths is None else contiguous(lengths)
-    band, drop = band_of(causal, window, keys, lengths), drop_of(key, rate, q.dtype)
-    options = options_of(band, drop)
-    sizes = (queries, keys, heads, kv_heads, *band, *drop)
+    band, drop = band_of(causal, window, keys, lengths, starts), drop_of(key, rate, q.dtype)
+    options = options_of(band, bool(docs), drop)
+    sizes = (queries, keys, heads, kv_heads, *band, *docs, *drop)
     args = (q, k, v, out, lse, *strides("q", q), *strides("k", k), *strides("v", v), *sizes)
     if file := tensor_core_file(q.dtype, dim, backend.tf32, options):
         tensor_core(file, "FORWARD", dim, options)(batch * kv_heads, queries, heads // kv_heads, *args)
@@ -163,8 +191,9 @@ def attention_fwd(
 
 @attention.attention_bwd.on("cupy")
 def attention_bwd(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None, out: Array,
-    lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None, rate: float, *, backend: CupyBackend,
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None,
+    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None,
+    rate: float, *, backend: CupyBackend,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
     batch, queries, heads, dim = q.shape
@@ -176,12 +205,17 @@ def attention_bwd(
     dy = cp.ascontiguousarray(dy)
     stats = cp.empty((batch, heads, queries, 2), lse.dtype)
     inputs = (*strides("q", q), *strides("k", k), *strides("v", v))
+    of_queries: tuple[Array, ...] = ()
+    of_keys: tuple[Array, ...] = ()
+    if starts is not None:
+        bounds = document_bounds(checked_starts(starts, batch, queries, keys), window)
+        of_queries, of_keys = (bounds[0],), (bounds[1],)
     lengths = lengths if lengths is None else contiguous(lengths)
-    band, drop = band_of(causal, window, keys, lengths), drop_of(key, rate, q.dtype)
-    options = options_of(band, drop)
-    sizes = (queries, heads, kv_heads, *band, *drop)
-    q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *strides("dq", dq), *sizes)
-    kv_args = (dy, q, k, v, stats, dk, dv, *inputs, *strides("dk", dk), *strides("dv", dv), *sizes)
+    band, drop = band_of(causal, window, keys, lengths, starts), drop_of(key, rate, q.dtype)
+    options = options_of(band, starts is not None, drop)
+    sizes = (queries, heads, kv_heads, *band)
+    q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *strides("dq", dq), *sizes, *of_queries, *drop)
+    kv_args = (dy, q, k, v, stats, dk, dv, *inputs, *strides("dk", dk), *strides("dv", dv), *sizes, *of_keys, *drop)
     # In this order: the first writes the statistics that the second reads.
     if file := tensor_core_file(q.dtype, dim, backend.tf32, options):
         group = heads // kv_heads

@@ -25,6 +25,8 @@
 //
 // compile: arch=sm_90a PART=FORWARD|BACKWARD_Q HEAD_DIM=64 WORKERS=1 TILE=64 BLOCKS=4
 // compile: arch=sm_90a PART=BACKWARD_KV HEAD_DIM=64 WORKERS=1 TILE=64 BLOCKS=3
+// compile: arch=sm_90a PART=FORWARD|BACKWARD_Q HEAD_DIM=64 WORKERS=1 TILE=64 BLOCKS=4 DOCS=1
+// compile: arch=sm_90a PART=BACKWARD_KV HEAD_DIM=64 WORKERS=1 TILE=64 BLOCKS=3 DOCS=1
 // spills: none
 
 #define WORKER_WARPS 4
@@ -120,7 +122,7 @@ struct Thread {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lse, i64 q_batch, i64 q_token,
                     i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
-                    i64 kv_heads) {
+                    i64 kv_heads DOCS_ARGUMENTS) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Thread at;
     const u32 stages = shared_address(shared);
@@ -132,16 +134,25 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
     const int first = unit.first + at.slab;
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
+    // The first keys that the block's first row, and the worker's first and last, see.
+    int from = 0, first_start = 0, last_start = 0;
+    RowBounds starts;
+    if (docs) {
+        const int *const own = DOCS_BOUNDS + unit.batch * queries;
+        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
+        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
+        load_bounds(starts, own, unit.first + at.row, queries);
+    }
 
     if (!unit.idle)
         load_rows<WARP_ROWS, 32>(q_rows, q + unit.batch * q_batch + unit.head * D, q_token, first, queries, at.lane);
-    load_pair(stages, k, k_token, v, v_token, 0, keys, at.thread);
+    load_pair(stages, k, k_token, v, v_token, from, keys, at.thread);
 
     const float scale = rsqrtf(float(D)) * LOG2E; // exponentials are powers of two
     Scores sums = {};
     RowValues top = {{-INFINITY, -INFINITY}}, total = {};
     u32 stage = 0;
-    for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
+    for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         shared_fence();
         __syncthreads(); // this tile has arrived, and no thread reads the other stage any more
@@ -151,6 +162,7 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
 #pragma unroll
         for (int part = 0; part < TILE; part += 64) {
             if (key + part >= seen) break;
+            if (docs && key + part + PIECE <= first_start) continue;
             Scores s;
             multiply_fence();
             scores(s[0], q_tile, k_tile + part * ROW_BYTES);
@@ -158,16 +170,18 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
             multiply_wait<0>(); // the last piece's product too
             settled(s[0]);
             if (key + part + PIECE > seen_by_all) hide_future(s, key + part, seen_by_all, at.row, at.column);
+            if (docs && key + part < last_start) hide_before(s, key + part, starts, at.column);
             settled(sums[0]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float shrink = raise_top(top[0][half], s, 0, half, scale);
+                float shrink = raise_top(top[0][half], s, 0, half, scale), base = top[0][half];
+                if (docs && base == -INFINITY) base = shrink = 0; // the row has seen no key yet
                 float sum = 0;
 #pragma unroll
                 for (int n = 0; n < 8; ++n)
 #pragma unroll
                     for (int i = 2 * half; i < 2 * half + 2; ++i)
-                        sum += s[0][n][i] = exp2_fast(fmaf(s[0][n][i], scale, -top[0][half]));
+                        sum += s[0][n][i] = exp2_fast(fmaf(s[0][n][i], scale, -base));
                 total[0][half] = total[0][half] * shrink + sum; // of this thread's columns; the four meet at the end
 #pragma unroll
                 for (int n = 0; n < 8; ++n) sums[0][n][2 * half] *= shrink, sums[0][n][2 * half + 1] *= shrink;
@@ -198,7 +212,7 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const float *lse,
                       float2 *stats, bf16 *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
-                      i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads) {
+                      i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads DOCS_ARGUMENTS) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Thread at;
     const u32 stages = shared_address(shared);
@@ -213,6 +227,14 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
     const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
+    int from = 0, first_start = 0, last_start = 0;
+    RowBounds starts;
+    if (docs) {
+        const int *const own = DOCS_BOUNDS + unit.batch * queries;
+        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
+        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
+        load_bounds(starts, own, unit.first + at.row, queries);
+    }
 
     uint4 out_part[OWN_CHUNKS] = {}; // in flight together with the copies
     if (!unit.idle) {
@@ -221,7 +243,7 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
         load_out(out_part, out + first_output, row_of_outputs, first, queries, at.lane);
     }
     copy_commit();
-    load_pair(stages, k, k_token, v, v_token, 0, queries, at.thread);
+    load_pair(stages, k, k_token, v, v_token, from, queries, at.thread);
     copy_wait<1>();
     __syncwarp();
 
@@ -236,7 +258,7 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
     const float scale = rsqrtf(float(D));
     Scores sums = {};
     u32 stage = 0;
-    for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
+    for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         shared_fence();
         __syncthreads();
@@ -246,6 +268,7 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
 #pragma unroll
         for (int part = 0; part < TILE; part += 64) {
             if (key + part >= seen) break;
+            if (docs && key + part + PIECE <= first_start) continue;
             Scores s, dp;
             multiply_fence();
             scores(s[0], q_tile, k_tile + part * ROW_BYTES);
@@ -255,6 +278,7 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
             multiply_wait<1>();
             settled(s[0]);
             if (key + part + PIECE > seen_by_all) hide_future(s, key + part, seen_by_all, at.row, at.column);
+            if (docs && key + part < last_start) hide_before(s, key + part, starts, at.column);
 #pragma unroll
             for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -297,7 +321,8 @@ __device__ inline float4 stats_of_two(u32 place) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const float2 *stats, bf16 *dk,
                        bf16 *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
-                       i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads, i64 kv_heads) {
+                       i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads,
+                       i64 kv_heads DOCS_ARGUMENTS) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Thread at;
     const u32 stages = shared_address(shared);
@@ -308,8 +333,19 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
     const int first_of_block = blockIdx.y * WORKERS * OWN, first_of_worker = first_of_block + at.worker * OWN;
     const int first = first_of_worker + at.slab;
     const int start = first_of_block / TILE * TILE;
+    // Behind the last queries that see any of the block's keys, the worker's first and its last.
+    int stop = queries, first_end = queries, last_end = queries;
+    RowBounds ends;
+    if (docs) {
+        const int *const own = DOCS_BOUNDS + batch * queries;
+        stop = bound_of(own, first_of_block + WORKERS * OWN - 1, queries);
+        first_end = bound_of(own, first_of_worker, queries);
+        last_end = bound_of(own, first_of_worker + OWN - 1, queries);
+        load_bounds(ends, own, first_of_worker + at.row, queries);
+    }
     QueryTiles tiles(q + batch * q_batch + kv_head * group * D, dy + (batch * queries * heads + kv_head * group) * D,
-                     stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start);
+                     stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start,
+                     docs ? stop : queries);
     const auto load_next = [&](int stage) {
         tiles.load_next(stages + stage * 2 * TILE_BYTES, all_stats, stage * TILE, at.thread);
     };
@@ -321,7 +357,7 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
     float dk_sums[1][8][4] = {}, dv_sums[1][8][4] = {};
     int stage = 0;
     for (int head = 0; head < group; ++head)
-        for (int query = start; query < queries; query += TILE, stage ^= 1) {
+        for (int query = start; query < (docs ? stop : queries); query += TILE, stage ^= 1) {
             copy_wait<0>();
             shared_fence();
             __syncthreads();
@@ -330,7 +366,7 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
 #pragma unroll
             for (int part = 0; part < TILE; part += 64) {
                 if (query + part + 64 <= first_of_worker) continue; // all of them before these keys
-                if (query + part >= queries) break;
+                if (query + part >= (docs ? last_end : queries)) break;
                 // Rows are keys, columns queries: P^T and dS^T are left operands as they come. For dS, P is unpacked
                 // from the bf16 pairs that dV's product reads: 32 registers less, and a third warpgroup fits.
                 Scores p, ds;
@@ -343,6 +379,7 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
                 settled(p[0]);
                 if (query + part < first_of_worker + OWN - 1)
                     hide_past(p, first_of_worker + at.row, query + part, 0, at.column);
+                if (docs && query + part + PIECE > first_end) hide_behind(p, query + part, ends, at.column);
                 const u32 row_stats = all_stats + (stage * TILE + part + at.column) * 8;
 #pragma unroll
                 for (int n = 0; n < 8; ++n) {

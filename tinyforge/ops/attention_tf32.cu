@@ -53,6 +53,13 @@
 // compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=16 PIECE=16 HELD=0 UNROLL=4 BLOCKS=2
 // compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=32 PIECE=32 HELD=0 UNROLL=4 BLOCKS=2
 // compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=16 PIECE=16 HELD=0 UNROLL=4 BLOCKS=2
+// compile: PART=FORWARD HEAD_DIM=64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=32 HELD=8 UNROLL=8 BLOCKS=2 DOCS=1
+// compile: PART=FORWARD HEAD_DIM=32 ROW_TILES=2 WORKERS=4 TILE=32 PIECE=32 HELD=8 UNROLL=8 BLOCKS=2 DOCS=1
+// compile: PART=FORWARD HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=32 HELD=16 UNROLL=16 BLOCKS=2 DOCS=1
+// compile: PART=BACKWARD_Q HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=32 PIECE=32 HELD=4 UNROLL=8 BLOCKS=2 DOCS=1
+// compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=16 PIECE=16 HELD=0 UNROLL=4 BLOCKS=2 DOCS=1
+// compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=32 PIECE=32 HELD=0 UNROLL=4 BLOCKS=2 DOCS=1
+// compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=16 PIECE=16 HELD=0 UNROLL=4 BLOCKS=2 DOCS=1
 // spills: none
 
 #define WORKER_WARPS 1
@@ -198,7 +205,7 @@ __device__ inline void store_rows(float *to, i64 token, int first, int stop, con
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, float *lse, i64 q_batch, i64 q_token,
                    i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
-                   i64 kv_heads) {
+                   i64 kv_heads DOCS_ARGUMENTS) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u32 base = shared_address(shared);
@@ -207,13 +214,22 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
     const int ahead = keys - queries, seen_by_block = unit.last_of_block + ahead + 1;
     const int seen_by_all = unit.first + ahead + 1; // keys that the first row sees
     const int seen = unit.idle ? 0 : min_int(keys, seen_by_all + OWN - 1);
+    // The first keys that the block's first row, and the warp's first and last, see.
+    int from = 0, first_start = 0, last_start = 0;
+    RowBounds starts;
+    if (docs) {
+        const int *const own = DOCS_BOUNDS + unit.batch * queries;
+        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
+        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
+        load_bounds(starts, own, unit.first + lane / 4, queries);
+    }
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
 
     if (!unit.idle)
         load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
     copy_commit();
-    load_pair(stages, k, k_token, v, v_token, 0, keys, thread);
+    load_pair(stages, k, k_token, v, v_token, from, keys, thread);
     copy_wait<1>();
     __syncwarp();
     round_rows(q_tile, lane);
@@ -229,7 +245,7 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
         for (int half = 0; half < 2; ++half) top[m][half] = -INFINITY, total[m][half] = 0;
 
     u32 stage = 0;
-    for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
+    for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         __syncthreads(); // this tile has arrived, and no thread reads the other stage any more
         if (key + TILE < seen_by_block)
@@ -238,21 +254,24 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
 #pragma unroll 1
         for (int part = 0; part < TILE; part += PIECE) {
             if (key + part >= seen) break;
+            if (docs && key + part + PIECE <= first_start) continue;
             Scores s = {};
             add_scores<HELD_OF_FIRST>(s, q_held, q_tile, k_tile + part * ROW_BYTES, lane);
             // The diagonal crosses this piece.
             if (key + part + PIECE > seen_by_all) hide_future(s, 0, seen_by_all - key - part, lane / 4, lane % 4 * 2);
+            if (docs && key + part < last_start) hide_before(s, key + part, starts, lane % 4 * 2);
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const float shrink = raise_top(top[m][half], s, m, half, scale);
+                    float shrink = raise_top(top[m][half], s, m, half, scale), base = top[m][half];
+                    if (docs && base == -INFINITY) base = shrink = 0; // the row has seen no key yet
                     float sum = 0;
 #pragma unroll
                     for (int n = 0; n < PIECE / 8; ++n)
 #pragma unroll
                         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-                            const float p = exp2_fast(fmaf(s[m][n][i], scale, -top[m][half]));
+                            const float p = exp2_fast(fmaf(s[m][n][i], scale, -base));
                             sum += p;
                             s[m][n][i] = as_factor(p);
                         }
@@ -283,7 +302,8 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const float *v, const float *out,
                      const float *lse, float2 *stats, float *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token,
-                     i64 v_batch, i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads) {
+                     i64 v_batch, i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads,
+                     i64 kv_heads DOCS_ARGUMENTS) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u32 base = shared_address(shared);
@@ -294,6 +314,14 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
     const Unit unit(queries, heads, kv_heads, warp);
     const int seen_by_block = unit.last_of_block + 1, seen_by_all = unit.first + 1;
     const int seen = unit.idle ? 0 : min_int(queries, seen_by_all + OWN - 1);
+    int from = 0, first_start = 0, last_start = 0;
+    RowBounds starts;
+    if (docs) {
+        const int *const own = DOCS_BOUNDS + unit.batch * queries;
+        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
+        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
+        load_bounds(starts, own, unit.first + lane / 4, queries);
+    }
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
     const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
@@ -310,7 +338,7 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
         }
     }
     copy_commit();
-    load_pair(stages, k, k_token, v, v_token, 0, queries, thread);
+    load_pair(stages, k, k_token, v, v_token, from, queries, thread);
     copy_wait<1>();
     __syncwarp();
 
@@ -336,7 +364,7 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
     const float scale = rsqrtf(float(D));
     Sums sums = {};
     u32 stage = 0;
-    for (int key = 0; key < seen_by_block; key += TILE, stage ^= 1) {
+    for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         __syncthreads();
         if (key + TILE < seen_by_block)
@@ -345,10 +373,12 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
 #pragma unroll 1
         for (int part = 0; part < TILE; part += PIECE) {
             if (key + part >= seen) break;
+            if (docs && key + part + PIECE <= first_start) continue;
             Scores s = {}, dp = {};
             add_scores<HELD_OF_FIRST>(s, q_held, q_tile, k_tile + part * ROW_BYTES, lane);
             add_scores<HELD_OF_SECOND>(dp, dy_held, dy_tile, v_tile + part * ROW_BYTES, lane);
             if (key + part + PIECE > seen_by_all) hide_future(s, 0, seen_by_all - key - part, lane / 4, lane % 4 * 2);
+            if (docs && key + part < last_start) hide_before(s, key + part, starts, lane % 4 * 2);
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -372,7 +402,8 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_kv_tf32(const float *dy, const float *q, const float *k, const float *v, const float2 *stats, float *dk,
                       float *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
-                      i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads, i64 kv_heads) {
+                      i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads,
+                      i64 kv_heads DOCS_ARGUMENTS) {
     extern __shared__ __align__(128) unsigned char shared[];
     constexpr int STAGE_BYTES = 2 * TILE_BYTES + TILE * 8;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -383,8 +414,18 @@ attention_bwd_kv_tf32(const float *dy, const float *q, const float *k, const flo
     const int first_of_block = blockIdx.y * WORKERS * OWN, first = first_of_block + warp * OWN;
     const bool idle = first >= queries;
     const int start = first_of_block / TILE * TILE;
+    // Behind the last queries that see any of the block's keys, the warp's first and its last.
+    int stop = queries, first_end = queries, last_end = queries;
+    RowBounds ends;
+    if (docs) {
+        const int *const own = DOCS_BOUNDS + batch * queries;
+        stop = bound_of(own, first_of_block + WORKERS * OWN - 1, queries);
+        first_end = bound_of(own, first, queries), last_end = bound_of(own, first + OWN - 1, queries);
+        load_bounds(ends, own, first + lane / 4, queries);
+    }
     QueryTiles tiles(q + batch * q_batch + kv_head * group * D, dy + (batch * queries * heads + kv_head * group) * D,
-                     stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start);
+                     stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start,
+                     docs ? stop : queries);
     const auto load_next = [&](u32 stage) { tiles.load_next(stage, stage + 2 * TILE_BYTES, 0, thread); };
 
     load_rows<OWN, 32>(k_tile, k + batch * k_batch + kv_head * D, k_token, first, queries, lane);
@@ -403,7 +444,7 @@ attention_bwd_kv_tf32(const float *dy, const float *q, const float *k, const flo
     Sums dk_sums = {}, dv_sums = {};
     u32 stage = 0;
     for (int head = 0; head < group; ++head)
-        for (int query = start; query < queries; query += TILE, stage ^= 1) {
+        for (int query = start; query < (docs ? stop : queries); query += TILE, stage ^= 1) {
             copy_wait<0>();
             __syncthreads();
             if (tiles.head < group) load_next(stages + (stage ^ 1) * STAGE_BYTES);
@@ -413,11 +454,13 @@ attention_bwd_kv_tf32(const float *dy, const float *q, const float *k, const flo
 #pragma unroll 1
             for (int part = 0; part < TILE; part += PIECE) {
                 if (query + part + PIECE <= first) continue; // all of them before this warp's keys
+                if (docs && query + part >= last_end) break;
                 // Rows are keys, columns queries: P^T and dS^T are left operands as they come.
                 Scores p = {}, ds = {};
                 add_scores<HELD_OF_FIRST>(p, k_held, k_tile, q_tile + part * ROW_BYTES, lane);
                 // Only if the diagonal crosses this piece.
                 if (query + part < first + OWN - 1) hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
+                if (docs && query + part + PIECE > first_end) hide_behind(p, query + part, ends, lane % 4 * 2);
                 const u32 row_stats = stats_tile + (part + lane % 4 * 2) * 8; // lse, delta, lse, delta of two queries
 #pragma unroll
                 for (int n = 0; n < PIECE / 8; ++n) {

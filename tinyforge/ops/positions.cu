@@ -6,12 +6,17 @@
 // Idea. Elementwise; a sequence is one long row of T C numbers, and P's first T rows are another. Backward: warp y of a
 // block takes batch rows y, y + 8, ..., and the eight sums are added in order. With a thread for each vector of dP, and
 // all batch rows in turn, there would be too few threads to keep the memory busy.
+// With the macro RESTART=1 forward adds P[p[b, t]] for given positions p: documents packed into one row. Its backward
+// is that of embedding.cu.
 // Grid: a thread for each vector of y; backward a block for 32 vectors of dP. Block: 256 threads; backward 32 x 8.
 // Shared memory: backward, the eight sums. Bound by memory.
 //
 // compile: SCALAR=double VEC=1|2
 // compile: SCALAR=float VEC=1|4
 // compile: SCALAR=bf16 VEC=1|8
+// compile: SCALAR=double VEC=1|2 RESTART=1
+// compile: SCALAR=float VEC=1|4 RESTART=1
+// compile: SCALAR=bf16 VEC=1|8 RESTART=1
 // spills: none
 
 #include "ops/common.cuh"
@@ -19,13 +24,25 @@
 typedef SCALAR T;
 typedef Wide<T> A;
 
+#ifdef RESTART
+#define RESTART_ARGUMENTS , const int *positions, u32 width
+#else
+#define RESTART_ARGUMENTS
+#endif
+
+// sequence: vectors in T rows of the table; width: in one.
 extern "C" __global__ void __launch_bounds__(256) positions_fwd(
-    T *y, const T *x, const T *table, u32 total, u32 sequence
+    T *y, const T *x, const T *table, u32 total, u32 sequence RESTART_ARGUMENTS
 ) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;
     Pack<T, VEC> p = load<VEC>(x + i64(i) * VEC);
-    const Pack<T, VEC> add = load<VEC>(table + i64(i % sequence) * VEC);
+#ifdef RESTART
+    const i64 from = i64(positions[i / width]) * width + i % width;
+#else
+    const i64 from = i % sequence;
+#endif
+    const Pack<T, VEC> add = load<VEC>(table + from * VEC);
 #pragma unroll
     for (int j = 0; j < VEC; j++) narrow(widen(p.v[j]) + widen(add.v[j]), p.v[j]);
     store(y + i64(i) * VEC, p);

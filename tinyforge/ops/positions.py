@@ -10,28 +10,34 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Op, Param, Stash, WithKeywords
+from tinyforge.ops.embedding import embedding_bwd, embedding_bwd_memory
 from tinyforge.params import with_buffer
 
 
 @kernel
-def positions_fwd(x: Array, weight: Array) -> Array:
-    return x + weight[: x.shape[1]]
+def positions_fwd(x: Array, weight: Array, positions: Array | None) -> Array:
+    """positions: (B, T) int32, the row of `weight` for each token; None for 0 .. T-1 in every sequence."""
+    return x + (weight[: x.shape[1]] if positions is None else weight[positions])
 
 
 @positions_fwd.on("phantom")
-def positions_fwd_memory(x: Array, weight: Array) -> Array:
+def positions_fwd_memory(x: Array, weight: Array, positions: Array | None) -> Array:
     return empty(x.shape, x.dtype)
 
 
 @kernel
-def positions_bwd(dweight: Array, dy: Array) -> None:
-    dweight[: dy.shape[1]] += dy.sum(axis=0)
+def positions_bwd(dweight: Array, dy: Array, positions: Array | None) -> None:
+    if positions is None:
+        dweight[: dy.shape[1]] += dy.sum(axis=0)
+    else:
+        embedding_bwd(dweight, dy, positions)
 
 
 @positions_bwd.on("phantom")
-def positions_bwd_memory(dweight: Array, dy: Array) -> None:
-    pass
+def positions_bwd_memory(dweight: Array, dy: Array, positions: Array | None) -> None:
+    if positions is not None:
+        embedding_bwd_memory(dweight, dy, positions)
 
 
 class LearnedPositions(Op):
@@ -39,7 +45,9 @@ class LearnedPositions(Op):
 
     x, y: (B, T, C); P: (positions, C), offset + T <= positions. offset: how many tokens come before x, when decoding
     with a cache. Saves nothing but the offset.
-    backward: dx = dy (the same array), dP[offset + t] += sum over b of dy[b, t].
+    starts: (B, T) int32, for rows that hold several documents: where t's document begins, and positions with it. Then
+    P[t - starts[b, t]] is added, and these positions are saved.
+    backward: dx = dy (the same array), dP[p] += sum of dy over the tokens at position p.
     """
 
     kernels = (positions_fwd, positions_bwd)
@@ -51,20 +59,25 @@ class LearnedPositions(Op):
     def params(self) -> list[Param]:
         return [self.weight]
 
-    def forward(self, x: Array, stash: Stash | None = None, *, offset: int = 0) -> Array:
+    def forward(
+        self, x: Array, stash: Stash | None = None, *, offset: int = 0, starts: Array | None = None
+    ) -> Array:
         if offset + x.shape[1] > self.weight.shape[0]:
             raise ValueError(
                 f"{self.name}: x has positions {offset} to {offset + x.shape[1]}, the table {self.weight.shape[0]}; "
                 "shorten the input"
             )
+        if starts is not None and offset:
+            raise ValueError(f"{self.name}: starts of documents and offset {offset}; a cache has one; drop one")
+        positions = None if starts is None else self.backend.xp.arange(x.shape[1], dtype=starts.dtype) - starts
         if stash is not None:
-            stash.push(self, offset)
-        return self.k.positions_fwd(x, self.weight.value[offset:])
+            stash.push(self, offset, positions)
+        return self.k.positions_fwd(x, self.weight.value[offset:], positions)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
-        (offset,) = stash.pop(self)
+        offset, positions = stash.pop(self)
         if not self.weight.frozen:
-            self.k.positions_bwd(self.weight.grad[offset:], dy)
+            self.k.positions_bwd(self.weight.grad[offset:], dy, positions)
         return dy
 
     @classmethod
@@ -72,3 +85,7 @@ class LearnedPositions(Op):
         for shape in ((2, 3, 4), (1, 1, 1), (3, 5, 2), (2, 0, 3)):
             op = with_buffer(cls(Param("weight", (5, shape[-1]), std=1.0), backend), backend, rng)
             yield op, (backend.asarray(rng.normal(size=shape)),)
+        # Documents: positions that many tokens share, of one row and of several.
+        op = with_buffer(cls(Param("weight", (6, 3), std=1.0), backend), backend, rng)
+        starts = backend.asarray(np.array([[0, 0, 2, 2, 2], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]]))
+        yield WithKeywords(op, starts=lambda given: given), (backend.asarray(rng.normal(size=(3, 5, 3))), starts)

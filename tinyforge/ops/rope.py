@@ -107,11 +107,16 @@ class RoPE(Op):
         if head_dim % 2:
             raise ValueError(f"RoPE: head_dim is {head_dim}, wants an even number: it turns pairs")
         self.rotated = rotated
-        frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-        if scaling is not None:
-            frequencies = scaling.apply(frequencies)
-        angle = np.arange(positions)[:, None] * frequencies
-        self.cos, self.sin = (backend.asarray(f(angle), backend.master_dtype) for f in (np.cos, np.sin))
+        shape = (positions, head_dim // 2)
+
+        def angle() -> np.ndarray:
+            frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+            if scaling is not None:
+                frequencies = scaling.apply(frequencies)
+            return np.arange(positions)[:, None] * frequencies
+
+        self.cos = backend.table(shape, lambda: np.cos(angle()))
+        self.sin = backend.table(shape, lambda: np.sin(angle()))
         self.minus_sin = -self.sin
 
     def forward(self, x: Array, stash: Stash | None = None, *, offset: int = 0, out: Array | None = None) -> Array:

@@ -199,7 +199,7 @@ def read_ids(data: bytes, name: str) -> list[int]:
     if data.startswith(NPY):
         try:
             array = np.load(io.BytesIO(data), allow_pickle=False)
-        except (ValueError, EOFError) as error:
+        except Exception as error:  # its header is parsed as Python is, which can fail in many ways
             raise UserError(f"{name}: a damaged .npy file ({' '.join(str(error).split())}); {fix}") from error
         if array.ndim != 1 or array.dtype.kind not in "iu":
             got = f"{array.ndim} dimensions of {array.dtype}"

@@ -39,7 +39,7 @@ import numpy as np
 
 from tinyforge.backends.workers import cores
 from tinyforge.errors import UserError
-from tinyforge.files import parse_json, sha256_of, sync, write_whole
+from tinyforge.files import parse_json, replace, sha256_of, shown, sync, write_whole
 from tinyforge.text.load import load_tokenizer
 from tinyforge.text.vocabulary import TextTokenizer
 
@@ -202,7 +202,7 @@ class ShardWriter:
         self._file.close()
         self._file = None
         described = describe(self._partial(), self._path().name)
-        os.replace(self._partial(), self._path())
+        replace(self._partial(), self._path())
         sync(self.folder)
         self.files.append(described)
         self._count = 0
@@ -448,8 +448,10 @@ def _source(folder: Path, entry: Any) -> Source:
                 raise ValueError(f"the files of {split} have other tokens in all than it says")
             if any(Path(f.file).name != f.file for f in files):
                 raise ValueError("a file outside the folder")
-        return Source(str(entry["name"]), str(entry["licence"]), **parts)
-    except (KeyError, TypeError, ValueError) as error:
+        if not (name := str(entry["name"])).isprintable():
+            raise ValueError(f"its name is {shown(name)}")
+        return Source(name, str(entry["licence"]), **parts)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
             f"{folder / MANIFEST}: a source is not described as it should be ({error}); copy the file again, or "
             f"{_REMAKE}"

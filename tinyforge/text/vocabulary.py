@@ -37,6 +37,7 @@ class TextTokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+    def reserve(self, ids: int) -> None: ...
     def encode(self, text: str, after: After = "start") -> list[int]: ...
     def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]: ...
     def decode(self, ids: Iterable[int], after: After = "start") -> str: ...
@@ -64,6 +65,10 @@ class Vocabulary:
         self.byte_lengths[list(specials.values())] = 0
         self.id_dtype = np.dtype(np.uint16 if len(self._vocab) <= 1 << 16 else np.uint32)
 
+    def reserve(self, ids: int) -> None:
+        """Let a model have `ids` ids: those beyond the vocabulary, which published models often have, are no text."""
+        self.byte_lengths = np.pad(self.byte_lengths, (0, max(0, ids - len(self.byte_lengths))))
+
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""
@@ -85,6 +90,8 @@ class Vocabulary:
         try:
             return self._vocab[id]
         except KeyError:
+            if self.vocab_size <= id < len(self.byte_lengths):
+                return b""
             raise UserError(
                 f"token id {id} is not in the vocabulary: wanted 0..{self.vocab_size - 1}; "
                 "use the tokenizer that the ids were made with"

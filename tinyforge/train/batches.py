@@ -6,12 +6,14 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Protocol
 
 import numpy as np
 
 from tinyforge.errors import UserError
+from tinyforge.ops.attention import Documents
 from tinyforge.rng import Stream, permute
 from tinyforge.train.objectives import Batch
 
@@ -35,12 +37,36 @@ def shifted_targets(tokens: np.ndarray, length: int, heads: int) -> np.ndarray:
     return targets
 
 
-def _windows_batch(rows: Sequence[np.ndarray], seq_len: int, heads: int) -> Batch:
+@dataclass(frozen=True)
+class DocumentMask:
+    """Attention is to stay within documents. separator: the id between two of them. restart: so do positions.
+
+    The separator is the first token of the document behind it: what predicts a document's first words then sees nothing
+    of the one before, and the separator is still what the last token of a document predicts.
+    """
+
+    separator: int
+    restart: bool
+
+    def documents(self, ids: np.ndarray) -> Documents:
+        return Documents(starts_of(ids == self.separator), self.restart)
+
+
+def starts_of(begins: np.ndarray) -> np.ndarray:
+    """begins: (B, T), whether a document begins with a token; the first of a row begins one anyway. Returns (B, T)
+    int32: where in the row each token's document begins."""
+    return np.maximum.accumulate(np.where(begins, np.arange(begins.shape[1]), 0), axis=1).astype(np.int32)
+
+
+def _windows_batch(rows: Sequence[np.ndarray], seq_len: int, heads: int, mask: DocumentMask | None) -> Batch:
     """Windows of up to seq_len + heads ids; what a row lacks is -1 as a target."""
     tokens = np.full((len(rows), seq_len + heads), -1, np.int32)
     for number, row in enumerate(rows):
         tokens[number, : len(row)] = row
-    return Batch(np.maximum(tokens[:, :seq_len], 0), shifted_targets(tokens, seq_len, heads))
+    documents = mask.documents(tokens[:, :seq_len]) if mask else None
+    return Batch(
+        np.maximum(tokens[:, :seq_len], 0), shifted_targets(tokens, seq_len, heads), documents=documents
+    )
 
 
 def _draw_offset(stream: Stream, length: int, windows: int, seq_len: int) -> int:
@@ -62,9 +88,12 @@ class PackedTokens:
     """One long stream of documents cut into windows of `seq_len`.
 
     Each epoch shifts the cuts by a random offset and visits the windows in a random order, both drawn from the seed.
+    mask: keeps documents apart; without, a token sees its whole window before it.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, heads: int, seed: int) -> None:
+    def __init__(
+        self, tokens: Tokens, seq_len: int, heads: int, seed: int, mask: DocumentMask | None = None
+    ) -> None:
         if len(tokens) < seq_len + 1:
             raise UserError(
                 f"corpus: {len(tokens)} tokens, one training sequence takes {seq_len + 1}; "
@@ -74,6 +103,7 @@ class PackedTokens:
         self.seq_len = seq_len
         self.heads = heads
         self.seed = seed
+        self.mask = mask
         self.windows = max(1, len(tokens) // seq_len - 1)
         self._epoch = -1
 
@@ -85,7 +115,7 @@ class PackedTokens:
             self._enter(epoch)
             start = self._offset + self._order[position] * self.seq_len
             rows.append(self.tokens[start : start + self.seq_len + self.heads])
-        return _windows_batch(rows, self.seq_len, self.heads)
+        return _windows_batch(rows, self.seq_len, self.heads, self.mask)
 
     def _enter(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -101,7 +131,38 @@ class PackedTokens:
         for i in range(0, len(starts), size):
             # One id beyond a window is its last target; more heads than one have none here.
             rows = [self.tokens[s : min(s + self.seq_len, last) + 1] for s in starts[i : i + size]]
-            yield _windows_batch(rows, self.seq_len, self.heads)
+            yield _windows_batch(rows, self.seq_len, self.heads, self.mask)
+
+
+class ContinuedTokens:
+    """One long stream of documents in `rows` parts of equal length, read side by side: each row of a batch continues
+    where it ended in the batch before, so that a model may carry its state from one to the next.
+
+    Each epoch shifts the parts by a random offset, drawn from the seed, and its first batch begins anew.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, heads: int, seed: int, rows: int) -> None:
+        self.windows = (len(tokens) - heads) // (rows * seq_len)  # of each part
+        if self.windows < 1:
+            raise UserError(
+                f"corpus: {len(tokens)} tokens, {rows} rows of {seq_len} take {rows * seq_len + heads}; give more "
+                "text, a smaller --seq-len or a smaller --batch-size"
+            )
+        self.tokens, self.seq_len, self.heads, self.seed, self.rows = tokens, seq_len, heads, seed, rows
+
+    def batch(self, index: int, size: int) -> Batch:
+        """The index-th batch. size: of it, which is `rows`."""
+        if size != self.rows:
+            raise ValueError(f"ContinuedTokens: a batch of {size} rows, made for {self.rows}")
+        epoch, window = divmod(index, self.windows)
+        part = self.windows * self.seq_len
+        room = len(self.tokens) - self.heads - self.rows * part + 1
+        first = int(Stream(self.seed, f"windows/{epoch}").uniform() * room) + window * self.seq_len
+        starts = (first + row * part for row in range(self.rows))
+        found = _windows_batch(
+            [self.tokens[start : start + self.seq_len + self.heads] for start in starts], self.seq_len, self.heads, None
+        )
+        return replace(found, stream=0, anew=window == 0)
 
 
 class _Source:
@@ -143,13 +204,14 @@ class MixedTokens:
 
     sources: ids by name. weights: positive, by the same names; only their ratios count. After any number n of windows,
     a source of share w has had n w of them to within K - 1 windows, K being the number of sources: nothing is sampled.
-    Raises UserError for a source too short for one window.
+    mask: as in `PackedTokens`. Raises UserError for a source too short for one window.
     """
 
     def __init__(
-        self, sources: Mapping[str, Tokens], weights: Mapping[str, Fraction], seq_len: int, heads: int, seed: int
-    ) -> None:
-        self.seq_len, self.heads = seq_len, heads
+        self, sources: Mapping[str, Tokens], weights: Mapping[str, Fraction], seq_len: int, heads: int, seed: int,
+        mask: DocumentMask | None = None,
+    ) -> None:  # fmt: skip
+        self.seq_len, self.heads, self.mask = seq_len, heads, mask
         self.sources = [_Source(name, tokens, seq_len, heads, seed) for name, tokens in sources.items()]
         # Whole numbers: the position of a window far into a run is exact only without rounding.
         unit = math.lcm(*(Fraction(weights[s.name]).denominator for s in self.sources))
@@ -161,7 +223,7 @@ class MixedTokens:
         for number in range(index * size, (index + 1) * size):
             source, place = self.locate(number)
             rows.append(self.sources[source].row(place))
-        return _windows_batch(rows, self.seq_len, self.heads)
+        return _windows_batch(rows, self.seq_len, self.heads, self.mask)
 
     def locate(self, number: int) -> tuple[int, int]:
         """Which source the run's window `number` is of, and how many of that source came before.
@@ -190,15 +252,21 @@ class Examples:
     Targets are -1 on the prompts: only the replies and their ends are learned. The first example of a row is learned
     alone, the others behind earlier ones, so that a model knows both the first question and those that follow. Each
     epoch deals the examples out in another order. A row has at most `seq_len` + 1 tokens.
+
+    restart: None, or an example is to see itself alone, and whether its positions restart as well.
     """
 
-    def __init__(self, examples: Sequence[tuple[list[int], int]], seq_len: int, heads: int, seed: int) -> None:
+    def __init__(
+        self, examples: Sequence[tuple[list[int], int]], seq_len: int, heads: int, seed: int,
+        restart: bool | None = None,
+    ) -> None:  # fmt: skip
         if not examples:
             raise UserError("no example left to train on; check that the records have replies and fit --seq-len")
         self.examples = examples
         self.seq_len = seq_len
         self.heads = heads
         self.seed = seed
+        self.restart = restart
         self._ends: dict[int, list[int]] = {}  # by batch size: the number of batches up to the end of each epoch
         self._dealt: tuple[int, list[list[int]]] = (-1, [])
 
@@ -234,15 +302,19 @@ class Examples:
         """Rows of examples as one batch, as long as the longest."""
         longest = max(sum(len(ids) for ids, _ in row) for row in rows)
         tokens = np.full((len(rows), longest), -1, np.int32)
-        answers = tokens.copy()
+        answers, begins = tokens.copy(), np.zeros(tokens.shape, bool)
         for r, row in enumerate(rows):
             start = 0
             for ids, prompt in row:
                 stop = start + len(ids)
                 tokens[r, start:stop] = ids
+                begins[r, start] = True
                 answers[r, start + prompt : stop] = ids[prompt:]
                 start = stop
-        return Batch(np.maximum(tokens[:, :-1], 0), shifted_targets(answers, longest - 1, self.heads))
+        documents = None if self.restart is None else Documents(starts_of(begins[:, :-1]), self.restart)
+        return Batch(
+            np.maximum(tokens[:, :-1], 0), shifted_targets(answers, longest - 1, self.heads), documents=documents
+        )
 
 
 class Shuffled:

@@ -80,18 +80,18 @@ states falsehoods fluently. Do not rely on anything it says."""
 def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
     """The model card of a checkpoint. weights: the type in which they are given away.
 
-    Raises UserError for a checkpoint of a version that did not note the machine.
+    Raises UserError for a checkpoint that lacks what a card needs; those of early versions did not note the machine.
     """
     meta = found.meta
     spec = find_model(meta.get("model", default_model()))
     config = spec.config.from_dict(meta["config"])
-    if "machine" not in meta:
-        raise UserError(f"{found.path} was made before runs noted what a card needs; train it again")
+    if not {"kind", "step", "settings", "elapsed", "machine", "data_hash"} <= meta.keys():
+        raise UserError(f"{found.path} lacks what a card needs, as do checkpoints of early versions; train it again")
     # A base that another program has made brings no settings.
     runs = [("pretrain", meta["base"])] if "settings" in meta.get("base", {}) else []
     runs.append((meta["kind"], meta))
     imported = "base" in meta and len(runs) == 1
-    built_in, tuned = not (imported or any(run["settings"]["data"] for _, run in runs)), meta["kind"] == "sft"
+    built_in, tuned = not (imported or any(_settings(*run).data for run in runs)), meta["kind"] == "sft"
     return CARD.format(
         name=spec.name, title=spec.title, summary=spec.summary or "A language model", weights=weights,
         size=f"{_parameters(found):,}",
@@ -124,8 +124,12 @@ def write_card(run: Path) -> Path:
     return path
 
 
+def _settings(kind: str, run: Mapping[str, Any]) -> Settings:
+    return RECIPES.get(kind, Settings).from_dict(run["settings"])
+
+
 def _learned_from(kind: str, run: Mapping[str, Any]) -> str:
-    named = ", ".join(run["settings"]["data"])
+    named = ", ".join(_settings(kind, run).data)
     head = f"{'Text' if kind == 'pretrain' else 'Instructions'}, by `recipes/{kind}.py`"
     rows = run.get("corpus")
     if not rows:
@@ -152,7 +156,7 @@ def _cell(value: Any) -> str:
 
 
 def _trained(kind: str, run: Mapping[str, Any], config: ModelConfig) -> str:
-    settings = RECIPES.get(kind, Settings).from_dict(run["settings"])
+    settings = _settings(kind, run)
     rows, length = settings.batch_size * settings.grad_accum, settings.seq_len or config.context
     told = f"{run['step']:,} steps in {run['elapsed']:,.0f} s on {run['machine']}"
     told += f": {run['tokens']:,} tokens" if "tokens" in run else ""

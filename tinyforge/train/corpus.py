@@ -17,9 +17,16 @@ from tinyforge.errors import UserError
 from tinyforge.registry import find_model
 from tinyforge.text import CharTokenizer, TextTokenizer, Tokenizer, WordPiece, load_tokenizer
 from tinyforge.text.shards import Part, Shards, is_shard_folder, separator_of
-from tinyforge.train.batches import MixedTokens, PackedTokens, check_ids, fingerprint
+from tinyforge.train.batches import (
+    ContinuedTokens,
+    DocumentMask,
+    MixedTokens,
+    PackedTokens,
+    check_ids,
+    fingerprint,
+)
 from tinyforge.train.data_parallel import Sharded, evaluate_heads
-from tinyforge.train.settings import PretrainSettings
+from tinyforge.train.settings import PretrainSettings, restarts
 
 NOT_STATED = "not stated"  # a licence
 CHARS = "chars"  # in place of a tokenizer's file
@@ -28,7 +35,8 @@ FEW_DOCUMENTS, FEW_BYTES = 50, 100_000  # of held-out text: below these, its fig
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out text of one source. bytes: of all of it, the source's weight in the overall figure."""
+    """Held-out text of one source. bytes: of the tokens that are predicted, all but the first; the source's weight in
+    the overall figure."""
 
     source: str
     windows: PackedTokens
@@ -41,7 +49,7 @@ class Corpus:
     row for each source that is read, from `summarise`, for the model's card."""
 
     tokenizer: TextTokenizer
-    batches: PackedTokens | MixedTokens
+    batches: PackedTokens | MixedTokens | ContinuedTokens
     tokens: int
     held_out: tuple[HeldOut, ...]
     opening: str
@@ -96,6 +104,8 @@ def find_shards(settings: PretrainSettings) -> Shards | None:
     text = [path for path in settings.data if path not in shards]
     if shards and text:
         raise UserError(f"--data: {shards[0]} holds token shards, {text[0]} does not; give the one or the other")
+    if settings.carry and shards:
+        raise UserError(f"--carry reads one text from end to end, {shards[0]} holds token shards; give text files")
     if settings.mix and not shards:
         raise UserError("--mix weighs the sources of token shards, --data names none; make some: python -m data.shards")
     return Shards([Path(path) for path in shards]) if shards else None
@@ -134,7 +144,7 @@ def open_corpus(shards: Shards, settings: PretrainSettings, seq_len: int, heads:
     """Verify the shards, and say what is read of them how often."""
     weights = mix_weights(settings.mix, shards)
     train = {name: shards.sequence(name, "train") for name in weights}
-    batches = MixedTokens(train, weights, seq_len, heads, settings.seed)
+    batches = MixedTokens(train, weights, seq_len, heads, settings.seed, document_mask(settings, shards.tokenizer))
     held_out = held_out_text(shards, settings, seq_len, heads)
     shards.verify(progress=sys.stderr.isatty())
     print(f"corpus: token shards in {', '.join(settings.data)}, every file checked")
@@ -161,9 +171,10 @@ def held_out_text(shards: Shards, settings: PretrainSettings, seq_len: int, head
     parts = []
     for source in shards.sources.values():
         ids = shards.sequence(source.name, "val")
-        if source.val.bytes and len(ids) > 1:
-            windows = PackedTokens(ids, min(seq_len, len(ids) - 1), heads, settings.seed)
-            parts.append(HeldOut(source.name, windows, source.val.bytes))
+        if size := predicted_bytes(ids[:], shards.tokenizer):
+            mask = document_mask(settings, shards.tokenizer)
+            windows = PackedTokens(ids, min(seq_len, len(ids) - 1), heads, settings.seed, mask)
+            parts.append(HeldOut(source.name, windows, size))
     if not parts:
         raise UserError(
             f"--data: {', '.join(settings.data)}: no held-out text, the split val, to measure on; make the corpus from "
@@ -172,11 +183,22 @@ def held_out_text(shards: Shards, settings: PretrainSettings, seq_len: int, head
     return tuple(parts)
 
 
+def document_mask(settings: PretrainSettings, tokenizer: TextTokenizer) -> DocumentMask | None:
+    """What --document-mask asks for: of text that is trained on, and of text that is measured on."""
+    restart = restarts(settings, find_model(settings.model))
+    return None if restart is None else DocumentMask(tokenizer.specials[separator_of(tokenizer)], restart)
+
+
 def pack(texts: Sequence[str], tokenizer: TextTokenizer) -> np.ndarray:
     """One stream of ids, each document followed by the separator."""
     end = np.array([tokenizer.specials[separator_of(tokenizer)]], np.int32)
     parts = [part for ids in tokenizer.encode_many(texts) for part in (ids, end)]
     return np.concatenate([end[:0], *parts], dtype=np.int32, casting="same_kind")
+
+
+def predicted_bytes(ids: np.ndarray, tokenizer: TextTokenizer) -> int:
+    """The bytes that a model is measured on: nothing comes before the first token, so it is not predicted."""
+    return int(tokenizer.byte_lengths[ids[1:]].sum())
 
 
 def byte_count(texts: Sequence[str]) -> int:
@@ -228,9 +250,10 @@ def corpus_of_text(
     print(f"tokenizer: {tokenizer.vocab_size} ids, {train.bytes / max(1, train.tokens - train.documents):.2f} bytes a "
           "token")  # fmt: skip
     print(f"training text: {train.bytes:,} bytes, {train.tokens:,} tokens; held out: {val.tokens:,} tokens")
-    data = PackedTokens(streams[0], seq_len, config.prediction_heads, settings.seed)
+    mask, made = document_mask(settings, tokenizer), (streams[0], seq_len, config.prediction_heads, settings.seed)
+    data = ContinuedTokens(*made, settings.batch_size) if settings.carry else PackedTokens(*made, mask)
     length = min(seq_len, max(1, len(streams[1]) - 1))
-    parts = (HeldOut("text", PackedTokens(streams[1], length, config.prediction_heads, settings.seed), 1),)
+    parts = (HeldOut("text", PackedTokens(streams[1], length, config.prediction_heads, settings.seed, mask), 1),)
     name, licence = ("text", NOT_STATED) if settings.data else ("the built-in world", "MIT")
     summary = (summarise(name, licence, 1.0, train, val),)
     return Corpus(tokenizer, data, train.tokens, parts, opening_of(held_out[0]), fingerprint(streams[0]), summary)

@@ -17,18 +17,22 @@ from tinyforge.ops.cross_entropy import sum_tokens
 from tinyforge.parallel import Group, part_of, send_object, start_group
 from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
-from tinyforge.train.objectives import LN2, Batch, Objective
+from tinyforge.train.objectives import LN2, Batch, Objective, likelihoods, with_terms
 
 
 class Model(Protocol):
-    """What training asks of a model: nll, (B, T, K), its gradient, and copies that share its weights."""
+    """What training asks of a model: nll, (B, T, K), or (nll, terms) where its config has `term_weights`; its gradient,
+    of the same form; and copies that share its weights.
+
+    documents: asked only of models that are registered with them.
+    """
 
     config: ModelConfig
     buffer: ParamBuffer
 
-    forward: Callable[..., Array]  # (ids, targets, whatever `Batch.more` has, stash=None)
+    forward: Callable[..., Any]  # (ids, targets, whatever `Batch.more` has, stash=None, and `documents` or `state`)
 
-    def backward(self, dnll: Array, stash: Stash) -> Any: ...
+    def backward(self, dnll: Any, stash: Stash) -> Any: ...
     def replica(self) -> Any: ...
     def ops(self) -> list[Op]: ...
     def flop_per_token(self, seq_len: int) -> float: ...
@@ -50,10 +54,16 @@ class Sharded:
     theirs at the same time. `backend.workers` says how many there are.
     """
 
-    def __init__(self, model: Model, backend: Backend, objective: Objective | None = None) -> None:
-        """objective: for `gradients`; `nll` needs none."""
-        self.model, self.backend, self.objective = model, backend, objective
-        self.group = start_group(backend.workers, partial(_follow, model, backend, objective))
+    def __init__(
+        self, model: Model, backend: Backend, objective: Objective | None = None, carried: int = 0
+    ) -> None:
+        """objective: for `gradients`, to which the model's own terms are added; `nll` needs none. carried: rows whose
+        state a recurrent model carries from batch to batch, `state`: (layers, 2, rows, C), in memory that all ranks
+        share; each writes its own rows."""
+        self.model, self.backend = model, backend
+        self.objective = with_terms(objective, model.config) if objective else None
+        self.state = backend.shared_zeros(model.state_shape(carried)) if carried else None  # type: ignore[attr-defined]
+        self.group = start_group(backend.workers, partial(_follow, model, backend, self.objective, self.state))
 
     def gradients(self, batches: Sequence[Batch], noise: Stream | None = None) -> Totals:
         """Set the model's gradients to those of the objective over all `batches`.
@@ -75,20 +85,20 @@ class Sharded:
 
     def _on_all_ranks(self, work: Callable[..., Array], *arguments: Any) -> Array:
         send_object(self.group, (work, arguments))
-        return work(self.group, self.model, self.backend, self.objective, *arguments)
+        return work(self.group, self.model, self.backend, self.objective, self.state, *arguments)
 
 
-def _follow(model: Model, backend: Backend, objective: Objective | None, group: Group) -> None:
+def _follow(model: Model, backend: Backend, objective: Objective | None, state: Array | None, group: Group) -> None:
     """A rank above 0: do what rank 0 does, with a replica."""
     replica = model.replica()
     while True:
         work, arguments = send_object(group)
-        work(group, replica, backend, objective, *arguments)
+        work(group, replica, backend, objective, state, *arguments)
 
 
 def _gradients(
-    group: Group, model: Model, backend: Backend, objective: Objective, batches: Sequence[Batch], counts: np.ndarray,
-    noise: Stream | None,
+    group: Group, model: Model, backend: Backend, objective: Objective, state: Array | None, batches: Sequence[Batch],
+    counts: np.ndarray, noise: Stream | None,
 ) -> Array:  # fmt: skip
     """Leave the sum of all ranks' gradients in the model's; returns the sums."""
     grads = model.buffer.grads
@@ -99,7 +109,7 @@ def _gradients(
         for number, whole in enumerate(batches):
             batch = _part(group, whole)
             stash = Stash(noise=noise and noise.fork(f"{number}/{group.rank}"))
-            nll = _forward(model, backend, batch, stash)
+            nll = forward(model, backend, batch, stash, state)
             sums, dnll = objective.weigh(nll, batch, counts, backend)
             if len(batch.ids):
                 model.backward(dnll, stash)
@@ -109,14 +119,15 @@ def _gradients(
     return total
 
 
-def _nll(group: Group, model: Model, backend: Backend, _: Objective | None, whole: Batch) -> Array:
+def _nll(group: Group, model: Model, backend: Backend, _: Objective | None, __: Array | None, whole: Batch) -> Array:
     with np.errstate(all="ignore"):
-        total = sum_tokens.bind(backend)(_forward(model, backend, _part(group, whole), None))
+        nll = likelihoods(forward(model, backend, _part(group, whole), None))
+        total = sum_tokens.bind(backend)(nll)
     group.all_reduce_(total)
     return total
 
 
-def _logits(group: Group, model: Any, backend: Backend, _: Objective | None, whole: Batch) -> Array:
+def _logits(group: Group, model: Any, backend: Backend, _: Objective | None, __: Array | None, whole: Batch) -> Array:
     found = backend.zeros((len(whole.ids), model.config.classes), backend.master_dtype)
     part = part_of(group.rank, group.size, len(whole.ids))
     batch = whole[part]
@@ -131,11 +142,22 @@ def _part(group: Group, batch: Batch) -> Batch:
     return batch[part_of(group.rank, group.size, len(batch.ids))]
 
 
-def _forward(model: Model, backend: Backend, batch: Batch, stash: Stash | None) -> Array:
-    """nll of a batch, which has no row where there are fewer rows than ranks."""
+def forward(
+    model: Model, backend: Backend, batch: Batch, stash: Stash | None, state: Array | None = None
+) -> Any:
+    """What the model gives for a batch, which has no row where there are fewer rows than ranks. state: what is carried,
+    of all rows."""
     if not len(batch.ids):
-        return backend.zeros(batch.targets.shape, backend.master_dtype)
-    return model.forward(*batch.inputs(backend), stash=stash)
+        nll, terms = backend.zeros(batch.targets.shape, backend.master_dtype), len(model.config.term_weights)
+        return (nll, backend.zeros((terms,), backend.master_dtype)) if terms else nll
+    options: dict[str, Any] = {}
+    if batch.documents is not None:
+        options["documents"] = batch.documents.on(backend)
+    if state is not None and batch.stream is not None:
+        options["state"] = state[:, :, batch.stream : batch.stream + len(batch.ids)]
+        if batch.anew:
+            options["state"].fill(0)
+    return model.forward(*batch.inputs(backend), stash=stash, **options)
 
 
 def evaluate_heads(sharded: Sharded, batches: Iterable[Batch], byte_lengths: np.ndarray) -> np.ndarray:

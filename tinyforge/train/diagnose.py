@@ -9,7 +9,7 @@ import numpy as np
 
 from tinyforge.op import Op, Stash
 from tinyforge.rng import Stream
-from tinyforge.train.data_parallel import Model
+from tinyforge.train.data_parallel import Model, forward
 from tinyforge.train.objectives import Batch, Objective
 
 
@@ -48,7 +48,7 @@ def first_nonfinite(
             # Instance attributes shadow the class's methods; they are removed again below.
             vars(op).update(forward=watched(op, "forward"), backward=watched(op, "backward"))
         stash = Stash(noise)
-        nll = model.forward(*batch.inputs(backend), stash=stash)
+        nll = forward(model, backend, batch, stash)
         model.backward(objective.weigh(nll, batch, counts, backend)[1], stash)
     except _NotFinite as found:
         return str(found)

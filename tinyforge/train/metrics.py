@@ -13,21 +13,23 @@ import numpy as np
 
 from tinyforge.backends.workers import worker_pids
 from tinyforge.errors import UserError
-from tinyforge.files import write_whole, written_whole
+from tinyforge.files import json_value, read_json, write_whole, written_whole
 
 NOISE = " +-"
 
 
 class Metrics:
-    """Appends to `out/metrics.jsonl`; a resumed run first drops the lines after the step it starts from."""
+    """Appends to `out/metrics.jsonl`; a resumed run first drops the rows after the step it starts from. All other
+    lines stay as they are, damaged ones too."""
 
     def __init__(self, out: Path, step: int) -> None:
         self.path = out / "metrics.jsonl"
-        rows = [row for row in read(self.path) if row["step"] <= step] if step else []
+        kept = [line for line, row in _lines(self.path) if row is None or row["step"] <= step] if step else []
         try:
             out.mkdir(parents=True, exist_ok=True)
             # A kill here must not lose the rows that no later step writes again.
-            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+            with written_whole(self.path) as partial:
+                partial.write_bytes(b"".join(line + b"\n" for line in kept))
         except OSError as error:
             raise cannot_write_in(out, error) from error
 
@@ -50,20 +52,28 @@ def cannot_write_in(out: Path, error: OSError) -> UserError:
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file. A last line without its end was cut by a kill, and is left out; other lines that are
     damaged are left out with a warning."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    rows, damaged = [], []
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-        else:
-            damaged.append(number)
-    if damaged:
-        print(f"warning: {path}: line {', '.join(map(str, damaged))} damaged, left out", file=sys.stderr)
-    return rows
+    rows = [row for _, row in _lines(path)]
+    if damaged := [number for number, row in enumerate(rows, start=1) if row is None]:
+        which = ", ".join(map(str, damaged[:5])) + f" and {len(damaged) - 5} more" * (len(damaged) > 5)
+        print(f"warning: {path}: line {which} damaged, left out", file=sys.stderr)
+    return [row for row in rows if row is not None]
+
+
+def _lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """Every whole line, and the row in it; None where it is damaged."""
+    if not path.is_file():
+        return []
+    return [(line, _row(line)) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json_value(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    return row if all(type(value) in (int, float) for value in row.values()) else None
 
 
 def save_scores(out: Path, step: int, scores: dict[str, float]) -> None:
@@ -84,11 +94,13 @@ def save_scores(out: Path, step: int, scores: dict[str, float]) -> None:
 def read_scores(out: Path, step: int) -> dict[str, float]:
     """What `save_scores` has written for `step`; nothing where it has not, or where the file cannot be read."""
     try:
-        scores = json.loads((out / "scores.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        scores = read_json(out / "scores.json", "the scores")
+    except UserError:
         return {}
     # Files of earlier versions name no step: they are taken as they are.
-    return scores if isinstance(scores, dict) and scores.pop("step", step) == step else {}
+    if scores.pop("step", step) != step:
+        return {}
+    return {name: score for name, score in scores.items() if type(score) in (int, float)}
 
 
 def plot(rows: Sequence[dict[str, Any]], target: Path) -> bool:
@@ -103,7 +115,7 @@ def plot(rows: Sequence[dict[str, Any]], target: Path) -> bool:
     import matplotlib.pyplot as plt
 
     rows = [row for row in rows if "tokens" in row]
-    train = [row for row in rows if "lr" in row]
+    train = [row for row in rows if "lr" in row and "loss" in row and "seconds" in row]
     held_out = [row for row in rows if "val_bits_per_byte" in row]
     if not train:
         return False
@@ -111,6 +123,7 @@ def plot(rows: Sequence[dict[str, Any]], target: Path) -> bool:
         2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(4, 1), layout="constrained"
     )
     measured = "bits_per_byte" if "bits_per_byte" in train[0] else "loss"  # an objective without text has no bytes
+    train = [row for row in train if measured in row]
     tokens, loss = [row["tokens"] / 1e6 for row in train], [row[measured] for row in train]
     top.plot(tokens, loss, color="0.75", linewidth=0.8, label="training, one step")
     smooth, average = [], loss[0]

@@ -10,17 +10,23 @@ have the same gradient.
         sums, dnll = objective.weigh(model.forward(ids, targets, stash), batch, counts)
         model.backward(dnll, stash)
     objective.figures(total of the sums, counts)["loss"]
+
+A model may add terms of its own to the loss, such as what balances a router: its config's `term_weights` names them,
+and forward gives (nll, terms). `WithTerms` puts an objective and such terms together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from tinyforge.backends import Backend
+from tinyforge.config import ModelConfig
 from tinyforge.kernel import Array
+from tinyforge.ops.attention import Documents
 from tinyforge.ops.cross_entropy import sum_tokens
 
 LN2 = float(np.log(2.0))
@@ -33,19 +39,28 @@ class Batch:
     ids: (B, T) int32, in range; of a model of images, (B, K, H, W) bytes. targets: (B, T, K) int32, -1 for none; of a
     model that predicts elsewhere than at every token, (B, M, K). weights: like targets, float, what each prediction
     weighs in the loss; None for 1. more: what else the model's forward takes, in its order: integers, B rows each.
+    documents: those that the rows hold, where none is to see another; without, a token sees all of its row before it.
+    stream: the rows continue those of the batch before, the first being row number `stream` of the model's carried
+    state; None for rows of their own. anew: they begin again, with a state of zeros.
     """
 
     ids: np.ndarray
     targets: np.ndarray
     weights: np.ndarray | None = None
     more: tuple[np.ndarray, ...] = ()
+    documents: Documents | None = None
+    stream: int | None = None
+    anew: bool = False
 
     def __getitem__(self, rows: slice) -> Batch:
         weights = None if self.weights is None else self.weights[rows]
-        return Batch(self.ids[rows], self.targets[rows], weights, tuple(array[rows] for array in self.more))
+        more = tuple(array[rows] for array in self.more)
+        documents = None if self.documents is None else self.documents[rows]
+        stream = None if self.stream is None else self.stream + rows.indices(len(self.ids))[0]
+        return Batch(self.ids[rows], self.targets[rows], weights, more, documents, stream, self.anew)
 
     def inputs(self, backend: Backend) -> tuple[Array, ...]:
-        """What the model's forward takes, on its backend."""
+        """What the model's forward takes, on its backend; `documents` and a carried state come as keywords."""
         return tuple(backend.asarray(array) for array in (self.ids, self.targets, *self.more))
 
 
@@ -55,7 +70,7 @@ class Objective(Protocol):
     def count(self, batch: Batch) -> np.ndarray:
         """What the loss is divided by, as a vector; added up over the step."""
 
-    def weigh(self, nll: Array, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Array, Array]:
+    def weigh(self, nll: Any, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Array, Any]:
         """nll: (B, T, K), of `batch`; counts: of the step. Returns the batch's share of the sums, a float64 vector on
         the device, and the gradient of the loss in nll: (B, T, K), or (K,) where it is the same for every token."""
 
@@ -139,3 +154,46 @@ class Classes(NextTokens):
     def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
         found = super().figures(sums, counts)
         return {**found, "likelihood": float(np.exp(-found["loss"]))}
+
+
+@dataclass(frozen=True)
+class WithTerms:
+    """loss = the objective's + sum_j term_weights[j] * t[j],   t[j] = the mean of term j over the batches of the step
+
+    The mean weighs a batch by its tokens. objective: what weighs the likelihoods. term_weights: by name; `figures` has
+    each term under its name, unweighted. A term is computed from the tokens that a pass sees together: of a step cut
+    into parts, each part's own counts. Unlike the rest of the loss, a term that is no sum over tokens therefore changes
+    with how a step is cut.
+    """
+
+    objective: Objective
+    term_weights: Mapping[str, float]
+
+    def count(self, batch: Batch) -> np.ndarray:
+        """The objective's counts, and behind them the tokens."""
+        return np.append(self.objective.count(batch), batch.ids.size)
+
+    def weigh(self, nll: Any, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Array, Any]:
+        """nll: what the model's forward gives, (nll, terms). sums: the objective's, and the terms times their share."""
+        likelihoods, terms = nll
+        share = batch.ids.size / counts[-1]
+        sums, dnll = self.objective.weigh(likelihoods, batch, counts[:-1], backend)
+        dterms = backend.asarray(share * np.array(list(self.term_weights.values())), backend.master_dtype)
+        return backend.xp.concatenate([sums, share * terms.astype(sums.dtype)]), (dnll, dterms)
+
+    def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+        last = len(sums) - len(self.term_weights)
+        found = self.objective.figures(sums[:last], counts[:-1])
+        terms = dict(zip(self.term_weights, sums[last:].tolist(), strict=True))
+        found["loss"] += sum(weight * terms[name] for name, weight in self.term_weights.items())
+        return found | terms
+
+
+def with_terms(objective: Objective, config: ModelConfig) -> Objective:
+    """The objective for a model of this config."""
+    return WithTerms(objective, config.term_weights) if config.term_weights else objective
+
+
+def likelihoods(result: Any) -> Array:
+    """nll, of what a model's forward gives: itself, or the first of (nll, terms)."""
+    return result[0] if isinstance(result, tuple) else result

@@ -15,6 +15,7 @@ from tinyforge.backends.phantom import METER, PhantomBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.op import Stash
+from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW
 from tinyforge.registry import ModelSpec
 from tinyforge.rng import Stream
@@ -49,11 +50,11 @@ def gib(count: int) -> str:
 
 def plan_step(
     spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: bool = False,
-    adapters: Adapters | None = None,
+    adapters: Adapters | None = None, restart: bool | None = None,
 ) -> Plan:  # fmt: skip
     """Run one step on arrays without memory and read the meter: what it takes on a GPU.
 
-    adapters: they are learned, and the model's own weights are frozen.
+    adapters: they are learned, and the model's own weights are frozen. restart: of --document-mask; None without.
     """
     start = METER.now
     METER.peak = start
@@ -63,12 +64,16 @@ def plan_step(
     weights = METER.now - start
     optimizer = AdamW(model.buffer, backend)
     ready = METER.now - start
-    inputs = [backend.zeros(shape, np.dtype(np.int32)) for shape in config.input_shapes(batch_size, seq_len)]
+    integers = np.dtype(np.int32)
+    inputs = [backend.zeros(shape, integers) for shape in config.input_shapes(batch_size, seq_len)]
     stash = Stash(Stream(0, "plan"))  # as in a run: dropout takes memory too
-    _nll = model.forward(*inputs, stash=stash)  # alive until the end of backward, as in a step
+    shape = (batch_size, seq_len)
+    masked = {} if restart is None else {"documents": Documents(backend.zeros(shape, integers), restart)}
+    _nll = model.forward(*inputs, stash=stash, **masked)  # alive until the end of backward, as in a step
     saved = METER.now - start - ready
-    # One number for each head, as `NextTokens` gives without weights.
-    model.backward(backend.zeros((config.prediction_heads,), backend.master_dtype), stash)
+    # One number for each head, as `NextTokens` gives without weights, and one for each term of the model's own.
+    dnll, terms = backend.zeros((config.prediction_heads,), backend.master_dtype), len(config.term_weights)
+    model.backward((dnll, backend.zeros((terms,), backend.master_dtype)) if terms else dnll, stash)
     _, factor = optimizer.clip(1.0)
     optimizer.step(1e-3, factor)
     return Plan(weights, ready - weights, saved, METER.peak - start)
@@ -76,20 +81,20 @@ def plan_step(
 
 def print_plan(
     spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: bool,
-    adapters: Adapters | None = None,
+    adapters: Adapters | None = None, restart: bool | None = None,
 ) -> None:  # fmt: skip
     print(f"a step of {batch_size} x {seq_len} tokens in {precision} on a GPU{', recomputing' if recompute else ''}:")
-    plan = plan_step(spec, config, precision, batch_size, seq_len, recompute, adapters)
+    plan = plan_step(spec, config, precision, batch_size, seq_len, recompute, adapters, restart)
     print(plan)
     if adapters:
-        whole = plan_step(spec, config, precision, batch_size, seq_len, recompute)
+        whole = plan_step(spec, config, precision, batch_size, seq_len, recompute, restart=restart)
         print(f"adapters of rank {adapters.rank}: {plan.peak / whole.peak:.2f} of the {gib(whole.peak)} that all "
               "weights need")  # fmt: skip
 
 
 def check_fits(
     spec: ModelSpec, config: ModelConfig, backend: Backend, batch_size: int, seq_len: int, recompute: bool = False,
-    adapters: Adapters | None = None,
+    adapters: Adapters | None = None, restart: bool | None = None,
 ) -> None:  # fmt: skip
     """Refuse, before anything is allocated, a run that would not fit into the free memory.
 
@@ -103,14 +108,14 @@ def check_fits(
         return
 
     def needed(rows: int, recompute: bool = recompute) -> int:
-        plan = plan_step(spec, config, backend.precision.name, rows, seq_len, recompute, adapters)
+        plan = plan_step(spec, config, backend.precision.name, rows, seq_len, recompute, adapters, restart)
         if place == "on the GPU":
             return plan.peak + OUTSIDE
         return plan.peak + (backend.workers - 1) * plan.moments // 2
 
     if needed(batch_size) <= free:
         return
-    low, high = 0, batch_size  # low fits, high does not
+    low, high = 0, batch_size if needed(1) <= free else 1  # low fits, high does not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if needed(middle) <= free else (low, middle)

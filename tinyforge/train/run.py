@@ -29,13 +29,15 @@ from tinyforge.optim import AdamW, AdamWConfig, learning_rate
 from tinyforge.params import load_named, named
 from tinyforge.report import took
 from tinyforge.rng import Stream
+from tinyforge.terminal import printable
 from tinyforge.train import metrics
 from tinyforge.train.data_parallel import Model, Sharded, Totals
 from tinyforge.train.diagnose import first_nonfinite
-from tinyforge.train.objectives import Batch, Objective
+from tinyforge.train.objectives import Batch, Objective, with_terms
 from tinyforge.train.settings import Settings
 
 FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and attention; no recomputation"
+CARRIED = "carried"  # the state that goes from batch to batch, beside the moments in a checkpoint
 OVERFITTED = 0.01  # share by which held-out text may end worse than it was
 
 
@@ -46,8 +48,9 @@ class Task:
     batches(step): the micro-batches of that step, a pure function. evaluate(sharded): figures on held-out data, with
     `val_bits_per_byte` among them where there are bytes. sample(): a few lines to show. meta: what else goes into
     meta.json; "kind", "model", "config" and "tokenizer_hash" at least, so that the checkpoint can be opened.
-    flop_per_token: for the share of the machine's peak that training reached. unit: what the speed counts, "tokens" or
-    "images", one of them a row of a batch; flop_per_token is that of a unit.
+    flop_per_token: for the share of the machine's peak that training reached. carried: rows whose state is carried from
+    batch to batch, see `Batch.stream`. unit: what the speed counts, "tokens" or "images", one of them a row of a batch;
+    flop_per_token is that of a unit.
     """
 
     model: Model
@@ -58,6 +61,7 @@ class Task:
     sample: Callable[[], str]
     meta: dict[str, Any]
     flop_per_token: float = 0.0
+    carried: int = 0
     unit: str = "tokens"
 
 
@@ -77,12 +81,17 @@ class Step:
 
 
 class Signals:
-    """Ctrl-C and SIGTERM ask the run to save and leave after the step; a second one ends the process at once."""
+    """Ctrl-C and SIGTERM ask the run to save and leave after the step; a second one ends the process at once.
+
+    waiting: not entered yet.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.waiting = True
 
     def __enter__(self) -> Signals:
+        self.waiting = False
         numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
         self._old = {number: signal.signal(number, self._note) for number in numbers}
         return self
@@ -103,8 +112,6 @@ def claimed(settings: Settings, resume: bool) -> Iterator[None]:
     A recipe claims its folder before it prepares anything: what is wrong shows at once. Raises UserError.
     """
     out = Path(settings.out)
-    if checkpoint.steps(out) and not resume:
-        raise UserError(f"{out} already holds a run; continue it with --resume, or choose another --out")
     with ExitStack() as held:
         try:
             held.enter_context(locked(out, leave_nothing=True))
@@ -112,6 +119,10 @@ def claimed(settings: Settings, resume: bool) -> Iterator[None]:
             raise UserError(f"{out}: another run is writing there; wait for it, or choose another --out") from None
         except OSError as error:
             raise metrics.cannot_write_in(out, error) from error
+        # Asked while the folder is held: a run that ends just now must not be taken for none.
+        if checkpoint.steps(out) and not resume:
+            raise UserError(f"{out} already holds a run; continue it with --resume, or choose another --out")
+        checkpoint.sweep(out)
         yield
 
 
@@ -127,7 +138,8 @@ class Run:
         self.task, self.settings, self.backend = task, settings, backend
         self.out = Path(settings.out)
         self.buffer = task.model.buffer
-        self.sharded = Sharded(task.model, backend, task.objective)
+        self.objective = with_terms(task.objective, task.model.config)
+        self.sharded = Sharded(task.model, backend, task.objective, task.carried)
         self.optimizer = AdamW(self.buffer, backend, AdamWConfig(weight_decay=settings.weight_decay))
         self.noise = Stream(settings.seed, "dropout")
         self.step, self.tokens = 0, 0
@@ -151,6 +163,13 @@ class Run:
         moments = found.optimizer()
         for prefix, flat in (("m.", self.optimizer.m), ("v.", self.optimizer.v)):
             load_named(self.buffer, flat, moments, self.backend, found.path, prefix)
+        state = self.sharded.state
+        if state is not None:
+            carried = moments.get(CARRIED)
+            if carried is None or carried.shape != state.shape:
+                got = "nothing" if carried is None else carried.shape
+                raise UserError(f"checkpoint {found.path}: {CARRIED} has {got}, the run wants {state.shape}")
+            state[...] = self.backend.asarray(carried, state.dtype)
         self.step = self.optimizer.step_count = found.meta["step"]
         self.tokens, self._before = found.meta.get("tokens", 0), found.meta["elapsed"]
         self._joules_before = found.meta.get("joules", 0.0)
@@ -186,13 +205,15 @@ class Run:
         self._bar = tqdm(total=self.settings.steps, initial=self.step, unit="step", dynamic_ncols=True,
                          mininterval=pace, maxinterval=pace)  # fmt: skip
         compile.on_load = self._loaded
-        with self.signals, self._bar, warnings.catch_warnings():
+        with ExitStack() as inside, self._bar, warnings.catch_warnings():
             # Each step is checked for numbers that are not finite, and the message names their source.
             warnings.simplefilter("ignore", RuntimeWarning)
             done = self.progress() >= 1.0
             self._began = time.perf_counter()
             while not done and not self.signals.received:
                 self.take_step()
+                if self.signals.waiting:  # until here nothing is lost: a signal has ended the process at once
+                    inside.enter_context(self.signals)
                 done = self.progress() >= 1.0
                 stopping = done or self.signals.received is not None
                 if stopping or any(self._every(n) for n in (
@@ -233,7 +254,7 @@ class Run:
 
     def _figures(self, taken: Step) -> tuple[dict[str, float], float]:
         """A step's figures and gradient norm; waits for the device. Raises UserError if they are not finite."""
-        found = self.task.objective.figures(self.backend.to_numpy(taken.totals.sums), taken.totals.counts)
+        found = self.objective.figures(self.backend.to_numpy(taken.totals.sums), taken.totals.counts)
         norm = float(taken.norm)
         if not (np.isfinite(found["loss"]) and np.isfinite(norm)):
             self._refuse_nonfinite(taken, found["loss"], norm)
@@ -278,6 +299,7 @@ class Run:
         return figures
 
     def _say(self, line: str) -> None:
+        line = printable(line)  # a sample is made of foreign text
         print(line) if self._bar is None else self._bar.write(line)
 
     def save(self) -> Path:
@@ -290,6 +312,8 @@ class Run:
                 f"step {self.step}: weight {bad} is not finite; {self._last_good()}. Try a lower --lr or --clip"
             )
         moments = named(buffer, self.optimizer.m, backend, "m.") | named(buffer, self.optimizer.v, backend, "v.")
+        if self.sharded.state is not None:
+            moments[CARRIED] = np.array(backend.to_numpy(self.sharded.state))
         meta = {
             **self.task.meta, "settings": self.settings.to_dict(), "elapsed": round(self.elapsed(), 3),
             "tokens": self.tokens,
@@ -308,6 +332,7 @@ class Run:
     def finish(self) -> Path:
         """Draw the curve and say how it went; after a signal leave the process."""
         last = self.last_saved or self.save()
+        checkpoint.prune(self.out, self.settings.keep)  # a kill after the last save has left that to us
         rows, picture = metrics.read(self.log.path), self.out / "loss.png"
         written = [last, self.log.path]
         resume = f"--resume --out {shlex.quote(str(self.out))}"
@@ -349,7 +374,7 @@ class Run:
             self._bar.close()
         noise = self.noise.fork(str(taken.number))
         sources = (
-            first_nonfinite(self.task.model, batch, self.task.objective, taken.totals.counts, noise.fork(f"{i}/0"))
+            first_nonfinite(self.task.model, batch, self.objective, taken.totals.counts, noise.fork(f"{i}/0"))
             for i, batch in enumerate(taken.batches)
         )
         source = next(filter(None, sources), "the sum of the gradients")

@@ -14,21 +14,22 @@ from the fields; a recipe's flags are its fields and no others.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self, TypeVar, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Generic, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from tinyforge import checkpoint
 from tinyforge.adapters import Adapters
-from tinyforge.backends import Backend, get_backend
+from tinyforge.backends import Backend, get_backend, gpu_is_there
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError
+from tinyforge.files import json_value, read_json, shown
 from tinyforge.optim.schedules import SCHEDULES
-from tinyforge.registry import default_classifier, default_model, find_model
+from tinyforge.registry import ModelSpec, default_classifier, default_model, find_model, models
 
 # What another value of a setting changes in a run: nothing that is learned; the last bits of it; what is learned.
 NOTHING, BITS, LEARNING = "nothing", "bits", "learning"
@@ -36,6 +37,9 @@ NOTHING, BITS, LEARNING = "nothing", "bits", "learning"
 NEVER, UNUSUAL, ALWAYS = "never", "unusual", "always"
 
 Check = Callable[[Any], str]  # what the value should have been; empty if it is good
+
+
+MOST = 10**15  # of any whole number: products of such numbers still fit the forecast
 
 
 def above_zero(value: float) -> str:
@@ -105,6 +109,9 @@ class Settings:
     batch_size: int = setting(8, "sequences a step and micro-batch", check=above_zero)
     grad_accum: int = setting(1, "micro-batches a step", check=above_zero)
     seq_len: int | None = setting(None, "tokens a sequence (default: the config's context)", check=above_zero)
+    document_mask: str | None = setting(None, "attention sees a token's own document or record alone; positions keep "
+                                        "counting along the row, or restart in each (default: the whole row before a "
+                                        "token is seen)", choices=("keep", "restart"))  # fmt: skip
     lr: float = setting(4e-3, "peak learning rate", check=above_zero, card=ALWAYS)
     schedule: str = setting("wsd", "learning-rate schedule", choices=tuple(SCHEDULES))
     lr_decay: float = setting(0.4, "the last share of the run, 0 to 1, in which the schedule wsd lowers the rate",
@@ -125,6 +132,8 @@ class Settings:
         """Raise UserError for a value that cannot be."""
         for f in fields(self):
             value, check = getattr(self, f.name), f.metadata["check"]
+            if type(value) is int and abs(value) > MOST:
+                raise UserError(f"{_flag(f)} is {shown(value, 30)}, wants at most {MOST:,}")
             if check and value is not None and (wanted := check(value)):
                 raise UserError(f"{_flag(f)} is {value}, wants {wanted}")
         if self.steps is None and self.minutes is None:
@@ -138,6 +147,10 @@ class Settings:
         """As a checkpoint has them: lists are tuples again, and what this version does not know is left out."""
         known = {f.name for f in fields(cls)}
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
+        types = get_type_hints(cls)
+        for name, value in values.items():
+            if not _is_a(value, types[name]):
+                raise UserError(f"settings of the checkpoint: {name} is {shown(value)}; use another checkpoint")
         return cls(**values)
 
     def differences(self, other: Settings) -> list[str]:
@@ -181,16 +194,24 @@ class ModelSettings(Settings):
     def check(self) -> None:
         super().check()
         config_of(self)
+        restarts(self, find_model(self.model))
 
 
 @dataclass(frozen=True)
 class PretrainSettings(ModelSettings):
-    """recipes/pretrain.py: the mix of its text."""
+    """recipes/pretrain.py: the mix of its text, and how its batches follow one another."""
 
     out: str = with_default("out", "runs/pretrain")
     steps: int | None = with_default("steps", 2800)
     mix: tuple[str, ...] = setting((), "shares of the shards' sources, e.g. --mix books=0.7 web=0.3 (default: by their "
                                    "tokens)", metavar="NAME=WEIGHT")  # fmt: skip
+    carry: bool = setting(False, "rows continue those of the batch before, and a recurrent model keeps its state")
+
+    def check(self) -> None:
+        super().check()
+        if self.carry and not hasattr(find_model(self.model).build, "state_shape"):
+            able = [name for name, spec in models().items() if hasattr(spec.build, "state_shape")]
+            raise UserError(f"--carry: {self.model} has no state to carry; use --model {' or '.join(able)}")
 
 
 @dataclass(frozen=True)
@@ -311,6 +332,17 @@ def _parser(kind: type[Settings], description: str, actions: Sequence[str], prog
     return p
 
 
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether what a checkpoint has stored for a field is of the field's type; an integer will do for a float."""
+    if isinstance(hint, UnionType):
+        return any(_is_a(value, kind) for kind in get_args(hint))
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(isinstance(v, str) for v in value)
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is hint if hint in (int, str, bool, NoneType) else True
+
+
 def _flag(f: Field[Any]) -> str:
     return f"--{f.name.replace('_', '-')}"
 
@@ -318,7 +350,9 @@ def _flag(f: Field[Any]) -> str:
 def _resumed(kind: type[S], given: dict[str, Any], out: Path) -> S:
     if not checkpoint.steps(out):
         raise UserError(f"--resume: nothing to resume in {out}; start the run without --resume")
-    stored = kind.from_dict(checkpoint.load(out).meta["settings"])
+    found = checkpoint.load(out)
+    checkpoint.require(found.path, found.meta, "settings", "elapsed")
+    stored = kind.from_dict(found.meta["settings"])
     for f in fields(kind):
         name = f.name
         if f.metadata["changes"] != NOTHING and name in given and getattr(stored, name) != given[name]:
@@ -326,6 +360,8 @@ def _resumed(kind: type[S], given: dict[str, Any], out: Path) -> S:
                 f"--resume: {_flag(f)} is {given[name]!r}, the run in {out} has {getattr(stored, name)!r}; "
                 f"drop {_flag(f)}, or start a new run with another --out"
             )
+    if not gpu_is_there():  # the run was begun on another machine
+        stored = replace(stored, device=None)
     return replace(stored, **{**given, "out": str(out)})
 
 
@@ -340,13 +376,7 @@ def config_of(settings: ModelSettings) -> ModelConfig:
         path = Path(settings.config)
         if not path.is_file():
             raise UserError(f"--config: {settings.config!r} is not a preset ({', '.join(spec.presets)}) or a file")
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"--config: cannot read {path} as JSON: {error}; check the file") from error
-        if not isinstance(values, dict):
-            raise UserError(f"--config: {path} holds a {type(values).__name__}, wants an object of the config's fields")
-        config = spec.config.from_dict(values)
+        config = spec.config.from_dict(read_json(path, "--config", fix="check the file"))
     return with_fields(config, settings.set)
 
 
@@ -359,10 +389,18 @@ def with_fields(config: ModelConfig, items: Sequence[str]) -> ModelConfig:
             changes[key] = value
             continue
         try:
-            changes[key] = json.loads(value)
+            changes[key] = json_value(value)
         except ValueError as error:
             raise UserError(f"--set: {item!r} wants KEY=VALUE with a number, e.g. --set dim=192") from error
     return config.override(changes)
+
+
+def restarts(settings: Settings, spec: ModelSpec) -> bool | None:
+    """Of --document-mask: None without it, else whether positions restart. Raises UserError where the model cannot."""
+    if settings.document_mask is not None and not spec.documents:
+        able = ", ".join(known.name for known in models().values() if known.documents)
+        raise UserError(f"--document-mask: {spec.name} does not keep documents apart; drop the flag, or use {able}")
+    return None if settings.document_mask is None else settings.document_mask == "restart"
 
 
 def sequence_length(config: ModelConfig, asked: int | None) -> int:

@@ -1,0 +1,31 @@
+"""The sizes of an LSTM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinyforge.config import ModelConfig
+from tinyforge.errors import UserError
+
+
+@dataclass(frozen=True)
+class Config(ModelConfig):
+    """dim: size of an embedding, and of each layer's h and c. layers. dropout: rate in training, on what a layer reads
+    and what the last one gives, never along time. reset: the id of a token behind which a text begins, with a state of
+    0; -1 for none. context: longest sequence; the model itself has no limit."""
+
+    dim: int = 110
+    layers: int = 2
+    dropout: float = 0.0
+    reset: int = -1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("dim", "layers")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"config: dropout is {self.dropout}, wants 0 to below 1")
+        if not -1 <= self.reset < self.vocab:
+            raise UserError(f"config: reset is {self.reset}, wants an id below vocab {self.vocab}, or -1 for none")
+
+
+PRESETS = {"char": Config(vocab=65), "wide": Config(dim=512, layers=2, dropout=0.2, vocab=65)}

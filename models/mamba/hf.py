@@ -1,0 +1,65 @@
+"""Mamba in Hugging Face's names and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from models.mamba.config import Config
+from tinyforge.layout import Entry, require, setting
+
+PREFIX = "backbone."
+IGNORED = r"(?!)"  # nothing
+
+
+def read_config(given: Mapping[str, Any]) -> Config:
+    require(given, "hidden_act", "silu")
+    require(given, "use_bias", False)
+    require(given, "use_conv_bias", True)
+    require(given, "tie_word_embeddings", True)
+    dim, rank = setting(given, "hidden_size", int), given.get("time_step_rank")
+    channels = setting(given, "intermediate_size", int, setting(given, "expand", int, 2) * dim)
+    return Config(
+        dim=dim,
+        layers=setting(given, "num_hidden_layers", int),
+        expand=channels // max(dim, 1),
+        state=setting(given, "state_size", int, 16),
+        taps=setting(given, "conv_kernel", int, 4),
+        rank=0 if rank in (None, "auto") else setting(given, "time_step_rank", int),
+        context=setting(given, "max_position_embeddings", int, 2048),  # theirs has no limit; it was trained on 2,048
+        vocab=setting(given, "vocab_size", int),
+        norm_eps=setting(given, "layer_norm_epsilon", float, 1e-5),
+    )
+
+
+def write_config(config: Config) -> dict[str, Any]:
+    c = config
+    return {
+        "architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_act": "silu", "hidden_size": c.dim,
+        "num_hidden_layers": c.layers, "expand": c.expand, "intermediate_size": c.channels, "state_size": c.state,
+        "conv_kernel": c.taps, "time_step_rank": c.step_rank, "vocab_size": c.vocab, "layer_norm_epsilon": c.norm_eps,
+        "use_bias": False, "use_conv_bias": True, "tie_word_embeddings": True, "max_position_embeddings": c.context,
+    }  # fmt: skip
+
+
+def entries(config: Config) -> Iterator[Entry]:
+    c = config
+    channels, rank = c.channels, c.step_rank
+    yield Entry("backbone.embeddings.weight", (c.vocab, c.dim), "embedding.weight")
+    for i in range(c.layers):
+        ours, theirs = f"blocks.{i}", f"backbone.layers.{i}"
+        yield Entry(f"{theirs}.norm.weight", (c.dim,), f"{ours}.norm.weight")
+        for name, shape, place in (
+            ("A_log", (channels, c.state), "scan.a_log"), ("D", (channels,), "scan.skip"),
+            ("conv1d.weight", (channels, 1, c.taps), "conv.weight"), ("conv1d.bias", (channels,), "conv.bias"),
+            ("in_proj.weight", (2 * channels, c.dim), "input.weight"),
+            ("x_proj.weight", (rank + 2 * c.state, channels), "select.weight"),
+            ("dt_proj.weight", (channels, rank), "step.weight"), ("dt_proj.bias", (channels,), "scan.bias"),
+            ("out_proj.weight", (c.dim, channels), "out.weight"),
+        ):  # fmt: skip
+            yield Entry(f"{theirs}.mixer.{name}", shape, f"{ours}.{place}")
+    yield Entry("backbone.norm_f.weight", (c.dim,), "final_norm.weight")
+
+
+def left_out(config: Config) -> str:
+    return ""

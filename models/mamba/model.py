@@ -1,0 +1,195 @@
+"""Mamba, forward and backward. Read `hidden` and `forward`, then `backward` beside them from the bottom up.
+
+What differs from GPT-2 and Llama: a block has one half, not two, and in place of attention a convolution over a few
+positions and a recurrence over all of them. What generation needs of the past has a constant size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from models.mamba.config import Config
+from tinyforge.backends import Backend
+from tinyforge.infer.cache import StateCache
+from tinyforge.kernel import Array
+from tinyforge.op import Op, Param, Stash
+from tinyforge.ops import AddRMSNorm, CausalConv, Embedding, Linear, LinearCrossEntropy, RMSNorm, SelectiveScan
+from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.rng import Stream
+
+STEP_MIN, STEP_MAX = 1e-3, 1e-1  # where the step sizes dt start
+
+
+class Block:
+    """One layer: out(scan(u, delta, B, C, z)), with (u', z) = input(h), u = conv(u'), (low, B, C) = select(u) and
+    delta = step(low)."""
+
+    def __init__(self, config: Config, layer: int, backend: Backend) -> None:
+        c, channels, at = config, config.channels, f"blocks.{layer}"
+        self.splits = (c.step_rank, c.step_rank + c.state)
+
+        def linear(name: str, rows: int, columns: int, scale: float = 1.0) -> Linear:
+            weight = Param(f"{at}.{name}.weight", (rows, columns), std=scale * (3 * columns) ** -0.5)
+            return Linear(weight, backend, f"{at}.{name}")
+
+        def vector(name: str, fill: float = 0.0) -> Param:
+            return Param(f"{at}.{name}", (channels,), fill=fill, decay=False)
+
+        self.input = linear("input", 2 * channels, c.dim)
+        kernel = Param(f"{at}.conv.weight", (channels, 1, c.taps), std=(3 * c.taps) ** -0.5)
+        self.conv = CausalConv(kernel, vector("conv.bias"), backend, f"{at}.conv")
+        self.select = linear("select", c.step_rank + 2 * c.state, channels)
+        self.step = linear("step", channels, c.step_rank)
+        a_log = Param(f"{at}.scan.a_log", (channels, c.state), decay=False)
+        self.scan = SelectiveScan(a_log, vector("scan.skip", 1.0), vector("scan.bias"), backend, f"{at}.scan")
+        self.out = linear("out", c.dim, channels, c.layers**-0.5)  # keeps the stream's variance from growing
+
+    def forward(
+        self, h: Array, stash: Stash | None, recompute: Callable[[], Array] | None, tail: Array, state: Array
+    ) -> Array:
+        uz = self.input.forward(h, stash, recompute=recompute)  # (B, T, 2 E)
+        channels = uz.shape[-1] // 2
+        u = self.conv.forward(uz[..., :channels], stash, tail=tail)  # (B, T, E)
+        selected = self.select.forward(u, stash)  # (B, T, R + 2 N)
+        first, second = self.splits
+        low, b, c = selected[..., :first], selected[..., first:second], selected[..., second:]
+        delta = self.step.forward(low, stash)  # (B, T, E)
+        y = self.scan.forward(u, delta, b, c, uz[..., channels:], stash, state=state)  # (B, T, E)
+        return self.out.forward(y, stash)
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        dy = self.out.backward(dy, stash)  # (B, T, E)
+        (batch, length, channels), (first, second) = dy.shape, self.splits
+        duz = self.out.backend.empty((batch, length, 2 * channels))
+        du, ddelta, db, dc, _ = self.scan.backward(dy, stash, out=duz[..., channels:])
+        dselected = self.out.backend.empty((batch, length, self.select.weight.shape[0]))
+        dselected[..., :first] = self.step.backward(ddelta, stash)
+        dselected[..., first:second], dselected[..., second:] = db, dc
+        du += self.select.backward(dselected, stash)
+        self.conv.backward(du, stash, out=duz[..., :channels])
+        return self.input.backward(duz, stash)
+
+    def ops(self) -> list[Op]:
+        return [self.input, self.conv, self.select, self.step, self.scan, self.out]
+
+
+class Mamba(Op):
+    """nll[b, t, 0] = -log p(targets[b, t, 0] | tokens 0..t of row b), 0 where the target is -1
+
+    ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). The stream starts as the embedding; a block adds to it
+    once, x = x + block(norm(x)); then a final norm, and the embedding again as the output head. recompute: compute the
+    norms' results again in backward instead of keeping them. Handing in `values` shares another model's weights.
+
+    Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023).
+    """
+
+    prediction_heads = 1
+    per_head = True
+
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
+        super().__init__(backend)
+        self.config, self.recompute = config, recompute
+        table = Param("embedding.weight", (config.vocab, config.dim), std=0.02)
+        self.embedding = Embedding(table, backend, "embedding")
+        self.blocks = [Block(config, i, backend) for i in range(config.layers)]
+        # A norm before the first block, and one at each joint behind a block, the last of them the final norm.
+        names = [f"blocks.{i}.norm" for i in range(config.layers)] + ["final_norm"]
+        gains = [Param(f"{name}.weight", (config.dim,), fill=1.0, decay=False) for name in names]
+        self.first_norm = RMSNorm(gains[0], backend, config.norm_eps, names[0])
+        self.joints = [
+            AddRMSNorm(gain, backend, config.norm_eps, name) for gain, name in zip(gains[1:], names[1:], strict=True)
+        ]
+        self.head = LinearCrossEntropy(table, backend, "head")
+        self.buffer = ParamBuffer(self.params(), backend, values)
+
+    def initialise(self, seed: int) -> None:
+        """A = -1 .. -N in every channel; steps dt between STEP_MIN and STEP_MAX, their logarithms uniform."""
+        self.buffer.initialise(Stream(seed, "init"))
+        rates = np.log(np.arange(1, self.config.state + 1))
+        span = np.log(STEP_MAX / STEP_MIN)
+        for block in self.blocks:
+            scan = block.scan
+            drawn = Stream(seed, "init").fork(scan.bias.name).uniform((self.config.channels,))
+            step = STEP_MIN * np.exp(span * drawn)
+            self.buffer.set_master(scan.a_log, np.broadcast_to(rates, scan.a_log.shape))
+            self.buffer.set_master(scan.bias, step + np.log(-np.expm1(-step)))  # softplus of this is the step
+        self.buffer.publish()
+
+    def replica(self) -> Mamba:
+        """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
+        return Mamba(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
+
+    def hidden(self, ids: Array, stash: Stash | None = None, *, cache: StateCache | None = None) -> Array:
+        """(B, T) ids to the final-normed stream, (B, T, C). With a cache, the ids follow what it has seen."""
+        x = self.embedding.forward(ids, stash)
+        h = self.first_norm.forward(x, stash)
+        normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
+        for i, (block, joint) in enumerate(zip(self.blocks, self.joints, strict=True)):
+            tail, state = cache.states[i] if cache else (None, None)
+            delta = block.forward(h, stash, partial(normed, x) if self.recompute else None, tail, state)
+            x, h = joint.forward(x, delta, stash)
+            normed = joint.normed
+        if cache:
+            cache.length += ids.shape[1]
+        return h
+
+    def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Array:
+        return self.head.forward(self.hidden(ids, stash), targets, stash)
+
+    def backward(self, dy: Array, stash: Stash) -> None:
+        dh, _ = self.head.backward(dy, stash)
+        # The stream ends at the final norm: nothing else reads it.
+        dx: Array | None = None
+        for block, joint in zip(reversed(self.blocks), reversed(self.joints), strict=True):
+            dx, ddelta = joint.backward((dx, dh), stash)
+            dh = block.backward(ddelta, stash)
+        dx = self.first_norm.backward(dh, stash, residual=dx)
+        self.embedding.backward(dx, stash)
+
+    def logits(self, h: Array, head: int = 0) -> Array:
+        """(..., V) from the final-normed stream."""
+        return self.head.logits(h, head)
+
+    def make_cache(self, batch: int, capacity: int) -> StateCache:
+        """Per block the last inputs of its convolution and the state of its scan. The capacity does not matter."""
+        c, zeros, wide = self.config, self.backend.zeros, self.backend.master_dtype
+        return StateCache(
+            [(zeros((batch, c.taps - 1, c.channels)), zeros((batch, c.channels, c.state), wide)) for _ in self.blocks]
+        )
+
+    def fused_weights(self) -> None:
+        """None: the fused decoders take the Llama shape."""
+
+    def flop_per_token(self, seq_len: int) -> float:
+        """Floating-point operations of a training step, per token: 6 for each parameter that is multiplied with, the
+        embedding counted once, as the output head; 3 times the scan's forward, 6 for each number of its states (the
+        decay counted as one). No recomputation."""
+        c = self.config
+        return 6 * self.buffer.count + 3 * 6 * c.layers * c.channels * c.state
+
+    def ops(self) -> list[Op]:
+        """Every op, in the order of forward."""
+        pairs = zip(self.blocks, self.joints, strict=True)
+        return [self.embedding, self.first_norm, *(op for b, j in pairs for op in (*b.ops(), j)), self.head]
+
+    def params(self) -> list[Param]:
+        return list(dict.fromkeys(p for op in self.ops() for p in op.params()))
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        # Numbers large enough that the gradients of the step sizes are not lost beside the loss.
+        shapes = (
+            (Config(dim=8, layers=2, state=3, context=9, vocab=11, norm_eps=0.1), 2, 9),
+            (Config(dim=5, layers=1, expand=3, state=2, taps=3, rank=2, context=7, vocab=3), 3, 5),
+            (Config(dim=7, layers=1, expand=1, state=2, taps=1, context=2, vocab=5, norm_eps=0.1), 2, 2),
+            (Config(dim=6, layers=1, state=2, context=40, vocab=7, norm_eps=0.1), 1, 35),
+        )
+        for config, batch, length in shapes:
+            model = with_buffer(cls(config, backend), backend, rng, std=0.6)
+            ids = rng.integers(0, config.vocab, (batch, length))
+            targets = rng.integers(-1, config.vocab, (batch, length, 1))
+            yield model, (backend.asarray(ids), backend.asarray(targets))

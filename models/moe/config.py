@@ -1,0 +1,59 @@
+"""The sizes of a mixture of experts: NanoEuler's presets with experts, and Mixtral's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from models.llama.config import Config as LlamaConfig
+from models.nanoeuler.config import MultiToken
+from tinyforge.errors import UserError
+
+
+@dataclass(frozen=True)
+class Config(MultiToken, LlamaConfig):
+    """The shape of a MoE: that of a Llama, but for
+
+    experts: SwiGLU layers of width `hidden` in each block, of which every token passes through `active`. mtp_heads,
+    mtp_weights: output heads, as in NanoEuler; Mixtral has one. balance, router_z: what the router's two losses weigh
+    (see tinyforge/ops/router_losses.py); with both 0 they are not computed.
+    """
+
+    dim: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    layers: int = 4
+    context: int = 128
+    hidden: int = 172
+    tied: bool = False
+    experts: int = 8
+    active: int = 2
+    mtp_heads: int = 4
+    mtp_weights: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125)
+    balance: float = 0.01
+    router_z: float = 0.001
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("experts", "active")
+        if self.active > self.experts:
+            raise UserError(f"config: active is {self.active}, wants at most the {self.experts} experts")
+        if self.tied and self.mtp_heads > 1:
+            raise UserError(f"config: a tied head is one, mtp_heads is {self.mtp_heads}; use tied=false or mtp_heads=1")
+        if min(self.balance, self.router_z) < 0:
+            raise UserError(f"config: balance {self.balance}, router_z {self.router_z}; wants 0 or more")
+
+    @property
+    def term_weights(self) -> dict[str, float]:
+        weights = {"balance": self.balance, "router_z": self.router_z}
+        return weights if any(weights.values()) else {}
+
+
+PRESETS = {
+    # NanoEuler's sizes: two experts of half the width are as many multiplications for a token as its one layer.
+    "small": Config(),
+    "base": Config(dim=768, heads=12, kv_heads=4, layers=16, context=512, vocab=4096, hidden=1024),
+    "Mixtral-8x7B": Config(
+        dim=4096, heads=32, kv_heads=8, layers=32, context=32768, vocab=32000, hidden=14336, rope_theta=1000000.0,
+        mtp_heads=1, mtp_weights=(1.0,), balance=0.02, router_z=0.0,
+    ),
+}  # fmt: skip

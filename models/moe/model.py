@@ -1,0 +1,145 @@
+"""A mixture of experts, forward and backward: Llama's block with many feed-forward layers in the place of one.
+
+Read `trunk` and `forward`, then `backward` beside them from the bottom up. The attention half of a block is Llama's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from models.llama.block import STD, AttentionHalf, residual_std
+from models.llama.model import LlamaLike
+from models.moe.config import Config
+from tinyforge.backends import Backend
+from tinyforge.infer.cache import KVCache
+from tinyforge.kernel import Array
+from tinyforge.op import Op, Param, Stash
+from tinyforge.ops import MixtureOfExperts, RouterLosses
+from tinyforge.ops.attention import Documents
+from tinyforge.params import with_buffer
+
+
+class Block(AttentionHalf):
+    """One layer: x = x + attention(norm1(x));   x = x + experts(norm2(x))."""
+
+    def __init__(self, config: Config, layer: int, backend: Backend) -> None:
+        super().__init__(config, layer, backend)
+        c, at = config, f"blocks.{layer}"
+        self.experts = MixtureOfExperts(
+            Param(f"{at}.gate.weight", (c.experts, c.dim), std=STD),
+            Param(f"{at}.gate_up.weight", (c.experts, 2 * c.hidden, c.dim), std=STD),
+            Param(f"{at}.down.weight", (c.experts, c.dim, c.hidden), std=residual_std(c.layers)),
+            c.active, backend, f"{at}.experts",
+        )  # fmt: skip
+
+    def ops(self) -> list[Op]:
+        """In the order of forward."""
+        e = self.experts
+        return [*self.attend_ops(), e.gate, e.router, e, self.next_norm]
+
+
+class MoE(LlamaLike):
+    """nll[b, t, k] = -log p(token t+1+k | tokens 0..t), 0 where there is no target;  terms = (balance, z)
+
+    ids: (B, T) int32; targets: (B, T, K) int32, -1 for none; nll: (B, T, K). terms: (2,), the router's losses over all
+    layers; where the config gives them no weight, forward returns nll alone. Block, with h = norm2(x):
+        x = x + out(attention(rope(qkv(norm1(x)))));   x = x + sum over the chosen experts e of w_e down_e(gate_up_e(h))
+    then a final norm and K output heads. recompute, values: as of Llama.
+
+    Source: Jiang et al., "Mixtral of Experts" (2024).
+    """
+
+    block = Block
+    config: Config
+
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
+        shape = (config.mtp_heads, config.vocab, config.dim)
+        heads = None if config.tied else Param("heads.weight", shape, std=STD)
+        self.losses = RouterLosses(config.active, backend, "router_losses") if config.term_weights else None
+        super().__init__(config, config, heads, backend, values, recompute)
+
+    def trunk(
+        self, ids: Array, stash: Stash | None, cache: KVCache | None = None, documents: Documents | None = None
+    ) -> tuple[Array, list[Array]]:
+        """ids: (B, T) to the final-normed stream, (B, T, C), and usage and starts of each layer's router in turn."""
+        x = self.embedding.forward(ids, stash)
+        h = self.first_norm.forward(x, stash)
+        normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
+        used: list[Array] = []
+        for i, block in enumerate(self.blocks):
+            x, h = block.attend(
+                x, h, stash, normed=normed if self.recompute else None, cache=cache.layer(i) if cache else None,
+                offset=cache.length if cache else 0, starts=documents.starts if documents else None,
+            )  # fmt: skip
+            again = partial(block.norm2.normed, x) if self.recompute else None
+            f, usage, starts = block.experts.forward(h, stash, recompute=again)  # (B, T, C), (E + 1,), (E + 1,)
+            x, h = block.next_norm.forward(x, f, stash)
+            normed = block.next_norm.normed
+            used += [usage, starts]
+        if cache:
+            cache.advance(ids.shape[1])
+        return h, used
+
+    def hidden(
+        self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None,
+        documents: Documents | None = None,
+    ) -> Array:  # fmt: skip
+        return self.trunk(ids, stash, cache, documents)[0]
+
+    def forward(
+        self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents | None = None
+    ) -> Any:
+        h, used = self.trunk(ids, stash, documents=documents)
+        if self.losses is None:
+            return self.heads.forward(h, targets, stash)
+        terms = self.losses.forward(*used, stash=stash)
+        return self.heads.forward(h, targets, stash), terms
+
+    def backward(self, dy: Any, stash: Stash) -> None:
+        dnll, dterms = (dy, None) if self.losses is None else dy
+        dh, _ = self.heads.backward(dnll, stash)
+        if self.losses is None:
+            dusage = self.backend.zeros((self.config.experts + 1,), self.backend.master_dtype)
+        else:
+            dusage = self.losses.backward(dterms, stash)[0]  # of every layer
+        # The stream ends at the final norm: nothing else reads it.
+        dx: Array | None = None
+        for block in reversed(self.blocks):
+            dx, df = block.next_norm.backward((dx, dh), stash)
+            dh = block.experts.backward((df, dusage, None), stash)
+            dx, dh = block.attend_backward(dx, dh, stash)
+        dx = self.first_norm.backward(dh, stash, residual=dx)
+        self.embedding.backward(dx, stash)
+
+    def fused_weights(self) -> None:
+        """None: the fused decoders take layers without experts."""
+
+    def flop_per_token(self, seq_len: int) -> float:
+        """As of Llama, with the experts that a token passes through alone."""
+        c = self.config
+        idle = c.layers * (c.experts - c.active) * 3 * c.hidden * c.dim
+        return super().flop_per_token(seq_len) - 6 * idle
+
+    def ops(self) -> list[Op]:
+        *trunk, heads = super().ops()
+        return [*trunk, self.losses, heads] if self.losses else [*trunk, heads]
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        shapes = (
+            (Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=6, experts=5, mtp_heads=3,
+                    mtp_weights=(1, 1, 1)), 2, 9),
+            (Config(dim=12, heads=3, kv_heads=1, head_dim=6, layers=1, context=9, vocab=5, hidden=7, experts=3,
+                    active=1, mtp_heads=1, mtp_weights=(1,), tied=True, window=3), 3, 5),
+            (Config(dim=4, heads=1, kv_heads=1, layers=1, context=1, vocab=3, hidden=3, experts=2, mtp_heads=1,
+                    mtp_weights=(1,), norm_eps=0.1, balance=0.0, router_z=0.0), 3, 1),
+        )  # fmt: skip
+        for config, batch, length in shapes:
+            model = with_buffer(cls(config, backend), backend, rng, std=0.2)
+            ids = rng.integers(0, config.vocab, (batch, length))
+            targets = rng.integers(-1, config.vocab, (batch, length, config.mtp_heads))
+            yield model, (backend.asarray(ids), backend.asarray(targets))

@@ -1,0 +1,176 @@
+"""What `make fuzz` and `make chaos` have found, one test each."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import corpus_report
+from data.download import Downloader, Patience
+from data.files import zip_members
+from data.source import Document, SourceWriter, read_source
+from recipes import pretrain, sft
+from tests.fuzz.seeds import mend_checkpoint, sentencepiece, small_model
+from tinyforge import checkpoint
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError
+from tinyforge.hub import load, load_pretrained, pretrained, save_pretrained
+from tinyforge.params import named
+from tinyforge.text.command import read_ids
+from tinyforge.train.run import claimed
+from tinyforge.train.settings import PretrainSettings, parse
+
+
+def fault_of(call: object, *arguments: object) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*arguments)  # type: ignore[operator]
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_member_without_a_name(tmp_path: Path) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("a", "text")
+    data = bytearray(packed.getvalue())
+    # The length of the name, and the name itself, in the archive's directory.
+    at = data.index(b"PK\x01\x02")
+    data[at + 28 : at + 30] = struct.pack("<H", 0)
+    del data[at + 46]
+    end = data.index(b"PK\x05\x06")
+    data[end + 12 : end + 16] = struct.pack("<I", end - at)
+    (tmp_path / "a.zip").write_bytes(data)
+    assert [member.name for member in zip_members(tmp_path / "a.zip")] == [""]
+
+
+def test_a_file_name_that_no_system_takes(tmp_path: Path) -> None:
+    with SourceWriter(tmp_path / "source", "mine", "MIT") as writer:
+        writer.add(Document("1", "some text"))
+    path = tmp_path / "source" / "source.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["parquet"][0]["file"] = "x" * 5000
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert "is missing, but source.json lists it" in fault_of(read_source, tmp_path / "source")
+
+
+@pytest.mark.parametrize("header", [b"{'descr': '<u2', (", b"\xff", b"'" * 3, b"9" * 5000])
+def test_a_header_of_npy_that_python_cannot_parse(header: bytes) -> None:
+    good = io.BytesIO()
+    np.save(good, np.arange(3, dtype=np.uint16))
+    data = good.getvalue()[:8] + struct.pack("<H", len(header)) + header
+    assert "a damaged .npy file" in fault_of(read_ids, data, "ids.npy")
+
+
+def test_a_report_of_no_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_report, "read_outcomes", lambda corpus: [])
+    monkeypatch.setattr(corpus_report, "_query", lambda corpus, sql: [])
+    assert "All sources" in corpus_report.render(tmp_path)
+
+
+def test_a_config_that_is_not_that_of_the_weights_takes_no_memory(tmp_path: Path) -> None:
+    tokenizer = sentencepiece()
+    model = small_model("llama", tokenizer.vocab_size)
+    weights = named(model.buffer, model.buffer.masters, model.backend)
+    config = model.config.to_dict() | {"vocab": 1 << 24, "dim": 1 << 16, "head_dim": 1 << 16}
+    meta = {"kind": "pretrain", "model": "llama", "config": config, "tokenizer_hash": tokenizer.hash()}
+    checkpoint.save(tmp_path, 1, weights, {"m": np.zeros(1)}, tokenizer, meta, keep=0)
+    # Built for real this takes 2 ** 40 numbers.
+    assert "the model wants" in fault_of(load, tmp_path, get_backend("numpy", "fp32", workers=1))
+
+
+@pytest.mark.parametrize(
+    ("lost", "call"),
+    [
+        ("kind", lambda run: checkpoint.load(run)),
+        ("step", lambda run: checkpoint.load(run)),
+        ("config", lambda run: checkpoint.load(run)),
+        ("settings", lambda run: parse(PretrainSettings, "", ["--resume", "--out", str(run)])),
+        ("elapsed", lambda run: parse(PretrainSettings, "", ["--resume", "--out", str(run)])),
+        ("base", lambda run: sft.main(["--resume", "--out", str(run)])),
+    ],
+)
+def test_meta_data_that_lack_something(tmp_path: Path, lost: str, call: Callable[[Path], object]) -> None:
+    tokenizer = sentencepiece()
+    model = small_model("llama", tokenizer.vocab_size)
+    weights = named(model.buffer, model.buffer.masters, model.backend)
+    meta = {"kind": "sft", "model": "llama", "config": model.config.to_dict(), "tokenizer_hash": tokenizer.hash(),
+            "elapsed": 1.0, "settings": PretrainSettings().to_dict(), "base": {}}  # fmt: skip
+    path = checkpoint.save(tmp_path / "run", 1, weights, {"m": np.zeros(1)}, tokenizer, meta, keep=0) / "meta.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    del content[lost]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    mend_checkpoint(tmp_path)
+    assert f"meta.json has no '{lost}'; use another checkpoint" in fault_of(call, tmp_path / "run")
+
+
+def test_a_context_that_no_model_has() -> None:
+    config = small_model("llama", 300).config
+    assert "context is 16,777,216, wants at most 1,048,576" in fault_of(config.override, {"context": 1 << 24})
+
+
+# --- by chaos ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_kill_between_the_files_of_a_download(tmp_path: Path) -> None:
+    """After the renaming, before its state is removed: the next run finds the file, and must clear the rest."""
+    (tmp_path / "a.txt").write_bytes(b"text")
+    digest = "982d9e3eb996f559e633f4d194def3761d909f5a3b647d1a851fead67c32c9d1"
+    record = {"url": "http://127.0.0.1:9/a.txt", "bytes": 4, "sha256": digest}
+    (tmp_path / "a.txt.json").write_text(json.dumps(record), encoding="utf-8")
+    (tmp_path / "a.txt.part.json").write_text("{}", encoding="utf-8")
+    downloader = Downloader(Patience(attempts=1, timeout=0.1), progress=False)
+    assert downloader.fetch("http://127.0.0.1:9/a.txt", tmp_path / "a.txt").sha256 == digest
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "a.txt.json"]
+
+
+def test_a_kill_while_the_last_old_checkpoint_is_removed(tmp_path: Path) -> None:
+    """No save follows that would remove it."""
+    doomed = tmp_path / "run" / ".partial-step-00000001"
+    doomed.mkdir(parents=True)
+    (doomed / "meta.json").write_text("{}", encoding="utf-8")
+    with claimed(PretrainSettings(out=str(tmp_path / "run")), resume=True):
+        assert not doomed.exists()
+
+
+def test_a_kill_between_the_last_save_and_the_removal_of_older_ones(tmp_path: Path) -> None:
+    """The run has taken all its steps: resumed, it saves nothing more."""
+    (tmp_path / "text.txt").write_text("It was the best of times. " * 200, encoding="utf-8")
+    out = tmp_path / "run"
+    flags = "--steps 2 --save-every 1 --batch-size 2 --workers 1 --backend numpy --set dim=16 heads=2 kv_heads=1 " \
+            "layers=1 hidden=24 context=16 mtp_heads=1 vocab=260".split()  # fmt: skip
+    pretrain.main(["--data", str(tmp_path / "text.txt"), "--out", str(out), "--keep", "1", *flags])
+    shutil.copytree(out / "step-00000002", out / "step-00000001")
+    pretrain.main(["--resume", "--out", str(out)])
+    assert [path.name for path in checkpoint.steps(out)] == ["step-00000002"]
+
+
+def test_a_kill_between_a_model_and_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of llama2.c: what is there already is refused, so the model must be the last that is written."""
+    tokenizer, target = sentencepiece(), tmp_path / "model.bin"
+    model = small_model("llama", tokenizer.vocab_size)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for function in (pretrained.llama2c, pretrained.tokenizers):
+        name = next(n for n in ("write_file", "write_for_llama2c") if hasattr(function, n))
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(function, name, killed)
+            save_pretrained(model, tokenizer, target)
+    save_pretrained(model, tokenizer, target)
+    assert load_pretrained(target, model.backend)[1].hash() == tokenizer.hash()
+
+
+def test_a_model_that_the_format_cannot_hold_leaves_no_tokenizer(tmp_path: Path) -> None:
+    tokenizer = sentencepiece()
+    model = small_model("llama", tokenizer.vocab_size, norm_eps=1e-3)
+    assert "llama2.c's format has rms_norm_eps" in fault_of(save_pretrained, model, tokenizer, tmp_path / "model.bin")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,338 @@
+"""A hundred mistyped or hostile invocations: exit status 2, one line, within two seconds, and nothing is written."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from data.world import documents
+from recipes import pretrain
+from tinyforge.errors import run_command
+from tinyforge.text import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 2.0
+SCRIPTS = ("pretrain", "sft", "classify", "evaluate", "ablation")
+MODULES = {
+    "chat": "tinyforge.chat", "nanoeuler": "models.nanoeuler.chat", "inspect": "tinyforge.inspect",
+    "gradcheck": "tinyforge.gradcheck", "doctor": "tinyforge.doctor", "convert": "tinyforge.hub.convert",
+    "text": "tinyforge.text.command", "local": "data.local", "gutenberg": "data.gutenberg", "world": "data.world",
+    "fineweb": "data.fineweb_edu", "tinystories": "data.tinystories", "alpaca": "data.alpaca", "corpus": "data.corpus",
+    "shards": "data.shards",
+}  # fmt: skip
+SHAPE = "dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=96 vocab=280"
+
+INVOCATIONS = """
+    pretrain --stpes 5
+    pretrain --steps five
+    pretrain --steps 0
+    pretrain --steps -3
+    pretrain --steps 1e3
+    pretrain --minutes nan
+    pretrain --minutes inf --steps 3
+    pretrain --lr nan
+    pretrain --lr inf
+    pretrain --lr -1
+    pretrain --batch-size 0
+    pretrain --batch-size 5000000
+    pretrain --batch-size 1000000000000
+    pretrain --batch-size 99999999999999999999999999
+    pretrain --grad-accum 0
+    pretrain --seq-len 100000
+    pretrain --workers 0
+    pretrain --workers -1
+    pretrain --keep -2
+    pretrain --schedule cosin
+    pretrain --out ''
+    pretrain --out=
+    pretrain --out text.txt
+    pretrain --out text.txt/run
+    pretrain --out run
+    pretrain --data ''
+    pretrain --data absent.txt
+    pretrain --data 'no
+such
+error: file'
+    pretrain --data empty.txt
+    pretrain --data text.txt --encoding punycode
+    pretrain --data text.txt --encoding klingon
+    pretrain --data text.txt --encoding hex
+    pretrain --data text.txt --encoding ''
+    pretrain --data text.txt --tokenizer bomb.json
+    pretrain --data text.txt --tokenizer doubling.json
+    pretrain --data text.txt --tokenizer absent.json
+    pretrain --device 3
+    pretrain --device two
+    pretrain --backend abacus
+    pretrain --precision fp7
+    pretrain --config absent
+    pretrain --config deep.json
+    pretrain --config bomb.json
+    pretrain --config /dev/null
+    pretrain --set rope_theta=NaN
+    pretrain --set rope_theta=0
+    pretrain --set rope_theta=-1
+    pretrain --set rope_theta=Infinity
+    pretrain --set norm_eps=0
+    pretrain --set dim=1e9
+    pretrain --set dim=99999999999999999999999999
+    pretrain --set dim=4000000000
+    pretrain --set layers=0
+    pretrain --set layers=1000000000
+    pretrain --set dim=16777216 layers=40
+    pretrain --set context=16777216
+    pretrain --set vocab=9000000
+    pretrain --set mtp_heads=100000
+    pretrain --seed 99999999999999999999999
+    pretrain --set vocab=-5
+    pretrain --set layers
+    pretrain --set heads=3
+    pretrain --mix a=1
+    pretrain --model gpt9
+    pretrain --resume --out absent
+    pretrain --resume --out run --lr 1
+    sft --base absent
+    sft --base ''
+    sft --base text.txt
+    sft --base run --data deep.json
+    sft --base run --data bomb.json
+    sft --base run --data text.txt
+    sft --base run --out run --data good.json
+    sft --base run --max-reply 0
+    sft --base run --batch-size 1000000000000 --data good.json
+    sft --resume --out text.txt
+    pretrain --model vit
+    pretrain --model bert --carry
+    pretrain --model bert --document-mask keep
+    sft --base run --document-mask never
+    classify --lr nan
+    classify --batch-size 1000000000000
+    classify --model gpt2
+    classify --model lenet
+    classify --card
+    classify --document-mask keep
+    classify --set dim=63
+    classify --base absent
+    classify --base run
+    classify --data absent.jsonl
+    classify --data text.txt
+    classify --data bad.jsonl
+    classify --data bad.csv
+    classify --data good.json --test absent.csv
+    classify --data labels.csv --tokenizer bomb.json
+    classify --data labels.csv --test bad.csv
+    classify --data labels.csv labels.csv
+    classify --model vit
+    classify --model vit --data nothing
+    classify --model vit --data labels.csv
+    classify --resume --out run
+    evaluate --checkpoint absent
+    evaluate --checkpoint run --device 3
+    evaluate --checkpoint run --prompts 0
+    evaluate --checkpoint run --json absent/a.json
+    evaluate --checkpoint run --json nothing
+    evaluate --checkpoint run --data absent.txt
+    evaluate --checkpoint broken
+    ablation
+    ablation --arm nonsense
+    ablation --arm 'a:' --arm 'b: --lr nan' -- --steps 1
+    ablation --arm 'a:' --arm 'b:' --seeds 0
+    ablation --arm 'a: --out x' --arm 'b:'
+    chat --checkpoint absent --prompt hi
+    chat --checkpoint broken --prompt hi
+    chat --checkpoint run --prompt ''
+    chat --checkpoint run --prompt hi --temperature nan
+    chat --checkpoint run --prompt hi --temperature -1
+    chat --checkpoint run --prompt hi --top-p 2
+    chat --checkpoint run --prompt hi --max-tokens 0
+    chat --checkpoint run --prompt hi --drafts -1
+    chat --checkpoint run --prompt hi --backend abacus
+    chat --checkpoint run --promt hi
+    nanoeuler --checkpoint text.txt --prompt hi
+    inspect
+    inspect '' --checkpoint run
+    inspect hello --checkpoint run --top 0
+    inspect hello --checkpoint run --out a.docx
+    inspect hello --checkpoint absent
+    gradcheck --op nonsense
+    gradcheck --backend abacus
+    gradcheck absent.module
+    doctor --what
+    convert
+    convert absent DST
+    convert run run
+    convert run text.txt --format huggingface
+    convert text.txt DST
+    convert run DST --format pickle
+    text
+    text train text.txt --vocab-size 10 --out t.json
+    text train text.txt --vocab-size 99999 --out t.json
+    text train absent.txt --vocab-size 300 --out t.json
+    text train text.txt --vocab-size 300 --out absent/t.json
+    text train text.txt --vocab-size 300 --out ''
+    text encode --tokenizer bomb.json text.txt
+    text encode --tokenizer deep.json text.txt
+    text decode --tokenizer mine.json text.txt
+    text decode --tokenizer mine.json huge.ids
+    text inspect --tokenizer mine.json hello --token 99999
+    local absent --out DST
+    local text.txt --out DST --name ../up
+    local text.txt --out DST --encoding punycode
+    local text.txt --out ''
+    local text.txt --out text.txt
+    local empty.txt --out DST
+    local slip.zip --out DST
+    local text.txt
+    gutenberg absent --out DST
+    gutenberg text.txt --out DST
+    gutenberg slip.zip --out DST
+    gutenberg --numbers 0 --out DST
+    gutenberg --base-url ftp://a --out DST
+    gutenberg --base-url 'http://a
+b' --out DST
+    fineweb --out DST --bytes many
+    fineweb --out DST --rows 0
+    fineweb --out DST --base-url nonsense
+    tinystories --out DST --base-url file:///etc
+    world --n -1
+    world --split test
+    alpaca deep.json --out DST
+    alpaca bomb.json --out DST
+    alpaca absent.json --out DST
+    alpaca slip.zip --out DST
+    alpaca --out DST --base-url gopher://a
+    corpus absent --out DST
+    corpus nothing --out DST
+    corpus nothing --out DST --val-share 2
+    corpus nothing --out DST --val-share books=many
+    corpus nothing --out DST --max-bytes 3
+    corpus nothing --out DST --memory-limit lots
+    corpus nothing --out DST --workers 0
+    corpus nothing --out text.txt
+    corpus report nothing
+    shards --corpus nothing --out DST
+    shards --corpus absent --out DST
+    shards --corpus nothing --out DST --vocab-size 300 --tokenizer mine.json
+    shards --corpus nothing --out DST --workers 0
+    shards --out DST
+"""
+
+
+def invocations() -> Iterator[str]:
+    """A line each, and those that a quoted line break continues."""
+    held = ""
+    for line in INVOCATIONS.strip().split("\n"):
+        held = f"{held}\n{line}" if held else line.strip()
+        if held.count("'") % 2 == 0:
+            yield held
+            held = ""
+
+
+LINES = list(invocations())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the invocations name: good files and bad ones, a run, and one that is broken."""
+    path = tmp_path_factory.mktemp("invocations")
+    text = "\n".join(documents("train", 40))
+    record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    doubling = [[97, 97], *([256 + n, 256 + n] for n in range(60))]
+    files: dict[str, bytes] = {
+        "text.txt": text.encode(), "empty.txt": b"", "deep.json": b"[" * 100_000,
+        "bomb.json": b'{"dim": ' + b"9" * 100_000 + b"}", "good.json": json.dumps([record] * 20).encode(),
+        "huge.ids": b"9" * 100_000, "bad.jsonl": b"[" * 100_000, "bad.csv": b"text,label\nfine,\n",
+        "labels.csv": b"text,label\ngood,1\nbad,0\n" * 10,
+    }  # fmt: skip
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    (path / "nothing").mkdir()
+    mine = Tokenizer.train([text[:3000]], 280, progress=False)
+    mine.save(path / "mine.json")
+    content = json.loads((path / "mine.json").read_text(encoding="utf-8"))
+    (path / "doubling.json").write_text(json.dumps(content | {"merges": doubling}), encoding="utf-8")
+    with zipfile.ZipFile(path / "slip.zip", "w") as archive:
+        archive.writestr("../../slipped.txt", "x" * 999)
+    before = os.getcwd()
+    os.chdir(path)
+    try:
+        flags = f"--set {SHAPE} --batch-size 2 --workers 1 --data text.txt --steps 1 --tokenizer mine.json --out"
+        for name in ("run", "broken"):
+            pretrain.main([*flags.split(), name])
+    finally:
+        os.chdir(before)
+    next((path / "broken").glob("step-*/meta.json")).write_text("[]", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[Path, bytes | None]:
+    """What is in the folder before any invocation."""
+    return contents(folder)
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def main_of(program: str) -> Callable[[list[str]], int | None]:
+    return importlib.import_module(f"recipes.{program}" if program in SCRIPTS else MODULES[program]).main
+
+
+def test_there_are_a_hundred_and_every_command_has_some() -> None:
+    assert len(LINES) >= 100 and len(set(LINES)) == len(LINES)
+    assert {line.split()[0] for line in LINES} == {*SCRIPTS, *MODULES}
+
+
+@pytest.mark.parametrize("line", LINES, ids=ascii)
+def test_in_this_process(
+    line: str, folder: Path, whole: dict[Path, bytes | None], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(folder)
+    program, *flags = shlex.split(line)
+    main = main_of(program)
+    began, clock = time.process_time(), time.perf_counter()
+    with pytest.raises(SystemExit) as left:
+        run_command(lambda: main(flags))
+    seconds, shown = time.process_time() - began, capsys.readouterr().err
+    check(left.value.code, shown, seconds)  # processor time: the tests of other processes are not this one's fault
+    assert time.perf_counter() - clock < 10 * SECONDS  # but what sleeps or waits is
+    assert contents(folder) == whole
+
+
+def check(status: object, shown: str, seconds: float) -> None:
+    assert status == 2, shown
+    assert shown.startswith("error: ") and shown.count("\n") == 1 and shown.endswith("\n") and len(shown) < 3000, shown
+    assert shown.rstrip("\n").isprintable()
+    assert seconds < SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", LINES, ids=ascii)
+def test_as_a_user_types_it(line: str, folder: Path, whole: dict[Path, bytes | None]) -> None:
+    program, *flags = shlex.split(line)
+    where = {"text": "tinyforge.text", "convert": "tinyforge.hub"}.get(program, MODULES.get(program, ""))
+    command = [str(ROOT / "recipes" / f"{program}.py")] if program in SCRIPTS else ["-m", where]
+    if program == "convert":
+        command.append("convert")
+    usage = os.times()
+    done = subprocess.run(
+        [sys.executable, *command, *flags], cwd=folder, capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    now = os.times()
+    # Processor time: the tests of other processes are not this one's fault.
+    check(done.returncode, done.stderr, now.children_user + now.children_system - usage.children_user
+          - usage.children_system)  # fmt: skip
+    assert contents(folder) == whole

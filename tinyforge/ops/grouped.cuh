@@ -1,0 +1,28 @@
+// What the grouped products share: which expert, and which of its rows, a block works on.
+
+#include "ops/common.cuh"
+
+// The rows of all experts are cut into tiles of `size`, each expert's last one shorter. Finds tile number `tile`: its
+// expert and rows `first` to `stop`, where the expert's rows end. False past the last tile: there are fewer than a
+// launch, which does not know the starts, allows for. Called by whole warps of a block of one dimension.
+__device__ __forceinline__ bool find_tile(
+    int tile, const int *starts, int experts, int size, int &expert, int &first, int &stop
+) {
+    const int lane = threadIdx.x % 32;
+    int before = 0;
+    for (int base = 0; base < experts; base += 32) {
+        const int mine = base + lane;
+        const int from = mine < experts ? starts[mine] : 0, to = mine < experts ? starts[mine + 1] : 0;
+        const int tiles = ceil_div(to - from, size), left = before + sum_before(tiles);
+        const u32 found = __ballot_sync(~0u, left <= tile && tile < left + tiles);
+        if (found) {
+            const int winner = __ffs(found) - 1;
+            expert = base + winner;
+            first = __shfl_sync(~0u, from + (tile - left) * size, winner);
+            stop = __shfl_sync(~0u, to, winner);
+            return true;
+        }
+        before = __shfl_sync(~0u, left + tiles, 31);
+    }
+    return false;
+}

@@ -1,0 +1,95 @@
+"""The router of a mixture of experts: which experts a token goes to, and how much each of them counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend, wide
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Stash
+from tinyforge.ops.softmax import softmax_fwd
+
+
+@kernel
+def router_fwd(logits: Array, active: int) -> tuple[Array, Array, Array]:
+    """weights and chosen: (..., active); usage: (E + 1,), see `TopKRouter`."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    # A stable sort of the negated logits: of equal experts the first is chosen.
+    chosen = np.argsort(-rows, axis=-1, kind="stable")[:, :active]
+    weights = softmax_fwd(np.take_along_axis(rows, chosen, axis=-1))
+    lse = _log_sum_exp(rows)
+    usage = np.append(np.exp(rows - lse[:, None]).sum(axis=0), (lse * lse).sum())
+    shape = (*logits.shape[:-1], active)
+    return weights.reshape(shape), chosen.astype(np.int32).reshape(shape), usage.astype(rows.dtype)
+
+
+@router_fwd.on("phantom")
+def router_fwd_memory(logits: Array, active: int) -> tuple[Array, Array, Array]:
+    shape, sums = (*logits.shape[:-1], active), wide(logits.dtype)
+    return empty(shape, sums), empty(shape, np.dtype(np.int32)), empty((logits.shape[-1] + 1,), sums)
+
+
+@kernel
+def router_bwd(dweights: Array, dusage: Array, logits: Array, weights: Array, chosen: Array) -> Array:
+    rows = logits.reshape(-1, logits.shape[-1])
+    lse = _log_sum_exp(rows)[:, None]
+    p = np.exp(rows - lse)
+    # All logits of a token move its probabilities and its log-sum-exp, which every expert's share of them sees ...
+    dlogits = p * (dusage[:-1] - (p @ dusage[:-1])[:, None]) + 2 * dusage[-1] * lse * p
+    # ... and those of the chosen move the weights, a softmax among themselves.
+    active = weights.shape[-1]
+    w, dw = weights.reshape(-1, active), dweights.reshape(-1, active)
+    at = (np.arange(len(rows))[:, None], chosen.reshape(-1, active))
+    dlogits[at] += w * (dw - (w * dw).sum(axis=-1, keepdims=True))
+    return dlogits.reshape(logits.shape)
+
+
+@router_bwd.on("phantom")
+def router_bwd_memory(dweights: Array, dusage: Array, logits: Array, weights: Array, chosen: Array) -> Array:
+    return empty(logits.shape, logits.dtype)
+
+
+def _log_sum_exp(rows: Array) -> Array:
+    top = rows.max(axis=-1)
+    return top + np.log(np.exp(rows - top[:, None]).sum(axis=-1))
+
+
+class TopKRouter(Op):
+    """p = softmax(z);  of each token the `active` experts with the largest p, their p divided by its sum over them
+
+    logits z: (..., E). Returns weights w (..., k), in the precision of sums; chosen (..., k) int32, the most likely
+    first, of equal ones the one with the smaller number; usage (E + 1,): for each expert the sum of p over the tokens,
+    and behind them the sum of logsumexp(z)^2: what `RouterLosses` is made of.
+
+    Saves z, weights and chosen. backward, with upstream gradients dw and du (that of chosen is not read):
+        dz_e = p_e (du_e - sum_i du_i p_i) + 2 du_E logsumexp(z) p_e,  and w_j (dw_j - sum_i dw_i w_i) if e is choice j
+
+    Sources: Shazeer et al., "Outrageously Large Neural Networks" (2017); Jiang et al., "Mixtral of Experts" (2024).
+    """
+
+    kernels = (router_fwd, router_bwd)
+
+    def __init__(self, active: int, backend: Backend, name: str = "") -> None:
+        super().__init__(backend, name)
+        self.active = active
+
+    def forward(self, logits: Array, stash: Stash | None = None) -> tuple[Array, Array, Array]:
+        weights, chosen, usage = self.k.router_fwd(logits, self.active)
+        if stash is not None:
+            stash.push(self, logits, weights, chosen)
+        return weights, chosen, usage
+
+    def backward(self, dy: tuple[Array, Any, Array], stash: Stash) -> Array:
+        dweights, _, dusage = dy
+        return self.k.router_bwd(dweights, dusage, *stash.pop(self))
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for shape, active in (((2, 3, 5), 2), ((7, 8), 3), ((4, 1), 1), ((6, 3), 3), ((0, 4), 2)):
+            # Steps of a third between a token's experts: no finite difference changes which are chosen.
+            logits = rng.permuted(np.broadcast_to(np.arange(shape[-1]) / 3, shape), axis=-1)
+            yield cls(active, backend), (backend.asarray(logits + 0.1 * rng.random(shape)),)
