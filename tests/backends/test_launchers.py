@@ -34,10 +34,10 @@ pytest.importorskip("cupy", reason="launchers need CuPy, not a GPU")
 pytest.importorskip("ml_dtypes")
 
 LAUNCHERS = (
-    "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.cross_entropy", "ops.dropout", "ops.embedding",
-    "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora", "ops.mixture", "ops.positions",
-    "ops.rmsnorm", "ops.rope", "ops.router", "ops.router_losses", "ops.rows", "ops.softmax", "ops.swiglu",
-    "ops.swiglu_linear", "optim.adamw",
+    "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.causal_conv", "ops.cross_entropy", "ops.dropout",
+    "ops.embedding", "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora", "ops.lstm",
+    "ops.mixture", "ops.positions", "ops.rmsnorm", "ops.rope", "ops.router", "ops.router_losses", "ops.rows",
+    "ops.selective_scan", "ops.softmax", "ops.swiglu", "ops.swiglu_linear", "optim.adamw",
 )  # fmt: skip
 NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32}
 SCALARS = {"double": "float64", "float": "float32", "bf16": "bfloat16"}
@@ -95,6 +95,8 @@ class Launches:
     @staticmethod
     def parameters(file: str, entry: str, macros: dict[str, Any]) -> list[str]:
         text = kernels.read(file)
+        if sizes := re.search(r"#define SIZES ((?:.*\\\n)*.*)", text):  # what several entries take
+            text = text.replace("SIZES", sizes[1].replace("\\\n", " "))
         for option in ("BAND", "DOCS", "DROP", "RESTART"):  # #define BAND_ARGUMENTS , i64 back, i64 forth
             defined = re.search(rf"#define {option}_ARGUMENTS (.*)", text)
             added = defined[1] if defined and option in macros else ""
