@@ -23,12 +23,17 @@ class UserError(Exception):
 class Parser(argparse.ArgumentParser):
     """argparse's parser, but a wrong flag is a `UserError`, where argparse prints the usage, its error, and exits.
 
-    So is an empty value: an empty path would be the current folder, which nobody means by it.
+    So is an empty value: an empty path would be the current folder, which nobody means by it. takes_text: a word without
+    a flag is text, which may be empty.
     """
+
+    takes_text = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         given = sys.argv[1:] if args is None else list(args)
         for before, word in zip(["", *given], given, strict=False):
+            if self.takes_text and not word and not before.startswith("--"):
+                continue
             if not word or (word.startswith("--") and word.endswith("=")):
                 flag = word[:-1] or before
                 self.error(f"{f'argument {flag}' if flag.startswith('--') else 'an argument'} is empty, wants a value")
@@ -36,6 +41,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{' '.join(message.split())}; see {self.prog} --help")
+
+
+class TextParser(Parser):
+    """A parser that takes a text as a word of its own."""
+
+    takes_text = True
 
 
 def run_command(main: Callable[[], int | None]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from tinyforge.backends import get_backend
-from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.errors import TextParser, UserError, run_command
 from tinyforge.hub import add_checkpoint_flag, load, trained_model
 from tinyforge.infer.trace import trace
 from tinyforge.terminal import printable
@@ -77,7 +77,7 @@ def plot_attention(tokenizer: TextTokenizer, ids: Sequence[int], attention: Sequ
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
+    parser = TextParser(
         prog="python -m tinyforge.inspect", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

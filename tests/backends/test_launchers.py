@@ -96,6 +96,8 @@ class Launches:
     @staticmethod
     def parameters(file: str, entry: str, macros: dict[str, Any]) -> list[str]:
         text = kernels.read(file)
+        if sizes := re.search(r"#define SIZES ((?:.*\\\n)*.*)", text):  # what several entries take
+            text = text.replace("SIZES", sizes[1].replace("\\\n", " "))
         for option in ("BAND", "DOCS", "DROP", "RESTART"):  # #define BAND_ARGUMENTS , i64 back, i64 forth
             defined = re.search(rf"#define {option}_ARGUMENTS (.*)", text)
             added = defined[1] if defined and option in macros else ""

@@ -190,7 +190,7 @@ def test_faults(tokenizer_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["train", str(tmp_path / "none"), *train], "none: No such file"),
         (["train", tokenizer_file, "--vocab-size", "9", "--out", out], "got vocab_size 9"),
         (["train", str(bad), "--vocab-size", "260", "--out", str(tmp_path / "no" / "x")], "is not a folder"),
-        (["train", tokenizer_file, *train, "--special", ""], "none empty"),
+        (["train", tokenizer_file, *train, "--special", ""], "--special is empty"),
         (["encode", str(tmp_path), *use], "Is a directory"),
         (["encode", str(bad), "--tokenizer", str(bad)], "is not UTF-8"),
         (["encode", str(bad), *use, "--out", str(tmp_path / "no" / "x")], "is not a folder"),

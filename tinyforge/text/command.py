@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinyforge.errors import Parser, UserError
+from tinyforge.errors import TextParser, UserError
 from tinyforge.files import written_whole
 from tinyforge.text.bpe import Tokenizer
 from tinyforge.text.load import load_tokenizer
@@ -45,7 +45,7 @@ PLAIN = "\x1b[0m"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
+    parser = TextParser(
         prog="python -m tinyforge.text", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
