@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from data.files import escape_glob, read_file
-from data.world import KINDS, instructions
+from data.world import instructions
 from tinyforge.errors import UserError
 from tinyforge.files import json_value
 from tinyforge.rng import Stream
@@ -251,9 +251,11 @@ def read_columns(path: Path, wanted: Sequence[str], also: Sequence[str] = ()) ->
 
 
 def answers(split: str, count: int, seed: int) -> Labelled:
-    """Questions of the built-in world with an answer, which is right (1) or another question's of the same kind (0).
+    """Questions of the built-in world with an answer, which is right (1) or another question's (0).
 
-    No single word tells the two apart, so a bag of words learns next to nothing: the texts must be compared.
+    No single word tells the two apart, so a bag of words learns next to nothing: the texts must be compared. Nearly all
+    wrong answers are of another kind than the question. Answers of the same kind alone teach a small model nothing in
+    thousands of steps: it would have to solve the question before it is right more often than by chance.
     """
     found = list(instructions(split, count, seed))
     stream = Stream(seed, f"answers/{split}")
@@ -262,8 +264,7 @@ def answers(split: str, count: int, seed: int) -> Labelled:
     for number, example in enumerate(found):
         answer = example.output
         if not right[number]:
-            # The nearest later question of the same kind with another answer.
-            others = (found[(number + k * len(KINDS)) % len(found)].output for k in range(1, len(found)))
+            others = (found[(number + k) % len(found)].output for k in range(1, len(found)))
             answer = next((other for other in others if other != example.output), answer)
         texts.append((f"{example.instruction} {example.input}".strip(), answer))
         labels.append(int(answer == example.output))

@@ -258,7 +258,7 @@ class ClassifySettings(ModelSettings):
 
     out: str = with_default("out", "runs/classify")
     steps: int | None = with_default("steps", 2000)
-    lr: float = with_default("lr", 1e-3)
+    lr: float = with_default("lr", 5e-4)
     batch_size: int = with_default("batch_size", 32)
     model: str = setting(default_classifier, "which model of the zoo: bert for texts, vit for images")
     test: str | None = setting(None, "what to test on, like --data (default: a tenth of it is held out)",
