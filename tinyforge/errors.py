@@ -23,8 +23,8 @@ class UserError(Exception):
 class Parser(argparse.ArgumentParser):
     """argparse's parser, but a wrong flag is a `UserError`, where argparse prints the usage, its error, and exits.
 
-    So is an empty value: an empty path would be the current folder, which nobody means by it. takes_text: a word without
-    a flag is text, which may be empty.
+    So is an empty value: an empty path would be the current folder, which nobody means by it. takes_text: a word
+    without a flag is text, which may be empty.
     """
 
     takes_text = False
