@@ -113,8 +113,8 @@ class Ours:
             if documents:
                 begins = np.random.default_rng(i).random((shape.batch, shape.tokens)) * documents < 1
                 starts = backend.asarray(starts_of(begins))
-            results = self.k.attention_fwd(*parts, starts, *CAUSAL)
-            self.saved.append((*self._split(dqkv, shape), dy, *parts, starts, *results))
+            results = self.k.attention_fwd(*parts, None, starts, *CAUSAL)
+            self.saved.append((*self._split(dqkv, shape), dy, *parts, None, starts, *results))
 
     @staticmethod
     def _split(x: Any, shape: Shape) -> tuple[Any, Any, Any]:
@@ -122,7 +122,7 @@ class Ours:
         return x[:, :, : shape.heads], x[:, :, shape.heads : kv], x[:, :, kv:]
 
     def forward(self, i: int) -> Any:
-        return self.k.attention_fwd(*self.saved[i][4:8], *CAUSAL)[0]
+        return self.k.attention_fwd(*self.saved[i][4:9], *CAUSAL)[0]
 
     def backward(self, i: int) -> Any:
         self.k.attention_bwd(*self.saved[i], *CAUSAL)

@@ -1,7 +1,8 @@
-"""Pretrain a model of the zoo on text.
+"""Pretrain a model of the zoo on text: to predict the next token, or, BERT, hidden words.
 
     python recipes/pretrain.py                                  the built-in corpus, small preset, minutes on a CPU
     python recipes/pretrain.py --model gpt2 --config char --data shakespeare.txt --tokenizer chars
+    python recipes/pretrain.py --model bert --data reviews.txt --out runs/bert
     python recipes/pretrain.py --data books/ --minutes 30       your own text
     python recipes/pretrain.py --data shards --mix books=0.7 web=0.3        token shards (python -m data.shards)
     python recipes/pretrain.py --resume                         continue runs/pretrain
@@ -17,14 +18,16 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.training import documents_of
 from tinyforge import checkpoint
+from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
-from tinyforge.errors import run_command
+from tinyforge.errors import UserError, run_command
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.registry import find_model
 from tinyforge.report import timed
@@ -32,10 +35,11 @@ from tinyforge.terminal import one_line
 from tinyforge.text.shards import Shards, separator_of
 from tinyforge.train.batches import micro_batches
 from tinyforge.train.card import write_card
-from tinyforge.train.corpus import config_for, corpus_of_text, find_shards, open_corpus, tokenizer_for
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.corpus import Corpus, config_for, corpus_of_text, find_shards, open_corpus, tokenizer_for
+from tinyforge.train.data_parallel import Model, Sharded
+from tinyforge.train.masked import FRAME, MaskedWords, evaluate_masked, guesses
 from tinyforge.train.metrics import save_scores
-from tinyforge.train.objectives import NextTokens
+from tinyforge.train.objectives import MaskedTokens, NextTokens
 from tinyforge.train.plan import check_fits, print_plan
 from tinyforge.train.run import Run, Task, claimed
 from tinyforge.train.settings import (
@@ -54,6 +58,8 @@ EVAL_TOKENS = 16_384  # while training; at the end, all held-out text is read
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(PretrainSettings, __doc__ or "", argv)
     spec, config = find_model(settings.model), config_of(settings)
+    if spec.learns == "images":
+        raise UserError(f"{spec.title} learns images, it continues no text; use recipes/classify.py, or another model")
     restart = restarts(settings, spec)
     shards = find_shards(settings)
     if shards:
@@ -67,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = shlex.quote(settings.out)
     if with_card:
         print(f"wrote {write_card(Path(settings.out))}")
+    if spec.learns == "masked text":
+        print(f"next: python recipes/classify.py --base {out}")
+        return 0
     print(f"next: python recipes/sft.py --base {out}")
     print(f"  or: python -m tinyforge.chat --checkpoint {out} --prompt {shlex.quote(one_line(opening))}")
     return 0
@@ -75,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | None, resume: bool) -> str:
     """Train, and measure the model; returns the beginning of a held-out document."""
     spec, seq_len = find_model(settings.model), sequence_length(config, settings.seq_len)
+    masked = spec.learns == "masked text"
+    text_len = seq_len - FRAME if masked else seq_len
     with timed("opening the backend"):
         backend, settings = open_backend(settings)
     shape = ", ".join(f"{name} {value}" for name, value in config.to_dict().items())
@@ -86,14 +97,14 @@ def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | N
 
     if shards:
         with timed("opening the shards"):
-            corpus = open_corpus(shards, settings, seq_len, config.prediction_heads)
+            corpus = open_corpus(shards, settings, text_len, config.prediction_heads)
     else:
         with timed("reading the text"):
             texts = documents_of(settings.data, settings.encoding, settings.seed)
         with timed("training the tokenizer"):
             tokenizer, config = tokenizer_for(settings, config, *texts)
         with timed("encoding the text"):
-            corpus = corpus_of_text(settings, config, seq_len, *texts, tokenizer)
+            corpus = corpus_of_text(settings, config, text_len, *texts, tokenizer)
     tokenizer = corpus.tokenizer
     with timed("making the model"):
         model = spec.build(config, backend, recompute=settings.recompute)
@@ -101,6 +112,12 @@ def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | N
     per_step = settings.batch_size * settings.grad_accum * seq_len
     print(f"model: {model.buffer.count:,} parameters, seed {settings.seed}")
     print_schedule(settings, f"{per_step:,} tokens", corpus.tokens / per_step, "text")
+
+    about = {"kind": "pretrain", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
+             "data_hash": corpus.hash, "corpus": corpus.summary, "machine": backend.describe()}  # fmt: skip
+    if masked:
+        hide_words(settings, model, corpus, backend, seq_len, about, resume)
+        return ""
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         overall, by_source = corpus.evaluate(sharded, settings.batch_size, EVAL_TOKENS)
@@ -118,9 +135,7 @@ def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | N
     task = Task(
         model, tokenizer, NextTokens(config.head_weights, tokenizer.byte_lengths),
         micro_batches(corpus.batches, settings.batch_size, settings.grad_accum), evaluate, sample,
-        {"kind": "pretrain", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
-         "data_hash": corpus.hash, "corpus": corpus.summary, "machine": backend.describe()},
-        model.flop_per_token(seq_len), settings.batch_size if settings.carry else 0,
+        about, model.flop_per_token(seq_len), settings.batch_size if settings.carry else 0,
     )  # fmt: skip
     last = Run(task, settings, backend, resume).train()
     final, by_source = corpus.evaluate(Sharded(model, backend), settings.batch_size)
@@ -131,6 +146,31 @@ def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | N
     scores = {"held-out text, bits per byte": final, **of_sources}
     save_scores(Path(settings.out), checkpoint.step_of(last), scores)
     return opening
+
+
+def hide_words(
+    settings: PretrainSettings, model: Model, corpus: Corpus, backend: Backend, seq_len: int, about: dict[str, Any],
+    resume: bool,
+) -> None:  # fmt: skip
+    """Pretrain a model that guesses hidden words."""
+    rows = settings.batch_size
+    words = MaskedWords(corpus.batches, corpus.tokenizer, model.config, seq_len, settings.seed)
+
+    def evaluate(sharded: Sharded) -> dict[str, float]:
+        return evaluate_masked(sharded, words.held_out(corpus, rows, EVAL_TOKENS))
+
+    def sample() -> str:
+        shown = next(words.held_out(corpus, rows, EVAL_TOKENS), None)
+        return "  " + guesses(model, shown, corpus.tokenizer, backend)[:400] if shown else ""
+
+    task = Task(
+        model, corpus.tokenizer, MaskedTokens(), micro_batches(words, rows, settings.grad_accum), evaluate, sample,
+        about, model.flop_per_token(seq_len),
+    )  # fmt: skip
+    last = Run(task, settings, backend, resume).train()
+    final = evaluate_masked(Sharded(model, backend), words.held_out(corpus, rows))
+    print(f"all held-out text: loss {final['val_loss']:.3f}, perplexity {final['val_perplexity']:.1f} of a hidden word")
+    save_scores(Path(settings.out), checkpoint.step_of(last), {"hidden words, perplexity": final["val_perplexity"]})
 
 
 if __name__ == "__main__":

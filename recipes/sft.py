@@ -29,6 +29,7 @@ from tinyforge.errors import UserError, run_command
 from tinyforge.hub import Loaded, Opened, lora, newest_run, open_model
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.infer.decoder import Decoder
+from tinyforge.registry import next_token_model
 from tinyforge.report import timed
 from tinyforge.rng import Stream
 from tinyforge.text import TextTokenizer
@@ -112,6 +113,7 @@ def open_base(settings: SftSettings, resume: bool) -> Opened:
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(SftSettings, __doc__ or "", argv)
     base = open_base(settings, resume)
+    next_token_model(base.spec.name)
     restart = restarts(settings, base.spec)
     if plan_only:
         seq_len = sequence_length(base.config, settings.seq_len)

@@ -13,12 +13,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from models.bert import BERT
 from models.char_mlp.model import CharMLP
 from models.gpt2 import GPT2
 from models.llama import Llama
@@ -26,6 +28,7 @@ from models.lstm import LSTMModel
 from models.mamba import Mamba
 from models.moe import MoE
 from models.nanoeuler import NanoEuler
+from models.vit import ViT
 from tinyforge import gradcheck, ops
 from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import UserError
@@ -37,6 +40,7 @@ from tinyforge.ops.add_layernorm import add_layernorm_fwd
 from tinyforge.ops.add_rmsnorm import add_rmsnorm_fwd
 from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd
 from tinyforge.ops.causal_conv import causal_conv_bwd, causal_conv_fwd
+from tinyforge.ops.class_token import class_token_bwd, class_token_fwd
 from tinyforge.ops.cross_entropy import (
     cross_entropy_bwd,
     cross_entropy_fwd,
@@ -45,6 +49,7 @@ from tinyforge.ops.cross_entropy import (
 )
 from tinyforge.ops.dropout import dropout
 from tinyforge.ops.embedding import embedding_bwd
+from tinyforge.ops.fork import fork_bwd
 from tinyforge.ops.gelu import gelu_bwd
 from tinyforge.ops.gelu_linear import gelu_linear_bwd, gelu_linear_fwd
 from tinyforge.ops.layernorm import layernorm_bwd
@@ -58,6 +63,7 @@ from tinyforge.ops.mixture import (
     sum_of_rows,
     weighted_swiglu_bwd,
 )
+from tinyforge.ops.patches import patches_bwd, patches_fwd
 from tinyforge.ops.positions import positions_bwd
 from tinyforge.ops.rmsnorm import rmsnorm_bwd
 from tinyforge.ops.rope import rope
@@ -67,6 +73,8 @@ from tinyforge.ops.selective_scan import selective_scan_bwd, selective_scan_fwd
 from tinyforge.ops.softmax import softmax_bwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.ops.swiglu_linear import swiglu_linear_bwd
+from tinyforge.ops.take import take_bwd, take_fwd
+from tinyforge.ops.tanh import tanh_bwd
 from tinyforge.params import with_buffer
 
 FP64 = get_backend("numpy", "fp64", workers=1)
@@ -325,6 +333,34 @@ FAULTS = [
           with_args(lambda dw, dy, p: (dw, dy[:, :-1], p if p is None else p[:, :-1]))),
     Fault(ops.LearnedPositions, "wrong row", positions_bwd,
           with_args(lambda dw, dy, p: (dw, dy[:, ::-1], p))),
+    Fault(ops.Patches, "rows and columns of a patch swapped", patches_bwd,
+          lambda right: lambda dy, shape, size, scale: right(
+              dy.reshape(*dy.shape[:2], -1, size, size).swapaxes(-1, -2).reshape(dy.shape), shape, size, scale)),
+    Fault(ops.Patches, "patches in the wrong order", patches_bwd, with_args(lambda dy, *a: (dy[:, ::-1], *a))),
+    Fault(ops.Patches, "last patch lost", patches_bwd,
+          with_args(lambda dy, *a: (np.concatenate([dy[:, :-1], 0 * dy[:, -1:]], axis=1), *a))),
+    Fault(ops.Patches, "pixels scaled in forward alone", patches_fwd,
+          with_args(lambda x, size, scale, *a: (x, size, scale / 255, *a))),
+    Fault(ops.ClassToken, "the first sequence's gradient alone", class_token_bwd,
+          lambda right: lambda dtoken, dy: (right(0 * dtoken, dy), dtoken.__iadd__(dy[0, 0]))[0]),
+    Fault(ops.ClassToken, "one place off", class_token_bwd,
+          lambda right: lambda dtoken, dy: (right(dtoken, dy), dy[:, :-1].copy())[1]),
+    Fault(ops.ClassToken, "token's gradient from the last place", class_token_bwd,
+          lambda right: lambda dtoken, dy: (right(0 * dtoken, dy), dtoken.__iadd__(dy[:, -1].sum(axis=0)))[0]),
+    Fault(ops.ClassToken, "token behind the sequence", class_token_fwd,
+          lambda right: lambda *a: np.roll(right(*a), -1, axis=1)),
+    Fault(ops.Take, "wrong place", take_bwd, with_args(lambda dy, where, n: (dy, (where + 1) % n, n))),
+    Fault(ops.Take, "what is not taken has a gradient", take_bwd,
+          with_args(lambda dy, where, n: (dy, np.maximum(where, 0), n))),
+    Fault(ops.Take, "the first of each row alone", take_bwd,
+          with_args(lambda dy, where, n: (dy[:, :1], where[:, :1], n))),
+    Fault(ops.Take, "another sequence's", take_fwd, with_args(lambda x, where: (np.roll(x, 1, axis=0), where))),
+    Fault(ops.Fork, "the second reader's gradient lost", fork_bwd, lambda _: lambda first, second: first.copy()),
+    Fault(ops.Fork, "the first reader's gradient twice", fork_bwd, lambda _: lambda first, second: 2 * first),
+    Fault(ops.Fork, "difference for sum", fork_bwd, lambda _: lambda first, second: first - second),
+    Fault(ops.Tanh, "slope not squared", tanh_bwd, lambda _: lambda dy, y: dy * (1 - y)),
+    Fault(ops.Tanh, "sign", tanh_bwd, scaled(-1)),
+    Fault(ops.Tanh, "slope of another row", tanh_bwd, with_args(lambda dy, y: (dy, np.roll(y, 1)))),
     Fault(ops.Linear, "sign of dx", linear_bwd, scaled(-1)),
     Fault(ops.Linear, "dx 1 %", linear_bwd, scaled(1.01)),
     Fault(ops.Linear, "dW of the last row lost", linear_bwd,
@@ -357,33 +393,38 @@ FAULTS = [
     Fault(ops.RoPE, "turned the same way twice", rope,
           with_args(lambda out, x, cos, sin, *a: (out, x, cos, np.abs(sin), *a))),
     Fault(ops.Attention, "no row sum of dO O", attention_bwd,
-          with_args(lambda *a: (*a[:8], 0 * a[8], *a[9:]))),
+          with_args(lambda *a: (*a[:9], 0 * a[9], *a[10:]))),
     Fault(ops.Attention, "sign of dq", attention_bwd, then(lambda dq, *_: times(dq, -1))),
     Fault(ops.Attention, "dv 1 %", attention_bwd, then(lambda dq, dk, dv, *_: times(dv, 1.01))),
     Fault(ops.Attention, "last key lost", attention_bwd, then(lambda dq, dk, *_: zero(dk[:, -1:]))),
     Fault(ops.Attention, "keys past the first tile lost", attention_bwd,
           then(lambda dq, dk, *_: zero(dk[:, TILE:]))),
     Fault(ops.Attention, "log-sum-exp of another row", attention_bwd,
-          with_args(lambda *a: (*a[:9], np.roll(a[9], 1, -1), *a[10:]))),
+          with_args(lambda *a: (*a[:10], np.roll(a[10], 1, -1), *a[11:]))),
     Fault(ops.Attention, "backward forgets the window", attention_bwd,
-          with_args(lambda *a: (*a[:11], None, *a[12:]))),
+          with_args(lambda *a: (*a[:12], None, *a[13:]))),
     Fault(ops.Attention, "window one key too wide in backward", attention_bwd,
-          with_args(lambda *a: (*a[:11], a[11] and a[11] + 1, *a[12:]))),
-    Fault(ops.Attention, "always causal in backward", attention_bwd, with_args(lambda *a: (*a[:10], True, *a[11:]))),
+          with_args(lambda *a: (*a[:12], a[12] and a[12] + 1, *a[13:]))),
+    Fault(ops.Attention, "always causal in backward", attention_bwd, with_args(lambda *a: (*a[:11], True, *a[12:]))),
     Fault(ops.Attention, "mask drawn anew in backward", attention_bwd,
-          with_args(lambda *a: (*a[:12], a[12] and (a[12][0] ^ 1, a[12][1]), a[13]))),
-    Fault(ops.Attention, "mask forgotten in backward", attention_bwd, with_args(lambda *a: (*a[:12], None, a[13]))),
+          with_args(lambda *a: (*a[:13], a[13] and (a[13][0] ^ 1, a[13][1]), a[14]))),
+    Fault(ops.Attention, "mask forgotten in backward", attention_bwd, with_args(lambda *a: (*a[:13], None, a[14]))),
     Fault(ops.Attention, "mask not scaled in backward", attention_bwd, unscaled_mask),
+    Fault(ops.Attention, "padding seen in backward", attention_bwd, with_args(lambda *a: (*a[:7], None, *a[8:]))),
+    Fault(ops.Attention, "one padded key seen in backward", attention_bwd,
+          with_args(lambda *a: (*a[:7], a[7] if a[7] is None else a[7] + 1, *a[8:]))),
+    Fault(ops.Attention, "another sequence's padding", attention_bwd,
+          with_args(lambda *a: (*a[:7], a[7] if a[7] is None else np.roll(a[7], 1), *a[8:]))),
     Fault(ops.Attention, "a document sees its neighbour", attention_fwd,
-          with_args(lambda q, k, v, starts, *a: (q, k, v, None, *a))),
+          with_args(lambda q, k, v, lengths, starts, *a: (q, k, v, lengths, None, *a))),
     Fault(ops.Attention, "gradients leak into the neighbour", attention_bwd,
-          with_args(lambda *a: (*a[:7], None, *a[8:]))),
+          with_args(lambda *a: (*a[:8], None, *a[9:]))),
     Fault(ops.Attention, "a document's first token sees the one before it", attention_fwd,
-          with_args(lambda q, k, v, starts, *a: (q, k, v, one_place_early(starts), *a))),
+          with_args(lambda q, k, v, lengths, starts, *a: (q, k, v, lengths, one_place_early(starts), *a))),
     Fault(ops.Attention, "a document begins one token late in backward", attention_bwd,
-          with_args(lambda *a: (*a[:7], one_place_late(a[7]), *a[8:]))),
+          with_args(lambda *a: (*a[:8], one_place_late(a[8]), *a[9:]))),
     Fault(ops.Attention, "every row has the documents of the first", attention_bwd,
-          with_args(lambda *a: (*a[:7], None if a[7] is None else np.broadcast_to(a[7][:1], a[7].shape), *a[8:]))),
+          with_args(lambda *a: (*a[:8], None if a[8] is None else np.broadcast_to(a[8][:1], a[8].shape), *a[9:]))),
     Fault(ops.LearnedPositions, "positions do not restart in backward", positions_bwd,
           with_args(lambda dw, dy, positions: (dw, dy, None))),
     Fault(ops.LearnedPositions, "a position that tokens share gets the gradient of one", positions_bwd,
@@ -398,9 +439,11 @@ FAULTS = [
     Fault(ops.GELULinear, "dW 1 %", gelu_linear_bwd, then(lambda dw, *_: times(dw, 1.01))),
     Fault(ops.GELULinear, "db 1 %", gelu_linear_bwd, then(lambda dw, db, *_: db is not None and times(db, 1.01))),
     Fault(ops.GELULinear, "no input bias in backward", gelu_linear_bwd,
-          with_args(lambda *a: (*a[:-1], None if a[-1] is None else 0 * a[-1]))),
+          with_args(lambda *a: (*a[:-2], None if a[-2] is None else 0 * a[-2], a[-1]))),
+    Fault(ops.GELULinear, "slope of the other formula", gelu_linear_bwd, with_args(lambda *a: (*a[:-1], "tanh"))),
     Fault(ops.GELULinear, "input bias after the GELU", gelu_linear_fwd,
-          with_args(lambda u, w, b, b_in: (u, w, b if b_in is None else (0 if b is None else b) + w @ b_in, None))),
+          with_args(lambda u, w, b, b_in, how: (
+              u, w, b if b_in is None else (0 if b is None else b) + w @ b_in, None, how))),
     Fault(ops.GELULinear, "db_in 1 %", gelu_linear_bwd,
           then(lambda dw, db, db_in, *_: db_in is not None and times(db_in, 1.01))),
     Fault(ops.LoRA, "scale forgotten in backward", lora_bwd, with_args(lambda *a: (*a[:8], 1.0, *a[9:]))),
@@ -503,6 +546,14 @@ def swapped_halves(x: Array) -> Array:
     return np.roll(x, x.shape[-1] // 2, axis=-1)
 
 
+def other_formula(op: Any, dy: Array, stash: Stash) -> Array:
+    op.approximate = "tanh"
+    try:
+        return type(op).backward(op, dy, stash)
+    finally:
+        op.approximate = "erf"
+
+
 WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
     (NanoEuler, "residual gradient lost at one joint", lambda m: broken_backward(
         m.blocks[0].norm2, lambda right, dy, stash: right((None, dy[1]), stash))),
@@ -565,6 +616,28 @@ WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
         m.layers[-1], lambda right, dy, stash: [(0 * dx, *rest) for dx, *rest in [right(dy, stash)]][0])),
     (LSTMModel, "mask not drawn again in backward", lambda m: broken_backward(
         m.dropouts[0], lambda right, dy, stash: (right(dy, stash), dy)[1])),
+    (BERT, "segments' gradient lost", lambda m: broken_backward(
+        m.segments, lambda right, dy, stash: right(0 * dy, stash))),
+    (BERT, "positions' gradient one place off", lambda m: broken_backward(
+        m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash))),
+    (BERT, "padding seen in backward", lambda m: setattr(
+        m.blocks[0].attention.k, "attention_bwd", lambda *a: attention_bwd(*a[:7], None, *a[8:]))),
+    (BERT, "stream's gradient lost at a fork", lambda m: broken_backward(
+        m.blocks[0].fork2, lambda right, dy, stash: right((0 * dy[0], dy[1]), stash))),
+    (BERT, "the embedding's share of a tied gradient lost", lambda m: broken_backward(
+        m.embedding, lambda right, dy, stash: right(0 * dy, stash))),
+    (BERT, "hidden words' gradients in the wrong order", lambda m: broken_backward(
+        m.take, lambda right, dy, stash: right(dy[:, ::-1], stash))),
+    (ViT, "class token's gradient lost", lambda m: broken_backward(
+        m.class_token, lambda right, dy, stash: (right(dy, stash), zero(m.class_token.token.grad))[0])),
+    (ViT, "positions' gradient one place off", lambda m: broken_backward(
+        m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash))),
+    (ViT, "read off the last token", lambda m: broken_backward(
+        m.take, lambda right, dy, stash: (right(dy, stash)[0][:, ::-1], None))),
+    (ViT, "the other GELU in backward", lambda m: setattr(m.blocks[0].down, "backward", partial(
+        other_formula, m.blocks[0].down))),
+    (ViT, "stream's gradient lost at a joint", lambda m: broken_backward(
+        m.joints[0], lambda right, dy, stash: right((None, dy[1]), stash))),
     (CharMLP, "characters' gradients in the wrong order", lambda m: broken_backward(
         m.embedding, lambda right, dy, stash: right(dy[:, :, ::-1], stash))),
     (CharMLP, "gradient of the last layer 1 %", lambda m: broken_backward(
@@ -748,7 +821,8 @@ def test_the_command_prints_the_ledger_and_writes_json(tmp_path: Path, capsys: p
     last = LAST_LINE.fullmatch(lines[-1])
     assert last is not None
     ledger = json.loads(target.read_text(encoding="utf-8"))
-    count = sum(len(list(kind.cases(FP64, np.random.default_rng(0)))) for kind in LEDGER)
+    cases = [case for kind in LEDGER for case in kind.cases(FP64, np.random.default_rng(0))]
+    count = sum(bool(op.params()) or any(np.asarray(x).dtype.kind == "f" for x in inputs) for op, inputs in cases)
     assert (int(last[2]), int(last[3])) == (len(LEDGER), count)
     assert f"{ledger['worst']:.1e}" == last[1]
     assert ledger["tolerance"] == TOLERANCE and ledger["worst"] == max(row["error"] for row in ledger["rows"])

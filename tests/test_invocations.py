@@ -22,7 +22,7 @@ from tinyforge.text import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 2.0
-SCRIPTS = ("pretrain", "sft", "evaluate", "ablation")
+SCRIPTS = ("pretrain", "sft", "classify", "evaluate", "ablation")
 MODULES = {
     "chat": "tinyforge.chat", "nanoeuler": "models.nanoeuler.chat", "inspect": "tinyforge.inspect",
     "gradcheck": "tinyforge.gradcheck", "doctor": "tinyforge.doctor", "convert": "tinyforge.hub.convert",
@@ -111,6 +111,31 @@ error: file'
     sft --base run --max-reply 0
     sft --base run --batch-size 1000000000000 --data good.json
     sft --resume --out text.txt
+    pretrain --model vit
+    pretrain --model bert --carry
+    pretrain --model bert --document-mask keep
+    sft --base run --document-mask never
+    classify --lr nan
+    classify --batch-size 1000000000000
+    classify --model gpt2
+    classify --model lenet
+    classify --card
+    classify --document-mask keep
+    classify --set dim=63
+    classify --base absent
+    classify --base run
+    classify --data absent.jsonl
+    classify --data text.txt
+    classify --data bad.jsonl
+    classify --data bad.csv
+    classify --data good.json --test absent.csv
+    classify --data labels.csv --tokenizer bomb.json
+    classify --data labels.csv --test bad.csv
+    classify --data labels.csv labels.csv
+    classify --model vit
+    classify --model vit --data nothing
+    classify --model vit --data labels.csv
+    classify --resume --out run
     evaluate --checkpoint absent
     evaluate --checkpoint run --device 3
     evaluate --checkpoint run --prompts 0
@@ -226,7 +251,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files: dict[str, bytes] = {
         "text.txt": text.encode(), "empty.txt": b"", "deep.json": b"[" * 100_000,
         "bomb.json": b'{"dim": ' + b"9" * 100_000 + b"}", "good.json": json.dumps([record] * 20).encode(),
-        "huge.ids": b"9" * 100_000,
+        "huge.ids": b"9" * 100_000, "bad.jsonl": b"[" * 100_000, "bad.csv": b"text,label\nfine,\n",
+        "labels.csv": b"text,label\ngood,1\nbad,0\n" * 10,
     }  # fmt: skip
     for name, data in files.items():
         (path / name).write_bytes(data)

@@ -51,6 +51,10 @@ class ModelConfig:
         """What each head weighs in the loss, (K,); only the ratios count."""
         return (1.0,) * self.prediction_heads
 
+    def input_shapes(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what the model's forward takes for `batch` sequences of `length`, targets included."""
+        return (batch, length), (batch, length, self.prediction_heads)
+
     @property
     def term_weights(self) -> dict[str, float]:
         """The terms that the model adds to the loss beside the likelihoods, by name, and what each weighs. A model that

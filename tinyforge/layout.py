@@ -3,7 +3,8 @@
 The module that `ModelSpec.hf` names has
 
     PREFIX                  what the names of the trunk's tensors begin with; files of the bare trunk lack it
-    IGNORED                 a regular expression: tensors that older files hold and that are no weights
+    IGNORED                 a regular expression: tensors that have no place in the model and are no loss
+    RENAMED                 pairs of parts of names, as older files have them and as they are now; may be left out
     read_config(given)      a Config from the content of config.json; raises UserError for what the model cannot be
     write_config(config)    the reverse, architecture included
     entries(config)         every tensor of theirs, as an `Entry`, layer by layer
@@ -28,7 +29,8 @@ class Entry:
 
     theirs, shape: its name and shape there. ours: our parameter's name; empty for a tensor that is zeros, since we have
     none. part: which rows of ours (a slice), which entry (a number, which drops the axis), or which rows of which entry
-    (both); None for all of it. transposed: theirs is the transpose.
+    (both); None for all of it. transposed: theirs is the transpose. axes: the shape of ours, where theirs has the same
+    numbers with other axes.
     """
 
     theirs: str
@@ -36,14 +38,16 @@ class Entry:
     ours: str
     part: slice | int | tuple[int, slice] | None = None
     transposed: bool = False
+    axes: tuple[int, ...] | None = None
 
     def put(self, ours: Array, theirs: Array) -> None:
         """Write their tensor into its place in our parameter."""
-        self.at(ours)[...] = theirs.T if self.transposed else theirs
+        place = self.at(ours)
+        place[...] = theirs.T if self.transposed else theirs.reshape(place.shape)
 
     def take(self, ours: Array) -> Array:
         """Their tensor, a view of our parameter."""
-        return self.at(ours).T if self.transposed else self.at(ours)
+        return self.at(ours).T if self.transposed else self.at(ours).reshape(self.shape)
 
     def at(self, ours: Array) -> Array:
         """The part of our parameter, or of an array with rows like it, that is theirs: a view."""

@@ -34,7 +34,9 @@ class ModelSpec:
     summary: one line. hf: the module that maps Hugging Face weights, as "package.module"; empty where there is none.
     architectures: the names in Hugging Face's config.json that it reads. documents: whether the model's forward takes
     `documents`, for --document-mask. bundled: a checkpoint that comes with the model's code, a small trained model;
-    chat takes it where nothing has been trained.
+    chat takes it where nothing has been trained. learns: what it is trained on: "text", next tokens; "masked text",
+    tokens that are hidden from it, and classes of texts; "images", classes of images. The first is for
+    recipes/pretrain.py, classes are for recipes/classify.py.
 
     For docs/models.md, which the tests ask of every model in the checkout: source, the paper; backward, what is new in
     its gradients, a sentence or two. trained: figures of training by what they are, each "FILE#a/b/c", a place in a
@@ -51,6 +53,7 @@ class ModelSpec:
     architectures: tuple[str, ...] = field(default=())
     documents: bool = False
     bundled: Path | None = None
+    learns: str = "text"
     source: str = ""
     backward: str = ""
     trained: Mapping[str, str] = field(default_factory=dict)
@@ -75,6 +78,22 @@ def register(spec: ModelSpec) -> None:
 
 def default_model() -> str:
     return next(iter(models()))
+
+
+def next_token_model(name: str) -> ModelSpec:
+    """The model of that name, which predicts next tokens. Raises UserError for one that learns something else."""
+    spec = find_model(name)
+    if spec.learns != "text":
+        raise UserError(
+            f"{spec.title} learns {spec.learns}, it continues no text; use recipes/classify.py, or another model"
+        )
+    return spec
+
+
+def default_classifier() -> str:
+    """The first registered model that learns classes of texts, else of images, else the default."""
+    found = {spec.learns: spec.name for spec in reversed(models().values())}
+    return found.get("masked text") or found.get("images") or default_model()
 
 
 def find_model(name: str) -> ModelSpec:

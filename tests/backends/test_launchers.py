@@ -34,10 +34,11 @@ pytest.importorskip("cupy", reason="launchers need CuPy, not a GPU")
 pytest.importorskip("ml_dtypes")
 
 LAUNCHERS = (
-    "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.causal_conv", "ops.cross_entropy", "ops.dropout",
-    "ops.embedding", "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora", "ops.lstm",
-    "ops.mixture", "ops.positions", "ops.rmsnorm", "ops.rope", "ops.router", "ops.router_losses", "ops.rows",
-    "ops.selective_scan", "ops.softmax", "ops.swiglu", "ops.swiglu_linear", "optim.adamw",
+    "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.causal_conv", "ops.class_token", "ops.cross_entropy",
+    "ops.dropout", "ops.embedding", "ops.fork", "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear",
+    "ops.lora", "ops.lstm", "ops.mixture", "ops.patches", "ops.positions", "ops.rmsnorm", "ops.rope", "ops.router",
+    "ops.router_losses", "ops.rows", "ops.selective_scan", "ops.softmax", "ops.swiglu", "ops.swiglu_linear",
+    "ops.take", "ops.tanh", "optim.adamw",
 )  # fmt: skip
 NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32}
 SCALARS = {"double": "float64", "float": "float32", "bf16": "bfloat16"}
@@ -108,6 +109,7 @@ class Launches:
     @staticmethod
     def compare(entry: str, parameter: str, argument: Any, macros: dict[str, Any]) -> None:
         kind = parameter.removeprefix("const ").rsplit(" ", 1)[0]
+        kind = str(macros.get(kind, kind))
         scalar = macros.get("SCALAR") or macros.get("REAL") or "bf16"
         if kind == "T":
             kind = scalar
@@ -223,12 +225,13 @@ def test_every_attention_kernel_gets_what_it_declares(
     backend = FakeCupy(precision)
     monkeypatch.setattr(backend, "tf32", precision == "tf32", raising=False)
     k = bind((attention_fwd, attention_bwd), backend, "test")
+    lengths = None if seen[0] else backend.asarray(np.array([130, 40]))
     qkv, dqkv = (backend.zeros((2, 130, 8, dim)) for _ in range(2))
     parts, dparts = ((x[:, :, :4], x[:, :, 4:6], x[:, :, 6:]) for x in (qkv, dqkv))
     q, key, v = parts
     starts = backend.asarray(np.zeros((2, 130), np.int32)) if documents else None
-    out, lse = k.attention_fwd(q, key, v, starts, *seen, *dropped)
-    k.attention_bwd(*dparts, out, q, key, v, starts, out, lse, *seen, *dropped)
+    out, lse = k.attention_fwd(q, key, v, lengths, starts, *seen, *dropped)
+    k.attention_bwd(*dparts, out, q, key, v, lengths, starts, out, lse, *seen, *dropped)
     band = not causal or (window is not None and not documents)  # the bounds of documents have the window in them
     instructions, options = "plain", band + (dropped[0] is not None)
     if precision == "bf16" and options < 2:
@@ -248,7 +251,7 @@ def test_attention_refuses_starts_that_its_kernels_cannot_read(launches: Launche
     x = backend.zeros((2, 130, 2, 32))
     for wrong in (np.zeros((2, 130), np.int64), np.zeros((2, 129), np.int32), np.zeros((1, 130), np.int32)):
         with pytest.raises(ValueError, match="attention: starts are int.. of shape .*wanted int32 of shape .2, 130."):
-            k.attention_fwd(x, x, x, wrong.view(OnDevice), True, None, None, 0.0)
+            k.attention_fwd(x, x, x, None, wrong.view(OnDevice), True, None, None, 0.0)
 
 
 @pytest.mark.parametrize(("precision", "width"), [("bf16", 24), ("bf16", 20), ("fp32", 24)])

@@ -70,14 +70,14 @@ DROPPED: Dropped = ((0x9E3779B9, 0xFFFFFFF1), 0.3)
 def forward(dtype: Any, *args: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT, starts: Any = None) -> Any:
     """attention_fwd(q, k, v), computing as `dtype` says."""
     backend = SimpleNamespace(tf32=isinstance(dtype, str))
-    return kernels().attention_fwd(*args, starts, *seen, *dropped, backend=backend)
+    return kernels().attention_fwd(*args, None, starts, *seen, *dropped, backend=backend)
 
 
 def backward(dtype: Any, *args: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT, starts: Any = None) -> None:
     """attention_bwd(dq, dk, dv, dy, q, k, v, out, lse), computing as `dtype` says."""
     *inputs, out, lse = args
     backend = SimpleNamespace(tf32=isinstance(dtype, str))
-    kernels().attention_bwd(*inputs, starts, out, lse, *seen, *dropped, backend=backend)
+    kernels().attention_bwd(*inputs, None, starts, out, lse, *seen, *dropped, backend=backend)
 
 
 def rounded(x: Any, dtype: Any) -> Any:
@@ -132,9 +132,9 @@ def expected(
     qkv: Any, dy: Any, heads: int, kv_heads: int, seen: Seen = CAUSAL, dropped: Dropped = KEPT, starts: Any = None
 ) -> dict[str, Any]:
     parts = split(qkv, heads, kv_heads)
-    out, lse = reference.attention_fwd(*parts, starts, *seen, *dropped)
+    out, lse = reference.attention_fwd(*parts, None, starts, *seen, *dropped)
     dqkv = np.empty_like(qkv)
-    reference.attention_bwd(*split(dqkv, heads, kv_heads), dy, *parts, starts, out, lse, *seen, *dropped)
+    reference.attention_bwd(*split(dqkv, heads, kv_heads), dy, *parts, None, starts, out, lse, *seen, *dropped)
     return {"out": out, "lse": lse, "dqkv": dqkv}
 
 
@@ -463,9 +463,9 @@ def test_only_tf32_rounds_and_only_where_it_has_kernels(d: int) -> None:
     for precision in ("fp32", "tf32"):
         k = bind(Attention.kernels, get_backend("cupy", precision), "test")
         parts = split(upload(qkv, np.float32), 4, 2)
-        out, lse = k.attention_fwd(*parts, None, *CAUSAL, *KEPT)
+        out, lse = k.attention_fwd(*parts, None, None, *CAUSAL, *KEPT)
         dqkv = poisoned(qkv.shape, np.float32)
-        k.attention_bwd(*split(dqkv, 4, 2), upload(dy, np.float32), *parts, None, out, lse, *CAUSAL, *KEPT)
+        k.attention_bwd(*split(dqkv, 4, 2), upload(dy, np.float32), *parts, None, None, out, lse, *CAUSAL, *KEPT)
         for name, got in (("out", out), ("dqkv", dqkv)):
             rounds = error(got, want[name]) > 1e-5
             assert rounds == (precision == "tf32" and d == 64), (precision, name)
@@ -482,7 +482,7 @@ def test_a_cache_longer_than_the_queries(d: int, dtype: Any, tolerance: float) -
         on_gpu = upload(cache, dtype)
         for seen in (CAUSAL, BOTH_WAYS, (True, 1), (True, 70)):
             got = forward(dtype, upload(q, dtype), on_gpu[:, :keys, :2], on_gpu[:, :keys, 2:], seen=seen)
-            want = reference.attention_fwd(q, cache[:, :keys, :2], cache[:, :keys, 2:], None, *seen, *KEPT)
+            want = reference.attention_fwd(q, cache[:, :keys, :2], cache[:, :keys, 2:], None, None, *seen, *KEPT)
             assert error(got[0], want[0]) <= tolerance, (queries, keys, seen)
             exact = tolerance if dtype is TF32 else min(tolerance, 1e-5)
             assert error(got[1], want[1]) <= exact, (queries, keys, seen)
@@ -604,3 +604,27 @@ def test_a_seeded_fault_shows(dtype: Any) -> None:
     wrong = run(qkv, dy, 3, 1, dtype)["dqkv"]
     wrong[:, :, 3] *= 8.0
     assert error(wrong, want) > 1e-2
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-12), (np.float32, 2e-6), (BF16, 1e-2)])
+@pytest.mark.parametrize("d", [32, 48, 64, 128])
+@pytest.mark.parametrize("dropped", [KEPT, DROPPED], ids=["kept", "dropped"])
+def test_padding_is_seen_by_none(dtype: Any, tolerance: float, d: int, dropped: Dropped) -> None:
+    """Lengths within a tile, of one key, at the border of a tile and of the whole row."""
+    lengths = np.array([130, 64, 1, 97, 200], np.int32)
+    rng = np.random.default_rng(d)
+    qkv, dy = random_inputs(rng, 5, 200, 4, 2, d, dtype)
+    parts = split(qkv, 4, 2)
+    out, lse = reference.attention_fwd(*parts, lengths, None, *BOTH_WAYS, *dropped)
+    wanted = np.empty_like(qkv)
+    reference.attention_bwd(*split(wanted, 4, 2), dy, *parts, lengths, None, out, lse, *BOTH_WAYS, *dropped)
+
+    k, backend = kernels(), SimpleNamespace(tf32=False)
+    device, ends = split(upload(qkv, dtype), 4, 2), cp.asarray(lengths)
+    dqkv = poisoned(qkv.shape, dtype)
+    got, got_lse = k.attention_fwd(*device, ends, None, *BOTH_WAYS, *dropped, backend=backend)
+    k.attention_bwd(*split(dqkv, 4, 2), upload(dy, dtype), *device, ends, None, got, got_lse, *BOTH_WAYS, *dropped,
+                    backend=backend)  # fmt: skip
+    assert error(got, out) < tolerance and error(got_lse, lse) < tolerance and error(dqkv, wanted) < 2 * tolerance
+    for row, end in enumerate(lengths):
+        assert not download(dqkv)[row, end:, 4:].any()  # the gradient of what is padding

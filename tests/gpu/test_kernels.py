@@ -83,6 +83,13 @@ def tokens(rng: Rng, n: int, vocab: int) -> np.ndarray:
     return ids
 
 
+def places(rng: Rng, rows: int, length: int) -> np.ndarray:
+    """Half of the places of each row, none twice, some of them -1."""
+    where = np.stack([rng.permutation(length)[: -(-length // 2)] for _ in range(rows)]).astype(np.int32)
+    where[rng.random(where.shape) < 0.2] = -1
+    return where
+
+
 def distinct(rng: Rng, n: int, experts: int, active: int) -> np.ndarray:
     """(n, active): experts of each token, none of them twice."""
     return rng.permuted(np.tile(np.arange(experts), (n, 1)), axis=1)[:, :active].astype(np.int32)
@@ -174,12 +181,23 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
         act(r, 24, 3), 0.5, None, 0.0),
     "lora_merge": lambda r, n, c: (act(r, n, c), act(r, 8, c), act(r, n, 8), 1.7),
     "swiglu_linear_fwd": lambda r, n, c: (act(r, n, 2 * c), act(r, 24, c)),
-    "gelu_linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), None),
-    "gelu_linear_fwd bias": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), act(r, c)),
+    "gelu_linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), None, "tanh"),
+    "gelu_linear_fwd bias": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), act(r, c), "tanh"),
+    "gelu_linear_fwd erf": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), act(r, c), "erf"),
     "gelu_linear_bwd": lambda r, n, c: (
-        acc(r, 24, c), acc(r, 24), None, act(r, n, 24), act(r, n, c), act(r, 24, c), None),
+        acc(r, 24, c), acc(r, 24), None, act(r, n, 24), act(r, n, c), act(r, 24, c), None, "tanh"),
     "gelu_linear_bwd bias": lambda r, n, c: (
-        acc(r, 24, c), acc(r, 24), acc(r, c), act(r, n, 24), act(r, n, c), act(r, 24, c), act(r, c)),
+        acc(r, 24, c), acc(r, 24), acc(r, c), act(r, n, 24), act(r, n, c), act(r, 24, c), act(r, c), "tanh"),
+    "gelu_linear_bwd erf": lambda r, n, c: (
+        acc(r, 24, c), acc(r, 24), acc(r, c), act(r, n, 24), act(r, n, c), act(r, 24, c), act(r, c), "erf"),
+    "fork_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
+    "tanh_fwd": lambda r, n, c: (act(r, n, c),),
+    "tanh_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
+    "class_token_fwd": lambda r, n, c: (act(r, 3, n, c), act(r, c)),
+    "class_token_bwd": lambda r, n, c: (acc(r, c), act(r, 19, n + 1, c)),
+    "take_fwd": lambda r, n, c: (act(r, 3, n, c), places(r, 3, n)),
+    "take_bwd": lambda r, n, c: (act(r, 3, -(-n // 2), c), places(r, 3, n), n),
+    "patches_bwd": lambda r, n, c: (act(r, 2, 6 * n, 3 * c * c), (2, 3, 2 * c, 3 * n * c), c, 0.5),
     "router_fwd": lambda r, n, c: (act(r, n, min(c, 70)), min(c, 3)),
     "router_bwd": lambda r, n, c: (
         angles(r, n, min(c, 3)), angles(r, min(c, 70) + 1), act(r, n, min(c, 70)), some_rstd(r, (n, min(c, 3))),
@@ -283,20 +301,20 @@ def add_then_layernorm(residual: np.ndarray, delta: np.ndarray, delta_bias: Any,
     return (x, *KERNELS["layernorm_fwd"](x, *more))
 
 
-def gelu_then_linear(u: np.ndarray, weight: np.ndarray, bias: np.ndarray, input_bias: Any) -> np.ndarray:
+def gelu_then_linear(u: np.ndarray, weight: np.ndarray, bias: np.ndarray, input_bias: Any, how: str) -> np.ndarray:
     """What the activation gives is stored, and so rounded, before it is multiplied."""
-    hidden = KERNELS["gelu_fwd"](u, input_bias, "tanh").astype(dtype_of("bfloat16")).astype(np.float32)
+    hidden = KERNELS["gelu_fwd"](u, input_bias, how).astype(dtype_of("bfloat16")).astype(np.float32)
     return KERNELS["linear_fwd"](hidden, weight, bias)
 
 
 def gelu_linear_backwards(
     dweight: np.ndarray, dbias: np.ndarray, dinput_bias: Any, dy: np.ndarray, u: np.ndarray, weight: np.ndarray,
-    input_bias: Any,
+    input_bias: Any, how: str,
 ) -> np.ndarray:  # fmt: skip
     """The gradient that the GELU gets is stored, and so rounded, and what it gives again."""
     bf16, hidden = dtype_of("bfloat16"), np.empty_like(u)
     dhidden = (dy @ weight).astype(bf16).astype(np.float32)
-    du = KERNELS["gelu_bwd"](hidden, dinput_bias, dhidden, u, input_bias, "tanh")
+    du = KERNELS["gelu_bwd"](hidden, dinput_bias, dhidden, u, input_bias, how)
     dweight += dy.T @ hidden.astype(bf16).astype(np.float32)
     dbias += dy.sum(axis=0)
     return du
@@ -327,8 +345,8 @@ def lora_backwards(da: np.ndarray, db: np.ndarray, dy: np.ndarray, x: np.ndarray
 PLAIN = {
     "lora_fwd": lora_forwards, "lora_fwd whole": lora_forwards, "lora_bwd": lora_backwards,
     "lora_bwd whole": lora_backwards,
-    "gelu_linear_fwd": gelu_then_linear, "gelu_linear_fwd bias": gelu_then_linear,
-    "gelu_linear_bwd": gelu_linear_backwards, "gelu_linear_bwd bias": gelu_linear_backwards,
+    **{f"gelu_linear_fwd{which}": gelu_then_linear for which in ("", " bias", " erf")},
+    **{f"gelu_linear_bwd{which}": gelu_linear_backwards for which in ("", " bias", " erf")},
     "add_rmsnorm_fwd": add_then_rmsnorm, "add_layernorm_fwd": add_then_layernorm,
     "add_layernorm_fwd plain": add_then_layernorm, "add_layernorm_fwd delta_bias": add_then_layernorm,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""GPT-2 and Llama on the GPU: logits, gradients and caches against NumPy's; stories260K's published text."""
+"""GPT-2, Llama, BERT and ViT on the GPU: logits, gradients and caches against NumPy's; stories260K's published text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from models.bert import BERT
+from models.bert import Config as BERTConfig
 from models.gpt2 import GPT2
 from models.gpt2 import Config as GPT2Config
 from models.llama import Config as LlamaConfig
@@ -20,6 +22,8 @@ from models.mamba import Config as MambaConfig
 from models.mamba import Mamba
 from models.moe import Config as MoEConfig
 from models.moe import MoE
+from models.vit import Config as ViTConfig
+from models.vit import ViT
 from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import get_backend
 from tinyforge.hub import load_pretrained, save_pretrained
@@ -165,3 +169,46 @@ def test_stories260k_tells_the_published_story(reference: bool) -> None:
     decoder = ReferenceDecoder(model) if reference else make_decoder(model)
     ids = generate(model, [1], Sampling(temperature=0, max_tokens=256), decoder=decoder)
     assert tokenizer.decode(ids).strip() == published[1].strip()
+
+
+ENCODERS: dict[str, tuple[Any, Any]] = {
+    "bert": (BERT, BERTConfig(dim=96, heads=3, layers=3, context=96, vocab=301, hidden=154, dropout=0.0)),
+    "bert-dropout": (BERT, BERTConfig(dim=96, heads=3, layers=2, context=96, vocab=301, hidden=154, dropout=0.2)),
+    "bert-classes": (BERT, BERTConfig(dim=96, heads=3, layers=2, context=96, vocab=301, hidden=154, classes=5)),
+    "vit": (ViT, ViTConfig(image=28, patch=4, channels=3, dim=96, heads=3, layers=3, hidden=154)),
+}
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-4), ("bf16", 1e-1)])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_compute_what_numpy_computes(name: str, precision: str, tolerance: float) -> None:
+    """Padding to one token, to a tile and to none; segments; hidden words; pixels."""
+
+    def step(backend_name: str, precision: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        kind, config = ENCODERS[name]
+        backend = get_backend(backend_name, precision, workers=1)
+        model, rng = kind(config, backend), np.random.default_rng(7)
+        for p in model.buffer.params:
+            drawn = (p.fill + 0.1 * rng.standard_normal(p.shape)).astype(np.float32).view(np.uint32)
+            model.buffer.set_master(p, (drawn & np.uint32(0xFFFF0000)).view(np.float32))
+        model.buffer.publish()
+        if kind is ViT:
+            inputs = rng.integers(0, 256, (3, 3, 28, 28)), rng.integers(0, 10, (3, 1, 1))
+        else:
+            lengths = np.array([LENGTH, 64, 1])
+            places = np.where(np.arange(9) * 8 < lengths[:, None], np.arange(9) * 8, -1)
+            words = np.where(places < 0, -1, rng.integers(0, 301, places.shape))[..., None]
+            targets = rng.integers(0, 5, (3, 1, 1)) if config.classes else words
+            inputs = rng.integers(0, 301, (3, LENGTH)), targets, rng.integers(0, 2, (3, LENGTH)), lengths, places
+        stash = Stash(Stream(3, "step"))
+        nll = model.forward(*map(backend.asarray, inputs), stash=stash)
+        model.backward(backend.asarray(np.ones(1), backend.master_dtype), stash)
+        grads = {p.name: backend.to_numpy(p.grad).astype(np.float64) for p in model.buffer.params}
+        return backend.to_numpy(nll), grads
+
+    nll, grads = step("cupy", precision)
+    wanted_nll, wanted = step("numpy", "fp64")
+    assert np.abs(nll - wanted_nll).max() < tolerance * np.abs(wanted_nll).max()
+    largest = max(np.linalg.norm(g) for g in wanted.values())
+    errors = {p: np.linalg.norm(grads[p] - g) / max(np.linalg.norm(g), 1e-3 * largest) for p, g in wanted.items()}
+    assert {p: error for p, error in errors.items() if not error < tolerance} == {}

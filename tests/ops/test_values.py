@@ -155,8 +155,8 @@ def test_a_fault_of_both_passes_shows_in_the_values(kind: str, rng: np.random.Ge
     def spoilt(right: Any, place: int) -> Any:
         return lambda *a: right(*a[:place], None if a[place] is None else wrong(a[place]), *a[place + 1 :])
 
-    with override(attention_fwd, "numpy", spoilt(attention_fwd.body, 3)), \
-         override(attention_bwd, "numpy", spoilt(attention_bwd.body, 7)):  # fmt: skip
+    with override(attention_fwd, "numpy", spoilt(attention_fwd.body, 4)), \
+         override(attention_bwd, "numpy", spoilt(attention_bwd.body, 8)):  # fmt: skip
         assert max(row.error for row in check_op(ops.Attention, FP64)) <= TOLERANCE
         with pytest.raises(AssertionError):
             test_packed_documents_attend_as_if_alone(None, 5, rng)

@@ -40,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_registered_model_is_tried() -> None:
-    assert set(SHAPES) == set(models())
+    assert set(SHAPES) == {name for name, spec in models().items() if spec.learns == "text"}
 
 
 @pytest.mark.parametrize("model", SHAPES)

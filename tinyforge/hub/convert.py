@@ -24,9 +24,9 @@ from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError
 from tinyforge.files import read_text
-from tinyforge.hub.foreign import is_foreign
+from tinyforge.hub.foreign import is_foreign, spec_of_model
 from tinyforge.hub.gguf_file import TYPES
-from tinyforge.hub.pretrained import FORMATS, save_pretrained
+from tinyforge.hub.pretrained import FORMATS, USES, save_pretrained
 from tinyforge.hub.runs import load, write_adapter
 
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = load(source, backend, Path(args.tokenizer) if args.tokenizer else None, base)
     save_pretrained(found.model, found.tokenizer, target, format=args.format, dtype=args.dtype, meta=found.meta,
                     card=_card_of(found.path, args.dtype))  # fmt: skip
-    print(f"wrote {target}, {_size(target):.1f} MB; python -m tinyforge.chat --checkpoint {target}")
+    print(f"wrote {target}, {_size(target):.1f} MB; {USES[spec_of_model(found.model).learns][1]} {target}")
     return 0
 
 

@@ -76,7 +76,7 @@ def _whole(parts: list[tuple[Entry, Callable[[], np.ndarray]]]) -> np.ndarray:
     for entry, read in parts:
         theirs = read()
         if whole is None:
-            first = theirs.shape[::-1] if entry.transposed else theirs.shape
+            first = entry.axes or (theirs.shape[::-1] if entry.transposed else theirs.shape)
             last = parts[-1][0].part
             if isinstance(last, slice):
                 first = (last.stop, *first[1:])
@@ -145,7 +145,7 @@ def _places(
 ) -> list[tuple[Entry, Callable[[], np.ndarray]]]:
     """Each tensor with its place, after a look at all names and shapes. One layer's tensors follow the other's, so that
     a config of a billion layers is refused at the first that is missing."""
-    left = {name: found for name, found in weights.tensors.items() if not re.fullmatch(layout.IGNORED, name)}
+    left = {_renamed(name, layout): found for name, found in weights.tensors.items()}
     if left and not any(name.startswith(layout.PREFIX) for name in left):  # files of the bare trunk
         left = {name if name == HEAD else layout.PREFIX + name: found for name, found in left.items()}
     places = []
@@ -156,12 +156,20 @@ def _places(
         if shape != entry.shape:
             raise UserError(f"tensor {entry.theirs} has shape {shape}, config.json asks for {entry.shape}")
         places.append((entry, read))
+    left = {name: found for name, found in left.items() if not re.fullmatch(layout.IGNORED, name)}
     if HEAD in left and _is_tied(left[HEAD], places[0]):
         del left[HEAD]
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise UserError(f"tensor {min(left)}{more} has no place in the model; its layers would be lost")
     return places
+
+
+def _renamed(name: str, layout: ModuleType) -> str:
+    """A tensor's name as it is today."""
+    for old, new in getattr(layout, "RENAMED", ()):
+        name = name.replace(old, new)
+    return name
 
 
 def _is_tied(head: Lazy, embedding: tuple[Entry, Any]) -> bool:

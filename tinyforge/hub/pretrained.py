@@ -20,6 +20,7 @@ from tinyforge.files import write_whole
 from tinyforge.hub import foreign, gguf, gguf_file, huggingface, llama2c, tokenizers
 from tinyforge.hub.runs import load, template_of
 from tinyforge.params import named
+from tinyforge.registry import ModelSpec
 from tinyforge.tensors import DTYPES
 from tinyforge.text.chat_templates import TEMPLATES
 from tinyforge.text.vocabulary import TextTokenizer
@@ -84,7 +85,7 @@ def save_pretrained(
         "kind": "pretrain", "step": 0, **(meta or {}), "format": checkpoint.FORMAT, "model": spec.name,
         "config": model.config.to_dict(), "tokenizer_hash": tokenizer.hash(),
     }  # fmt: skip
-    card = card or _card(spec.title, spec.summary, model, format, dtype)
+    card = card or _card(spec, model, format, dtype)
     if format == "tinyforge":
         tensors = named(model.buffer, model.buffer.masters, model.backend)
         checkpoint.export(path, tensors, tokenizer, content, card, dtype)
@@ -96,19 +97,28 @@ def save_pretrained(
 
     weights = foreign.weights_of(model)
     weights.config.update(tokenizers.special_ids(tokenizer))
+    if classes := content.get("classes"):
+        weights.config.update(tokenizers.class_labels(classes))
     huggingface.write_directory(path, weights, dtype, others)
 
 
+USES = {
+    "text": ("text-generation", "python -m tinyforge.chat --checkpoint"),
+    "masked text": ("fill-mask", "python recipes/classify.py --base"),
+    "images": ("image-classification", "python recipes/classify.py --model vit --base"),
+}
+"""What a model is for, by `ModelSpec.learns`: Hugging Face's word for it, and a command of ours that takes it."""
+
 CARD = """---
 library_name: {library}
-pipeline_tag: text-generation
+pipeline_tag: {use}
 ---
 
 # {title}, {count:,} parameters
 
 {summary}. Weights in {dtype}, written by tinyforge.
 
-    python -m tinyforge.chat --checkpoint DIR
+    {command} DIR
 
 | {names} |
 |{rule}|
@@ -116,10 +126,12 @@ pipeline_tag: text-generation
 """
 
 
-def _card(title: str, summary: str, model: Any, format: str, dtype: str) -> str:
+def _card(spec: ModelSpec, model: Any, format: str, dtype: str) -> str:
     config = model.config.to_dict()
+    use, command = USES[spec.learns]
     return CARD.format(
-        library="transformers" if format == "hf" else "tinyforge", title=title, summary=summary, dtype=dtype,
+        library="transformers" if format == "hf" else "tinyforge", title=spec.title, summary=spec.summary, dtype=dtype,
+        use=use, command=command,
         count=model.buffer.count, names=" | ".join(config), rule="|".join(["---"] * len(config)),
         values=" | ".join(map(str, config.values())),
     )  # fmt: skip

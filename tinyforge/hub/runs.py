@@ -17,11 +17,12 @@ from tinyforge.hub import lora
 from tinyforge.hub.foreign import describe, is_foreign, open_weights
 from tinyforge.hub.huggingface import is_adapter
 from tinyforge.hub.opened import Loaded, Opened
-from tinyforge.hub.tokenizers import find_tokenizer, template_in
+from tinyforge.hub.tokenizers import class_names, find_tokenizer, template_in
 from tinyforge.params import check_named
 from tinyforge.registry import ModelSpec, default_model, find_model, models
 from tinyforge.terminal import one_line
-from tinyforge.text import load_tokenizer
+from tinyforge.text import TextTokenizer, load_tokenizer
+from tinyforge.text.labels import Labels
 
 
 def load(path: Path, backend: Backend, tokenizer: Path | None = None, base: Path | None = None) -> Loaded:
@@ -62,13 +63,19 @@ def write_adapter(run: Path, target: Path, base: Path | None = None) -> None:
 
 
 def _open_foreign(path: Path, asked: Path | None) -> Opened:
-    spec, config, tensors = describe(open_weights(path))
-    tokenizer = find_tokenizer(path, config.vocab, asked)
-    tokenizer.reserve(config.vocab)
+    weights = open_weights(path)
+    spec, config, tensors = describe(weights)
+    classes = class_names(weights.config, getattr(config, "classes", 0))
+    if spec.learns == "images":
+        tokenizer: TextTokenizer = Labels(classes)
+    else:
+        tokenizer = find_tokenizer(path, config.vocab, asked)
+        tokenizer.reserve(config.vocab)
     template = template_in(path, tokenizer)
     meta = {
         "format": checkpoint.FORMAT, "kind": "pretrain" if template == "plain" else "sft", "step": 0,
         "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(), "template": template,
+        **({"classes": classes} if classes else {}),
     }  # fmt: skip
     return Opened(path, spec, config, tokenizer, meta, template, tensors)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tinyforge.text import Tokenizer, load_tokenizer
 from tinyforge.text.chat_templates import Template, recognise
 from tinyforge.text.gguf import PREFIX, from_gguf, lost_in_gguf, to_gguf
 from tinyforge.text.huggingface import to_huggingface
+from tinyforge.text.labels import Labels
 from tinyforge.text.sentencepiece import SentencePiece, write_llama2c
 from tinyforge.text.template_formats import jinja, modelfile
 from tinyforge.text.vocabulary import TextTokenizer
@@ -78,7 +80,9 @@ def special_ids(tokenizer: TextTokenizer) -> dict[str, Any]:
 
 
 def write_for_huggingface(directory: Path, tokenizer: TextTokenizer, context: int) -> None:
-    """tokenizer.json and tokenizer_config.json."""
+    """tokenizer.json and tokenizer_config.json; nothing where the names of classes stand in the tokenizer's place."""
+    if isinstance(tokenizer, Labels):
+        return
     texts = {id: text for text, id in tokenizer.specials.items()}
     end = next((text for text in ENDS if text in tokenizer.specials), None)
     config = {
@@ -90,6 +94,21 @@ def write_for_huggingface(directory: Path, tokenizer: TextTokenizer, context: in
     }
     for name, content in (("tokenizer.json", to_huggingface(tokenizer, recognise_specials=True)), (CONFIG, config)):
         write_whole(directory / name, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+
+
+def class_names(config: Mapping[str, Any], count: int) -> list[str]:
+    """The names of a classifier's `count` classes in config.json, their numbers where it names none that fit."""
+    given = config.get("id2label")
+    numbers = list(map(str, range(count)))
+    if isinstance(given, dict) and set(given) == set(numbers) and all(isinstance(n, str) for n in given.values()):
+        return [given[number] for number in numbers]
+    return numbers
+
+
+def class_labels(names: Sequence[str]) -> dict[str, Any]:
+    """id2label and label2id of config.json."""
+    return {"id2label": {str(i): name for i, name in enumerate(names)},
+            "label2id": {name: i for i, name in enumerate(names)}}  # fmt: skip
 
 
 def place_for_llama2c(model: Path, tokenizer: TextTokenizer) -> Path:

@@ -5,9 +5,11 @@ from tinyforge.ops.add_layernorm import AddLayerNorm
 from tinyforge.ops.add_rmsnorm import AddRMSNorm
 from tinyforge.ops.attention import Attention
 from tinyforge.ops.causal_conv import CausalConv
+from tinyforge.ops.class_token import ClassToken
 from tinyforge.ops.cross_entropy import CrossEntropy, LinearCrossEntropy
 from tinyforge.ops.dropout import Dropout
 from tinyforge.ops.embedding import Embedding
+from tinyforge.ops.fork import Fork
 from tinyforge.ops.gelu import GELU
 from tinyforge.ops.gelu_linear import GELULinear
 from tinyforge.ops.layernorm import LayerNorm
@@ -15,6 +17,7 @@ from tinyforge.ops.linear import Linear
 from tinyforge.ops.lora import LoRA
 from tinyforge.ops.lstm import LSTM
 from tinyforge.ops.mixture import MixtureOfExperts
+from tinyforge.ops.patches import Patches
 from tinyforge.ops.positions import LearnedPositions
 from tinyforge.ops.rmsnorm import RMSNorm
 from tinyforge.ops.rope import RoPE, RopeScaling
@@ -24,18 +27,19 @@ from tinyforge.ops.selective_scan import SelectiveScan
 from tinyforge.ops.softmax import Softmax
 from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.ops.swiglu_linear import SwiGLULinear
+from tinyforge.ops.take import Take
+from tinyforge.ops.tanh import Tanh
 
 ALL: tuple[type[Op], ...] = (
-    Embedding, LearnedPositions, Linear, RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, RoPE, Attention, SwiGLU,
-    SwiGLULinear, GELU, GELULinear, LoRA, Softmax, Dropout, CausalConv, SelectiveScan, LSTM, TopKRouter, RouterLosses,
-    MixtureOfExperts, CrossEntropy,
-    LinearCrossEntropy,
+    Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Linear, RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm,
+    RoPE, Attention, SwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh, Softmax, Dropout, CausalConv, SelectiveScan,
+    LSTM, TopKRouter, RouterLosses, MixtureOfExperts, CrossEntropy, LinearCrossEntropy,
 )  # fmt: skip
 """Every op, in the order of the gradient-check ledger."""
 
 __all__ = [
-    "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CausalConv", "CrossEntropy", "Dropout", "Embedding", "GELU",
-    "GELULinear", "LSTM", "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LoRA", "MixtureOfExperts",
-    "RMSNorm", "RoPE", "RopeScaling", "RouterLosses", "SelectiveScan", "Softmax", "SwiGLU", "SwiGLULinear",
-    "TopKRouter",
+    "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CausalConv", "ClassToken", "CrossEntropy", "Dropout",
+    "Embedding", "Fork", "GELU", "GELULinear", "LSTM", "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy",
+    "LoRA", "MixtureOfExperts", "Patches", "RMSNorm", "RoPE", "RopeScaling", "RouterLosses", "SelectiveScan", "Softmax",
+    "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter",
 ]  # fmt: skip

@@ -22,10 +22,12 @@
 // in memory; seven give every sum a fixed order, and two runs the same bits.
 //
 // A query at position t of the last T of S positions sees keys 0 .. t + (S - T). With the macro BAND=1 it sees the keys
-// from `back` before its own position to `forth` after it (two more arguments): a sliding window, or all keys in both
-// directions. The causal kernels do not contain that code. A band's tiles of keys begin with the first key that the
-// block's first query sees. So another row may see no key of the first tiles: its maximum is then still -inf, and 0 is
-// used instead. The kernel that owns keys loads queries too far behind them, but skips their products.
+// from `back` before its own position to `forth` after it (three more arguments): a sliding window, or all keys in both
+// directions, where `lengths`, if it is not null, says how many keys each sequence has: those behind them are padding,
+// seen by none, and get gradients of 0. The causal kernels do not contain that code. A band's tiles of keys begin with
+// the first key that the block's first query sees. So another row may see no key of the first tiles: its maximum is
+// then still -inf, and 0 is used instead. The kernel that owns keys loads queries too far behind them, but skips their
+// products.
 // With the macro DROP=1 each probability is multiplied by a number of the dropout mask, 0 or 1 / (1 - rate): four more
 // arguments. Neither the log-sum-exp nor delta changes. The mask is computed where it is needed, from (sequence, head,
 // query, key) alone, by Philox: in every 16 x 16 square of scores one block of four words belongs to queries t and
@@ -107,13 +109,19 @@
 #include "ops/philox.cuh"
 
 #ifdef BAND
-#define BAND_ARGUMENTS , i64 back, i64 forth
+#define BAND_ARGUMENTS , i64 back, i64 forth, const int *lengths
 constexpr bool band = true;
 #else
 #define BAND_ARGUMENTS
 constexpr bool band = false;
 constexpr int back = 0, forth = 0; // `back` is never read
+constexpr const int *lengths = nullptr;
 #endif
+
+// How many of the keys of a sequence are no padding.
+__device__ inline int unpadded(const int *lengths, int batch, int keys) {
+    return band && lengths ? min_int(keys, lengths[batch]) : keys;
+}
 
 // The first key, a multiple of `tile`, that a block must look at whose first query is at `position`.
 __device__ inline int first_key(int position, int back, int tile) {
@@ -266,7 +274,7 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *l
     const Place at;
     const int batch = blockIdx.x / heads, head = blockIdx.x % heads, kv_head = head / (heads / kv_heads);
     const int first = (gridDim.y - 1 - blockIdx.y) * ROWS, ahead = keys - queries;
-    const int seen = min_int(keys, first + ROWS + ahead + forth);
+    const int there = unpadded(lengths, batch, keys), seen = min_int(there, first + ROWS + ahead + forth);
     q += batch * q_batch + head * D;
     k += batch * k_batch + kv_head * D;
     v += batch * v_batch + kv_head * D;
@@ -298,7 +306,7 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *l
             const int position = first + at.row(i) + ahead;
             for (int j = 0; j < PER; ++j) {
                 const int column = key + at.column(j);
-                if (column > position + forth || band && (column < position - back || column >= keys) ||
+                if (column > position + forth || band && (column < position - back || column >= there) ||
                     docs && column < starts[i])
                     s[i][j] = -INFINITY;
                 most = fmax(most, s[i][j]);
@@ -335,7 +343,8 @@ attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *
     A *const ds_tile = v_tile + TILE;
     const Place at;
     const int batch = blockIdx.x / heads, head = blockIdx.x % heads, kv_head = head / (heads / kv_heads);
-    const int first = (gridDim.y - 1 - blockIdx.y) * ROWS, seen = min_int(queries, first + ROWS + forth);
+    const int there = unpadded(lengths, batch, queries);
+    const int first = (gridDim.y - 1 - blockIdx.y) * ROWS, seen = min_int(there, first + ROWS + forth);
     const A scale = 1 / sqrt(A(D));
     q += batch * q_batch + head * D;
     k += batch * k_batch + kv_head * D;
@@ -378,7 +387,7 @@ attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *
         for (int i = 0; i < PER; ++i)
             for (int j = 0; j < PER; ++j) {
                 const int column = key + at.column(j), t = first + at.row(i);
-                const bool seen_by_row = column <= t + forth && !(band && (column < t - back || column >= queries)) &&
+                const bool seen_by_row = column <= t + forth && !(band && (column < t - back || column >= there)) &&
                                          !(docs && column < starts[i]);
                 if (drop) dp[i][j] = kept >> (PER * i + j) & 1 ? dp[i][j] * drop_scale : 0;
                 s[i][j] = seen_by_row ? exp(s[i][j] - row_lse[i]) * (dp[i][j] - delta[i]) : 0;
@@ -403,7 +412,8 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
     const int batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads, group = heads / kv_heads;
     const int first = blockIdx.y * ROWS;
     const int from = band ? first_key(first, forth, ROWS) : first; // the queries that see any of these keys
-    i64 stop = band ? min_int(queries, first + ROWS + back) : queries;
+    const int there = unpadded(lengths, batch, queries);
+    i64 stop = !band ? queries : first < there ? min_int(queries, first + ROWS + back) : 0;
     int ends[PER];
     if (docs) {
         const int *const own = DOCS_BOUNDS + batch * queries;
@@ -432,8 +442,8 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
                 const A *const stat = stats + 2 * ((batch * heads + head) * queries + min_int(t, queries - 1));
                 for (int i = 0; i < PER; ++i) {
                     const int key = first + at.row(i);
-                    const bool seen_by_query = key <= t + forth && t < queries && !(band && key < t - back) &&
-                                               !(docs && t >= ends[i]);
+                    const bool seen_by_query = key <= t + forth && t < queries &&
+                                               !(band && (key < t - back || key >= there)) && !(docs && t >= ends[i]);
                     p[i][j] = seen_by_query ? exp(p[i][j] - stat[0]) : 0;
                     const bool stays = !drop || kept >> (PER * i + j) & 1;
                     if (drop) ds[i][j] = stays ? ds[i][j] * drop_scale : 0;
@@ -470,8 +480,8 @@ __device__ inline void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u3
 typedef float Sums[ROW_TILES][D / 8][4];
 
 // Minus infinity for keys (columns, from `key` on) outside the band of a query (row): the first row sees low .. seen -
-// 1.
-__device__ inline void hide_outside(Scores &s, int key, int low, int seen, int keys, int row, int column) {
+// 1, and no row sees `end` or what comes behind it.
+__device__ inline void hide_outside(Scores &s, int key, int low, int seen, int end, int row, int column) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -479,11 +489,11 @@ __device__ inline void hide_outside(Scores &s, int key, int low, int seen, int k
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int at = key + n * 8 + column + i % 2, r = m * 16 + i / 2 * 8 + row;
-                if (at < low + r || at >= seen + r || at >= keys) s[m][n][i] = -INFINITY;
+                if (at < low + r || at >= seen + r || at >= end) s[m][n][i] = -INFINITY;
             }
 }
 // The transposed case: rows are keys, columns are queries.
-__device__ inline void hide_outside_transposed(Scores &s, int key, int query, int back, int forth, int row,
+__device__ inline void hide_outside_transposed(Scores &s, int key, int query, int back, int forth, int there, int row,
                                                int column) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
@@ -492,7 +502,7 @@ __device__ inline void hide_outside_transposed(Scores &s, int key, int query, in
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int t = query + n * 8 + column + i % 2, at = key + m * 16 + i / 2 * 8 + row;
-                if (at > t + forth || at < t - back) s[m][n][i] = -INFINITY;
+                if (at > t + forth || at < t - back || at >= there) s[m][n][i] = -INFINITY;
             }
 }
 
@@ -524,9 +534,10 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
     const u32 q_tile = base + warp * WARP_BYTES, stages = base + WORKERS * WARP_BYTES;
     const Unit unit(queries, heads, kv_heads, warp);
     const int ahead = keys - queries, behind_last = unit.last_of_block + ahead + 1 + forth;
-    const int seen_by_block = band ? min_int(keys, behind_last) : behind_last;
+    const int there = unpadded(lengths, unit.batch, keys);
+    const int seen_by_block = band ? min_int(there, behind_last) : behind_last;
     const int seen_by_all = unit.first + ahead + 1 + forth; // behind the last key that the first row sees
-    const int seen = unit.idle ? 0 : min_int(keys, seen_by_all + OWN - 1);
+    const int seen = unit.idle ? 0 : min_int(there, seen_by_all + OWN - 1);
     const int low = unit.first + ahead - back; // the first key that the first row sees, in a band
     int from = band ? first_key(Unit(queries, heads, kv_heads, 0).first + ahead, back, TILE) : 0;
     // The first keys that the block's first row, and the warp's first and last, see.
@@ -585,8 +596,8 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
             }
         // Only if the diagonal, or a border of the band, crosses this tile.
         if (band) {
-            if (key < low + OWN - 1 || key + TILE > min_int(keys, seen_by_all))
-                hide_outside(s, key, low, seen_by_all, keys, lane / 4, lane % 4 * 2);
+            if (key < low + OWN - 1 || key + TILE > min_int(seen, seen_by_all))
+                hide_outside(s, key, low, seen_by_all, seen, lane / 4, lane % 4 * 2);
         } else if (key + TILE > seen_by_all) {
             hide_future(s, key, seen_by_all, lane / 4, lane % 4 * 2);
         }
@@ -662,8 +673,9 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
         reinterpret_cast<float2 *>(shared + WORKERS * 2 * WARP_BYTES + 4 * TILE_BYTES) + warp * OWN;
     const Unit unit(queries, heads, kv_heads, warp);
     const int behind_last = unit.last_of_block + 1 + forth, seen_by_all = unit.first + 1 + forth;
-    const int seen_by_block = band ? min_int(queries, behind_last) : behind_last;
-    const int seen = unit.idle ? 0 : min_int(queries, seen_by_all + OWN - 1);
+    const int there = unpadded(lengths, unit.batch, queries);
+    const int seen_by_block = band ? min_int(there, behind_last) : behind_last;
+    const int seen = unit.idle ? 0 : min_int(there, seen_by_all + OWN - 1);
     const int low = unit.first - back;
     int from = band ? first_key(Unit(queries, heads, kv_heads, 0).first, back, TILE) : 0;
     int first_start = 0, last_start = 0;
@@ -735,8 +747,8 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                     }
                 }
             if (band) {
-                if (key + part < low + OWN - 1 || key + part + PIECE > min_int(queries, seen_by_all))
-                    hide_outside(s, key + part, low, seen_by_all, queries, lane / 4, lane % 4 * 2);
+                if (key + part < low + OWN - 1 || key + part + PIECE > min_int(seen, seen_by_all))
+                    hide_outside(s, key + part, low, seen_by_all, seen, lane / 4, lane % 4 * 2);
             } else if (key + part + PIECE > seen_by_all) {
                 hide_future(s, key + part, seen_by_all, lane / 4, lane % 4 * 2);
             }
@@ -804,6 +816,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
     const u32 stages = base + WORKERS * 2 * WARP_BYTES;
     const int batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads, group = heads / kv_heads;
     const int first_of_block = blockIdx.y * WORKERS * OWN, first = first_of_block + warp * OWN;
+    const int there = unpadded(lengths, batch, queries);
     const bool idle = first >= queries;
     const int start = band ? first_key(first_of_block, forth, TILE) : first_of_block / TILE * TILE;
     // Behind the last queries that see any of the block's keys, the warp's first and its last.
@@ -843,7 +856,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
             copy_wait<0>();
             __syncthreads();
             if (tiles.head < group) load_next(stages + (stage ^ 1) * STAGE_BYTES);
-            if (idle) continue;
+            if (idle || band && first >= there) continue;
             const u32 q_tile = stages + stage * STAGE_BYTES, dy_tile = q_tile + TILE_BYTES;
             const u32 stats_tile = dy_tile + TILE_BYTES;
 #pragma unroll UNROLL
@@ -875,8 +888,9 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                 }
                 // Only if the diagonal, or a border of the band, crosses this piece.
                 if (band) {
-                    if (query + part + forth < first + OWN - 1 || query + part + PIECE - 1 - back > first)
-                        hide_outside_transposed(p, first, query + part, back, forth, lane / 4, lane % 4 * 2);
+                    if (query + part + forth < first + OWN - 1 || query + part + PIECE - 1 - back > first ||
+                        first + OWN > there)
+                        hide_outside_transposed(p, first, query + part, back, forth, there, lane / 4, lane % 4 * 2);
                 } else if (query + part < first + OWN - 1) {
                     hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
                 }

@@ -57,6 +57,17 @@ def tiles(
         yield slice(i, stop), [(slice(j, min(j + TILE, end)), i + ahead - j) for j in range(first, end, TILE)]
 
 
+def hide_padding_(s: Array, lengths: Array | None, first: int) -> None:
+    """Set the scores of padding to HIDDEN.
+
+    s: (n, Hkv, columns, G * rows), its columns from `first` on; lengths: (n,).
+    """
+    columns = s.shape[-2]
+    if lengths is not None and lengths.min(initial=first + columns) < first + columns:
+        hidden = np.arange(first, first + columns) >= lengths[:, None]
+        s += np.where(hidden, HIDDEN, 0.0).astype(s.dtype)[:, None, :, None]
+
+
 def hide_(s: Array, shift: int, group: int, causal: bool, window: int | None, starts: Array | None) -> None:
     """Set the scores of keys that a query does not see to HIDDEN. s: (n, Hkv, columns, G * rows). starts: (n, rows),
     the first column that each row sees."""
@@ -132,13 +143,13 @@ def dropout_mask(
 
 @kernel
 def attention_fwd(
-    q: Array, k: Array, v: Array, starts: Array | None, causal: bool, window: int | None, key: tuple[int, int] | None,
-    rate: float,
+    q: Array, k: Array, v: Array, lengths: Array | None, starts: Array | None, causal: bool,
+    window: int | None, key: tuple[int, int] | None, rate: float,
 ) -> tuple[Array, Array]:  # fmt: skip
     """q: (B, T, Hq, D), the last T of S positions; k, v: (B, S, Hkv, D); returns o: (B, T, Hq, D), lse: (B, Hq, T).
 
-    starts: (B, T) int32, the first key that each query sees; needs S = T. With a key, each probability is dropped at
-    `rate`.
+    lengths: (B,) int32, 1 to S; keys from there on are padding, which no query sees. starts: (B, T) int32, the first
+    key that each query sees; needs S = T. With a key, each probability is dropped at `rate`.
     """
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -146,7 +157,7 @@ def attention_fwd(
     out = np.empty((batch, queries, heads, dim), q.dtype)
     lse = np.empty((batch, heads, queries), q.dtype)
     for part in some_sequences(batch, heads, q.itemsize):
-        kb, vb = by_head(k[part]), by_head(v[part])
+        kb, vb, ends = by_head(k[part]), by_head(v[part]), None if lengths is None else lengths[part]
         begins = None if starts is None else starts[part]
         for rows, seen in tiles(queries, keys, causal, window, begins):
             qi = as_columns(stack_group(q[part, rows], kv_heads, dim**-0.5))
@@ -158,6 +169,7 @@ def attention_fwd(
                 # row: NumPy takes maxima down the columns of a tile five times as fast as along its rows.
                 s = kb[:, :, columns] @ qi
                 hide_(s, shift, group, causal, window, None if begins is None else begins[:, rows] - columns.start)
+                hide_padding_(s, ends, columns.start)
                 new_top = s.max(axis=-2, keepdims=True)
                 if top is not None:
                     np.maximum(new_top, top, out=new_top)
@@ -182,8 +194,8 @@ def attention_fwd(
 
 @attention_fwd.on("phantom")
 def attention_fwd_memory(
-    q: Array, k: Array, v: Array, starts: Array | None, causal: bool, window: int | None, key: tuple[int, int] | None,
-    rate: float,
+    q: Array, k: Array, v: Array, lengths: Array | None, starts: Array | None, causal: bool,
+    window: int | None, key: tuple[int, int] | None, rate: float,
 ) -> tuple[Array, Array]:  # fmt: skip
     batch, queries, heads, _ = q.shape
     if starts is not None and window is not None:
@@ -193,8 +205,9 @@ def attention_fwd_memory(
 
 @kernel
 def attention_bwd(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, starts: Array | None, out: Array,
-    lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None, rate: float,
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None,
+    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None,
+    rate: float,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
     batch, queries, heads, dim = q.shape
@@ -203,6 +216,7 @@ def attention_bwd(
     scale = dim**-0.5
     for part in some_sequences(batch, heads, q.itemsize):
         kb, vb = with_ones(by_head(k[part])), with_ones(by_head(v[part]))
+        ends = None if lengths is None else lengths[part]
         dkb, dvb = np.zeros(by_head(k[part]).shape, q.dtype), np.zeros(by_head(v[part]).shape, q.dtype)
         begins = None if starts is None else starts[part]
         for rows, seen in tiles(queries, queries, causal, window, begins):
@@ -214,6 +228,7 @@ def attention_bwd(
             for columns, shift in seen:
                 p = kb[:, :, columns] @ q_columns  # k q^T - lse
                 hide_(p, shift, group, causal, window, None if begins is None else begins[:, rows] - columns.start)
+                hide_padding_(p, ends, columns.start)
                 np.exp(p, out=p)
                 ds = vb[:, :, columns] @ do_columns  # v dO^T - delta
                 if key is None:
@@ -232,8 +247,9 @@ def attention_bwd(
 
 @attention_bwd.on("phantom")
 def attention_bwd_memory(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, starts: Array | None, out: Array,
-    lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None, rate: float,
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None,
+    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None,
+    rate: float,
 ) -> None:  # fmt: skip
     _stats = empty((*lse.shape, 2), lse.dtype)  # a row's log-sum-exp and its sum of dO O
     if starts is not None:
@@ -270,6 +286,8 @@ class Attention(Op):
 
     qkv: (B, T, Hq + 2 Hkv, D), heads in the order q, k, v; o: (B, T, Hq, D). Query head h reads key and value head
     h // (Hq / Hkv). Visible are all s <= t; with `window`, those of them with s > t - window; with causal=False, all.
+    lengths: (B,) int32, 1 to T, for sequences of unequal lengths in one array, with causal=False: what comes behind is
+    padding, which nobody sees. What padding sees itself means nothing, and the gradient of its k and v is 0.
     starts: (B, T) int32, for rows that hold several documents, with starts[b, t] <= t and in ascending order: where t's
     document begins. Then only those s >= starts[b, t] are visible. Saved by reference.
     Saves qkv, o and the log-sum-exp of each row of scores, (B, Hq, T): memory linear in T. Backward recomputes the
@@ -314,9 +332,12 @@ class Attention(Op):
         self.dropout = dropout
 
     def forward(
-        self, qkv: Array, stash: Stash | None = None, *, cache: LayerCache | None = None, starts: Array | None = None
-    ) -> Array:
+        self, qkv: Array, stash: Stash | None = None, *, cache: LayerCache | None = None, lengths: Array | None = None,
+        starts: Array | None = None,
+    ) -> Array:  # fmt: skip
         q, k, v = self._split(qkv)
+        if lengths is not None and self.causal:
+            raise ValueError(f"{self.name}: lengths with causal attention, where no query sees what comes behind it")
         if starts is not None and (cache is not None or not self.causal):
             raise ValueError(f"{self.name}: starts of documents go with causal attention, and with no cache; drop one")
         if cache is not None:
@@ -324,17 +345,17 @@ class Attention(Op):
                 raise ValueError(f"{self.name}: a cache and a stash; a pass with a cache has no backward, drop one")
             k, v = cache.append(k, v)
         key = stash.key(self, self.dropout) if stash is not None else None
-        out, lse = self.k.attention_fwd(q, k, v, starts, self.causal, self.window, key, self.dropout)
+        out, lse = self.k.attention_fwd(q, k, v, lengths, starts, self.causal, self.window, key, self.dropout)
         if stash is not None:
-            stash.push(self, qkv, starts, out, lse, key)
+            stash.push(self, qkv, lengths, starts, out, lse, key)
         return out
 
     def backward(self, dy: Array, stash: Stash) -> Array:
-        qkv, starts, out, lse, key = stash.pop(self)
+        qkv, lengths, starts, out, lse, key = stash.pop(self)
         dqkv = self.backend.empty(qkv.shape)
         seen = (self.causal, self.window)
         q, k, v = self._split(qkv)
-        self.k.attention_bwd(*self._split(dqkv), dy, q, k, v, starts, out, lse, *seen, key, self.dropout)
+        self.k.attention_bwd(*self._split(dqkv), dy, q, k, v, lengths, starts, out, lse, *seen, key, self.dropout)
         return dqkv
 
     def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
@@ -356,6 +377,11 @@ class Attention(Op):
         for t, width in ((7, None), (TILE + 3, None), (TILE + 3, 40)):
             op = cls(4, 2, backend, window=width, dropout=0.4)
             yield op, (backend.asarray(rng.normal(size=(2, t, 8, 4))),)
+        # Padding within a tile, of whole tiles, and with dropout.
+        for t, ends, rate in ((7, (3, 7, 1), 0.0), (2 * TILE + 3, (TILE + 1, 5), 0.0), (TILE + 3, (TILE - 1,), 0.4)):
+            padded = WithKeywords(cls(4, 2, backend, causal=False, dropout=rate), lengths=lambda given: given)
+            qkv = backend.asarray(rng.normal(size=(len(ends), t, 8, 4)))
+            yield padded, (qkv, backend.asarray(np.array(ends)))
         # Documents: within a tile, some of one token; across tiles, one that begins where a tile does, and one left out
         # by all later ones; with a window, with dropout.
         for begins, t, width, rate in (

@@ -19,7 +19,7 @@ import numpy as np
 
 from tinyforge.backends import wide
 from tinyforge.backends.compile import load, variants
-from tinyforge.backends.cupy_backend import CupyBackend, contiguous, scalar
+from tinyforge.backends.cupy_backend import CupyBackend, contiguous, or_null, scalar
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.ops import attention
@@ -121,12 +121,15 @@ def strides(name: str, x: Array) -> tuple[int, int]:
     return sequence // size, token // size
 
 
-def band_of(causal: bool, window: int | None, keys: int, starts: Array | None) -> tuple[int, ...]:
-    """The arguments (back, forth) of the BAND kernels: a query sees the keys from `back` before its position to `forth`
-    after it. Empty for the causal kernels, and where the bounds of documents have the window in them."""
+def band_of(
+    causal: bool, window: int | None, keys: int, lengths: Array | None, starts: Array | None
+) -> tuple[Any, ...]:
+    """The arguments (back, forth, lengths) of the BAND kernels: a query sees the keys from `back` before its position
+    to `forth` after it, but no padding. Empty for the causal kernels, and where the bounds of documents have the window
+    in them."""
     if not causal:
-        return keys, keys
-    return () if window is None or window >= keys or starts is not None else (window - 1, 0)
+        return keys, keys, or_null(lengths)
+    return () if window is None or window >= keys or starts is not None else (window - 1, 0, or_null(None))
 
 
 def checked_starts(starts: Array, batch: int, queries: int, keys: int) -> Array:
@@ -160,8 +163,8 @@ def options_of(band: tuple[Any, ...], docs: bool, drop: tuple[Any, ...]) -> tupl
 
 @attention.attention_fwd.on("cupy")
 def attention_fwd(
-    q: Array, k: Array, v: Array, starts: Array | None, causal: bool, window: int | None, key: tuple[int, int] | None,
-    rate: float, *, backend: CupyBackend,
+    q: Array, k: Array, v: Array, lengths: Array | None, starts: Array | None, causal: bool,
+    window: int | None, key: tuple[int, int] | None, rate: float, *, backend: CupyBackend,
 ) -> tuple[Array, Array]:  # fmt: skip
     """q: (B, T, Hq, D); k, v: (B, S, Hkv, D), S >= T; starts: (B, T); returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
     batch, queries, heads, dim = q.shape
@@ -174,7 +177,8 @@ def attention_fwd(
     if starts is not None:
         starts = checked_starts(starts, batch, queries, keys)
         docs = (starts if window is None else document_bounds(starts, window)[0],)
-    band, drop = band_of(causal, window, keys, starts), drop_of(key, rate, q.dtype)
+    lengths = lengths if lengths is None else contiguous(lengths)
+    band, drop = band_of(causal, window, keys, lengths, starts), drop_of(key, rate, q.dtype)
     options = options_of(band, bool(docs), drop)
     sizes = (queries, keys, heads, kv_heads, *band, *docs, *drop)
     args = (q, k, v, out, lse, *strides("q", q), *strides("k", k), *strides("v", v), *sizes)
@@ -187,8 +191,9 @@ def attention_fwd(
 
 @attention.attention_bwd.on("cupy")
 def attention_bwd(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, starts: Array | None, out: Array,
-    lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None, rate: float, *, backend: CupyBackend,
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None,
+    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None,
+    rate: float, *, backend: CupyBackend,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
     batch, queries, heads, dim = q.shape
@@ -205,7 +210,8 @@ def attention_bwd(
     if starts is not None:
         bounds = document_bounds(checked_starts(starts, batch, queries, keys), window)
         of_queries, of_keys = (bounds[0],), (bounds[1],)
-    band, drop = band_of(causal, window, keys, starts), drop_of(key, rate, q.dtype)
+    lengths = lengths if lengths is None else contiguous(lengths)
+    band, drop = band_of(causal, window, keys, lengths, starts), drop_of(key, rate, q.dtype)
     options = options_of(band, starts is not None, drop)
     sizes = (queries, heads, kv_heads, *band)
     q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *strides("dq", dq), *sizes, *of_queries, *drop)

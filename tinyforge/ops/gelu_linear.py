@@ -15,16 +15,18 @@ from tinyforge.ops.gelu import gelu_bwd, gelu_fwd
 from tinyforge.ops.linear import linear_bwd_bias, linear_fwd
 from tinyforge.params import with_buffer
 
-FORMULA = "tanh"
-
 
 @kernel
-def gelu_linear_fwd(u: Array, weight: Array, bias: Array | None, input_bias: Array | None) -> Array:
-    return linear_fwd(gelu_fwd(u, input_bias, FORMULA), weight, bias)
+def gelu_linear_fwd(
+    u: Array, weight: Array, bias: Array | None, input_bias: Array | None, approximate: str
+) -> Array:
+    return linear_fwd(gelu_fwd(u, input_bias, approximate), weight, bias)
 
 
 @gelu_linear_fwd.on("phantom")
-def gelu_linear_fwd_memory(u: Array, weight: Array, bias: Array | None, input_bias: Array | None) -> Array:
+def gelu_linear_fwd_memory(
+    u: Array, weight: Array, bias: Array | None, input_bias: Array | None, approximate: str
+) -> Array:
     hidden = empty(u.shape, u.dtype)
     return empty((*u.shape[:-1], weight.shape[0]), hidden.dtype)
 
@@ -32,11 +34,11 @@ def gelu_linear_fwd_memory(u: Array, weight: Array, bias: Array | None, input_bi
 @kernel
 def gelu_linear_bwd(
     dweight: Array | None, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
-    input_bias: Array | None,
+    input_bias: Array | None, approximate: str,
 ) -> Array:  # fmt: skip
     rows = dy.reshape(-1, dy.shape[-1])
     hidden = None if dweight is None else np.empty(u.shape, u.dtype)
-    du = gelu_bwd(hidden, dinput_bias, (rows @ weight).reshape(u.shape), u, input_bias, FORMULA)
+    du = gelu_bwd(hidden, dinput_bias, (rows @ weight).reshape(u.shape), u, input_bias, approximate)
     if dweight is not None and hidden is not None:
         dweight += rows.T @ hidden.reshape(len(rows), weight.shape[1])
     if dbias is not None:
@@ -47,7 +49,7 @@ def gelu_linear_bwd(
 @gelu_linear_bwd.on("phantom")
 def gelu_linear_bwd_memory(
     dweight: Array | None, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
-    input_bias: Array | None,
+    input_bias: Array | None, approximate: str,
 ) -> Array:  # fmt: skip
     _hidden = None if dweight is None else empty(u.shape, u.dtype)
     dhidden = empty(u.shape, u.dtype)
@@ -55,7 +57,7 @@ def gelu_linear_bwd_memory(
 
 
 class GELULinear(Op):
-    """y = h W^T + b,  h = gelu(u + b_in) by the tanh formula: the reference is GELU, then Linear
+    """y = h W^T + b,  h = gelu(u + b_in) by GELU's formula `approximate`: the reference is GELU, then Linear
 
     u: (..., H); W: (O, H); b: (O,), or none; b_in: (H,), or none; y: (..., O). b_in is the bias of the linear map that
     made u: added here it costs no pass over u. Saves u: h, as large, is computed again in the pass over u that backward
@@ -69,9 +71,10 @@ class GELULinear(Op):
 
     def __init__(
         self, weight: Param, backend: Backend, name: str = "", *, bias: Param | None = None,
-        input_bias: Param | None = None,
+        input_bias: Param | None = None, approximate: str = "tanh",
     ) -> None:  # fmt: skip
         super().__init__(backend, name)
+        self.approximate = approximate
         self.weight, self.bias, self.input_bias = weight, bias, input_bias
 
     def params(self) -> list[Param]:
@@ -81,14 +84,14 @@ class GELULinear(Op):
         if stash is not None:
             stash.push(self, u)
         bias, input_bias = (p.value if p else None for p in (self.bias, self.input_bias))
-        return self.k.gelu_linear_fwd(u, self.weight.value, bias, input_bias)
+        return self.k.gelu_linear_fwd(u, self.weight.value, bias, input_bias, self.approximate)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (u,) = stash.pop(self)
         dbias, dinput_bias = (p.grad if p else None for p in (self.bias, self.input_bias))
         input_bias = self.input_bias.value if self.input_bias else None
         return self.k.gelu_linear_bwd(
-            self.weight.grad, dbias, dinput_bias, dy, u, self.weight.value, input_bias
+            self.weight.grad, dbias, dinput_bias, dy, u, self.weight.value, input_bias, self.approximate
         )
 
     @classmethod
@@ -100,3 +103,7 @@ class GELULinear(Op):
                 weight = Param("weight", (o, h), std=1.0)
                 op = with_buffer(cls(weight, backend, bias=bias, input_bias=input_bias), backend, rng)
                 yield op, (backend.asarray(rng.normal(size=(*lead, h)) * 2),)
+        bias, input_bias = Param("bias", (3,), decay=False), Param("input_bias", (5,), decay=False)
+        weight = Param("weight", (3, 5), std=1.0)
+        exact = cls(weight, backend, bias=bias, input_bias=input_bias, approximate="erf")
+        yield with_buffer(exact, backend, rng), (backend.asarray(rng.normal(size=(2, 4, 5)) * 2),)

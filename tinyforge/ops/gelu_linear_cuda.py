@@ -12,22 +12,22 @@ from tinyforge.ops.linear_cuda import linear_bwd_bias, linear_fwd
 
 @gelu_linear.gelu_linear_fwd.on("cupy")
 def gelu_linear_fwd(
-    u: Array, weight: Array, bias: Array | None, input_bias: Array | None, *, backend: CupyBackend
+    u: Array, weight: Array, bias: Array | None, input_bias: Array | None, approximate: str, *, backend: CupyBackend
 ) -> Array:
-    return linear_fwd(gelu_fwd(u, input_bias, gelu_linear.FORMULA), weight, bias, backend=backend)
+    return linear_fwd(gelu_fwd(u, input_bias, approximate), weight, bias, backend=backend)
 
 
 @gelu_linear.gelu_linear_bwd.on("cupy")
 def gelu_linear_bwd(
     dweight: Array | None, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
-    input_bias: Array | None, *, backend: CupyBackend,
+    input_bias: Array | None, approximate: str, *, backend: CupyBackend,
 ) -> Array:  # fmt: skip
     dy, u = contiguous(dy), contiguous(u)
     rows = dy.size // dy.shape[-1]
     up = dy.reshape(rows, dy.shape[-1])
     hidden = None if dweight is None else new((rows, weight.shape[1]), u.dtype)
     dhidden = gemm(up, weight, tf32=backend.tf32)
-    du = gelu_bwd(hidden, dinput_bias, dhidden, u.reshape(dhidden.shape), input_bias, gelu_linear.FORMULA)
+    du = gelu_bwd(hidden, dinput_bias, dhidden, u.reshape(dhidden.shape), input_bias, approximate)
     if dweight is not None:
         gemm(up, hidden, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
     if dbias is not None:

@@ -5,5 +5,6 @@ from tinyforge.text.chars import CharTokenizer
 from tinyforge.text.load import load_tokenizer
 from tinyforge.text.sentencepiece import SentencePiece
 from tinyforge.text.vocabulary import TextTokenizer
+from tinyforge.text.wordpiece import WordPiece
 
-__all__ = ["CharTokenizer", "SentencePiece", "TextTokenizer", "Tokenizer", "load_tokenizer"]
+__all__ = ["CharTokenizer", "SentencePiece", "TextTokenizer", "Tokenizer", "WordPiece", "load_tokenizer"]

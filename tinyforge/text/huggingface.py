@@ -25,6 +25,7 @@ from typing import Any
 
 from tinyforge.errors import UserError
 from tinyforge.files import read_json
+from tinyforge.text import wordpiece
 from tinyforge.text.bpe import (
     BYTE_ORDERS,
     GPT2_PRINTABLE,
@@ -167,6 +168,8 @@ def to_huggingface(tokenizer: TextTokenizer, recognise_specials: bool = False) -
     """
     if isinstance(tokenizer, SentencePiece):
         return _write_sentencepiece(tokenizer)
+    if isinstance(tokenizer, wordpiece.WordPiece):
+        return wordpiece.to_huggingface(tokenizer)
     if not isinstance(tokenizer, (Tokenizer, ImportedBPE)):
         raise UserError(f"tokenizer.json cannot hold a {type(tokenizer).__name__}, wanted a tokenizer of BPE")
     merging = tokenizer.merging
@@ -315,6 +318,8 @@ def from_huggingface(path: str | Path) -> TextTokenizer:
 def read_huggingface(content: dict[str, Any], path: str | Path) -> TextTokenizer:
     """As `from_huggingface`, for the file's content."""
     try:
+        if _kind(content.get("model")) == "WordPiece":
+            return wordpiece.from_huggingface(content)
         return _Reader(content).read()
     except UserError as error:
         raise UserError(f"{path}: {error}") from None

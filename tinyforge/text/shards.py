@@ -69,10 +69,10 @@ class Header(NamedTuple):
 
 def separator_of(tokenizer: TextTokenizer) -> str:
     """The special token between documents: SEPARATOR; in a published vocabulary without it, the token that each text
-    begins with, else </s>. UserError where there is none of these."""
+    begins with, else </s> or BERT's [SEP]. UserError where there is none of these."""
     texts = {id: text for text, id in tokenizer.specials.items()}
     begins = "" if tokenizer.bos is None else texts[tokenizer.bos]
-    found = next((text for text in (SEPARATOR, begins, "</s>") if text in tokenizer.specials), None)
+    found = next((text for text in (SEPARATOR, begins, "</s>", "[SEP]") if text in tokenizer.specials), None)
     if found is None:
         raise UserError(f"the tokenizer has no special token {SEPARATOR}, nor another to end documents; use another")
     return found

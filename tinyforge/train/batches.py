@@ -317,6 +317,28 @@ class Examples:
         )
 
 
+class Shuffled:
+    """Examples of a set, in another order in each epoch; `make(rows, stream)` makes a batch of those of these numbers.
+
+    stream: what is random in a batch is drawn from it, a function of the seed and the batch's number alone.
+    """
+
+    def __init__(self, count: int, seed: int, make: Callable[[np.ndarray, Stream], Batch]) -> None:
+        self.count, self.seed, self.make = count, seed, make
+        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
+
+    def batch(self, index: int, size: int) -> Batch:
+        """The index-th batch of `size` examples; one that crosses the end of an epoch has the first of the next."""
+        rows = [self._row(number) for number in range(index * size, (index + 1) * size)]
+        return self.make(np.array(rows), Stream(self.seed, f"batch/{index}"))
+
+    def _row(self, number: int) -> int:
+        epoch, position = divmod(number, self.count)
+        if self._order[0] != epoch:
+            self._order = epoch, Stream(self.seed, f"examples/{epoch}").permutation(self.count)
+        return int(self._order[1][position])
+
+
 def check_ids(tokens: np.ndarray, vocab: int) -> None:
     """Refuse ids outside [0, vocab): ops do not look."""
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab):

@@ -15,7 +15,7 @@ import numpy as np
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.registry import find_model
-from tinyforge.text import CharTokenizer, TextTokenizer, Tokenizer, load_tokenizer
+from tinyforge.text import CharTokenizer, TextTokenizer, Tokenizer, WordPiece, load_tokenizer
 from tinyforge.text.shards import Part, Shards, is_shard_folder, separator_of
 from tinyforge.train.batches import (
     ContinuedTokens,
@@ -220,6 +220,8 @@ def tokenizer_for(
     elif settings.tokenizer:
         tokenizer = load_tokenizer(settings.tokenizer)
         separator_of(tokenizer)  # refuses one that has none
+    elif find_model(settings.model).learns == "masked text":
+        tokenizer = WordPiece.train(training, config.vocab, progress=sys.stderr.isatty())
     else:
         progress = sys.stderr.isatty()
         tokenizer = Tokenizer.train(training, config.vocab, progress=progress, exact=bool(asked and settings.data))

@@ -13,7 +13,6 @@ from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Stash
-from tinyforge.ops.attention import Documents
 from tinyforge.ops.cross_entropy import sum_tokens
 from tinyforge.parallel import Group, part_of, send_object, start_group
 from tinyforge.params import ParamBuffer
@@ -31,9 +30,8 @@ class Model(Protocol):
     config: ModelConfig
     buffer: ParamBuffer
 
-    def forward(
-        self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents = ...
-    ) -> Any: ...
+    forward: Callable[..., Any]  # (ids, targets, whatever `Batch.more` has, stash=None, and `documents` or `state`)
+
     def backward(self, dnll: Any, stash: Stash) -> Any: ...
     def replica(self) -> Any: ...
     def ops(self) -> list[Op]: ...
@@ -81,6 +79,10 @@ class Sharded:
         """Summed negative log-likelihood per head, (K,) float64; nothing is saved."""
         return self.backend.to_numpy(self._on_all_ranks(_nll, batch))
 
+    def logits(self, batch: Batch) -> np.ndarray:
+        """The logits of a classifier, (B, classes); nothing is saved."""
+        return self.backend.to_numpy(self._on_all_ranks(_logits, batch))
+
     def _on_all_ranks(self, work: Callable[..., Array], *arguments: Any) -> Array:
         send_object(self.group, (work, arguments))
         return work(self.group, self.model, self.backend, self.objective, self.state, *arguments)
@@ -125,6 +127,17 @@ def _nll(group: Group, model: Model, backend: Backend, _: Objective | None, __: 
     return total
 
 
+def _logits(group: Group, model: Any, backend: Backend, _: Objective | None, __: Array | None, whole: Batch) -> Array:
+    found = backend.zeros((len(whole.ids), model.config.classes), backend.master_dtype)
+    part = part_of(group.rank, group.size, len(whole.ids))
+    batch = whole[part]
+    if len(batch.ids):
+        ids, _targets, *more = batch.inputs(backend)
+        found[part] = model.classify(ids, *more)[:, 0]
+    group.all_reduce_(found)
+    return found
+
+
 def _part(group: Group, batch: Batch) -> Batch:
     return batch[part_of(group.rank, group.size, len(batch.ids))]
 
@@ -144,7 +157,7 @@ def forward(
         options["state"] = state[:, :, batch.stream : batch.stream + len(batch.ids)]
         if batch.anew:
             options["state"].fill(0)
-    return model.forward(backend.asarray(batch.ids), backend.asarray(batch.targets), stash, **options)
+    return model.forward(*batch.inputs(backend), stash=stash, **options)
 
 
 def evaluate_heads(sharded: Sharded, batches: Iterable[Batch], byte_lengths: np.ndarray) -> np.ndarray:

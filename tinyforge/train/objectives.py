@@ -36,24 +36,32 @@ LN2 = float(np.log(2.0))
 class Batch:
     """What a model reads and predicts.
 
-    ids: (B, T) int32, in range. targets: (B, T, K) int32, -1 for none. weights: (B, T, K) float, what each prediction
-    weighs in the loss; None for 1. documents: those that the rows hold, where none is to see another; without, a token
-    sees all of its row before it. stream: the rows continue those of the batch before, the first being row number
-    `stream` of the model's carried state; None for rows of their own. anew: they begin again, with a state of zeros.
+    ids: (B, T) int32, in range; of a model of images, (B, K, H, W) bytes. targets: (B, T, K) int32, -1 for none; of a
+    model that predicts elsewhere than at every token, (B, M, K). weights: like targets, float, what each prediction
+    weighs in the loss; None for 1. more: what else the model's forward takes, in its order: integers, B rows each.
+    documents: those that the rows hold, where none is to see another; without, a token sees all of its row before it.
+    stream: the rows continue those of the batch before, the first being row number `stream` of the model's carried
+    state; None for rows of their own. anew: they begin again, with a state of zeros.
     """
 
     ids: np.ndarray
     targets: np.ndarray
     weights: np.ndarray | None = None
+    more: tuple[np.ndarray, ...] = ()
     documents: Documents | None = None
     stream: int | None = None
     anew: bool = False
 
     def __getitem__(self, rows: slice) -> Batch:
         weights = None if self.weights is None else self.weights[rows]
+        more = tuple(array[rows] for array in self.more)
         documents = None if self.documents is None else self.documents[rows]
         stream = None if self.stream is None else self.stream + rows.indices(len(self.ids))[0]
-        return Batch(self.ids[rows], self.targets[rows], weights, documents, stream, self.anew)
+        return Batch(self.ids[rows], self.targets[rows], weights, more, documents, stream, self.anew)
+
+    def inputs(self, backend: Backend) -> tuple[Array, ...]:
+        """What the model's forward takes, on its backend; `documents` and a carried state come as keywords."""
+        return tuple(backend.asarray(array) for array in (self.ids, self.targets, *self.more))
 
 
 class Objective(Protocol):
@@ -81,8 +89,7 @@ class NextTokens:
     byte_lengths: the bytes of each token id, for the figure bits_per_byte: head 0's summed nll in bits over the bytes
     of the tokens it predicted. None where targets are no text.
 
-    Replies alone are learned with targets of -1 on the prompts, masked tokens with -1 on all others; classes are
-    targets at one position; preferences and policy gradients are weights.
+    Replies alone are learned with targets of -1 on the prompts; preferences and policy gradients are weights.
     """
 
     head_weights: tuple[float, ...] = (1.0,)
@@ -119,6 +126,34 @@ class NextTokens:
         if self.byte_lengths is not None:
             found["bits_per_byte"] = float(plain[0]) / LN2 / max(1, int(counts[-1]))
         return found
+
+
+@dataclass(frozen=True)
+class MaskedTokens(NextTokens):
+    """loss = the mean of nll over the tokens that are hidden, of the whole step
+
+    targets: (B, M, 1), the hidden tokens, -1 where a row has fewer than M. Logged beside it is the perplexity,
+    exp(loss): among how many tokens, equally likely, the model would be as unsure.
+
+    Source: Devlin et al., "BERT" (2018).
+    """
+
+    def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+        found = super().figures(sums, counts)
+        return {**found, "perplexity": float(np.exp(min(found["loss"], 700.0)))}
+
+
+@dataclass(frozen=True)
+class Classes(NextTokens):
+    """loss = sum over rows of a nll / n, the mean cross-entropy of the classes over the step's n labelled rows
+
+    targets: (B, 1, 1), the class, -1 for a row that has none. a: `Batch.weights`, of a row; 1 without them. Logged
+    beside it is `likelihood`, exp(-loss): the geometric mean of what the model gives the right class.
+    """
+
+    def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+        found = super().figures(sums, counts)
+        return {**found, "likelihood": float(np.exp(-found["loss"]))}
 
 
 @dataclass(frozen=True)

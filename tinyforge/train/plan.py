@@ -64,14 +64,15 @@ def plan_step(
     weights = METER.now - start
     optimizer = AdamW(model.buffer, backend)
     ready = METER.now - start
-    shape, heads, integers = (batch_size, seq_len), config.prediction_heads, np.dtype(np.int32)
-    ids, targets = backend.zeros(shape, integers), backend.zeros((*shape, heads), integers)
+    integers = np.dtype(np.int32)
+    inputs = [backend.zeros(shape, integers) for shape in config.input_shapes(batch_size, seq_len)]
     stash = Stash(Stream(0, "plan"))  # as in a run: dropout takes memory too
+    shape = (batch_size, seq_len)
     masked = {} if restart is None else {"documents": Documents(backend.zeros(shape, integers), restart)}
-    _nll = model.forward(ids, targets, stash, **masked)  # alive until the end of backward, as in a step
+    _nll = model.forward(*inputs, stash=stash, **masked)  # alive until the end of backward, as in a step
     saved = METER.now - start - ready
     # One number for each head, as `NextTokens` gives without weights, and one for each term of the model's own.
-    dnll, terms = backend.zeros((heads,), backend.master_dtype), len(config.term_weights)
+    dnll, terms = backend.zeros((config.prediction_heads,), backend.master_dtype), len(config.term_weights)
     model.backward((dnll, backend.zeros((terms,), backend.master_dtype)) if terms else dnll, stash)
     _, factor = optimizer.clip(1.0)
     optimizer.step(1e-3, factor)

@@ -36,7 +36,7 @@ from tinyforge.train.diagnose import first_nonfinite
 from tinyforge.train.objectives import Batch, Objective, with_terms
 from tinyforge.train.settings import Settings
 
-FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and causal attention; no recomputation"
+FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and attention; no recomputation"
 CARRIED = "carried"  # the state that goes from batch to batch, beside the moments in a checkpoint
 OVERFITTED = 0.01  # share by which held-out text may end worse than it was
 
@@ -49,7 +49,8 @@ class Task:
     `val_bits_per_byte` among them where there are bytes. sample(): a few lines to show. meta: what else goes into
     meta.json; "kind", "model", "config" and "tokenizer_hash" at least, so that the checkpoint can be opened.
     flop_per_token: for the share of the machine's peak that training reached. carried: rows whose state is carried from
-    batch to batch, see `Batch.stream`.
+    batch to batch, see `Batch.stream`. unit: what the speed counts, "tokens" or "images", one of them a row of a batch;
+    flop_per_token is that of a unit.
     """
 
     model: Model
@@ -61,6 +62,7 @@ class Task:
     meta: dict[str, Any]
     flop_per_token: float = 0.0
     carried: int = 0
+    unit: str = "tokens"
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,9 @@ class Step:
     norm: Any
     lr: float
 
-    @property
-    def size(self) -> int:
-        """Tokens that were read, those that only fill a row counted too."""
-        return sum(batch.ids.size for batch in self.batches)
+    def size(self, unit: str) -> int:
+        """Tokens that were read, those that only fill a row counted too; or rows, which are images."""
+        return sum(batch.ids.size if unit == "tokens" else len(batch.ids) for batch in self.batches)
 
 
 class Signals:
@@ -270,11 +271,11 @@ class Run:
                 took(f"making {len(self._kernels)} kernels ready, the next run finds them on the disk",
                      sum(self._kernels), self._say)  # fmt: skip
             took(f"the first {len(self.unread)} steps", time.perf_counter() - self._began, self._say)
-        rate = sum(taken.size for taken in self.unread) / (time.perf_counter() - self._began)
+        rate = sum(taken.size(self.task.unit) for taken in self.unread) / (time.perf_counter() - self._began)
         self.rates.append(rate)
         for taken in self.unread:
             found, norm = self._figures(taken)
-            self.tokens += taken.size
+            self.tokens += taken.size(self.task.unit)
             self.log.write(
                 step=taken.number + 1, tokens=self.tokens, **found, lr=taken.lr, grad_norm=norm,
                 tokens_per_second=round(rate), seconds=round(self.elapsed(), 3),
@@ -283,7 +284,8 @@ class Run:
             bits = f", {found['bits_per_byte']:.2f} bits/byte" if "bits_per_byte" in found else ""
             left = max(0.0, 60 * (self.settings.minutes or 0) - self.elapsed())
             rest = "" if self.settings.steps else f", {left:.0f} s left"
-            self._bar.set_postfix_str(f"loss {found['loss']:.3f}{bits}, {rate:,.0f} tokens/s{rest}", refresh=False)
+            speed = f"{rate:,.0f} {self.task.unit}/s"
+            self._bar.set_postfix_str(f"loss {found['loss']:.3f}{bits}, {speed}{rest}", refresh=False)
         self.unread.clear()
         self._began = time.perf_counter()
 
@@ -363,8 +365,8 @@ class Run:
         rate = float(np.median(self.rates))
         achieved = rate * self.task.flop_per_token / 1e9
         print(
-            f"median {rate:,.0f} tokens/s: {achieved:,.0f} GFLOP/s, {achieved / peak:.0%} of the {peak:,.0f} that a "
-            f"matrix product reaches here in {self.backend.precision.name} ({FLOP_CONVENTION})"
+            f"median {rate:,.0f} {self.task.unit}/s: {achieved:,.0f} GFLOP/s, {achieved / peak:.0%} of the {peak:,.0f} "
+            f"that a matrix product reaches here in {self.backend.precision.name} ({FLOP_CONVENTION})"
         )
 
     def _refuse_nonfinite(self, taken: Step, loss: float, norm: float) -> NoReturn:

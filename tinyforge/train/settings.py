@@ -29,7 +29,7 @@ from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError
 from tinyforge.files import json_value, read_json, shown
 from tinyforge.optim.schedules import SCHEDULES
-from tinyforge.registry import ModelSpec, default_model, find_model, models
+from tinyforge.registry import ModelSpec, default_classifier, default_model, find_model, models
 
 # What another value of a setting changes in a run: nothing that is learned; the last bits of it; what is learned.
 NOTHING, BITS, LEARNING = "nothing", "bits", "learning"
@@ -174,31 +174,41 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class PretrainSettings(Settings):
-    """recipes/pretrain.py: the model, its config and its tokenizer, and the mix of its text."""
+class ModelSettings(Settings):
+    """What a recipe has that makes a model: which one, its config and its tokenizer."""
 
-    out: str = with_default("out", "runs/pretrain")
-    steps: int | None = with_default("steps", 2800)
     model: str = setting(default_model, "which model of the zoo")
     config: str = setting("", "preset of the model, or a JSON file with the config's fields")
     set: tuple[str, ...] = setting((), "override fields of the config, e.g. --set dim=192 layers=6; given again, it "
                                    "adds to them", metavar="KEY=VALUE", adds=True)  # fmt: skip
     tokenizer: str | None = setting(None, "tokenizer.json to use (default: train one on the data)", metavar="FILE")
-    mix: tuple[str, ...] = setting((), "shares of the shards' sources, e.g. --mix books=0.7 web=0.3 (default: by their "
-                                   "tokens)", metavar="NAME=WEIGHT")  # fmt: skip
-    carry: bool = setting(False, "rows continue those of the batch before, and a recurrent model keeps its state")
 
     def __post_init__(self) -> None:
         if not self.config:
             object.__setattr__(self, "config", next(iter(find_model(self.model).presets)))
 
     def usual(self) -> Self:
-        return replace(type(self)(model=self.model), model=default_model())  # the model's first preset
+        usual = type(self)()
+        return replace(type(self)(model=self.model), model=usual.model)  # the model's first preset
 
     def check(self) -> None:
         super().check()
         config_of(self)
         restarts(self, find_model(self.model))
+
+
+@dataclass(frozen=True)
+class PretrainSettings(ModelSettings):
+    """recipes/pretrain.py: the mix of its text, and how its batches follow one another."""
+
+    out: str = with_default("out", "runs/pretrain")
+    steps: int | None = with_default("steps", 2800)
+    mix: tuple[str, ...] = setting((), "shares of the shards' sources, e.g. --mix books=0.7 web=0.3 (default: by their "
+                                   "tokens)", metavar="NAME=WEIGHT")  # fmt: skip
+    carry: bool = setting(False, "rows continue those of the batch before, and a recurrent model keeps its state")
+
+    def check(self) -> None:
+        super().check()
         if self.carry and not hasattr(find_model(self.model).build, "state_shape"):
             able = [name for name, spec in models().items() if hasattr(spec.build, "state_shape")]
             raise UserError(f"--carry: {self.model} has no state to carry; use --model {' or '.join(able)}")
@@ -242,7 +252,23 @@ class SftSettings(Settings):
         return Adapters(self.lora, self.lora_alpha or 2.0 * self.lora, self.lora_dropout, targets)
 
 
-RECIPES: dict[str, type[Settings]] = {"pretrain": PretrainSettings, "sft": SftSettings}
+@dataclass(frozen=True)
+class ClassifySettings(ModelSettings):
+    """recipes/classify.py: labelled examples, and what it starts from."""
+
+    out: str = with_default("out", "runs/classify")
+    steps: int | None = with_default("steps", 2000)
+    lr: float = with_default("lr", 1e-3)
+    batch_size: int = with_default("batch_size", 32)
+    model: str = setting(default_classifier, "which model of the zoo: bert for texts, vit for images")
+    test: str | None = setting(None, "what to test on, like --data (default: a tenth of it is held out)",
+                               metavar="PATH")  # fmt: skip
+    base: str | None = setting(None, "run, checkpoint or Hugging Face model to start from (default: nothing)",
+                               metavar="DIR", card=NEVER)  # fmt: skip
+    shift: int = setting(0, "move each training image by up to so many pixels, at random", check=zero_or_more)
+
+
+RECIPES: dict[str, type[Settings]] = {"pretrain": PretrainSettings, "sft": SftSettings, "classify": ClassifySettings}
 """The settings of a checkpoint by its `kind`."""
 
 S = TypeVar("S", bound=Settings)
@@ -342,7 +368,7 @@ def _resumed(kind: type[S], given: dict[str, Any], out: Path) -> S:
 # --- what follows from settings ---------------------------------------------------------------------------------------
 
 
-def config_of(settings: PretrainSettings) -> ModelConfig:
+def config_of(settings: ModelSettings) -> ModelConfig:
     """The preset or JSON file of --config with the fields of --set replaced. Raises UserError."""
     spec = find_model(settings.model)
     config = spec.presets.get(settings.config)
@@ -351,8 +377,13 @@ def config_of(settings: PretrainSettings) -> ModelConfig:
         if not path.is_file():
             raise UserError(f"--config: {settings.config!r} is not a preset ({', '.join(spec.presets)}) or a file")
         config = spec.config.from_dict(read_json(path, "--config", fix="check the file"))
+    return with_fields(config, settings.set)
+
+
+def with_fields(config: ModelConfig, items: Sequence[str]) -> ModelConfig:
+    """The config with the fields that the KEY=VALUE `items` of --set name. Raises UserError."""
     changes: dict[str, Any] = {}
-    for item in settings.set:
+    for item in items:
         key, _, value = item.partition("=")
         if isinstance(getattr(config, key, None), str):
             changes[key] = value

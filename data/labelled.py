@@ -1,0 +1,270 @@
+"""Images and texts with a label each: what recipes/classify.py learns from.
+
+    images   a folder of idx files (MNIST's format, gzipped or not: train-images-idx3-ubyte.gz, ...), a folder with a
+             folder of PNG files for each class, or a parquet file with the columns image and label
+    texts    .parquet, .jsonl (or .jsonl.gz) or .csv with the columns text and label, and text2 where two texts are
+             compared
+
+A label is a class's number from 0, or its name. Everything is checked before anything is learned: one line says which
+file, what is wrong, and what was wanted.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.files import escape_glob, read_file
+from data.world import KINDS, instructions
+from tinyforge.errors import UserError
+from tinyforge.files import json_value
+from tinyforge.rng import Stream
+
+IDX_PAIRS = {"train": ("train-images", "train-labels"), "test": ("t10k-images", "t10k-labels")}
+TEXT_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".csv")
+Text = tuple[str, str]
+"""A text and the one it is compared with, often ""."""
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """inputs: images, (N, K, H, W) uint8, or a list of texts; labels: (N,) int32; names: of the classes."""
+
+    inputs: Any
+    labels: np.ndarray
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: np.ndarray) -> Labelled:
+        inputs = self.inputs[rows] if isinstance(self.inputs, np.ndarray) else [self.inputs[i] for i in rows]
+        return Labelled(inputs, self.labels[rows], self.names)
+
+
+def hold_out(data: Labelled, seed: int) -> tuple[Labelled, Labelled]:
+    """Training and test parts; a tenth, drawn at random, is the test."""
+    order = Stream(seed, "hold out").permutation(len(data))
+    cut = max(1, len(data) // 10)
+    if len(data) < 2:
+        raise UserError(f"data: {len(data)} labelled example, wanted at least 2; give more, or --test")
+    return data[np.sort(order[cut:])], data[np.sort(order[:cut])]
+
+
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+
+def numbered(raw: Sequence[Any], names: Sequence[str], place: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Labels as class numbers, and the classes' names: those given, else what the labels say."""
+    known = tuple(names)
+    if all(isinstance(label, int | np.integer) and not isinstance(label, bool) for label in raw):
+        values = np.asarray(raw, np.int64)
+        known = known or tuple(map(str, range(int(values.max(initial=0)) + 1)))
+        bad = np.flatnonzero((values < 0) | (values >= len(known)))
+        if bad.size:
+            raise UserError(
+                f"{place}: label {values[bad[0]]} of example {bad[0]}, wanted 0 to {len(known) - 1}: there are "
+                f"{len(known)} classes"
+            )
+        return values.astype(np.int32), known
+    known = known or tuple(sorted({str(label) for label in raw}))
+    numbers = {name: number for number, name in enumerate(known)}
+    missing = next((i for i, label in enumerate(raw) if str(label) not in numbers), None)
+    if missing is not None:
+        raise UserError(
+            f"{place}: label {str(raw[missing])[:40]!r} of example {missing} is none of the {len(known)} classes: "
+            f"{', '.join(known)[:80]}"
+        )
+    return np.array([numbers[str(label)] for label in raw], np.int32), known
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def read_images(path: Path, names: Sequence[str] = (), split: str = "train") -> Labelled:
+    """The images at `path`; of a folder of idx files those of `split`. Raises UserError for what is faulty."""
+    if path.suffix == ".parquet":
+        rows = list(read_columns(path, ("image", "label")))
+        pictures = [_decoded(image, f"{path}, row {i}") for i, (image, _) in enumerate(rows)]
+        labels, known = numbered([label for _, label in rows], names, str(path))
+        return Labelled(_stacked(pictures, [f"{path}, row {i}" for i in range(len(rows))], path), labels, known)
+    if not path.is_dir():
+        raise UserError(f"{path}: not a folder of images or a parquet file; check the path")
+    if pair := _idx_pair(path, split):
+        images, values = (_read_idx(file) for file in pair)
+        if len(images) != len(values):
+            raise UserError(f"{pair[1]} has {len(values)} labels, {pair[0].name} {len(images)} images; get both again")
+        labels, known = numbered(values.tolist(), names, str(pair[1]))
+        return Labelled(images[:, None], labels, known)
+    return _read_folders(path, names)
+
+
+def has_test_images(path: Path) -> bool:
+    return path.is_dir() and _idx_pair(path, "test") is not None
+
+
+def _idx_pair(path: Path, split: str) -> tuple[Path, Path] | None:
+    found = [sorted(path.glob(f"{stem}*ubyte*")) for stem in IDX_PAIRS[split]]
+    return (found[0][0], found[1][0]) if all(found) else None
+
+
+def _read_idx(path: Path) -> np.ndarray:
+    """http://yann.lecun.com/exdb/mnist: two zeros, the type (8: unsigned bytes), the number of axes, their sizes."""
+    raw = _unzipped(path)
+    axes = raw[3] if len(raw) > 4 and raw[:3] == b"\0\0\x08" else 0
+    if axes not in (1, 3) or len(raw) < 4 + 4 * axes:
+        raise UserError(f"{path} is no idx file of bytes: it begins with {raw[:4].hex()}; get it again")
+    shape = struct.unpack(f">{axes}I", raw[4 : 4 + 4 * axes])
+    if len(raw) != 4 + 4 * axes + math.prod(shape):
+        raise UserError(f"{path} has {len(raw)} bytes, its header says {shape}; it is cut off, get it again")
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape)
+
+
+def _unzipped(path: Path) -> bytes:
+    raw = read_file(path)
+    try:
+        return gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError) as error:
+        raise UserError(f"{path}: {error}; it is damaged, get it again") from error
+
+
+def _read_folders(path: Path, names: Sequence[str]) -> Labelled:
+    folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    if not folders:
+        raise UserError(f"{path}: wanted idx files (train-images-idx3-ubyte.gz, ...), or a folder of PNGs a class")
+    files, raw = [], []
+    for folder in folders:
+        found = sorted(p for p in folder.iterdir() if p.suffix.lower() == ".png")
+        if not found:
+            raise UserError(f"{folder}: a class without an image; put PNG files there, or remove the folder")
+        files += found
+        raw += [folder.name] * len(found)
+    labels, known = numbered(raw, names, str(path))
+    images = [_decoded(read_file(file), str(file)) for file in files]
+    return Labelled(_stacked(images, list(map(str, files)), path), labels, known)
+
+
+def _decoded(content: Any, place: str) -> np.ndarray:
+    """(K, H, W) uint8 of a file's bytes; `image` of a parquet file may be {"bytes": ..., "path": ...}."""
+    from matplotlib.image import imread
+
+    content = content.get("bytes") if isinstance(content, dict) else content
+    if not isinstance(content, bytes | bytearray):
+        raise UserError(f"{place}: an image is {type(content).__name__}, wanted the bytes of a PNG file")
+    try:
+        pixels = imread(io.BytesIO(content), format="png" if content[:4] == b"\x89PNG" else None)
+    except Exception as error:  # of a dozen kinds, as the file is damaged
+        raise UserError(f"{place} cannot be read as an image: {error}; remove it or get it again") from error
+    if pixels.dtype.kind == "f":
+        pixels = np.rint(pixels * 255)
+    pixels = pixels.astype(np.uint8)
+    return pixels[None] if pixels.ndim == 2 else pixels[..., :3].transpose(2, 0, 1)  # without transparency
+
+
+def _stacked(images: Sequence[np.ndarray], places: Sequence[str], path: Path) -> np.ndarray:
+    if not images:
+        raise UserError(f"{path} holds no image; check the path")
+    odd = next((i for i, image in enumerate(images) if image.shape != images[0].shape), None)
+    if odd is not None:
+        sizes = ["x".join(map(str, images[i].shape)) for i in (odd, 0)]
+        raise UserError(
+            f"{places[odd]} is {sizes[0]} (channels, height, width), {places[0]} {sizes[1]}; all must be of one size"
+        )
+    return np.stack(images)
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+def read_texts(path: Path, names: Sequence[str] = ()) -> Labelled:
+    """The texts at `path`. Raises UserError for what is faulty."""
+    if path.suffix == ".parquet":
+        rows: list[Any] = list(read_columns(path, ("text", "label"), ("text2",)))
+    elif path.name.endswith((".jsonl", ".jsonl.gz")):
+        rows = list(_json_rows(path))
+    elif path.suffix == ".csv":
+        rows = list(_csv_rows(path))
+    else:
+        raise UserError(f"{path}: wanted one of {', '.join(TEXT_SUFFIXES)}, with the columns text and label")
+    if not rows:
+        raise UserError(f"{path} holds no labelled text; check the path")
+    for number, row in enumerate(rows):
+        if not isinstance(row[0], str) or not isinstance(row[2] or "", str) or row[1] is None:
+            raise UserError(f"{path}: row {number} lacks a text or a label; fix or remove it")
+    labels, known = numbered([row[1] for row in rows], names, str(path))
+    return Labelled([(row[0], row[2] or "") for row in rows], labels, known)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
+    for number, line in enumerate(_unzipped(path).splitlines(), start=1):
+        try:
+            row = json_value(line)
+            yield row["text"], row["label"], row.get("text2")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}:{number}: wanted an object with text and label ({error!r:.60}); fix it") from error
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
+    try:
+        rows = csv.DictReader(io.StringIO(read_file(path).decode("utf-8-sig")))
+        found = rows.fieldnames or ()
+        if not {"text", "label"} <= set(found):
+            raise UserError(f"{path}: its columns are {', '.join(found)[:80]}; wanted text and label")
+        for row in rows:
+            label = row["label"]
+            yield row["text"], int(label) if label and label.isdigit() else label, row.get("text2")
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: {error}; wanted CSV in UTF-8") from error
+
+
+def read_columns(path: Path, wanted: Sequence[str], also: Sequence[str] = ()) -> list[tuple[Any, ...]]:
+    """Rows of a parquet file, these columns; those of `also` None where there are none."""
+    import duckdb
+
+    source = str(escape_glob(path))
+    try:
+        with duckdb.connect() as connection:
+            described = connection.execute("DESCRIBE SELECT * FROM read_parquet(?)", [source]).fetchall()
+            found = [row[0] for row in described]
+            if missing := [name for name in wanted if name not in found]:
+                raise UserError(
+                    f"{path}: no column {missing[0]!r}; its columns are {', '.join(found)[:80]}, wanted "
+                    f"{' and '.join(wanted)}"
+                )
+            columns = ", ".join(f'"{name}"' if name in found else "NULL" for name in (*wanted, *also))
+            return connection.execute(f"SELECT {columns} FROM read_parquet(?)", [source]).fetchall()
+    except duckdb.Error as error:
+        reason = str(error).splitlines()[0][:120]
+        raise UserError(f"{path} cannot be read as parquet: {reason}; get it again") from error
+
+
+# --- built in ---------------------------------------------------------------------------------------------------------
+
+
+def answers(split: str, count: int, seed: int) -> Labelled:
+    """Questions of the built-in world with an answer, which is right (1) or another question's of the same kind (0).
+
+    No single word tells the two apart, so a bag of words learns next to nothing: the texts must be compared.
+    """
+    found = list(instructions(split, count, seed))
+    stream = Stream(seed, f"answers/{split}")
+    right = stream.permutation(len(found)) % 2 == 0
+    texts, labels = [], []
+    for number, example in enumerate(found):
+        answer = example.output
+        if not right[number]:
+            # The nearest later question of the same kind with another answer.
+            others = (found[(number + k * len(KINDS)) % len(found)].output for k in range(1, len(found)))
+            answer = next((other for other in others if other != example.output), answer)
+        texts.append((f"{example.instruction} {example.input}".strip(), answer))
+        labels.append(int(answer == example.output))
+    return Labelled(texts, np.array(labels, np.int32), ("wrong", "right"))

@@ -1,0 +1,66 @@
+"""BERT's sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinyforge.config import ModelConfig
+from tinyforge.errors import UserError
+
+
+@dataclass(frozen=True)
+class Config(ModelConfig):
+    """The shape of a BERT.
+
+    dim: width C of the stream. heads: each of size dim / heads. layers: blocks. hidden: width of the MLP. segments:
+    kinds of text in a row, 2 for a pair. classes: that it chooses among; 0 for a model that guesses hidden words.
+    dropout: rate in training, after the embedding, on the attention probabilities, on what is added to the stream, and
+    before the classes.
+    """
+
+    dim: int = 128
+    heads: int = 4
+    layers: int = 4
+    hidden: int = 512
+    vocab: int = 8192
+    segments: int = 2
+    classes: int = 0
+    dropout: float = 0.1
+    norm_eps: float = 1e-12
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("dim", "heads", "layers", "hidden", "segments")
+        if self.dim % self.heads:
+            raise UserError(
+                f"config: dim {self.dim} is not divisible by heads {self.heads}; use dim "
+                f"{self.dim // self.heads * self.heads or self.heads} or another number of heads"
+            )
+        if self.classes < 0:
+            raise UserError(f"config: classes is {self.classes}, wants 0 or more")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"config: dropout is {self.dropout}, wants 0 to below 1")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    def input_shapes(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
+        if self.classes:
+            return (batch, length), (batch, 1, 1), (batch, length), (batch,)
+        hidden = hidden_words(length)
+        return (batch, length), (batch, hidden, 1), (batch, length), (batch,), (batch, hidden)
+
+
+def hidden_words(length: int) -> int:
+    """How many words of a row are hidden: 15 %, as in the paper."""
+    return max(1, round(0.15 * length))
+
+
+PRESETS = {
+    "small": Config(dropout=0.0),  # too small to overfit in minutes
+    "medium": Config(dim=384, heads=6, layers=6, hidden=1536, context=512, vocab=16384),
+    # Those of the paper: bert-base-uncased and bert-large-uncased.
+    "base": Config(dim=768, heads=12, layers=12, hidden=3072, context=512, vocab=30522),
+    "large": Config(dim=1024, heads=16, layers=24, hidden=4096, context=512, vocab=30522),
+}

@@ -1,0 +1,220 @@
+"""BERT, forward and backward. Read `hidden` and `forward`, then `backward` beside them from the bottom up.
+
+What differs from GPT-2: every token sees every other but the padding, segments are embedded beside words and positions,
+the norm stands behind each addition instead of before each branch, and what is predicted are hidden words, or the class
+of the whole text, read off its first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from models.bert.config import Config, hidden_words
+from tinyforge.backends import Backend
+from tinyforge.kernel import Array
+from tinyforge.op import Op, Param, Stash
+from tinyforge.ops import (
+    GELU,
+    AddLayerNorm,
+    Attention,
+    CrossEntropy,
+    Dropout,
+    Embedding,
+    Fork,
+    GELULinear,
+    LayerNorm,
+    LearnedPositions,
+    Linear,
+    Take,
+    Tanh,
+)
+from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.rng import Stream
+
+STD = 0.02
+
+
+def linear(name: str, rows: int, columns: int, backend: Backend, bias: bool = True) -> Linear:
+    weight = Param(f"{name}.weight", (rows, columns), std=STD)
+    return Linear(weight, backend, name, bias=Param(f"{name}.bias", (rows,), decay=False) if bias else None)
+
+
+def norm(name: str, config: Config, backend: Backend) -> AddLayerNorm:
+    gain = Param(f"{name}.weight", (config.dim,), fill=1.0, decay=False)
+    bias = Param(f"{name}.bias", (config.dim,), decay=False)
+    return AddLayerNorm(gain, bias, backend, config.norm_eps, name)
+
+
+class Block:
+    """The ops of one layer."""
+
+    def __init__(self, config: Config, layer: int, backend: Backend) -> None:
+        c, at = config, f"blocks.{layer}"
+        self.fork1, self.fork2 = Fork(backend, f"{at}.fork1"), Fork(backend, f"{at}.fork2")
+        self.qkv = linear(f"{at}.qkv", 3 * c.dim, c.dim, backend)
+        self.attention = Attention(c.heads, c.heads, backend, f"{at}.attention", causal=False, dropout=c.dropout)
+        self.out = linear(f"{at}.out", c.dim, c.dim, backend)
+        self.out_dropout = Dropout(c.dropout, backend, f"{at}.out_dropout")
+        self.norm1 = norm(f"{at}.norm1", c, backend)
+        self.up = linear(f"{at}.up", c.hidden, c.dim, backend, bias=False)
+        self.down = GELULinear(
+            Param(f"{at}.down.weight", (c.dim, c.hidden), std=STD), backend, f"{at}.down", approximate="erf",
+            bias=Param(f"{at}.down.bias", (c.dim,), decay=False),
+            input_bias=Param(f"{at}.up.bias", (c.hidden,), decay=False),
+        )  # fmt: skip
+        self.down_dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
+        self.norm2 = norm(f"{at}.norm2", c, backend)
+
+    def ops(self) -> list[Op]:
+        return list(vars(self).values())
+
+
+class BERT(Op):
+    """nll[b, m, 0] = -log p(targets[b, m, 0] | text b, at its place places[b, m]), 0 where the target is -1; or with
+    classes, nll[b, 0, 0] = -log p(targets[b, 0, 0] | text b)
+
+    ids: (B, T) int32, of words; segments: (B, T) int32, 0 or 1; lengths: (B,) int32, what comes behind is padding;
+    places: (B, M) int32, of the hidden words, -1 for none; targets: (B, M, 1), or (B, 1, 1) with classes.
+    The stream starts as x = norm(word + position + segment); block, with the norm behind the sum:
+        x = norm1(x + out(attention(qkv(x))));   x = norm2(x + down(gelu(up(x))))
+    Hidden words: norm(gelu(transform(x))) at their places, and the table of words as the output matrix, with a bias.
+    Classes: tanh(pooler(x)) at place 0, and a linear map. recompute: nothing here would be worth it.
+
+    Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2018).
+    """
+
+    per_head = True
+
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
+        super().__init__(backend)
+        self.config = c = config
+        table = Param("embedding.weight", (c.vocab, c.dim), std=STD)
+        self.embedding = Embedding(table, backend, "embedding")
+        self.positions = LearnedPositions(Param("positions.weight", (c.context, c.dim), std=STD), backend, "positions")
+        self.segments = Embedding(Param("segments.weight", (c.segments, c.dim), std=STD), backend, "segments")
+        self.norm = norm("norm", c, backend)
+        self.dropout = Dropout(c.dropout, backend, "dropout")
+        self.blocks = [Block(c, i, backend) for i in range(c.layers)]
+        self.take = Take(backend, "take")
+        self.head: list[Op]
+        if c.classes:
+            self.head = [
+                linear("pooler", c.dim, c.dim, backend), Tanh(backend, "pooler.tanh"),
+                Dropout(c.dropout, backend, "pooler.dropout"), linear("head", c.classes, c.dim, backend),
+            ]  # fmt: skip
+        else:
+            gain = Param("transform.norm.weight", (c.dim,), fill=1.0, decay=False)
+            bias = Param("transform.norm.bias", (c.dim,), decay=False)
+            self.head = [
+                linear("transform", c.dim, c.dim, backend), GELU(backend, "erf", "transform.gelu"),
+                LayerNorm(gain, bias, backend, c.norm_eps, "transform.norm"),
+                Linear(table, backend, "head", bias=Param("head.bias", (c.vocab,), decay=False)),
+            ]  # fmt: skip
+        self.loss = CrossEntropy(backend, "loss")
+        self.buffer = ParamBuffer(self.params(), backend, values)
+
+    def initialise(self, seed: int) -> None:
+        self.buffer.initialise(Stream(seed, "init"))
+
+    def replica(self) -> BERT:
+        """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
+        return BERT(self.config, self.backend, values=self.buffer.values)
+
+    def hidden(self, ids: Array, segments: Array, lengths: Array, stash: Stash | None = None) -> Array:
+        """(B, T) ids to the stream, (B, T, C)."""
+        c = self.config
+        x = self.positions.forward(self.embedding.forward(ids, stash), stash)
+        _, x = self.norm.forward(x, self.segments.forward(segments, stash), stash)
+        x = self.dropout.forward(x, stash)
+        for block in self.blocks:
+            x, h = block.fork1.forward(x, stash)
+            qkv = block.qkv.forward(h, stash).reshape(*ids.shape, 3 * c.heads, c.head_dim)  # (B, T, 3 H, D)
+            a = block.attention.forward(qkv, stash, lengths=lengths)  # (B, T, H, D)
+            a = block.out.forward(a.reshape(x.shape), stash)  # (B, T, C)
+            _, x = block.norm1.forward(x, block.out_dropout.forward(a, stash), stash)
+            x, h = block.fork2.forward(x, stash)
+            f = block.down.forward(block.up.forward(h, stash), stash)  # by way of (B, T, hidden)
+            _, x = block.norm2.forward(x, block.down_dropout.forward(f, stash), stash)
+        return x
+
+    def predict(self, x: Array, places: Array, stash: Stash | None = None) -> Array:
+        """The stream, (B, T, C), at its places, (B, M), to logits: (B, M, words or classes)."""
+        y = self.take.forward(x, places, stash)
+        for op in self.head:
+            y = op.forward(y, stash=stash)
+        return y
+
+    def classify(self, ids: Array, segments: Array, lengths: Array, stash: Stash | None = None) -> Array:
+        """Logits of the classes, (B, 1, classes)."""
+        return self.predict(self.hidden(ids, segments, lengths, stash), self._first(ids), stash)
+
+    def _first(self, ids: Array) -> Array:
+        return self.backend.zeros((len(ids), 1), np.dtype(np.int32))
+
+    def forward(
+        self, ids: Array, targets: Array, segments: Array, lengths: Array, places: Array = None,
+        stash: Stash | None = None,
+    ) -> Array:  # fmt: skip
+        x = self.hidden(ids, segments, lengths, stash)
+        z = self.predict(x, self._first(ids) if self.config.classes else places, stash)
+        return self.loss.forward(z[:, :, None], targets, stash)  # of (B, M, 1, words or classes)
+
+    def backward(self, dy: Array, stash: Stash) -> None:
+        c = self.config
+        dz, _ = self.loss.backward(dy, stash)
+        dz = dz[:, :, 0]
+        for op in reversed(self.head):
+            dz = op.backward(dz, stash)
+        dx, _ = self.take.backward(dz, stash)
+        for block in reversed(self.blocks):
+            dx, df = block.norm2.backward((None, dx), stash)
+            df = block.down.backward(block.down_dropout.backward(df, stash), stash)
+            dx = block.fork2.backward((dx, block.up.backward(df, stash)), stash)
+            dx, da = block.norm1.backward((None, dx), stash)
+            da = block.out.backward(block.out_dropout.backward(da, stash), stash)
+            dqkv = block.attention.backward(da.reshape(*da.shape[:2], c.heads, c.head_dim), stash)  # (B, T, 3 H, D)
+            dh = block.qkv.backward(dqkv.reshape(*da.shape[:2], -1), stash)
+            dx = block.fork1.backward((dx, dh), stash)
+        dx = self.dropout.backward(dx, stash)
+        dx, dsegments = self.norm.backward((None, dx), stash)
+        self.segments.backward(dsegments, stash)
+        self.embedding.backward(self.positions.backward(dx, stash), stash)
+
+    def flop_per_token(self, seq_len: int) -> float:
+        """Floating-point operations of a training step, per token: 6 for each parameter of the blocks, 0.15 of that for
+        those of the head, which sees the hidden words alone, and attention over all tokens."""
+        c = self.config
+        blocks = sum(p.size for block in self.blocks for op in block.ops() for p in op.params())
+        head = 0 if c.classes else hidden_words(seq_len) / seq_len * (c.vocab * c.dim + c.dim * c.dim)
+        return 6.0 * (blocks + head) + 12.0 * c.layers * c.dim * seq_len
+
+    def ops(self) -> list[Op]:
+        blocks = [op for block in self.blocks for op in block.ops()]
+        first: list[Op] = [self.embedding, self.positions, self.segments, self.norm, self.dropout]
+        return [*first, *blocks, self.take, *self.head, self.loss]
+
+    def params(self) -> list[Param]:
+        return list({p.name: p for op in self.ops() for p in op.params()}.values())
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        tiny = Config(dim=6, heads=2, layers=2, context=9, vocab=11, hidden=5, dropout=0.0)
+        for config, batch, length in (
+            (tiny, 3, 7), (tiny.override({"dropout": 0.3}), 2, 5), (tiny.override({"layers": 1}), 1, 1),
+            (tiny.override({"classes": 3}), 3, 6), (tiny.override({"classes": 2, "dropout": 0.3, "layers": 1}), 2, 9),
+        ):  # fmt: skip
+            model = with_buffer(cls(config, backend), backend, rng, std=0.3)
+            ids, segments = rng.integers(0, config.vocab, (batch, length)), rng.integers(0, 2, (batch, length))
+            lengths = rng.integers(1, length + 1, batch)
+            places = np.full((batch, 2 if length > 1 else 1), -1)
+            for row, end in zip(places, lengths, strict=True):
+                row[: min(end, len(row))] = rng.permutation(end)[: len(row)]
+            if config.classes:
+                inputs = [ids, rng.integers(0, config.classes, (batch, 1, 1)), segments, lengths]
+            else:
+                targets = np.where(places < 0, -1, rng.integers(0, config.vocab, places.shape))[..., None]
+                inputs = [ids, targets, segments, lengths, places]
+            yield model, tuple(map(backend.asarray, inputs))

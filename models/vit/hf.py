@@ -1,0 +1,76 @@
+"""ViT in Hugging Face's names and layout. Queries, keys and values are one matrix here, three there; the convolution
+that embeds patches is a matrix here, its axes (C, K, P, P) there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from models.vit.config import Config
+from tinyforge.layout import Entry, require, setting
+
+PREFIX = "vit."
+IGNORED = r"vit\.pooler\..*"
+
+
+def read_config(given: Mapping[str, Any]) -> Config:
+    require(given, "hidden_act", "gelu")
+    require(given, "qkv_bias", True)
+    labels = given.get("id2label")
+    return Config(
+        image=setting(given, "image_size", int, 224),
+        patch=setting(given, "patch_size", int, 16),
+        channels=setting(given, "num_channels", int, 3),
+        classes=len(labels) if isinstance(labels, dict) and labels else 2,  # transformers writes none for its default
+        dim=setting(given, "hidden_size", int),
+        heads=setting(given, "num_attention_heads", int),
+        layers=setting(given, "num_hidden_layers", int),
+        hidden=setting(given, "intermediate_size", int),
+        dropout=setting(given, "hidden_dropout_prob", float, 0.0),
+        norm_eps=setting(given, "layer_norm_eps", float, 1e-12),
+    )
+
+
+def write_config(config: Config) -> dict[str, Any]:
+    c = config
+    return {
+        "architectures": ["ViTForImageClassification"], "model_type": "vit", "hidden_act": "gelu", "qkv_bias": True,
+        "image_size": c.image, "patch_size": c.patch, "num_channels": c.channels, "hidden_size": c.dim,
+        "num_attention_heads": c.heads, "num_hidden_layers": c.layers, "intermediate_size": c.hidden,
+        "hidden_dropout_prob": c.dropout, "attention_probs_dropout_prob": c.dropout, "layer_norm_eps": c.norm_eps,
+        "id2label": {str(i): f"LABEL_{i}" for i in range(c.classes)},
+        "label2id": {f"LABEL_{i}": i for i in range(c.classes)},
+    }  # fmt: skip
+
+
+def entries(config: Config) -> Iterator[Entry]:
+    c = config
+
+    def both(
+        theirs: str, ours: str, *shape: int, part: slice | None = None, axes: tuple[int, ...] | None = None
+    ) -> Iterator[Entry]:
+        yield Entry(f"{theirs}.weight", shape, f"{ours}.weight", part, axes=axes)
+        yield Entry(f"{theirs}.bias", shape[:1], f"{ours}.bias", part)
+
+    yield Entry("vit.embeddings.cls_token", (1, 1, c.dim), "class_token", axes=(c.dim,))
+    places = (c.context, c.dim)
+    yield Entry("vit.embeddings.position_embeddings", (1, *places), "positions.weight", axes=places)
+    pixels = c.channels, c.patch, c.patch
+    matrix = (c.dim, c.channels * c.patch**2)
+    yield from both("vit.embeddings.patch_embeddings.projection", "embedding", c.dim, *pixels, axes=matrix)
+    for i in range(c.layers):
+        ours, theirs = f"blocks.{i}", f"vit.encoder.layer.{i}"
+        yield from both(f"{theirs}.layernorm_before", f"{ours}.norm1", c.dim)
+        for number, name in enumerate(("query", "key", "value")):
+            part = slice(number * c.dim, (number + 1) * c.dim)
+            yield from both(f"{theirs}.attention.attention.{name}", f"{ours}.qkv", c.dim, c.dim, part=part)
+        yield from both(f"{theirs}.attention.output.dense", f"{ours}.out", c.dim, c.dim)
+        yield from both(f"{theirs}.layernorm_after", f"{ours}.norm2", c.dim)
+        yield from both(f"{theirs}.intermediate.dense", f"{ours}.up", c.hidden, c.dim)
+        yield from both(f"{theirs}.output.dense", f"{ours}.down", c.dim, c.hidden)
+    yield from both("vit.layernorm", "final_norm", c.dim)
+    yield from both("classifier", "head", c.classes, c.dim)
+
+
+def left_out(config: Config) -> str:
+    return ""

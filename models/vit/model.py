@@ -1,0 +1,203 @@
+"""ViT, forward and backward. Read `hidden` and `forward`, then `backward` beside them from the bottom up.
+
+What differs from GPT-2: the tokens are patches of an image, a learned token stands before them, every token sees every
+other, and one prediction is made for the whole sequence, from that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from models.vit.config import Config
+from tinyforge.backends import Backend
+from tinyforge.kernel import Array
+from tinyforge.op import Op, Param, Stash
+from tinyforge.ops import (
+    AddLayerNorm,
+    Attention,
+    ClassToken,
+    CrossEntropy,
+    Dropout,
+    GELULinear,
+    LayerNorm,
+    LearnedPositions,
+    Linear,
+    Patches,
+    Take,
+)  # fmt: skip
+from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.rng import Stream
+
+
+class Block:
+    """The ops of one layer; the norms stand at the joints, where a residual is added, and so belong to the model."""
+
+    def __init__(self, config: Config, layer: int, backend: Backend) -> None:
+        dim, hidden, at = config.dim, config.hidden, f"blocks.{layer}"
+        # 2 * layers projections add to the stream; this keeps its variance from growing with them.
+        std, residual_std = 0.02, 0.02 / (2 * config.layers) ** 0.5
+
+        def bias(name: str, rows: int) -> Param:
+            return Param(f"{at}.{name}.bias", (rows,), decay=False)
+
+        def weight(name: str, rows: int, columns: int, std: float) -> Param:
+            return Param(f"{at}.{name}.weight", (rows, columns), std=std)
+
+        self.qkv = Linear(weight("qkv", 3 * dim, dim, std), backend, f"{at}.qkv", bias=bias("qkv", 3 * dim))
+        self.attention = Attention(
+            config.heads, config.heads, backend, f"{at}.attention", causal=False, dropout=config.dropout
+        )
+        self.out = Linear(weight("out", dim, dim, residual_std), backend, f"{at}.out", bias=bias("out", dim))
+        self.out_dropout = Dropout(config.dropout, backend, f"{at}.out_dropout")
+        self.up = Linear(weight("up", hidden, dim, std), backend, f"{at}.up")
+        self.down = GELULinear(
+            weight("down", dim, hidden, residual_std), backend, f"{at}.down", bias=bias("down", dim),
+            input_bias=bias("up", hidden), approximate="erf",
+        )  # fmt: skip
+        self.down_dropout = Dropout(config.dropout, backend, f"{at}.down_dropout")
+
+    def ops(self) -> list[Op]:
+        return [self.qkv, self.attention, self.out, self.out_dropout, self.up, self.down, self.down_dropout]
+
+
+class ViT(Op):
+    """nll[b, 0, 0] = -log p(targets[b, 0, 0] | image b), 0 where the target is -1
+
+    images: (B, K, S, S), integers of 0 to 255 or floats that are normalised already (see `Patches`); targets:
+    (B, 1, 1) int32, the class; nll: (B, 1, 1). The stream starts as x = [class token, embedded patches] + position;
+    block:
+        x = x + out(attention(qkv(norm1(x))));   x = x + down(gelu(up(norm2(x))))
+    then a final norm, and a linear map of the class token's place to the classes. recompute: keep the stream, not the
+    norms' outputs, and compute these again in backward.
+
+    backward returns the gradient of float images. Source: Dosovitskiy et al., "An Image is Worth 16x16 Words:
+    Transformers for Image Recognition at Scale" (2020).
+    """
+
+    per_head = True
+
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
+        super().__init__(backend)
+        self.config, self.recompute = config, recompute
+        dim, pixels = config.dim, config.channels * config.patch**2
+
+        def gain_and_bias(name: str) -> tuple[Param, Param]:
+            gain = Param(f"{name}.weight", (dim,), fill=1.0, decay=False)
+            return gain, Param(f"{name}.bias", (dim,), decay=False)
+
+        def linear(name: str, rows: int, columns: int, std: float) -> Linear:
+            bias = Param(f"{name}.bias", (rows,), decay=False)
+            return Linear(Param(f"{name}.weight", (rows, columns), std=std), backend, name, bias=bias)
+
+        self.patches = Patches(config.patch, backend, "patches")
+        self.embedding = linear("embedding", dim, pixels, pixels**-0.5)
+        self.class_token = ClassToken(Param("class_token", (dim,), std=0.02, decay=False), backend, "class_token")
+        self.positions = LearnedPositions(
+            Param("positions.weight", (config.context, dim), std=0.02), backend, "positions"
+        )
+        self.dropout = Dropout(config.dropout, backend, "dropout")
+        self.blocks = [Block(config, i, backend) for i in range(config.layers)]
+        # One norm before the first block, one at each joint after it, the last of them the final norm.
+        names = [f"blocks.{i}.norm{half}" for i in range(config.layers) for half in (1, 2)] + ["final_norm"]
+        self.first_norm = LayerNorm(*gain_and_bias(names[0]), backend, config.norm_eps, names[0])
+        self.joints = [AddLayerNorm(*gain_and_bias(name), backend, config.norm_eps, name) for name in names[1:]]
+        self.take = Take(backend, "take")
+        self.head = linear("head", config.classes, dim, 0.02)
+        self.loss = CrossEntropy(backend, "loss")
+        self.buffer = ParamBuffer(self.params(), backend, values)
+
+    def initialise(self, seed: int) -> None:
+        self.buffer.initialise(Stream(seed, "init"))
+
+    def replica(self) -> ViT:
+        """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
+        return ViT(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
+
+    def hidden(self, images: Array, stash: Stash | None = None) -> Array:
+        """(B, K, S, S) to the final-normed stream, (B, 1 + N, C); place 0 is the class token's."""
+        c = self.config
+        p = self.patches.forward(images, stash)  # (B, N, K P P)
+        x = self.class_token.forward(self.embedding.forward(p, stash), stash)  # (B, 1 + N, C)
+        x = self.positions.forward(x, stash)
+        x = self.dropout.forward(x, stash)
+        h = self.first_norm.forward(x, stash)
+        normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
+        for i, block in enumerate(self.blocks):
+            joint, next_joint = self.joints[2 * i], self.joints[2 * i + 1]
+            qkv = block.qkv.forward(h, stash, recompute=self._recompute(normed, x))
+            qkv = qkv.reshape(*x.shape[:2], 3 * c.heads, c.head_dim)  # (B, 1 + N, 3 H, D)
+            a = block.attention.forward(qkv, stash)  # (B, 1 + N, H, D)
+            a = block.out.forward(a.reshape(x.shape), stash)  # (B, 1 + N, C)
+            x, h = joint.forward(x, block.out_dropout.forward(a, stash), stash)
+            u = block.up.forward(h, stash, recompute=self._recompute(joint.normed, x))  # (B, 1 + N, hidden)
+            f = block.down.forward(u, stash)
+            x, h = next_joint.forward(x, block.down_dropout.forward(f, stash), stash)
+            normed = next_joint.normed
+        return h
+
+    def _recompute(self, function: Callable[[Array], Array], x: Array) -> Callable[[], Array] | None:
+        return partial(function, x) if self.recompute else None
+
+    def classify(self, images: Array, stash: Stash | None = None) -> Array:
+        """Logits of the classes, (B, 1, classes)."""
+        h = self.hidden(images, stash)
+        first = self.backend.zeros((len(images), 1), np.dtype(np.int32))
+        return self.head.forward(self.take.forward(h, first, stash), stash)
+
+    def forward(self, images: Array, targets: Array, stash: Stash | None = None) -> Array:
+        return self.loss.forward(self.classify(images, stash)[:, :, None], targets, stash)  # of (B, 1, 1, classes)
+
+    def backward(self, dy: Array, stash: Stash) -> tuple[Array | None, None]:
+        c = self.config
+        dlogits, _ = self.loss.backward(dy, stash)
+        dh, _ = self.take.backward(self.head.backward(dlogits[:, :, 0], stash), stash)
+        # The stream ends at the final norm: nothing else reads it.
+        dx: Array | None = None
+        for i in reversed(range(c.layers)):
+            block, joint, next_joint = self.blocks[i], self.joints[2 * i], self.joints[2 * i + 1]
+            dx, df = next_joint.backward((dx, dh), stash)
+            df = block.down_dropout.backward(df, stash)
+            du = block.down.backward(df, stash)
+            dh = block.up.backward(du, stash)
+            dx, da = joint.backward((dx, dh), stash)
+            da = block.out_dropout.backward(da, stash)
+            da = block.out.backward(da, stash)
+            dqkv = block.attention.backward(da.reshape(*da.shape[:2], c.heads, c.head_dim), stash)  # (B, 1 + N, 3 H, D)
+            dh = block.qkv.backward(dqkv.reshape(*da.shape[:2], -1), stash)
+        dx = self.first_norm.backward(dh, stash, residual=dx)
+        dx = self.dropout.backward(dx, stash)
+        dx = self.class_token.backward(self.positions.backward(dx, stash), stash)
+        return self.patches.backward(self.embedding.backward(dx, stash), stash), None
+
+    def flop_per_token(self, seq_len: int) -> float:
+        """Floating-point operations of a training step, per token of the 1 + N of an image: 6 for each parameter of the
+        embedding and the blocks, and attention over all tokens. No recomputation; the head, used once, is left out."""
+        c = self.config
+        matrices = sum(p.size for p in self.params()) - self.positions.weight.size - c.classes * (c.dim + 1)
+        return 6.0 * matrices + 12.0 * c.layers * c.dim * c.context
+
+    def ops(self) -> list[Op]:
+        blocks = [op for block in self.blocks for op in block.ops()]
+        first: list[Op] = [self.patches, self.embedding, self.class_token, self.positions, self.dropout]
+        return [*first, self.first_norm, *blocks, *self.joints, self.take, self.head, self.loss]
+
+    def params(self) -> list[Param]:
+        return [p for op in self.ops() for p in op.params()]
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        tiny = Config(image=6, patch=2, channels=3, classes=4, dim=6, heads=2, layers=2, hidden=5)
+        one = Config(image=3, patch=3, classes=2, dim=4, heads=1, layers=1, hidden=3, dropout=0.3)
+        for config, batch in ((tiny, 2), (tiny.override({"patch": 3, "channels": 1}), 3), (one, 1)):
+            model = with_buffer(cls(config, backend), backend, rng, std=0.3)
+            images = rng.normal(size=(batch, config.channels, config.image, config.image))
+            targets = rng.integers(0, config.classes, (batch, 1, 1))
+            yield model, (backend.asarray(images), backend.asarray(targets))
+        pixels = rng.integers(0, 256, (2, 3, 6, 6))
+        yield with_buffer(cls(tiny, backend), backend, rng, std=0.3), (
+            backend.asarray(pixels), backend.asarray(np.array([[[1]], [[-1]]]))
+        )

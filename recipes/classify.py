@@ -1,0 +1,312 @@
+"""Train a classifier of texts or images, from nothing or from a pretrained model.
+
+    python recipes/classify.py                                  the built-in questions: is this the answer?
+    python recipes/classify.py --base runs/pretrain --data train.parquet --test test.parquet
+    python recipes/classify.py --base bert-base-uncased --data reviews.csv --steps 300 --lr 5e-5
+    python recipes/classify.py --model vit --data mnist --steps 4000 --shift 2
+    python recipes/classify.py --resume                         continue runs/classify
+
+Texts lie in .parquet, .jsonl or .csv files with the columns text and label (and text2, where two are compared), images
+in a folder of idx files, in a folder of PNGs for each class, or in a parquet file (data/labelled.py). It ends with the
+accuracy on the test part: --test, MNIST's own, or else a tenth of the data that is held out. For texts, a logistic
+regression on the bag of words learns from the same ones and stands beside it; for images, mistakes.png shows some.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from data.labelled import Labelled, answers, has_test_images, hold_out, read_images, read_texts
+from models.bag_of_words import BagOfWords
+from tinyforge import checkpoint
+from tinyforge.backends import Backend
+from tinyforge.config import ModelConfig
+from tinyforge.errors import UserError, run_command
+from tinyforge.hub import load
+from tinyforge.params import load_named, named
+from tinyforge.registry import ModelSpec, find_model
+from tinyforge.report import timed
+from tinyforge.rng import Stream
+from tinyforge.terminal import one_line
+from tinyforge.text import TextTokenizer, WordPiece, load_tokenizer
+from tinyforge.text.labels import Labels
+from tinyforge.train.batches import Shuffled, fingerprint, micro_batches
+from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.masked import framed, padded, padding_id
+from tinyforge.train.metrics import save_scores
+from tinyforge.train.objectives import Batch, Classes
+from tinyforge.train.plan import check_fits, print_plan
+from tinyforge.train.run import Run, Task, claimed
+from tinyforge.train.settings import (
+    ClassifySettings,
+    config_of,
+    open_backend,
+    parse,
+    print_schedule,
+    sequence_length,
+    with_fields,
+)
+
+BUILT_IN_EXAMPLES, BUILT_IN_TESTS = 40_000, 2_000
+EVAL_EXAMPLES = 2_000  # while training; at the end, all
+EVAL_ROWS = 100
+PICTURED = 40
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    settings, resume, plan_only, _ = parse(ClassifySettings, __doc__ or "", argv, actions=("resume", "plan"))
+    spec = find_model(settings.model)
+    if spec.learns == "text":
+        raise UserError(f"--model: {spec.name} predicts next tokens; classes are learned by bert and vit")
+    if plan_only:
+        config = config_of(settings)
+        print_plan(spec, config, settings.precision, settings.batch_size, config.context, settings.recompute)
+        return 0
+    with claimed(settings, resume):
+        classify(settings, spec, resume)
+    return 0
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and test examples, and what turns rows of either into a batch."""
+
+    train: Labelled
+    test: Labelled
+    tokenizer: TextTokenizer
+    collate: Any  # (part, rows, stream or None): the last draws what is random in training
+
+
+def image_data(settings: ClassifySettings, names: Sequence[str]) -> Data:
+    if len(settings.data) != 1:
+        raise UserError("--data: wanted one folder of images or one parquet file, e.g. --data mnist")
+    path = Path(settings.data[0])
+    train = read_images(path, names)
+    if settings.test or has_test_images(path):
+        test = read_images(Path(settings.test or path), train.names, "test")
+    else:
+        train, test = hold_out(train, settings.seed)
+    if test.inputs.shape[1:] != train.inputs.shape[1:]:
+        sizes = test.inputs.shape[1:], train.inputs.shape[1:]
+        raise UserError(f"the images to test are {sizes[0]}, those to learn from {sizes[1]}; both must be of one size "
+                        "(channels, height, width)")  # fmt: skip
+
+    def collate(part: Labelled, rows: np.ndarray, stream: Stream | None) -> Batch:
+        images = part.inputs[rows]
+        if stream is not None and settings.shift:
+            images = moved(images, settings.shift, stream)
+        return Batch(images, part.labels[rows].reshape(-1, 1, 1))
+
+    return Data(train, test, Labels(train.names), collate)
+
+
+def text_data(
+    settings: ClassifySettings, names: Sequence[str], tokenizer: TextTokenizer | None, length: int, vocab: int
+) -> Data:
+    """tokenizer: that of the base; None to take --tokenizer's, or to train one of `vocab` ids."""
+    if not settings.data:
+        print(f"data: built in (no --data given), {BUILT_IN_EXAMPLES:,} questions, each with a right or a wrong answer")
+        train, test = answers("train", BUILT_IN_EXAMPLES, settings.seed), answers("val", BUILT_IN_TESTS, settings.seed)
+    elif len(settings.data) == 1:
+        train = read_texts(Path(settings.data[0]), names)
+        if settings.test:
+            test = read_texts(Path(settings.test), train.names)
+        else:
+            train, test = hold_out(train, settings.seed)
+    else:
+        raise UserError("--data: wanted one file of labelled texts, e.g. --data train.parquet --test test.parquet")
+    if tokenizer is None:
+        every = (text for pair in train.inputs for text in pair)
+        tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else WordPiece.train(every, vocab)
+    pad = padding_id(tokenizer)
+    encoded = {
+        id(part): [framed(tokenizer, tokenizer.encode(a), tokenizer.encode(b), length) for a, b in part.inputs]
+        for part in (train, test)
+    }
+
+    def collate(part: Labelled, rows: np.ndarray, stream: Stream | None) -> Batch:
+        ids, segments, lengths = padded([encoded[id(part)][i] for i in rows], pad)
+        return Batch(ids, part.labels[rows].reshape(-1, 1, 1), None, (segments, lengths))
+
+    return Data(train, test, tokenizer, collate)
+
+
+def moved(images: np.ndarray, most: int, stream: Stream) -> np.ndarray:
+    """Each image moved by up to `most` pixels each way; what comes into view is 0."""
+    batch, _, height, width = images.shape
+    padded = np.pad(images, ((0, 0), (0, 0), (most, most), (most, most)))
+    down, across = (stream.uniform((2, batch)) * (2 * most + 1)).astype(int)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
+    return windows[np.arange(batch), :, down, across]
+
+
+def config_for(settings: ClassifySettings, spec: ModelSpec, base: ModelConfig | None, data: Data) -> ModelConfig:
+    """The config with the data's classes, and for images with their size. Raises UserError where they do not fit."""
+    config = with_fields(base, settings.set) if base else config_of(settings)
+    changes: dict[str, Any] = {}
+    classes = getattr(config, "classes", 0)
+    asked = any(item.startswith("classes=") for item in settings.set)
+    if asked and len(data.train.names) > classes:
+        raise UserError(f"data: labels of {len(data.train.names)} classes, --set classes={classes}; leave that out")
+    if not asked:
+        changes["classes"] = len(data.train.names)
+    if spec.learns != "images" and base is None:
+        changes["vocab"] = data.tokenizer.vocab_size
+    if spec.learns == "images":
+        channels, height, width = data.train.inputs.shape[1:]
+        given = getattr(config, "image", 0), getattr(config, "channels", 0)
+        if height != width:
+            raise UserError(f"data: images of {height} x {width} pixels, wanted square ones; crop or pad them")
+        if base is not None and given != (height, channels):
+            raise UserError(f"data: images of {height} pixels and {channels} channels, the base takes {given[0]} and "
+                            f"{given[1]}; resize them")  # fmt: skip
+        changes |= {"image": height, "channels": channels}
+    found = config.override({name: value for name, value in changes.items() if getattr(config, name) != value})
+    for name, value in changes.items():
+        if value != getattr(config, name):
+            print(f"{name} {getattr(config, name)} -> {value}: as the data has it")
+    return found
+
+
+def start(model: Any, base: Any, seed: int, backend: Backend) -> None:
+    """Initial weights: those of the base where it has them, of the same shape; random ones elsewhere."""
+    model.initialise(seed)
+    if base is None:
+        return
+    have = named(model.buffer, model.buffer.masters, backend)
+    theirs = named(base.buffer, base.buffer.masters, backend)
+    taken = {name for name, value in have.items() if name in theirs and theirs[name].shape == value.shape}
+    load_named(model.buffer, model.buffer.masters, have | {name: theirs[name] for name in taken}, backend, Path("base"))
+    fresh = sorted(set(have) - taken)
+    print(f"weights of the base: {len(taken)} tensors; new: {', '.join(fresh) or 'none'}")
+
+
+def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool) -> None:
+    with timed("opening the backend"):
+        backend, settings = open_backend(settings)
+    print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
+    start_from = Path(settings.out) if resume else Path(settings.base) if settings.base else None
+    base = load(start_from, backend) if start_from else None
+    names = base.meta.get("classes", ()) if base else ()
+    with timed("reading the data"):
+        if spec.learns == "images":
+            data = image_data(settings, names)
+        else:
+            shape = base.model.config if base else config_of(settings)
+            length = sequence_length(shape, settings.seq_len)
+            data = text_data(settings, names, base.tokenizer if base else None, length, shape.vocab)
+    print(f"data: {len(data.train):,} examples to learn from and {len(data.test):,} to test, {len(data.train.names)} "
+          f"classes: {one_line(', '.join(data.train.names)[:60])}")  # fmt: skip
+    config = config_for(settings, spec, base.model.config if base else None, data)
+    length = sequence_length(config, settings.seq_len)
+    check_fits(spec, config, backend, settings.batch_size, length, settings.recompute)
+    model = spec.build(config, backend, recompute=settings.recompute)
+    start(model, base and base.model, settings.seed, backend)
+    print(f"model: {spec.name}, {model.buffer.count:,} parameters, seed {settings.seed}")
+
+    images = spec.learns == "images"
+    rows = settings.batch_size
+    shuffled = Shuffled(len(data.train), settings.seed, lambda chosen, stream: data.collate(data.train, chosen, stream))
+    print_schedule(settings, f"{rows * settings.grad_accum} examples", len(data.train) / rows / settings.grad_accum,
+                   "examples")  # fmt: skip
+
+    def evaluate(sharded: Sharded) -> dict[str, float]:
+        logits = predicted(sharded, data, min(EVAL_EXAMPLES, len(data.test)))
+        return scores_of(logits, data.test.labels[: len(logits)])
+
+    def sample() -> str:
+        batch = data.collate(data.test, np.arange(1), None)
+        ids, _targets, *more = batch.inputs(backend)
+        guess = int(backend.to_numpy(model.classify(ids, *more))[0, 0].argmax())
+        shown = "" if images else " | ".join(filter(None, data.test.inputs[0])).replace("\n", " ")[:60]
+        label = data.test.names[data.test.labels[0]]
+        return f"  the first of them{f' ({shown})' if shown else ''} is {label!r}, taken for {data.test.names[guess]!r}"
+
+    task = Task(
+        model, data.tokenizer, Classes(), micro_batches(shuffled, rows, settings.grad_accum), evaluate, sample,
+        {"kind": "classify", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": data.tokenizer.hash(),
+         "data_hash": fingerprint(data.train.labels), "classes": list(data.train.names), "machine": backend.describe()},
+        model.flop_per_token(length) * (length if images else 1), unit="images" if images else "tokens",
+    )  # fmt: skip
+    last = Run(task, settings, backend, resume).train()
+    logits = predicted(Sharded(model, backend), data, len(data.test))
+    found = scores_of(logits, data.test.labels)
+    print(f"test: {found['test_accuracy']:.2%} of {len(data.test):,} right, loss {found['test_loss']:.4f}")
+    save_scores(Path(settings.out), checkpoint.step_of(last), {"test accuracy": found["test_accuracy"]})
+    if not images:
+        compare(settings, data, found["test_accuracy"], checkpoint.step_of(last))
+        return
+    picture = Path(settings.out) / "mistakes.png"
+    if draw_mistakes(data.test, logits, picture):
+        print(f"wrote {picture}")
+
+
+def compare(settings: ClassifySettings, data: Data, accuracy: float, step: int) -> None:
+    """Two logistic regressions on the bag of words, from the same texts, beside the model."""
+    scores = {}
+    for tf_idf, name in ((False, "bag of words"), (True, "bag of words, tf-idf")):
+        with timed(f"fitting a logistic regression on the {name}"):
+            baseline = BagOfWords(data.train.inputs, data.train.labels, len(data.train.names), tf_idf=tf_idf)
+            guesses = baseline.predict(data.test.inputs).argmax(axis=-1)
+        scores[f"test accuracy, {name}"] = found = float((guesses == data.test.labels).mean())
+        print(f"  {name}: {found:.2%}; the model: {accuracy:.2%}")
+    save_scores(Path(settings.out), step, scores)
+
+
+def predicted(sharded: Sharded, data: Data, count: int) -> np.ndarray:
+    """Logits of the first `count` test examples, (count, classes)."""
+    found = [sharded.logits(data.collate(data.test, rows, None)) for rows in in_order(count)]
+    return np.concatenate(found)
+
+
+def in_order(count: int) -> Iterator[np.ndarray]:
+    for first in range(0, count, EVAL_ROWS):
+        yield np.arange(first, min(first + EVAL_ROWS, count))
+
+
+def scores_of(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    nll = np.log(np.exp(shifted).sum(axis=-1)) - shifted[np.arange(len(labels)), labels]
+    return {"test_accuracy": float((logits.argmax(axis=-1) == labels).mean()), "test_loss": float(nll.mean())}
+
+
+def draw_mistakes(test: Labelled, logits: np.ndarray, target: Path) -> bool:
+    """The mistakes that the model was surest of, each with its label and what it was taken for."""
+    guesses = logits.argmax(axis=-1)
+    wrong = np.flatnonzero(guesses != test.labels)
+    if not len(wrong):
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    margin = logits[wrong, guesses[wrong]] - logits[wrong, test.labels[wrong]]
+    shown = wrong[np.argsort(-margin)][:PICTURED]
+    across = 10
+    figure, axes = plt.subplots(-(-len(shown) // across), across, figsize=(across, 1.3 * -(-len(shown) // across)),
+                                squeeze=False, layout="constrained")  # fmt: skip
+    for place, axis in enumerate(axes.flat):
+        axis.axis("off")
+        if place < len(shown):
+            i = shown[place]
+            pixels = test.inputs[i].transpose(1, 2, 0)
+            axis.imshow(pixels[..., 0] if pixels.shape[-1] == 1 else pixels, cmap="gray_r", vmin=0, vmax=255)
+            axis.set_title(f"{test.names[test.labels[i]]}, not {test.names[guesses[i]]}", fontsize=7)
+    figure.suptitle(f"{len(wrong)} mistakes of {len(test)}; the {len(shown)} that the model was surest of", fontsize=9)
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+    return True
+
+
+if __name__ == "__main__":
+    run_command(main)

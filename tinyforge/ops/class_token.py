@@ -1,0 +1,72 @@
+"""A learned token in front of a sequence: the place where a classifier collects what it reads off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Param, Stash
+from tinyforge.params import with_buffer
+
+
+@kernel
+def class_token_fwd(x: Array, token: Array) -> Array:
+    y = np.empty((len(x), x.shape[1] + 1, x.shape[2]), x.dtype)
+    y[:, 0], y[:, 1:] = token, x
+    return y
+
+
+@class_token_fwd.on("phantom")
+def class_token_fwd_memory(x: Array, token: Array) -> Array:
+    return empty((len(x), x.shape[1] + 1, x.shape[2]), x.dtype)
+
+
+@kernel
+def class_token_bwd(dtoken: Array | None, dy: Array) -> Array:
+    if dtoken is not None:
+        dtoken += dy[:, 0].sum(axis=0)
+    return dy[:, 1:].copy()
+
+
+@class_token_bwd.on("phantom")
+def class_token_bwd_memory(dtoken: Array | None, dy: Array) -> Array:
+    return empty((len(dy), dy.shape[1] - 1, dy.shape[2]), dy.dtype)
+
+
+class ClassToken(Op):
+    """y[b, 0] = c,  y[b, 1 + t] = x[b, t]
+
+    x: (B, T, C); c: (C,), a parameter; y: (B, T + 1, C). Saves nothing.
+    backward: dx[b, t] = dy[b, 1 + t], dc += sum over b of dy[b, 0].
+
+    Sources: Devlin et al., "BERT" (2018), has [CLS] among its words; Dosovitskiy et al. (2020) put it before patches.
+    """
+
+    kernels = (class_token_fwd, class_token_bwd)
+
+    def __init__(self, token: Param, backend: Backend, name: str = "") -> None:
+        super().__init__(backend, name)
+        self.token = token
+
+    def params(self) -> list[Param]:
+        return [self.token]
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        if stash is not None:
+            stash.push(self)
+        return self.k.class_token_fwd(x, self.token.value)
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        stash.pop(self)
+        return self.k.class_token_bwd(self.token.grad, dy)
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for shape in ((3, 4, 5), (1, 1, 1), (2, 0, 3)):
+            op = with_buffer(cls(Param("token", shape[-1:], decay=False), backend), backend, rng)
+            yield op, (backend.asarray(rng.normal(size=shape)),)

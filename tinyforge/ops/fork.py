@@ -1,0 +1,47 @@
+"""A stream that two readers take: what a residual connection is before anything is added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Stash
+
+
+@kernel
+def fork_bwd(first: Array, second: Array) -> Array:
+    return first + second
+
+
+@fork_bwd.on("phantom")
+def fork_bwd_memory(first: Array, second: Array) -> Array:
+    return empty(first.shape, first.dtype)
+
+
+class Fork(Op):
+    """y = x,  z = x
+
+    x, y, z: (...), the same array. Saves nothing. backward(dy=(dy, dz)): dx = dy + dz. In a pre-norm block this sum is
+    part of the norm's backward; in a post-norm block the stream itself goes into a linear map, and the sum stands here.
+    """
+
+    kernels = (fork_bwd,)
+
+    def forward(self, x: Array, stash: Stash | None = None) -> tuple[Array, Array]:
+        if stash is not None:
+            stash.push(self)
+        return x, x
+
+    def backward(self, dy: tuple[Array, Array], stash: Stash) -> Array:
+        stash.pop(self)
+        return self.k.fork_bwd(*dy)
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for shape in ((2, 3, 5), (1,), (0, 4)):
+            yield cls(backend), (backend.asarray(rng.normal(size=shape)),)

@@ -1,0 +1,67 @@
+"""Chosen positions of each sequence: the class token, or the masked words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.backends.phantom import empty
+from tinyforge.kernel import Array, kernel
+from tinyforge.op import Op, Stash
+
+
+@kernel
+def take_fwd(x: Array, where: Array) -> Array:
+    """x: (B, T, C); where: (B, M); returns (B, M, C)."""
+    y = x[np.arange(len(x))[:, None], np.maximum(where, 0)]
+    y[where < 0] = 0
+    return y
+
+
+@take_fwd.on("phantom")
+def take_fwd_memory(x: Array, where: Array) -> Array:
+    return empty((*where.shape, x.shape[-1]), x.dtype)
+
+
+@kernel
+def take_bwd(dy: Array, where: Array, length: int) -> Array:
+    """dx: (B, length, C), zeros where nothing was taken."""
+    dx = np.zeros((len(dy), length, dy.shape[-1]), dy.dtype)
+    row, place = np.nonzero(where >= 0)
+    dx[row, where[row, place]] = dy[row, place]
+    return dx
+
+
+@take_bwd.on("phantom")
+def take_bwd_memory(dy: Array, where: Array, length: int) -> Array:
+    return empty((len(dy), length, dy.shape[-1]), dy.dtype)
+
+
+class Take(Op):
+    """y[b, m] = x[b, where[b, m]],  0 where `where` is -1
+
+    x: (B, T, C); where: (B, M) int32 in [0, T), no position twice in a row, or -1 for none; y: (B, M, C). Saves where.
+    backward: dx[b, where[b, m]] = dy[b, m], and 0 at all other positions. Each is written once, nothing is added up:
+    that is why none may come twice.
+    """
+
+    kernels = (take_fwd, take_bwd)
+
+    def forward(self, x: Array, where: Array, stash: Stash | None = None) -> Array:
+        if stash is not None:
+            stash.push(self, where, x.shape[1])
+        return self.k.take_fwd(x, where)
+
+    def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
+        where, length = stash.pop(self)
+        return self.k.take_bwd(dy, where, length), None
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for (b, t, c), m in (((3, 7, 4), 3), ((1, 1, 1), 1), ((2, 5, 3), 5)):
+            where = np.stack([rng.permutation(t)[:m] for _ in range(b)])
+            where[rng.random(where.shape) < 0.2 * (m > 1)] = -1
+            yield cls(backend), (backend.asarray(rng.normal(size=(b, t, c))), backend.asarray(where))
