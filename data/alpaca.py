@@ -29,7 +29,7 @@ from data.source import MANIFEST, InputFile, Refusal, print_refused, write_manif
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import json_value, next_json_value, read_json, sha256_of
 from tinyforge.terminal import one_line
-from tinyforge.text.chat_templates import END_OF_REPLY, render_prompt
+from tinyforge.text.chat_templates import end_of_reply, render_prompt
 from tinyforge.text.vocabulary import start_ids
 
 if TYPE_CHECKING:
@@ -88,18 +88,18 @@ def hold_out(records: Sequence[Record]) -> tuple[Sequence[Record], Sequence[Reco
 
 
 def encode_example(tokenizer: TextTokenizer, record: Record, seq_len: int) -> tuple[list[int], int] | None:
-    """One example as token ids, `prompt + reply + </s>`, and the length of its prompt, which gets no loss.
+    """One example as token ids, `prompt + reply + </s>`, and the length of its prompt, which gets no loss. Where a
+    published vocabulary has no `</s>`, its own end stands there (`end_of_reply`).
 
     At most seq_len + 1 ids, since inputs are ids[:-1] and targets ids[1:]. An example that is too long keeps its
     whole prompt and loses the end of its reply; a truncated reply gets no `</s>`, so that the model does not learn
-    to stop there. None if the reply is blank or the prompt leaves no room for it. UserError if there is no `</s>`.
+    to stop there. None if the reply is blank or the prompt leaves no room for it.
     """
-    if END_OF_REPLY not in tokenizer.specials:
-        raise UserError(f"tokenizer: no special token {END_OF_REPLY}, which ends a reply; use another")
+    end = tokenizer.specials[end_of_reply(tokenizer)]
     prompt = start_ids(tokenizer) + tokenizer.encode(render_prompt(record.instruction, record.input))
     if not record.output.strip() or len(prompt) > seq_len:
         return None
-    ids = [*prompt, *tokenizer.encode(record.output, "text"), tokenizer.specials[END_OF_REPLY]]
+    ids = [*prompt, *tokenizer.encode(record.output, "text"), end]
     return ids[: seq_len + 1], len(prompt)
 
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.alpaca import END_OF_REPLY, hold_out, read_records, render_prompt
+from data.alpaca import end_of_reply, hold_out, read_records, render_prompt
 from data.training import WORLD, built_in_held_out, built_in_training, documents_of
 from data.world import instructions
 from models.kneser_ney.model import KneserNey
@@ -206,7 +206,7 @@ def measure_replies(loaded: Loaded, prompts: Sequence[Sequence[int]], max_tokens
     tokenizer, decoder = loaded.tokenizer, reply_decoder(loaded.model, len(prompts))
 
     def shares(sampling: Sampling) -> dict[str, float]:
-        replies = reply_to(loaded.model, prompts, sampling, tokenizer.specials[END_OF_REPLY], decoder)
+        replies = reply_to(loaded.model, prompts, sampling, tokenizer.specials[end_of_reply(tokenizer)], decoder)
         return reply_shares([Reply(tokenizer.decode(ids), len(ids), ended) for ids, ended in replies])
 
     greedy = shares(Sampling(temperature=0.0, max_tokens=max_tokens))

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.alpaca import END_OF_REPLY, Record, encode_example, hold_out, origin_of, read_records, render_prompt
+from data.alpaca import Record, encode_example, end_of_reply, hold_out, origin_of, read_records, render_prompt
 from data.world import KINDS, instructions, is_correct
 from tinyforge import checkpoint
 from tinyforge.errors import UserError, run_command
@@ -55,7 +55,7 @@ def encode(
     """Records as ids with the prompt's length; says how many could not be used, and how many lost the end."""
     encoded = [encode_example(tokenizer, r, seq_len) for r in records]
     kept = [e for e in encoded if e is not None]
-    end = tokenizer.specials[END_OF_REPLY]
+    end = tokenizer.specials[end_of_reply(tokenizer)]
     cut = sum(ids[-1] != end for ids, _ in kept)
     empty = sum(not r.output.strip() for r in records)
     print(f"{what}: {len(kept):,} examples of up to {seq_len} tokens; refused {empty} with an empty reply and "

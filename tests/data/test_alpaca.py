@@ -175,7 +175,10 @@ def test_an_example_without_a_reply_is_none(reply: str) -> None:
 
 def test_a_tokenizer_without_an_end_of_reply_is_refused() -> None:
     tokenizer = ByteTokenizer()
-    tokenizer.specials = {"<|endoftext|>": 256}
+    tokenizer.specials = {"<|im_start|>": 255, "<|im_end|>": 257, "<|endoftext|>": 256}
+    found = encode_example(tokenizer, Record(**ADD), seq_len=500)
+    assert found is not None and found[0][-1] == 256  # a published vocabulary's own end
+    tokenizer.specials = {"<|im_start|>": 255}
     with pytest.raises(UserError, match="no special token </s>"):
         encode_example(tokenizer, Record(**ADD), seq_len=500)
 

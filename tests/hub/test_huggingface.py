@@ -111,7 +111,7 @@ def test_a_tied_head_may_be_written_twice_but_not_differ(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"architectures": ["FalconForCausalLM"]}, "architecture 'FalconForCausalLM'; supported: GPT2LMHeadModel, "),
+        ({"architectures": ["FalconForCausalLM"]}, "architecture 'FalconForCausalLM'; supported: GPT2LMHead"),
         ({"architectures": None}, "architectures is None, wants a list of one name"),
         ({"architectures": [["LlamaForCausalLM"]]}, "wants a list of one name"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),

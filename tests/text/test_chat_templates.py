@@ -139,6 +139,16 @@ def test_alpaca_is_what_fine_tuning_trains_on() -> None:
     assert render_prompt("Add.", "1 2") == "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n"
 
 
+def test_alpacas_replies_end_as_the_vocabulary_has_it() -> None:
+    published = Tokenizer([], ["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    end = published.specials["<|endoftext|>"]
+    alpaca = TEMPLATES["alpaca"]
+    ids = alpaca.encode(published, [("Hello", "Hi!"), ("Bye", None)])
+    assert ids.count(end) == 1 and end in alpaca.stop_ids(published)
+    with pytest.raises(UserError, match="no special token </s>, nor another to end a reply"):
+        alpaca.encode(Tokenizer([], ["<|x|>"]), [("Hello", "Hi!")])
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_a_user_types_never_becomes_a_special_token(name: str, tokenizer: Tokenizer) -> None:
     template = TEMPLATES[name]

@@ -39,6 +39,16 @@ Piece = str | Special | tuple[int, ...]
 Turn = tuple[str, str | Sequence[int] | None]
 
 END_OF_REPLY = "</s>"
+# What ends a reply in a published vocabulary without it, the first that is there.
+_OTHER_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>")
+
+
+def end_of_reply(tokenizer: TextTokenizer) -> str:
+    """The special token that ends a reply in Alpaca's form. UserError where the tokenizer has none that could."""
+    found = next((text for text in (END_OF_REPLY, *_OTHER_ENDS) if text in tokenizer.specials), None)
+    if found is None:
+        raise UserError(f"the tokenizer has no special token {END_OF_REPLY}, nor another to end a reply; use another")
+    return found
 
 
 @dataclass(frozen=True)
@@ -117,6 +127,9 @@ class Template:
                 elif piece.text in tokenizer.specials:
                     ids.append(tokenizer.specials[piece.text])
                     after = "special"
+                elif piece.text == END_OF_REPLY and self.name == "alpaca":
+                    ids.append(tokenizer.specials[end_of_reply(tokenizer)])
+                    after = "special"
                 else:
                     raise UserError(f"the chat template {self.name} needs the special token {piece.text}, which the "
                                     "tokenizer does not have; use another template")  # fmt: skip
@@ -155,7 +168,7 @@ _FAMILIES = (
         Frame(after=("\n\n",)),
         Frame(("### Instruction:\n",), ("\n\n",)),
         Frame(("### Response:\n",), (Special(END_OF_REPLY),)),
-        ends=(END_OF_REPLY, "<|endoftext|>"),
+        ends=(END_OF_REPLY, *_OTHER_ENDS),
     ),
     # Qwen, SmolLM2-Instruct.
     Template(
