@@ -197,7 +197,8 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "class_token_bwd": lambda r, n, c: (acc(r, c), act(r, 19, n + 1, c)),
     "take_fwd": lambda r, n, c: (act(r, 3, n, c), places(r, 3, n)),
     "take_bwd": lambda r, n, c: (act(r, 3, -(-n // 2), c), places(r, 3, n), n),
-    "patches_bwd": lambda r, n, c: (act(r, 2, 6 * n, 3 * c * c), (2, 3, 2 * c, 3 * n * c), c, 0.5),
+    "patches_bwd": lambda r, n, c: (
+        act(r, 2, 6 * n, 3 * min(c, 9) ** 2), (2, 3, 2 * min(c, 9), 3 * n * min(c, 9)), min(c, 9), 0.5),
     "router_fwd": lambda r, n, c: (act(r, n, min(c, 70)), min(c, 3)),
     "router_bwd": lambda r, n, c: (
         angles(r, n, min(c, 3)), angles(r, min(c, 70) + 1), act(r, n, min(c, 70)), some_rstd(r, (n, min(c, 3))),
@@ -226,7 +227,7 @@ OVER_MANY_ROWS = ("rmsnorm_bwd", "rmsnorm_bwd residual", "layernorm_bwd", "layer
                   "layernorm_bwd residual", "gelu_bwd bias")  # fmt: skip
 # The last argument of two axes or more is a weight.
 WITH_WEIGHTS = ("positions_fwd", "embedding_fwd", "causal_conv_fwd", "causal_conv_bwd", "selective_scan_fwd",
-                "selective_scan_bwd")  # fmt: skip
+                "selective_scan_bwd", "grouped_fwd", "grouped_bwd_input")  # fmt: skip
 ARRAYS = (Activation, Master)
 
 
