@@ -197,12 +197,14 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool) -> None:
     start_from = Path(settings.out) if resume else Path(settings.base) if settings.base else None
     base = load(start_from, backend) if start_from else None
     names = base.meta.get("classes", ()) if base else ()
+    shape = base.model.config if base else config_of(settings)
+    length = sequence_length(shape, settings.seq_len)
+    if base is None:  # the data may change the sizes a little; a batch far too large is refused before they are read
+        check_fits(spec, shape, backend, settings.batch_size, length, settings.recompute)
     with timed("reading the data"):
         if spec.learns == "images":
             data = image_data(settings, names)
         else:
-            shape = base.model.config if base else config_of(settings)
-            length = sequence_length(shape, settings.seq_len)
             data = text_data(settings, names, base.tokenizer if base else None, length, shape.vocab)
     print(f"data: {len(data.train):,} examples to learn from and {len(data.test):,} to test, {len(data.train.names)} "
           f"classes: {one_line(', '.join(data.train.names)[:60])}")  # fmt: skip
