@@ -276,9 +276,9 @@ struct QueryTiles {
     i64 stop;               // behind the last
 
     __device__ QueryTiles(const Number *q, const Number *dy, const float2 *stats, i64 q_token, i64 dy_token,
-                          i64 queries, int start, i64 stop=0)
+                          i64 queries, int start, i64 stop)
         : q(q), dy(dy), stats(stats), q_token(q_token), dy_token(dy_token), queries(queries), start(start), head(0),
-          query(start), stop(queries) {}
+          query(start), stop(stop) {}
 
     __device__ inline void load_next(u32 tiles, u32 pairs, int first_pair, int thread) {
         static_assert(TILE <= THREADS, "a thread for each pair of statistics");
