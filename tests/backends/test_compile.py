@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,62 @@ def test_every_variant_compiles_and_keeps_its_promise(file: str, arch: str, comp
         if any(map(int, re.findall(r"(\d+) bytes spill", log))):
             spilled.append(kernels.describe(file, macros))
     assert not (kernels.promises_no_spills(file) and spilled)
+
+
+@pytest.mark.parametrize("file", [name for name in FILES if name.startswith("ops/attention")])
+def test_no_function_of_attention_forgets_a_parameter(file: str, compiler: Any) -> None:
+    """In the last variant of each part, the one with the most options: NVRTC's warning 826, made an error."""
+    for macros in {v.get("PART"): v for v in kernels.variants(file)}.values():
+        arch = macros.pop("arch", "sm_90").replace("sm", "compute")  # to PTX only: faster
+        code = kernels.specialise(file, tuple(sorted(macros.items())))
+        program = compiler.createProgram(code, file, (), ())
+        try:
+            compiler.compileProgram(program, (*kernels.OPTIONS, f"-arch={arch}", "--diag-error=826"))
+        except compiler.NVRTCError:
+            pytest.fail(compiler.getProgramLog(program))
+        finally:
+            compiler.destroyProgram(program)
+
+
+QUERY_TILES = """
+#include <cstdio>
+#include <cstdlib>
+#define __device__
+typedef long long i64;
+typedef unsigned u32;
+typedef float Number;
+struct float2 { float x, y; };
+constexpr int TILE = 64, THREADS = 128, D = 32, TILE_BYTES = 0, GROUP = 3;
+Number numbers[GROUP * D];
+float2 pairs[GROUP * 256];
+template <int COUNT, int BY> void load_rows(u32, const Number *from, i64, int first, int, int) {
+    printf("%d %d ", int(from - numbers) / D, first);
+}
+void copy_async_8(u32, const void *from, bool) { printf("%d\\n", int(static_cast<const float2 *>(from) - pairs)); }
+void copy_commit() {}
+STRUCT
+int main(int, char **x) {
+    QueryTiles tiles(numbers, numbers, pairs, D, D, atoi(x[1]), atoi(x[2]), atoi(x[3]));
+    while (tiles.head < GROUP) tiles.load_next(0, 0, 0, 0);
+}
+"""
+
+
+def test_queries_are_loaded_up_to_where_the_kernels_stop_reading_them(tmp_path: Path) -> None:
+    """The kernels that own keys read tiles from `start` to `stop`, head after head; QueryTiles, run on the host here,
+    loads them ahead. Documents let them stop before the last query."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    struct = re.search(r"^struct QueryTiles \{.*?^\};", kernels.read("ops/attention.cuh"), re.MULTILINE | re.DOTALL)
+    assert struct is not None
+    source, program = tmp_path / "tiles.cpp", tmp_path / "tiles"
+    source.write_text(QUERY_TILES.replace("STRUCT", struct[0]), encoding="utf-8")
+    subprocess.run([compiler, "-std=c++17", "-o", program, source], check=True)
+    for queries, start, stop in ((200, 0, 200), (200, 128, 200), (200, 0, 65), (200, 64, 128), (70, 64, 70)):
+        done = subprocess.run([program, *map(str, (queries, start, stop))], capture_output=True, text=True, check=True)
+        wanted = [(h, t, h, t, h * queries + t) for h in range(3) for t in range(start, stop, 64)]
+        assert [tuple(map(int, line.split())) for line in done.stdout.splitlines()] == wanted, (queries, start, stop)
 
 
 def test_the_files_of_the_package_are_found() -> None:

@@ -43,7 +43,7 @@
 //
 // Registers (sm_90), none spilled: plain 118 to 128 in float at head size 64; mma.sync at 64: forward 246 (two blocks
 // of four warps on a multiprocessor), backward_q 128 (four), backward_kv 252 (two); with DROP 242, 140 (three), 254;
-// with DOCS 253, 144 (three), 242; with both 246, 146 (three), 241.
+// with DOCS 253, 144 (three), 241; with both 246, 146 (three), 243.
 //
 // Tried, at 16 x 1024 tokens, 12/4 heads of 64, on an H200, in us:
 //   forward       32 rows a warp 101; 16 rows, three blocks 107; 16 rows, eight warps 110; tiles of 128 keys 122
