@@ -47,7 +47,7 @@ from data.passes import (
 from data.source import Source, read_source
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import read_json, sha256_of, sync
+from tinyforge.files import read_json, sha256_of, shown, sync
 from tinyforge.terminal import printable
 
 if TYPE_CHECKING:
@@ -172,8 +172,9 @@ def build_corpus(
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"source {name!r} is given twice; name each folder once, or make one with another name")
-        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-            raise UserError(f"source {name!r}: wanted letters, digits, '-', '_' and '.'; make it with another name")
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
+            raise UserError(f"source {shown(name)}: wanted at most 100 letters, digits, '-', '_' and '.'; make it with "
+                            "another name")  # fmt: skip
     if not read:
         raise UserError("no source folder is given; make one, for instance with python -m data.local")
     for name, _ in settings.val_shares:

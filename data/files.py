@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import lzma
 import re
 import zipfile
 import zlib
@@ -125,7 +126,7 @@ class Member:
         try:
             with self.opened.open(self.info) as file:
                 return file.read(MAX_BYTES)  # zipfile stops at the declared size
-        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError) as error:
             reason = " ".join(str(error).split())
             raise UserError(
                 f"{self.archive}: member {self.name!r} is damaged, or not of the declared "

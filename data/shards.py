@@ -12,6 +12,7 @@ bytes as that of a run that was not stopped. docs/shards.md describes the format
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -98,6 +99,7 @@ def read_corpus(folder: Path) -> Corpus:
         ) from None
     try:
         content = parse_json(raw, path, "the corpus", fix=remedy)
+        json.dumps(content, ensure_ascii=False).encode()  # half a character would not fit into the manifest
         if (content["format"], content["version"]) != ("tinyforge-corpus", 1):
             raise UserError(
                 f"{path}: got format {content['format']!r} version {content['version']!r}, wanted "

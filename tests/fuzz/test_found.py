@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from data import corpus_report
+from data.corpus import build_corpus
 from data.download import Downloader, Patience
 from data.files import zip_members
+from data.shards import read_corpus
 from data.source import Document, SourceWriter, read_source
 from recipes import pretrain, sft
 from tests.fuzz.seeds import mend_checkpoint, sentencepiece, small_model
@@ -49,6 +51,30 @@ def test_a_member_without_a_name(tmp_path: Path) -> None:
     data[end + 12 : end + 16] = struct.pack("<I", end - at)
     (tmp_path / "a.zip").write_bytes(data)
     assert [member.name for member in zip_members(tmp_path / "a.zip")] == [""]
+
+
+def test_a_member_that_lzma_cannot_unpack(tmp_path: Path) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("a", "text " * 100)
+    data = bytearray(packed.getvalue())
+    at = data.index(b"a", 30) + 1 + 9  # behind the member's header and LZMA's properties
+    data[at : at + 8] = b"\xff" * 8
+    (tmp_path / "a.zip").write_bytes(data)
+    (member,) = zip_members(tmp_path / "a.zip")
+    assert "member 'a' is damaged" in fault_of(member.read)
+
+
+def test_a_source_name_too_long_for_a_file(tmp_path: Path) -> None:
+    with SourceWriter(tmp_path / "source", "m" * 300, "MIT") as writer:
+        writer.add(Document("1", "some text"))
+    assert "wanted at most 100 letters" in fault_of(build_corpus, [tmp_path / "source"], tmp_path / "corpus")
+
+
+def test_half_a_character_in_a_corpus(tmp_path: Path) -> None:
+    content = {"format": "tinyforge-corpus", "version": 1, "files": [], "sources": [], "note": "\udcff"}
+    (tmp_path / "corpus.json").write_text(json.dumps(content), encoding="utf-8")
+    assert "not as data.corpus writes it" in fault_of(read_corpus, tmp_path)
 
 
 def test_a_file_name_that_no_system_takes(tmp_path: Path) -> None:
