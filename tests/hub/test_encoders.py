@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from models.bert import hf as bert_hf
 from models.vit import PRESETS as VIT_PRESETS
 from models.vit import Config as ViTConfig
 from models.vit import hf as vit_hf
+from tests.hub.float64 import in_float64, random_peer
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.hub.foreign import entries_of, load_weights, weights_of
@@ -37,34 +37,14 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Float64Torch:
-    """torch, with float64 in the place of float32: transformers computes some things in float32 whatever the dtype."""
-
-    def __getattr__(self, name: str) -> Any:
-        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
-
-
 @pytest.fixture(autouse=True)
 def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("vit", "bert"):
-        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        monkeypatch.setattr(module, "torch", Float64Torch())
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with in_float64(monkeypatch, "vit", "bert"):
+        yield
 
 
 def make_peer(name: str) -> Any:
-    """A random model of transformers: weights that float32 holds exactly, computed with in float64."""
-    architecture, values = PEERS[name]
-    kind = getattr(transformers, architecture)
-    torch.manual_seed(sum(map(ord, name)))
-    model = kind(kind.config_class(**values))
-    with torch.no_grad():
-        for p in model.parameters():  # gains away from 1 and biases away from 0, so that each counts
-            p.add_(0.2 * torch.randn_like(p))
-    return model.double().eval()
+    return random_peer(*PEERS[name], seed=name)
 
 
 def inputs_for(name: str) -> tuple[tuple[np.ndarray, ...], np.ndarray, dict[str, Any]]:

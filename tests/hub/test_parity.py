@@ -14,6 +14,7 @@ from models.llama import Config as LlamaConfig
 from models.llama import Llama
 from models.llama import hf as llama_hf
 from models.nanoeuler import PRESETS, NanoEuler
+from tests.hub.float64 import Float64Torch, in_float64, random_peer
 from tinyforge.backends import get_backend
 from tinyforge.hub.foreign import entries_of, load_weights, weights_of
 from tinyforge.hub.huggingface import open_directory, write_directory
@@ -56,40 +57,16 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 LENGTH = 33
 
 
-class Float64Torch:
-    """torch, with float64 in the place of float32.
-
-    transformers computes norms, rotary angles and softmax in float32 whatever a model's dtype. In the modules that see
-    this instead of torch it computes them in float64, so that parity can be asked for to the last digits.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
-
-
 @pytest.fixture(autouse=True)
 def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2", "mamba"):
-        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        monkeypatch.setattr(module, "torch", Float64Torch())
     monkeypatch.setattr(importlib.import_module("transformers.modeling_rope_utils"), "torch", Float64Torch())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # Mamba's way to the same
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with in_float64(monkeypatch, "llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2", "mamba"):
+        yield
 
 
 def make_peer(name: str) -> Any:
-    """A random model of transformers: weights that float32 holds exactly, computed with in float64."""
-    architecture, values = PEERS[name]
-    kind = getattr(transformers, architecture)
-    torch.manual_seed(sum(map(ord, name)))
-    model = kind(kind.config_class(**values))
-    with torch.no_grad():
-        for p in model.parameters():  # gains away from 1 and biases away from 0, so that each counts
-            p.add_(0.2 * torch.randn_like(p))
-    return plain(model.double().eval())
+    return plain(random_peer(*PEERS[name], seed=name))
 
 
 def load_peer(path: Path) -> Any:
