@@ -70,7 +70,10 @@ def build(name: str, backend: str, precision: str) -> Any:
     return model
 
 
-def step(model: Any, documents: Documents | None = None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+Step = tuple[np.ndarray, dict[str, np.ndarray]]
+
+
+def step(model: Any, documents: Documents | None = None) -> Step:
     """Losses and gradients of a training pass, dropout included."""
     rng, backend = np.random.default_rng(5), model.backend
     ids = rng.integers(0, model.config.vocab, (3, LENGTH), dtype=np.int32)
@@ -81,6 +84,14 @@ def step(model: Any, documents: Documents | None = None) -> tuple[np.ndarray, di
     nll = model.forward(backend.asarray(ids), backend.asarray(targets), stash, **options)
     model.backward(backend.asarray(np.ones(heads), backend.master_dtype), stash)
     return backend.to_numpy(nll), {p.name: backend.to_numpy(p.grad).astype(np.float64) for p in model.buffer.params}
+
+
+def assert_agree(got: Step, expected: Step, tolerance: float) -> None:
+    """Losses, and each gradient as a whole."""
+    (nll, grads), (wanted_nll, wanted) = got, expected
+    assert np.abs(nll - wanted_nll).max() < tolerance * np.abs(wanted_nll).max()
+    errors = {p: np.linalg.norm(grads[p] - g) / np.linalg.norm(g) for p, g in wanted.items()}
+    assert {p: error for p, error in errors.items() if not error < tolerance} == {}
 
 
 def adapted(name: str, backend: str, precision: str) -> Any:
@@ -100,11 +111,7 @@ def adapted(name: str, backend: str, precision: str) -> Any:
 def test_adapters_learn_as_on_numpy(name: str, precision: str, tolerance: float) -> None:
     if name == "moe" and precision == "bf16":
         pytest.skip("a rounded logit may choose another expert")
-    nll, grads = step(adapted(name, "cupy", precision))
-    wanted_nll, wanted = step(adapted(name, "numpy", "fp64"))
-    assert np.abs(nll - wanted_nll).max() < tolerance * np.abs(wanted_nll).max()
-    errors = {p: np.linalg.norm(grads[p] - g) / np.linalg.norm(g) for p, g in wanted.items()}
-    assert {p: error for p, error in errors.items() if not error < tolerance} == {}
+    assert_agree(step(adapted(name, "cupy", precision)), step(adapted(name, "numpy", "fp64")), tolerance)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-4), ("bf16", 1e-1)])
@@ -113,11 +120,7 @@ def test_losses_and_gradients_are_those_of_numpy(name: str, precision: str, tole
     """bf16's error is that of 8 bits through three layers; a wrong wire is an error of 1."""
     if name == "moe" and precision == "bf16":
         pytest.skip("a rounded logit may choose another expert")
-    nll, grads = step(build(name, "cupy", precision))
-    wanted_nll, wanted = step(build(name, "numpy", "fp64"))
-    assert np.abs(nll - wanted_nll).max() < tolerance * np.abs(wanted_nll).max()
-    errors = {p: np.linalg.norm(grads[p] - g) / np.linalg.norm(g) for p, g in wanted.items()}
-    assert {p: error for p, error in errors.items() if not error < tolerance} == {}
+    assert_agree(step(build(name, "cupy", precision)), step(build(name, "numpy", "fp64")), tolerance)
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -128,11 +131,8 @@ def test_packed_documents_give_the_losses_and_gradients_of_numpy(
 ) -> None:
     begins = np.random.default_rng(6).random((3, LENGTH)) < 1 / 15
     documents = Documents(starts_of(begins), restart)
-    nll, grads = step(build(name, "cupy", precision), documents)
-    wanted_nll, wanted = step(build(name, "numpy", "fp64"), documents)
-    assert np.abs(nll - wanted_nll).max() < tolerance * np.abs(wanted_nll).max()
-    errors = {p: np.linalg.norm(grads[p] - g) / np.linalg.norm(g) for p, g in wanted.items()}
-    assert {p: error for p, error in errors.items() if not error < tolerance} == {}
+    wanted = step(build(name, "numpy", "fp64"), documents)
+    assert_agree(step(build(name, "cupy", precision), documents), wanted, tolerance)
 
 
 @pytest.mark.parametrize("name", MODELS)
