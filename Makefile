@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses 8 --dist 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo speedrun test test-all lint test-gpu fuzz chaos soak bench clean
+.PHONY: help demo speedrun test test-all test-browser lint docs test-gpu fuzz chaos soak bench clean
 
 # The questions of the demo, one quoted string each. Their names and numbers are held out of training.
 QUESTIONS := \
@@ -31,7 +31,7 @@ QUESTIONS := \
 	"Help Fobert. What is the opposite of cold?"
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
 demo: $(VENV)/.stamp-run ## pretrain, fine-tune and question a small model: minutes on a CPU
 	@echo "Three parts: pretraining on the built-in corpus, fine-tuning on its instructions, questions."
@@ -52,15 +52,21 @@ speedrun: $(VENV)/.stamp-run ## from raw text to a chat: downloads a few books, 
 	PYTHON=$(RUN) recipes/speedrun.sh $(SPEEDRUN_FLAGS)
 
 test: lint ## lint, and the tests that need no GPU, without the slow ones
-	$(PYTEST) -m "not gpu and not slow"
+	$(PYTEST) -m "not gpu and not slow and not browser"
 
 test-all: lint $(VENV)/.stamp-peers ## lint, and all tests that need no GPU, parity with PyTorch too: what CI runs
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not browser"
 
 lint: $(VENV)/.stamp-dev ## ruff, mypy, and the layers of the imports
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
+
+test-browser: $(VENV)/.stamp-browser ## the chat page and the board in Chromium, which must be there: apt-get install chromium
+	$(RUN) -m pytest -q -m browser tests/browser
+
+docs: $(VENV)/.stamp-docs ## the textbook as a site, in build/site: open build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
 
 test-gpu: $(VENV)/.stamp-gpu ## the tests that need a CUDA GPU
 	$(RUN) -m pytest -q -m gpu
@@ -89,7 +95,9 @@ $(VENV)/bin/pip:
 
 $(VENV)/.stamp-dev: EXTRAS = [dev]
 $(VENV)/.stamp-gpu: EXTRAS = [dev,gpu]
-$(VENV)/.stamp-peers: EXTRAS = [dev,peers]
+$(VENV)/.stamp-browser: EXTRAS = [dev,browser]
+$(VENV)/.stamp-docs: EXTRAS = [docs]
+$(VENV)/.stamp-peers: EXTRAS = [dev,docs,peers]
 $(VENV)/.stamp-%: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing tinyforge$(EXTRAS) into $(VENV) ..."
 	$(RUN) -m pip install -q --disable-pip-version-check -e '.$(EXTRAS)'

@@ -296,7 +296,7 @@ def measure_speculation(path: Path, backend: Backend, prompts: int, rounds: int)
     load_average = os.getloadavg()[0]
     loaded = load(path, backend)
     tokenizer, config = loaded.tokenizer, loaded.model.config
-    if loaded.meta["kind"] == "sft":
+    if loaded.meta["kind"] != "pretrain":
         asked = instructions("val", prompts, seed=0)
         texts = [tokenizer.encode(render_prompt(e.instruction, e.input)) for e in asked]
     else:

@@ -36,11 +36,11 @@ from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.kernel import Kernel, bind
 from tinyforge.optim import AdamWConfig
-from tinyforge.optim.adamw import adamw_, clip_factor
+from tinyforge.optim.adamw import adamw_, clip_factor, square_sums
 from tinyforge.report import add_json_flag, check_before, publish
 
 KERNELS: tuple[Kernel[..., Any], ...] = (
-    adamw_, clip_factor, *{k.name: k for kind in ops.ALL for k in kind.kernels}.values()
+    adamw_, clip_factor, square_sums, *{k.name: k for kind in ops.ALL for k in kind.kernels}.values()
 )
 
 
@@ -155,7 +155,13 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
     per = 7 * wide + (size if values is not flat[0] else 0)
     found.append(Job("adamw", lambda i: k.adamw_(values, *flat[:1], *flat[2:], flat[1], 3, 1e-3, 0.1, factor,
                                                      AdamWConfig()), count * per))  # fmt: skip
-    found.append(Job("gradient norm", lambda i: k.clip_factor(flat[1], factor, 1.0), count * wide))
+    sums = backend.zeros((backend.blocks,), np.dtype(np.float64))
+
+    def norm(_: int) -> None:
+        k.square_sums(sums, flat[1])
+        k.clip_factor(sums, factor, 1.0)
+
+    found.append(Job("gradient norm", norm, count * wide))
     return found
 
 

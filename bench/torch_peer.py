@@ -240,11 +240,12 @@ class TorchTraining:
     """A model and its optimizer on `device`, eager or through torch.compile (its default mode).
 
     precision: "bf16" is autocast over float32 weights, with TF32 allowed for what stays in float32. threads: on a CPU.
+    ddp: this process is one rank of torch.distributed, and gradients are averaged over all.
     """
 
     def __init__(
         self, model: str, config: Any, *, precision: str, device: str, threads: int, clip: float, compiled: bool,
-        adamw: AdamWConfig | None = None,
+        adamw: AdamWConfig | None = None, ddp: bool = False,
     ) -> None:  # fmt: skip
         if model not in MODELS:
             raise UserError(f"--peer: {model} has no peer in PyTorch; there are {', '.join(MODELS)}. Leave out --peer")
@@ -253,7 +254,11 @@ class TorchTraining:
         self.device = torch.device(device)
         self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
         self.model = MODELS[model](config).to(self.device, torch.float64 if precision == "fp64" else torch.float32)
-        self.forward = torch.compile(self.model) if compiled else self.model
+        whole: Any = self.model
+        if ddp:
+            ranked = torch.nn.parallel.DistributedDataParallel
+            whole = ranked(self.model, device_ids=[self.device], gradient_as_bucket_view=True)
+        self.forward = torch.compile(whole) if compiled else whole
         self.clip = clip
         ours = adamw or AdamWConfig()
         matrices = [p for p in self.model.parameters() if p.dim() > 1]

@@ -23,6 +23,9 @@ others repeat a few: the difference is what loading costs.
 With --documents N our step is timed again as with --document-mask restart, on the same tokens in documents of N tokens
 on average: what keeping documents apart costs, or saves.
 
+With --gpus N the processes of bench/ranks.py take turns instead: one GPU, N of them, N with the optimizer's state
+shared out, and with --peer torch compiled PyTorch's DistributedDataParallel, each GPU with --batch-size sequences.
+
 FLOP are counted by the model's flop_per_token, the same for all contenders but the model of --beside.
 """
 
@@ -46,12 +49,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from tinyforge.backends import Backend, get_backend
+from tinyforge.backends import Backend, get_backend, gpu_count
 from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.op import Recompute
 from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW
+from tinyforge.parallel.launch import start, started_as_rank
 from tinyforge.params import named
 from tinyforge.registry import default_model, find_model, models
 from tinyforge.report import add_json_flag, check_before, publish
@@ -96,6 +101,7 @@ class Options:
     data: str | None = None
     documents: int | None = None
     beside: tuple[str, str] | None = None
+    recompute: Recompute = ""
 
     def make_backend(self) -> Backend:
         return get_backend(self.backend, self.precision, self.workers, self.device)
@@ -135,7 +141,7 @@ class Ours:
     def __init__(self, options: Options, backend: Backend, masked: bool = False) -> None:
         batches = options.masked_batches() if masked else options.batches()
         self.batch: Callable[[int], Batch] = lambda index: batches[index % BATCHES]
-        self.model = find_model(options.model).build(options.config, backend)
+        self.model = find_model(options.model).build(options.config, backend, recompute=options.recompute)
         self.model.initialise(seed=0)
         self.objective = NextTokens(options.config.head_weights)
         self.sharded = Sharded(self.model, backend, self.objective)
@@ -314,11 +320,13 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         "parameters": parameters,
         "batch_size": options.batch_size,
         "seq_len": options.seq_len,
+        "recompute": options.recompute,
         "counted_steps": options.steps,
         "tokens_per_document": options.documents,
         "gflop_per_step": flops[OURS] / 1e9,
         "planned_peak_mib": plan_step(
-            find_model(options.model), config, options.precision, options.batch_size, options.seq_len
+            find_model(options.model), config, options.precision, options.batch_size, options.seq_len,
+            options.recompute,
         ).peak / 2**20
         if backend.name == "cupy"
         else None,
@@ -366,7 +374,8 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def options_of(args: argparse.Namespace) -> Options:
+def options_of(args: argparse.Namespace, backend: bool = True) -> Options:
+    """backend: try whether it is there."""
     for name in ("batch_size", "seq_len", "steps", "workers", "threads", "documents"):
         value = getattr(args, name)
         if value is not None and value <= 0:
@@ -379,11 +388,13 @@ def options_of(args: argparse.Namespace) -> Options:
     config = config.override({"context": max(seq_len, config.context)})
     check_before(args.json, args.peer)
     workers = args.workers or cores()
-    # Refuses names it does not know before a child meets them, and says what `auto` is.
-    backend = get_backend(args.backend, args.precision, workers, args.device)
+    name = args.backend
+    if backend:  # refuses names it does not know before a child meets them, and says what `auto` is
+        opened = get_backend(args.backend, args.precision, workers, args.device)
+        name, workers = opened.name, opened.workers
     return Options(
-        args.model, config, args.batch_size, seq_len, args.steps, backend.name, args.precision, backend.workers,
-        args.threads or workers, args.device, args.data, args.documents, _beside(args.beside),
+        args.model, config, args.batch_size, seq_len, args.steps, name, args.precision, workers,
+        args.threads or args.workers or cores(), args.device, args.data, args.documents, _beside(args.beside),
     )  # fmt: skip
 
 
@@ -395,6 +406,27 @@ def _beside(given: str | None) -> tuple[str, str] | None:
     return model, preset or next(iter(find_model(model).presets))
 
 
+def several_gpus(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
+    """Start the ranks, or be one of them (bench/ranks.py)."""
+    if not started_as_rank():
+        count = gpu_count()
+        if not 1 < args.gpus <= count:
+            raise UserError(f"--gpus is {args.gpus}, wants 2 to the number of GPUs, here {count}; leave it out for one")
+        options_of(args, backend=False)  # refuses what is wrong before anything starts
+        command = [sys.executable, *sys.orig_argv[1:]] if argv is None else [sys.executable, __file__, *argv]
+        return start(command, args.gpus)
+    from bench import ranks
+
+    options = options_of(args, backend=False)
+    found = ranks.measure(
+        options.model, options.config, options.precision, options.batch_size, options.seq_len, options.steps,
+        args.peer is not None, lambda rows: replace(options, batch_size=rows).batches(),
+    )  # fmt: skip
+    if found:
+        publish(found, ranks.table(found), args.json)
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default=default_model(), help=f"{', '.join(models())} (default: {default_model()})")
@@ -403,6 +435,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument(
         "--seq-len", type=int, help="tokens a sequence (default: the config's context, which a longer one lengthens)"
     )
+    p.add_argument("--recompute", default="", choices=("norms", "blocks"), help="in ours, as of recipes/pretrain.py")
     p.add_argument("--steps", type=int, default=30, help="counted steps for each contender (default: 30)")
     p.add_argument("--peer", choices=tuple(PEERS), help="time PyTorch too, eager and compiled, or eager alone")
     p.add_argument("--beside", metavar="MODEL:PRESET", help="time another of our models too, such as nanoeuler:base")
@@ -414,9 +447,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--precision", default="fp32", help="fp32, fp64, and on a GPU tf32 or bf16 (default: fp32)")
     p.add_argument("--workers", type=int, help="processes of ours, one BLAS thread each (default: one a core)")
     p.add_argument("--threads", type=int, help="threads of PyTorch (default: as many as --workers)")
+    p.add_argument("--gpus", type=int, metavar="N",
+                   help="time one GPU, N of them, N with ZeRO, and with --peer torch DDP")  # fmt: skip
     add_json_flag(p)
     args = p.parse_args(argv)
-    found = measure(options_of(args), args.peer)
+    if args.gpus is not None:
+        return several_gpus(args, argv)
+    options = replace(options_of(args), recompute=args.recompute)
+    find_model(args.model).check_recompute(options.recompute)
+    found = measure(options, args.peer)
     publish(found, table(found), args.json)
     return 0
 

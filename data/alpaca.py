@@ -50,14 +50,16 @@ _NEXT_TASK = re.compile(r"^\s*\d+\s*\.\s*(?:Instruction|Input|Output):", re.IGNO
 
 @dataclass(frozen=True)
 class Record:
-    """One instruction, what it is about (may be empty), and the reply to learn."""
+    """One instruction, what it is about (may be empty), and the reply to learn. history: what was said before, pairs of
+    an instruction and its reply."""
 
     instruction: str
     input: str
     output: str
+    history: tuple[tuple[str, str], ...] = ()
 
 
-_FIELDS = tuple(field.name for field in fields(Record))
+_FIELDS = tuple(field.name for field in fields(Record) if field.type == "str")
 
 
 def read_records(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[Record]:
@@ -96,7 +98,10 @@ def encode_example(tokenizer: TextTokenizer, record: Record, seq_len: int) -> tu
     to stop there. None if the reply is blank or the prompt leaves no room for it.
     """
     end = tokenizer.specials[end_of_reply(tokenizer)]
-    prompt = start_ids(tokenizer) + tokenizer.encode(render_prompt(record.instruction, record.input))
+    prompt = start_ids(tokenizer)
+    for asked, reply in record.history:
+        prompt += [*tokenizer.encode(render_prompt(asked)), *tokenizer.encode(reply, "text"), end]
+    prompt += tokenizer.encode(render_prompt(record.instruction, record.input))
     if not record.output.strip() or len(prompt) > seq_len:
         return None
     ids = [*prompt, *tokenizer.encode(record.output, "text"), end]
@@ -106,7 +111,7 @@ def encode_example(tokenizer: TextTokenizer, record: Record, seq_len: int) -> tu
 def _read_file(path: Path, encoding: str) -> list[Record]:
     text = read_text(path, encoding)
     records: list[Record] = []
-    for line, value in _scan_file(path, text):
+    for line, value in scan_file(path, text):
         record = _to_record(value)
         if isinstance(record, str):
             raise UserError(f"{path}: record {len(records)} (counted from 0), line {line}: {record}")
@@ -114,10 +119,10 @@ def _read_file(path: Path, encoding: str) -> list[Record]:
     return records
 
 
-def _scan_file(path: Path, text: str) -> Iterator[tuple[int, object]]:
+def scan_file(path: Path, text: str, wanted: str = "Alpaca records") -> Iterator[tuple[int, object]]:
     """As `_scan`, but raises UserError for an empty file and for malformed JSON."""
     if not text.strip():
-        raise UserError(f"{path}: is empty, wanted Alpaca records; give another file")
+        raise UserError(f"{path}: is empty, wanted {wanted}; give another file")
     number = 0
     try:
         for number, found in enumerate(_scan(text), 1):  # noqa: B007 (the record that comes next, when one is malformed)
@@ -173,7 +178,14 @@ def _to_record(value: object) -> Record | str:
             return f"'{name}' contains half of a surrogate pair, wanted text; remove its \\ud... escape"
     if not value["instruction"].strip():
         return "'instruction' is blank, wanted a task; fill it in or remove the record"
-    return Record(**{name: value[name] for name in _FIELDS})
+    history = value.get("history") or []
+    if not isinstance(history, list) or not all(_is_turn(turn) for turn in history):
+        return f"'history' is {_show(history)}, wanted pairs of an instruction and its reply; fix or remove it"
+    return Record(**{name: value[name] for name in _FIELDS}, history=tuple((turn[0], turn[1]) for turn in history))
+
+
+def _is_turn(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(v, str) and _has_utf8(v) for v in value)
 
 
 def _has_utf8(text: str) -> bool:
@@ -273,7 +285,7 @@ def _read_each(path: Path, encoding: str) -> Iterator[Record | str]:
     except ValueError:
         whole = None
     if isinstance(whole, list) or text.lstrip().startswith("["):
-        yield from (_to_record(value) for _, value in _scan_file(path, text))
+        yield from (_to_record(value) for _, value in scan_file(path, text))
     elif whole is not None and "\n" in text.strip():
         raise UserError(f"{path}: got {_show(whole)} as JSON, wanted a list of records, or one record per line")
     else:

@@ -1,13 +1,16 @@
 """From sources to a corpus: filtered, deduplicated, split and decontaminated, with a catalogue of every document.
 
     python -m data.corpus books/ web/ --out corpus          # folders that data.gutenberg, data.local, ... made
+    python -m data.corpus books/ web/ --out corpus --decontaminate eval/       # nothing of these evaluation sets
+    python -m data.corpus books/ web/ --out corpus --ray 10.0.0.1:6379         # on the machines of a Ray cluster
     python -m data.corpus report corpus                     # what was kept and what was dropped, and why
     build_corpus([Path("books"), Path("web")], Path("corpus"), Settings(val_share=0.02))
 
 The stages, in this order: `read` cuts long texts into documents and measures them, `filter` applies the SQL of
 data/filters.sql, `dedup` keeps the first of equal and of nearly equal documents, `decontaminate` drops train documents
-that repeat val's text, `write` writes parquet. docs/data.md explains each. Every stage ends in one transaction of the
-catalogue, so a killed run continues where it stopped, and ends with the same bytes as one that was not killed.
+that repeat val's text or that of evaluation sets, `write` writes parquet. docs/data.md explains each. Every stage ends
+in one transaction of the catalogue, so a killed run continues where it stopped, and ends with the same bytes as one
+that was not killed.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data import corpus_report
-from data.dedup import band_keys, components, estimate
+from data.cluster import Nodes, check_address, open_nodes
+from data.dedup import Words, band_keys, components, estimate
+from data.evaluation import TASKS, MissingSet, Set, find_sets, read_set, text_of
 from data.files import locked, make_folder, write_fault, write_json, written_whole
 from data.filters import DEFAULT_FILTERS, Filter, check_filters, read_filters
 from data.passes import (
@@ -62,6 +67,7 @@ SPLIT_HASH = {"text": "text_hash", "part": "hash"}  # of Settings.split_by: the 
 _FILE_BYTES = 32 << 20  # of text in one parquet file, which is sorted in memory
 _WORKER_MEMORY = 192 << 20  # of DuckDB in a worker, enough for a row group with tens of megabytes of books
 _LEAST_MEMORY = 2 * _WORKER_MEMORY
+_JOIN_BYTES = 96  # of a row of a join over bands, with its hash table and window
 _CHUNK = 1 << 14  # documents or pairs whose signatures are in memory at a time
 
 
@@ -116,6 +122,8 @@ class _Build:
     memory: int
     show: bool
     catalogue: duckdb.DuckDBPyConnection
+    evaluation: Sequence[Set] = ()
+    nodes: Nodes | None = None
     spans: list[Span] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -134,9 +142,13 @@ class _Build:
 
         with tqdm(total=sum(sizes), desc=stage, unit="B", unit_scale=True, disable=self.no_bar, leave=False) as bar:
             share = self.memory // 2 // self.workers
-            return run_tasks(
-                stage, function, tasks, self.work, self.workers, share, lambda index: bar.update(sizes[index])
-            )
+
+            def finish(index: int) -> None:
+                bar.update(sizes[index])
+                if self.nodes:
+                    bar.set_postfix_str(f"{len(self.nodes.alive())} machines", refresh=False)
+
+            return run_tasks(stage, function, tasks, self.work, self.workers, share, finish, self.nodes)
 
     def result(self, stage: str, index: int, suffix: str = ".parquet") -> Path:
         return self.work / f"{stage}-{index:05d}{suffix}"
@@ -154,19 +166,30 @@ def build_corpus(
     workers: int | None = None,
     memory_limit: int = 10**9,
     show: bool = False,
+    decontaminate: Sequence[Path] = (),
+    ray: str | None = None,
 ) -> dict[str, float]:
     """Build the corpus folder `out` from source folders, or finish one begun with the same sources and settings.
 
     tokenizer:    a tokenizer's file; tokens are then counted too, which means encoding every document.
     workers:      processes; None: one per core, but no more than memory_limit has room for.
-    memory_limit: bytes, for all processes together.
+    memory_limit: bytes, for all processes of a machine together.
     show:         print each stage's rate, with a bar while it runs.
+    decontaminate: files of evaluation sets, as recipes/evaluate.py --task-data reads them: a train document that has
+                   gram_words words in a row of one of their items is dropped.
+    ray:          address of a Ray cluster, whose machines read, filter, measure and write; or "local". The bytes are
+                   the same.
 
     Returns the seconds of each stage that was run, nothing if the corpus is already there. The first of several
     duplicates is kept, in the order of the sources given. Raises UserError for a faulty source, naming it, for filters
     with wrong SQL, and if disk space or memory does not suffice.
     """
     settings = settings or Settings()
+    if ray:
+        check_address(ray)  # before the sources' hashes are computed
+        # Every machine finds them, wherever a process starts.
+        sources, out, filters = [path.absolute() for path in sources], out.absolute(), filters.absolute()
+        tokenizer = tokenizer and tokenizer.absolute()
     read = [read_source(folder, verify=True) for folder in sources]
     names = [source.name for source in read]
     for name in names:
@@ -184,12 +207,15 @@ def build_corpus(
         raise UserError(f"--memory-limit is {memory_limit:,} bytes, wanted {_LEAST_MEMORY:,} (384MiB) or more")
     if workers is not None and workers < 1:
         raise UserError(f"--workers is {workers}, wanted 1 or more")
+    if workers is not None and ray:
+        raise UserError("--workers counts processes of this machine, and with --ray the cluster says how many; drop it")
     blocks = read_filters(filters)
     if tokenizer is not None:
         from tinyforge.text import load_tokenizer
 
         load_tokenizer(tokenizer)  # fail now, not after minutes
-    manifest = _head(read, settings, filters, tokenizer)
+    evaluation = _evaluation_sets(decontaminate, show)
+    manifest = _head(read, settings, filters, tokenizer, evaluation)
     with locked(out):
         work = out / ".work"
         if _is_whole(out, manifest):
@@ -202,10 +228,17 @@ def build_corpus(
         for left in work.glob("spill-*"):
             shutil.rmtree(left, ignore_errors=True)
         path = work / CATALOGUE
-        workers = workers or max(1, min(cores(), memory_limit // 2 // _WORKER_MEMORY))
-        with duckdb_faults(str(path)), connect(memory_limit // 2, work, path, cores()) as catalogue:
+        room = memory_limit // 2 // _WORKER_MEMORY
+        with (
+            open_nodes(ray, work, [source.folder for source in read], room) as nodes,
+            duckdb_faults(str(path)),
+            connect(memory_limit // 2, work, path, cores()) as catalogue,
+        ):
+            workers = nodes.per_node if nodes else workers or max(1, min(cores(), room))
             check_filters(catalogue, blocks)
-            build = _Build(out, read, settings, blocks, tokenizer, workers, memory_limit, show, catalogue)
+            build = _Build(
+                out, read, settings, blocks, tokenizer, workers, memory_limit, show, catalogue, evaluation, nodes
+            )
             for source in read:
                 build.spans += find_spans(source.name, source.parquet, catalogue)
             _run_stages(build)
@@ -215,11 +248,33 @@ def build_corpus(
     return build.seconds
 
 
-def _head(read: list[Source], settings: Settings, filters: Path, tokenizer: Path | None) -> dict[str, Any]:
+def _evaluation_sets(paths: Sequence[Path], show: bool) -> list[Set]:
+    """All sets that the files hold, in any version; UserError where they hold none."""
+    if not paths:
+        return []
+    sets, files = [], find_sets(paths)
+    for name in TASKS:
+        try:
+            sets.append(read_set(name, files, any_version=True))
+        except MissingSet:
+            continue
+    if not sets:
+        raise UserError(f"--decontaminate: no evaluation set in {', '.join(map(str, paths))}; docs/evaluation.md has "
+                        "the files' names")  # fmt: skip
+    if show:
+        print(f"evaluation sets that are kept out: {', '.join(found.name for found in sets)}")
+    return sets
+
+
+def _head(
+    read: list[Source], settings: Settings, filters: Path, tokenizer: Path | None, evaluation: Sequence[Set]
+) -> dict[str, Any]:
     """The part of corpus.json that is known in advance: what the corpus is made from. It identifies the corpus."""
     made = json.loads(json.dumps(asdict(settings)))
     made["filters_sha256"] = sha256_of(filters)
     made["tokenizer_sha256"] = sha256_of(tokenizer) if tokenizer else None
+    if evaluation:
+        made["evaluation_sets"] = {found.name: found.sha256 for found in evaluation}
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -372,40 +427,64 @@ def _near_pairs(build: _Build, signatures: _Signatures) -> tuple[np.ndarray, np.
 
     In a bucket (documents with the same key in a band) each is compared with the first and with its predecessor, not
     with all: a bucket of n has 2 n pairs instead of n^2 / 2, and a cluster is still connected.
+
+    A bucket lies within a band, and within the keys of one remainder: so the join is made for as few bands, and as few
+    keys, at a time as fit into memory.
     """
     from tqdm import tqdm
 
     db, s = build.catalogue, build.settings
-    db.execute("CREATE TEMP TABLE bands (band UTINYINT, key UBIGINT, number BIGINT)")
     kept = db.execute("SELECT number FROM documents WHERE dropped IS NULL ORDER BY number").fetchnumpy()["number"]
-    for begin in tqdm(range(0, len(kept), _CHUNK), desc="bands", disable=build.no_bar, leave=False):
-        numbers = kept[begin : begin + _CHUNK]
-        keys = band_keys(signatures.take(numbers), s.bands, s.rows)
-        chunk = {
-            "band": np.tile(np.arange(s.bands, dtype=np.uint8), len(numbers)),
-            "key": keys.reshape(-1),
-            "number": np.repeat(numbers, s.bands),
-        }
-        db.register("chunk", chunk)
-        db.execute("INSERT INTO bands SELECT band, key, number FROM chunk")
-        db.unregister("chunk")
+    db.execute("CREATE TEMP TABLE found (a BIGINT, b BIGINT)")
+    groups = list(_slices(s.bands, len(kept), build.memory))
+    for bands, slice_, slices in tqdm(groups, desc="bands", disable=build.no_bar, leave=False):
+        db.execute("CREATE TEMP TABLE bands (band UTINYINT, key UBIGINT, number BIGINT)")
+        for begin in range(0, len(kept), _CHUNK):
+            numbers = kept[begin : begin + _CHUNK]
+            columns = slice(bands.start * s.rows, bands.stop * s.rows)
+            keys = band_keys(signatures.take(numbers)[:, columns], len(bands), s.rows).reshape(-1)
+            chosen = np.flatnonzero(keys % np.uint64(slices) == slice_) if slices > 1 else slice(None)
+            chunk = {
+                "band": np.tile(np.array(bands, np.uint8), len(numbers))[chosen],
+                "key": keys[chosen],
+                "number": np.repeat(numbers, len(bands))[chosen],
+            }
+            db.register("chunk", chunk)
+            db.execute("INSERT INTO bands SELECT band, key, number FROM chunk")
+            db.unregister("chunk")
+        db.execute(
+            "INSERT INTO found "
+            "WITH shared AS (SELECT band, key FROM bands GROUP BY band, key HAVING count(*) > 1), "
+            "buckets AS (SELECT number, min(number) OVER bucket AS first, lag(number) OVER bucket AS previous "
+            "FROM bands JOIN shared USING (band, key) WINDOW bucket AS (PARTITION BY band, key ORDER BY number)) "
+            "SELECT DISTINCT a, number AS b FROM (SELECT first AS a, number FROM buckets UNION ALL "
+            "SELECT previous AS a, number FROM buckets) WHERE a < number"
+        )
+        db.execute("DROP TABLE bands")
     db.execute(
-        "CREATE TEMP TABLE pairs AS "
-        "WITH shared AS (SELECT band, key FROM bands GROUP BY band, key HAVING count(*) > 1), "
-        "buckets AS (SELECT number, min(number) OVER bucket AS first, lag(number) OVER bucket AS previous FROM bands "
-        "JOIN shared USING (band, key) WINDOW bucket AS (PARTITION BY band, key ORDER BY number)) "
-        "SELECT DISTINCT a, number AS b FROM (SELECT first AS a, number FROM buckets UNION ALL "
-        "SELECT previous AS a, number FROM buckets) WHERE a < number ORDER BY a, b"
+        "CREATE TEMP TABLE pairs AS SELECT a, b, row_number() OVER (ORDER BY a, b) AS n FROM (SELECT DISTINCT a, b "
+        "FROM found)"
     )
-    found = db.execute("SELECT a, b FROM pairs ORDER BY a, b").fetchnumpy()
-    db.execute("DROP TABLE bands")
+    db.execute("DROP TABLE found")
+    near: list[np.ndarray] = [np.empty((2, 0), np.int64)]
+    [(count,)] = db.execute("SELECT count(*) FROM pairs").fetchall()
+    for begin in range(1, count + 1, _CHUNK):
+        rows = db.execute(f"SELECT a, b FROM pairs WHERE n BETWEEN {begin} AND {begin + _CHUNK - 1} ORDER BY n")
+        pairs = np.stack(list(rows.fetchnumpy().values()))
+        near.append(pairs[:, estimate(signatures.take(pairs[0]), signatures.take(pairs[1])) >= s.similarity])
     db.execute("DROP TABLE pairs")
-    a, b = found["a"], found["b"]
-    similar = np.zeros(len(a), bool)
-    for begin in range(0, len(a), _CHUNK):
-        chosen = slice(begin, begin + _CHUNK)
-        similar[chosen] = estimate(signatures.take(a[chosen]), signatures.take(b[chosen])) >= s.similarity
-    return a[similar], b[similar]
+    a, b = np.concatenate(near, 1)
+    return a, b
+
+
+def _slices(bands: int, documents: int, memory: int) -> Iterator[tuple[range, int, int]]:
+    """Which bands go through the join at once, and of how many slices of their keys this is which."""
+    most = max(1, memory // 4 // _JOIN_BYTES)  # rows
+    at_once = min(bands, max(1, most // max(1, documents)))
+    slices = -(-documents // most) if at_once == 1 else 1
+    for first in range(0, bands, at_once):
+        for slice_ in range(max(1, slices)):
+            yield range(first, min(bands, first + at_once)), slice_, max(1, slices)
 
 
 class _Signatures:
@@ -447,21 +526,45 @@ def _hold_out_one(build: _Build) -> None:
 
 
 def _decontaminate(build: _Build) -> None:
-    """Drop train documents that repeat too much of val, and record the share for every one that repeats any."""
+    """Drop train documents that repeat too much of val, and record the share for every one that repeats any; then those
+    that repeat anything of an evaluation set."""
     s = build.settings
     _hold_out_one(build)
     kept = "dropped IS NULL AND split = '{}'"
     found = _run_on_parts(build, "grams", find_grams, kept.format("val"), (), s.gram_words)
     grams = build.work / "val-grams.u64"
     with written_whole(grams) as beside, open(beside, "wb") as file:
-        for slice_ in range(16 if found else 0):  # by their first four bits, so that only one slice is in memory
-            union = " UNION ALL ".join(f"SELECT gram FROM {scan(path)} WHERE gram >> 60 = {slice_}" for path in found)
+        # By their first bits, so that only one slice is in memory.
+        [(count,)] = build.query(f"SELECT coalesce(sum(words), 0)::BIGINT FROM documents WHERE {kept.format('val')}")
+        bits = max(4, (count * _JOIN_BYTES // (build.memory // 4)).bit_length())
+        for slice_ in range(1 << bits if found else 0):
+            union = " UNION ALL ".join(
+                f"SELECT gram FROM {scan(path)} WHERE gram >> {64 - bits} = {slice_}" for path in found
+            )
             values = build.catalogue.execute(f"SELECT DISTINCT gram FROM ({union}) ORDER BY gram").fetchnumpy()["gram"]
             np.asarray(values, np.uint64).tofile(file)
     if grams.stat().st_size:
         files = _run_on_parts(build, "overlap", find_overlaps, kept.format("train"), (), s.gram_words, grams)
         _update(build, files, "val_overlap = found.overlap")
     build.query("UPDATE documents SET dropped = 'contaminated' WHERE val_overlap > ?", s.max_overlap)
+    if build.evaluation:
+        _drop_evaluation_sets(build)
+
+
+def _drop_evaluation_sets(build: _Build) -> None:
+    n = build.settings.gram_words
+    grams = np.empty(0, np.uint64)
+    for found in build.evaluation:
+        texts = [text_of(item) for item in found.items]
+        for begin in range(0, len(texts), _CHUNK):
+            grams = np.union1d(grams, Words(texts[begin : begin + _CHUNK]).grams(n)[0])
+    if len(grams):
+        path = build.work / "evaluation-grams.u64"
+        with written_whole(path) as beside:
+            grams.tofile(beside)
+        chosen = "dropped IS NULL AND split = 'train'"
+        files = _run_on_parts(build, "evaluation", find_overlaps, chosen, (), n, path)
+        _update(build, files, "dropped = 'evaluation-set'")
 
 
 def _count_tokens(build: _Build) -> None:
@@ -528,7 +631,9 @@ def _describe(build: _Build, manifest: dict[str, Any]) -> None:
         build.query("INSERT INTO settings VALUES (?, ?)", name, json.dumps(value))
     db.commit()
     db.execute("CHECKPOINT")
+    inputs = {source.name: list(source.inputs) for source in build.sources}
     for entry in manifest["sources"]:
+        entry["inputs"] = inputs[entry["name"]]  # so that a model knows which files it has learned from
         for split in SPLITS:
             [(documents, size)] = build.query(
                 "SELECT count(*), coalesce(sum(bytes), 0)::BIGINT FROM documents WHERE source = ? AND split = ? "
@@ -612,10 +717,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default = getattr(Settings, name)
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=type(default), default=default, help=f"{what} (default {default})")
+    parser.add_argument("--decontaminate", nargs="+", type=Path, default=[], metavar="PATH",
+                        help="evaluation sets, as evaluate.py --task-data reads them: train gets nothing of "
+                        "them")  # fmt: skip
     parser.add_argument("--filters", type=Path, default=DEFAULT_FILTERS, metavar="FILE", help="quality filters in SQL")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="count tokens too")
     parser.add_argument("--workers", type=int, help="processes (default: one per core, if memory allows)")
     parser.add_argument("--memory-limit", default="1GB", metavar="BYTES", help="for all of them together (default 1GB)")
+    parser.add_argument("--ray", metavar="ADDRESS",
+                        help="HOST:PORT of a Ray cluster to run on; local for one of this machine")  # fmt: skip
     args = parser.parse_args(arguments)
     share, shares = _parse_shares(args.val_share)
     settings = Settings(
@@ -624,7 +734,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     memory_limit = parse_bytes(args.memory_limit)
     seconds = build_corpus(
-        args.sources, args.out, settings, args.filters, args.tokenizer, args.workers, memory_limit, show=True
+        args.sources, args.out, settings, args.filters, args.tokenizer, args.workers, memory_limit, show=True,
+        decontaminate=args.decontaminate, ray=args.ray,
     )
     if not seconds:
         print(f"{args.out}: already built from these sources with these settings")

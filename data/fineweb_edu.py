@@ -168,7 +168,9 @@ def _recorded(path: Path, file: Published, wanted: dict[str, Any]) -> _Slice | N
     try:
         taken = _Slice(**read_json(path.with_suffix(".json"), "the slice"))
         same = (taken.url, taken.wanted) == (file.url, wanted) and taken.sha256 == file.sha256
-        return taken if same and sha256_of(path) == taken.slice_sha256 else None
+        counts = all(type(n) is int and n >= 0 for n in (taken.bytes, taken.documents, taken.text_bytes))
+        refused = all(isinstance(text, str) for pair in taken.refused for text in pair)
+        return taken if same and counts and refused and sha256_of(path) == taken.slice_sha256 else None
     except (OSError, UserError, TypeError):
         return None
 

@@ -15,7 +15,9 @@ import csv
 import gzip
 import io
 import math
+import re
 import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +25,16 @@ from typing import Any
 
 import numpy as np
 
-from data.files import escape_glob, read_file
+from data.files import MAX_RATIO, escape_glob, read_file
 from data.world import instructions
 from tinyforge.errors import UserError
-from tinyforge.files import json_value
+from tinyforge.files import json_value, shown
 from tinyforge.rng import Stream
 
 IDX_PAIRS = {"train": ("train-images", "train-labels"), "test": ("t10k-images", "t10k-labels")}
 TEXT_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".csv")
+MOST_CLASSES = 1 << 16
+MOST_UNPACKED = 1 << 30  # bytes of a gzipped file; the largest of idx, EMNIST's, has half of it
 Text = tuple[str, str]
 """A text and the one it is compared with, often ""."""
 
@@ -67,15 +71,12 @@ def numbered(raw: Sequence[Any], names: Sequence[str], place: str) -> tuple[np.n
     """Labels as class numbers, and the classes' names: those given, else what the labels say."""
     known = tuple(names)
     if all(isinstance(label, int | np.integer) and not isinstance(label, bool) for label in raw):
-        values = np.asarray(raw, np.int64)
-        known = known or tuple(map(str, range(int(values.max(initial=0)) + 1)))
-        bad = np.flatnonzero((values < 0) | (values >= len(known)))
-        if bad.size:
-            raise UserError(
-                f"{place}: label {values[bad[0]]} of example {bad[0]}, wanted 0 to {len(known) - 1}: there are "
-                f"{len(known)} classes"
-            )
-        return values.astype(np.int32), known
+        count = len(known) or min(max((0, *raw)) + 1, MOST_CLASSES)
+        bad = next((number for number, label in enumerate(raw) if not 0 <= label < count), None)
+        if bad is not None:
+            there = f"there are {count} classes" if known else "classes are numbered from 0"
+            raise UserError(f"{place}: label {shown(raw[bad])} of example {bad}, wanted 0 to {count - 1}: {there}")
+        return np.array(raw, np.int32), known or tuple(map(str, range(count)))
     known = known or tuple(sorted({str(label) for label in raw}))
     numbers = {name: number for number, name in enumerate(known)}
     missing = next((i for i, label in enumerate(raw) if str(label) not in numbers), None)
@@ -131,10 +132,17 @@ def _read_idx(path: Path) -> np.ndarray:
 
 def _unzipped(path: Path) -> bytes:
     raw = read_file(path)
+    if path.suffix != ".gz":
+        return raw
+    most = min(MOST_UNPACKED, MAX_RATIO * max(len(raw), 1000))
     try:
-        return gzip.decompress(raw) if path.suffix == ".gz" else raw
-    except (OSError, EOFError) as error:
+        with gzip.open(io.BytesIO(raw)) as file:
+            unpacked = file.read(most + 1)
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: {error}; it is damaged, get it again") from error
+    if len(unpacked) > most:
+        raise UserError(f"{path}: {len(raw):,} bytes unpack to more than {most:,}; split it, or do not trust it")
+    return unpacked
 
 
 def _read_folders(path: Path, names: Sequence[str]) -> Labelled:
@@ -221,7 +229,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
             raise UserError(f"{path}: its columns are {', '.join(found)[:80]}; wanted text and label")
         for row in rows:
             label = row["label"]
-            yield row["text"], int(label) if label and label.isdigit() else label, row.get("text2")
+            number = label if label and re.fullmatch("[0-9]{1,9}", label) else None
+            yield row["text"], label if number is None else int(number), row.get("text2")
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: {error}; wanted CSV in UTF-8") from error
 

@@ -3,9 +3,9 @@ r"""Documents from local files: plain text, JSON lines, parquet, folders and zip
     python -m data.local --out mine notes/ web.jsonl pages.parquet books.zip     # a source folder
     read_documents(["book.txt", "notes/", "web.parquet"])  ->  list[str], one entry per document
 
-A text file is one document, and so is each line of a .jsonl and each row of a parquet file. The only cleaning is what
-every reader needs: the byte-order mark is removed, and each line ends in "\n". The command skips files and records that
-it cannot read, and reports them; `read_documents`, which recipes use, stops at the first error.
+A text file is one document, and so is each line of a .jsonl, each item of a .json and each row of a parquet file. The
+only cleaning is what every reader needs: the byte-order mark is removed, and each line ends in "\n". The command skips
+files and records that it cannot read, and reports them; `read_documents`, which recipes use, stops at the first error.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import json_value, sha256_of
 
 PARQUET_COLUMN = "text"
+RECORDS = (".parquet", ".jsonl", ".ndjson", ".json")  # files of several documents
 OPTIONAL = {"title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE"}  # kept if present
 ROWS_AT_A_TIME = 1024
 
@@ -33,13 +34,13 @@ ROWS_AT_A_TIME = 1024
 def read_documents(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[str]:
     """Read every document under `paths`, in the order given.
 
-    paths:    text files (any suffix except .parquet), .parquet files with a column `text`, or folders, which are
-              searched recursively in sorted order, without hidden files. NULL and blank rows of a parquet file
-              are skipped, and so are blank files in a folder.
-    encoding: of the text files, any name that Python knows; parquet is always UTF-8.
+    paths:    .parquet files with a column `text`, .jsonl or .json files of objects with `text`, text files (any other
+              suffix), or folders, which are searched recursively in sorted order, without hidden files. NULL and blank
+              records are skipped, and so are blank files in a folder.
+    encoding: of the text files, any name that Python knows; parquet and JSON are always UTF-8.
 
     Raises UserError for a path that is missing, unreadable or without text, for bytes that do not decode, for an
-    unknown encoding, and for a parquet file that is corrupt or has no string column `text`.
+    unknown encoding, for a parquet file that is corrupt or has no string column `text`, and for a bad line of JSON.
     """
     return [document for path in paths for document in _read_path(Path(path), encoding)]
 
@@ -95,15 +96,21 @@ def _read_path(path: Path, encoding: str) -> list[str]:
 
 
 def _read_file(path: Path, encoding: str) -> list[str]:
-    documents = _read_parquet(path) if path.suffix.lower() == ".parquet" else [read_text(path, encoding)]
+    if path.suffix.lower() not in RECORDS:
+        documents = [read_text(path, encoding)]
+    elif not path.is_file():
+        raise UserError(f"{path}: no such file; check the path, relative to {Path.cwd()}")
+    else:
+        documents = list(_records(path, encoding))
     return [document for document in documents if document.strip()]
 
 
-def _read_parquet(path: Path) -> list[str]:
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; check the path, relative to {Path.cwd()}")
+def _records(path: Path, encoding: str) -> Iterator[str]:
     try:
-        return [row[PARQUET_COLUMN] for _, row in read_rows(path, PARQUET_COLUMN)]
+        for item in _documents(path, str(path), PARQUET_COLUMN, encoding):
+            if isinstance(item, Refusal):
+                raise UserError(f"{item.record}: {item.reason}")
+            yield item.text
     except BadRecord as fault:
         raise UserError(f"{path}: {fault}") from None
 
@@ -294,7 +301,7 @@ def _to_document(value: Any, record: str, column: str) -> Document | Refusal:
         return Refusal(record, f"got {type(value).__name__}, wanted an object with '{column}'")
     if not isinstance(value.get(column), str):
         got = f"'{column}' of type {type(value[column]).__name__}" if column in value else f"the keys {list(value)}"
-        return Refusal(record, f"got {got[:80]}, wanted '{column}' with text; name another with --column")
+        return Refusal(record, f"got {got[:80]}, wanted '{column}' with text; rename it, or name another with --column")
     title, url, score = (value.get(name) for name in OPTIONAL)
     return Document(
         id=record, text=_normalise(value[column]), title=title if isinstance(title, str) else "",

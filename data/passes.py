@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ from tinyforge.files import read_json, sha256_of
 
 if TYPE_CHECKING:
     import duckdb
+
+    from data.cluster import Nodes
 
 SPAN_BYTES = 16 << 20  # of text in one task
 _BATCH_BYTES = 1 << 19  # of text in NumPy's arrays, which take 40 times as much
@@ -63,10 +66,19 @@ class Parts:
 
 
 def connect(memory: int, folder: Path, path: Path | None = None, threads: int = 1) -> duckdb.DuckDBPyConnection:
-    """DuckDB within `memory` bytes, spilling to its own folder in `folder`; deterministic with one thread."""
+    """DuckDB within `memory` bytes, spilling to its own folder in `folder`; deterministic with one thread.
+
+    path: of a catalogue, which is made if it is not there. Until DuckDB has written its first pages it would refuse the
+    file that a kill has left: so a new one is made beside and renamed.
+    """
     import duckdb
 
-    spill = folder / f"spill-{os.getpid()}-{next(_connections)}"  # a shared one would be overwritten
+    if path and not path.exists():
+        with written_whole(path) as beside:
+            beside.unlink(missing_ok=True)
+            duckdb.connect(str(beside)).close()
+    # A shared one would be overwritten, by another process or by one of another machine.
+    spill = folder / f"spill-{socket.gethostname()}-{os.getpid()}-{next(_connections)}"
     config: dict[str, Any] = {"threads": threads, "memory_limit": f"{memory}B", "temp_directory": str(spill)}
     connection = duckdb.connect(str(path or ":memory:"), config=config)
     # Joins keep the order in which they are written: the small table on the right is held in memory.
@@ -431,11 +443,13 @@ def run_tasks(
     workers: int,
     memory: int,
     progress: Callable[[int], None],
+    nodes: Nodes | None = None,
 ) -> list[dict[str, Any]]:
     """`function(Pass(folder/stage-00000, ...), *task)` for each task; their results in order.
 
     A result is kept in `folder/stage-00000.json`, and a task that has one is not run again. workers: processes; with 1
-    the tasks run in this process. progress is called with the index of a finished task. Raises what a task raises.
+    the tasks run in this process. nodes: the machines on which they run instead. progress is called with the index of a
+    finished task. Raises what a task raises.
     """
     results: dict[int, dict[str, Any]] = {}
 
@@ -455,19 +469,28 @@ def run_tasks(
             else:
                 finish(index, done)
 
+    running: dict[Future[dict[str, Any]], int] = {}
+    if nodes:
+        for index, task in missing():
+            running[nodes.submit(_run, function, Pass(target(index), memory), task)] = index
+            while len(running) > nodes.workers:
+                _collect(running, nodes.wait(running), nodes.result, finish)
+        while running:
+            _collect(running, nodes.wait(running), nodes.result, finish)
+        return [results[index] for index in sorted(results)]
     if workers == 1:
         for index, task in missing():
             finish(index, _run(function, Pass(target(index), memory), task))
         return [results[index] for index in sorted(results)]
+    first = partial(wait, return_when=FIRST_COMPLETED)
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_follow_parent)
-    running: dict[Future[dict[str, Any]], int] = {}
     try:
         for index, task in missing():
             running[pool.submit(_run, function, Pass(target(index), memory), task)] = index
             if len(running) > workers:  # one task waits for the first free worker
-                _collect(running, finish)
+                _collect(running, first(running).done, Future.result, finish)
         while running:
-            _collect(running, finish)
+            _collect(running, first(running).done, Future.result, finish)
     except BrokenProcessPool:
         raise UserError(f"{stage}: a worker was killed; run again to continue, with fewer --workers") from None
     finally:
@@ -475,9 +498,12 @@ def run_tasks(
     return [results[index] for index in sorted(results)]
 
 
-def _collect(running: dict[Future[dict[str, Any]], int], finish: Callable[[int, dict[str, Any]], None]) -> None:
-    for future in wait(running, return_when=FIRST_COMPLETED).done:
-        finish(running.pop(future), future.result())
+def _collect(
+    running: dict[Future[dict[str, Any]], int], done: Iterable[Future[dict[str, Any]]],
+    result: Callable[[Future[dict[str, Any]]], dict[str, Any]], finish: Callable[[int, dict[str, Any]], None],
+) -> None:  # fmt: skip
+    for future in done:
+        finish(running.pop(future), result(future))
 
 
 def _run(function: Callable[..., dict[str, Any]], job: Pass, task: tuple[Any, ...]) -> dict[str, Any]:

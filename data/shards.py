@@ -2,6 +2,7 @@
 
     python -m data.shards --corpus corpus --out shards                       trains a tokenizer of 4096 ids
     python -m data.shards --corpus corpus --out shards --tokenizer FILE      or uses an existing one
+    python -m data.shards --corpus corpus --out shards --ray 10.0.0.1:6379   encodes on the machines of a Ray cluster
     python recipes/pretrain.py --data shards
 
 Every document of corpus/train and corpus/val becomes its ids and <|endoftext|>, in the order of the corpus. A run that
@@ -12,26 +13,29 @@ bytes as that of a run that was not stopped. docs/shards.md describes the format
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from data.files import escape_glob, locked
+from data.cluster import Nodes, check_address, open_nodes
+from data.encode import ENCODED, encode_file, load_with_separator, read_texts, rows_of
+from data.files import locked
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import LOCK, parse_json, read_json, sha256_of
-from tinyforge.text import TextTokenizer, Tokenizer, load_tokenizer
+from tinyforge.text import TextTokenizer, Tokenizer
 from tinyforge.text.shards import (
     MANIFEST,
     SHARD_TOKENS,
@@ -58,7 +62,10 @@ UNFINISHED = ".unfinished.json"  # the settings of an unfinished run, which must
 VOCAB_SIZE = 4096
 SAMPLE_BYTES = 100_000_000
 SCAN = 1 << 24  # ids processed at a time
-ROWS = 64  # documents fetched at a time
+
+
+Encode = Callable[[Sequence[Path], int], Iterator[npt.NDArray[Any]]]
+"""Files and how many of their texts to leave out, to the ids of each text in order."""
 
 
 # --- the corpus -------------------------------------------------------------------------------------------------------
@@ -73,6 +80,7 @@ class CorpusSource:
     files: dict[str, list[Path]]
     documents: dict[str, int]
     bytes: dict[str, int]
+    inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,8 +106,7 @@ def read_corpus(folder: Path) -> Corpus:
             "--corpus"
         ) from None
     try:
-        content = parse_json(raw, path, "the corpus", fix=remedy)
-        json.dumps(content, ensure_ascii=False).encode()  # half a character would not fit into the manifest
+        content = parse_json(raw, path, "the corpus", fix=remedy, can_be_written=True)
         if (content["format"], content["version"]) != ("tinyforge-corpus", 1):
             raise UserError(
                 f"{path}: got format {content['format']!r} version {content['version']!r}, wanted "
@@ -138,37 +145,8 @@ def _corpus_source(folder: Path, entry: dict[str, Any], listed: dict[str, tuple[
     return CorpusSource(
         name, str(entry["licence"]), {s: [folder / file for file in files[s]] for s in SPLITS},
         {s: int(entry[s]["documents"]) for s in SPLITS}, {s: int(entry[s]["bytes"]) for s in SPLITS},
+        tuple(map(str, entry.get("inputs", ()))),
     )  # fmt: skip
-
-
-def read_texts(files: Sequence[Path], skip: int = 0, below: str | None = None) -> Iterator[str]:
-    """The texts of parquet files in order, without the first `skip`; `below`: only where md5(id) is less.
-
-    Rows are streamed on one thread, which keeps their order: the memory needed is that of one row group.
-    """
-    import duckdb
-
-    where = "WHERE md5(id) < $below" if below else ""
-    file: Path | None = None
-    try:
-        with duckdb.connect(config={"threads": 1}) as connection:
-            connection.execute("SET enable_progress_bar = false")
-            for file in files:
-                literal = {"path": escape_glob(file)}
-                query = "SELECT num_rows FROM parquet_file_metadata($path)"
-                rows = connection.execute(query, literal).fetchall()[0][0]
-                if skip >= rows:
-                    skip -= rows
-                    continue
-                query = f"SELECT text FROM read_parquet($path, hive_partitioning = false) {where} OFFSET {skip}"
-                connection.execute(query, literal | ({"below": below} if below else {}))
-                skip = 0
-                while batch := connection.fetchmany(ROWS):
-                    for (text,) in batch:
-                        yield text
-    except duckdb.Error as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{file}: not a parquet file of a corpus ({reason}); run python -m data.corpus again") from None
 
 
 # --- from texts to shards ---------------------------------------------------------------------------------------------
@@ -192,15 +170,20 @@ def make_shards(
     workers: int | None = None,
     progress: bool = False,
     at_most: bool = False,
+    ray: str | None = None,
 ) -> Made:
     """Write the token shards of a corpus folder; continues an interrupted run with the same settings.
 
     tokenizer: a file to use; without one a tokenizer of `vocab_size` ids is trained on all training text, or if that is
     larger on a sample of about `sample_bytes`, chosen by the hash of each document's id. at_most: where the text is too
     small for so many ids, take as many as it can give. workers: processes that encode (None: all cores); the result
-    does not depend on it. Raises UserError for bad input, a folder with other contents or that another run writes to,
-    and a full disk.
+    does not depend on it. ray: address of a Ray cluster, whose machines encode, or "local". Raises UserError for bad
+    input, a folder with other contents or that another run writes to, and a full disk.
     """
+    if workers is not None and ray:
+        raise UserError("--workers counts processes of this machine, and with --ray the cluster says how many; drop it")
+    if ray:
+        check_address(ray)
     given = None if tokenizer is None else load_with_separator(tokenizer)
     found = read_corpus(corpus)
     trained = {"vocab_size": vocab_size, "sample_bytes": sample_bytes} | ({"at_most": True} if at_most else {})
@@ -224,26 +207,24 @@ def make_shards(
 
         start = time.perf_counter()
         total = sum(source.bytes[split] for source in found.sources for split in SPLITS)
-        with tqdm(total=total, desc="encoding", unit="B", unit_scale=True, disable=not progress) as bar:
+        with (
+            open_nodes(ray, out.absolute(), [corpus.absolute()]) as nodes,
+            tqdm(total=total, desc="encoding", unit="B", unit_scale=True, disable=not progress) as bar,
+        ):
+            if nodes:
+                encode: Encode = partial(_encode_on, nodes, out.absolute(), chosen.hash())
+            else:
+                encode = partial(_encode_here, chosen, workers)
             sources, encoded = [], 0
             for source in found.sources:
                 parts = {}
                 for split in SPLITS:
-                    parts[split], size = _encode(source, split, out, chosen, shard_tokens, workers, bar)
+                    parts[split], size = _encode(source, split, out, chosen, shard_tokens, encode, bar)
                     encoded += size
-                sources.append(Source(source.name, source.licence, **parts))
+                sources.append(Source(source.name, source.licence, **parts, inputs=source.inputs))
         write_manifest(out, chosen, sources, settings)
         (out / UNFINISHED).unlink()
         return Made(Shards([out]), encoded, time.perf_counter() - start)
-
-
-def load_with_separator(path: Path) -> TextTokenizer:
-    tokenizer = load_tokenizer(path)
-    try:
-        separator_of(tokenizer)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    return tokenizer
 
 
 def _begin(out: Path, settings: dict[str, Any]) -> None:
@@ -252,8 +233,9 @@ def _begin(out: Path, settings: dict[str, Any]) -> None:
         _check_settings(out / UNFINISHED, settings)
     elif any(path.name != LOCK and not path.name.startswith(".partial-") for path in out.iterdir()):
         raise UserError(f"--out: {out} has other files and no unfinished shards; choose another folder")
-    for stale in out.glob(".partial-*"):
-        stale.unlink()
+    for begun in (".partial-*", f"{ENCODED}*"):
+        for stale in out.glob(begun):
+            stale.unlink()
     write_json(out / UNFINISHED, {"settings": settings})
 
 
@@ -284,8 +266,7 @@ def _train(
 
 
 def _encode(
-    source: CorpusSource, split: str, out: Path, tokenizer: TextTokenizer, shard_tokens: int, workers: int | None,
-    bar: Any,
+    source: CorpusSource, split: str, out: Path, tokenizer: TextTokenizer, shard_tokens: int, encode: Encode, bar: Any
 ) -> tuple[Part, int]:  # fmt: skip
     """One split of one source, files of an earlier run included; and the bytes of text that were left to encode."""
     end = np.array([tokenizer.specials[separator_of(tokenizer)]], np.dtype(f"u{bytes_per_id(tokenizer.vocab_size)}"))
@@ -295,7 +276,7 @@ def _encode(
     bar.update(size)
     writer = ShardWriter(out, source.name, split, tokenizer, shard_tokens, kept)
     if not complete:
-        for ids in tokenizer.encode_many(read_texts(source.files[split], skip=documents), workers=workers):
+        for ids in encode(source.files[split], documents):
             # The document at the boundary: its first ids, and their bytes, are in the files that were kept.
             ids = np.concatenate([ids, end])[begun:]
             writer.append(ids)
@@ -309,6 +290,29 @@ def _encode(
             f"the corpus again with python -m data.corpus, and remove {out}"
         )
     return Part(documents, sum(f.tokens for f in files), size, files), size - before
+
+
+def _encode_here(
+    tokenizer: TextTokenizer, workers: int | None, files: Sequence[Path], skip: int
+) -> Iterator[npt.NDArray[Any]]:
+    return tokenizer.encode_many(read_texts(files, skip), workers=workers)
+
+
+def _encode_on(
+    nodes: Nodes, out: Path, tokenizer: str, files: Sequence[Path], skip: int
+) -> Iterator[npt.NDArray[Any]]:
+    """The ids of each document, in order; each file is encoded by a task, which leaves them in a file of its own."""
+    tasks = []
+    for file in files:
+        rows = rows_of(file)
+        if skip < rows:
+            tasks.append((file.absolute(), skip, out, tokenizer))
+        skip = max(0, skip - rows)
+    for made in nodes.map_in_order(encode_file, tasks):
+        with np.load(made, mmap_mode=None, allow_pickle=False) as arrays:
+            ids, ends = arrays["ids"], arrays["ends"]
+        made.unlink()
+        yield from np.split(ids, ends[:-1])
 
 
 def _kept_shards(
@@ -379,6 +383,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N",
                         help="ids per file (default: %(default)s)")  # fmt: skip
     parser.add_argument("--workers", type=int, metavar="N", help="processes that encode (default: one per core)")
+    parser.add_argument("--ray", metavar="ADDRESS",
+                        help="HOST:PORT of a Ray cluster that encodes; local for one of this machine")  # fmt: skip
     args = parser.parse_args(argv)
     for name in ("sample_bytes", "shard_tokens", "workers"):
         value = getattr(args, name)
@@ -389,13 +395,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = make_shards(
         Path(args.corpus), Path(args.out), args.vocab_size or VOCAB_SIZE,
         Path(args.tokenizer) if args.tokenizer else None,
-        args.shard_tokens, args.sample_bytes, args.workers, sys.stderr.isatty(), args.at_most,
+        args.shard_tokens, args.sample_bytes, args.workers, sys.stderr.isatty(), args.at_most, args.ray,
     )  # fmt: skip
     print(table(made.shards))
     if made.bytes:
         rate = made.bytes / made.seconds / 1e6
-        print(f"encoded {made.bytes:,} bytes in {made.seconds:.1f} s, {rate:.1f} MB/s with "
-              f"{args.workers or cores()} workers")  # fmt: skip
+        print(f"encoded {made.bytes:,} bytes in {made.seconds:.1f} s, {rate:.1f} MB/s "
+              + (f"on {args.ray}" if args.ray else f"with {args.workers or cores()} workers"))  # fmt: skip
     else:
         print(f"{args.out}: these shards were already complete; every file was checked")
     print(f"next: python recipes/pretrain.py --data {shlex.quote(args.out)}")

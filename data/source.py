@@ -76,6 +76,7 @@ class Source:
     parquet: tuple[Path, ...]
     refused: tuple[Refusal, ...]
     sha256: str  # of source.json, and so of everything in the folder
+    inputs: tuple[str, ...] = ()  # SHA-256 of the files that the documents came from, where they were read as a whole
 
 
 def _writable(text: str) -> str:
@@ -287,12 +288,16 @@ def read_source(folder: Path, verify: bool = False) -> Source:
             if entry["file"] != os.path.basename(entry["file"]):
                 raise TypeError(f"the file {entry['file']!r} is in another folder")
             _check_file(folder / entry["file"], entry["bytes"], entry["sha256"] if verify else None)
+        inputs = [entry["sha256"] for entry in found.get("files", ()) if entry.get("sha256")]
+        if not all(isinstance(digest, str) for digest in inputs):
+            raise TypeError("a SHA-256 in files is no text")
         return Source(
             folder=folder, name=found["name"], licence=found["licence"], documents=found["documents"],
             bytes=found["bytes"], parquet=tuple(folder / entry["file"] for entry in found["parquet"]),
             refused=tuple(Refusal(**entry) for entry in found["refused"]), sha256=hashlib.sha256(raw).hexdigest(),
+            inputs=tuple(inputs),
         )  # fmt: skip
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not the manifest of a source ({error!r}); make the source again") from None
 
 

@@ -5,7 +5,8 @@
     python -m data.tinystories --out stories TinyStories-valid.txt                  # a file that you have
 
 The text files contain one story after another, each followed by <|endoftext|>; the parquet files have one per row. A
-story becomes a document unchanged, except for the blank lines around it.
+story becomes a document unchanged, except for the blank lines around it. A row of parquet that is longer than any story
+is a file of stories whose separators were lost: it is cut where a story begins.
 
 TinyStories: Eldan and Li, "TinyStories: How Small Can Language Models Be and Still Speak Coherent English?" (2023).
 """
@@ -13,6 +14,7 @@ TinyStories: Eldan and Li, "TinyStories: How Small Can Language Models Be and St
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,6 +31,9 @@ FILE = "TinyStoriesV2-GPT4-train.txt"
 LICENCE = "CDLA-Sharing-1.0"
 SEPARATOR = b"<|endoftext|>"
 CHUNK = 1 << 20
+LONGEST = 20_000  # characters; the longest story has some 4,000
+GLUED = 4_000  # of a piece of such a row: above this, two stories in one are likely
+_OPENING = re.compile(r"(?:Once(?: upon| there|,)|There once|Long,? (?:long )?ago|The End|End of [Ss]tory)\b")
 
 
 def make_source(
@@ -91,7 +96,10 @@ def read_stories(path: Path) -> Iterator[Document | Refusal]:
     """Each story of a published file, by number (from 0); BadRecord for a file with another layout."""
     if path.suffix == ".parquet":
         for row_number, row in read_rows(path, "text"):
-            if story := row["text"].strip():
+            if len(story := row["text"].strip()) > LONGEST:
+                for number, piece in enumerate(cut_apart(story)):
+                    yield Document(id=f"{path.name}:{row_number}.{number}", text=f"{piece}\n")
+            elif story:
                 yield Document(id=f"{path.name}:{row_number}", text=f"{story}\n")
         return
     number = 0
@@ -106,6 +114,25 @@ def read_stories(path: Path) -> Iterator[Document | Refusal]:
                 continue  # after the last separator
             yield Document(id=record, text=f"{story}\n")
         number += 1
+
+
+def cut_apart(text: str) -> list[str]:
+    """The stories of a text that lost its separators, without those that cannot be told apart.
+
+    A story begins at a paragraph that opens like one. Where paragraphs are divided by blank lines, and more than one
+    break in twenty is a line end alone, these divide the stories. The first piece may have lost its beginning and the
+    last its end: both are left out, and so is a piece that is too long for one story.
+    """
+    breaks = [len(found) for found in re.findall(r"\n+", text)]
+    single = 0.05 < breaks.count(1) / max(1, len(breaks)) < 0.5
+    stories: list[list[str]] = [[]]
+    for paragraph in re.split(r"(?<=\n)\n+" if single else r"\n+", text):
+        for number, line in enumerate(part for part in paragraph.split("\n") if part.strip()):
+            if (single and number) or _OPENING.match(line):
+                stories.append([])
+            stories[-1].append(line.strip())
+    whole = ("\n".join(lines) for lines in stories[1:-1])
+    return [story for story in whole if 200 < len(story) <= GLUED]
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

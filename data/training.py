@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from data.local import read_documents
 from data.world import documents
+from tinyforge.files import sha256_of
 
 WORLD = "built-in world"
 BUILT_IN_DOCUMENTS = 40_000
 HELD_OUT_DOCUMENTS = 1_000
+
+
+def input_hashes(paths: Sequence[str]) -> list[str]:
+    """The SHA-256 of every file that --data names, or that lies in its folders: a model keeps them, so that it is not
+    measured on what it has learned from."""
+    files = [file for path in map(Path, paths) for file in ([path] if path.is_file() else sorted(path.rglob("*")))]
+    return [sha256_of(file) for file in files if file.is_file()]
 
 
 def built_in_training(seed: int) -> list[str]:

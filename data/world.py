@@ -16,6 +16,7 @@ a red ball stays red to the end.
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -542,10 +543,12 @@ def steps(start: int, end: int) -> str:
     return f"{' '.join(str(n) for n in range(start, end + direction, direction))}, so {end}"
 
 
+SUMS = ("What is {a} + {b}?", "Add {a} and {b}.", "How much is {a} plus {b}?", "{a} + {b} =")
+
+
 def ask_add(t: Teller) -> Instruction:
     a, b = t.pick(t.words.sums)
-    question = t.say(("What is {a} + {b}?", "Add {a} and {b}.", "How much is {a} plus {b}?", "{a} + {b} ="), a=a, b=b)
-    return Instruction("add", question, "", steps(a, a + b))
+    return Instruction("add", t.say(SUMS, a=a, b=b), "", steps(a, a + b))
 
 
 def ask_subtract(t: Teller) -> Instruction:
@@ -695,6 +698,60 @@ KINDS = tuple(ASK)
 def is_correct(example: Instruction, reply: str) -> bool:
     """Exact match, apart from surrounding spaces; there is one right answer by construction."""
     return reply.strip() == example.output
+
+
+def wrong_answer(example: Instruction, split: str, seed: int, number: int) -> str:
+    """An answer to question `number` that is wrong as a hasty reader's would be: a count one step off, the other
+    number, another person of the scene, another place. It depends on (seed, split, number) and the question alone."""
+    t = _teller(split, seed, "wrong answer", number)
+    kind, right, told = example.kind, example.output, example.input
+    if kind in ("add", "subtract", "word_problem"):
+        first, *_, last = (int(n) for n in right.replace(", so", "").split())
+        return steps(first, t.pick([n for n in (last - 1, last + 1) if 0 <= n <= LARGEST]))
+    if kind == "compare":
+        return next(n for n in re.findall(r"\d+", example.instruction) if n != right)
+    if kind == "count":
+        return str(t.pick([n for n in (int(right) - 1, int(right) + 1) if n]))
+    if kind == "repeat":
+        return " ".join([told] * t.pick([n for n in (1, 2, 3) if " ".join([told] * n) != right]))
+    if kind == "fact":
+        return next(answer for answer in iter(lambda: fact(t)[1], None) if answer != right)
+    pools = {"who": t.words.girls + t.words.boys, "where": PLACES, "colour": COLOURS}
+    stated = [word for word in pools[kind] if re.search(rf"\b{word}\b", told) and word not in right]
+    other = t.pick(stated or [word for word in pools[kind] if word not in right])
+    return f"It is {other}" if kind == "who" else other
+
+
+# --- harder sums, and what a reply to one is worth -------------------------------------------------------------------
+
+# Nobody in this world adds more than LARGEST_STEP at once. A harder sum asks for it, the small number first: counting
+# on from the first number takes more steps than anyone has seen, and counting on from the second one is as good.
+
+
+def held_out_harder(a: int, b: int) -> bool:
+    """Whether a harder sum belongs to "val": where its pair does, and for about a quarter of the others, so that there
+    are enough."""
+    return held_out_pair(a, b) or zlib.crc32(f"harder {a} {b}".encode()) % 4 == 0
+
+
+def harder_sums(split: str) -> list[Instruction]:
+    """Every harder sum of a split in every wording."""
+    pairs = ((a, b) for a in range(1, LARGEST_STEP + 1) for b in range(LARGEST_STEP + 1, LARGEST - a + 1))
+    return [Instruction("harder_sum", wording.format(a=a, b=b), "", steps(b, a + b))
+            for a, b in pairs if held_out_harder(a, b) == (split == "val") for wording in SUMS]  # fmt: skip
+
+
+def sum_rewards(example: Instruction, reply: str) -> dict[str, float]:
+    """What can be verified of a reply to a harder sum, each 0 or 1.
+
+    correct: it counts on, by ones, from either of the two numbers to their sum, and says so. format: it has that form,
+    whatever its numbers: a count by ones and where it stops.
+    """
+    reply = reply.strip()
+    first, *_, last = (int(n) for n in example.output.replace(", so", "").split())
+    found = re.fullmatch(r"(\d{1,3})(?: \d{1,3})*, so (\d{1,3})", reply)
+    in_form = found is not None and reply == steps(int(found[1]), int(found[2]))
+    return {"correct": float(reply in (example.output, steps(last - first, last))), "format": float(in_form)}
 
 
 # --- games, facts, arithmetic and questions as text ------------------------------------------------------------------

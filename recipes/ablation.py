@@ -14,8 +14,11 @@ more than two standard errors, sqrt(s1^2 / n + s2^2 / n) with the standard devia
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import runpy
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -24,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
@@ -34,12 +37,14 @@ from tinyforge import checkpoint
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.train.metrics import read_scores
+from tinyforge.train.run import claimed
 from tinyforge.train.settings import PretrainSettings, config_of, parse
 
 OVERALL = "held-out text, bits per byte"
 _OF_SOURCE = re.compile(r"held-out text of ([^,]+), bits per byte")
 _OURS = ("--seed", "--out", "--resume", "--plan", "--card", "--minutes")
 PRETRAIN = Path(__file__).with_name("pretrain.py")
+ONE_RUN = "--one-run"  # the first word of this program as a single run
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,8 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
     run = arm.run(out, seed)
     flags = [*arm.flags, "--seed", str(seed)]
     if checkpoint.steps(run):
+        with claimed(replace(arm.settings, out=str(run)), resume=True):
+            pass  # nobody trains there any more; the lock that a kill has left beside a finished run goes
         meta = checkpoint.read_meta(latest := checkpoint.latest(run))
         checkpoint.require(latest, meta, "settings")
         wanted, stored = replace(arm.settings, seed=seed), PretrainSettings.from_dict(meta["settings"])
@@ -96,11 +103,15 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
             return read_scores(run, meta["step"])
         flags = ["--resume"]
     # -u: what fails says so behind all that went before.
-    command = [sys.executable, "-u", str(PRETRAIN), *flags, "--out", str(run)]
+    command = [sys.executable, "-u", str(Path(__file__).resolve()), ONE_RUN, *flags, "--out", str(run)]
     try:
         run.mkdir(parents=True, exist_ok=True)
-        with open(run / "log.txt", "a", encoding="utf-8") as log:
-            status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+        # Its standard input closes when this process ends, however it does.
+        with (
+            open(run / "log.txt", "a", encoding="utf-8") as log,
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT) as process,
+        ):
+            status = process.wait()
     except OSError as error:
         raise UserError(f"cannot write in {run}: {error.strerror}; choose another --out, or see to its permissions and "
                         "space") from error  # fmt: skip
@@ -109,6 +120,21 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
         raise UserError(f"arm {arm.name!r}, seed {seed}, ended with status {status}: {last.removeprefix('error: ')}; "
                         f"see {run / 'log.txt'}")  # fmt: skip
     return read_scores(run, arm.settings.steps or 0)
+
+
+def pretrain_until_alone(flags: Sequence[str]) -> int:
+    """recipes/pretrain.py in a process of its own, which saves and leaves when the comparison is gone: a run that
+    nobody waits for would hold its folder and the machine to its last step."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        signal.raise_signal(signal.SIGTERM)
+
+    Thread(target=watch, daemon=True).start()
+    sys.argv = [str(PRETRAIN), *flags]
+    runpy.run_path(str(PRETRAIN), run_name="__main__")
+    return 0
 
 
 def compare(scores: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
@@ -152,6 +178,8 @@ def table_of(found: Mapping[str, Any], seeds: int, tokens: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == [ONE_RUN]:
+        return pretrain_until_alone(argv[1:])
     cut = argv.index("--") if "--" in argv else len(argv)
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--arm", action="append", default=[], metavar="'NAME: FLAGS'",

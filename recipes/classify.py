@@ -32,6 +32,7 @@ from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import load
+from tinyforge.parallel.launch import Ranks
 from tinyforge.params import load_named, named
 from tinyforge.registry import ModelSpec, find_model
 from tinyforge.report import timed
@@ -44,8 +45,8 @@ from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.masked import framed, padded, padding_id
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import Batch, Classes
-from tinyforge.train.plan import check_fits, print_plan
-from tinyforge.train.run import Run, Task, claimed
+from tinyforge.train.plan import Split, check_fits, print_plan
+from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import (
     ClassifySettings,
     config_of,
@@ -53,6 +54,7 @@ from tinyforge.train.settings import (
     parse,
     print_schedule,
     sequence_length,
+    start_ranks,
     with_fields,
 )
 
@@ -69,10 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--model: {spec.name} predicts next tokens; classes are learned by bert and vit")
     if plan_only:
         config = config_of(settings)
-        print_plan(spec, config, settings.precision, settings.batch_size, config.context, settings.recompute)
+        print_plan(spec, config, settings.precision, settings.batch_size, config.context, settings.recompute,
+                   split=Split.of(settings, settings.gpus or 1))  # fmt: skip
         return 0
-    with claimed(settings, resume):
-        classify(settings, spec, resume)
+    if (status := start_ranks(settings, __file__, argv)) is not None:
+        return status
+    with running(settings, resume) as ranks:
+        classify(settings, spec, resume, ranks)
     return 0
 
 
@@ -190,17 +195,18 @@ def start(model: Any, base: Any, seed: int, backend: Backend) -> None:
     print(f"weights of the base: {len(taken)} tensors; new: {', '.join(fresh) or 'none'}")
 
 
-def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool) -> None:
+def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: Ranks) -> None:
     with timed("opening the backend"):
-        backend, settings = open_backend(settings)
+        backend, settings = open_backend(settings, ranks)
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
+    split = Split.of(settings, ranks.size)
     start_from = Path(settings.out) if resume else Path(settings.base) if settings.base else None
     base = load(start_from, backend) if start_from else None
     names = base.meta.get("classes", ()) if base else ()
     shape = base.model.config if base else config_of(settings)
     length = sequence_length(shape, settings.seq_len)
     if base is None:  # the data may change the sizes a little; a batch far too large is refused before they are read
-        check_fits(spec, shape, backend, settings.batch_size, length, settings.recompute)
+        check_fits(spec, shape, backend, settings.batch_size, length, settings.recompute, split=split)
     with timed("reading the data"):
         if spec.learns == "images":
             data = image_data(settings, names)
@@ -210,7 +216,7 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool) -> None:
           f"classes: {one_line(', '.join(data.train.names)[:60])}")  # fmt: skip
     config = config_for(settings, spec, base.model.config if base else None, data)
     length = sequence_length(config, settings.seq_len)
-    check_fits(spec, config, backend, settings.batch_size, length, settings.recompute)
+    plan = check_fits(spec, config, backend, settings.batch_size, length, settings.recompute, split=split)
     model = spec.build(config, backend, recompute=settings.recompute)
     start(model, base and base.model, settings.seed, backend)
     print(f"model: {spec.name}, {model.buffer.count:,} parameters, seed {settings.seed}")
@@ -238,6 +244,7 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool) -> None:
         {"kind": "classify", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": data.tokenizer.hash(),
          "data_hash": fingerprint(data.train.labels), "classes": list(data.train.names), "machine": backend.describe()},
         model.flop_per_token(length) * (length if images else 1), unit="images" if images else "tokens",
+        plan=plan,
     )  # fmt: skip
     last = Run(task, settings, backend, resume).train()
     logits = predicted(Sharded(model, backend), data, len(data.test))

@@ -4,10 +4,13 @@
     python recipes/evaluate.py --checkpoint runs/base --data shards --kneser-ney
     python recipes/evaluate.py --checkpoint runs/chat --data shards --instructions alpaca.json --seeds 5
     python recipes/evaluate.py --checkpoint runs/chat --backend numpy --prompts 50 --json figures.json
+    python recipes/evaluate.py --checkpoint runs/base --tasks blimp,arc_easy,piqa --task-data eval
 
 Bits per byte of every output head and the last words of sentences, for each source of held-out text; for a fine-tuned
 model how many replies to held-out instructions end, say something, and do not go in circles; and how often the heads
 behind head 0 guess right. The figures also go into the run's scores.json. docs/evaluation.md says what they mean.
+
+With --tasks instead: benchmarks that people know, from files that you have, scored as lm-evaluation-harness does.
 
 Without --checkpoint it is a fine-tuned run if there is one, else a pretrained one, else the model that comes with the
 repository.
@@ -16,6 +19,7 @@ repository.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -31,13 +35,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from data.alpaca import end_of_reply, hold_out, read_records, render_prompt
+from data.evaluation import TASKS, TEXT_TASKS, Set, check_tasks, find_sets, first_of_each, read_set, text_set
+from data.local import read_documents
+from data.published import MODELS, PUBLISHED
 from data.training import WORLD, built_in_held_out, built_in_training, documents_of
 from data.world import instructions
 from models.kneser_ney.model import KneserNey
 from tinyforge import checkpoint
 from tinyforge.backends import PRECISIONS, Backend, get_backend, gpu_is_there
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.hub import Loaded, add_checkpoint_flag, load, trained_model
+from tinyforge.files import read_json, sha256_of
+from tinyforge.hub import Loaded, Opened, add_checkpoint_flag, load, open_model, trained_model
 from tinyforge.hub.foreign import is_foreign
 from tinyforge.infer import Sampling, make_decoder
 from tinyforge.infer.conversation import ROOM_FOR_REPLY
@@ -51,7 +59,9 @@ from tinyforge.infer.evaluate import (
     speculate,
     standard_error,
 )
-from tinyforge.report import add_json_flag, check_before, publish
+from tinyforge.infer.likelihood import TOKENS, Scorer, bytes_needed
+from tinyforge.infer.tasks import run_task, texts_of
+from tinyforge.report import add_json_flag, check_before, publish, write_json
 from tinyforge.terminal import one_line
 from tinyforge.text.shards import separator_of
 from tinyforge.text.vocabulary import start_ids
@@ -71,6 +81,7 @@ from tinyforge.train.corpus import (
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.metrics import NOISE, save_scores
 from tinyforge.train.objectives import LN2
+from tinyforge.train.plan import OUTSIDE, free_host_memory, gib
 from tinyforge.train.settings import PretrainSettings, SftSettings, sequence_length
 
 ROWS = 16  # windows of text at a time
@@ -334,19 +345,161 @@ def scores_of(found: dict[str, Any]) -> dict[str, float]:
     return scores
 
 
+# --- benchmarks -------------------------------------------------------------------------------------------------------
+
+
+def read_sets(names: Sequence[str], args: argparse.Namespace) -> list[Set]:
+    """The sets of the tasks; all are read before anything is measured."""
+    made = [name for name in names if name in TEXT_TASKS]
+    if made and not args.data:
+        raise UserError(f"--tasks {made[0]} wants text: --data FILE")
+    if len(made) < len(names) and not args.task_data:
+        missing = next(name for name in names if name not in TEXT_TASKS)
+        raise UserError(f"--tasks {missing} reads files: give their folder with --task-data; docs/evaluation.md says "
+                        "where they are published")  # fmt: skip
+    texts = read_documents(args.data, args.encoding) if made else []
+    files = find_sets([Path(path) for path in args.task_data])
+    return [text_set(name, texts, args.seed) if name in TEXT_TASKS else read_set(name, files, args.any_version)
+            for name in names]  # fmt: skip
+
+
+def tokens_that_fit(opened: Opened, backend: Backend) -> int:
+    """Tokens of a batch of the scorer, as many as pay and fit into the free memory; UserError where no text fits."""
+    free = backend.memory().get("free")
+    place = "on the GPU" if free is not None else "of memory"
+    free = free_host_memory() if free is None else free - OUTSIDE
+    tokens = wanted = max(TOKENS[backend.name], opened.config.context)
+    while free is not None:
+        needed = bytes_needed(opened.spec, opened.config, backend.precision.name, tokens)
+        if needed <= free:
+            break
+        if tokens == opened.config.context:
+            raise UserError(f"scoring {tokens} tokens needs {gib(needed)} {place}, {gib(max(0, free))} are free; use a "
+                            "smaller model, or --precision bf16 on a GPU")  # fmt: skip
+        tokens = max(tokens // 2, opened.config.context)
+    if tokens < wanted:
+        print(f"batches of {tokens:,} tokens rather than {wanted:,}: {gib(free or 0)} are free {place}")
+    return tokens
+
+
+def measure_tasks(names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Every task's scores. What is finished is written after each task, to be read again with --resume."""
+    from tqdm import tqdm
+
+    sets = read_sets(names, args)
+    path, backend = trained_model(args.checkpoint), backend_of(args)
+    opened = open_model(path)
+    if opened.spec.learns != "text":
+        raise UserError(f"--tasks score causal language models; {opened.path} is a {opened.spec.name}, which learns "
+                        f"{opened.spec.learns}; recipes/classify.py measures it")  # fmt: skip
+    for name, read in zip(names, sets, strict=True):
+        refuse_if_learned(name, read, opened.meta)
+    found: dict[str, Any] = {
+        "checkpoint": str(opened.path), "model": opened.spec.name, "model_sha256": opened.fingerprint(),
+        "tokenizer_sha256": opened.tokenizer.hash(), "step": opened.meta.get("step"),
+        "backend": backend.name, "precision": backend.precision.name, "machine": backend.describe(),
+        "command": f"python recipes/evaluate.py {shlex.join(args.given)}", "limit": args.limit, "tasks": {},
+    }  # fmt: skip
+    same = ("model_sha256", "tokenizer_sha256", "precision", "limit")
+    before = read_before(args.json, {key: found[key] for key in same}) if args.resume else {}
+    tokens = tokens_that_fit(opened, backend)
+    model = opened.build(backend).model
+    found["parameters"] = model.buffer.count
+    for name, read in zip(names, sets, strict=True):
+        kept = before.get(name)
+        if kept and kept.get("set_sha256") == read.sha256:
+            found["tasks"][name] = kept
+            print(f"{name}: taken from {args.json}")
+            continue
+        items = first_of_each(read.items, args.limit)
+        started, scorer = time.perf_counter(), Scorer(model, opened.tokenizer, tokens)
+        with tqdm(total=texts_of(items), desc=name, unit="text", disable=not sys.stderr.isatty(), leave=False) as bar:
+            result = run_task(scorer, items, bar.update)
+        found["tasks"][name] = {
+            "title": read.title, "set_sha256": read.sha256, "variant": read.variant, **result.to_dict(),
+            "seconds": round(time.perf_counter() - started, 1),
+        }  # fmt: skip
+        if args.json != "-":
+            write_json(found, args.json)
+    return found
+
+
+def read_before(target: str | None, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The tasks in the file of --json, if it has figures of the same model under the same settings."""
+    if target in (None, "-"):
+        raise UserError("--resume reads the file of --json; name one")
+    if not Path(str(target)).exists():
+        return {}
+    found = read_json(str(target), "figures", fix="remove it, or leave out --resume")
+    other = next((key for key, value in wanted.items() if found.get(key) != value), None)
+    if other or not isinstance(found.get("tasks"), dict):
+        raise UserError(f"--resume: {target} has figures of another {other or 'kind'}; name another file, or leave out "
+                        "--resume")  # fmt: skip
+    return dict(found["tasks"])
+
+
+def refuse_if_learned(name: str, found: Set, meta: dict[str, Any]) -> None:
+    """UserError where the model, or its base, learned from a file of the evaluation set: by the hashes that a corpus
+    keeps of its sources' files, and a run of its --data."""
+    learned = {*meta.get("inputs", ()), *meta.get("base", {}).get("inputs", ())}
+    if file := next((file for file in found.files if learned and sha256_of(file) in learned), None):
+        raise UserError(f"--tasks {name}: the model was trained on {file}, so its score would say nothing; leave the "
+                        "task out, or train without that file")  # fmt: skip
+
+
+SHOWN = {
+    "acc": "acc", "acc_norm": "acc_norm", "perplexity": "perplexity", "bits_per_byte": "bits per byte",
+    "word_perplexity": "word perplexity", "exact_match_strict": "exact, strict", "exact_match_flexible": "exact, last",
+}  # fmt: skip
+
+
+def table_of_tasks(found: dict[str, Any]) -> str:
+    """Every task's scores beside chance and what was published of others."""
+    lines = [
+        f"{found['checkpoint']}: {found['model']}, {found['parameters']:,} parameters; {found['backend']}, "
+        f"{found['precision']}", "",
+        f"{'task':<14}{'metric':<17}{'score':>8}{'+-':>8}{'chance':>9}"
+        + "".join(f"{model:>13}" for model in MODELS) + "   items",
+    ]  # fmt: skip
+    notes = []
+    for name, task in found["tasks"].items():
+        for metric, value in task["figures"].items():
+            if metric not in SHOWN:
+                continue
+            form = ".1%" if metric.startswith(("acc", "exact")) else ".3f" if "bits" in metric else ".4g"
+            error, chance = task["errors"].get(metric), task["chance"] if form == ".1%" else None
+            cells = [f"{value:>8{form}}", *(f"{number:>{width}{form}}" if number is not None else " " * width
+                                            for number, width in ((error, 8), (chance, 9)))]  # fmt: skip
+            for model in MODELS:
+                published = PUBLISHED[model].get(name, {}).get(metric)
+                cells.append(" " * 13 if published is None else f"{published:>13{form}}")
+            lines.append(f"{name:<14}{SHOWN[metric]:<17}{''.join(cells)}   {task['items']:,}")
+        notes += [f"{name}: {note}" for note in (task["variant"], task["note"]) if note]
+        notes += [f"{name}: {task['cut']:,} of {task['items']:,} did not fit the context; their beginning was left out"
+                  ] * bool(task["cut"])  # fmt: skip
+    if found["limit"]:
+        notes.append(f"only the first {found['limit']:,} items of each set: compare with no score of a whole set")
+    return "\n".join([*lines, *([""] * bool(notes)), *notes, ""])
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything that was asked for."""
+def backend_of(args: argparse.Namespace) -> Backend:
+    """The backend of --backend, in the precision of --precision or the one that the model was trained in."""
     path = trained_model(args.checkpoint)
     name = args.backend if args.backend != "auto" else "cupy" if gpu_is_there() else "numpy"
     stored = {} if is_foreign(path) else checkpoint.read_meta(checkpoint.latest(path)).get("settings", {})
     own = stored.get("precision", "fp32")
     precision = args.precision or (own if name in PRECISIONS[own].backends else "fp32")
-    backend = get_backend(name, precision, device=args.device)
-    loaded = load(path, backend)
-    config, tuned = loaded.model.config, loaded.meta["kind"] == "sft"
+    return get_backend(name, precision, device=args.device)
+
+
+def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that was asked for."""
+    backend = backend_of(args)
+    loaded = load(trained_model(args.checkpoint), backend)
+    config, tuned = loaded.model.config, loaded.meta["kind"] != "pretrain"
     started = time.perf_counter()
 
     def said(what: str) -> None:
@@ -354,7 +507,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "checkpoint": str(loaded.path), "kind": loaded.meta["kind"], "step": loaded.meta["step"],
-        "parameters": loaded.model.buffer.count, "backend": name, "precision": precision,
+        "parameters": loaded.model.buffer.count, "backend": backend.name, "precision": backend.precision.name,
         "machine": backend.describe(), "data": args.data or WORLD, "instructions": args.instructions,
     }  # fmt: skip
     # Instructions are read before anything is measured: what is wrong with them shows at once.
@@ -424,12 +577,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--precision", help="fp32, fp64, and on a GPU tf32 or bf16 (default: the run's, where there is it)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
     p.add_argument("--card", action="store_true", help="write the run's model card, README.md, with these figures")
+    p.add_argument("--tasks", nargs="+", metavar="NAME", help="benchmarks instead: " + ", ".join((*TASKS, *TEXT_TASKS)))
+    p.add_argument("--task-data", nargs="+", default=[], metavar="PATH", help="folders or zips with the tasks' files")
+    p.add_argument("--any-version", action="store_true", help="take sets that are not the published version")
+    p.add_argument("--limit", type=int, help="of --tasks: the first items of a set, of each phenomenon (default: all)")
+    p.add_argument("--resume", action="store_true", help="of --tasks: keep the tasks that --json's file has already")
     add_json_flag(p)
     args = p.parse_args(argv)
+    args.given = list(sys.argv[1:] if argv is None else argv)
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit is {args.limit}, wants 1 or more")
     for name, least in (("sentences", 1), ("prompts", 1), ("max_tokens", 1), ("seeds", 0)):
         if getattr(args, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants {least} or more")
     check_before(args.json)
+    if args.tasks is not None:
+        names = check_tasks(args.tasks)
+        with redirect_stdout(sys.stderr):
+            found = measure_tasks(names, args)
+        publish(found, table_of_tasks(found), args.json)
+        return 0
     with redirect_stdout(sys.stderr):  # what the parts say on their way is no result
         found = evaluate(args)
         keep_scores(found, args.card)

@@ -23,12 +23,13 @@ from typing import Any
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.training import documents_of
+from data.training import documents_of, input_hashes
 from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError, run_command
 from tinyforge.infer import Sampling, generate, make_decoder
+from tinyforge.parallel.launch import Ranks
 from tinyforge.registry import find_model
 from tinyforge.report import timed
 from tinyforge.terminal import one_line
@@ -40,8 +41,8 @@ from tinyforge.train.data_parallel import Model, Sharded
 from tinyforge.train.masked import FRAME, MaskedWords, evaluate_masked, guesses
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import MaskedTokens, NextTokens
-from tinyforge.train.plan import check_fits, print_plan
-from tinyforge.train.run import Run, Task, claimed
+from tinyforge.train.plan import Plan, Split, check_fits, print_plan
+from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import (
     PretrainSettings,
     config_of,
@@ -50,6 +51,7 @@ from tinyforge.train.settings import (
     print_schedule,
     restarts,
     sequence_length,
+    start_ranks,
 )
 
 EVAL_TOKENS = 16_384  # while training; at the end, all held-out text is read
@@ -66,10 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = config_for(shards, config, settings)
     if plan_only:
         seq_len = sequence_length(config, settings.seq_len)
-        print_plan(spec, config, settings.precision, settings.batch_size, seq_len, settings.recompute, restart=restart)
+        print_plan(spec, config, settings.precision, settings.batch_size, seq_len, settings.recompute, restart=restart,
+                   split=Split.of(settings, settings.gpus or 1))  # fmt: skip
         return 0
-    with claimed(settings, resume):
-        opening = pretrain(settings, config, shards, resume)
+    if (status := start_ranks(settings, __file__, argv)) is not None:
+        return status
+    with running(settings, resume) as ranks:
+        opening = pretrain(settings, config, shards, resume, ranks)
     out = shlex.quote(settings.out)
     if with_card:
         print(f"wrote {write_card(Path(settings.out))}")
@@ -81,19 +86,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | None, resume: bool) -> str:
+def pretrain(
+    settings: PretrainSettings, config: ModelConfig, shards: Shards | None, resume: bool, ranks: Ranks
+) -> str:
     """Train, and measure the model; returns the beginning of a held-out document."""
     spec, seq_len = find_model(settings.model), sequence_length(config, settings.seq_len)
     masked = spec.learns == "masked text"
     text_len = seq_len - FRAME if masked else seq_len
     with timed("opening the backend"):
-        backend, settings = open_backend(settings)
+        backend, settings = open_backend(settings, ranks)
     shape = ", ".join(f"{name} {value}" for name, value in config.to_dict().items())
     print(f"model {spec.name}, config {settings.config}: {shape}")
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
     with timed("planning the memory"):
         restart = restarts(settings, spec)
-        check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute, restart=restart)
+        plan = check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute, restart=restart,
+                          split=Split.of(settings, ranks.size))  # fmt: skip
 
     if shards:
         with timed("opening the shards"):
@@ -114,9 +122,10 @@ def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | N
     print_schedule(settings, f"{per_step:,} tokens", corpus.tokens / per_step, "text")
 
     about = {"kind": "pretrain", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
-             "data_hash": corpus.hash, "corpus": corpus.summary, "machine": backend.describe()}  # fmt: skip
+             "data_hash": corpus.hash, "corpus": corpus.summary, "machine": backend.describe(),
+             "inputs": [*corpus.inputs] if shards else input_hashes(settings.data)}  # fmt: skip
     if masked:
-        hide_words(settings, model, corpus, backend, seq_len, about, resume)
+        hide_words(settings, model, corpus, backend, seq_len, about, plan, resume)
         return ""
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
@@ -135,7 +144,7 @@ def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | N
     task = Task(
         model, tokenizer, NextTokens(config.head_weights, tokenizer.byte_lengths),
         micro_batches(corpus.batches, settings.batch_size, settings.grad_accum), evaluate, sample,
-        about, model.flop_per_token(seq_len), settings.batch_size if settings.carry else 0,
+        about, model.flop_per_token(seq_len), settings.batch_size if settings.carry else 0, plan=plan,
     )  # fmt: skip
     last = Run(task, settings, backend, resume).train()
     final, by_source = corpus.evaluate(Sharded(model, backend), settings.batch_size)
@@ -150,7 +159,7 @@ def pretrain(settings: PretrainSettings, config: ModelConfig, shards: Shards | N
 
 def hide_words(
     settings: PretrainSettings, model: Model, corpus: Corpus, backend: Backend, seq_len: int, about: dict[str, Any],
-    resume: bool,
+    plan: Plan, resume: bool,
 ) -> None:  # fmt: skip
     """Pretrain a model that guesses hidden words."""
     rows = settings.batch_size
@@ -165,10 +174,13 @@ def hide_words(
 
     task = Task(
         model, corpus.tokenizer, MaskedTokens(), micro_batches(words, rows, settings.grad_accum), evaluate, sample,
-        about, model.flop_per_token(seq_len),
+        about, model.flop_per_token(seq_len), plan=plan,
     )  # fmt: skip
     last = Run(task, settings, backend, resume).train()
-    final = evaluate_masked(Sharded(model, backend), words.held_out(corpus, rows))
+    from tqdm import tqdm
+
+    everything = tqdm(words.held_out(corpus, rows), "held-out text", unit=" batches", leave=False, disable=None)
+    final = evaluate_masked(Sharded(model, backend), everything)
     print(f"all held-out text: loss {final['val_loss']:.3f}, perplexity {final['val_perplexity']:.1f} of a hidden word")
     save_scores(Path(settings.out), checkpoint.step_of(last), {"hidden words, perplexity": final["val_perplexity"]})
 

@@ -15,38 +15,35 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.alpaca import Record, encode_example, end_of_reply, hold_out, origin_of, read_records, render_prompt
-from data.world import KINDS, instructions, is_correct
+from data.alpaca import Record, encode_example, end_of_reply, hold_out, origin_of, read_records
+from data.answers import exact_match
+from data.training import input_hashes
+from data.world import KINDS, instructions
 from tinyforge import checkpoint
 from tinyforge.errors import UserError, run_command
-from tinyforge.hub import Loaded, Opened, lora, newest_run, open_model
-from tinyforge.infer import Sampling, generate, make_decoder
-from tinyforge.infer.decoder import Decoder
+from tinyforge.hub import Opened, lora, newest_run, open_model
+from tinyforge.hub.tuning import OF_BASE, about, answer, build
+from tinyforge.parallel.launch import Ranks
 from tinyforge.registry import next_token_model
 from tinyforge.report import timed
-from tinyforge.rng import Stream
 from tinyforge.text import TextTokenizer
-from tinyforge.text.vocabulary import start_ids
 from tinyforge.train.batches import Examples, fingerprint, micro_batches
 from tinyforge.train.card import write_card
 from tinyforge.train.data_parallel import Sharded, evaluate_nll
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import NextTokens
-from tinyforge.train.plan import check_fits, print_plan
-from tinyforge.train.run import Run, Task, claimed
-from tinyforge.train.settings import SftSettings, open_backend, parse, print_schedule, restarts, sequence_length
+from tinyforge.train.plan import Split, print_plan
+from tinyforge.train.run import Run, Task, running
+from tinyforge.train.settings import SftSettings, parse, print_schedule, restarts, sequence_length, start_ranks
 
 BUILT_IN_RECORDS = 30_000
 HELD_OUT_RECORDS = 300
-# What is kept of a base's meta.
-OF_BASE = ("settings", "step", "elapsed", "data_hash", "corpus", "machine", "tokens", "tokens_per_second", "joules")
 
 
 def encode(
@@ -67,29 +64,6 @@ def encode(
     return brief
 
 
-def answer(loaded: Loaded, instruction: str, input: str, max_tokens: int = 40, decoder: Decoder | None = None) -> str:
-    """The greedy reply; empty if the prompt leaves no room for one."""
-    tokenizer = loaded.tokenizer
-    prompt = start_ids(tokenizer) + tokenizer.encode(render_prompt(instruction, input))
-    if len(prompt) >= loaded.model.config.context:
-        return ""
-    stop = frozenset(tokenizer.specials.values())
-    sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
-    decoder = decoder or make_decoder(loaded.model, spare_memory=True)
-    return tokenizer.decode(generate(loaded.model, prompt, sampling, stop, decoder))
-
-
-def exact_match(loaded: Loaded, count: int, seed: int) -> dict[str, float]:
-    """Share of right greedy replies to `count` held-out built-in instructions, for each kind and overall."""
-    right: dict[str, list[bool]] = {kind: [] for kind in KINDS}
-    decoder = make_decoder(loaded.model, spare_memory=True)
-    for example in instructions("val", count, seed):
-        reply = answer(loaded, example.instruction, example.input, decoder=decoder)
-        right[example.kind].append(is_correct(example, reply))
-    scores = {kind: float(np.mean(results)) for kind, results in right.items()}
-    return {**scores, "all": float(np.mean([r for results in right.values() for r in results]))}
-
-
 def open_base(settings: SftSettings, resume: bool) -> Opened:
     """What training starts from. A run of adapters resumes on its base, any other on itself."""
     out = Path(settings.out)
@@ -102,7 +76,7 @@ def open_base(settings: SftSettings, resume: bool) -> Opened:
         meta = checkpoint.read_meta(found)
         checkpoint.require(found, meta, "lora")
         base = open_model(lora.base_of(found, meta))
-        lora.check_base(found, base, meta["lora"]["base_sha256"])
+        lora.check_base(found, base, lora.noted(found, meta)["base_sha256"])
         return base
     path = Path(settings.base) if settings.base else newest_run(("pretrain",))
     if path is None:
@@ -118,35 +92,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if plan_only:
         seq_len = sequence_length(base.config, settings.seq_len)
         print_plan(base.spec, base.config, settings.precision, settings.batch_size, seq_len, settings.recompute,
-                   settings.adapters, restart)  # fmt: skip
+                   settings.adapters, restart, Split.of(settings, settings.gpus or 1))  # fmt: skip
         return 0
-    with claimed(settings, resume):
-        fine_tune(settings, base, resume)
+    if (status := start_ranks(settings, __file__, argv)) is not None:
+        return status
+    with running(settings, resume) as ranks:
+        fine_tune(settings, base, resume, ranks)
     if with_card:
         print(f"wrote {write_card(Path(settings.out))}")
     print(f"next: python -m tinyforge.chat --checkpoint {shlex.quote(settings.out)}")
     return 0
 
 
-def fine_tune(settings: SftSettings, base: Opened, resume: bool) -> None:
-    spec, config, adapters = base.spec, base.config, settings.adapters
-    seq_len = sequence_length(config, settings.seq_len)
-    with timed("opening the backend"):
-        backend, settings = open_backend(settings)
-    restart = restarts(settings, spec)
-    check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute, adapters, restart)
-    with timed("making the model"):
-        loaded = base.build(backend, settings.recompute, adapters)
-        if adapters:
-            loaded.model.buffer.initialise(Stream(settings.seed, "adapters"))
+def fine_tune(settings: SftSettings, base: Opened, resume: bool, ranks: Ranks) -> None:
+    config, adapters = base.config, settings.adapters
+    seq_len, restart = sequence_length(config, settings.seq_len), restarts(settings, base.spec)
+    loaded, backend, settings, plan = build(settings, base, settings.batch_size, ranks)
     model, tokenizer = loaded.model, loaded.tokenizer
-    learned = sum(p.size for p in model.buffer.params)
-    print(f"base: {loaded.path}, {spec.name}, {model.buffer.count - learned if adapters else learned:,} parameters")
-    if adapters:
-        names = dict.fromkeys(name.rpartition(".")[2] for name in model.adapters)
-        print(f"adapters: rank {adapters.rank}, alpha {adapters.alpha:g}, on {', '.join(names)}: {learned:,} "
-              "parameters are learned, the base is frozen")  # fmt: skip
-    print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
 
     if settings.data:
         records = read_records(settings.data, settings.encoding)
@@ -184,19 +146,15 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool) -> None:
 
     print_schedule(settings, f"{rows * accum} rows of several records", data.batches_in(0, rows) / accum, "records")
 
-    origin: dict[str, Any] = {
-        "base": base.meta["base"] if resume and not adapters else
-        {key: base.meta[key] for key in OF_BASE if key in base.meta},
-    }  # fmt: skip
-    if adapters:
-        origin["lora"] = lora.describe(adapters, base, model.buffer.count - learned, Path(settings.out))
+    # A run that resumes without adapters has opened itself.
+    began = base.meta["base"] if resume and not adapters else {k: base.meta[k] for k in OF_BASE if k in base.meta}
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
     task = Task(
         model, tokenizer, NextTokens(config.head_weights, tokenizer.byte_lengths),
         micro_batches(data, rows, accum), evaluate, sample,
-        {"kind": "sft", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
-         "data_hash": fingerprint(stream), "corpus": summary, "machine": backend.describe(), **origin},
-        model.flop_per_token(seq_len),
+        {"kind": "sft", "data_hash": fingerprint(stream), "corpus": summary, "base": began,
+         "inputs": input_hashes(settings.data), **about(loaded, base, backend, settings)},
+        model.flop_per_token(seq_len), plan=plan,
     )  # fmt: skip
     last = Run(task, settings, backend, resume).train()
     if not settings.data:

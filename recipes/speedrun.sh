@@ -12,7 +12,8 @@
 #   corpus                       filters, duplicates, held-out text, decontamination                  (docs/data.md)
 #   shards                       a tokenizer, and files of tokens                                     (docs/shards.md)
 #   pretrain, sft                a base model, then fine-tuned on the instructions                    (docs/training.md)
-#   evaluate-base, evaluate-sft  what both are worth on text and instructions they never saw
+#   dpo                          where --preferences are given: the chosen replies made likelier      (docs/alignment.md)
+#   evaluate-base, evaluate-sft  what both are worth on text and instructions they never saw; so for dpo
 #   chat                         one question
 #
 # After a kill, Ctrl-C or a fault run the same command again: complete stages are skipped, and the one that was under
@@ -33,6 +34,7 @@ usage: recipes/speedrun.sh [flags]
                             (default: FineWeb-Edu for base, read over HTTP, and none for small)
   --web-licence TEXT        what the files of --web are under, for the catalogue and the shards
   --instructions PATH       Alpaca records: .json, .jsonl or a zip of one (default: they are fetched)
+  --preferences PATH        preference pairs, JSON with instruction, input, chosen, rejected: goes on to recipes/dpo.py
   --shards DIR              begin with these token shards: no books and no web are read, and no DuckDB is needed
   --data-only               end when the shards and the instructions are made
 
@@ -42,6 +44,7 @@ usage: recipes/speedrun.sh [flags]
   --corpus-flags "..."      more flags for data.corpus, after those of the config
   --pretrain-flags "..."    more flags for recipes/pretrain.py, after those of the config
   --sft-flags "..."         more flags for recipes/sft.py, after those of the config
+  --dpo-flags "..."         more flags for recipes/dpo.py
   -h, --help                this text
 
 The Python is $PYTHON, else .venv/bin/python if it is there, else python3.
@@ -76,7 +79,7 @@ QUESTION="Name three things to see in the sky at night."
 called="${PYTHON:+PYTHON=$(quoted "$PYTHON") }" # what this script is called by
 again=$called$(quoted "$0" "$@") all=()
 config=base out='' books=() web=() licence='not stated' instructions='' shards='' data_only=no
-vocab='' at_most='' backend=auto precision='' corpus_more='' pretrain_more='' sft_more=''
+vocab='' at_most='' backend=auto precision='' corpus_more='' pretrain_more='' sft_more='' preferences='' dpo=''
 while (($#)); do
     case $1 in
     -h | --help)
@@ -101,6 +104,8 @@ while (($#)); do
     --corpus-flags) corpus_more=${2-} ;;
     --pretrain-flags) pretrain_more=${2-} ;;
     --sft-flags) sft_more=${2-} ;;
+    --preferences) preferences=${2-} ;;
+    --dpo-flags) dpo=${2-} ;;
     *) die "$1: no such flag; recipes/speedrun.sh --help lists them" ;;
     esac
     (($# > 1)) || die "$1: wants a value after it; recipes/speedrun.sh --help says which"
@@ -215,7 +220,7 @@ stage() { # NAME RESULT COMMAND...: run it unless it has been, to the end; RESUL
     find "$out/.stages" -type f ! -name "$name.begun" ${complete[@]+"${complete[@]}"} -exec rm {} +
     case $name in
     books | web) rm -f "$result" ;; # status 1 says that files were left out; this tells it from a crash
-    pretrain | sft)
+    pretrain | sft | dpo)
         set -- "$@" --backend "$backend"
         if [[ -z $(find "$result" -maxdepth 1 -name 'step-*' 2>/dev/null) ]]; then
             : # nothing was saved
@@ -306,8 +311,18 @@ stage evaluate-base "$out/evaluate-base.json" "$python" "$root/recipes/evaluate.
 stage evaluate-sft "$out/evaluate-sft.json" "$python" "$root/recipes/evaluate.py" \
     --checkpoint "$out/sft" --data "$shards" --instructions "$records" --json "$out/evaluate-sft.json" \
     "${where[@]}" --card
-stage chat "" "$python" -m models.nanoeuler.chat --checkpoint "$out/sft" --prompt "$QUESTION" "${where[@]}"
+tuned=$out/sft
+if [[ -n $preferences ]]; then
+    tuned=$out/dpo
+    # shellcheck disable=SC2086
+    stage dpo "$tuned" "$python" "$root/recipes/dpo.py" --base "$out/sft" --data "$preferences" --out "$tuned" \
+        --cache "$out/reference" --precision "$precision" --card $dpo
+    stage evaluate-dpo "$out/evaluate-dpo.json" "$python" "$root/recipes/evaluate.py" \
+        --checkpoint "$tuned" --data "$shards" --instructions "$records" --json "$out/evaluate-dpo.json" \
+        "${where[@]}" --card
+fi
+stage chat "" "$python" -m models.nanoeuler.chat --checkpoint "$tuned" --prompt "$QUESTION" "${where[@]}"
 
 printf '\nThis took %d min %d s. Losses: %s; figures: %s; logs: %s. To go on asking:\n' $((SECONDS / 60)) \
     $((SECONDS % 60)) "$out/pretrain/loss.png, $out/sft/loss.png" "$out/evaluate-*.json" "$out/logs"
-echo "  $(quoted "$python") -m models.nanoeuler.chat --checkpoint $(quoted "$out/sft") --backend $backend"
+echo "  $(quoted "$python") -m models.nanoeuler.chat --checkpoint $(quoted "$tuned") --backend $backend"

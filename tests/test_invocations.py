@@ -22,13 +22,15 @@ from tinyforge.text import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 2.0
-SCRIPTS = ("pretrain", "sft", "classify", "evaluate", "ablation")
+SCRIPTS = ("pretrain", "sft", "dpo", "grpo", "classify", "evaluate", "ablation")
 MODULES = {
+    "serve": "tinyforge.serve.__main__",
     "chat": "tinyforge.chat", "nanoeuler": "models.nanoeuler.chat", "inspect": "tinyforge.inspect",
     "gradcheck": "tinyforge.gradcheck", "doctor": "tinyforge.doctor", "convert": "tinyforge.hub.convert",
     "text": "tinyforge.text.command", "local": "data.local", "gutenberg": "data.gutenberg", "world": "data.world",
     "fineweb": "data.fineweb_edu", "tinystories": "data.tinystories", "alpaca": "data.alpaca", "corpus": "data.corpus",
-    "shards": "data.shards",
+    "shards": "data.shards", "sets": "data.evaluation", "stories": "data.stories", "board": "tinyforge.board.__main__",
+    "scaling": "tinyforge.scaling", "tinyforge": "tinyforge.__main__",
 }  # fmt: skip
 SHAPE = "dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=96 vocab=280"
 
@@ -73,12 +75,28 @@ error: file'
     pretrain --data text.txt --tokenizer absent.json
     pretrain --device 3
     pretrain --device two
+    pretrain --gpus 0
+    pretrain --gpus two
+    pretrain --gpus 2 --backend numpy
+    pretrain --gpus 2 --device 1
+    pretrain --gpus 3
+    pretrain --gpus 1000000
+    pretrain --elastic
+    pretrain --zero 2
+    pretrain --shards-per-step 3
+    pretrain --shards-per-step 0
+    pretrain --shards-per-step 4 --workers 3
+    pretrain --timeout 0
+    pretrain --timeout nan
+    sft --gpus 2 --backend numpy
+    classify --gpus -1
     pretrain --backend abacus
     pretrain --precision fp7
     pretrain --config absent
     pretrain --config deep.json
     pretrain --config bomb.json
     pretrain --config /dev/null
+    pretrain --model char_mlp --set window=16777216 --plan
     pretrain --set rope_theta=NaN
     pretrain --set rope_theta=0
     pretrain --set rope_theta=-1
@@ -111,10 +129,47 @@ error: file'
     sft --base run --max-reply 0
     sft --base run --batch-size 1000000000000 --data good.json
     sft --resume --out text.txt
+    pretrain --log csv
+    board absent
+    board text.txt
+    board run --export absent/report.html
+    board run --export run
+    board nothing --export report.html
+    board run --port 99999
+    board run --port -1
+    board run --port http
+    board run --host ''
+    board run --host 192.0.2.1
+    board run runs
     pretrain --model vit
     pretrain --model bert --carry
     pretrain --model bert --document-mask keep
     sft --base run --document-mask never
+    dpo --base run --data text.txt
+    dpo --base run --data empty.txt
+    dpo --base run --data good.json
+    dpo --base run --data absent.json
+    dpo --base absent
+    dpo --objective kto
+    dpo --gpus 2
+    dpo --document-mask keep
+    dpo --label-smoothing 0.5
+    dpo --beta nan
+    dpo --gamma -1
+    dpo --resume --out run
+    grpo --base absent
+    grpo --group 1
+    grpo --zero 1
+    grpo --document-mask restart
+    grpo --clip-low 1
+    grpo --clip-high 0
+    grpo --iterations 0
+    grpo --task sums
+    grpo --base run --max-tokens 90
+    grpo --base run --data absent.json
+    grpo --resume --out nothing
+    grpo --data 'no
+such' --base run
     classify --lr nan
     classify --batch-size 1000000000000
     classify --model gpt2
@@ -143,6 +198,22 @@ error: file'
     evaluate --checkpoint run --json nothing
     evaluate --checkpoint run --data absent.txt
     evaluate --checkpoint broken
+    evaluate --checkpoint run --tasks nonsense
+    evaluate --checkpoint run --tasks ,
+    evaluate --checkpoint run --tasks blimp,blimp --task-data nothing
+    evaluate --checkpoint run --tasks blimp
+    evaluate --checkpoint run --tasks blimp --task-data nothing
+    evaluate --checkpoint run --tasks blimp --task-data absent
+    evaluate --checkpoint run --tasks gsm8k --task-data slip.zip
+    evaluate --checkpoint run --tasks text
+    evaluate --checkpoint run --tasks text --data text.txt --limit 0
+    evaluate --checkpoint run --tasks text --data text.txt --resume
+    evaluate --checkpoint run --tasks text --data text.txt --resume --json bomb.json
+    evaluate --checkpoint run --tasks last_words --data empty.txt
+    evaluate --checkpoint run --tasks last_words --data good.json --task-data text.txt
+    sets absent
+    sets slip.zip
+    sets
     ablation
     ablation --arm nonsense
     ablation --arm 'a:' --arm 'b: --lr nan' -- --steps 1
@@ -158,6 +229,24 @@ error: file'
     chat --checkpoint run --prompt hi --drafts -1
     chat --checkpoint run --prompt hi --backend abacus
     chat --checkpoint run --promt hi
+    serve --port 70000
+    serve --port http
+    serve --host 999.1.1.1 --port 0
+    serve --port 0 --checkpoint absent
+    serve --port 0 --checkpoint broken
+    serve --port 0 --checkpoint text.txt
+    serve --port 0 --checkpoint run --adapter absent
+    serve --port 0 --checkpoint run --adapter run
+    serve --port 0 --checkpoint run --backend abacus
+    serve --checkpoint run --rows 0
+    serve --checkpoint run --context 1
+    serve --checkpoint run --max-n 0
+    serve --checkpoint run --max-tokens 0
+    serve --checkpoint run --deadline nan
+    serve --checkpoint run --drain -1
+    serve --checkpoint run --queue -1
+    serve --checkpoint ''
+    serve --what
     nanoeuler --checkpoint text.txt --prompt hi
     inspect
     inspect '' --checkpoint run
@@ -168,6 +257,26 @@ error: file'
     gradcheck --backend abacus
     gradcheck absent.module
     doctor --what
+    scaling --gpus 0
+    scaling --gpus many
+    scaling --config 3b
+    scaling --model no-such-model
+    scaling --model vit
+    scaling --network 0
+    scaling --network nan
+    scaling --rows -1
+    scaling --seq-len 99999 --config 2b
+    scaling --batch-tokens -5
+    scaling --recompute all
+    pretrain --recompute everything
+    pretrain --model mamba --recompute blocks
+    corpus source --out corpus --ray nowhere
+    corpus source --out corpus --ray 127.0.0.1:1
+    corpus source --out corpus --ray 127.0.0.1:99999
+    corpus source --out corpus --ray local --workers 2
+    shards --corpus corpus --out shards --ray nowhere
+    shards --corpus corpus --out shards --ray 127.0.0.1:1
+    shards --corpus corpus --out shards --ray local --workers 2
     convert
     convert absent DST
     convert run run
@@ -219,12 +328,29 @@ b' --out DST
     corpus nothing --out DST --memory-limit lots
     corpus nothing --out DST --workers 0
     corpus nothing --out text.txt
+    corpus nothing --out DST --decontaminate absent
+    corpus nothing --out DST --decontaminate text.txt
     corpus report nothing
+    stories retell nothing --out DST
+    stories retell absent --out DST --copies 0
+    stories instruct text.txt --out DST
+    stories instruct nothing --out DST --others absent
+    stories tell nothing --out DST
     shards --corpus nothing --out DST
     shards --corpus absent --out DST
     shards --corpus nothing --out DST --vocab-size 300 --tokenizer mine.json
     shards --corpus nothing --out DST --workers 0
     shards --out DST
+    tinyforge nonsense
+    tinyforge --nonsense
+    tinyforge ''
+    tinyforge data nonsense
+    tinyforge data --out DST
+    tinyforge data local absent --out DST
+    tinyforge train --stpes 5
+    tinyforge chat --checkpoint absent
+    tinyforge completion
+    tinyforge completion tcsh
 """
 
 

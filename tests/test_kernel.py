@@ -13,6 +13,7 @@ import pytest
 
 import tinyforge.ops
 import tinyforge.optim
+import tinyforge.parallel
 from tinyforge import ops
 from tinyforge.backends import get_backend
 from tinyforge.backends.phantom import METER, PhantomBackend
@@ -32,9 +33,9 @@ class Elsewhere:
 
 
 def all_kernels() -> list[Kernel[..., Any]]:
-    """Every kernel that a module of ops/ or optim/ defines."""
+    """Every kernel that a module of ops/, optim/ or parallel/ defines."""
     found: dict[int, Kernel[..., Any]] = {}
-    for package in (tinyforge.ops, tinyforge.optim):
+    for package in (tinyforge.ops, tinyforge.optim, tinyforge.parallel):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("_cuda"):
                 for value in vars(importlib.import_module(module.name)).values():
@@ -60,7 +61,7 @@ def test_the_names_of_kernels_are_unique() -> None:
 
 def test_every_op_lists_kernels_and_every_kernel_has_an_op() -> None:
     listed = {k.name for kind in ops.ALL for k in kind.kernels}
-    assert {k.name for k in all_kernels()} - listed == {"adamw_", "clip_factor", "sum_tokens"}
+    assert {k.name for k in all_kernels()} - listed == {"adamw_", "add_", "clip_factor", "square_sums", "sum_tokens"}
 
 
 @pytest.mark.parametrize("found", all_kernels(), ids=lambda k: k.name)

@@ -4,6 +4,7 @@
     python -m tinyforge.chat --prompt "What is 3 plus 4?"
     echo "What is 3 plus 4?" | python -m tinyforge.chat
     python -m tinyforge.chat --checkpoint runs/pretrain         a base model continues the text
+    python -m tinyforge.chat --checkpoint small                 the other model that comes with the repository
 
 Ctrl-C stops a reply and keeps the conversation; Ctrl-D or /bye leaves; """ begins and ends a text of several lines;
 /help lists the commands. With --prompt or a pipe only the reply is printed.
@@ -30,6 +31,7 @@ from tinyforge.terminal import printable
 from tinyforge.text.chat_templates import TEMPLATES
 
 BLOCK = '"""'
+LONGEST = 400  # tokens of a reply, unless another number is asked for: a story of the storyteller's takes up to 350
 SETTINGS = {
     "temperature": "0 is greedy", "top_k": "most likely tokens kept, 0 for all",
     "top_p": "share of probability kept", "min_p": "least probability kept, as a share of the greatest",
@@ -236,12 +238,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="numpy", help="numpy, cupy (a GPU), or auto (default: %(default)s)")
     parser.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
     for name, meaning in SETTINGS.items():
-        default = getattr(Sampling(), name)
+        default = getattr(Sampling(max_tokens=LONGEST), name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default,
                             help=f"{meaning} (default: {default})".strip())  # fmt: skip
     args = parser.parse_args(argv)
     sampling = Sampling(**{name: getattr(args, name) for name in SETTINGS})
-    loaded = load(trained_model(args.checkpoint), get_backend(args.backend, args.precision, workers=1))
+    path = trained_model(args.checkpoint, for_chat=True)
+    loaded = load(path, get_backend(args.backend, args.precision, workers=1))
     if args.prompt is not None:
         once(loaded, args.prompt, sampling)
     elif not sys.stdin.isatty():
@@ -249,8 +252,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         base = loaded.template == "plain"
         note = "a base model, not fine-tuned: it continues your text" if base else "fine-tuned"
-        if loaded.path in {spec.bundled for spec in models().values()}:
-            note = "comes with the repository; it knows a small world of people, things and numbers"
+        for spec in models().values():
+            if loaded.path == spec.bundled:
+                note = "comes with the repository; it knows a small world of people, things and numbers"
+            elif loaded.path == spec.storyteller:
+                note = "comes with the repository; it tells stories: Tell me a story about a dog named Max"
         repl = Repl(loaded, sampling)
         repl.note(f"{loaded.path} ({note}). /help lists the commands; Ctrl-C stops a reply; Ctrl-D or /bye leaves.")
         repl.run()

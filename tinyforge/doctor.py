@@ -23,7 +23,7 @@ from tinyforge.errors import Parser, run_command
 OLDEST_PYTHON = (3, 11)
 OLDEST_COMPUTE = 80  # bf16 tensor cores and asynchronous copies: sm_80, Ampere
 PACKAGES = ("tqdm", "safetensors", "matplotlib")
-INSTALL_GPU = 'pip install -e ".[gpu]"'
+INSTALL_GPU = 'pip install "cupy-cuda13x[ctk]" ml_dtypes'
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def cpu() -> list[Finding]:
                                 "" if version else f"pip install {package}"))  # fmt: skip
     duckdb = version_of("duckdb")
     findings.append(Finding("DuckDB", duckdb or "not installed; only the commands in data/ need it",
-                            True if duckdb else None, "" if duckdb else "pip install -e ."))  # fmt: skip
+                            True if duckdb else None, "" if duckdb else "pip install duckdb"))  # fmt: skip
     return findings
 
 

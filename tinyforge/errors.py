@@ -17,7 +17,12 @@ from tinyforge.terminal import one_line
 
 
 class UserError(Exception):
-    """A fault the user can mend. The message is one line that says what is wrong and what to do next."""
+    """A fault the user can mend. The message is one line that says what is wrong and what to do next.
+
+    status: with which a command ends because of it.
+    """
+
+    status = 2
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,7 +60,7 @@ def run_command(main: Callable[[], int | None]) -> None:
         sys.exit(main() or 0)
     except UserError as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)  # it may name what stands in a file
-        sys.exit(2)
+        sys.exit(error.status)
     except MemoryError as error:  # NumPy's, and CuPy's for a GPU
         cause = one_line(str(error)) or "no memory is left"
         print(f"error: out of memory: {cause}; the last checkpoint is intact. Use a smaller --batch-size (with "

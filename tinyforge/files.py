@@ -49,6 +49,16 @@ def replace(source: Path, target: Path) -> None:
     os.replace(source, target)
 
 
+_writer = ""
+
+
+def write_as(name: str) -> None:
+    """From now on `written_whole` writes under names of this process alone: where two machines that share a folder may
+    write the same file at the same time, whoever is last puts a whole one there."""
+    global _writer
+    _writer = f"{name}-"
+
+
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """Yields a path beside `path` to write to; synced to disk and renamed to `path` when the block ends well.
@@ -59,7 +69,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EEXIST, "a folder or a device is there")
-    partial = path.with_name(f".partial-{path.name}")
+    partial = path.with_name(f".partial-{_writer}{path.name}")
     try:
         yield partial
         sync(partial)
@@ -186,10 +196,16 @@ def read_json(
     return parse_json(read_bytes(path, what, max_bytes), path, what, wanted_type, fix)
 
 
-def parse_json(data: bytes, path: str | Path, what: str, wanted_type: type = dict, fix: str = GET_AGAIN) -> Any:
-    """As `read_json`, for the bytes of a file that has been read; `path` is for the error."""
+def parse_json(
+    data: bytes, path: str | Path, what: str, wanted_type: type = dict, fix: str = GET_AGAIN,
+    can_be_written: bool = False,
+) -> Any:  # fmt: skip
+    """As `read_json`, for the bytes of a file that has been read; `path` is for the error. can_be_written: parts of it
+    go into files of UTF-8, so halves of surrogate pairs, which JSON's escapes can spell, are refused."""
     try:
         content = json_value(_decode(data, path, what))
+        if can_be_written:
+            _check_characters(content)
     except ValueError as error:
         cause = str(error)
     else:
@@ -234,6 +250,13 @@ def next_json_value(text: str, start: int) -> tuple[Any, int]:
         if not level:
             return value, end
     raise ValueError("it is nested too deeply")
+
+
+def _check_characters(content: Any) -> None:
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"it holds half a character, {ascii(error.object[error.start])}") from None
 
 
 def shown(value: object, most: int = 60) -> str:

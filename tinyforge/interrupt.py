@@ -9,16 +9,18 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-_ROOT = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parent
+_INSTALLED = (_PACKAGE / "_repo").is_dir()  # from a wheel; what lies beside the package there is not ours
 _python = sys.excepthook
 
 
 def _is_ours() -> bool:
-    """Whether the program is a command of this repository."""
+    """Whether the program is a command of this project."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     if main is None:
         return sys.argv[:1] == ["-m"]  # `python -m tinyforge.chat` does not know its file yet
-    return Path(main).resolve().is_relative_to(_ROOT)
+    file = Path(main).resolve()
+    return file.stem == "tinyforge" or file.is_relative_to(_PACKAGE if _INSTALLED else _PACKAGE.parent)
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

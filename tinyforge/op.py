@@ -10,7 +10,7 @@ One rule for gradients, everywhere: parameter gradients are accumulated (`+=`), 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -87,6 +87,10 @@ class Stash:
             )
         return saved
 
+    def drop(self, length: int) -> None:
+        """Let go of all records but the first `length`: their forward is run again before their backward."""
+        del self._records[length:]
+
     def key(self, owner: Op, rate: float) -> tuple[int, int] | None:
         """The key of the stream of what `owner` drops at `rate`; None if it drops nothing."""
         return self.noise.fork(owner.name).key if self.noise and rate else None
@@ -132,6 +136,38 @@ class Op:
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         """The gradient-check hook: yields (op, inputs) with random data, edge cases included."""
         raise NotImplementedError(f"{cls.__name__} has no gradient-check cases")
+
+
+Recompute = Literal["", "norms", "blocks"]
+"""What a model computes again in backward instead of keeping it: nothing, its norms, or whole blocks."""
+
+
+class Again(Op):
+    """A block whose forward is run again in backward: of all that it saves, only its input is kept.
+
+    run(block, x, h, normed, stash) = block(x, h, stash), with h = normed(x), the norm before the block. Saves x,
+    and drops what the ops of the block have saved. `restore` runs the block again on the same stash, which then has
+    their records for the block's own backward; what is random in them is drawn from the same streams. So the memory is
+    that of one block at a time, and the time that of another forward, a third more. The bits are the same.
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+    """
+
+    def run(
+        self, block: Callable[..., Any], x: Array, h: Array, normed: Callable[[Array], Array],
+        stash: Stash | None = None,
+    ) -> Any:  # fmt: skip
+        if stash is None:
+            return block(x, h, None)
+        before = len(stash)
+        result = block(x, h, stash)
+        stash.drop(before)
+        stash.push(self, block, x, normed)
+        return result
+
+    def restore(self, stash: Stash) -> None:
+        block, x, normed = stash.pop(self)
+        block(x, normed(x), stash)
 
 
 class WithKeywords(Op):

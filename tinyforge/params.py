@@ -77,6 +77,10 @@ class ParamBuffer:
         """The part of `flat` (values, gradients or an optimizer moment) that belongs to `param`, in its shape."""
         return flat[self._slices[param.name]].reshape(param.shape)
 
+    def place(self, param: Param) -> slice:
+        """Where `param` lies in its flat array."""
+        return self._slices[param.name]
+
     def initialise(self, stream: Stream) -> None:
         """Fill every value that is learned from its own named stream: adding a parameter never changes another's start.
         """

@@ -1,7 +1,7 @@
 """The models that commands and recipes work with. Each is registered once; nothing else lists models.
 
-A model registers as a `ModelSpec`. In a checkout, the package `models` beside `tinyforge` lists its own in
-`models.SPECS`; an installed package brings its own by an entry point of the group `tinyforge.models`:
+A model registers as a `ModelSpec`. The package `models` beside `tinyforge`, which comes with a wheel, lists its own in
+`models.SPECS`; another package brings its own by an entry point of the group `tinyforge.models`:
 
     [project.entry-points."tinyforge.models"]
     mymodel = "mypackage.mymodel:SPEC"
@@ -29,12 +29,13 @@ class ModelSpec:
     """A model of the zoo.
 
     name: as in --model and in checkpoints. title: for people. build: the class, called as build(config, backend, *,
-    values=None, recompute=False); values go to its `ParamBuffer` as they are. For adapters, an op's name is its path in
+    values=None, recompute=""); values go to its `ParamBuffer` as they are. For adapters, an op's name is its path in
     the model: "blocks.0.qkv". config: the class of its configs. presets: configs by name, the first is the default.
     summary: one line. hf: the module that maps Hugging Face weights, as "package.module"; empty where there is none.
     architectures: the names in Hugging Face's config.json that it reads. documents: whether the model's forward takes
-    `documents`, for --document-mask. bundled: a checkpoint that comes with the model's code, a small trained model;
-    chat takes it where nothing has been trained. learns: what it is trained on: "text", next tokens; "masked text",
+    `documents`, for --document-mask. blocks: whether it can be built with recompute="blocks". bundled: a checkpoint
+    that comes with the model's code, a small trained model, for commands that want one where nothing has been trained;
+    storyteller: another, which chat takes there. learns: what it is trained on: "text", next tokens; "masked text",
     tokens that are hidden from it, and classes of texts; "images", classes of images. The first is for
     recipes/pretrain.py, classes are for recipes/classify.py.
 
@@ -52,19 +53,35 @@ class ModelSpec:
     hf: str = ""
     architectures: tuple[str, ...] = field(default=())
     documents: bool = False
+    blocks: bool = False
     bundled: Path | None = None
+    storyteller: Path | None = None
     learns: str = "text"
     source: str = ""
     backward: str = ""
     trained: Mapping[str, str] = field(default_factory=dict)
+
+    def check_recompute(self, how: str) -> None:
+        """Raise UserError where the model cannot be built with this recomputation."""
+        if how == "blocks" and not self.blocks:
+            able = ", ".join(spec.name for spec in models().values() if spec.blocks)
+            raise UserError(f"--recompute blocks: {self.title} has no blocks that can be run again; use --recompute "
+                            f"norms, or one of {able}")  # fmt: skip
+
+
+def in_repository(name: str) -> str:
+    """The name under which a module of models/, data/ or recipes/ is imported: that which it has in the repository, and
+    in a wheel, which has those folders as `tinyforge._repo`, the one there."""
+    return f"tinyforge._repo.{name}" if importlib.util.find_spec("tinyforge._repo") else name
 
 
 @cache
 def models() -> dict[str, ModelSpec]:
     """Every registered model by name, those of the checkout first. The first is the default of --model."""
     found: dict[str, ModelSpec] = {}
-    if importlib.util.find_spec("models") is not None:
-        found |= {spec.name: spec for spec in getattr(importlib.import_module("models"), "SPECS", ())}
+    home = in_repository("models")
+    if importlib.util.find_spec(home) is not None:
+        found |= {spec.name: spec for spec in getattr(importlib.import_module(home), "SPECS", ())}
     for point in entry_points(group=GROUP):
         if point.name not in found:
             found[point.name] = point.load()

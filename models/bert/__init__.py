@@ -6,7 +6,7 @@ from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(
     "bert", "BERT", BERT, Config, PRESETS, "Post-norm blocks that look both ways, masked words, a classifier",
-    hf="models.bert.hf", architectures=("BertForMaskedLM", "BertForSequenceClassification"), learns="masked text",
+    hf=f"{__name__}.hf", architectures=("BertForMaskedLM", "BertForSequenceClassification"), learns="masked text",
     source='Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding" (2018)',
     backward="The norm stands in the stream: every gradient on its way down passes the Jacobian of each norm above, "
     "and a fork adds the branch's to it. Padding has no gradient, since no query sees its keys and nobody reads its "

@@ -15,7 +15,7 @@ import numpy as np
 from models.bert.config import Config, hidden_words
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import (
     GELU,
     AddLayerNorm,
@@ -88,7 +88,7 @@ class BERT(Op):
 
     per_head = True
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
         super().__init__(backend)
         self.config = c = config
         table = Param("embedding.weight", (c.vocab, c.dim), std=STD)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinyforge.config import ModelConfig
+from tinyforge.config import MOST_REPEATED, ModelConfig
+from tinyforge.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Config(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("window", "dim", "hidden")
+        if self.window > MOST_REPEATED:
+            raise UserError(f"config: window is {self.window:,}, wants at most {MOST_REPEATED:,}")
 
 
 PRESETS = {"char": Config(), "wide": Config(window=16, dim=24, hidden=512)}

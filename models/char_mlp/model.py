@@ -15,7 +15,7 @@ import numpy as np
 from models.char_mlp.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import GELU, Embedding, LayerNorm, Linear, LinearCrossEntropy
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
@@ -36,6 +36,12 @@ class IdCache:
     def rewind(self, length: int) -> None:
         self.length = length
 
+    def saved(self, start: int) -> Array:
+        return self.ids[:, start : self.length].copy()
+
+    def restore(self, saved: Array) -> None:
+        self.append(saved)
+
 
 class CharMLP(Op):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | the last `window` tokens up to t), 0 where the target is -1
@@ -45,7 +51,7 @@ class CharMLP(Op):
 
     per_head, prediction_heads = True, 1
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
         """recompute: there is nothing here that would be worth it."""
         super().__init__(backend)
         self.config, inputs, hidden = config, config.window * config.dim, config.hidden

@@ -6,7 +6,7 @@ from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(
     "gpt2", "GPT-2", GPT2, Config, PRESETS, "LayerNorm, learned positions, GELU, tied head",
-    hf="models.gpt2.hf", documents=True, architectures=("GPT2LMHeadModel",),
+    hf=f"{__name__}.hf", documents=True, blocks=True, architectures=("GPT2LMHeadModel",),
     source='Radford et al., "Language Models are Unsupervised Multitask Learners" (2019)',
     backward="The embedding is the output head too: both ops add to one gradient. Dropout's masks are not stored but "
     "drawn again. Each norm where a residual is added sums the gradients of the stream and of the branch.",

@@ -6,7 +6,7 @@ embedding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from models.gpt2.config import Config
 from tinyforge.backends import Backend
 from tinyforge.infer.cache import KVCache
 from tinyforge.kernel import Array
-from tinyforge.op import Op, Param, Stash, WithKeywords
+from tinyforge.op import Again, Op, Param, Recompute, Stash, WithKeywords
 from tinyforge.ops import (
     AddLayerNorm,
     Attention,
@@ -28,7 +28,7 @@ from tinyforge.ops import (
     Linear,
     LinearCrossEntropy,
 )  # fmt: skip
-from tinyforge.ops.attention import Documents
+from tinyforge.ops.attention import Documents, LayerCache
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
@@ -67,6 +67,39 @@ class Block:
         down = Param(f"{at}.down.weight", (dim, 4 * dim), std=residual_std)
         self.down = GELULinear(down, backend, f"{at}.down", bias=down_bias, input_bias=bias("up", 4 * dim))
         self.down_dropout = dropout("down_dropout")
+        self.split = 3 * config.heads, config.head_dim  # of what qkv gives
+
+    def forward(
+        self, x: Array, h: Array, stash: Stash | None, *, joints: Sequence[AddLayerNorm],
+        normed: Callable[[Array], Array] | None = None, cache: LayerCache | None = None, starts: Array | None = None,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """The stream and its norm after the block, (B, T, C) each. normed: recomputation of the norms is wanted, and
+        this gives h from x. starts: of each token's document, (B, T)."""
+        joint, next_joint = joints
+        qkv = self.qkv.forward(h, stash, recompute=partial(normed, x) if normed else None)
+        qkv = qkv.reshape(*x.shape[:2], *self.split)  # (B, T, 3 H, D)
+        a = self.attention.forward(qkv, stash, cache=cache, starts=starts)  # (B, T, H, D)
+        a = self.out.forward(a.reshape(x.shape), stash)  # (B, T, C)
+        x, h = joint.forward(x, self.out_dropout.forward(a, stash), stash)
+        u = self.up.forward(h, stash, recompute=partial(joint.normed, x) if normed else None)  # (B, T, 4 C)
+        f = self.down.forward(u, stash)
+        return next_joint.forward(x, self.down_dropout.forward(f, stash), stash)
+
+    def backward(
+        self, dx: Array | None, dh: Array, stash: Stash, joints: Sequence[AddLayerNorm]
+    ) -> tuple[Array, Array]:
+        """The gradients of x and h. dx: None where nothing but the norm of x is read."""
+        joint, next_joint = joints
+        dx, df = next_joint.backward((dx, dh), stash)
+        df = self.down_dropout.backward(df, stash)
+        du = self.down.backward(df, stash)
+        dh = self.up.backward(du, stash)
+        dx, da = joint.backward((dx, dh), stash)
+        da = self.out_dropout.backward(da, stash)
+        da = self.out.backward(da, stash)  # (B, T, C)
+        heads, head_dim = self.split
+        dqkv = self.attention.backward(da.reshape(*da.shape[:2], heads // 3, head_dim), stash)  # (B, T, 3 H, D)
+        return dx, self.qkv.backward(dqkv.reshape(*da.shape[:2], -1), stash)
 
 
 class GPT2(Op):
@@ -76,7 +109,8 @@ class GPT2(Op):
         x = x + out(attention(qkv(norm1(x))));   x = x + down(gelu(up(norm2(x))))
     then a final norm, and the embedding again as the output head; down begins with the GELU. In training, dropout on
     the start, on the attention probabilities and on both things added. recompute: keep the stream, not the norms'
-    outputs, and compute these again in backward. Handing in `values` shares another model's weights (see ParamBuffer).
+    outputs, or of a block its input alone, and compute the rest again in backward. Handing in `values`
+    shares another model's weights (see ParamBuffer).
 
     Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); the start as in nanoGPT.
     """
@@ -84,7 +118,7 @@ class GPT2(Op):
     prediction_heads = 1
     per_head = True
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
         super().__init__(backend)
         self.config, self.recompute = config, recompute
 
@@ -99,6 +133,7 @@ class GPT2(Op):
         )
         self.dropout = Dropout(config.dropout, backend, "dropout")
         self.blocks = [Block(config, i, backend) for i in range(config.layers)]
+        self.again = [Again(backend, f"blocks.{i}") for i in range(config.layers)]
         # One norm before the first block, one at each joint after it, the last of them the final norm.
         names = [f"blocks.{i}.norm{half}" for i in range(config.layers) for half in (1, 2)] + ["final_norm"]
         self.first_norm = LayerNorm(*gain_and_bias(names[0]), backend, config.norm_eps, names[0])
@@ -123,7 +158,7 @@ class GPT2(Op):
     ) -> Array:  # fmt: skip
         """(B, T) ids to the final-normed stream, (B, T, C). With a cache, the ids follow what it holds. documents: a
         token sees its own alone."""
-        c, starts = self.config, documents.starts if documents else None
+        starts = documents.starts if documents else None
         x = self.embedding.forward(ids, stash)
         x = self.positions.forward(
             x, stash, offset=cache.length if cache else 0, starts=starts if documents and documents.restart else None
@@ -132,23 +167,17 @@ class GPT2(Op):
         h = self.first_norm.forward(x, stash)
         normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
         for i, block in enumerate(self.blocks):
-            joint, next_joint = self.joints[2 * i], self.joints[2 * i + 1]
-            qkv = block.qkv.forward(h, stash, recompute=self._recompute(normed, x))
-            qkv = qkv.reshape(*ids.shape, 3 * c.heads, c.head_dim)  # (B, T, 3 H, D)
-            # (B, T, H, D)
-            a = block.attention.forward(qkv, stash, cache=cache.layer(i) if cache else None, starts=starts)
-            a = block.out.forward(a.reshape(x.shape), stash)  # (B, T, C)
-            x, h = joint.forward(x, block.out_dropout.forward(a, stash), stash)
-            u = block.up.forward(h, stash, recompute=self._recompute(joint.normed, x))  # (B, T, 4 C)
-            f = block.down.forward(u, stash)
-            x, h = next_joint.forward(x, block.down_dropout.forward(f, stash), stash)
-            normed = next_joint.normed
+            joints = self.joints[2 * i : 2 * i + 2]
+            layer = partial(block.forward, joints=joints, normed=normed if self.recompute == "norms" else None,
+                            cache=cache.layer(i) if cache else None, starts=starts)  # fmt: skip
+            if self.recompute == "blocks":
+                x, h = self.again[i].run(layer, x, h, normed, stash)
+            else:
+                x, h = layer(x, h, stash)
+            normed = joints[1].normed
         if cache:
             cache.advance(ids.shape[1])
         return h
-
-    def _recompute(self, function: Callable[[Array], Array], x: Array) -> Callable[[], Array] | None:
-        return partial(function, x) if self.recompute else None
 
     def forward(
         self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents | None = None
@@ -156,21 +185,13 @@ class GPT2(Op):
         return self.head.forward(self.hidden(ids, stash, documents=documents), targets, stash)
 
     def backward(self, dy: Array, stash: Stash) -> None:
-        c = self.config
         dh, _ = self.head.backward(dy, stash)
         # The stream ends at the final norm: nothing else reads it.
         dx: Array | None = None
-        for i in reversed(range(c.layers)):
-            block, joint, next_joint = self.blocks[i], self.joints[2 * i], self.joints[2 * i + 1]
-            dx, df = next_joint.backward((dx, dh), stash)
-            df = block.down_dropout.backward(df, stash)
-            du = block.down.backward(df, stash)
-            dh = block.up.backward(du, stash)
-            dx, da = joint.backward((dx, dh), stash)
-            da = block.out_dropout.backward(da, stash)
-            da = block.out.backward(da, stash)
-            dqkv = block.attention.backward(da.reshape(*da.shape[:2], c.heads, c.head_dim), stash)  # (B, T, 3 H, D)
-            dh = block.qkv.backward(dqkv.reshape(*da.shape[:2], -1), stash)
+        for i in reversed(range(self.config.layers)):
+            if self.recompute == "blocks":
+                self.again[i].restore(stash)
+            dx, dh = self.blocks[i].backward(dx, dh, stash, self.joints[2 * i : 2 * i + 2])
         dx = self.first_norm.backward(dh, stash, residual=dx)
         dx = self.dropout.backward(dx, stash)
         dx = self.positions.backward(dx, stash)

@@ -5,6 +5,8 @@ The block's norms stand where a residual is added, so a block takes the stream w
     h = norm1(x)                                     by whoever calls the first block
     x, h = block(x, h):   x = x + out(attention(rope(qkv(h))));    h = norm2(x)
                           x = x + down(gate_up(h));                h = norm1 of the next block, or the final norm
+
+In training, dropout on both things added, where the config has any.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from tinyforge.backends import Backend
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops import AddRMSNorm, Attention, Linear, RMSNorm, RoPE, RopeScaling, SwiGLULinear
+from tinyforge.ops import AddRMSNorm, Attention, Dropout, Linear, RMSNorm, RoPE, RopeScaling, SwiGLULinear
 from tinyforge.ops.attention import LayerCache
 
 STD = 0.02
@@ -59,6 +61,8 @@ class AttentionHalf:
         self.attention = Attention(c.heads, c.kv_heads, backend, f"{at}.attention", window=c.window or None)
         out = Param(f"{at}.out.weight", (c.dim, queries), std=residual_std(c.layers))
         self.out = Linear(out, backend, f"{at}.out")
+        self.out_dropout = Dropout(c.dropout, backend, f"{at}.out_dropout")
+        self.down_dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
         self.norm2 = AddRMSNorm(gain(f"{at}.norm2", c.dim), backend, c.norm_eps, f"{at}.norm2")
         following = f"blocks.{layer + 1}.norm1" if layer + 1 < c.layers else "final_norm"
         self.next_norm = AddRMSNorm(gain(following, c.dim), backend, c.norm_eps, following)
@@ -76,11 +80,11 @@ class AttentionHalf:
         qkv = self.rope.forward(qkv, stash, offset=offset, out=qkv)
         a = self.attention.forward(qkv, stash, cache=cache, starts=starts)  # (B, T, Hq, D)
         a = self.out.forward(a.reshape(*x.shape[:2], -1), stash)  # (B, T, C)
-        return self.norm2.forward(x, a, stash)
+        return self.norm2.forward(x, self.out_dropout.forward(a, stash), stash)
 
     def attend_backward(self, dx: Array, dh: Array, stash: Stash) -> tuple[Array, Array]:
         dx, da = self.norm2.backward((dx, dh), stash)
-        da = self.out.backward(da, stash)  # (B, T, Hq D)
+        da = self.out.backward(self.out_dropout.backward(da, stash), stash)  # (B, T, Hq D)
         da = da.reshape(*da.shape[:2], -1, self.head_dim)
         dqkv = self.attention.backward(da, stash)  # (B, T, Hq + 2 Hkv, D)
         dqkv = self.rope.backward(dqkv, stash, out=dqkv)
@@ -91,7 +95,7 @@ class AttentionHalf:
     def attend_ops(self) -> list[Op]:
         """In the order of forward."""
         norms = [norm for norm, _ in self.head_norms]
-        return [self.qkv, *norms, self.rope, self.attention, self.out, self.norm2]
+        return [self.qkv, *norms, self.rope, self.attention, self.out, self.out_dropout, self.norm2]
 
 
 class Block(AttentionHalf):
@@ -115,18 +119,18 @@ class Block(AttentionHalf):
         again = partial(self.norm2.normed, x) if normed else None
         gu = self.gate_up.forward(h, stash, recompute=again)  # (B, T, 2 hidden)
         f = self.down.forward(gu, stash)  # (B, T, C)
-        return self.next_norm.forward(x, f, stash)
+        return self.next_norm.forward(x, self.down_dropout.forward(f, stash), stash)
 
     def backward(self, dx: Array | None, dh: Array, stash: Stash) -> tuple[Array, Array]:
         """The gradients of x and h. dx: of x after the block; None where nothing but its norm is read."""
         dx, df = self.next_norm.backward((dx, dh), stash)
-        dgu = self.down.backward(df, stash)
+        dgu = self.down.backward(self.down_dropout.backward(df, stash), stash)
         dh = self.gate_up.backward(dgu, stash)
         return self.attend_backward(dx, dh, stash)
 
     def ops(self) -> list[Op]:
         """In the order of forward."""
-        return [*self.attend_ops(), self.gate_up, self.down, self.next_norm]
+        return [*self.attend_ops(), self.gate_up, self.down, self.down_dropout, self.next_norm]
 
     def fused(self) -> FusedLayer:
         return FusedLayer(*(op.weight.value for op in (self.qkv, self.out, self.gate_up, self.down)))

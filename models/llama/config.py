@@ -24,6 +24,8 @@ class Config(ModelConfig):
     rope_scaling stretches the rotary angles to a longer context: "none"; "linear" divides all frequencies by
     rope_factor (Chen et al., 2023); "llama3" divides those with a wavelength above original_context / rope_low_freq,
     leaves those below original_context / rope_high_freq, and blends between (Llama 3.1).
+
+    dropout: rate in training, on what a block's two halves add to the stream.
     """
 
     dim: int = 64
@@ -45,6 +47,7 @@ class Config(ModelConfig):
     rope_low_freq: float = 1.0
     rope_high_freq: float = 4.0
     original_context: int = 8192
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,6 +63,8 @@ class Config(ModelConfig):
             raise UserError(f"config: heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
         if not self.rope_theta > 0:
             raise UserError(f"config: rope_theta is {self.rope_theta}, wants a number above 0")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"config: dropout is {self.dropout}, wants 0 to below 1")
         if self.window < 0:
             raise UserError(f"config: window is {self.window}, wants 0 (none) or more")
         if self.rope_scaling not in ROPE_SCALINGS:

@@ -6,6 +6,7 @@ The blocks are in block.py. NanoEuler is the same model with several output head
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +18,7 @@ from tinyforge.config import ModelConfig
 from tinyforge.infer.cache import KVCache
 from tinyforge.infer.causal_lm import FusedWeights
 from tinyforge.kernel import Array
-from tinyforge.op import Op, Param, Stash, WithKeywords
+from tinyforge.op import Again, Op, Param, Recompute, Stash, WithKeywords
 from tinyforge.ops import AddRMSNorm, Embedding, LinearCrossEntropy, RMSNorm
 from tinyforge.ops.attention import Documents
 from tinyforge.params import ParamBuffer, with_buffer
@@ -35,14 +36,16 @@ class LlamaLike(Op):
     block: Any = Block
 
     def __init__(
-        self, config: ModelConfig, shape: Config, heads: Param | None, backend: Backend, values: Array, recompute: bool
-    ) -> None:
+        self, config: ModelConfig, shape: Config, heads: Param | None, backend: Backend, values: Array,
+        recompute: Recompute,
+    ) -> None:  # fmt: skip
         super().__init__(backend)
         self.config, self.shape, self.recompute = config, shape, recompute
         table = Param("embedding.weight", (shape.vocab, shape.dim), std=STD)
         self.embedding = Embedding(table, backend, "embedding")
         self.first_norm = RMSNorm(gain("blocks.0.norm1", shape.dim), backend, shape.norm_eps, "blocks.0.norm1")
         self.blocks = [self.block(shape, i, backend) for i in range(shape.layers)]
+        self.again = [Again(backend, f"blocks.{i}") for i in range(shape.layers)]
         self.heads = LinearCrossEntropy(heads or table, backend, "heads")
         self.prediction_heads = self.heads.shape[0]
         self.buffer = ParamBuffer(self.params(), backend, values)
@@ -61,18 +64,31 @@ class LlamaLike(Op):
     ) -> Array:  # fmt: skip
         """ids: (B, T) to the final-normed stream, (B, T, C). With a cache, ids follow the positions that it holds.
         documents: a token sees its own alone; whether positions restart makes no difference to RoPE."""
+        return self.trunk(ids, stash, cache, documents)[0]
+
+    def trunk(
+        self, ids: Array, stash: Stash | None, cache: KVCache | None = None, documents: Documents | None = None
+    ) -> tuple[Array, list[Array]]:
+        """The final-normed stream, and what the blocks give beside it."""
+        more: list[Array] = []
         x = self.embedding.forward(ids, stash)
         h = self.first_norm.forward(x, stash)
         normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
         for i, block in enumerate(self.blocks):
-            x, h = block.forward(
-                x, h, stash, normed=normed if self.recompute else None, cache=cache.layer(i) if cache else None,
-                offset=cache.length if cache else 0, starts=documents.starts if documents else None,
+            layer = partial(
+                block.forward, normed=normed if self.recompute == "norms" else None,
+                cache=cache.layer(i) if cache else None, offset=cache.length if cache else 0,
+                starts=documents.starts if documents else None,
             )  # fmt: skip
+            if self.recompute == "blocks":
+                x, h, *beside = self.again[i].run(layer, x, h, normed, stash)
+            else:
+                x, h, *beside = layer(x, h, stash)
             normed = block.next_norm.normed
+            more += beside
         if cache:
             cache.advance(ids.shape[1])
-        return h
+        return h, more
 
     def forward(
         self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents | None = None
@@ -81,10 +97,16 @@ class LlamaLike(Op):
 
     def backward(self, dy: Array, stash: Stash) -> None:
         dh, _ = self.heads.backward(dy, stash)
+        self.trunk_backward(dh, stash)
+
+    def trunk_backward(self, dh: Array, stash: Stash, *beside: Array) -> None:
+        """beside: the gradients of what each block gives beside the stream."""
         # The stream ends at the final norm: nothing else reads it.
         dx: Array | None = None
-        for block in reversed(self.blocks):
-            dx, dh = block.backward(dx, dh, stash)
+        for block, again in zip(reversed(self.blocks), reversed(self.again), strict=True):
+            if self.recompute == "blocks":
+                again.restore(stash)
+            dx, dh = block.backward(dx, dh, stash, *beside)
         dx = self.first_norm.backward(dh, stash, residual=dx)
         self.embedding.backward(dx, stash)
 
@@ -136,14 +158,15 @@ class Llama(LlamaLike):
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). Block, with h the normed stream:
         x = x + out(attention(rope(qkv(norm1(x)))));   x = x + down(gate_up(norm2(x))), where down begins with SwiGLU
-    then a final norm and an output head, its own or the embedding. recompute: compute the norms' results again in
-    backward instead of keeping them. Handing in `values` shares another model's weights (see ParamBuffer).
+    then a final norm and an output head, its own or the embedding. recompute: in backward, compute again the norms'
+    results, or all that a block does from its input, instead of keeping them. Handing in `values` shares
+    another model's weights (see ParamBuffer).
 
     Sources: Touvron et al., "LLaMA" (2023), "Llama 2" (2023); Jiang et al., "Mistral 7B" (2023); the Qwen2 (2024) and
     Qwen3 (2025) technical reports.
     """
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
         own = None if config.tied else Param("heads.weight", (1, config.vocab, config.dim), std=STD)
         super().__init__(config, config, own, backend, values, recompute)
 
@@ -157,6 +180,7 @@ class Llama(LlamaLike):
                     window=3, rope_scaling="llama3", rope_factor=4.0, original_context=12, rope_theta=50.0), 2, 7),
             (Config(dim=4, heads=1, kv_heads=1, layers=1, context=1, vocab=3, hidden=3, norm_eps=0.1), 3, 1),
             (Config(dim=4, heads=2, kv_heads=1, layers=1, context=132, vocab=7, hidden=3, window=100), 1, 131),
+            (Config(dim=12, heads=2, kv_heads=1, layers=2, context=9, vocab=5, hidden=7, dropout=0.3), 2, 7),
         )  # fmt: skip
         for config, batch, length in shapes:
             model = with_buffer(cls(config, backend), backend, rng, std=0.2)

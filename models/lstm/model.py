@@ -15,7 +15,7 @@ from models.lstm.config import Config
 from tinyforge.backends import Backend
 from tinyforge.infer.cache import StateCache
 from tinyforge.kernel import Array
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import LSTM, Dropout, Embedding, LinearCrossEntropy
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
@@ -36,7 +36,7 @@ class LSTMModel(Op):
     prediction_heads = 1
     per_head = True
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
         """recompute: there is nothing here that would be worth it."""
         super().__init__(backend)
         self.config, self.recompute, width = config, recompute, config.dim

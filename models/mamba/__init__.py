@@ -6,7 +6,7 @@ from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(
     "mamba", "Mamba", Mamba, Config, PRESETS, "Selective state spaces in place of attention; linear in the length",
-    hf="models.mamba.hf", architectures=("MambaForCausalLM",),
+    hf=f"{__name__}.hf", architectures=("MambaForCausalLM",),
     source='Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023)',
     backward="The gradient of the state is a recurrence too, with the same decays, run from the last position to the "
     "first. States are not stored but for one in 32: those between are computed again, a tile at a time. The output of "

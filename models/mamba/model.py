@@ -16,7 +16,7 @@ from models.mamba.config import Config
 from tinyforge.backends import Backend
 from tinyforge.infer.cache import StateCache
 from tinyforge.kernel import Array
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import AddRMSNorm, CausalConv, Embedding, Linear, LinearCrossEntropy, RMSNorm, SelectiveScan
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
@@ -90,7 +90,7 @@ class Mamba(Op):
     prediction_heads = 1
     per_head = True
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
         super().__init__(backend)
         self.config, self.recompute = config, recompute
         table = Param("embedding.weight", (config.vocab, config.dim), std=0.02)

@@ -1,6 +1,7 @@
 """A mixture of experts, forward and backward: Llama's block with many feed-forward layers in the place of one.
 
-Read `trunk` and `forward`, then `backward` beside them from the bottom up. The attention half of a block is Llama's.
+Read `Block.forward` and `MoE.forward`, then their `backward` from the bottom up. The attention half of a block is
+Llama's.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from models.llama.block import STD, AttentionHalf, residual_std
 from models.llama.model import LlamaLike
 from models.moe.config import Config
 from tinyforge.backends import Backend
-from tinyforge.infer.cache import KVCache
 from tinyforge.kernel import Array
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import MixtureOfExperts, RouterLosses
-from tinyforge.ops.attention import Documents
+from tinyforge.ops.attention import Documents, LayerCache
 from tinyforge.params import with_buffer
 
 
@@ -36,10 +36,27 @@ class Block(AttentionHalf):
             c.active, backend, f"{at}.experts",
         )  # fmt: skip
 
+    def forward(
+        self, x: Array, h: Array, stash: Stash | None, *, normed: Callable[[Array], Array] | None = None,
+        cache: LayerCache | None = None, offset: int = 0, starts: Array | None = None,
+    ) -> tuple[Array, Array, Array, Array]:  # fmt: skip
+        """x and h after the block, (B, T, C) each, and its router's usage and starts, (E + 1,) each. Arguments as of
+        Llama's block."""
+        x, h = self.attend(x, h, stash, normed=normed, cache=cache, offset=offset, starts=starts)
+        again = partial(self.norm2.normed, x) if normed else None
+        f, usage, bounds = self.experts.forward(h, stash, recompute=again)
+        x, h = self.next_norm.forward(x, self.down_dropout.forward(f, stash), stash)
+        return x, h, usage, bounds
+
+    def backward(self, dx: Array | None, dh: Array, stash: Stash, dusage: Array) -> tuple[Array, Array]:
+        dx, df = self.next_norm.backward((dx, dh), stash)
+        dh = self.experts.backward((self.down_dropout.backward(df, stash), dusage, None), stash)
+        return self.attend_backward(dx, dh, stash)
+
     def ops(self) -> list[Op]:
         """In the order of forward."""
         e = self.experts
-        return [*self.attend_ops(), e.gate, e.router, e, self.next_norm]
+        return [*self.attend_ops(), e.gate, e.router, e, self.down_dropout, self.next_norm]
 
 
 class MoE(LlamaLike):
@@ -56,44 +73,16 @@ class MoE(LlamaLike):
     block = Block
     config: Config
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
         shape = (config.mtp_heads, config.vocab, config.dim)
         heads = None if config.tied else Param("heads.weight", shape, std=STD)
         self.losses = RouterLosses(config.active, backend, "router_losses") if config.term_weights else None
         super().__init__(config, config, heads, backend, values, recompute)
 
-    def trunk(
-        self, ids: Array, stash: Stash | None, cache: KVCache | None = None, documents: Documents | None = None
-    ) -> tuple[Array, list[Array]]:
-        """ids: (B, T) to the final-normed stream, (B, T, C), and usage and starts of each layer's router in turn."""
-        x = self.embedding.forward(ids, stash)
-        h = self.first_norm.forward(x, stash)
-        normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
-        used: list[Array] = []
-        for i, block in enumerate(self.blocks):
-            x, h = block.attend(
-                x, h, stash, normed=normed if self.recompute else None, cache=cache.layer(i) if cache else None,
-                offset=cache.length if cache else 0, starts=documents.starts if documents else None,
-            )  # fmt: skip
-            again = partial(block.norm2.normed, x) if self.recompute else None
-            f, usage, starts = block.experts.forward(h, stash, recompute=again)  # (B, T, C), (E + 1,), (E + 1,)
-            x, h = block.next_norm.forward(x, f, stash)
-            normed = block.next_norm.normed
-            used += [usage, starts]
-        if cache:
-            cache.advance(ids.shape[1])
-        return h, used
-
-    def hidden(
-        self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None,
-        documents: Documents | None = None,
-    ) -> Array:  # fmt: skip
-        return self.trunk(ids, stash, cache, documents)[0]
-
     def forward(
         self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents | None = None
     ) -> Any:
-        h, used = self.trunk(ids, stash, documents=documents)
+        h, used = self.trunk(ids, stash, documents=documents)  # usage and starts of each layer's router in turn
         if self.losses is None:
             return self.heads.forward(h, targets, stash)
         terms = self.losses.forward(*used, stash=stash)
@@ -106,14 +95,7 @@ class MoE(LlamaLike):
             dusage = self.backend.zeros((self.config.experts + 1,), self.backend.master_dtype)
         else:
             dusage = self.losses.backward(dterms, stash)[0]  # of every layer
-        # The stream ends at the final norm: nothing else reads it.
-        dx: Array | None = None
-        for block in reversed(self.blocks):
-            dx, df = block.next_norm.backward((dx, dh), stash)
-            dh = block.experts.backward((df, dusage, None), stash)
-            dx, dh = block.attend_backward(dx, dh, stash)
-        dx = self.first_norm.backward(dh, stash, residual=dx)
-        self.embedding.backward(dx, stash)
+        self.trunk_backward(dh, stash, dusage)
 
     def fused_weights(self) -> None:
         """None: the fused decoders take layers without experts."""

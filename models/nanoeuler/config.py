@@ -1,4 +1,4 @@
-"""NanoEuler's sizes: a frozen dataclass and three presets."""
+"""NanoEuler's sizes: a frozen dataclass and its presets."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Config(MultiToken):
 
     dim: width C of the residual stream. heads, kv_heads: query and key/value heads, each of size dim / heads.
     layers: blocks. mtp_heads: output heads, head k predicting token t + 1 + k. hidden: width of SwiGLU.
-    mtp_weights: the heads' weights in the loss, normalised to sum to 1; powers of 1/2 unless given.
+    mtp_weights: the heads' weights in the loss, normalised to sum to 1; powers of 1/2 unless given. dropout: rate in
+    training, on what attention and SwiGLU add to the stream.
     """
 
     dim: int = 128
@@ -64,9 +65,12 @@ class Config(MultiToken):
     mtp_weights: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125)
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"config: dropout is {self.dropout}, wants 0 to below 1")
         self.require_positive("dim", "heads", "kv_heads", "layers", "hidden")
         if self.dim % self.heads:
             raise UserError(
@@ -88,6 +92,7 @@ class Config(MultiToken):
         return LlamaConfig(
             dim=self.dim, heads=self.heads, kv_heads=self.kv_heads, layers=self.layers, context=self.context,
             vocab=self.vocab, hidden=self.hidden, tied=False, norm_eps=self.norm_eps, rope_theta=self.rope_theta,
+            dropout=self.dropout,
         )  # fmt: skip
 
 
@@ -95,4 +100,6 @@ PRESETS = {
     "small": Config(),
     "base": Config(dim=768, heads=12, kv_heads=4, layers=16, context=512, vocab=4096, hidden=2048),
     "large": Config(dim=1024, heads=16, kv_heads=4, layers=20, context=1024, vocab=8192, hidden=2816),
+    "xl": Config(dim=1536, heads=24, kv_heads=8, layers=28, context=1024, vocab=16384, hidden=4096),
+    "2b": Config(dim=2048, heads=16, kv_heads=4, layers=40, context=1024, vocab=16384, hidden=5632),
 }

@@ -14,7 +14,7 @@ from models.llama.model import LlamaLike
 from models.nanoeuler.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
-from tinyforge.op import Op, Param, WithKeywords
+from tinyforge.op import Op, Param, Recompute, WithKeywords
 from tinyforge.ops.attention import Documents
 from tinyforge.params import with_buffer
 
@@ -25,11 +25,11 @@ class NanoEuler(LlamaLike):
     ids: (B, T) int32; targets: (B, T, K) int32, -1 for none; nll: (B, T, K). Block, with h the normed stream:
         x = x + out(attention(rope(qkv(norm1(x)))));   x = x + down(gate_up(norm2(x))), where down begins with SwiGLU
     then a final norm and K output heads. Handing in `values` shares another model's weights (see ParamBuffer).
-    recompute: compute the norms' results again in backward instead of keeping them, which saves a sixth of what a layer
-    would keep.
+    recompute: "norms": compute the norms' results again in backward instead of keeping them, which saves a sixth of
+    what a layer would keep. "blocks": keep only the stream before each block, and run the block again.
     """
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
         heads = Param("heads.weight", (config.mtp_heads, config.vocab, config.dim), std=0.02)
         super().__init__(config, config.trunk, heads, backend, values, recompute)
 
@@ -42,6 +42,8 @@ class NanoEuler(LlamaLike):
                     mtp_weights=(1,), norm_eps=0.1), 3, 1),
             (Config(dim=12, heads=2, kv_heads=1, layers=3, context=132, vocab=7, mtp_heads=2, hidden=5,
                     mtp_weights=(1, 1)), 1, 131),
+            (Config(dim=12, heads=2, kv_heads=2, layers=2, context=9, vocab=5, mtp_heads=2, hidden=5,
+                    mtp_weights=(1, 1), dropout=0.3), 2, 7),
         )  # fmt: skip
         for config, batch, length in shapes:
             model = with_buffer(cls(config, backend), backend, rng, std=0.2)

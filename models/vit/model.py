@@ -15,7 +15,7 @@ import numpy as np
 from models.vit.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import (
     AddLayerNorm,
     Attention,
@@ -80,7 +80,7 @@ class ViT(Op):
 
     per_head = True
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: bool = False) -> None:
+    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
         super().__init__(backend)
         self.config, self.recompute = config, recompute
         dim, pixels = config.dim, config.channels * config.patch**2

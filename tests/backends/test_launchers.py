@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tinyforge import ops
-from tinyforge.backends import PRECISIONS, Backend, dtype_of, wide
+from tinyforge.backends import PRECISIONS, Backend, dtype_of, tensor_map, wide
 from tinyforge.backends import compile as kernels
 from tinyforge.kernel import bind
 from tinyforge.op import Op, Stash
@@ -26,7 +26,8 @@ from tinyforge.ops.attention import attention_bwd, attention_fwd
 from tinyforge.ops.cross_entropy import linear_cross_entropy_fwd, sum_tokens
 from tinyforge.ops.mixture import grouped_bwd_input, grouped_bwd_weight, grouped_fwd
 from tinyforge.optim import AdamWConfig
-from tinyforge.optim.adamw import adamw_, clip_factor
+from tinyforge.optim.adamw import adamw_, clip_factor, square_sums
+from tinyforge.parallel.sums import add_
 from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
 
@@ -38,7 +39,7 @@ LAUNCHERS = (
     "ops.dropout", "ops.embedding", "ops.fork", "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear",
     "ops.lora", "ops.lstm", "ops.mixture", "ops.patches", "ops.positions", "ops.rmsnorm", "ops.rope", "ops.router",
     "ops.router_losses", "ops.rows", "ops.selective_scan", "ops.softmax", "ops.swiglu", "ops.swiglu_linear",
-    "ops.take", "ops.tanh", "optim.adamw",
+    "ops.take", "ops.tanh", "optim.adamw", "parallel.sums",
 )  # fmt: skip
 NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32}
 SCALARS = {"double": "float64", "float": "float32", "bf16": "bfloat16"}
@@ -125,6 +126,8 @@ class Launches:
             assert isinstance(argument, OnDevice), f"{where}, got {type(argument)}"
             wanted = dtype_of(SCALARS[kind]) if kind in SCALARS else np.dtype(NUMBERS[kind])
             assert argument.dtype == wanted, f"{where}, got {argument.dtype}"
+        elif kind == "__grid_constant__ TensorMap":
+            assert argument.size == 1 and argument.nbytes == 128 and argument.ctypes.data % 64 == 0, where
         elif isinstance(argument, int):  # CuPy passes it with 64 bits
             assert kind == "i64", where
         else:
@@ -158,12 +161,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         ndarray=OnDevice, asarray=lambda x: np.asarray(x).view(OnDevice), cuda=SimpleNamespace(Device=lambda: device),
         ascontiguousarray=lambda x: np.ascontiguousarray(x).view(OnDevice), empty=OnDevice,
         concatenate=lambda arrays: np.concatenate(arrays).view(OnDevice),
+        arange=lambda count, dtype: np.arange(count, dtype=dtype).view(OnDevice),
     )  # fmt: skip
     from tinyforge.backends import cupy_backend
     from tinyforge.ops import attention_cuda
 
-    caches = (cupy_backend.processors, cupy_backend.shared_limit, attention_cuda.plain, attention_cuda.tensor_core,
-              attention_cuda.has_wgmma)  # fmt: skip
+    caches = (cupy_backend.has_wgmma, cupy_backend.processors, cupy_backend.shared_limit, attention_cuda.plain,
+              attention_cuda.tensor_core)  # fmt: skip
+    monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
     for module in (cupy_backend, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
         stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_bias": no_gemm_bias, "cupy": cupy, "cp": cupy}
         for name, stand_in in stand_ins.items():
@@ -178,7 +183,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 def test_no_launcher_is_left_out() -> None:
     folder = files("tinyforge")
-    there = {f"{d}.{f.name[: -len('_cuda.py')]}" for d in ("ops", "optim") for f in (folder / d).iterdir()
+    there = {f"{d}.{f.name[: -len('_cuda.py')]}" for d in ("ops", "optim", "parallel") for f in (folder / d).iterdir()
              if f.name.endswith("_cuda.py")}  # fmt: skip
     assert there == set(LAUNCHERS)
 
@@ -254,9 +259,10 @@ def test_attention_refuses_starts_that_its_kernels_cannot_read(launches: Launche
             k.attention_fwd(x, x, x, None, wrong.view(OnDevice), True, None, None, 0.0)
 
 
+@pytest.mark.parametrize("hopper", [True, False])
 @pytest.mark.parametrize(("precision", "width"), [("bf16", 24), ("bf16", 20), ("fp32", 24)])
 def test_grouped_products_take_tensor_cores_where_they_can(
-    precision: str, width: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
+    precision: str, width: int, hopper: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tinyforge.ops import mixture_cuda
 
@@ -267,6 +273,7 @@ def test_grouped_products_take_tensor_cores_where_they_can(
         return launches.load(file, entry, shared_bytes, **macros)
 
     monkeypatch.setattr(mixture_cuda, "load", load)
+    monkeypatch.setattr(mixture_cuda, "has_wgmma", lambda: hopper)
     backend = FakeCupy(precision)
     k = bind((grouped_fwd, grouped_bwd_input, grouped_bwd_weight), backend, "test")
     x, y, weight = backend.zeros((5, 16)), backend.zeros((5, width)), backend.zeros((3, width, 16))
@@ -275,7 +282,7 @@ def test_grouped_products_take_tensor_cores_where_they_can(
     assert k.grouped_bwd_input(y, weight, None, starts).shape == (5, 16)
     k.grouped_bwd_weight(backend.zeros(weight.shape, backend.master_dtype), y, x, rows, rows, starts)
     fast = precision == "bf16" and width % 8 == 0
-    assert files == ["ops/grouped_mma.cu" if fast else "ops/grouped.cu"] * 3
+    assert files == [f"ops/grouped{('_hopper' if hopper else '_mma') if fast else ''}.cu"] * 3
 
 
 @pytest.mark.parametrize(
@@ -310,12 +317,17 @@ def test_the_optimizers_launches(precision: str, launches: Launches) -> None:
     backend = FakeCupy(precision)
     flat = [backend.zeros((64,), backend.master_dtype) for _ in range(4)]
     values = flat[0] if backend.dtype == backend.master_dtype else backend.zeros((64,))
-    clip, update, summed = (k.bind(backend) for k in (clip_factor, adamw_, sum_tokens))
-    _, factor = clip(flat[3], 1.0, 1.0)
-    clip(flat[3], np.asarray(factor).view(OnDevice), 1.0)
+    squares, clip, update, summed, add = (
+        k.bind(backend) for k in (square_sums, clip_factor, adamw_, sum_tokens, add_)
+    )
+    sums = backend.zeros((7,), np.dtype(np.float64))
+    squares(sums, flat[3])
+    _, factor = clip(sums, 1.0, 1.0)
+    clip(sums, np.asarray(factor).view(OnDevice), 1.0)
+    add(flat[0], flat[1])
     update(values, *flat, 1, 1e-3, 0.1, np.asarray(factor).view(OnDevice), AdamWConfig())
     summed(backend.zeros((5, 3), backend.master_dtype))
-    assert launches.seen == ["square_sums", "finish_norm", "square_sums", "finish_norm", "adamw", "sum_heads"]
+    assert launches.seen == ["square_sums", "finish_norm", "finish_norm", "add", "adamw", "sum_heads"]
 
 
 def test_a_wrong_argument_shows(launches: Launches) -> None:

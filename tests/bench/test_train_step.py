@@ -117,7 +117,7 @@ def test_a_peer_that_agrees_passes() -> None:
     ("flags", "message"),
     [
         (["--steps", "0"], "--steps is 0"),
-        (["--config", "huge"], "'huge' is not a preset (small, base, large)"),
+        (["--config", "huge"], "'huge' is not a preset (small, base, large, xl, 2b)"),
         (["--precision", "fp8"], "precision 'fp8' is not available"),
         (["--json", "no/such/folder/result.json"], "folder that does not exist"),
         (["--peer", "torch"], "PyTorch is not installed; pip install torch"),

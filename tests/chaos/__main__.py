@@ -13,39 +13,37 @@ nobody disturbed has written: the same names, the same bytes, but for the figure
 
 from __future__ import annotations
 
-import argparse
 import os
 
 # One BLAS thread: a process with threads cannot be forked.
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import json
+import math
 import random
-import secrets
 import shutil
 import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot  # noqa: F401  (once, not in every child)
-import tqdm
 
-from tests.chaos.commands import Command, commands, contents, make_inputs, stories
+from data import fineweb_edu
+from tests.chaos.commands import Command, commands, contents, make_inputs, rows_of_the_web, stories
 from tests.data.conftest import Host, server_of
-from tests.fuzz.child import Limits, end_session, start_child
+from tests.fuzz.child import Patience, Watch, end_session, start_child
+from tests.fuzz.turns import in_turns, name_of, parser, table
 from tinyforge.hub import convert
 
-ROOT = Path(__file__).resolve().parents[2]
 WRITES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
-LONGEST = Limits(seconds=120.0).seconds  # for a run that nobody kills
+HELD = 120.0  # seconds for which what a kill has left behind may hold the folder
 BUSY = ("another run is writing there", "already holds a run")  # what a child that was left behind has begun, or ended
 
 
@@ -68,6 +66,7 @@ class Chaos:
 
     folder: Path
     keep: Path
+    patience: Patience = Patience()
     whole: dict[str, Whole] = field(default_factory=dict)
 
     # --- one child
@@ -90,20 +89,25 @@ class Chaos:
 
     def finish(self, command: Command, prepare: Callable[[], None]) -> None:
         """Run the command to its end. One that was killed may have left children that still hold the folder."""
-        until = time.monotonic() + LONGEST
+        until = time.monotonic() + HELD
         while time.monotonic() < until:
             child = self.start(command, prepare)
             if child is None:
                 return
-            status = wait_for(child, until - time.monotonic())
+            status = self.wait(child)
             if status == 0:
                 return
-            if status is None:
-                raise Failure(f"did not end within {LONGEST:.0f} s; it said: {self.said()}")
             if not self.is_held():
                 raise Failure(f"ended with status {status}; it said: {self.said()}")
             time.sleep(0.1)
-        raise Failure(f"what was killed held the folder for {LONGEST:.0f} s")
+        raise Failure(f"what was killed held the folder for {HELD:.0f} s")
+
+    def wait(self, child: int, seconds: float = math.inf, alone: bool = False) -> int | None:
+        """As `wait_for`; Failure for a child that hangs."""
+        try:
+            return wait_for(child, self.patience, seconds, alone)
+        except TimeoutError as hung:
+            raise Failure(f"{hung}; it said: {self.said()}") from None
 
     def kill(self, command: Command, rng: random.Random) -> bool:
         """Begin, or go on, and kill; False where the command was done before."""
@@ -112,7 +116,7 @@ class Chaos:
         child = self.start(command, lambda: doom(at, alone))
         if child is None:
             return False
-        status = wait_for(child, LONGEST if at else rng.uniform(0.0, 1.05 * whole.seconds), alone)
+        status = self.wait(child, math.inf if at else rng.uniform(0.0, 1.05 * whole.seconds), alone)
         if status not in (None, 0, -signal.SIGKILL) and not self.is_held():
             raise Failure(f"ended with status {status} after a kill; it said: {self.said()}")
         return status in (None, -signal.SIGKILL)
@@ -146,6 +150,20 @@ class Chaos:
             raise Failure(f"after {kills} kills these differ from an undisturbed run: {', '.join(other[:10])}")
         return kills
 
+    def trial(self, command: Command, seed: int) -> dict[str, Any]:
+        """A life, and before the first one the measure. What failed is kept."""
+        row: dict[str, Any] = {"command": command.name, "kills": 0, "failed": ""}
+        try:
+            if command.name not in self.whole:
+                self.measure(command)
+            row["kills"] = self.live(command, seed)
+        except Failure as failure:
+            row["failed"] = f"{command.name}, seed {seed}: {failure}"
+            kept = self.keep / name_of(command.name, seed)
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(self.folder, kept, symlinks=True, ignore_dangling_symlinks=True)
+        return row
+
     def clear(self, command: Command) -> None:
         for path in self.folder.iterdir():
             if path.name != "inputs":
@@ -163,7 +181,7 @@ class Chaos:
             result.write_text(json.dumps(found), encoding="utf-8")
 
         names = [self.folder.with_suffix(f".{stream}") for stream in ("out", "err")]
-        if wait_for(start_child(write, self.folder, names, 0), LONGEST) != 0:
+        if self.wait(start_child(write, self.folder, names, 0)) != 0:
             raise Failure(f"what it left cannot be read: {self.said()}")
         return json.loads(result.read_text(encoding="utf-8"))
 
@@ -173,9 +191,12 @@ def differing(wanted: dict[str, str], got: dict[str, str]) -> list[str]:
     return sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
 
 
-def wait_for(child: int, seconds: float, alone: bool = False) -> int | None:
-    """The status of a child, -9 after a kill; killed when its time is over: then None. alone: without its children."""
-    until, pause = time.monotonic() + seconds, 0.0005
+def wait_for(child: int, patience: Patience, seconds: float = math.inf, alone: bool = False) -> int | None:
+    """The status of a child, -9 after a kill; killed when its time is over: then None. alone: without its children.
+
+    Raises TimeoutError, and ends its session, where it hangs.
+    """
+    until, pause, watch = time.monotonic() + seconds, 0.0005, Watch(child, patience)
     while True:
         pid, code = os.waitpid(child, os.WNOHANG)
         if pid:
@@ -183,11 +204,14 @@ def wait_for(child: int, seconds: float, alone: bool = False) -> int | None:
             if status != -signal.SIGKILL:
                 end_session(child)
             return status
-        if time.monotonic() >= until:
+        over = time.monotonic() >= until
+        if over or (fault := watch.fault()):
             with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL) if alone else os.killpg(child, signal.SIGKILL)
+                os.kill(child, signal.SIGKILL) if over and alone else os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return None
+            if over:
+                return None
+            raise TimeoutError(fault)
         time.sleep(pause)
         pause = min(2 * pause, 0.005)
 
@@ -198,7 +222,6 @@ def doom(at: int, alone: bool = True, log: Path | None = None) -> None:
     Python announces them to audit hooks. What libraries write by themselves is not among them: random moments are for
     that.
     """
-    tqdm.tqdm.monitor_interval = 0
     me, seen = os.getpid(), 0
     counted = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if log else -1
 
@@ -219,26 +242,6 @@ def doom(at: int, alone: bool = True, log: Path | None = None) -> None:
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
-def work(chaos: Chaos, listed: Sequence[Command], seeds: Any, until: float, log: Path) -> None:
-    """Lives of all commands in turn until the clock says so; a line of JSON for each goes to `log`."""
-    with open(log, "a", encoding="utf-8", buffering=1) as lines:
-        for seed in seeds:
-            for command in listed:
-                if time.monotonic() >= until:
-                    return
-                row: dict[str, Any] = {"command": command.name, "lives": 1, "kills": 0, "failed": ""}
-                try:
-                    if command.name not in chaos.whole:
-                        chaos.measure(command)
-                    row["kills"] = chaos.live(command, seed)
-                except Failure as failure:
-                    row["failed"] = f"{command.name}, seed {seed}: {failure}"
-                    kept = chaos.keep / f"{''.join(c if c.isalnum() else '-' for c in command.name)}-{seed}"
-                    shutil.rmtree(kept, ignore_errors=True)
-                    shutil.copytree(chaos.folder, kept, symlinks=True, ignore_dangling_symlinks=True)
-                lines.write(json.dumps(row) + "\n")
-
-
 def chaos(seconds: float, workers: int, only: str, first: int, keep: Path, once: bool = False) -> int:
     """Prints the figures; returns the number of lives that came to another end."""
     began = time.monotonic()
@@ -246,39 +249,29 @@ def chaos(seconds: float, workers: int, only: str, first: int, keep: Path, once:
         inputs = Path(folder, "inputs")
         make_inputs(inputs)
         host, server = _publish(Path(folder))
-        until = time.monotonic() + seconds
         listed = [command for command in commands(host.url) if only in command.name]
-        children, logs = [], [Path(folder, f"log-{worker}") for worker in range(workers)]
-        for worker, log in enumerate(logs):
-            child = os.fork()
-            if not child:
-                status = 1
-                try:
-                    mine = Path(folder, f"work-{worker}")
-                    mine.mkdir()
-                    (mine / "inputs").symlink_to(inputs)
-                    seeds = [first] if once else count(first + worker, workers)
-                    # Workers begin at different commands, so that a short run covers all of them.
-                    at = worker * len(listed) // workers
-                    work(Chaos(mine, keep), [*listed[at:], *listed[:at]], seeds, until, log)
-                    status = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(status)
-            children.append(child)
-        ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        os.kill(server, signal.SIGKILL)
-        os.waitpid(server, 0)
-        lines = [log.read_text(encoding="utf-8").splitlines() for log in logs if log.exists()]
-    if any(ended):
-        raise SystemExit(f"a worker ended with status {max(map(abs, ended))}: see its traceback above")
-    rows = [json.loads(line) for line in chain.from_iterable(lines)]
+
+        def begin(number: int) -> Callable[[Command, int], dict[str, Any]]:
+            mine = Path(folder, f"work-{number}")
+            mine.mkdir()
+            (mine / "inputs").symlink_to(inputs)
+            return Chaos(mine, keep).trial
+
+        try:
+            rows = in_turns(begin, listed, workers, seconds, [first] if once else count(first))
+        finally:
+            os.kill(server, signal.SIGKILL)
+            os.waitpid(server, 0)
     for row in rows:
         if row["failed"]:
             print(f"FAILED {row['failed']}\n  what is there is under {keep}")
-    print(table([command.name for command in listed], rows, time.monotonic() - began))
-    return sum(bool(row["failed"]) for row in rows)
+    cells = []
+    for name in (*(command.name for command in listed), ""):
+        of_it = [row for row in rows if name in ("", row["command"])]
+        cells.append((name or f"all in {time.monotonic() - began:.0f} s", len(of_it),
+                      sum(row["kills"] for row in of_it), sum(bool(row["failed"]) for row in of_it)))  # fmt: skip
+    print(table(("command", "lives", "kills", "different"), cells))
+    return cells[-1][-1]
 
 
 def _publish(folder: Path) -> tuple[Host, int]:
@@ -286,6 +279,7 @@ def _publish(folder: Path) -> tuple[Host, int]:
     host = Host(pace=0.005)
     server = server_of(host)
     host.publish("roneneldan/TinyStories", stories())
+    host.publish(fineweb_edu.REPOSITORY, rows_of_the_web())
     child = os.fork()
     if not child:
         try:
@@ -296,29 +290,12 @@ def _publish(folder: Path) -> tuple[Host, int]:
     return host, child
 
 
-def table(names: Sequence[str], rows: Sequence[dict[str, Any]], seconds: float) -> str:
-    width = max(map(len, names))
-    lines = [f"{'command':<{width}}  {'lives':>5}  {'kills':>5}  {'different':>9}"]
-    parts = {name: [row for row in rows if row["command"] == name] for name in names}
-    for name, of_it in {**parts, f"all in {seconds:.0f} s": rows}.items():
-        different = sum(bool(row["failed"]) for row in of_it)
-        lines.append(f"{name:<{width}}  {len(of_it):>5}  {sum(row['kills'] for row in of_it):>5}  {different:>9}")
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    p.add_argument("--seconds", type=float, default=60.0, help="for how long (default: %(default)s)")
-    p.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="lives side by side (default: the cores)")
-    p.add_argument("--keep", type=Path, default=ROOT / "runs" / "chaos",
-                   help="where what differs goes (default: runs/chaos)")  # fmt: skip
-    p.add_argument("--only", default="", metavar="TEXT", help="commands with this in their name")
+    p = parser("chaos", __doc__ or "", "commands", "what differs goes")
     p.add_argument("--seed", type=int, help="of one life; the commands are those of --only")
-    p.add_argument("--first", type=int, help="the first seed (default: a random one)")
     args = p.parse_args(argv)
     matplotlib.use("Agg")
-    first = args.seed if args.seed is not None else args.first if args.first is not None else secrets.randbelow(10**9)
+    first = args.first if args.seed is None else args.seed
     workers = 1 if args.seed is not None else args.workers
     print(f"{args.seconds:.0f} s, {workers} workers, seeds from {first}", flush=True)
     for name in ("http_proxy", "https_proxy", "all_proxy"):

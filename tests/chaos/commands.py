@@ -11,10 +11,11 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from data import alpaca, corpus, gutenberg, local, shards, tinystories
-from recipes import ablation, evaluate, pretrain, sft
+from data import alpaca, corpus, fineweb_edu, gutenberg, local, shards, tinystories
+from recipes import ablation, classify, evaluate, pretrain, sft
 from tests.fuzz.seeds import BOOK, RECORDS, documents, make_seeds
 from tinyforge import chat, checkpoint
 from tinyforge.hub import convert, load
@@ -26,7 +27,8 @@ SHAPE = "dim=16 heads=2 kv_heads=1 layers=1 hidden=24 context=96 mtp_heads=2"
 TOKENIZER = "--tokenizer inputs/tokenizers/ours.json --set vocab=300"
 CORPUS = "inputs/source inputs/second --out out --val-share 0.3"
 PLAN = "--save-every 3 --eval-every 8 --batch-size 4 --backend numpy"
-CLOCKS = ("seconds", "tokens_per_second", "elapsed", "joules")  # what no two runs have in common
+# What no two runs have in common.
+CLOCKS = ("seconds", "tokens_per_second", "elapsed", "joules", "peak_memory_mib", "gpu_memory_mib")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ def _into_folder(main: Main) -> Main:
 def commands(url: str) -> list[Command]:
     """All of them. url: of the server that has the `stories`."""
     gguf = Command("convert to GGUF", _into_folder(_convert_to_file), "inputs/sft out/model.gguf")
+    slice = Command("slice", fineweb_edu.main, f"--base-url {url} --rows 500 --out out")
+    has_httpfs = importlib.util.find_spec("duckdb_extension_httpfs")
     return [
         Command("pretrain, text", pretrain.main, f"--data inputs/inputs/text.txt {TOKENIZER} {SHAPE} --steps "
                 f"{STEPS} {PLAN} --workers 2 --out out --card", "--resume --out out --card"),
@@ -84,6 +88,19 @@ def commands(url: str) -> list[Command]:
                 "--workers 1 --keep 0 --out out", "--resume --out out"),
         Command("sft", sft.main, f"--data inputs/inputs/alpaca.json --base inputs/run --steps {STEPS} {PLAN} "
                 "--workers 1 --out out", "--resume --out out"),
+        Command("sft, adapters", sft.main, "--data inputs/inputs/alpaca.json --base inputs/run --lora 2 --steps "
+                f"{STEPS} {PLAN} --workers 1 --out out", "--resume --out out"),
+        Command("pretrain, experts", pretrain.main, f"--model moe --data inputs/inputs/text.txt {TOKENIZER} {SHAPE} "
+                f"experts=4 --steps {STEPS} {PLAN} --workers 1 --out out", "--resume --out out"),
+        Command("pretrain, words", pretrain.main, "--model bert --data inputs/inputs/text.txt --tokenizer "
+                f"inputs/tokenizers/words.json --set dim=16 heads=2 layers=1 hidden=24 context=96 vocab=200 --steps "
+                f"{STEPS} {PLAN} --workers 1 --out out", "--resume --out out"),
+        Command("classify, texts", classify.main, "--model bert --data inputs/labelled/texts.jsonl --tokenizer "
+                f"inputs/tokenizers/words.json --set dim=16 heads=2 layers=1 hidden=24 context=64 --steps {STEPS} "
+                f"{PLAN} --workers 1 --out out", "--resume --out out"),
+        Command("classify, images", classify.main, "--model vit --data inputs/labelled/mnist --set dim=16 heads=2 "
+                f"layers=1 hidden=24 image=8 patch=4 --steps {STEPS} {PLAN} --workers 1 --out out",
+                "--resume --out out"),
         Command("ablation", ablation.main, "--arm a:~--lr~1e-3 --arm b:~--lr~2e-3 --seeds 1 --out out -- --data "
                 f"inputs/inputs/text.txt {TOKENIZER} {SHAPE} --steps 6 {PLAN} --workers 1"),
         Command("evaluate", evaluate.main, "--checkpoint out --data inputs/inputs/text.txt --instructions "
@@ -98,12 +115,15 @@ def commands(url: str) -> list[Command]:
         Command("tinystories", tinystories.main, "inputs/inputs/stories.txt --out out"),
         Command("gutenberg", gutenberg.main, "inputs/inputs/books.zip --out out"),
         Command("download", tinystories.main, f"--base-url {url} --files a.txt b.txt --out out"),
+        *([slice] if has_httpfs else []),
         Command("corpus", corpus.main, f"{CORPUS} --workers 1"),
         Command("corpus, two workers", corpus.main, f"{CORPUS} --workers 2"),
         Command("corpus, report", corpus.main, "report out", before="corpus"),
         Command("shards", shards.main, "--corpus inputs/corpus --out out --vocab-size 280 --shard-tokens 300 "
                 "--workers 2"),
         Command("convert to Hugging Face", convert.main, "inputs/sft out", once=True),
+        Command("convert to an adapter", convert.main, "inputs/lora out --adapter", once=True),
+        Command("merge an adapter", convert.main, "inputs/peft out --base inputs/merged --format tinyforge", once=True),
         Command("convert to ours", convert.main, "inputs/llama out --format tinyforge", once=True),
         Command("convert to llama2.c", _into_folder(_convert_to_file), "inputs/llama2c/model.bin out/model.bin"),
         *([gguf] if importlib.util.find_spec("gguf") else []),  # an extra
@@ -135,6 +155,24 @@ def stories() -> dict[str, bytes]:
             for seed, name in enumerate("ab")}  # fmt: skip
 
 
+def rows_of_the_web() -> dict[str, bytes]:
+    """Two parquet files as FineWeb-Edu's, whose rows pass its filters."""
+    return {f"{fineweb_edu.FOLDER}/{seed:03d}.parquet": _web_rows(seed) for seed in range(2)}
+
+
+def _web_rows(seed: int) -> bytes:
+    import duckdb
+
+    with TemporaryDirectory() as folder, duckdb.connect(config={"threads": 1}) as connection:
+        path = Path(folder, "rows.parquet")
+        columns = (
+            f"'Text ' || i || md5('{seed} ' || i) AS text, '{seed} ' || i AS id, 'https://host/' || i AS url, "
+            "'en' AS language, 0.9::DOUBLE AS language_score, 100::BIGINT AS token_count, 4.0::DOUBLE AS score"
+        )
+        connection.execute(f"COPY (SELECT {columns} FROM range(1000) t(i)) TO '{path}' (FORMAT parquet)")
+        return path.read_bytes()
+
+
 # --- what must be the same -------------------------------------------------------------------------------------------
 
 
@@ -150,7 +188,7 @@ def contents(out: Path) -> dict[str, bytes]:
         elif path.name == "metrics.jsonl":
             rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
             found[name] = json.dumps(list(map(_timeless, rows))).encode()
-        elif path.name in ("meta.json", "hashes.json", "figures.json"):
+        elif path.name in ("meta.json", "run.json", "hashes.json", "figures.json"):
             found[name] = json.dumps(_timeless(json.loads(path.read_bytes()))).encode()
         elif path.name in ("loss.png", "log.txt") or (path.name == "README.md" and (out / "loss.png").exists()):
             found[name] = b"the time is in it"

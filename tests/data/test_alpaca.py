@@ -338,3 +338,22 @@ def test_real_records(tmp_path: Path) -> None:
     assert cleaned.records == 20_759 - 62 and cleaned.emptied == 286
     records = read_records([cleaned.path])
     assert len(set(records)) == len(records) == cleaned.records
+
+
+def test_what_was_said_before_is_read_and_is_no_part_of_the_reply(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{**ADD, "history": [["Greet Mia.", "Hello, Mia."]]}]), encoding="utf-8")
+    (record,) = read_records([path])
+    assert record.history == (("Greet Mia.", "Hello, Mia."),)
+    ids, prompt = encode_example(ByteTokenizer(), record, seq_len=500)
+    alone, begin = encode_example(ByteTokenizer(), Record(**ADD), seq_len=500)
+    before = [*render_prompt("Greet Mia.").encode(), *b"Hello, Mia.", 256]
+    assert ids == [*before, *alone] and prompt == len(before) + begin
+
+
+@pytest.mark.parametrize("history", ["Hi", [["Hi"]], [["Hi", 3]], [["Hi", "\ud800"]], {"Hi": "Ho"}])
+def test_a_history_of_another_form_is_refused(tmp_path: Path, history: Any) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{**ADD, "history": history}]), encoding="utf-8")
+    with pytest.raises(UserError, match=r"record 0 .*'history' is .*, wanted pairs of an instruction and its reply"):
+        read_records([path])

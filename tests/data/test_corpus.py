@@ -259,6 +259,28 @@ def test_equal_words_are_one_document_and_the_first_stays(tmp_path: Path) -> Non
     assert dropped == [(None, None), (None, 1), (same, 1), (same, 1), (None, None)]
 
 
+@pytest.mark.parametrize(("memory", "joins"), [(10**9, 1), (96 * 4 * 91 * 7, 3), (96 * 4 * 40, 60)])
+def test_the_join_over_bands_in_parts(
+    memory: int, joins: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As few bands, and as few of their keys, at a time as fit: the same pairs."""
+    rng, texts = random.Random(6), []
+    for _ in range(30):
+        original = prose(rng, 120)
+        texts += [original, near(original, 0.01, rng), near(original, 0.05, rng)]
+    assert len(list(corpus_module._slices(20, 91, memory))) == joins
+    whole = corpus_module._slices
+    source, found = write_source(tmp_path / "s", texts), []
+    for limit in (10**9, memory):
+        monkeypatch.setattr(corpus_module, "_slices", lambda bands, count, _, limit=limit: whole(bands, 91, limit))
+        out = tmp_path / str(limit)
+        build_corpus([source], out, Settings(max_overlap=1.0), workers=1)
+        found.append((rows(out, "number, dropped, cluster"), (out / "corpus.json").read_bytes()))
+        if limit == memory == 10**9:
+            break
+    assert found[0] == found[-1] and sum(dropped == "near-duplicate" for _, dropped, _ in found[0][0]) > 20
+
+
 def test_near_duplicates_against_exact_jaccard(tmp_path: Path) -> None:
     rng = random.Random(6)
     texts = []

@@ -92,8 +92,17 @@ def test_a_parquet_path_is_taken_literally(tmp_path: Path, name: str) -> None:
     assert read_documents([path]) == ["this one"]
 
 
+def test_lines_and_items_of_json_are_documents_to_recipes_too(tmp_path: Path) -> None:
+    lines = write(tmp_path / "a.jsonl", '{"text": "one\\r\\n"}\n\n{"text": " "}\n{"text": "two", "label": 1}\n')
+    items = write(tmp_path / "b.json", '[{"text": "three"}]')
+    assert read_documents([lines, items]) == ["one\n", "two", "three"]
+    assert "b.jsonl:2: malformed JSON" in fault(write(tmp_path / "b.jsonl", '{"text": "one"}\n{"text": '))
+    assert "c.jsonl:1: got the keys ['body'], wanted 'text'" in fault(write(tmp_path / "c.jsonl", '{"body": "one"}'))
+    assert "d.json: got dict as JSON" in fault(write(tmp_path / "d.json", "{}"))
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    for name in ("no.txt", "no.parquet"):
+    for name in ("no.txt", "no.parquet", "no.jsonl"):
         assert fault(tmp_path / name).startswith(f"{tmp_path / name}: no such file")
 
 

@@ -121,3 +121,21 @@ def test_the_command_says_what_came_out(tmp_path: Path, capsys: pytest.CaptureFi
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path: Path, host: Any) -> None:
     host.publish(REPOSITORY, {FILE: TEXT * 10_000})
     host.check_kills("data.tinystories", [], tmp_path, pace=0.01, seed=9)  # 0.7 s for the file
+
+
+def test_a_row_that_lost_its_separators_is_cut_where_stories_begin(tmp_path: Path) -> None:
+    story = "Once upon a time, there was a cat.\n\nOne day, {}.\n\n" + "It slept in the sun all day long. " * 8
+    whole = [story.format(f"it saw bird {number}").strip() for number in range(90)]
+    duckdb.execute("COPY (SELECT unnest($1) AS text) TO '%s' (FORMAT parquet)" % (tmp_path / "a.parquet"),
+                   [["\n\n".join(["and so it ended.", *whole]), whole[0]]])  # fmt: skip
+    found = texts(make_source(tmp_path / "out", [tmp_path / "a.parquet"]))
+    # The first piece has lost its beginning, the last may have lost its end.
+    pieces = [text.replace("\n", "\n\n").strip() for key, text in found.items() if key.startswith("a.parquet:0.")]
+    assert pieces == whole[:-1]
+    assert found["a.parquet:1"] == f"{whole[0]}\n"
+
+
+def test_where_paragraphs_have_blank_lines_single_line_ends_divide_stories() -> None:
+    stories = [f"Tom had {number} balls.\n\n" + "He threw them high and far. " * 9 for number in range(5)]
+    assert len(tinystories.cut_apart("\n".join(stories))) == 3
+    assert tinystories.cut_apart("Too short.\n\nOnce upon a time.") == []

@@ -20,7 +20,8 @@ from tinyforge.registry import models
 
 ROOT = Path(__file__).parents[2]
 GUIDES = [ROOT / f"docs/{name}.md" for name in ("gradcheck", "add-an-op", "train-your-own", "inference")]
-PAGES = [*GUIDES, *sorted((ROOT / "docs/ops").glob("[a-z]*.md"))]
+LESSONS = sorted((ROOT / "docs/course").glob("[0-9]*.md"))
+PAGES = [*GUIDES, *LESSONS, *sorted((ROOT / "docs/ops").glob("[a-z]*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"(?:#|//) (\w+\.(?:py|cu))\n")
 

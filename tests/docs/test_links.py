@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tinyforge import commands
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PACKAGES = r"(?:tinyforge|models|recipes|data|bench|tests|docs)"
 MENTIONED = re.compile(rf"(?<![\w/.-])({PACKAGES}/[\w./-]*\w)")
 COMMAND = re.compile(r"python (?:-m ([\w.]+)|((?:recipes|bench|docs)/[\w./]+\.py))((?: [^\n`#|]*)?)")
+INSTALLED = re.compile(r"(?:^ {4}|^\$ |`)tinyforge ((?:data )?[a-z]\w*)((?: [^\n`#|]*)?)", re.MULTILINE)
 
 
 def prose(page: Path) -> str:
@@ -94,12 +97,25 @@ def test_every_command_and_flag_exists() -> None:
     assert wrong == []
 
 
+def test_every_flag_of_the_installed_command_exists() -> None:
+    wrong = []
+    for page in PAGES:
+        for name, rest in INSTALLED.findall(prose(page).replace("\\\n", " ")):
+            if name not in commands.SUMMARIES:
+                wrong.append(f"{page.relative_to(ROOT)}: tinyforge {name}")
+            elif name != "completion":
+                asked = re.findall(r"(?<!\S)--[a-z][\w-]*", re.sub(r'"[^"]*"', "", rest))
+                unknown = {*asked} - {*commands.flags_of(tuple(name.split()))}
+                wrong += [f"{page.relative_to(ROOT)}: tinyforge {name} {flag}" for flag in sorted(unknown)]
+    assert wrong == []
+
+
 def test_every_module_and_name_in_it_exists() -> None:
     """`tinyforge.gradcheck.check_op` and its like."""
     wrong = []
     for page in PAGES:
         for name in re.findall(r"`((?:tinyforge|models|data)(?:\.\w+)+)`", prose(page)):
-            if Path(name).suffix in (".py", ".md"):
+            if Path(name).suffix in (".py", ".md") or name.startswith("tinyforge._repo"):  # which only a wheel has
                 continue
             module, _, attribute = name.rpartition(".")
             if _is_module(name) or (_is_module(module) and hasattr(importlib.import_module(module), attribute)):

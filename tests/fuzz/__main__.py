@@ -14,42 +14,37 @@ character. Files that failed are kept under --keep, each with the command that r
 
 from __future__ import annotations
 
-import argparse
 import os
 
 # One BLAS thread: a process with threads cannot be forked.
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
-import json
 import random
-import secrets
 import shutil
 import signal
 import sys
 import tempfile
 import time
-import traceback
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot  # noqa: F401  (once, not in every child)
-import tqdm
 from matplotlib.figure import Figure
 
 from tests.fuzz.child import MIB, Limits, Outcome, run_child
 from tests.fuzz.mutate import mutate
 from tests.fuzz.readers import READERS, Reader
 from tests.fuzz.seeds import make_seeds
+from tests.fuzz.turns import in_turns, name_of, parser, table
 from tinyforge.train import metrics
 
 SECONDS, MEMORY = 2.0, 1 << 30  # that a command may take
 LIMITS = Limits(5 * SECONDS, MEMORY)
 matplotlib.use("Agg")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -117,8 +112,7 @@ class Fuzzer:
 
     def save(self, reader: Reader, seed: int, data: bytes, outcome: Outcome, fault: str) -> str:
         """Keep a file that failed; returns the lines that say so."""
-        name = f"{''.join(c if c.isalnum() else '-' for c in reader.name)}-{seed}"
-        path = (self.keep / name).resolve()
+        path = (self.keep / name_of(reader.name, seed)).resolve()
         path.mkdir(parents=True, exist_ok=True)
         file = path / Path(reader.target).name
         file.write_bytes(data)
@@ -129,11 +123,10 @@ class Fuzzer:
 
 
 def prepare(draws: bool) -> None:
-    """In the child: no thread behind progress bars, and no pictures unless they are meant."""
-    tqdm.tqdm.monitor_interval = 0
+    """In the child: no pictures unless they are meant."""
     if not draws:
         Figure.savefig = lambda self, target, **how: Path(target).write_bytes(b"a picture")
-        metrics.plot = lambda rows, target: False
+        metrics.plot = lambda rows, target, *how: False
 
 
 def fault_of(reader: Reader, outcome: Outcome) -> str:
@@ -159,68 +152,38 @@ def fault_of(reader: Reader, outcome: Outcome) -> str:
     return f"printed the control character {steering!r}" if steering else ""
 
 
-def work(fuzzer: Fuzzer, readers: Sequence[Reader], seeds: Any, until: float, log: Path) -> None:
-    """Until the clock says so; a line of JSON for each file goes to `log`."""
-    with open(log, "a", encoding="utf-8", buffering=1) as lines:
-        for seed in seeds:
-            for reader in readers:
-                if time.monotonic() >= until:
-                    return
-                data = fuzzer.wrong(reader, seed)
-                outcome, fault = fuzzer.read(reader, data, mended=seed % 8 > 0)
-                said = fuzzer.save(reader, seed, data, outcome, fault) if fault else ""
-                row = {"reader": reader.name, "files": 1, "refused": int(outcome.status == 2),
-                       "failures": int(bool(fault)), "slowest": outcome.seconds, "peak": outcome.peak,
-                       "said": said}  # fmt: skip
-                lines.write(json.dumps(row) + "\n")
-
-
 def fuzz(readers: Sequence[Reader], seconds: float, workers: int, first: int, keep: Path) -> int:
     """Read wrong files for so long; prints the figures. Returns the number of failures."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         seeds = Path(folder, "seeds")
         make_seeds(seeds)
-        until, children = time.monotonic() + seconds, []
-        logs = [Path(folder, f"log-{worker}") for worker in range(workers)]
-        for worker, log in enumerate(logs):
-            child = os.fork()
-            if not child:
-                status = 1
-                try:
-                    fuzzer = Fuzzer(seeds, Path(folder, f"work-{worker}"), keep)
-                    # Workers begin at different readers, so that a short run covers all of them.
-                    at = worker * len(readers) // workers
-                    work(fuzzer, [*readers[at:], *readers[:at]], count(first + worker, workers), until, log)
-                    status = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(status)
-            children.append(child)
-        ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        lines = [log.read_text(encoding="utf-8").splitlines() for log in logs if log.exists()]
-    if any(ended):
-        raise SystemExit(f"a worker of the fuzzer ended with status {max(map(abs, ended))}: see its traceback above")
+
+        def begin(number: int) -> Callable[[Reader, int], dict[str, Any]]:
+            fuzzer = Fuzzer(seeds, Path(folder, f"work-{number}"), keep)
+
+            def trial(reader: Reader, seed: int) -> dict[str, Any]:
+                data = fuzzer.wrong(reader, seed)
+                outcome, fault = fuzzer.read(reader, data, mended=seed % 8 > 0)
+                return {"reader": reader.name, "files": 1, "refused": int(outcome.status == 2),
+                        "failures": int(bool(fault)), "slowest": outcome.seconds, "peak": outcome.peak,
+                        "said": fuzzer.save(reader, seed, data, outcome, fault) if fault else ""}  # fmt: skip
+
+            return trial
+
+        rows = in_turns(begin, readers, workers, seconds, count(first))
     figures = {reader.name: Figures() for reader in readers}
-    for row in map(json.loads, chain.from_iterable(lines)):
+    for row in rows:
         figures[row["reader"]].add(row)
         if row["said"]:
             print(row["said"])
-    print(table(figures, time.monotonic() - began))
-    return sum(each.failures for each in figures.values())
-
-
-def table(figures: dict[str, Figures], seconds: float) -> str:
     total = Figures()
     for each in figures.values():
         total.add(vars(each))
-    width = max(map(len, figures))
-    lines = [f"{'reader':<{width}}  {'files':>6}  {'refused':>7}  {'failed':>6}  {'slowest, s':>10}  {'peak, MiB':>9}"]
-    for name, each in (*figures.items(), (f"all in {seconds:.0f} s", total)):
-        lines.append(f"{name:<{width}}  {each.files:>6}  {each.refused:>7}  {each.failures:>6}  {each.slowest:>10.2f}  "
-                     f"{each.peak // MIB:>9}")  # fmt: skip
-    return "\n".join(lines)
+    cells = [(name, each.files, each.refused, each.failures, f"{each.slowest:.2f}", each.peak // MIB)
+             for name, each in (*figures.items(), (f"all in {time.monotonic() - began:.0f} s", total))]  # fmt: skip
+    print(table(("reader", "files", "refused", "failed", "slowest, s", "peak, MiB"), cells))
+    return total.failures
 
 
 def once(reader: Reader, data: bytes | None, seed: int) -> int:
@@ -250,15 +213,7 @@ def good(readers: Sequence[Reader]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    p.add_argument("--seconds", type=float, default=60.0, help="for how long (default: %(default)s)")
-    p.add_argument("--workers", type=int, default=os.cpu_count() or 1,
-                   help="files read side by side (default: the cores)")  # fmt: skip
-    p.add_argument("--keep", type=Path, default=ROOT / "runs" / "fuzz",
-                   help="where files that failed go (default: runs/fuzz)")  # fmt: skip
-    p.add_argument("--only", default="", metavar="TEXT", help="readers with this in their name")
-    p.add_argument("--first", type=int, help="the first seed (default: a random one)")
+    p = parser("fuzz", __doc__ or "", "readers", "files that failed go")
     p.add_argument("--reader", choices=[reader.name for reader in READERS], metavar="NAME",
                    help="read one file with this one")  # fmt: skip
     p.add_argument("--seed", type=int, help="of the one file")
@@ -276,9 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     readers = [reader for reader in READERS if args.only in reader.name]
     if args.good:
         return int(good(readers) > 0)
-    first = secrets.randbelow(10**9) if args.first is None else args.first
-    print(f"{len(readers)} readers, {args.seconds:.0f} s, {args.workers} workers, seeds from {first}", flush=True)
-    return int(fuzz(readers, args.seconds, args.workers, first, args.keep) > 0)
+    print(f"{len(readers)} readers, {args.seconds:.0f} s, {args.workers} workers, seeds from {args.first}", flush=True)
+    return int(fuzz(readers, args.seconds, args.workers, args.first, args.keep) > 0)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ session, no standard input, and the folder as its working directory. The caller 
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import resource
@@ -19,6 +20,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import RLock
+
+from tqdm import tqdm
 
 from tinyforge.errors import run_command
 
@@ -98,6 +102,11 @@ def start_child(
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        faulthandler.register(signal.SIGUSR1)  # prints where it is
+        # No thread behind progress bars, and a lock of its own: tqdm's is shared by all that are forked, and once a
+        # child is killed while it holds it, all later ones wait forever.
+        tqdm.monitor_interval = 0
+        tqdm.set_lock(RLock())
         prepare()
         run_command(main)
     except SystemExit as left:
@@ -116,6 +125,69 @@ def queued(process: int) -> float:
     with suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{process}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
     return 0.0
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a child may take. idle: seconds in which none of its session's processes uses or waits for a processor,
+    or waits for the disk. work: their processor seconds. Both tell a child that hangs from one on a busy machine."""
+
+    idle: float = 30.0
+    work: float = 120.0
+
+
+class Watch:
+    """Looks now and then whether a child's session still does something."""
+
+    def __init__(self, child: int, patience: Patience) -> None:
+        self.child, self.patience = child, patience
+        self.before: object = None
+        self.moved = self.looked = time.monotonic()
+
+    def fault(self) -> str:
+        """That it hangs, and where; "" while it does not."""
+        now = time.monotonic()
+        if now - self.looked < min(1.0, self.patience.idle / 2):
+            return ""
+        self.looked = now
+        used, waited, at_disk = session_times(self.child)
+        if at_disk or (used, waited) != self.before:
+            self.before, self.moved = (used, waited), now
+        if used > self.patience.work:
+            return f"used {used:.0f} s of a processor and did not end; {where(self.child)}"
+        if now - self.moved > self.patience.idle:
+            return f"hangs: {used:.1f} s of a processor, then nothing for {now - self.moved:.0f} s; {where(self.child)}"
+        return ""
+
+
+def session_times(session: int) -> tuple[float, float, bool]:
+    """Of a session's processes: processor seconds, seconds that they waited for one, and whether any waits for the
+    disk."""
+    used = waited = 0.0
+    at_disk = False
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):
+            # Behind the name, which may hold anything: state, parent, group, session, ...
+            fields = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                used += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+                waited += queued(int(folder.name))
+                at_disk |= fields[0] == "D"
+    return used, waited, at_disk
+
+
+def where(session: int) -> str:
+    """What the processes of a session wait in, by the kernel; its first prints where in its code."""
+    with suppress(OSError):
+        os.kill(session, signal.SIGUSR1)
+        time.sleep(0.5)
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.getsid(int(folder.name)) == session:
+                name, call = ((folder / file).read_text(encoding="utf-8").strip() for file in ("comm", "wchan"))
+                found.append(f"{name} ({folder.name}) in {call}")
+    return f"waiting: {', '.join(found)}"
 
 
 def data_bytes() -> int:

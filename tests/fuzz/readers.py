@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data import alpaca, corpus, gutenberg, local, shards, tinystories
+from data import alpaca, corpus, fineweb_edu, gutenberg, local, shards, tinystories
 from data import hub as data_hub
 from data.download import Downloader, Patience
-from recipes import evaluate, pretrain, sft
-from tests.fuzz.seeds import mend_checkpoint, mend_list, mend_shards
+from recipes import classify, evaluate, pretrain, sft
+from tests.fuzz.seeds import NOWHERE, mend_checkpoint, mend_list, mend_shards, mend_slice
 from tinyforge import chat
+from tinyforge.board import __main__ as board
 from tinyforge.hub import convert, load
 from tinyforge.text import command
 from tinyforge.text.tiktoken import from_tiktoken
@@ -60,18 +61,25 @@ def _conversation(arguments: list[str]) -> None:
 
 def _record(arguments: list[str]) -> None:
     """A file that an earlier run has downloaded; what does not match is asked for again, where nobody answers."""
-    Downloader(QUICK, progress=False).fetch("http://127.0.0.1:9/a.txt", Path(arguments[0]))
+    Downloader(QUICK, progress=False).fetch(f"{NOWHERE}/a.txt", Path(arguments[0]))
 
 
 def _listing(arguments: list[str]) -> None:
     """A list of files as a host sends it, already downloaded: its record is made to match."""
     from tinyforge.files import sha256_of
 
-    raw, url = Path(arguments[0]), "http://127.0.0.1:9/api/datasets/a/b/tree/main/data"
+    raw, url = Path(arguments[0]), f"{NOWHERE}/api/datasets/a/b/tree/main/data"
     path = raw / "files.json"
     record = f'{{"url": "{url}", "bytes": {path.stat().st_size}, "sha256": "{sha256_of(path)}"}}'
     (raw / "files.json.json").write_text(record, encoding="utf-8")
-    data_hub.list_files(Downloader(QUICK, progress=False), "http://127.0.0.1:9", "a/b", "data", raw)
+    data_hub.list_files(Downloader(QUICK, progress=False), NOWHERE, "a/b", "data", raw)
+
+
+def _slice(arguments: list[str]) -> None:
+    """A slice of FineWeb-Edu that an earlier run has taken; what does not match is asked for again."""
+    where = {"files": ["sample/10BT/a.parquet"], "base_url": NOWHERE}
+    source = fineweb_edu.make_source(Path(arguments[0]), rows=20, patience=QUICK, progress=False, **where)
+    corpus.main([str(source.folder), "--out", "out", "--workers", "1"])
 
 
 def _tiktoken(arguments: list[str]) -> None:
@@ -96,6 +104,16 @@ def _corpus(name: str, target: str, main: Main, words: str, needs: tuple[str, ..
     return Reader(name, target, main, words, needs, _mend(mend_list, *mend) if mend else None)
 
 
+def _classes(name: str, target: str, images: str = "") -> Reader:
+    """What recipes/classify.py learns from; images: the folder or the file that it is given."""
+    shape = "dim=16 heads=2 layers=1 hidden=24"
+    words = f"--model vit --set {shape} image=8 patch=4" if images else f"--model bert --set {shape} context=64 " \
+        "--tokenizer tokenizers/words.json"  # fmt: skip
+    return Reader(name, f"labelled/{target}", classify.main, f"{words} --data labelled/{images or target} --steps 1 "
+                  "--batch-size 2 --workers 1 --backend numpy --out out",
+                  (f"labelled/{images}",) if images else ("tokenizers/words.json",))  # fmt: skip
+
+
 _CHAT = "--checkpoint {run} --prompt Hello --max-tokens 3"
 _CONVERT = "{} out --format tinyforge"
 _RESUME = "--resume --out run --keep 0"
@@ -107,6 +125,9 @@ READERS = [
     _tokenizer("tokenizer of characters", "chars.json"),
     _tokenizer("tokenizer of pieces", "pieces.json"),
     _tokenizer("tokenizer, imported", "imported.json"),
+    _tokenizer("tokenizer of words", "words.json"),
+    _tokenizer("tokenizer.json, words", "huggingface-words.json"),
+    _tokenizer("vocab.txt", "vocab.txt"),
     _tokenizer("tokenizer.json", "huggingface.json"),
     _tokenizer("tokenizer.json, other ids", "huggingface-imported.json"),
     _tokenizer("tokenizer.json, pieces", "huggingface-pieces.json"),
@@ -134,6 +155,9 @@ READERS = [
     _checkpoint("checkpoint to convert", "sft/step-00000002/meta.json", convert.main, "sft out"),
     Reader("metrics.jsonl", "run/metrics.jsonl", pretrain.main, _RESUME, ("run", *_RUN), draws=True),
     Reader("scores.json", "run/scores.json", pretrain.main, f"{_RESUME} --card", ("run", *_RUN)),
+    Reader("board, metrics.jsonl", "run/metrics.jsonl", board.main, "run --export report.html", ("run",)),
+    Reader("board, samples.jsonl", "run/samples.jsonl", board.main, "run --export report.html", ("run",)),
+    Reader("board, run.json", "run/run.json", board.main, "run --export report.html", ("run",)),
     Reader("conversation", "inputs/talk.json", _conversation, "{}", ("sft",)),
     # what training is given
     Reader("config, NanoEuler", "inputs/nanoeuler.json", pretrain.main, "--config {} --batch-size 1 --plan"),
@@ -147,6 +171,14 @@ READERS = [
     Reader("records to ask", "inputs/alpaca.jsonl", evaluate.main,
            "--checkpoint sft --data inputs/text.txt --instructions {} --sentences 2 --prompts 1 --seeds 0 "
            "--max-tokens 2 --backend numpy", ("sft", "inputs/text.txt")),
+    _classes("labelled, lines", "texts.jsonl"),
+    _classes("labelled, packed lines", "texts.jsonl.gz"),
+    _classes("labelled, CSV", "texts.csv"),
+    _classes("labelled, parquet", "texts.parquet"),
+    _classes("images, parquet", "images.parquet", "images.parquet"),
+    _classes("images, PNG", "folders/class0/0.png", "folders"),
+    _classes("images, idx", "mnist/train-images-idx3-ubyte.gz", "mnist"),
+    _classes("images, labels", "mnist/train-labels-idx1-ubyte", "mnist"),
     # sources
     Reader("records, JSON", "inputs/alpaca.json", alpaca.main, "{} --out out"),
     Reader("records, lines", "inputs/alpaca.jsonl", alpaca.main, "{} --out out"),
@@ -162,6 +194,10 @@ READERS = [
     Reader("books, zip", "inputs/books.zip", gutenberg.main, "{} --out out", statuses=(0, 1, 2)),
     Reader("download, record", "inputs/raw/a.txt.json", _record, "inputs/raw/a.txt", ("inputs/raw",)),
     Reader("download, listing", "inputs/raw/files.json", _listing, "inputs/raw", ("inputs/raw",)),
+    Reader("slice, record", "fineweb/raw/slice-00000.json", _slice, "fineweb", ("fineweb",),
+           _mend(mend_slice, "fineweb/raw")),
+    Reader("slice, parquet", "fineweb/raw/slice-00000.parquet", _slice, "fineweb", ("fineweb",),
+           _mend(mend_slice, "fineweb/raw")),
     # corpora and shards
     _corpus("source.json", "source/source.json", corpus.main, "source --out out --workers 1", ("source",)),
     _corpus("source, parquet", "source/documents-00000.parquet", corpus.main, "source --out out --workers 1",
@@ -196,6 +232,15 @@ READERS = [
     Reader("GPT-2, config.json", "gpt2/config.json", convert.main, "gpt2 out --format tinyforge", ("gpt2",)),
     Reader("GPT-2, vocab.json", "gpt2/vocab.json", convert.main, "gpt2 out --format tinyforge", ("gpt2",)),
     Reader("GPT-2, merges.txt", "gpt2/merges.txt", convert.main, "gpt2 out --format tinyforge", ("gpt2",)),
+    Reader("mixture of experts, config.json", "moe/config.json", convert.main, _CONVERT.format("moe"), ("moe",)),
+    Reader("mixture of experts, safetensors", "moe/model.safetensors", convert.main, _CONVERT.format("moe"), ("moe",)),
+    Reader("adapter, config", "peft/adapter_config.json", convert.main, _CONVERT.format("peft"), ("peft", "merged")),
+    Reader("adapter, weights", "peft/adapter_model.safetensors", convert.main, _CONVERT.format("peft"),
+           ("peft", "merged")),
+    _checkpoint("adapters of ours, meta.json", "lora/step-00000001/meta.json", convert.main, _CONVERT.format("lora"),
+                "sft"),
+    _checkpoint("adapters of ours, weights", "lora/step-00000001/model.safetensors", chat.main,
+                _CHAT.format(run="lora"), "sft"),
     Reader("llama2.c, model.bin", "llama2c/model.bin", convert.main, "{} out --format tinyforge", ("llama2c",)),
 ]  # fmt: skip
 if importlib.util.find_spec("gguf"):  # an extra

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import hashlib
 import importlib.util
 import json
@@ -14,29 +16,35 @@ import struct
 import zipfile
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.image import imsave
 
-from data import alpaca, corpus, gutenberg, local, shards, tinystories
+from data import alpaca, corpus, fineweb_edu, gutenberg, local, shards, tinystories
+from data.hub import file_url
 from data.local import read_rows
 from data.source import Document, SourceWriter, write_documents
 from data.world import documents
 from recipes import pretrain
 from tinyforge import checkpoint
+from tinyforge.adapters import Adapters
 from tinyforge.backends import get_backend
-from tinyforge.hub import save_pretrained
+from tinyforge.hub import convert, lora, open_model, save_pretrained
 from tinyforge.infer.conversation import FORMAT as CONVERSATION
 from tinyforge.params import named
 from tinyforge.registry import find_model
-from tinyforge.text import CharTokenizer, SentencePiece, Tokenizer
+from tinyforge.rng import Stream
+from tinyforge.text import CharTokenizer, SentencePiece, Tokenizer, WordPiece
 from tinyforge.text.huggingface import from_huggingface, to_huggingface
 from tinyforge.text.sentencepiece import BYTES, SPACE, write_llama2c
 from tinyforge.text.tiktoken import to_tiktoken
+from tinyforge.text.wordpiece import to_huggingface as wordpiece_to_huggingface
 from tinyforge.train.settings import PretrainSettings
 
+NOWHERE = "http://127.0.0.1:9"  # a host that does not answer
 SPECIALS = ("<|endoftext|>", "</s>")
 TINY = "dim=16 heads=2 kv_heads=1 layers=1 hidden=24 context=96 mtp_heads=1".split()
 # What a run writes about its time and its machine: the same everywhere here.
@@ -72,6 +80,9 @@ def make_seeds(folder: Path) -> None:
         _inputs(folder / "inputs", tokenizer, texts)
         _runs(folder, tokenizer)
         _foreign(folder, tokenizer)
+        _adapters(folder, tokenizer)
+        _labelled(folder / "labelled", texts)
+        _fineweb(folder / "fineweb", texts)
         _corpora(folder, tokenizer)
 
 
@@ -119,6 +130,10 @@ def _tokenizers(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
     folder.mkdir(parents=True)
     pieces = sentencepiece()
     tokenizer.save(folder / "ours.json")
+    words = WordPiece.train(texts, 200)
+    words.save(folder / "words.json")
+    (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in words.tokens), encoding="utf-8")
+    _write_json(folder / "huggingface-words.json", wordpiece_to_huggingface(words))
     CharTokenizer.of(texts, SPECIALS).save(folder / "chars.json")
     pieces.save(folder / "pieces.json")
     _write_json(folder / "huggingface.json", to_huggingface(tokenizer, recognise_specials=True))
@@ -208,6 +223,12 @@ def _runs(folder: Path, tokenizer: Tokenizer) -> None:
     # The hash of the data is what the recipe finds.
     _pretrain_once(folder)
     (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS), encoding="utf-8")
+    sample = json.dumps({"step": 2, "tokens": 128, "text": "  Once|upon a time"})
+    (folder / "run" / "samples.jsonl").write_text(f"{sample}\n", encoding="utf-8")
+    _write_json(folder / "run" / "run.json", {
+        "kind": "pretrain", "config": model.config.to_dict(), "settings": asdict(settings), "flop_per_token": 6e6,
+        "plan": {"weights": 4, "moments": 2, "saved": 1, "peak": 9},
+    })  # fmt: skip
     _write_json(folder / "run" / "scores.json", {"step": 2, "held-out text, bits per byte": 3.5})
     (folder / "sft" / "README.md").write_text("A card.\n", encoding="utf-8")
 
@@ -231,6 +252,7 @@ def _foreign(folder: Path, tokenizer: Tokenizer) -> None:
     pieces = sentencepiece()
     save_pretrained(small_model("llama", pieces.vocab_size), pieces, folder / "llama")
     save_pretrained(small_model("gpt2", tokenizer.vocab_size), tokenizer, folder / "gpt2")
+    save_pretrained(small_model("moe", tokenizer.vocab_size, experts=4), tokenizer, folder / "moe")
     (folder / "gpt2" / "tokenizer.json").unlink()
     _gpt2_files(folder / "gpt2", tokenizer)
     if importlib.util.find_spec("gguf"):
@@ -247,6 +269,85 @@ def _foreign(folder: Path, tokenizer: Tokenizer) -> None:
     _write_json(sharded / "model.safetensors.index.json", {"weight_map": dict.fromkeys(names, shard)})
     template = "{{ '### Instruction:' }}{{ '### Response:' }}"
     (sharded / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def _adapters(folder: Path, tokenizer: Tokenizer) -> None:
+    """lora: a run of adapters on `sft`, as recipes/sft.py leaves it; peft: on `merged`, sft's Llama, as PEFT does."""
+    settings, base = Adapters(2, 4.0, 0.0, ()), open_model(folder / "sft")
+    model = base.build(get_backend("numpy", "fp32", workers=1), adapters=settings).model
+    buffer = model.buffer
+    buffer.initialise(Stream(0, "adapters"))
+    meta = {
+        "kind": "sft", "model": "nanoeuler", "config": base.config.to_dict(), "tokenizer_hash": tokenizer.hash(),
+        "settings": {}, "tokens": 128, **FIXED,
+        "lora": lora.describe(settings, base, buffer.count, folder / "lora"),
+    }  # fmt: skip
+    weights = named(buffer, buffer.masters, model.backend)
+    checkpoint.save(folder / "lora", 1, weights, {"m": np.zeros(1, np.float32)}, tokenizer, meta, keep=0)
+    assert convert.main([str(folder / "sft"), str(folder / "merged")]) == 0
+    assert convert.main([str(folder / "lora"), str(folder / "peft"), "--adapter"]) == 0
+    # The directory goes elsewhere, and its base is what another program has made of the model's.
+    (folder / "peft" / lora.BASE).unlink()
+    config = json.loads((folder / "peft" / lora.CONFIG).read_text(encoding="utf-8"))
+    _write_json(folder / "peft" / lora.CONFIG, config | {"base_model_name_or_path": "merged"})
+
+
+def _labelled(folder: Path, texts: list[str]) -> None:
+    """What recipes/classify.py learns from, in every form."""
+    (folder / "mnist").mkdir(parents=True)
+    rows = [{"text": text[:200], "label": number % 2, "text2": text[:40]} for number, text in enumerate(texts[:12])]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "texts.jsonl").write_text(lines, encoding="utf-8")
+    (folder / "texts.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+    with open(folder / "texts.csv", "w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, ["text", "label", "text2"])
+        table.writeheader()
+        table.writerows(rows)
+    values = [tuple(row.values()) for row in rows]
+    _parquet(folder / "texts.parquet", "text VARCHAR, label BIGINT, text2 VARCHAR", values)
+    pictures = [np.full((8, 8), 20 * number, np.uint8) for number in range(12)]
+    packed = []
+    for number, picture in enumerate(pictures):
+        made = BytesIO()
+        imsave(made, picture, format="png", cmap="gray", metadata={"Software": None})
+        packed.append(made.getvalue())
+        target = folder / "folders" / f"class{number % 2}" / f"{number}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(made.getvalue())
+    _parquet(folder / "images.parquet", "image BLOB, label BIGINT", [(p, n % 2) for n, p in enumerate(packed)])
+    labels = bytes(number % 2 for number in range(12))
+    images = struct.pack(">4B3I", 0, 0, 8, 3, 12, 8, 8) + b"".join(picture.tobytes() for picture in pictures)
+    (folder / "mnist" / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(images, mtime=0))
+    (folder / "mnist" / "train-labels-idx1-ubyte").write_bytes(struct.pack(">4BI", 0, 0, 8, 1, 12) + labels)
+
+
+def _parquet(path: Path, columns: str, rows: list[tuple[Any, ...]]) -> None:
+    import duckdb
+
+    with duckdb.connect() as connection:
+        connection.execute(f"CREATE TABLE found ({columns})")
+        connection.executemany(f"INSERT INTO found VALUES ({', '.join('?' * len(rows[0]))})", rows)
+        connection.execute(f"COPY found TO '{path}' (FORMAT parquet)")
+
+
+def _fineweb(folder: Path, texts: list[str]) -> None:
+    """What data.fineweb_edu keeps of a slice that it has taken: the slice, its record, the list of the files."""
+    raw, url = folder / "raw", file_url(NOWHERE, fineweb_edu.REPOSITORY, "sample/10BT/a.parquet")
+    raw.mkdir(parents=True)
+    path = raw / "slice-00000.parquet"
+    write_documents(path, [Document(str(i), text, "", "https://host/a", 0.9) for i, text in enumerate(texts[:20])])
+    wanted = asdict(fineweb_edu.Filter()) | {"unit": "rows", "budget": 20}
+    size = sum(len(text.encode()) for text in texts[:20])
+    _write_json(path.with_suffix(".json"), {
+        "url": url, "bytes": 10_000, "sha256": None, "wanted": wanted, "documents": 20, "text_bytes": size,
+        "slice_sha256": _sha256(path), "refused": []})  # fmt: skip
+
+
+def mend_slice(raw: Path) -> None:
+    """The SHA-256 of the slice in its record."""
+    record = raw / "slice-00000.json"
+    if isinstance(content := _as_object(record), dict):
+        _write_json(record, content | {"slice_sha256": _sha256(record.with_suffix(".parquet"))})
 
 
 def _gpt2_files(folder: Path, tokenizer: Tokenizer) -> None:

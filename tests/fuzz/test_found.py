@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import shutil
@@ -10,6 +11,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from data import corpus_report
 from data.corpus import build_corpus
 from data.download import Downloader, Patience
 from data.files import zip_members
+from data.labelled import read_texts as read_labelled
 from data.shards import read_corpus
 from data.source import Document, SourceWriter, read_source
 from recipes import pretrain, sft
@@ -24,7 +27,7 @@ from tests.fuzz.seeds import mend_checkpoint, sentencepiece, small_model
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.hub import load, load_pretrained, pretrained, save_pretrained
+from tinyforge.hub import load, load_pretrained, lora, pretrained, save_pretrained
 from tinyforge.params import named
 from tinyforge.text.command import read_ids
 from tinyforge.train.run import claimed
@@ -74,7 +77,58 @@ def test_a_source_name_too_long_for_a_file(tmp_path: Path) -> None:
 def test_half_a_character_in_a_corpus(tmp_path: Path) -> None:
     content = {"format": "tinyforge-corpus", "version": 1, "files": [], "sources": [], "note": "\udcff"}
     (tmp_path / "corpus.json").write_text(json.dumps(content), encoding="utf-8")
-    assert "not as data.corpus writes it" in fault_of(read_corpus, tmp_path)
+    assert "it holds half a character, '\\udcff'; make the corpus again" in fault_of(read_corpus, tmp_path)
+
+
+def test_a_catalogue_that_was_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DuckDB refuses a file that a kill has left before its first pages were written."""
+    from data import passes
+
+    class Killed(BaseException):
+        pass
+
+    def connect(path: str, **how: object) -> None:
+        Path(path).write_bytes(bytes(4096))
+        raise Killed
+
+    path = tmp_path / "corpus.duckdb"
+    with monkeypatch.context() as patch:
+        patch.setattr(duckdb, "connect", connect)
+        patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # a kill cleans nothing up
+        with pytest.raises(Killed):
+            passes.connect(1 << 28, tmp_path, path)
+    assert [left.name for left in tmp_path.iterdir()] == [".partial-corpus.duckdb"]
+    with passes.connect(1 << 28, tmp_path, path) as catalogue:
+        catalogue.execute("CREATE TABLE a (b INTEGER)")
+    with passes.connect(1 << 28, tmp_path, path) as catalogue:  # what is there stays
+        assert catalogue.execute("SELECT count(*) FROM a").fetchall() == [(0,)]
+    assert [left.name for left in tmp_path.iterdir()] == ["corpus.duckdb"]
+
+
+@pytest.mark.parametrize("about", [{}, [], {"base": "sft", "base_sha256": "", "rank": 0, "alpha": 1, "dropout": 0}])
+def test_adapters_that_name_no_base(about: object, tmp_path: Path) -> None:
+    assert "does not say which adapters it holds" in fault_of(lora.noted, tmp_path, {"lora": about})
+
+
+LABELS = {
+    "large.jsonl": (b'{"text": "a", "label": 99999999999999999999}', "label 99999999999999999999 of example 0, wanted"),
+    "far.jsonl": (b'{"text": "a", "label": 9000000000000}', "label 9000000000000 of example 0, wanted 0 to 65535"),
+    "below.jsonl": (b'{"text": "a", "label": -1}', "label -1 of example 0, wanted 0 to 0"),
+    "bomb.jsonl.gz": (gzip.compress(bytes(30 << 20)), "unpack to more than"),
+    "odd.jsonl.gz": (gzip.compress(b"text")[:10] + b"\xff" * 20, "it is damaged, get it again"),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_that_no_classifier_has(name: str, tmp_path: Path) -> None:
+    content, words = LABELS[name]
+    (tmp_path / name).write_bytes(content)
+    assert words in fault_of(read_labelled, tmp_path / name)
+
+
+def test_a_digit_that_is_no_number(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"text,label\none,\u00b2\ntwo,{'9' * 5000}\n", encoding="utf-8")
+    assert read_labelled(tmp_path / "a.csv").names == ("9" * 5000, "\u00b2")
 
 
 def test_a_file_name_that_no_system_takes(tmp_path: Path) -> None:

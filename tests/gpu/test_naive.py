@@ -41,9 +41,10 @@ def assert_close(got: Any, wanted: Any, precision: str) -> None:
     np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE[precision] * max(1.0, np.abs(wanted).max()))
 
 
+@pytest.mark.parametrize("file", ["best", "ops/grouped_mma.cu"])
 @pytest.mark.parametrize("experts", [1, 5, 40])
 @pytest.mark.parametrize(("outs", "ins"), [(8, 8), (136, 72), (264, 200), (2048, 768), (768, 1024)])
-def test_grouped_products(outs: int, ins: int, experts: int) -> None:
+def test_grouped_products(outs: int, ins: int, experts: int, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensor cores and the plain way, both in bf16: groups of no row, of one, of whole tiles and of one row more."""
     from tinyforge.backends.cupy_backend import scalar
     from tinyforge.ops import mixture_cuda
@@ -73,10 +74,11 @@ def test_grouped_products(outs: int, ins: int, experts: int) -> None:
             mixture_cuda.grouped_bwd_input(up, weight, None, starts), dweight,
         ]  # fmt: skip
 
+    if file != "best":
+        monkeypatch.setattr(mixture_cuda, "_file", lambda *_: file)
     fast, again = products(), products()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mixture_cuda, "_on_tensor_cores", lambda *_: False)
-        plain = products()
+    monkeypatch.setattr(mixture_cuda, "_file", lambda *_: mixture_cuda.PLAIN)
+    plain = products()
     for got, same, wanted in zip(fast, again, plain, strict=True):
         got, same, wanted = (cp.asnumpy(a).astype(np.float64) for a in (got, same, wanted))
         assert np.array_equal(got, same) and np.isfinite(got).all()
@@ -171,8 +173,9 @@ def test_rows_of_other_lengths_in_between() -> None:
     assert bool((found[0] == found[2]).all())
 
 
-# batch, length, channels, states: less and more than a tile and a block's channels, and a state that fills its lanes.
-SCANS = ((1, 1, 1, 1), (2, 31, 5, 3), (2, 70, 33, 5), (1, 33, 40, 16))
+# batch, length, channels, states: less and more than a tile, its half and a block's channels, and states that fill
+# their lanes, which are read four numbers at a time.
+SCANS = ((1, 1, 1, 1), (2, 31, 5, 3), (2, 70, 33, 5), (1, 33, 40, 16), (2, 49, 36, 4), (1, 80, 64, 8), (2, 17, 32, 16))
 
 
 @each_precision

@@ -18,7 +18,7 @@ from models.nanoeuler import PRESETS, NanoEuler
 from tinyforge import checkpoint
 from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import get_backend
-from tinyforge.op import Stash
+from tinyforge.op import Recompute, Stash
 from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW
 from tinyforge.registry import find_model
@@ -33,15 +33,16 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "precision", "rows", "recompute", "adapters", "restart"),
     [
-        ("nanoeuler", "bf16", 8, False, None, None), ("nanoeuler", "bf16", 8, True, None, None),
-        ("nanoeuler", "fp32", 4, False, None, None), ("nanoeuler", "bf16", 8, False, None, True),
-        ("nanoeuler", "bf16", 8, False, Adapters(8, 16.0, 0.05), None),
-        ("nanoeuler", "fp32", 4, True, Adapters(8, 16.0, 0.0, ("qkv", "down")), None),
-        ("moe", "bf16", 8, False, None, None), ("moe", "bf16", 8, True, None, None),
+        ("nanoeuler", "bf16", 8, "", None, None), ("nanoeuler", "bf16", 8, "norms", None, None),
+        ("nanoeuler", "fp32", 4, "", None, None), ("nanoeuler", "bf16", 8, "", None, True),
+        ("nanoeuler", "bf16", 8, "", Adapters(8, 16.0, 0.05), None),
+        ("nanoeuler", "fp32", 4, "norms", Adapters(8, 16.0, 0.0, ("qkv", "down")), None),
+        ("moe", "bf16", 8, "", None, None), ("moe", "bf16", 8, "norms", None, None),
+        ("nanoeuler", "bf16", 8, "blocks", None, None), ("moe", "bf16", 8, "blocks", None, None),
     ],
 )  # fmt: skip
 def test_the_plan_is_within_five_percent_of_the_measured_peak(
-    name: str, precision: str, rows: int, recompute: bool, adapters: Adapters | None, restart: bool | None
+    name: str, precision: str, rows: int, recompute: Recompute, adapters: Adapters | None, restart: bool | None
 ) -> None:
     import cupy
 

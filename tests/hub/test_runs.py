@@ -89,9 +89,14 @@ def test_what_is_asked_for_comes_before_runs_and_these_before_the_bundled_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert trained_model(None) == SPEC.bundled
+    assert trained_model(None, for_chat=True) == SPEC.storyteller == trained_model("storyteller")
+    assert trained_model("small", for_chat=True) == SPEC.bundled
+    Path("small").mkdir()
+    assert trained_model("small") == Path("small")  # a folder of that name comes first
     assert load(trained_model(None), CPU).template == "alpaca"
     run = save_run(Path("runs") / "mine", "pretrain")
-    assert trained_model(None) == run and trained_model("elsewhere") == Path("elsewhere")
+    assert trained_model(None) == trained_model(None, for_chat=True) == run
+    assert trained_model("elsewhere") == Path("elsewhere")
 
 
 # --- what it holds

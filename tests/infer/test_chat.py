@@ -256,8 +256,14 @@ def test_a_template_that_is_not_known_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_fresh_clone_answers(tmp_path: Path) -> None:
-    """Where nothing has been trained, the model that comes with the repository does. 13 + 2 was held out of it."""
-    done = run_chat("--prompt", "How much is 13 plus 2?", "--temperature", "0", cwd=tmp_path)
+    """Where nothing has been trained, a model that comes with the repository does."""
+    done = run_chat("--prompt", "Who are you?", "--temperature", "0", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, b"") and b"Storyteller" in done.stdout
+
+
+def test_the_small_model_is_one_flag_away(tmp_path: Path) -> None:
+    """13 + 2 was held out of it."""
+    done = run_chat("--checkpoint", "small", "--prompt", "How much is 13 plus 2?", "--temperature", "0", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"13 14 15, so 15\n", b"")
 
 

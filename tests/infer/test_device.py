@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -81,3 +82,32 @@ def test_prefill_leaves_keys_and_values_by_head(monkeypatch: pytest.MonkeyPatch)
     for ours, theirs in ((keys, reference.keys), (values, reference.values)):
         np.testing.assert_allclose(ours[:, :, :25], theirs[:, 0, :25].swapaxes(1, 2), rtol=0, atol=1e-12)
         assert not ours[:, :, 25:].any()
+
+
+def test_memory_that_is_written_to_is_not_given_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to the host goes on when its reader and its decoder are gone: until it ends, its memory is held."""
+    from tinyforge.infer.cuda import device
+
+    given: list[weakref.ref[Any]] = []
+    events: list[SimpleNamespace] = []
+
+    def allocate(size: int) -> Any:
+        given.append(weakref.ref(memory := np.zeros(size, np.uint8)))
+        return memory
+
+    def event(**how: bool) -> Any:
+        events.append(made := SimpleNamespace(done=False, record=lambda: None))
+        return made
+
+    cuda = SimpleNamespace(alloc_pinned_memory=allocate, Event=event)
+    monkeypatch.setattr(device, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(device, "_in_transit", [], raising=False)
+    found: Any = SimpleNamespace(nbytes=8, dtype=np.dtype(np.int32), size=2, shape=(2,), get=lambda out, blocking: None)
+    for _ in range(3):
+        decoder: Any = SimpleNamespace(_in_transit=[])
+        device.DeviceDecoder._copy_out(decoder, found)
+        del decoder
+    assert all(memory() is not None for memory in given)
+    events[0].done = events[1].done = True
+    device.DeviceDecoder._copy_out(SimpleNamespace(_in_transit=[]), found)  # type: ignore[arg-type]
+    assert [memory() is not None for memory in given] == [False, False, True, True]

@@ -511,6 +511,28 @@ def test_linear_cross_entropy_is_linear_then_cross_entropy(rows: int, shared: bo
     close(fused.logits(h, head=1), h @ weight[1].T)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_frozen_heads_give_the_same_gradient_and_keep_no_logits(
+    heads: int, shared: bool, rng: np.random.Generator
+) -> None:
+    """Over several chunks. What is saved is as wide as the stream, not as the vocabulary."""
+    rows, vocab, dim = 150, 4096, 5
+    h, weight = rng.normal(size=(rows, dim)), rng.normal(size=(heads, vocab, dim))
+    targets, dnll = masked_targets(rng, rows, heads, vocab), rng.normal(size=heads if shared else (rows, heads))
+    learned, frozen = (ops.LinearCrossEntropy(param("heads", weight), FP64) for _ in range(2))
+    frozen.weight.frozen = True
+    stash = Stash()
+    wanted = learned.forward(h, targets, stash)
+    dh = learned.backward(dnll, stash)[0]
+    assert np.array_equal(frozen.forward(h, targets), wanted)
+    assert np.array_equal(frozen.forward(h, targets, stash), wanted)
+    assert [x.size for _, saved in stash for x in saved if isinstance(x, np.ndarray)] == [rows * heads * dim]
+    close(frozen.backward(dnll, stash)[0], dh)
+    frozen.forward(h[:, None], targets[:, None], stash)
+    assert frozen.backward(dnll if shared else dnll[:, None], stash)[0].shape == (rows, 1, dim)
+
+
 def test_gelu_erf_is_the_math_librarys(rng: np.random.Generator) -> None:
     x = np.concatenate([np.linspace(-10, 10, 4001), rng.normal(size=2000), [0.0, 1e-300, -1e-20, 5e3, -5e3]])
     root = 0.5**0.5

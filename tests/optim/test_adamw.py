@@ -113,4 +113,4 @@ def test_schedules_between_and_at_the_end() -> None:
 
 def test_an_unknown_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown schedule 'linear'; known: wsd, cosine, constant"):
-        learning_rate("linear", 0.5, 1.0, decay=0.4)
+        learning_rate("linear", 0.5, 1.0, decay=0.4, warmup=0.02)

@@ -16,7 +16,7 @@ import pytest
 from tests.backends.test_workers import runs
 from tinyforge.backends.workers import CAN_FORK, worker_pids
 from tinyforge.errors import UserError
-from tinyforge.parallel import Group, group, part_of, send_object, start_group
+from tinyforge.parallel import Group, group, part_of, start_group
 
 forks = pytest.mark.skipif(not CAN_FORK, reason="this system cannot fork workers safely; it uses threads")
 
@@ -86,11 +86,11 @@ def test_parts_cover_everything_once() -> None:
 
 def test_objects_travel(start: Callable[..., Group]) -> None:
     def follow(ranks: Group) -> None:
-        said = send_object(ranks)
+        said = ranks.send_object()
         ranks.all_reduce_(np.array([float(len(said["text"]))]))
 
     ranks = start(3, follow)
-    send_object(ranks, {"text": "x" * 1000})
+    ranks.send_object({"text": "x" * 1000})
     count = np.zeros(1)
     ranks.all_reduce_(count)
     assert count == 2000

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,10 +16,12 @@ from data.world import documents
 from recipes import ablation
 from tinyforge import checkpoint
 from tinyforge.errors import run_command
+from tinyforge.files import LOCK, locked
 from tinyforge.hub import newest_run
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.settings import config_of
 
+ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "--set dim=16 heads=2 kv_heads=1 layers=1 hidden=8 context=32 vocab=280"
 COMMON = f"{SHAPE} --data text.txt --batch-size 2 --workers 1"
 SLOW, FAST = "slow: --lr 1e-6", "fast: --lr 1e-2 --set mtp_heads=2"
@@ -144,6 +149,31 @@ def test_no_arm_is_taken_for_the_newest_run(folder: Path) -> None:
     """sft.py without --base and chat without --checkpoint look under runs/."""
     assert checkpoint.load(Path("ablation/slow/seed-0")).meta["step"] == 2
     assert newest_run(("sft", "pretrain")) is None
+
+
+def test_the_lock_of_a_killed_run_that_had_ended_goes(folder: Path) -> None:
+    (Path("ablation/fast/seed-0") / LOCK).write_bytes(b"")
+    assert compare("--seeds", "1", steps=2) == 0
+    assert not list(Path("ablation").rglob(LOCK))
+
+
+def test_a_run_ends_with_the_comparison(here: None) -> None:
+    """Killed, so that nothing of it can end the run, which saves and lets go of its folder."""
+    program = [sys.executable, str(ROOT / "recipes/ablation.py"), "--arm", SLOW, "--arm", FAST]
+    process = subprocess.Popen([*program, "--", *COMMON.split(), "--steps", "1000000", "--save-every", "5"])
+    run = Path("ablation/slow/seed-0")
+    until = time.monotonic() + 60
+    while not checkpoint.steps(run) and time.monotonic() < until:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    while time.monotonic() < until:
+        try:
+            with locked(run):
+                break
+        except BlockingIOError:
+            time.sleep(0.05)
+    assert time.monotonic() < until and "stopped at step" in (run / "log.txt").read_text(encoding="utf-8")
 
 
 def test_scores_of_an_earlier_step_do_not_count_as_the_end(folder: Path) -> None:

@@ -89,7 +89,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(folder: Path, step: int) -> None
             shutil.rmtree(path)
     assert pretrain.main(["--resume", "--out", "run"]) == 0
     assert digests(Path("run/step-00000008")) == whole
-    clocks = ("seconds", "tokens_per_second")
+    clocks = ("seconds", "tokens_per_second", "peak_memory_mib")
     got, wanted = ([{k: v for k, v in row.items() if k not in clocks} for row in r]
                    for r in (metrics.read(Path("run/metrics.jsonl")), rows))  # fmt: skip
     assert got == wanted

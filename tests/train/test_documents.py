@@ -126,15 +126,20 @@ def test_a_neighbour_changes_no_bit(kind: str, restart: bool) -> None:
     changed, documents = ids.copy(), Documents(STARTS, restart)
     changed[:, :50] = (ids[:, :50] + 1) % 11
     before, after = (learn(model, x, targets, documents)[0] for x in (ids, changed))
-    assert np.array_equal(before[0, 50:], after[0, 50:]) and not np.array_equal(before[0, :50], after[0, :50])
-    assert np.array_equal(before[1, 131:], after[1, 131:])
+    assert not np.allclose(before[0, :50], after[0, :50])
+    # A neighbour may go to other experts. The products of an expert then have another number of rows, and a BLAS may
+    # sum a row of a smaller product in another order.
+    rtol = 1e-12 if kind == "moe" else 0
+    np.testing.assert_allclose(after[0, 50:], before[0, 50:], rtol)
+    np.testing.assert_allclose(after[1, 131:], before[1, 131:], rtol)
 
 
 @EVERY
 def test_recomputing_and_splitting_among_processes_change_nothing(kind: str) -> None:
     ids, targets = inputs(tiny(kind))
-    plain, again = (learn(tiny(kind, recompute=r), ids, targets, Documents(STARTS, True))[1] for r in (False, True))
-    assert np.array_equal(plain, again)
+    plain, *others = (learn(tiny(kind, recompute=r), ids, targets, Documents(STARTS, True))[1]
+                      for r in ("", "norms", "blocks"))  # fmt: skip
+    assert all(np.array_equal(plain, again) for again in others)
     found = []
     for workers in (1, 2):
         backend = get_backend("numpy", "fp64", workers=workers)

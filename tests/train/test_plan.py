@@ -13,7 +13,7 @@ from tinyforge.adapters import Adapters
 from tinyforge.backends import get_backend
 from tinyforge.backends.phantom import METER, Phantom, empty
 from tinyforge.errors import UserError
-from tinyforge.registry import find_model
+from tinyforge.registry import ModelSpec, find_model, models
 from tinyforge.train import plan
 from tinyforge.train.plan import OUTSIDE, check_fits, free_host_memory, gib, plan_step
 
@@ -54,8 +54,29 @@ def test_the_parts_are_what_the_formulas_say(precision: str, size: int, wide: in
     rest = 4 * (1 + 2) + (2 * 64 + 2 * 128) * size + wide
     assert plan.saved == pytest.approx(tokens * (layers + rest), rel=0.02)
     assert plan.peak > plan.weights + plan.moments + plan.saved
-    spared = plan.saved - plan_step(SPEC, TINY, precision, 8, 256, recompute=True).saved
+    spared = plan.saved - plan_step(SPEC, TINY, precision, 8, 256, recompute="norms").saved
     assert spared == pytest.approx(tokens * TINY.layers * 2 * 64 * size, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["nanoeuler", "llama", "gpt2", "moe"])
+def test_of_a_block_that_is_run_again_only_the_input_is_kept(name: str) -> None:
+    spec = find_model(name)
+    small = next(iter(spec.presets.values())).override({"layers": 2, "context": 128})
+    plans = [
+        plan_step(spec, small.override({"layers": layers}), "bf16", 4, 128, recompute="blocks") for layers in (2, 6)
+    ]
+    dim = small.to_dict()["dim"]
+    assert plans[1].saved - plans[0].saved == 4 * 4 * 128 * dim * 2
+    # The peak has one block's records whatever the number of layers: no more than the inputs and the weights grow.
+    weights = plans[1].weights + plans[1].moments - plans[0].weights - plans[0].moments
+    assert plans[1].peak - plans[0].peak <= weights + plans[1].saved - plans[0].saved + 4096
+    assert plans[1].peak < plan_step(spec, small.override({"layers": 6}), "bf16", 4, 128).peak
+
+
+def test_a_model_without_blocks_says_so() -> None:
+    spec = find_model("mamba")
+    with pytest.raises(UserError, match="Mamba has no blocks that can be run again; use --recompute norms, or one of"):
+        plan_step(spec, next(iter(spec.presets.values())), "bf16", 1, 16, recompute="blocks")
 
 
 def test_what_is_frozen_takes_its_weights_alone() -> None:
@@ -66,8 +87,9 @@ def test_what_is_frozen_takes_its_weights_alone() -> None:
     plan, whole = plan_step(SPEC, TINY, "bf16", 8, 256, adapters=adapters), plan_step(SPEC, TINY, "bf16", 8, 256)
     assert plan.weights == pytest.approx(2 * base + (2 + 4 + 4) * learned + tables, rel=0.02)
     assert plan.moments == pytest.approx(8 * learned, rel=0.02)
-    # Beside what all weights need: U of each adapter. The loss keeps its residual either way.
-    assert plan.saved - whole.saved == pytest.approx(8 * 256 * TINY.layers * 4 * 4 * 2, rel=0.02)
+    # Beside what all weights need: U of each adapter. The loss keeps R W for its two heads, and not the stream and R.
+    more, less = TINY.layers * 4 * 4, 64 + 2 * 128 - 2 * 64
+    assert plan.saved - whole.saved == pytest.approx(8 * 256 * (more - less) * 2, rel=0.02)
     assert plan.peak < whole.peak
 
 
@@ -109,8 +131,8 @@ def test_what_does_not_fit_is_refused_with_the_batch_that_does() -> None:
         f"64 x 256 tokens in fp32 need {needed} on the GPU, {gib(fits)} are free; --batch-size 5 fits, with "
         "--grad-accum for as large a step"
     )
-    with_recomputation = plan_step(SPEC, TINY, "fp32", 64, 256, recompute=True).peak + OUTSIDE
-    with pytest.raises(UserError, match="; --recompute makes it fit"):
+    with_recomputation = plan_step(SPEC, TINY, "fp32", 64, 256, recompute="norms").peak + OUTSIDE
+    with pytest.raises(UserError, match="; --recompute norms makes it fit"):
         check_fits(SPEC, TINY, Small(with_recomputation), 64, 256)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="not even --batch-size 1 fits"):
         check_fits(SPEC, TINY, Small(OUTSIDE), 64, 256)  # type: ignore[arg-type]
@@ -140,7 +162,7 @@ def test_more_workers_need_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = plan_step(SPEC, TINY, "fp32", 4, 256)
     monkeypatch.setattr(plan, "free_host_memory", lambda: alone.peak)
     check_fits(SPEC, TINY, get_backend("numpy", "fp32", workers=1), 4, 256)
-    with pytest.raises(UserError, match="--batch-size 3 fits|--recompute makes it fit"):
+    with pytest.raises(UserError, match="--batch-size 3 fits|--recompute (norms|blocks) makes it fit"):
         check_fits(SPEC, TINY, get_backend("numpy", "fp32", workers=2), 4, 256)
 
 
@@ -149,3 +171,13 @@ def test_dropout_is_part_of_the_forecast() -> None:
     config = spec.presets["char"].override({"dim": 32, "heads": 2, "layers": 1, "dropout": 0.5})
     with_dropout, without = (plan_step(spec, c, "bf16", 4, 64) for c in (config, config.override({"dropout": 0.0})))
     assert with_dropout.peak > without.peak
+
+
+@pytest.mark.parametrize("spec", models().values(), ids=lambda spec: spec.name)
+def test_every_preset_is_planned_at_once(spec: ModelSpec) -> None:
+    """As is the largest of what a config may have one by one."""
+    longest = {"char_mlp": {"window": 1024}}.get(spec.name, {})
+    began = time.process_time()
+    for config in (*spec.presets.values(), next(iter(spec.presets.values())).override(longest)):
+        plan_step(spec, config, "bf16", 1, config.context)
+    assert time.process_time() - began < 2.0

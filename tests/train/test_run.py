@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import resource
 import shlex
@@ -210,7 +211,7 @@ def test_looking_at_the_loss_now_and_then_changes_nothing_else(tmp_path: Path) -
     each.train()
     fourth.train()
     assert np.array_equal(each.model.buffer.values, fourth.model.buffer.values)
-    timed = {"seconds", "tokens_per_second"}
+    timed = {"seconds", "tokens_per_second", "peak_memory_mib"}
     rows = [
         [{k: v for k, v in row.items() if k not in timed} for row in metrics.read(tmp_path / name / "metrics.jsonl")]
         for name in ("each", "fourth")
@@ -246,6 +247,46 @@ def test_resume_drops_what_was_written_after_the_checkpoint(tmp_path: Path) -> N
     counted = [{row["step"]: row["tokens"] for row in metrics.read(tmp_path / run / "metrics.jsonl")}
                for run in ("whole", "cut")]  # fmt: skip
     assert counted[0] == counted[1] == {step: step * 4 * 16 for step in range(1, 7)}
+
+
+def test_norms_by_layer_make_up_the_whole_norm(tmp_path: Path) -> None:
+    Trial(tmp_path).train()
+    rows = {"loss": {}, "val_bits_per_byte": {}}  # type: dict[str, dict[int, Any]]
+    for row in metrics.read(tmp_path / "metrics.jsonl"):
+        rows["loss" if "loss" in row else "val_bits_per_byte"][row["step"]] = row
+    assert list(rows["val_bits_per_byte"]) == [3, 6]
+    for step, row in rows["val_bits_per_byte"].items():
+        norms = {key: value for key, value in row.items() if key.startswith("grad_norm.")}
+        layers = [f"grad_norm.blocks.{i}" for i in range(3)]
+        assert sorted(norms) == [*layers, "grad_norm.embedding", "grad_norm.final_norm", "grad_norm.heads"]
+        whole = sum(value**2 for value in norms.values()) ** 0.5
+        assert whole == pytest.approx(rows["loss"][step]["grad_norm"], rel=1e-5) and row["peak_memory_mib"] > 1
+
+
+def test_samples_and_what_the_run_is_are_written(tmp_path: Path) -> None:
+    """As the figures are: rows after the checkpoint go when a run is resumed, and the files have the same bytes."""
+    whole = Trial(tmp_path / "whole")
+    whole.train()
+    lines = (tmp_path / "whole" / "samples.jsonl").read_bytes()
+    assert [json.loads(line)["step"] for line in lines.splitlines()] == [3, 6] and b'"a sample"' in lines
+    about = json.loads((tmp_path / "whole" / "run.json").read_bytes())
+    assert about["model"] == "nanoeuler" and about["settings"]["steps"] == 6 and about["plan"] is None
+    assert about["parameters"] == about["learned"] == whole.model.buffer.count
+
+    def interrupt(trial: Trial, step: int) -> None:
+        if step == 5:
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        Trial(tmp_path / "cut", interrupt).train()
+    with open(tmp_path / "cut" / "samples.jsonl", "ab") as file:
+        file.write(b'{"step": 6, "tokens": 1, "text": "of a later step"}\n{"step": 9, "te')
+    Trial(tmp_path / "cut").train(resume=True)
+    assert (tmp_path / "cut" / "samples.jsonl").read_bytes() == lines
+    written = {name: json.loads((tmp_path / name / "run.json").read_bytes()) for name in ("cut", "whole")}
+    for name, about in written.items():
+        assert about["settings"].pop("out").endswith(name)
+    assert written["cut"] == written["whole"]
 
 
 def test_energy_goes_on_counting_in_a_resumed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

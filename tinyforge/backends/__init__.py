@@ -65,12 +65,16 @@ class Backend:
     """An array module and a precision.
 
     dtype, master_dtype: see `Precision`. workers: how many shards of a batch may run at once (processes on a CPU, one
-    on a GPU). read_every: steps between two looks at the loss; each look waits for the device.
+    on a GPU). read_every: steps between two looks at the loss; each look waits for the device. blocks: partial sums of
+    a sum over a large array. group: of the ranks that compute together, each with a backend of its own
+    (`tinyforge.parallel.Group`); None for this process and its workers.
     """
 
     name: str
     xp: Any
     read_every: int = 1
+    blocks: int = 1
+    group: Any = None
 
     def __init__(self, precision: str, workers: int) -> None:
         policy = PRECISIONS.get(precision)
@@ -162,11 +166,16 @@ def get_backend(
 
 def gpu_is_there() -> bool:
     """Whether CuPy is installed and finds a GPU. Asks without noise: `auto` must work on any machine."""
+    return gpu_count() > 0
+
+
+def gpu_count() -> int:
+    """The GPUs that CuPy finds; 0 where it is not installed or does not load: --backend cupy says which."""
     if importlib.util.find_spec("cupy") is None:
-        return False
+        return 0
     try:
         import cupy
 
-        return cupy.cuda.runtime.getDeviceCount() > 0
-    except Exception:  # a CuPy that does not load, a driver that is too old: --backend cupy says which
-        return False
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except Exception:  # a CuPy that does not load, a driver that is too old
+        return 0

@@ -66,8 +66,10 @@ def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = Fa
     compute = COMPUTE_64F if kind is FLOAT64 else COMPUTE_32F
     if tf32 and a.dtype == FLOAT32:
         compute = COMPUTE_TF32
-    number = np.array(scale, kind)  # read before gemmEx returns
-    factor = ONE[kind] if scale == 1.0 else number.ctypes.data
+    factor = ONE[kind]
+    if scale != 1.0:
+        number = np.array(scale, kind)  # alive until gemmEx has read it
+        factor = number.ctypes.data
     # cuBLAS counts down columns. A row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors change
     # places and each keeps its own flag.
     cublas.gemmEx(

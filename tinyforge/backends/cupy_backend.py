@@ -83,6 +83,12 @@ def processors() -> int:
 
 
 @cache
+def has_wgmma() -> bool:
+    """Whether the device is a Hopper: kernels for sm_90a run there and nowhere else."""
+    return bool(cupy.cuda.Device().compute_capability == "90")
+
+
+@cache
 def shared_limit(resident: int = 1) -> int:
     """Bytes of shared memory that a block may use, if so many are to run on each multiprocessor at a time."""
     device = cupy.cuda.Device().attributes
@@ -111,6 +117,7 @@ class CupyBackend(Backend):
             raise UserError("backend cupy: the package ml_dtypes is missing; pip install ml_dtypes")
         self.device = cupy.cuda.Device(_usable_device(device))
         self.device.use()
+        self.blocks = 4 * processors()
         if warm_up_wanted():
             warm_up()
 

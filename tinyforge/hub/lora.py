@@ -56,14 +56,25 @@ def describe(settings: Adapters, base: Opened, parameters: int, out: Path) -> di
     }  # fmt: skip
 
 
+def noted(found: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What `describe` has noted in a checkpoint. Raises UserError where it is damaged."""
+    about, number = meta["lora"], (int, float)
+    kinds: dict[str, Any] = {"base": str, "base_sha256": str, "rank": int, "alpha": number, "dropout": number}
+    right = isinstance(about, dict) and all(isinstance(about.get(name), kind) for name, kind in kinds.items())
+    if not right or about["rank"] < 1 or "\0" in about["base"]:
+        raise UserError(f"checkpoint {found}: meta.json does not say which adapters it holds, on which base; use "
+                        "another checkpoint")  # fmt: skip
+    return about
+
+
 def base_of(found: Path, meta: Mapping[str, Any]) -> Path:
     """Where the base of the run's checkpoint `found` lies. Raises UserError where there is nothing."""
     run = found.parent if found in checkpoint.steps(found.parent) else found
-    base = Path(os.path.normpath(run / meta["lora"]["base"]))
+    base = Path(os.path.normpath(run / noted(found, meta)["base"]))
     if not base.exists():
         raise UserError(
-            f"{found} is an adapter, and its base {base} is not there; put it back, or merge the two by python -m "
-            f"tinyforge.hub convert {found} DIR --base PATH"
+            f"{found} is an adapter, and its base {base} is not there; put it back, or merge the two by "
+            f"python -m tinyforge.hub convert {found} DIR --base PATH"
         )
     return base
 
@@ -79,7 +90,7 @@ def check_base(adapter: Path, base: Opened, wanted: str) -> None:
 
 def merged_run(found: checkpoint.Checkpoint, base: Opened) -> Opened:
     """The base with the run's adapters merged in."""
-    about = found.meta["lora"]
+    about = noted(found.path, found.meta)
     check_base(found.path, base, about["base_sha256"])
     scale, changes = about["alpha"] / about["rank"], {}
     for name, (a, b) in _pairs(found).items():
@@ -192,7 +203,7 @@ def _read_changes(path: Path, base: Opened, rank: int, scale: float) -> dict[str
 def write_peft(path: Path, found: checkpoint.Checkpoint, base: Opened) -> None:
     """Write a run's adapter for PEFT: it loads on the base as `hub convert` writes it. Raises UserError where `path`
     exists, and for a model that Hugging Face has no form of."""
-    about, pairs = found.meta["lora"], _pairs(found)
+    about, pairs = noted(found.path, found.meta), _pairs(found)
     check_base(found.path, base, about["base_sha256"])
     lazy: dict[str, tensors.Lazy] = {}
     modules, transposed = set(), False

@@ -15,6 +15,7 @@ from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
+from tinyforge.op import Recompute
 from tinyforge.params import ParamBuffer
 from tinyforge.registry import ModelSpec
 from tinyforge.text import TextTokenizer
@@ -27,8 +28,8 @@ Tensors = Callable[[], Iterator[tuple[str, np.ndarray]]]
 class Loaded:
     """A trained model with its tokenizer.
 
-    meta: as saved (`kind` is "pretrain" or "sft"). path: of the checkpoint. template: the name of the chat template
-    that the model was fine-tuned with, "plain" for a base model.
+    meta: as saved (`kind` is "pretrain", "sft", "dpo" or "grpo"). path: of the checkpoint. template: the name of the
+    chat template that the model was fine-tuned with, "plain" for a base model.
     """
 
     model: Any
@@ -50,7 +51,7 @@ class Opened:
     template: str
     tensors: Tensors
 
-    def build(self, backend: Backend, recompute: bool = False, adapters: Adapters | None = None) -> Loaded:
+    def build(self, backend: Backend, recompute: Recompute = "", adapters: Adapters | None = None) -> Loaded:
         """The model with its weights; with `adapters` these are frozen, and the adapters' own are still all zero."""
         make = partial(self.spec.build, self.config, backend, recompute=recompute)
         model = Adapted(make, adapters) if adapters else make()

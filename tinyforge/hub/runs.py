@@ -24,6 +24,9 @@ from tinyforge.terminal import one_line
 from tinyforge.text import TextTokenizer, load_tokenizer
 from tinyforge.text.labels import Labels
 
+FINE_TUNED = ("sft", "dpo", "grpo")
+"""The kinds of runs whose models answer."""
+
 
 def load(path: Path, backend: Backend, tokenizer: Path | None = None, base: Path | None = None) -> Loaded:
     """The model that `open_model` finds."""
@@ -101,7 +104,7 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
 
 def template_of(meta: Mapping[str, Any]) -> str:
     """The name of the chat template that a checkpoint's meta.json tells."""
-    return str(meta.get("template", "alpaca" if meta.get("kind") == "sft" else "plain"))
+    return str(meta.get("template", "alpaca" if meta.get("kind") in FINE_TUNED else "plain"))
 
 
 def model_of(found: checkpoint.Checkpoint) -> tuple[ModelSpec, ModelConfig]:
@@ -129,28 +132,34 @@ def model_of(found: checkpoint.Checkpoint) -> tuple[ModelSpec, ModelConfig]:
 def add_checkpoint_flag(p: argparse.ArgumentParser) -> None:
     """--checkpoint, for `trained_model`."""
     p.add_argument("--checkpoint", metavar="DIR",
-                   help="a run, one of its checkpoints, or another program's model (default: the newest run under "
-                   "runs/, fine-tuned before pretrained; else the model that comes with the repository)")  # fmt: skip
+                   help="a run, one of its checkpoints, another program's model, or one that comes with the "
+                   "repository: small, storyteller (default: the newest run under runs/, fine-tuned before pretrained; "
+                   "else one that comes with the repository)")  # fmt: skip
 
 
-def trained_model(asked: str | None) -> Path:
-    """The path of the model to use: what was asked for, else the newest run (fine-tuned before pretrained), else the
-    trained model that comes with the default one's code."""
-    found = Path(asked) if asked else newest_run(("sft", "pretrain")) or find_model(default_model()).bundled
+def trained_model(asked: str | None, *, for_chat: bool = False) -> Path:
+    """The path of the model to use: what was asked for, a path or the name of a model that comes with the code; else
+    the newest run (fine-tuned before pretrained); else the trained model that comes with the default one's code."""
+    if asked:
+        given = {path.name: path for spec in models().values() for path in (spec.bundled, spec.storyteller) if path}
+        return given[asked] if asked in given and not Path(asked).exists() else Path(asked)
+    spec = find_model(default_model())
+    found = newest_run(("tuned", "pretrain")) or (for_chat and spec.storyteller) or spec.bundled
     if found is None:
         raise UserError("no trained model under runs/; train one with python recipes/pretrain.py, or give --checkpoint")
     return found
 
 
 def newest_run(kinds: tuple[str, ...], root: Path = Path("runs")) -> Path | None:
-    """The newest checkpoint under `root` of the first of `kinds` that has any ("pretrain", "sft").
+    """The newest checkpoint under `root` of the first of `kinds` that has any: "pretrain", "sft", "dpo", "grpo", or
+    "tuned", any of the last three.
 
     A checkpoint that is damaged is skipped, with a line on stderr.
     """
     found = sorted(_checkpoints(root), reverse=True)
     for kind in kinds:
         for _, path, of_kind in found:
-            if of_kind == kind and _is_whole(path):
+            if (of_kind == kind or (kind == "tuned" and of_kind in FINE_TUNED)) and _is_whole(path):
                 return path
     return None
 

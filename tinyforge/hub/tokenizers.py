@@ -18,12 +18,10 @@ from tinyforge.text.huggingface import to_huggingface
 from tinyforge.text.labels import Labels
 from tinyforge.text.sentencepiece import SentencePiece, write_llama2c
 from tinyforge.text.template_formats import jinja, modelfile
-from tinyforge.text.vocabulary import TextTokenizer
+from tinyforge.text.vocabulary import ENDS, TextTokenizer
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 TEMPLATE_KEY = "tokenizer.chat_template"  # of GGUF
-ENDS = ("<|endoftext|>", "</s>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>")
-"""Special tokens that end a text or a reply, as published models call them."""
 
 
 def find_tokenizer(model: Path, vocab: int, asked: Path | None = None) -> TextTokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple, Protocol
 
 from tinyforge.backends import Backend
@@ -23,6 +24,13 @@ class Cache(Protocol):
 
     def rewind(self, length: int) -> None:
         """Drop the positions from `length` on. Nothing is copied."""
+
+    def saved(self, start: int) -> Any:
+        """A copy of what it holds of the positions from `start` to its length: arrays in tuples and lists. A state
+        that is not kept by position is copied whole."""
+
+    def restore(self, saved: Any) -> None:
+        """Append what `saved` gave: of a cache that then held, and of this one, the same positions before it."""
 
 
 class LayerCache(NamedTuple):
@@ -73,6 +81,16 @@ class KVCache:
             raise ValueError(f"KVCache: holds {self.length} positions, cannot go to {length}")
         self.length = length
 
+    def saved(self, start: int) -> tuple[Array, Array]:
+        here = slice(start, self.length)
+        return self.keys[:, :, here].copy(), self.values[:, :, here].copy()
+
+    def restore(self, saved: tuple[Array, Array]) -> None:
+        keys, values = saved
+        here = slice(self.length, self.length + keys.shape[2])
+        self.keys[:, :, here], self.values[:, :, here] = keys, values
+        self.advance(keys.shape[2])
+
 
 class StateCache:
     """The states of a recurrent model: arrays that its layers read and overwrite, of a size that does not grow.
@@ -89,3 +107,10 @@ class StateCache:
     def rewind(self, length: int) -> None:
         if length != self.length:
             raise ValueError(f"StateCache: has seen {self.length} positions and forgets none, cannot go to {length}")
+
+    def saved(self, start: int) -> tuple[Any, int]:
+        return copy.deepcopy(self.states), self.length
+
+    def restore(self, saved: tuple[Any, int]) -> None:
+        states, self.length = saved
+        self.states = copy.deepcopy(states)

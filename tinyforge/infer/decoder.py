@@ -38,10 +38,13 @@ class Decoder(ABC):
     the decoder was made: make a new one after training. Tokens are trusted to be below the vocabulary's size.
 
     can_rewind: whether a row can go back to any length, as a cache of keys and values can; else it goes back to 0 only.
-    most_drafts: drafts that a pass can check.
+    can_save: whether parts of a row's cache can be put into another row's. most_drafts: drafts that a pass can check.
+    piece: positions of a prompt that a scheduler computes together.
     """
 
     can_rewind = True
+    can_save = False
+    piece = 32
 
     def __init__(self, model: CausalLM, batch: int = 1, capacity: int | None = None) -> None:
         check_causal_lm(model)
@@ -58,12 +61,44 @@ class Decoder(ABC):
     def prefill(self, row: int, tokens: Sequence[int]) -> None:
         """Append any number of tokens to a row; no logits."""
 
+    def repeat(self, row: int, source: int) -> bool:
+        """Give an empty row what another one holds: several replies to one prompt. Whether the decoder can."""
+        return False
+
     @abstractmethod
     def step(self, tokens: Any, heads: int = 1) -> np.ndarray:
         """Append tokens: (batch, n) to the rows; returns logits (batch, n, heads, V), of heads 0 .. heads - 1.
 
         The array belongs to the decoder: it is good until the next call.
         """
+
+    def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
+        """As `step` for some of the rows, each once and in increasing order: tokens (len(rows), n) to logits
+        (len(rows), n, heads, V). What a row gives does not depend on which others take part, to the last bit.
+
+        Here: a pass over all rows, of which the others are set back. They must have room for it.
+        """
+        lengths, all_tokens = list(self.lengths), np.zeros((self.batch, len(tokens[0])), np.int64)
+        all_tokens[list(rows)] = tokens
+        logits = self.step(all_tokens, heads)[list(rows)]
+        chosen = set(rows)
+        self.rewind([new if row in chosen else old
+                     for row, (new, old) in enumerate(zip(self.lengths, lengths, strict=True))])  # fmt: skip
+        return logits
+
+    def rewind_row(self, row: int, length: int) -> None:
+        """`rewind` of one row."""
+        self.rewind([length if i == row else held for i, held in enumerate(self.lengths)])
+
+    def saved(self, row: int, start: int) -> Any:
+        """Where `can_save`: a copy of what a row's cache holds from position `start` on, for `restore`; arrays in
+        tuples and lists."""
+        raise NotImplementedError(f"{type(self).__name__} saves no part of its cache")
+
+    def restore(self, row: int, saved: Any, length: int) -> None:
+        """Append what `saved` gave, so that the row holds `length` positions. The row holds the same positions before
+        it as the other one did, and so the same bits as if they had been computed here."""
+        raise NotImplementedError(f"{type(self).__name__} restores no part of its cache")
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Drop the positions of row i from lengths[i] on. Nothing is copied."""
@@ -106,6 +141,7 @@ class ReferenceDecoder(Decoder):
         self.model = model
         self.caches = [model.make_cache(1, self.capacity) for _ in range(batch)]
         self.can_rewind = all(cache.can_rewind for cache in self.caches)
+        self.can_save = all(hasattr(cache, "saved") for cache in self.caches)
         if not self.can_rewind:
             self.most_drafts = 0  # one that falls could not be taken back
 
@@ -115,9 +151,12 @@ class ReferenceDecoder(Decoder):
             self._extend(row, tokens)
 
     def step(self, tokens: Any, heads: int = 1) -> np.ndarray:
+        return self.step_rows(range(self.batch), tokens, heads)
+
+    def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
         model, parts = self.model, []
-        self._check_room(range(self.batch), len(tokens[0]))
-        for row, new in enumerate(tokens):
+        self._check_room(rows, len(tokens[0]))
+        for row, new in zip(rows, tokens, strict=True):
             h = self._extend(row, new)
             logits = [model.backend.to_numpy(model.logits(h, k)) for k in range(heads)]
             parts.append(np.stack(logits, axis=2))
@@ -142,3 +181,10 @@ class ReferenceDecoder(Decoder):
             raise
         self.lengths[row] = self.caches[row].length
         return h
+
+    def saved(self, row: int, start: int) -> Any:
+        return self.caches[row].saved(start)
+
+    def restore(self, row: int, saved: Any, length: int) -> None:
+        self.caches[row].restore(saved)
+        self.lengths[row] = self.caches[row].length

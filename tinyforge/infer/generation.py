@@ -10,7 +10,7 @@ import numpy as np
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder, Drawn
-from tinyforge.infer.sampling import Sampling, draw, log_probability, penalise, probabilities
+from tinyforge.infer.sampling import Sampling, choose, log_probability, penalise
 from tinyforge.infer.session import Session, Token, check_prompt, checked_ids
 from tinyforge.rng import Stream
 
@@ -48,7 +48,8 @@ def generate_batch(
         budgets.append(min(sampling.max_tokens, decoder.capacity - len(text)))
     decoder.rewind([0] * len(texts))
     for i, text in enumerate(texts):
-        decoder.prefill(i, text[:-1])
+        if not (i and text == texts[i - 1] and decoder.repeat(i, i - 1)):
+            decoder.prefill(i, text[:-1])
     active = dict(enumerate(budgets))
     for ids, logprobs, _ in draw_blocks(decoder, texts, replace(sampling, drafts=0), max(budgets)):
         for column in range(ids.shape[1]):
@@ -77,17 +78,14 @@ def draw_blocks(decoder: Decoder, texts: Sequence[Sequence[int]], sampling: Samp
         yield from decoder.stream([text[-1] for text in texts], sampling, streams, count)
         return
     numbers = np.stack([stream.uniform((count,)) for stream in streams])
-    wanted = [len(text) for text in texts]
+    prompts, wanted = [list(text) for text in texts], [len(text) for text in texts]
     for t in range(count):
         logits = decoder.step([[text[-1]] for text in texts])[:, 0, 0]
         z = logits
-        if sampling.repetition_penalty != 1:
-            z = np.stack([penalise(row, sampling, text) for row, text in zip(logits, texts, strict=True)])
-        if sampling.temperature == 0:
-            ids = z.argmax(axis=-1)
-        else:
-            p = probabilities(z.astype(np.float64), sampling)
-            ids = np.array([draw(row, u) for row, u in zip(p, numbers[:, t], strict=True)])
+        if sampling.changes_logits:
+            z = np.stack([penalise(row, sampling, text, text[len(prompt) :])
+                          for row, text, prompt in zip(logits, texts, prompts, strict=True)])  # fmt: skip
+        ids = np.array(choose(z, sampling, numbers[:, t]))
         logprobs = None
         if sampling.logprobs:
             logprobs = np.array([[log_probability(row, x)] for row, x in zip(logits, ids, strict=True)])

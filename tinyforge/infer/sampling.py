@@ -18,8 +18,10 @@ UNIFORMS_AT_ONCE = 64
 class Sampling:
     """How tokens are drawn. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 change nothing.
 
-    In this order: logits of tokens that the text holds already, prompt included, are divided by repetition_penalty
-    where positive and multiplied by it where negative; all are divided by the temperature; top_k keeps the k most
+    In this order: logit_bias is added, (token id, bias) pairs; from the logits of tokens that were generated already,
+    presence_penalty is subtracted once and frequency_penalty once for each time; logits of tokens that the text holds
+    already, prompt included, are divided by repetition_penalty where positive and multiplied by it where negative; all
+    are divided by the temperature; top_k keeps the k most
     likely tokens; top_p the fewest of these whose probabilities sum to it; min_p those with at least min_p times the
     probability of the most likely one. Tokens that tie with the last one kept are kept too.
 
@@ -41,6 +43,9 @@ class Sampling:
     seed: int = 0
     drafts: int = 3
     logprobs: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         # Written so that NaN is refused too.
@@ -52,15 +57,31 @@ class Sampling:
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number above 0; 1 for none"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("drafts", self.drafts >= 0, "0 (no speculation) or more"),
+            ("presence_penalty", -math.inf < self.presence_penalty < math.inf, "a number; 0 for none"),
+            ("frequency_penalty", -math.inf < self.frequency_penalty < math.inf, "a number; 0 for none"),
+            ("logit_bias", all(-math.inf < b < math.inf for _, b in self.logit_bias), "numbers"),
         )
         for name, fine, wanted in rules:
             if not fine:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, wants {wanted}")
 
 
-def penalise(logits: np.ndarray, sampling: Sampling, seen: Iterable[int]) -> np.ndarray:
-    """float64 logits: (..., V) after the repetition penalty on the tokens in `seen`."""
+    @property
+    def changes_logits(self) -> bool:
+        """Whether `penalise` does anything."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias)
+
+
+def penalise(logits: np.ndarray, sampling: Sampling, seen: Iterable[int], made: Iterable[int] = ()) -> np.ndarray:
+    """float64 logits: (..., V) after the bias and the penalties on the tokens of the text, `seen`, and on those of it
+    that were generated, `made`."""
     z = logits.astype(np.float64)
+    if sampling.logit_bias:
+        tokens, biases = zip(*sampling.logit_bias, strict=True)
+        z[..., list(tokens)] += biases
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        ids, counts = np.unique(np.fromiter(made, np.intp), return_counts=True)
+        z[..., ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
     if sampling.repetition_penalty != 1:
         index = np.array(sorted(set(seen)), np.intp)
         old = z[..., index]
@@ -101,6 +122,14 @@ def uniforms(seed: int) -> Iterator[float]:
     stream = Stream(seed, "sample")
     while True:
         yield from stream.uniform((UNIFORMS_AT_ONCE,)).tolist()
+
+
+def choose(logits: np.ndarray, sampling: Sampling, numbers: Iterable[float]) -> list[int]:
+    """A token for each row of penalised logits: (n, V), drawn with its own one of `numbers`, which greedy ignores."""
+    if sampling.temperature == 0:
+        return logits.argmax(axis=-1).tolist()
+    p = probabilities(logits.astype(np.float64), sampling)
+    return [draw(row, number) for row, number in zip(p, numbers, strict=True)]
 
 
 def log_probability(logits: np.ndarray, token: int) -> float:

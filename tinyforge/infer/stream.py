@@ -9,31 +9,56 @@ from tinyforge.errors import UserError
 from tinyforge.text import TextTokenizer
 
 
-def stream_text(tokens: Iterable[int], tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> Iterator[str]:
+class TextStream:
     """The text of tokens in pieces, as soon as it is sure: never half a character, and nothing from a stop string on.
 
+        stream = TextStream(tokenizer, stop=["\\n"])
+        for token in tokens:
+            piece = stream.push(token)          # may be empty
+            if stream.stopped: break
+        piece = stream.finish()
+
     What may be the beginning of a stop string is held back until it is one or cannot be. Bytes that are no UTF-8 become
-    replacement characters. At a stop string the iteration ends, and no further token is asked for.
+    replacement characters.
     """
-    if not all(stop):
-        raise UserError("a stop string is empty; give at least one character")
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    held = ""
+
+    def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:
+        if not all(stop):
+            raise UserError("a stop string is empty; give at least one character")
+        self.tokenizer, self.stop = tokenizer, stop
+        self.stopped = False
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+
+    def push(self, token: int) -> str:
+        """What is sure of the text once this token has come. Behind a stop string nothing comes any more."""
+        return self._take(self._decoder.decode(self.tokenizer.token_bytes(token)), last=False)
+
+    def finish(self) -> str:
+        """The rest, where no further token comes."""
+        return self._take(self._decoder.decode(b"", final=True), last=True)
+
+    def _take(self, new: str, last: bool) -> str:
+        if self.stopped:
+            return ""
+        held = self._held + new
+        found = _find_first(held, self.stop)
+        self.stopped = found is not None
+        sure = found if found is not None else len(held) - (0 if last else _possible_start(held, self.stop))
+        self._held = "" if self.stopped else held[sure:]
+        return held[:sure]
+
+
+def stream_text(tokens: Iterable[int], tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> Iterator[str]:
+    """The pieces of a `TextStream` that are not empty. At a stop string no further token is asked for."""
+    stream = TextStream(tokenizer, stop)
     for token in tokens:
-        held += decoder.decode(tokenizer.token_bytes(token))
-        found = _find_first(held, stop)
-        if found is not None:
-            if held[:found]:
-                yield held[:found]
+        if piece := stream.push(token):
+            yield piece
+        if stream.stopped:
             return
-        sure = len(held) - _possible_start(held, stop)
-        if sure:
-            yield held[:sure]
-            held = held[sure:]
-    held += decoder.decode(b"", final=True)
-    found = _find_first(held, stop)
-    if held[:found]:
-        yield held[:found]
+    if piece := stream.finish():
+        yield piece
 
 
 def _find_first(text: str, stop: Sequence[str]) -> int | None:

@@ -25,8 +25,8 @@ class Trace(NamedTuple):
 def trace(model: CausalLM, ids: Sequence[int]) -> Trace:
     """The model's forward over one text, with what a backward would need; float64 NumPy arrays.
 
-    attention[l][h, t, s] = softmax over the visible s of q_t . k_s / sqrt(D). The query heads of a group read the same
-    keys.
+    `attention[l][h, t, s]` = softmax over the visible s of q_t . k_s / sqrt(D). The query heads of a group read the
+    same keys.
     """
     model, stash = check_causal_lm(model), Stash()
     h = model.hidden(model.backend.asarray(np.asarray([ids])), stash)
@@ -46,3 +46,18 @@ def weights_of(op: Attention, qkv: Array) -> np.ndarray:
     if op.window is not None:
         visible = np.triu(visible, 1 - op.window)
     return softmax_fwd(np.where(visible, scores, -np.inf))
+
+
+def attention_ops(model: CausalLM) -> list[Attention]:
+    """The model's attention ops, in the order of forward."""
+    stash = Stash()
+    model.hidden(model.backend.asarray(np.zeros((1, 1), np.int32)), stash)
+    return [op for op, _ in stash if isinstance(op, Attention)]
+
+
+def attention_of(model: CausalLM, ids: Sequence[int], layer: int) -> np.ndarray:
+    """`Trace.attention` of one layer, (query heads, T, T), without the logits."""
+    stash = Stash()
+    model.hidden(model.backend.asarray(np.asarray([ids], np.int32)), stash)
+    op, saved = [(op, saved) for op, saved in stash if isinstance(op, Attention)][layer]
+    return weights_of(op, model.backend.to_numpy(saved[0])[0])

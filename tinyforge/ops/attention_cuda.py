@@ -19,7 +19,7 @@ import numpy as np
 
 from tinyforge.backends import wide
 from tinyforge.backends.compile import load, variants
-from tinyforge.backends.cupy_backend import CupyBackend, contiguous, or_null, scalar
+from tinyforge.backends.cupy_backend import CupyBackend, contiguous, has_wgmma, or_null, scalar
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.ops import attention
@@ -67,12 +67,6 @@ def plain(entry: str, dtype: Any, dim: int, tiles: int, options: tuple[str, ...]
     shared = (tiles * rows * line + rows * (rows + vector)) * itemsize
     kernel = load(FILE, entry, shared, REAL=scalar(dtype), HEAD_DIM=dim, ROWS=rows, **dict.fromkeys(options, 1))
     return Launch(kernel, rows, 1, PLAIN_THREADS, shared)
-
-
-@cache
-def has_wgmma() -> bool:
-    """Whether attention_hopper.cu runs here: its instructions belong to this one architecture."""
-    return bool(cp.cuda.Device().compute_capability == "90")
 
 
 def tensor_core_file(dtype: Any, dim: int, tf32: bool, options: tuple[str, ...]) -> str | None:

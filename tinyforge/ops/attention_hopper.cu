@@ -32,20 +32,13 @@
 #define WORKER_WARPS 4
 #define ROW_TILES 1
 #include "ops/attention.cuh"
+#include "ops/hopper.cuh"
 
 static_assert(D == 64, "a row is one line of the 128-byte swizzle");
 static_assert(TILE % 64 == 0, "a piece is 64 rows");
 
-// How wgmma finds a matrix in shared memory: its address, the way from 8 rows to the next 8 (1024 bytes, both strides
-// alike), and the 128-byte swizzle, which counts from multiples of 1024.
-__device__ inline u64 matrix(u32 address) { return 1ull << 62 | 64ull << 32 | 64ull << 16 | (address & 0x3ffff) >> 4; }
-// 16 columns further, for a product over the row: 32 bytes. 16 rows further, for a product over the rows: 2048.
-__device__ inline u64 columns(u64 matrix, int step) { return matrix + step * 2; }
-__device__ inline u64 rows(u64 matrix, int step) { return matrix + step * 128; }
-
 // The 32 accumulators of a thread as operands of one instruction.
-#define FOUR(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
-#define ACCUMULATORS FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)
+#define ACCUMULATORS SIXTEEN(0), SIXTEEN(4)
 #define ACCUMULATOR_NAMES                                                                                              \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                          \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
@@ -71,21 +64,6 @@ __device__ inline void multiply_add(float (&d)[8][4], const u32 (&a)[4], u64 b) 
         : ACCUMULATORS
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
 }
-
-__device__ inline void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> __device__ inline void multiply_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-// For the compiler: what is read of d from here on is what the products left there.
-__device__ inline void settled(float (&d)[8][4]) {
-#pragma unroll
-    for (int n = 0; n < 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(d[n][i])::"memory");
-}
-// Lets wgmma see what this thread's copies wrote.
-__device__ inline void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // d = a b^T over the row: 64 rows of one tile and 64 of another.
 __device__ inline void scores(float (&d)[8][4], u32 a_tile, u32 b_tile) {

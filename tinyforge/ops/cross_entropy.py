@@ -18,6 +18,8 @@ from tinyforge.params import with_buffer
 CHUNK_BYTES = 1 << 21
 """Logits in work at once on NumPy: what stays in a core's cache between the passes over them."""
 FEW_LOGITS = 1024
+FROZEN_LOGITS = 1 << 25
+"""Logits in work at once on a GPU, where a frozen weight's are not kept."""
 
 
 def masked_targets(rng: np.random.Generator, n: int, heads: int, vocab: int) -> np.ndarray:
@@ -175,6 +177,54 @@ def linear_cross_entropy_bwd_memory(
     return empty(h.shape, scaled.dtype)
 
 
+def chunk_rows(pitch: int) -> int:
+    """Rows of logits at once on a GPU where a frozen weight's are not kept: a multiple of 128, 64 MB in bf16."""
+    return min(max(FROZEN_LOGITS // pitch // 128, 1) * 128, 4096)
+
+
+@kernel
+def linear_cross_entropy_frozen_fwd(
+    h: Array, weight: Array, targets: Array, keep: bool
+) -> tuple[Array, Array | None]:
+    """As linear_cross_entropy_fwd, for a weight without a gradient: with `keep` the second is R W, (n, K, C)."""
+    heads, vocab, dim = weight.shape
+    dh = np.empty((len(h), heads, dim), h.dtype) if keep else None
+    nll = np.empty((len(h), heads), h.dtype)
+    for part in chunks(len(h), weight):
+        logits = (weight.reshape(-1, dim) @ h[part].T).reshape(heads, vocab, -1)
+        nll[part] = softmax_residual_(logits, targets[part])
+        if dh is not None:
+            dh[part] = (logits.transpose(0, 2, 1) @ weight).swapaxes(0, 1)
+    return nll, dh
+
+
+@linear_cross_entropy_frozen_fwd.on("phantom")
+def linear_cross_entropy_frozen_fwd_memory(
+    h: Array, weight: Array, targets: Array, keep: bool
+) -> tuple[Array, Array | None]:
+    heads, vocab, dim = weight.shape
+    nll, pitch = empty((len(h), heads), wide(h.dtype)), row_pitch(heads, vocab, h.itemsize)
+    _padded = empty((pitch if pitch > heads * vocab else 0, dim), weight.dtype)
+    dh = empty((len(h), heads, dim), h.dtype) if keep else None
+    _logits = empty((min(len(h), chunk_rows(pitch)), pitch), h.dtype)
+    return nll, dh
+
+
+@kernel
+def linear_cross_entropy_frozen_bwd(dnll: Array, dh: Array) -> Array:
+    """dnll: (K,) or (n, K); dh: (n, K, C), of each head alone, to (n, C)."""
+    return (dh * dnll[..., None].astype(dh.dtype)).sum(axis=1)
+
+
+@linear_cross_entropy_frozen_bwd.on("phantom")
+def linear_cross_entropy_frozen_bwd_memory(dnll: Array, dh: Array) -> Array:
+    scaled, (rows, heads, dim) = empty(dh.shape, dh.dtype), dh.shape
+    if heads == 1:
+        return scaled
+    _places = empty((rows, heads), np.dtype(np.int32))
+    return empty((rows, dim), dh.dtype)
+
+
 def rows_of(dnll: Array) -> Array:
     """(..., K) to (n, K); (K,) stays."""
     return dnll if dnll.ndim == 1 else dnll.reshape(-1, dnll.shape[-1])
@@ -229,9 +279,13 @@ class LinearCrossEntropy(Op):
     backward(dnll: (..., K), or (K,) where it is the same for all tokens), with R = softmax - onehot:
         dh[n] = sum_k dnll[n, k] R[n, k] W[k],   dW[k] += sum_n dnll[n, k] R[n, k]^T h[n]
     The same for all tokens is the fast path: dnll goes onto W and dW, and R is read twice and never written.
+    A frozen W has no dW: forward goes on to R[n, k] W[k], and that is what is saved, (N, K, C). A vocabulary is wide.
     """
 
-    kernels = (linear_fwd, linear_cross_entropy_fwd, linear_cross_entropy_bwd)
+    kernels = (
+        linear_fwd, linear_cross_entropy_fwd, linear_cross_entropy_bwd, linear_cross_entropy_frozen_fwd,
+        linear_cross_entropy_frozen_bwd,
+    )  # fmt: skip
     per_head = True
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
@@ -244,15 +298,17 @@ class LinearCrossEntropy(Op):
 
     def forward(self, h: Array, targets: Array, stash: Stash | None = None) -> Array:
         heads, _, dim = self.shape
-        nll, residual = self.k.linear_cross_entropy_fwd(
-            h.reshape(-1, dim), self.weight.value.reshape(self.shape), targets.reshape(-1, heads), stash is not None
-        )
+        rows, weight = h.reshape(-1, dim), self.weight.value.reshape(self.shape)
+        forward = self.k.linear_cross_entropy_frozen_fwd if self.weight.frozen else self.k.linear_cross_entropy_fwd
+        nll, kept = forward(rows, weight, targets.reshape(-1, heads), stash is not None)
         if stash is not None:
-            stash.push(self, h, residual)
+            stash.push(self, h.shape if self.weight.frozen else h, kept)
         return nll.reshape(targets.shape)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
         h, residual = stash.pop(self)
+        if self.weight.frozen:
+            return self.k.linear_cross_entropy_frozen_bwd(rows_of(dy), residual).reshape(h), None
         rows = h.reshape(-1, h.shape[-1])
         weight, dweight = (
             None if flat is None else flat.reshape(self.shape) for flat in (self.weight.value, self.weight.grad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cupy
 import numpy as np
 
 from tinyforge.backends import wide
@@ -22,6 +23,7 @@ from tinyforge.backends.cupy_backend import (
 from tinyforge.kernel import Array
 from tinyforge.ops import cross_entropy
 from tinyforge.ops.cross_entropy import row_pitch
+from tinyforge.ops.mixture_cuda import sum_of_rows
 
 FILE = "ops/cross_entropy.cu"
 CHUNK = 4096
@@ -151,3 +153,37 @@ def linear_cross_entropy_bwd(
         scaled[rows:].fill(0)
     scale_heads(weight, dnll, vocab * dim, scaled[:rows].reshape(weight.shape))
     return gemm(residual, scaled, tf32=backend.tf32)
+
+
+@cross_entropy.linear_cross_entropy_frozen_fwd.on("cupy")
+def linear_cross_entropy_frozen_fwd(
+    h: Array, weight: Array, targets: Array, keep: bool, *, backend: CupyBackend
+) -> tuple[Array, Array | None]:
+    h, targets = contiguous(h), contiguous(targets)
+    heads, vocab, dim = weight.shape
+    tokens = len(h)
+    nll, pitch = new((tokens, heads), wide(h.dtype)), row_pitch(heads, vocab, h.itemsize)
+    rows = padded_rows(weight, pitch)
+    dh: Array | None = new((tokens, heads, dim), h.dtype) if keep else None
+    most, width = cross_entropy.chunk_rows(pitch), pitch // heads
+    room = new((min(tokens, most), pitch), h.dtype)
+    for start in range(0, tokens, most):
+        part = slice(start, min(start + most, tokens))
+        logits = room[: part.stop - start]
+        gemm(h[part], rows, logits, transpose_b=True, tf32=backend.tf32)
+        softmax_residual_(nll[part], logits.reshape(-1, width), targets[part], keep, vocab)
+        if dh is None:
+            continue
+        for k in range(heads):
+            of_head = slice(k * width, (k + 1) * width)
+            gemm(logits[:, of_head], rows[of_head], dh[part, k], tf32=backend.tf32)
+    return nll, dh
+
+
+@cross_entropy.linear_cross_entropy_frozen_bwd.on("cupy")
+def linear_cross_entropy_frozen_bwd(dnll: Array, dh: Array) -> Array:
+    rows, heads, dim = dh.shape
+    scaled = scale_heads(dh, contiguous(dnll).reshape(-1), dim)
+    if heads == 1:
+        return scaled.reshape(rows, dim)
+    return sum_of_rows(scaled.reshape(-1, dim), cupy.arange(rows * heads, dtype=np.int32).reshape(rows, heads), None)

@@ -1,20 +1,40 @@
-"""Launches mixture.cu, grouped.cu and grouped_mma.cu. Nothing waits for the device: sizes depend on shapes alone."""
+"""Launches mixture.cu and the grouped products. Nothing waits for the device: sizes depend on shapes alone.
+
+The products are in three files: grouped_hopper.cu where the GPU is a Hopper, else grouped_mma.cu, both for bf16 in rows
+of whole pieces of 16 bytes; grouped.cu for all else.
+"""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import numpy as np
 
 from tinyforge.backends import wide
 from tinyforge.backends.compile import constant, load
-from tinyforge.backends.cupy_backend import blocks, contiguous, new, or_null, scalar, vector
+from tinyforge.backends.cupy_backend import (
+    blocks,
+    contiguous,
+    has_wgmma,
+    new,
+    or_null,
+    processors,
+    scalar,
+    vector,
+)
+from tinyforge.backends.tensor_map import tensor_map
 from tinyforge.kernel import Array
 from tinyforge.ops import mixture
 from tinyforge.ops.mixture import INT
 
-FILE, PLAIN, MMA = "ops/mixture.cu", "ops/grouped.cu", "ops/grouped_mma.cu"
+FILE, PLAIN, MMA, HOPPER = "ops/mixture.cu", "ops/grouped.cu", "ops/grouped_mma.cu", "ops/grouped_hopper.cu"
 SLOTS, SIDE = constant(FILE, "SLOTS"), constant(PLAIN, "SIDE")
 ROWS, COLUMNS, STAGES, FACTOR, THREADS = (constant(MMA, n) for n in ("ROWS", "COLUMNS", "STAGES", "FACTOR", "THREADS"))
 SHARED = STAGES * 2 * FACTOR
+WIDE_COLUMNS, WIDE_DEPTH, WIDE_THREADS = (constant(HOPPER, n) for n in ("COLUMNS", "DEPTH", "THREADS"))
+WIDE_STAGE = constant(HOPPER, "LEFT") + constant(HOPPER, "RIGHT")
+WIDE_SHARED = constant(HOPPER, "STAGES") * WIDE_STAGE + constant(HOPPER, "BARRIERS")
 MOST_EXPERTS = 1024  # whose counts, for each warp of a block of the sort, fit into its shared memory
 
 
@@ -41,9 +61,31 @@ def sort_by_expert(chosen: Array, experts: int) -> tuple[Array, Array, Array, Ar
     return slots, tokens, places, starts
 
 
-def _on_tensor_cores(outs: int, ins: int, *arrays: Array) -> bool:
-    """Whether grouped_mma.cu takes the product: bf16, and every row begins at a multiple of 16 bytes."""
-    return arrays[0].dtype.name == "bfloat16" and outs % 8 == ins % 8 == 0 and all(a.data.ptr % 16 == 0 for a in arrays)
+def _file(outs: int, ins: int, *arrays: Array) -> str:
+    """The file whose kernels take the product. Those on tensor cores want bf16, and rows that begin at 16 bytes."""
+    if arrays[0].dtype.name != "bfloat16" or outs % 8 or ins % 8 or any(a.data.ptr % 16 for a in arrays):
+        return PLAIN
+    return HOPPER if has_wgmma() else MMA
+
+
+def _launch(
+    file: str, entry: str, grid: tuple[int, ...], arguments: tuple[Any, ...], scalar: str
+) -> None:
+    """A product's kernel. grid: of tiles; the kernels for Hopper take them one after the other."""
+    if file == HOPPER:
+        grid = (min(processors(), math.prod(grid)),)
+        load(file, entry, WIDE_SHARED, arch="sm_90a", SCALAR=scalar)(
+            grid, (WIDE_THREADS,), arguments, shared_mem=WIDE_SHARED
+        )
+    elif file == MMA:
+        load(file, entry, SHARED, SCALAR=scalar)(grid, (THREADS,), arguments, shared_mem=SHARED)
+    else:
+        load(file, entry, SCALAR=scalar)(grid, (SIDE * SIDE,), arguments)
+
+
+def _tile(file: str) -> tuple[int, int]:
+    """Rows and columns of a tile."""
+    return {PLAIN: (SIDE, SIDE), MMA: (ROWS, COLUMNS), HOPPER: (ROWS, WIDE_COLUMNS)}[file]
 
 
 def _rows_times(
@@ -53,15 +95,15 @@ def _rows_times(
     x, experts = contiguous(x), len(weight)
     y = new((len(x) if tokens is None else len(tokens), columns), x.dtype)
     if y.size:
-        fast = _on_tensor_cores(columns, depth, x, weight)
-        side, across = (ROWS, COLUMNS) if fast else (SIDE, SIDE)
+        file = _file(columns, depth, x, weight)
+        down, across = _tile(file)
         # No more tiles than this, however the rows are spread: each expert's last one is all that may be short.
-        grid = (-(-columns // across), len(y) // side + experts)
+        grid = (-(-columns // across), len(y) // down + experts)
+        if file == HOPPER:  # boxes of 64 along the sum and a tile's columns, or of 64 columns
+            along = entry == "grouped_fwd"
+            weight = tensor_map(weight, (1, WIDE_COLUMNS if along else WIDE_DEPTH, WIDE_DEPTH))
         arguments = (y, x, weight, or_null(tokens), starts, *map(np.int32, (columns, depth, experts)))
-        if fast:
-            load(MMA, entry, SHARED, SCALAR="bf16")(grid, (THREADS,), arguments, shared_mem=SHARED)
-        else:
-            load(PLAIN, entry, SCALAR=scalar(x.dtype))(grid, (SIDE * SIDE,), arguments)
+        _launch(file, entry, grid, arguments, scalar(x.dtype))
     return y
 
 
@@ -83,13 +125,15 @@ def grouped_bwd_weight(
     experts, outs, ins = dweight.shape
     if not (dy.size and x.size):
         return
-    arguments = (dweight, dy, x, or_null(dy_tokens), or_null(x_tokens), starts, np.int32(outs), np.int32(ins))
-    if _on_tensor_cores(outs, ins, dy, x, dweight):
-        grid = (-(-ins // COLUMNS), -(-outs // ROWS), experts)
-        load(MMA, "grouped_bwd_weight", SHARED, SCALAR="bf16")(grid, (THREADS,), arguments, shared_mem=SHARED)
+    file = _file(outs, ins, dy, x, dweight)
+    down, across = _tile(file)
+    tokens, sizes = (or_null(dy_tokens), or_null(x_tokens), starts), (np.int32(outs), np.int32(ins))
+    if file == HOPPER:
+        maps = (tensor_map(a[None], (1, WIDE_DEPTH, WIDE_DEPTH)) for a in (dy, x))
+        arguments: tuple[Any, ...] = (dweight, dy, x, *maps, *tokens, *sizes, np.int32(experts))
     else:
-        grid = (-(-ins // SIDE), -(-outs // SIDE), experts)
-        load(PLAIN, "grouped_bwd_weight", SCALAR=scalar(dy.dtype))(grid, (SIDE * SIDE,), arguments)
+        arguments = (dweight, dy, x, *tokens, *sizes)
+    _launch(file, "grouped_bwd_weight", (-(-ins // across), -(-outs // down), experts), arguments, scalar(dy.dtype))
 
 
 @mixture.weighted_swiglu_fwd.on("cupy")

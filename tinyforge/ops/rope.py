@@ -117,7 +117,7 @@ class RoPE(Op):
 
         self.cos = backend.table(shape, lambda: np.cos(angle()))
         self.sin = backend.table(shape, lambda: np.sin(angle()))
-        self.minus_sin = -self.sin
+        self.minus_sin = backend.table(shape, lambda: -np.sin(angle()))
 
     def forward(self, x: Array, stash: Stash | None = None, *, offset: int = 0, out: Array | None = None) -> Array:
         rows = slice(offset, offset + x.shape[1])

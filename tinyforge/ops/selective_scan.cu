@@ -9,34 +9,39 @@
 //
 // Idea. Time is sequential, channels are not: QUARTERS lanes share a channel, each with PER of its N states in
 // registers, and walk down time together. A block takes CHANNELS channels of a row of the batch. It goes over time in
-// tiles of TILE positions: u, delta and z are loaded a tile ahead by all threads, so that global reads are coalesced and
-// under way during the tile before; dt, dt u, B and C lie in shared memory, where softplus is computed once for the lanes
-// of a channel. The sums over a channel's lanes are taken four positions at a time: of four partial sums each lane hands
-// over three and keeps one, three shuffles in place of eight.
+// tiles of TILE positions: u, delta, z, B and C are loaded a tile ahead by all threads, four numbers at a time, so that
+// global reads are coalesced and under way two tiles before; dt, dt u, B and C lie in shared memory, where softplus is
+// computed once for the lanes of a channel. Between two barriers a warp writes y of the last tile, prepares the next one and
+// walks along this one, so that warps do not all want the same unit at the same time. The sums over a channel's lanes are taken four positions at a time: of four
+// partial sums each lane hands over three and keeps one, three shuffles in place of eight.
 //
 // Backward goes over the tiles from the last to the first. It computes the states of a tile again, from the one that
-// forward kept, into shared memory, and then walks up:
+// forward kept; those of the later half stay in shared memory, and it walks up:
 //   g[t] = dout[t] C[t] + exp(dt[t+1] A) g[t+1]        e[t] = g[t] h[t-1] exp(dt[t] A)
-// The sums over channels, db and dc, are taken within each warp by shuffles, over the block's warps in shared memory, and
-// over blocks by selective_scan_sum: always in the same order.
+// Then those of the earlier half once more, and up the rest. With the states of half a tile three blocks fit on a
+// multiprocessor in place of two. The sums over channels, db and dc, are taken within each warp by shuffles, over the
+// block's warps in shared memory, and over blocks by selective_scan_sum: always in the same order.
 //
 // Grid: (channels / CHANNELS, batch). Block: CHANNELS x QUARTERS threads. Shared memory: Forward and Backward below.
-// Bound: the exponentials. Each of B T E N is one operation of the special function unit, 16 a cycle and
-// multiprocessor; softplus and silu add four for each of B T E. In float32 that takes longer than moving the 4 arrays of
-// B T E; in bf16, half as many bytes, more than twice as long.
+// Bound: instructions, and the exponentials. Each of B T E N is one operation of the special function unit, 16 a cycle and
+// multiprocessor, and four others; softplus and silu add four and some forty for each of B T E.
+// VEC: 4 where rows of the arrays begin at multiples of four numbers, and there are QUARTERS x PER states, else 1.
 //
-// compile: SCALAR=double|float|bf16 PER=1|2|4
+// compile: SCALAR=double|float|bf16 PER=1|2|4 VEC=1|4
 // spills: none
 
 #include "ops/common.cuh"
 
 #define TILE 32
+#define HALF 16
 #define CHANNELS 32
 #define QUARTERS 4
 #define THREADS 128
 #define PADDED (CHANNELS + 8)  // the lanes of 8 channels write 4 rows at once: 32 numbers in 32 banks
-#define EACH 8  // of a tile's TILE x CHANNELS numbers, for each thread
-#define RESIDENT (sizeof(SCALAR) == 8 ? 2 : 4)
+#define FOURS (CHANNELS / 4)   // threads that load and store a position, four channels each
+#define LINES (THREADS / FOURS)  // positions that a block loads or stores at once
+#define EACH (TILE / LINES)
+#define RESIDENT (sizeof(SCALAR) == 8 ? 2 : 3)
 #define SUMS (2 * PER < 8 ? 8 : 2 * PER)  // of db and dc in a lane, filled up so that 8 lanes can share them
 
 typedef SCALAR T;
@@ -49,17 +54,33 @@ __device__ __forceinline__ float exp_base2(float x) {
     return y;
 }
 
-// log(1 + exp(x)), without overflow.
+// log(1 + exp(x)), without overflow. In float32 with e = exp(-|x|) and s = e / (2 + e), at most 1/3: log(1 + e) =
+// 2 artanh(s) = 2 s (1 + s^2 / 3 + s^4 / 5 + ...), whose relative error is small for small e too; the first term that is
+// left out is 1e-8 of the sum.
 template <class S>
 __device__ __forceinline__ Wide<S> softplus(Wide<S> x) {
     return (x > 0 ? x : 0) + log1p(exp(-abs(x)));
+}
+template <>
+__device__ __forceinline__ float softplus<float>(float x) {
+    const float e = exp_base2(fabsf(x) * -1.442695041f), s = __fdividef(e, 2.0f + e), q = s * s;
+    float sum = fmaf(q, 1.0f / 13, 1.0f / 11);
+    sum = fmaf(sum, q, 1.0f / 9);
+    sum = fmaf(sum, q, 1.0f / 7);
+    sum = fmaf(sum, q, 1.0f / 5);
+    sum = fmaf(sum, q, 1.0f / 3);
+    return fmaxf(x, 0.0f) + 2.0f * fmaf(sum * q, s, s);
 }
 template <>
 __device__ __forceinline__ float softplus<bf16>(float x) {
     return fmaxf(x, 0.0f) + __logf(1.0f + __expf(-fabsf(x)));
 }
 
-__device__ __forceinline__ A sigmoid(A x) { return inverse_for<T>(A(1) + exp_for<T>(-x)); }
+// 1 / (1 + exp(-x)): where exp overflows, 1 / infinity is the 0 that it tends to.
+__device__ __forceinline__ double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
+__device__ __forceinline__ float sigmoid(float x) {
+    return __fdividef(1.0f, 1.0f + exp_base2(x * -1.442695041f));
+}
 
 // A pitch is the number of elements from one position to the next.
 struct Sizes {
@@ -69,50 +90,86 @@ struct Sizes {
     int length, int channels, int states, int u_pitch, int delta_pitch, int b_pitch, int c_pitch, int z_pitch
 #define SIZE_NAMES length, channels, states, u_pitch, delta_pitch, b_pitch, c_pitch, z_pitch
 
-// Where a thread stands. channel, quarter: whose states it has. column: the channel whose numbers it loads and stores, at
-// the positions line, line + 4, ... of a tile.
+// Where a thread stands. channel, quarter: whose states it has. column: the first of the four channels whose numbers it
+// loads and stores, at the positions line, line + LINES, ... of a tile; side: the same within the block.
 struct Place {
-    int row, channel, quarter, column, line;
-    bool valid, loads;
+    int row, channel, quarter, column, line, side;
+    bool valid;
 
     __device__ Place(const Sizes &s) {
         row = blockIdx.y;
         channel = blockIdx.x * CHANNELS + threadIdx.x / QUARTERS;
         quarter = threadIdx.x % QUARTERS;
-        column = blockIdx.x * CHANNELS + threadIdx.x % CHANNELS;
-        line = threadIdx.x / CHANNELS;
-        valid = channel < s.channels, loads = column < s.channels;
+        side = threadIdx.x % FOURS * 4;
+        column = blockIdx.x * CHANNELS + side;
+        line = threadIdx.x / FOURS;
+        valid = channel < s.channels;
     }
     __device__ int state(int i) const { return quarter * PER + i; }
 };
 
-// A thread's EACH numbers of the tile that begins at `first`.
-struct Loaded {
-    T v[EACH];
+typedef Pack<T, 4> Four;
+typedef Pack<A, 4> Sum;
 
-    __device__ __forceinline__ void read(const T *x, int pitch, const Place &at, const Sizes &s, int first) {
+// Some N numbers, of which `there` exist; the others become 0, or are not written.
+template <int N, class S>
+__device__ __forceinline__ Pack<S, N> read(const S *from, int there) {
+    if (VEC > 1 && there > 0) return load<N>(from);
+    Pack<S, N> x;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        narrow(A(0), x.v[j]);
+        if (VEC == 1 && j < there) x.v[j] = from[j];
+    }
+    return x;
+}
+template <int N, class S>
+__device__ __forceinline__ void write(S *to, const Pack<S, N> &x, int there) {
+    if (VEC > 1) {
+        if (there > 0) store(to, x);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        if (j < there) to[j] = x.v[j];
+    }
+}
+
+// An array of B T E, as this thread sees it: its four channels at `line`.
+template <class S>
+struct Wave {
+    S *at;
+    int pitch;
+
+    __device__ __forceinline__ Wave(S *x, int pitch, const Place &p, const Sizes &s)
+        : at(x + (i64(p.row) * s.length + p.line) * pitch + p.column), pitch(pitch) {}
+    __device__ __forceinline__ S *operator()(int t) const { return at + i64(t) * pitch; }
+};
+
+// A thread's numbers of the tile that begins at `first`. Of positions and channels that are not there, single reads make
+// zeros; reads of four take the last that are there, without a branch, and what is made of them must be dropped.
+struct Loaded {
+    Four v[EACH];
+
+    __device__ __forceinline__ void read(const Wave<const T> &x, const Place &at, const Sizes &s, int first) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            const int t = first + at.line + 4 * i;
-            if (at.loads && t < s.length) v[i] = x[(i64(at.row) * s.length + t) * pitch + at.column];
-            else narrow(A(0), v[i]);
+            const int t = first + LINES * i;
+            if (VEC > 1) v[i] = load<4>(x(min(t, s.length - 1 - at.line)) - max(at.column + 4 - s.channels, 0));
+            else v[i] = ::read<4>(x(t), t + at.line < s.length ? s.channels - at.column : 0);
         }
     }
 };
 
-__device__ __forceinline__ void store_tile(T *to, int pitch, const Place &at, const Sizes &s, int t, A value) {
-    if (at.loads && t < s.length) narrow(value, to[(i64(at.row) * s.length + t) * pitch + at.column]);
+// B or C of a tile, (TILE, QUARTERS x PER): a thread has a quarter of a position.
+__device__ __forceinline__ Pack<T, PER> read_narrow(const T *from, int pitch, const Place &at, const Sizes &s, int first) {
+    const int t = first + threadIdx.x / QUARTERS;
+    if (VEC > 1) return load<PER>(from + (i64(at.row) * s.length + min(t, s.length - 1)) * pitch + at.state(0));
+    return read<PER>(from + (i64(at.row) * s.length + t) * pitch + at.state(0), t < s.length ? s.states - at.state(0) : 0);
 }
-
-// B or C of a tile, (TILE, QUARTERS x PER), zeros where there is none.
-__device__ __forceinline__ void read_narrow(
-    A (*to)[QUARTERS * PER], const T *from, int pitch, const Place &at, const Sizes &s, int first
-) {
-    for (int i = threadIdx.x; i < TILE * QUARTERS * PER; i += THREADS) {
-        const int t = i / (QUARTERS * PER), n = i % (QUARTERS * PER);
-        const bool there = n < s.states && first + t < s.length;
-        to[t][n] = there ? widen(from[(i64(at.row) * s.length + first + t) * pitch + n]) : A(0);
-    }
+__device__ __forceinline__ void write_narrow(A (*to)[QUARTERS * PER], const Pack<T, PER> &x, const Place &at) {
+#pragma unroll
+    for (int i = 0; i < PER; i++) to[threadIdx.x / QUARTERS][at.state(i)] = widen(x.v[i]);
 }
 
 // A = -exp(a_log) log2(e), so that a decay is a power of 2.
@@ -122,6 +179,14 @@ __device__ __forceinline__ void read_rates(A (&a)[PER], const T *a_log, const Pl
         const bool there = at.valid && at.state(i) < s.states;
         a[i] = there ? -exp(widen(a_log[i64(at.channel) * s.states + at.state(i)])) * A(1.4426950408889634) : A(0);
     }
+}
+
+// D or bias of a thread's four channels.
+__device__ __forceinline__ Sum read_vector(const T *x, const Place &at, const Sizes &s) {
+    Sum sum;
+#pragma unroll
+    for (int j = 0; j < 4; j++) sum.v[j] = at.column + j < s.channels ? widen(x[at.column + j]) : A(0);
+    return sum;
 }
 
 // The sums over a channel's four lanes of four numbers each: lane q gets that of p[q].
@@ -137,101 +202,149 @@ struct Step {
 };
 
 struct alignas(16) Forward {
-    Step steps[TILE][CHANNELS];
-    A y[TILE][PADDED];
-    A b[TILE][QUARTERS * PER], c[TILE][QUARTERS * PER];
+    struct {
+        Step steps[TILE][CHANNELS];
+        A y[TILE][PADDED];
+        A b[TILE][QUARTERS * PER], c[TILE][QUARTERS * PER];
+    } tile[2];
 };
 
 // Positions past the end have dt = 0: a decay of 1 and nothing added.
 __device__ __forceinline__ void write_steps(
-    Step (*steps)[CHANNELS], const Loaded &u, const Loaded &delta, A bias, const Place &at, const Sizes &s, int first
+    Step (*steps)[CHANNELS], const Loaded &u, const Loaded &delta, const Sum &bias, const Place &at, const Sizes &s,
+    int first
 ) {
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        const int t = at.line + 4 * i;
-        const A dt = first + t < s.length ? softplus<T>(widen(delta.v[i]) + bias) : A(0);
-        steps[t][threadIdx.x % CHANNELS] = {dt, dt * widen(u.v[i])};
+        const int t = at.line + LINES * i;
+        const A real = first + t < s.length ? 1 : 0;  // a factor: with a condition the compiler takes one after the other
+        Pack<A, 8> four;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const A dt = softplus<T>(widen(delta.v[i].v[j]) + bias.v[j]) * real;
+            four.v[2 * j] = dt, four.v[2 * j + 1] = dt * widen(u.v[i].v[j]);
+        }
+        store(&steps[t][at.side].dt, four);
     }
 }
 
-// One position: the states h move on, and a lane's part of C . h is returned.
-__device__ __forceinline__ A advance(A (&h)[PER], const Step &step, const A (&a)[PER], const A *b, const A *c) {
-    A sum = 0;
+// Four positions from t on, in registers: read before what the last four end with is stored, because the compiler cannot
+// know that the two places differ, and would wait.
+struct Group {
+    Step step[4];
+    Pack<A, PER> b[4], c[4];
+
+    template <class Tile>
+    __device__ __forceinline__ Group(const Tile &from, int t, int channel, const Place &at) {
 #pragma unroll
-    for (int i = 0; i < PER; i++) {
-        h[i] = exp_base2(step.dt * a[i]) * h[i] + step.dtu * b[i];
-        sum += h[i] * c[i];
+        for (int j = 0; j < 4; j++) {
+            step[j] = from.steps[t + j][channel];
+            b[j] = load<PER>(&from.b[t + j][at.state(0)]), c[j] = load<PER>(&from.c[t + j][at.state(0)]);
+        }
     }
-    return sum;
-}
+    // Position j: the states h move on, and a lane's part of C . h is returned.
+    __device__ __forceinline__ A advance(Pack<A, PER> &h, const A (&a)[PER], int j) const {
+        A sum = 0;
+#pragma unroll
+        for (int i = 0; i < PER; i++) {
+            h.v[i] = exp_base2(step[j].dt * a[i]) * h.v[i] + step[j].dtu * b[j].v[i];
+            sum += h.v[i] * c[j].v[i];
+        }
+        return sum;
+    }
+};
+
+// What y needs besides the states, of a tile.
+struct Gate {
+    Loaded u, z;
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) selective_scan_fwd(
     T *y, A *kept, A *state, const T *u, const T *delta, const T *b, const T *c, const T *z, const T *a_log,
     const T *skip, const T *bias, SIZES
 ) {
-    __shared__ Forward sh;
     const Sizes s{SIZE_NAMES};
+    extern __shared__ __align__(16) char memory[];
+    Forward &sh = *reinterpret_cast<Forward *>(memory);
     const Place at(s);
-    A a[PER], h[PER];
+    A a[PER];
+    Pack<A, PER> h;
     read_rates(a, a_log, at, s);
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-        const bool there = state && at.valid && at.state(i) < s.states;
-        h[i] = there ? state[(i64(at.row) * s.channels + at.channel) * s.states + at.state(i)] : A(0);
-    }
-    const A d = at.loads ? widen(skip[at.column]) : A(0), shift = at.loads ? widen(bias[at.column]) : A(0);
-    const int tiles = ceil_div(s.length, TILE), channel = threadIdx.x / QUARTERS;
-    Loaded us, deltas, zs;
-    us.read(u, s.u_pitch, at, s, 0);
-    deltas.read(delta, s.delta_pitch, at, s, 0);
-    zs.read(z, s.z_pitch, at, s, 0);
-    for (int tile = 0; tile < tiles; tile++) {
-        const int first = tile * TILE;
-        if (kept && at.valid) {
-            A *to = kept + ((i64(at.row) * tiles + tile) * s.channels + at.channel) * s.states;
-#pragma unroll
-            for (int i = 0; i < PER; i++) {
-                if (at.state(i) < s.states) to[at.state(i)] = h[i];
-            }
+    const int mine = at.valid ? s.states - at.state(0) : 0;  // and the lanes behind: states from this lane's first on
+    A *const end = state + (i64(at.row) * s.channels + at.channel) * s.states + at.state(0);
+    h = read<PER>(end, state ? mine : 0);
+    const Sum d = read_vector(skip, at, s), shift = read_vector(bias, at, s);
+    const int tiles = ceil_div(s.length, TILE), channel = threadIdx.x / QUARTERS, there = s.channels - at.column;
+    const Wave<const T> of_u(u, s.u_pitch, at, s), of_delta(delta, s.delta_pitch, at, s), of_z(z, s.z_pitch, at, s);
+    const Wave<T> of_y(y, s.channels, at, s);
+
+    Gate done, gates, next;  // of the tile before the one that is walked, of that one, and of the one behind it
+    Loaded deltas;
+    Pack<T, PER> bs, cs;
+    const auto load_tile = [&](int first) {
+        next.u.read(of_u, at, s, first);
+        deltas.read(of_delta, at, s, first);
+        next.z.read(of_z, at, s, first);
+        bs = read_narrow(b, s.b_pitch, at, s, first);
+        cs = read_narrow(c, s.c_pitch, at, s, first);
+    };
+    const auto prepare = [&](int tile) {
+        auto &to = sh.tile[tile % 2];
+        write_steps(to.steps, next.u, deltas, shift, at, s, tile * TILE);
+        write_narrow(to.b, bs, at);
+        write_narrow(to.c, cs, at);
+    };
+    const auto finish = [&](int tile, Gate of_tile) {
+        if (sizeof(T) == 8) {  // once more: there are not enough registers to hold them
+            of_tile.u.read(of_u, at, s, tile * TILE);
+            of_tile.z.read(of_z, at, s, tile * TILE);
         }
-        write_steps(sh.steps, us, deltas, shift, at, s, first);
-        read_narrow(sh.b, b, s.b_pitch, at, s, first);
-        read_narrow(sh.c, c, s.c_pitch, at, s, first);
-        __syncthreads();
-        const Loaded this_u = us, this_z = zs;
-        us.read(u, s.u_pitch, at, s, first + TILE);
-        deltas.read(delta, s.delta_pitch, at, s, first + TILE);
-        zs.read(z, s.z_pitch, at, s, first + TILE);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int t = tile * TILE + LINES * i;
+            const Sum before_gate = load<4>(&sh.tile[tile % 2].y[LINES * i + at.line][at.side]);
+            Four out;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const A gate = widen(of_tile.z.v[i].v[j]);
+                narrow((before_gate.v[j] + d.v[j] * widen(of_tile.u.v[i].v[j])) * gate * sigmoid(gate), out.v[j]);
+            }
+            write<4>(of_y(t), out, t + at.line < s.length ? there : 0);
+        }
+    };
+
+    load_tile(0);
+    prepare(0);
+    gates = next;
+    load_tile(TILE);
+    for (int tile = 0; tile < tiles; tile++) {
+        __syncthreads();  // this tile is prepared, and the last one walked
+        if (tile) finish(tile - 1, done);
+        if (tile + 1 < tiles) prepare(tile + 1);
+        done = gates, gates = next;
+        load_tile((tile + 2) * TILE);
+        if (kept) {
+            write<PER>(kept + ((i64(at.row) * tiles + tile) * s.channels + at.channel) * s.states + at.state(0), h, mine);
+        }
+        auto &now = sh.tile[tile % 2];
+        Group group(now, 0, channel, at);
 #pragma unroll 2
         for (int t = 0; t < TILE; t += 4) {
             A p[4];
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                p[j] = advance(h, sh.steps[t + j][channel], a, &sh.b[t + j][at.state(0)], &sh.c[t + j][at.state(0)]);
-            }
-            sh.y[t + at.quarter][channel] = share(p, at.quarter);
-        }
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const int t = at.line + 4 * i;
-            const A gate = widen(this_z.v[i]), out = sh.y[t][threadIdx.x % CHANNELS] + d * widen(this_u.v[i]);
-            store_tile(y, s.channels, at, s, first + t, out * gate * sigmoid(gate));
+            for (int j = 0; j < 4; j++) p[j] = group.advance(h, a, j);
+            group = Group(now, t + 4 < TILE ? t + 4 : 0, channel, at);
+            now.y[t + at.quarter][channel] = share(p, at.quarter);
         }
     }
-    if (state && at.valid) {
-#pragma unroll
-        for (int i = 0; i < PER; i++) {
-            if (at.state(i) < s.states) {
-                state[(i64(at.row) * s.channels + at.channel) * s.states + at.state(i)] = h[i];
-            }
-        }
-    }
+    __syncthreads();
+    finish(tiles - 1, done);
+    if (state) write<PER>(end, h, mine);
 }
 
 struct alignas(16) Backward {
-    Pack<A, PER> h[TILE][THREADS];  // the states after each position
-    A sums[THREADS / 32][TILE][QUARTERS][SUMS];  // of each warp: db, then dc
+    Pack<A, PER> h[HALF][THREADS];  // the states after each position of half a tile
+    A sums[THREADS / 32][HALF][QUARTERS][SUMS];  // of each warp: db, then dc
     Step steps[TILE][CHANNELS];
     A up[TILE][CHANNELS];  // the gradient of the output before the gate
     A y[TILE][PADDED];  // that output without D u
@@ -259,7 +372,7 @@ __device__ __forceinline__ void share_over_channels(A (&v)[SUMS], int lane) {
 
 // parts: (2, gridDim.x, batch, length, states), of db and dc. da_parts: (batch, channels, states); vector_parts: (batch,
 // 2, channels), of dD and dbias.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) selective_scan_bwd(
+extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 3) selective_scan_bwd(
     T *du, T *ddelta, T *dz, A *parts, A *da_parts, A *vector_parts, const T *dy, const T *u, const T *delta, const T *b,
     const T *c, const T *z, const T *a_log, const T *skip, const T *bias, const A *kept, SIZES, int dz_pitch
 ) {
@@ -268,117 +381,172 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) selective_scan_bwd(
     Backward &sh = *reinterpret_cast<Backward *>(memory);
     const Place at(s);
     const int tiles = ceil_div(s.length, TILE), channel = threadIdx.x / QUARTERS, lane = threadIdx.x % 32;
-    const int column = threadIdx.x % CHANNELS;
+    const int there = s.channels - at.column, mine = at.valid ? s.states - at.state(0) : 0;
+    const int share_of = (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1);
+    const i64 positions = i64(gridDim.y) * s.length;
+    const Wave<const T> of_u(u, s.u_pitch, at, s), of_delta(delta, s.delta_pitch, at, s), of_z(z, s.z_pitch, at, s),
+        of_dy(dy, s.channels, at, s);
+    const Wave<T> of_du(du, s.channels, at, s), of_ddelta(ddelta, s.channels, at, s), of_dz(dz, dz_pitch, at, s);
     A a[PER], carry[PER] = {}, da[PER] = {};
     read_rates(a, a_log, at, s);
-    const A d = at.loads ? widen(skip[at.column]) : A(0), shift = at.loads ? widen(bias[at.column]) : A(0);
-    A dskip = 0, dbias = 0;
+    const Sum d = read_vector(skip, at, s), shift = read_vector(bias, at, s);
+    Sum dskip = {}, dbias = {};
     for (int tile = tiles - 1; tile >= 0; tile--) {
         const int first = tile * TILE;
         Loaded us, deltas, zs, ups;
-        us.read(u, s.u_pitch, at, s, first);
-        deltas.read(delta, s.delta_pitch, at, s, first);
-        zs.read(z, s.z_pitch, at, s, first);
-        ups.read(dy, s.channels, at, s, first);
-        Pack<A, PER> start;  // the states before the tile
-        const A *from = kept + ((i64(at.row) * tiles + tile) * s.channels + at.channel) * s.states;
-#pragma unroll
-        for (int i = 0; i < PER; i++) start.v[i] = at.valid && at.state(i) < s.states ? from[at.state(i)] : A(0);
+        us.read(of_u, at, s, first);
+        deltas.read(of_delta, at, s, first);
+        zs.read(of_z, at, s, first);
+        ups.read(of_dy, at, s, first);
+        const Pack<T, PER> bs = read_narrow(b, s.b_pitch, at, s, first), cs = read_narrow(c, s.c_pitch, at, s, first);
+        // The states before the tile, and before its later half.
+        const Pack<A, PER> start =
+            read<PER>(kept + ((i64(at.row) * tiles + tile) * s.channels + at.channel) * s.states + at.state(0), mine);
+        Pack<A, PER> h = start, middle;
         write_steps(sh.steps, us, deltas, shift, at, s, first);
-        read_narrow(sh.b, b, s.b_pitch, at, s, first);
-        read_narrow(sh.c, c, s.c_pitch, at, s, first);
+        write_narrow(sh.b, bs, at);
+        write_narrow(sh.c, cs, at);
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            const A gate = widen(zs.v[i]);
-            sh.up[at.line + 4 * i][column] = widen(ups.v[i]) * gate * sigmoid(gate);
+            const int some = first + LINES * i + at.line < s.length ? there : 0;
+            Sum up;  // 0 where there is nothing: with it the gradients of states are 0, and their parts of all sums
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const A gate = widen(zs.v[i].v[j]);
+                up.v[j] = (j < some ? widen(ups.v[i].v[j]) : A(0)) * gate * sigmoid(gate);
+            }
+            store(&sh.up[at.line + LINES * i][at.side], up);
         }
         __syncthreads();
 
-        Pack<A, PER> h = start;
 #pragma unroll 1
         for (int t = 0; t < TILE; t += 4) {
+            const Group group(sh, t, channel, at);
             A p[4];
+            if (t == HALF) middle = h;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                p[j] = advance(h.v, sh.steps[t + j][channel], a, &sh.b[t + j][at.state(0)], &sh.c[t + j][at.state(0)]);
-                sh.h[t + j][threadIdx.x] = h;
+                p[j] = group.advance(h, a, j);
+                if (t >= HALF) sh.h[t - HALF + j][threadIdx.x] = h;
             }
             sh.y[t + at.quarter][channel] = share(p, at.quarter);
         }
-        // h is the state at t; the one before it is read a position ahead.
 #pragma unroll 1
-        for (int t = TILE - 4; t >= 0; t -= 4) {
-            A along[4], product[4];
+        for (int half = HALF; half >= 0; half -= HALF) {
+            const Pack<A, PER> ahead = half ? middle : start;
+            if (half == 0) {  // the earlier half's states, once more
+                h = start;
+#pragma unroll 1
+                for (int t = 0; t < HALF; t += 4) {
+                    const Group group(sh, t, channel, at);
 #pragma unroll
-            for (int j = 3; j >= 0; j--) {
-                const Step step = sh.steps[t + j][channel];
-                const A up = sh.up[t + j][channel], *bt = &sh.b[t + j][at.state(0)], *ct = &sh.c[t + j][at.state(0)];
-                const Pack<A, PER> before = t + j ? sh.h[t + j - (t + j > 0)][threadIdx.x] : start;
-                A v[SUMS] = {};
-                along[j] = product[j] = 0;
-#pragma unroll
-                for (int i = 0; i < PER; i++) {
-                    const A g = up * ct[i] + carry[i];
-                    v[i] = g * step.dtu;
-                    v[SUMS / 2 + i] = up * h.v[i];
-                    carry[i] = exp_base2(step.dt * a[i]) * g;
-                    const A e = carry[i] * before.v[i];
-                    along[j] += e * a[i];
-                    da[i] += step.dt * e;
-                    product[j] += g * bt[i];
-                }
-                h = before;
-                share_over_channels(v, lane);
-                const int mine = (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1);
-#pragma unroll
-                for (int i = 0; i < SUMS / 8; i++) {
-                    sh.sums[threadIdx.x / 32][t + j][at.quarter][mine * (SUMS / 8) + i] = v[i];
+                    for (int j = 0; j < 4; j++) {
+                        group.advance(h, a, j);
+                        sh.h[t + j][threadIdx.x] = h;
+                    }
                 }
             }
-            sh.along[t + at.quarter][channel] = share(along, at.quarter);
-            sh.product[t + at.quarter][channel] = share(product, at.quarter);
-        }
-        __syncthreads();
-
-        const i64 positions = i64(gridDim.y) * s.length;
-        for (int i = threadIdx.x; i < 2 * TILE * s.states; i += THREADS) {
-            const int n = i % s.states, t = i / s.states % TILE, which = i / (s.states * TILE);
-            if (first + t >= s.length) continue;
-            A sum = 0;
+            // h is the state at t; the one before it is read a position ahead.
+#pragma unroll 1
+            for (int r = HALF - 4; r >= 0; r -= 4) {
+                const int t = half + r;
+                A along[4], product[4], sums[4][SUMS / 8];  // stored at the end, as above
 #pragma unroll
-            for (int w = 0; w < THREADS / 32; w++) sum += sh.sums[w][t][n / PER][which * (SUMS / 2) + n % PER];
-            const i64 position = i64(at.row) * s.length + first + t;
-            parts[((i64(which) * gridDim.x + blockIdx.x) * positions + position) * s.states + n] = sum;
+                for (int j = 3; j >= 0; j--) {
+                    const Step step = sh.steps[t + j][channel];
+                    const A up = sh.up[t + j][channel];
+                    const A *bt = &sh.b[t + j][at.state(0)], *ct = &sh.c[t + j][at.state(0)];
+                    const Pack<A, PER> before = r + j ? sh.h[r + j - (r + j > 0)][threadIdx.x] : ahead;
+                    A v[SUMS] = {};
+                    along[j] = product[j] = 0;
+#pragma unroll
+                    for (int i = 0; i < PER; i++) {
+                        const A g = up * ct[i] + carry[i];
+                        v[i] = g * step.dtu;
+                        v[SUMS / 2 + i] = up * h.v[i];
+                        carry[i] = exp_base2(step.dt * a[i]) * g;
+                        const A e = carry[i] * before.v[i];
+                        along[j] += e * a[i];
+                        da[i] += step.dt * e;
+                        product[j] += g * bt[i];
+                    }
+                    h = before;
+                    share_over_channels(v, lane);
+#pragma unroll
+                    for (int i = 0; i < SUMS / 8; i++) sums[j][i] = v[i];
+                }
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+#pragma unroll
+                    for (int i = 0; i < SUMS / 8; i++) {
+                        sh.sums[threadIdx.x / 32][r + j][at.quarter][share_of * (SUMS / 8) + i] = sums[j][i];
+                    }
+                }
+                sh.along[t + at.quarter][channel] = share(along, at.quarter);
+                sh.product[t + at.quarter][channel] = share(product, at.quarter);
+            }
+            __syncthreads();
+
+            // The warps' sums of db, by one half of the threads, and of dc, by the other: a quarter of a position each.
+            const int which = threadIdx.x / (THREADS / 2), t = threadIdx.x % (THREADS / 2) / QUARTERS;
+            Pack<A, PER> sum = {};
+#pragma unroll
+            for (int w = 0; w < THREADS / 32; w++) {
+#pragma unroll
+                for (int i = 0; i < PER; i++) sum.v[i] += sh.sums[w][t][at.quarter][which * (SUMS / 2) + i];
+            }
+            const int position = first + half + t;
+            A *to = parts + ((i64(which) * gridDim.x + blockIdx.x) * positions + i64(at.row) * s.length + position) * s.states;
+            write<PER>(to + at.state(0), sum, position < s.length ? s.states - at.state(0) : 0);
+            if (half) __syncthreads();  // before they are overwritten
+        }
+
+        if (sizeof(T) == 8) {  // once more: there are not enough registers to hold them
+            us.read(of_u, at, s, first);
+            deltas.read(of_delta, at, s, first);
+            zs.read(of_z, at, s, first);
+            ups.read(of_dy, at, s, first);
         }
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            const int t = at.line + 4 * i;
-            const A gate = widen(zs.v[i]), open = sigmoid(gate), in = widen(us.v[i]), up = sh.up[t][column];
-            const A product = sh.product[t][column], out = sh.y[t][column] + d * in;
-            const A slope = sigmoid(widen(deltas.v[i]) + shift);
-            const A dstep = (in * product + sh.along[t][column] * A(0.6931471805599453)) * slope;
-            store_tile(du, s.channels, at, s, first + t, d * up + sh.steps[t][column].dt * product);
-            store_tile(ddelta, s.channels, at, s, first + t, dstep);
-            store_tile(dz, dz_pitch, at, s, first + t, widen(ups.v[i]) * out * open * (A(1) + gate * (A(1) - open)));
-            if (first + t < s.length) dskip += up * in, dbias += dstep;
+            const int t = first + LINES * i, l = at.line + LINES * i, some = t + at.line < s.length ? there : 0;
+            const Sum up = load<4>(&sh.up[l][at.side]), products = load<4>(&sh.product[l][at.side]);
+            const Sum inner = load<4>(&sh.y[l][at.side]), alongs = load<4>(&sh.along[l][at.side]);
+            Four to_u, to_delta, to_z;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const A gate = widen(zs.v[i].v[j]), open = sigmoid(gate), in = widen(us.v[i].v[j]);
+                const A out = inner.v[j] + d.v[j] * in, slope = sigmoid(widen(deltas.v[i].v[j]) + shift.v[j]);
+                const A dstep = (in * products.v[j] + alongs.v[j] * A(0.6931471805599453)) * slope;
+                narrow(d.v[j] * up.v[j] + sh.steps[l][at.side + j].dt * products.v[j], to_u.v[j]);
+                narrow(dstep, to_delta.v[j]);
+                narrow(widen(ups.v[i].v[j]) * out * open * (A(1) + gate * (A(1) - open)), to_z.v[j]);
+                if (j < some) dskip.v[j] += up.v[j] * in, dbias.v[j] += dstep;
+            }
+            write<4>(of_du(t), to_u, some);
+            write<4>(of_ddelta(t), to_delta, some);
+            write<4>(of_dz(t), to_z, some);
         }
         __syncthreads();
     }
 
 #pragma unroll
     for (int i = 0; i < PER; i++) {
-        if (at.valid && at.state(i) < s.states) {
+        if (i < mine) {
             da_parts[(i64(at.row) * s.channels + at.channel) * s.states + at.state(i)] =
                 da[i] * a[i] * A(0.6931471805599453);
         }
     }
-    // The four lines of threads have a share each of a channel's sums.
-    sh.up[at.line][column] = dskip, sh.y[at.line][column] = dbias;
+    // The lines of threads have a share each of a channel's sums.
+    store(&sh.up[at.line][at.side], dskip);
+    store(&sh.y[at.line][at.side], dbias);
     __syncthreads();
-    if (at.line == 0 && at.loads) {
-        for (int line = 1; line < 4; line++) dskip += sh.up[line][column], dbias += sh.y[line][column];
-        vector_parts[i64(at.row) * 2 * s.channels + at.column] = dskip;
-        vector_parts[i64(at.row) * 2 * s.channels + s.channels + at.column] = dbias;
+    const int which = threadIdx.x / CHANNELS, side = threadIdx.x % CHANNELS, column = blockIdx.x * CHANNELS + side;
+    if (which < 2 && column < s.channels) {
+        A sum = 0;
+#pragma unroll
+        for (int line = 0; line < LINES; line++) sum += which ? sh.y[line][side] : sh.up[line][side];
+        vector_parts[(i64(at.row) * 2 + which) * s.channels + column] = sum;
     }
 }
 

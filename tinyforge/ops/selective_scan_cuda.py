@@ -14,13 +14,21 @@ from tinyforge.kernel import Array
 from tinyforge.ops import selective_scan
 from tinyforge.ops.causal_conv_cuda import sums_or_scratch, with_pitch
 from tinyforge.ops.selective_scan import CHANNELS, tiles
-from tinyforge.ops.selective_scan_plan import FILE, THREADS, backward_bytes, states_a_lane
+from tinyforge.ops.selective_scan_plan import FILE, QUARTERS, THREADS, backward_bytes, forward_bytes, states_a_lane
 
 
 def _with_pitches(*arrays: Array) -> tuple[list[Array], list[Any]]:
     """The arrays as a kernel reads them, and its sizes: of the first, which is u, and the pitch of each."""
     found = [with_pitch(a) for a in arrays]
     return [a for a, _ in found], [np.int32(pitch) for _, pitch in found]
+
+
+def _macros(u: Array, states: int, pitches: list[Any], *arrays: Array) -> dict[str, Any]:
+    """What the kernels are compiled for. VEC: 4 where four channels, and a lane's states, are read at once."""
+    per = states_a_lane(states)
+    fits = u.shape[2] % 4 == 0 and states == QUARTERS * per and not any(pitch % 4 for pitch in pitches)
+    aligned = all(a.data.ptr % min(16, 4 * a.itemsize) == 0 for a in arrays)
+    return {"SCALAR": scalar(u.dtype), "PER": per, "VEC": 4 if fits and aligned else 1}
 
 
 @selective_scan.selective_scan_fwd.on("cupy")
@@ -33,10 +41,13 @@ def selective_scan_fwd(
     y = new(u.shape, u.dtype)
     kept = new((batch, tiles(length), channels, states), wide(u.dtype)) if keep else None
     if y.size:
-        launch = load(FILE, "selective_scan_fwd", SCALAR=scalar(u.dtype), PER=states_a_lane(states))
+        macros = _macros(u, states, pitches, *inputs, y, *(() if state is None else (state,)))
+        shared = forward_bytes(states, wide(u.dtype).itemsize)
+        launch = load(FILE, "selective_scan_fwd", shared, **macros)
         sizes = map(np.int32, (length, channels, states))
         launch((-(-channels // CHANNELS), batch), (THREADS,),
-               (y, or_null(kept), or_null(state), *inputs, a_log, skip, bias, *sizes, *pitches))  # fmt: skip
+               (y, or_null(kept), or_null(state), *inputs, a_log, skip, bias, *sizes, *pitches),
+               shared_mem=shared)  # fmt: skip
     return y, kept
 
 
@@ -62,7 +73,7 @@ def selective_scan_bwd(
     columns = -(-channels // CHANNELS)
     parts = new((2, columns, *b.shape), kind)
     da_parts, vector_parts = new((batch, channels * states), kind), new((batch, 2 * channels), kind)
-    macros: dict[str, Any] = {"SCALAR": scalar(u.dtype), "PER": states_a_lane(states)}
+    macros = _macros(u, states, [*pitches, out_pitch], *inputs, dy, written)
     launch = load(FILE, "selective_scan_bwd", shared, **macros)
     sizes = map(np.int32, (length, channels, states))
     launch((columns, batch), (THREADS,),

@@ -6,7 +6,7 @@ from tinyforge.backends.compile import constant
 from tinyforge.ops.selective_scan import CHANNELS, TILE
 
 FILE = "ops/selective_scan.cu"
-THREADS, QUARTERS = constant(FILE, "THREADS"), constant(FILE, "QUARTERS")
+THREADS, QUARTERS, HALF = (constant(FILE, name) for name in ("THREADS", "QUARTERS", "HALF"))
 
 
 def states_a_lane(states: int) -> int:
@@ -14,9 +14,16 @@ def states_a_lane(states: int) -> int:
     return 1 << (-(-states // QUARTERS) - 1).bit_length()
 
 
+def forward_bytes(states: int, itemsize: int) -> int:
+    """Shared memory of a block of selective_scan_fwd: the struct Forward."""
+    rows = 2 * CHANNELS + CHANNELS + 8  # steps, and y, which is padded
+    return 2 * TILE * (rows + 2 * QUARTERS * states_a_lane(states)) * itemsize
+
+
 def backward_bytes(states: int, itemsize: int) -> int:
     """Shared memory of a block of selective_scan_bwd: the struct Backward."""
     per = states_a_lane(states)
     sums = max(8, 2 * per)
     rows = 3 * CHANNELS + 3 * (CHANNELS + 8)  # steps and `up`; three that are padded
-    return TILE * (THREADS * per + THREADS // 32 * QUARTERS * sums + rows + 2 * QUARTERS * per) * itemsize
+    later = THREADS * per + THREADS // 32 * QUARTERS * sums  # of half a tile: states, and sums over channels
+    return (HALF * later + TILE * (rows + 2 * QUARTERS * per)) * itemsize

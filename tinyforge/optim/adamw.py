@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,22 +68,36 @@ def adamw_memory(
 
 
 @kernel
-def clip_factor(grads: Array, previous: Any, limit: float) -> tuple[Any, Any]:
-    """The norm and the factor of `AdamW.clip`; previous: the factor of the step before."""
-    norm = global_norm(grads)
+def square_sums(sums: Array, grads: Array) -> None:
+    """sums: float64; their own sum becomes that of the squares of `grads`, whose parts they stand for."""
+    squares = (float(np.dot(part, part)) for part in (grads[i : i + CHUNK] for i in range(0, grads.size, CHUNK)))
+    sums[...] = 0
+    sums[0] = sum(squares)
+
+
+@square_sums.on("phantom")
+def square_sums_memory(sums: Array, grads: Array) -> None:
+    pass
+
+
+@kernel
+def clip_factor(sums: Array, previous: Any, limit: float) -> tuple[Any, Any]:
+    """The norm and the factor of `AdamW.clip`. sums: of squares; previous: the factor of the step before."""
+    norm = float(np.sqrt(sum(sums.tolist())))
     return norm, clip_scale(norm, limit)
 
 
 @clip_factor.on("phantom")
-def clip_factor_memory(grads: Array, previous: Any, limit: float) -> tuple[Any, Any]:
+def clip_factor_memory(sums: Array, previous: Any, limit: float) -> tuple[Any, Any]:
     state = empty((2,), np.float64)
     return state[0], state[1]
 
 
 def global_norm(grads: Array) -> float:
     """sqrt(sum of squares) over the flat gradient, summed in float64 from chunks in a fixed order."""
-    squares = (float(np.dot(part, part)) for part in (grads[i : i + CHUNK] for i in range(0, grads.size, CHUNK)))
-    return float(np.sqrt(sum(squares)))
+    sums = np.zeros(1)
+    square_sums(sums, grads)
+    return float(np.sqrt(sums[0]))
 
 
 def clip_scale(norm: float, limit: float) -> float:
@@ -100,14 +115,25 @@ class AdamW:
     Source: Kingma and Ba, "Adam" (2015); Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
     """
 
-    def __init__(self, buffer: ParamBuffer, backend: Backend, config: AdamWConfig | None = None) -> None:
+    def __init__(
+        self, buffer: ParamBuffer, backend: Backend, config: AdamWConfig | None = None,
+        pieces: Sequence[slice] | None = None,
+    ) -> None:  # fmt: skip
+        """pieces: of the flat gradient, whose squares are summed one by one; all of it as one without. factor: the last
+        that `clip` has found."""
         self.buffer = buffer
         self.backend = backend
         self.config = config or AdamWConfig()
-        self.m, self.v = (backend.zeros(buffer.values.shape, backend.master_dtype) for _ in range(2))
+        self.m, self.v = (backend.zeros((self.size,), backend.master_dtype) for _ in range(2))
         self.step_count = 0
-        self.k = bind((adamw_, clip_factor), backend, "AdamW")
-        self._factor: Any = 1.0
+        self.k = bind((adamw_, square_sums, clip_factor), backend, "AdamW")
+        self._pieces = pieces or [slice(0, buffer.grads.size)]
+        self.factor: Any = 1.0
+
+    @property
+    def size(self) -> int:
+        """Elements of the flat buffer that are updated here."""
+        return self.buffer.values.size
 
     def clip(self, limit: float) -> tuple[Any, Any]:
         """The gradient's norm, and the factor for `step` that brings it within `limit` (0: no limit).
@@ -116,8 +142,25 @@ class AdamW:
         from the first norm that is not finite, the factor is NaN, and a step with it changes nothing: whoever looks at
         the norms later finds the weights as they were before that step.
         """
-        norm, self._factor = self.k.clip_factor(self.buffer.grads, self._factor, limit)
-        return norm, self._factor
+        sums = self.backend.zeros((len(self._pieces), self.backend.blocks), np.dtype(np.float64))
+        self._sum_squares(sums)
+        norm, self.factor = self.k.clip_factor(sums.reshape(-1), self.factor, limit)
+        return norm, self.factor
+
+    def _sum_squares(self, sums: Array) -> None:
+        for number, piece in enumerate(self._pieces):
+            self.k.square_sums(sums[number], self.buffer.grads[piece])
+
+    def full(self, what: str) -> Array:
+        """The flat array of all parameters: "masters", or a moment, "m" or "v"."""
+        return self.buffer.masters if what == "masters" else getattr(self, what)
+
+    def take(self, what: str, flat: Array) -> None:
+        """The reverse of `full`."""
+        if (own := self.full(what)) is not flat:
+            own[...] = flat
+        if what == "masters":
+            self.buffer.publish()
 
     def step(self, lr: float, grad_scale: Any = 1.0) -> None:
         self.step_count += 1

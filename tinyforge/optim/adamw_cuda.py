@@ -8,7 +8,7 @@ import cupy
 import numpy as np
 
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import FLOAT64, blocks, new, processors, scalar
+from tinyforge.backends.cupy_backend import FLOAT64, blocks, new, scalar
 from tinyforge.kernel import Array
 from tinyforge.optim import adamw
 
@@ -35,14 +35,18 @@ def adamw_(
     launch(blocks(vectors), (256,), (rounded, masters, m, v, grads, factor, np.int64(vectors), *map(kind, numbers)))
 
 
+@adamw.square_sums.on("cupy")
+def square_sums(sums: Array, grads: Array) -> None:
+    if grads.size % VEC:
+        raise ValueError(f"square_sums: {grads.size} gradients, wants a multiple of {VEC}, as ParamBuffer pads them")
+    launch = load(FILE, "square_sums", SCALAR=scalar(grads.dtype))
+    launch((sums.size,), (256,), (sums, grads, np.int64(grads.size // VEC)))
+
+
 @adamw.clip_factor.on("cupy")
-def clip_factor(grads: Array, previous: Any, limit: float) -> tuple[Any, Any]:
-    count = 4 * processors()
-    partial, state = new((count,), FLOAT64), new((2,), FLOAT64)
-    dtype = scalar(grads.dtype)
-    sums = load(FILE, "square_sums", SCALAR=dtype)
-    sums((count,), (256,), (partial, grads, np.int64(grads.size // VEC)))
+def clip_factor(sums: Array, previous: Any, limit: float) -> tuple[Any, Any]:
+    state = new((2,), FLOAT64)
     before = previous if isinstance(previous, cupy.ndarray) else np.uintp(0)
-    finish = load(FILE, "finish_norm", SCALAR=dtype)
-    finish((1,), (256,), (state, partial, before, np.int32(count), np.float64(limit)))
+    launch = load(FILE, "finish_norm", SCALAR="float")  # it reads no gradient: any will do
+    launch((1,), (256,), (state, sums, before, np.int32(sums.size), np.float64(limit)))
     return state[0], state[1]

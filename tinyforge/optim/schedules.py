@@ -8,7 +8,7 @@ SCHEDULES = ("wsd", "cosine", "constant")
 
 
 def learning_rate(
-    schedule: str, progress: float, peak: float, *, decay: float, warmup: float = 0.02, floor: float = 0.02
+    schedule: str, progress: float, peak: float, *, decay: float, warmup: float, floor: float = 0.02
 ) -> float:
     """The rate at `progress` in [0, 1] of the run. All rise linearly over the first `warmup` of it; then
 

@@ -6,8 +6,9 @@ place (hence the underscore). Sums are taken in the order of the ranks, so they 
     group = start_group(4, follow)      this process is rank 0; ranks 1 to 3 run follow(group)
     group.all_reduce_(gradients)        every rank now has the sum
 
-A call that does not match the others' raises RuntimeError on every rank. A rank that has died is noticed by all who
-wait for it: they wait on a pipe, whose other end closes with the process. Nothing waits forever.
+A call that does not match the others' raises RuntimeError on every rank, and a rank that has died or hangs is named
+(star.py). Nothing waits forever. Here are this process alone and the forked workers of one machine; `mpi.py` and
+`nccl.py` have the groups of processes with memory of their own, `launch.py` starts and finds those.
 """
 
 from __future__ import annotations
@@ -17,36 +18,45 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, Pipe
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from tinyforge.backends.workers import ADVICE, CAN_FORK, fork, shared_zeros
-from tinyforge.errors import UserError
+from tinyforge.parallel.star import Star
+from tinyforge.parallel.sums import add_
 
-Array = Any  # numpy.ndarray; of the group of one cupy.ndarray too
+Array = Any  # numpy.ndarray; of the groups of one and of NCCL cupy.ndarray too
 SLOT = 4 << 20  # bytes of a collective that are under way at a time
 
 
 class Group(Protocol):
     """`size` ranks, of which this is number `rank`.
 
-    Arrays are C-contiguous NumPy arrays; `Alone` takes any. Raises ValueError for another layout,
-    RuntimeError where the ranks' calls do not match, UserError where a rank has died.
+    shares: the ranks share the memory of weights (forked workers), or each has its own. overlaps: collectives only
+    start when they are called, and run beside what is computed until `join`.
+
+    Arrays are C-contiguous NumPy arrays, those of NCCL's group CuPy's; `Alone` takes any. Raises ValueError for another
+    layout, RuntimeError where the ranks' calls do not match, `star.Lost` where a rank has died or hangs.
+
+    tree: add in the order of a binary tree over the ranks, ((r0 + r1) + (r2 + r3)), not one after the other; the number
+    of ranks is then a power of two. unit: the parts of a flat array are multiples of so many elements.
     """
 
     rank: int
     size: int
+    shares: ClassVar[bool]
+    overlaps: ClassVar[bool]
 
-    def all_reduce_(self, array: Array) -> None:
+    def all_reduce_(self, array: Array, tree: bool = False) -> None:
         """array = the sum of all ranks' arrays, added in the order of the ranks."""
 
-    def reduce_scatter_(self, array: Array) -> None:
-        """array[part_of(rank, size, len)] = that part of the sum, in the flat array; the rest is as it was."""
+    def reduce_scatter_(self, array: Array, tree: bool = False, unit: int = 1) -> None:
+        """array[part_of(rank, size, len, unit)] = that part of the sum, in the flat array; the rest is undefined."""
 
-    def all_gather_(self, array: Array) -> None:
+    def all_gather_(self, array: Array, unit: int = 1) -> None:
         """Each rank brings its part of the flat array, `part_of`, and gets the others'."""
 
     def broadcast_(self, array: Array) -> None:
@@ -55,27 +65,90 @@ class Group(Protocol):
     def barrier(self) -> None:
         """Return when every rank has called it."""
 
+    def send_object(self, value: Any = None) -> Any:
+        """Rank 0's value, on every rank; pickled on the way. The others call it without one."""
+
+    def gather_objects(self, value: Any) -> Any:
+        """On rank 0 a list of all ranks' values; pickled on the way. Not of workers that share memory."""
+
+    def join(self) -> None:
+        """What is computed from here on waits for the collectives that were called."""
+
+    def be_patient(self, seconds: float) -> None:
+        """A rank may keep the others waiting for so long; longer, and it counts as lost."""
+
+    def name(self, rank: int) -> str:
+        """The rank and its host, for messages."""
+
     def close(self) -> None:
         """Let the other ranks go. Called on rank 0; without it they go when nothing refers to the group."""
 
 
-def part_of(rank: int, size: int, count: int) -> slice:
-    """Which of `count` things are rank's: parts in order, whose sizes differ by at most one."""
-    return slice(count * rank // size, count * (rank + 1) // size)
+def part_of(rank: int, size: int, count: int, unit: int = 1) -> slice:
+    """Which of `count` things are rank's: parts in order, whose sizes differ by at most one `unit`; count is a multiple
+    of it."""
+    units = count // unit
+    return slice(unit * (units * rank // size), unit * (units * (rank + 1) // size))
+
+
+def summed(
+    rows: Sequence[Array], tree: bool, out: Array, add: Callable[[Array, Array], None] = add_
+) -> None:
+    """out = the sum of the rows, each rank's: from the first to the last, or as a binary tree. Rows other than out may
+    be written to. add(out, x): out += x."""
+    step = 1 if tree else len(rows)
+    rows = list(rows)
+    while tree and step < len(rows):
+        for first in range(0, len(rows), 2 * step):
+            add(rows[first], rows[first + step])
+        step *= 2
+    out[...] = rows[0]
+    for row in () if tree else rows[1:]:
+        add(out, row)
 
 
 class Alone:
-    """The group of one, which has nobody to talk to. Its arrays may be a device's."""
+    """The group of one, which has nobody to talk to. Its arrays may be a device's.
 
-    rank, size = 0, 1
+    size: more than one only for a forecast of what a rank of so many needs, where nothing is computed.
+    """
 
-    def all_reduce_(self, array: Array) -> None:
+    rank = 0
+    shares: ClassVar = False
+    overlaps: ClassVar = False
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+
+    def all_reduce_(self, array: Array, tree: bool = False) -> None:
         pass
 
-    reduce_scatter_ = all_gather_ = broadcast_ = all_reduce_
+    def reduce_scatter_(self, array: Array, tree: bool = False, unit: int = 1) -> None:
+        pass
+
+    def all_gather_(self, array: Array, unit: int = 1) -> None:
+        pass
+
+    def broadcast_(self, array: Array) -> None:
+        pass
 
     def barrier(self) -> None:
         pass
+
+    def send_object(self, value: Any = None) -> Any:
+        return value
+
+    def gather_objects(self, value: Any) -> Any:
+        return [value]
+
+    def join(self) -> None:
+        pass
+
+    def be_patient(self, seconds: float) -> None:
+        pass
+
+    def name(self, rank: int) -> str:
+        return "this process"
 
     def close(self) -> None:
         pass
@@ -84,31 +157,35 @@ class Alone:
 class SharedMemory:
     """Ranks on one machine that share memory: forked processes, or threads.
 
-    Rank 0 has a pipe to each of the others. They meet by saying over the pipe what they are about to do; rank 0
-    compares it and lets them all go on. The data goes through `slots`: a row of memory for each rank, one for the
-    result. A sum is shared out: each rank adds up its own part of it.
+    The data goes through `slots`: a row of memory for each rank, one for the result. A sum is shared out: each rank
+    adds up its own part of it.
     """
+
+    shares: ClassVar = True
+    overlaps: ClassVar = False
 
     def __init__(self, rank: int, pipes: Sequence[Connection], slots: np.ndarray) -> None:
         """pipes: of rank 0, to the others in their order; of another rank, to rank 0. slots: (size + 1, SLOT) bytes."""
         self.rank, self.size = rank, len(slots) - 1
-        self._pipes, self._slots = pipes, slots
+        self._slots = slots
+        self._star = Star(rank, pipes, ["the run's process", *["a worker process"] * (self.size - 1)], ADVICE)
         self.close: Callable[[], Any] = partial(_close, pipes)
+        self._star.on_loss = lambda: self.close()
 
-    def all_reduce_(self, array: np.ndarray) -> None:
-        self._reduce(_flat(array), "all_reduce_", array)
+    def all_reduce_(self, array: np.ndarray, tree: bool = False) -> None:
+        self._reduce(_flat(array), "all_reduce_", array, tree)
 
-    def reduce_scatter_(self, array: np.ndarray) -> None:
+    def reduce_scatter_(self, array: np.ndarray, tree: bool = False, unit: int = 1) -> None:
         flat = _flat(array)
         total = flat.copy()
-        self._reduce(total, "reduce_scatter_", array)
-        own = part_of(self.rank, self.size, flat.size)
+        self._reduce(total, "reduce_scatter_", array, tree)
+        own = part_of(self.rank, self.size, flat.size, unit)
         flat[own] = total[own]
 
-    def all_gather_(self, array: np.ndarray) -> None:
+    def all_gather_(self, array: np.ndarray, unit: int = 1) -> None:
         flat = _flat(array)
         for start, result, _ in self._pieces(flat, "all_gather_", array):
-            own = part_of(self.rank, self.size, flat.size)
+            own = part_of(self.rank, self.size, flat.size, unit)
             low, high = max(own.start, start), min(own.stop, start + result.size)
             if low < high:
                 result[low - start : high - start] = flat[low:high]
@@ -124,16 +201,34 @@ class SharedMemory:
             flat[start : start + result.size] = result
 
     def barrier(self) -> None:
-        self._meet(("barrier",))
+        self._star.meet(("barrier",))
 
-    def _reduce(self, flat: np.ndarray, what: str, array: np.ndarray) -> None:
+    def send_object(self, value: Any = None) -> Any:
+        data = np.frombuffer(pickle.dumps(value) if self.rank == 0 else b"", np.uint8)
+        size = np.array([data.size])
+        self.broadcast_(size)
+        data = data.copy() if self.rank == 0 else np.empty(size[0], np.uint8)
+        self.broadcast_(data)
+        return value if self.rank == 0 else pickle.loads(data.tobytes())
+
+    def gather_objects(self, value: Any) -> Any:
+        return self._star.meet(("gather_objects",), bring=value)
+
+    def join(self) -> None:
+        pass
+
+    def be_patient(self, seconds: float) -> None:
+        self._star.patience = seconds
+
+    def name(self, rank: int) -> str:
+        return f"worker {rank}"
+
+    def _reduce(self, flat: np.ndarray, what: str, array: np.ndarray, tree: bool) -> None:
         for start, result, slots in self._pieces(flat, what, array):
             slots[self.rank][...] = flat[start : start + result.size]
             self.barrier()
             own = part_of(self.rank, self.size, result.size)
-            np.add(slots[0][own], slots[1][own], out=result[own])
-            for other in slots[2:]:
-                result[own] += other[own]
+            summed([slot[own] for slot in slots], tree, result[own])
             self.barrier()
             flat[start : start + result.size] = result
 
@@ -144,46 +239,13 @@ class SharedMemory:
         """
         count = max(1, SLOT // flat.itemsize)
         for start in range(0, max(1, flat.size), count):
-            self._meet((what, array.shape, str(array.dtype)))
+            self._star.meet((what, array.shape, str(array.dtype)))
             used = min(count, flat.size - start) * flat.itemsize
             rows = self._slots[:, :used].view(flat.dtype)
             yield start, rows[-1], rows[:-1]
 
-    def _meet(self, what: tuple[Any, ...]) -> None:
-        """Go on when every rank is about to do `what`."""
-        if self.rank:
-            try:
-                self._pipes[0].send(what)
-                verdict = self._pipes[0].recv()
-            except (EOFError, OSError):  # rank 0 has gone, and with it who would want to know
-                raise SystemExit from None
-        else:
-            verdict = _mismatch([what, *self._calls()])
-            for pipe in self._pipes:
-                with suppress(OSError):  # who has gone since is noticed at the next meeting
-                    pipe.send(verdict)
-        if verdict:
-            raise RuntimeError(verdict)
-
-    def _calls(self) -> list[tuple[Any, ...]]:
-        """What the other ranks are about to do. Raises what one of them raised, or UserError, as soon as one has ended,
-        while others still compute; they are let go then."""
-        calls: dict[Connection, tuple[Any, ...]] = {}
-        try:
-            while waiting := [pipe for pipe in self._pipes if pipe not in calls]:
-                for pipe in wait(waiting):
-                    assert isinstance(pipe, Connection)
-                    call: Any = pipe.recv()
-                    if isinstance(call, BaseException):
-                        raise call
-                    calls[pipe] = call
-        except (EOFError, OSError) as error:
-            self.close()
-            raise UserError(f"a worker process died (the kernel kills one when memory runs out); {ADVICE}") from error
-        except BaseException:
-            self.close()
-            raise
-        return [calls[pipe] for pipe in self._pipes]
+    def say(self, error: Exception) -> None:
+        self._star.say(error)
 
 
 def start_group(size: int, follow: Callable[[Group], None]) -> Group:
@@ -200,20 +262,8 @@ def start_group(size: int, follow: Callable[[Group], None]) -> Group:
         pipes.append(pipe)
         ends.append(end)
     group = SharedMemory(0, pipes, slots)
-    group.close = weakref.finalize(group, _close_all, ends)
+    group._star.on_loss = group.close = weakref.finalize(group, _close_all, ends)
     return group
-
-
-def send_object(group: Group, value: Any = None) -> Any:
-    """Rank 0's value, on every rank; pickled on the way. The others call it without one."""
-    if group.size == 1:
-        return value
-    data = np.frombuffer(pickle.dumps(value) if group.rank == 0 else b"", np.uint8)
-    size = np.array([data.size])
-    group.broadcast_(size)
-    data = data.copy() if group.rank == 0 else np.empty(size[0], np.uint8)
-    group.broadcast_(data)
-    return value if group.rank == 0 else pickle.loads(data.tobytes())
 
 
 def _follower(
@@ -222,13 +272,13 @@ def _follower(
     """The life of a rank above 0. others: rank 0's ends of older pipes, which a fork has copied: while they are open
     here, the ranks behind them would not learn that rank 0 has died."""
     _close(others)
+    group = SharedMemory(rank, [pipe], slots)
     try:
-        follow(SharedMemory(rank, [pipe], slots))
+        follow(group)
     except SystemExit:
         pass
     except Exception as error:
-        with suppress(OSError):
-            pipe.send(error)
+        group.say(error)
     finally:
         pipe.close()
 
@@ -242,26 +292,13 @@ def _thread(run: Callable[[Connection], None]) -> tuple[Connection, Callable[[],
 
 def _close(pipes: Sequence[Connection]) -> None:
     for pipe in pipes:
-        pipe.close()
+        with suppress(OSError):
+            pipe.close()
 
 
 def _close_all(ends: Sequence[Callable[[], None]]) -> None:
     for end in ends:
         end()
-
-
-def _mismatch(calls: Sequence[tuple[Any, ...]]) -> str:
-    """What is wrong with the ranks' calls; empty where they agree."""
-    odd = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
-    if odd is None:
-        return ""
-    return (
-        f"group: rank 0 calls {_shown(calls[0])}, rank {odd} {_shown(calls[odd])}; all ranks must make the same calls"
-    )
-
-
-def _shown(call: tuple[Any, ...]) -> str:
-    return call[0] if len(call) == 1 else f"{call[0]} with {call[1]} {call[2]}"
 
 
 def _flat(array: np.ndarray) -> np.ndarray:

@@ -103,15 +103,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """A source and its splits."""
+    """A source and its splits. inputs: SHA-256 of the files that its text came from, where a corpus knows them."""
 
     name: str
     licence: str
     train: Part = field(default_factory=Part)
     val: Part = field(default_factory=Part)
+    inputs: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "licence": self.licence, **{s: getattr(self, s).to_dict() for s in SPLITS}}
+        return {"name": self.name, "licence": self.licence, **{s: getattr(self, s).to_dict() for s in SPLITS},
+                **({"inputs": list(self.inputs)} if self.inputs else {})}  # fmt: skip
 
 
 def bytes_per_id(vocab_size: int) -> int:
@@ -382,8 +384,10 @@ class Shards:
         known = self.sources.get(source.name)
         if known is not None:
             licences = (known.licence,) if known.licence == source.licence else (known.licence, source.licence)
-            parts = {s: _joined(getattr(known, s), getattr(source, s)) for s in SPLITS}
-            source = Source(source.name, "; ".join(licences), **parts)
+            source = Source(
+                source.name, "; ".join(licences), _joined(known.train, source.train), _joined(known.val, source.val),
+                (*known.inputs, *source.inputs),
+            )  # fmt: skip
         self.sources[source.name] = source
 
 
@@ -437,7 +441,7 @@ def _read_manifest(folder: Path) -> tuple[bytes, dict[str, Any]]:
 def _source(folder: Path, entry: Any) -> Source:
     """A source of the manifest; every field is looked at, since a manifest can be edited."""
     try:
-        parts = {}
+        parts: dict[str, Part] = {}
         for split in SPLITS:
             given = entry[split]
             files = tuple(
@@ -450,7 +454,8 @@ def _source(folder: Path, entry: Any) -> Source:
                 raise ValueError("a file outside the folder")
         if not (name := str(entry["name"])).isprintable():
             raise ValueError(f"its name is {shown(name)}")
-        return Source(name, str(entry["licence"]), **parts)
+        inputs = tuple(map(str, entry.get("inputs", ())))
+        return Source(name, str(entry["licence"]), parts["train"], parts["val"], inputs)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
             f"{folder / MANIFEST}: a source is not described as it should be ({error}); copy the file again, or "

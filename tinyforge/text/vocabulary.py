@@ -17,6 +17,9 @@ from tinyforge.text.pieces import to_utf8
 
 MOST_VOCABULARY_BYTES = 1 << 26  # all tokens together; real vocabularies have a few million
 
+ENDS = ("<|endoftext|>", "</s>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>")
+"""Special tokens that end a text or a reply, as published models call them."""
+
 # What stands before a text or its ids: nothing, a special token, or other text. SentencePiece puts a space before text
 # at the start, but not before text that follows other text.
 After = Literal["start", "special", "text"]

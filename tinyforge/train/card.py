@@ -89,9 +89,10 @@ def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
         raise UserError(f"{found.path} lacks what a card needs, as do checkpoints of early versions; train it again")
     # A base that another program has made brings no settings.
     runs = [("pretrain", meta["base"])] if "settings" in meta.get("base", {}) else []
+    imported = "base" in meta and not runs
+    runs += [(str(stage.get("kind")), stage) for stage in meta.get("stages", ()) if "settings" in stage]
     runs.append((meta["kind"], meta))
-    imported = "base" in meta and len(runs) == 1
-    built_in, tuned = not (imported or any(_settings(*run).data for run in runs)), meta["kind"] == "sft"
+    built_in, tuned = not (imported or any(_settings(*run).data for run in runs)), meta["kind"] != "pretrain"
     return CARD.format(
         name=spec.name, title=spec.title, summary=spec.summary or "A language model", weights=weights,
         size=f"{_parameters(found):,}",
@@ -130,7 +131,8 @@ def _settings(kind: str, run: Mapping[str, Any]) -> Settings:
 
 def _learned_from(kind: str, run: Mapping[str, Any]) -> str:
     named = ", ".join(_settings(kind, run).data)
-    head = f"{'Text' if kind == 'pretrain' else 'Instructions'}, by `recipes/{kind}.py`"
+    what = {"pretrain": "Text", "dpo": "Preferences", "grpo": "Rewards for replies to questions"}
+    head = f"{what.get(kind, 'Instructions')}, by `recipes/{kind}.py`"
     rows = run.get("corpus")
     if not rows:
         return f"{head}: {named or 'what comes with the repository (`data/world.py`)'}.\n"

@@ -15,6 +15,7 @@ import numpy as np
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.registry import find_model
+from tinyforge.terminal import one_line
 from tinyforge.text import CharTokenizer, TextTokenizer, Tokenizer, WordPiece, load_tokenizer
 from tinyforge.text.shards import Part, Shards, is_shard_folder, separator_of
 from tinyforge.train.batches import (
@@ -55,6 +56,7 @@ class Corpus:
     opening: str
     hash: str
     summary: tuple[dict[str, Any], ...]
+    inputs: tuple[str, ...] = ()  # SHA-256 of the files that the text came from, where shards know them
 
     def evaluate(self, sharded: Sharded, rows: int, limit: int | None = None) -> tuple[float, dict[str, float]]:
         """Bits per byte of the held-out text: of all, and of each source if there are several.
@@ -76,7 +78,13 @@ def measure(
     figures = {}
     for part in parts:
         tokens = len(part.windows.tokens) if limit is None else limit // len(parts)
-        figures[part.source] = evaluate_heads(sharded, part.windows.in_order(rows, tokens), byte_lengths)
+        windows = part.windows.in_order(rows, tokens)
+        if limit is None:  # all of it: minutes on a CPU
+            from tqdm import tqdm
+
+            what = one_line(f"held-out text of {part.source}")
+            windows = tqdm(windows, what, unit=" batches", leave=False, disable=None)
+        figures[part.source] = evaluate_heads(sharded, windows, byte_lengths)
     return figures
 
 
@@ -163,7 +171,8 @@ def open_corpus(shards: Shards, settings: PretrainSettings, seq_len: int, heads:
     opening = opening_of(next((text for text in begin if text.strip()), " "))
     sources = [(shards.sources[name], float(weight / sum(weights.values()))) for name, weight in weights.items()]
     summary = tuple(summarise(s.name, s.licence or NOT_STATED, share, s.train, s.val) for s, share in sources)
-    return Corpus(shards.tokenizer, batches, sum(map(len, train.values())), held_out, opening, shards.hash, summary)
+    return Corpus(shards.tokenizer, batches, sum(map(len, train.values())), held_out, opening, shards.hash, summary,
+                  tuple(digest for source, _ in sources for digest in source.inputs))  # fmt: skip
 
 
 def held_out_text(shards: Shards, settings: PretrainSettings, seq_len: int, heads: int) -> tuple[HeldOut, ...]:

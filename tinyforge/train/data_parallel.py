@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -14,7 +14,11 @@ from tinyforge.config import ModelConfig
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Stash
 from tinyforge.ops.cross_entropy import sum_tokens
-from tinyforge.parallel import Group, part_of, send_object, start_group
+from tinyforge.optim import AdamW
+from tinyforge.parallel import Group, part_of, start_group
+from tinyforge.parallel.buckets import UNIT, Buckets, Watched
+from tinyforge.parallel.sums import add_
+from tinyforge.parallel.zero import ShardedAdamW
 from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
 from tinyforge.train.objectives import LN2, Batch, Objective, likelihoods, with_terms
@@ -47,99 +51,276 @@ class Totals:
     counts: np.ndarray
 
 
-class Sharded:
-    """A model and its replicas, one per rank of a group. Replicas read the model's weights and own their gradients.
+@dataclass
+class Rank:
+    """What one rank works with.
 
-    This process is rank 0, takes the first part of every batch itself, and tells the others what to do; they take
-    theirs at the same time. `backend.workers` says how many there are.
+    state: of a recurrent model, what is carried. shards: of `--shards-per-step`; 0 for a part of the batch a rank.
+    batches: the micro-batches of a step, by its number; for ranks that share no memory. optimizer: theirs too.
+    """
+
+    group: Group
+    model: Any
+    backend: Backend
+    objective: Objective | None
+    state: Array | None
+    shards: int = 0
+    batches: Callable[[int], Sequence[Batch]] | None = None
+    optimizer: AdamW | None = None
+    buckets: Buckets | None = None
+
+    def __post_init__(self) -> None:
+        count, ranks = self.shards or self.group.size, self.group.size
+        # The parts of a batch that this rank computes, each with its number among all.
+        self.parts = range(count * self.group.rank // ranks, count * (self.group.rank + 1) // ranks)
+        self.count = count
+        levels = (len(self.parts) - 1).bit_length() if self.objective else 0
+        grads = self.model.buffer.grads
+        self.scratch = [self.backend.zeros(grads.shape, grads.dtype) for _ in range(levels)]
+
+    def part(self, batch: Batch, number: int) -> Batch:
+        return batch[self.rows(batch, number)]
+
+    def rows(self, batch: Batch, number: int) -> slice:
+        """The rows of a part: those that belong together stay together."""
+        part = part_of(number, self.count, len(batch.ids) // batch.together)
+        return slice(part.start * batch.together, part.stop * batch.together)
+
+    @property
+    def zero(self) -> bool:
+        return isinstance(self.optimizer, ShardedAdamW)
+
+
+class Sharded:
+    """A model on all ranks of a group. This process tells the others what to do, and takes its part of every batch.
+
+    Forked workers have replicas, which read the model's weights and own their gradients; `backend.workers` says how
+    many there are. Where the backend has a group, each of its ranks has made the same model and a `Sharded` of its own:
+    rank 0 goes on with the run, the others `follow`.
     """
 
     def __init__(
-        self, model: Model, backend: Backend, objective: Objective | None = None, carried: int = 0
-    ) -> None:
+        self, model: Model, backend: Backend, objective: Objective | None = None, carried: int = 0, *, shards: int = 0,
+        batches: Callable[[int], Sequence[Batch]] | None = None,
+    ) -> None:  # fmt: skip
         """objective: for `gradients`, to which the model's own terms are added; `nll` needs none. carried: rows whose
-        state a recurrent model carries from batch to batch, `state`: (layers, 2, rows, C), in memory that all ranks
-        share; each writes its own rows."""
+        state a recurrent model carries from batch to batch, `state`: (layers, 2, rows, C); each rank writes its own
+        rows, forked workers into memory that all of them share. shards, batches: see `Rank`."""
         self.model, self.backend = model, backend
         self.objective = with_terms(objective, model.config) if objective else None
         self.state = backend.shared_zeros(model.state_shape(carried)) if carried else None  # type: ignore[attr-defined]
-        self.group = start_group(backend.workers, partial(_follow, model, backend, self.objective, self.state))
+        of_rank = (backend, self.objective, self.state, shards)
+        self.group: Group = backend.group or start_group(backend.workers, partial(_fork_follows, model, *of_rank))
+        self.rank = Rank(self.group, model, *of_rank, batches)
+        if backend.group and self.objective:
+            self.rank.buckets = Buckets(model.buffer, model.ops())
 
-    def gradients(self, batches: Sequence[Batch], noise: Stream | None = None) -> Totals:
+    @property
+    def alone(self) -> bool:
+        """Whether the weights exist once: one process, or workers that share them."""
+        return self.backend.group is None
+
+    def gradients(self, batches: Sequence[Batch], noise: Stream | None = None, number: int | None = None) -> Totals:
         """Set the model's gradients to those of the objective over all `batches`.
 
-        noise: what is random in this step's passes; each batch and rank draws from a stream of its own below it. On a
-        GPU the sums stay there: this returns before they are computed, and `backend.to_numpy` waits for them.
+        noise: what is random in this step's passes; each batch and rank draws from a stream of its own below it.
+        number: of the step; ranks with memory of their own make its batches themselves. On a GPU the sums stay there:
+        this returns before they are computed, and `backend.to_numpy` waits for them.
         """
         assert self.objective is not None, "Sharded was made without an objective"
         counts = sum((self.objective.count(batch) for batch in batches[1:]), self.objective.count(batches[0]))
-        return Totals(self._on_all_ranks(_gradients, tuple(batches), counts, noise), counts)
+        if self.alone or self.rank.batches is None or number is None:
+            return Totals(self.on_all_ranks(_gradients, tuple(batches), counts, noise), counts)
+        self.group.send_object((_gradients, (number, counts, noise)))
+        return Totals(_gradients(self.rank, tuple(batches), counts, noise), counts)
+
+    def clip(self, limit: float) -> tuple[Any, Any]:
+        """`AdamW.clip` of the gradients that `gradients` has left."""
+        return clip(self.rank, limit) if self.alone else self.on_all_ranks(clip, limit)
+
+    def update(self, lr: float) -> None:
+        """`AdamW.step` with the factor that `clip` has found."""
+        update(self.rank, lr) if self.alone else self.on_all_ranks(update, lr)
+
+    def full(self, what: str) -> Array:
+        """`AdamW.full`."""
+        return full(self.rank, what) if self.alone else self.on_all_ranks(full, what)
+
+    def carried(self) -> Array:
+        """The state of all rows."""
+        return self.state if self.alone else self.on_all_ranks(carried)
+
+    def be_patient(self, seconds: float) -> None:
+        """From now on a rank may keep the others waiting for so long."""
+        self.on_all_ranks(be_patient, seconds)
 
     def nll(self, batch: Batch) -> np.ndarray:
         """Summed negative log-likelihood per head, (K,) float64; nothing is saved."""
-        return self.backend.to_numpy(self._on_all_ranks(_nll, batch))
+        return self.backend.to_numpy(self.on_all_ranks(_nll, batch))
+
+    def token_nll(self, batch: Batch) -> np.ndarray:
+        """Head 0's negative log-likelihood of every target, (B, T), 0 where there is none; nothing is saved."""
+        return self.backend.to_numpy(self.on_all_ranks(_token_nll, batch))
 
     def logits(self, batch: Batch) -> np.ndarray:
         """The logits of a classifier, (B, classes); nothing is saved."""
-        return self.backend.to_numpy(self._on_all_ranks(_logits, batch))
+        return self.backend.to_numpy(self.on_all_ranks(_logits, batch))
 
-    def _on_all_ranks(self, work: Callable[..., Array], *arguments: Any) -> Array:
-        send_object(self.group, (work, arguments))
-        return work(self.group, self.model, self.backend, self.objective, self.state, *arguments)
+    def on_all_ranks(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """What work(rank, *arguments) returns on rank 0; all ranks run it. `work` is a function of a module, by whose
+        name the others find it."""
+        self.group.send_object((work, arguments))
+        return work(self.rank, *arguments)
+
+    def follow(self) -> NoReturn:
+        """Of a rank above 0: do what rank 0 says, until it ends the run, which raises SystemExit."""
+        while True:
+            work, arguments = self.group.send_object()
+            work(self.rank, *arguments)
 
 
-def _follow(model: Model, backend: Backend, objective: Objective | None, state: Array | None, group: Group) -> None:
-    """A rank above 0: do what rank 0 does, with a replica."""
-    replica = model.replica()
+def _fork_follows(model: Model, backend: Backend, objective: Objective | None, state: Array | None, shards: int,
+                  group: Group) -> None:  # fmt: skip
+    """A forked worker: do what rank 0 does, with a replica."""
+    rank = Rank(group, model.replica(), backend, objective, state, shards)
     while True:
-        work, arguments = send_object(group)
-        work(group, replica, backend, objective, state, *arguments)
+        work, arguments = group.send_object()
+        work(rank, *arguments)
 
 
-def _gradients(
-    group: Group, model: Model, backend: Backend, objective: Objective, state: Array | None, batches: Sequence[Batch],
-    counts: np.ndarray, noise: Stream | None,
+def _gradients(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray, noise: Stream | None) -> Array:
+    """Leave the sum of all ranks' gradients in the model's, or with a sharded optimizer each rank's part of it; returns
+    the sums."""
+    if isinstance(batches, int):
+        assert rank.batches is not None
+        batches = rank.batches(batches)
+    group, grads, tree = rank.group, rank.model.buffer.grads, rank.shards > 0
+    stash: Watched | None = None
+    if group.overlaps and rank.buckets and len(rank.parts) == 1:
+        stash = rank.buckets.watched(None, partial(_begin, rank))
+    add, sums = add_.bind(rank.backend), []
+    for position, part in enumerate(rank.parts):
+        sums.append(_gradients_of_part(rank, batches, part, counts, noise, stash))
+        # A binary counter: what has the place of a 1 is added, from the lowest on, to what comes.
+        level = 0
+        while position >> level & 1:
+            add(grads, rank.scratch[level])
+            sums[-2:] = [sums[-2] + sums[-1]]
+            level += 1
+        if part != rank.parts[-1]:
+            rank.scratch[level][...] = grads
+    total = sums[0]
+    if stash:
+        stash.finish()
+    elif rank.buckets:
+        for bucket in reversed(rank.buckets.slices) if rank.zero else [slice(0, grads.size)]:
+            _begin(rank, bucket)
+    else:
+        group.all_reduce_(grads, tree)
+    group.all_reduce_(total, tree)
+    group.join()
+    return total
+
+
+def _begin(rank: Rank, bucket: slice) -> None:
+    """Start to sum a slice of the gradients over the ranks."""
+    grads, tree = rank.model.buffer.grads[bucket], rank.shards > 0
+    if rank.zero:
+        rank.group.reduce_scatter_(grads, tree, UNIT)
+    else:
+        rank.group.all_reduce_(grads, tree)
+
+
+def _gradients_of_part(
+    rank: Rank, batches: Sequence[Batch], number: int, counts: np.ndarray, noise: Stream | None, watched: Watched | None
 ) -> Array:  # fmt: skip
-    """Leave the sum of all ranks' gradients in the model's; returns the sums."""
-    grads = model.buffer.grads
-    grads.fill(0)
+    """The model's gradients become those of one part of every batch; watched: the stash of the last one's backward."""
+    model, backend, objective = rank.model, rank.backend, rank.objective
+    assert objective is not None
+    model.buffer.grads.fill(0)
     total: Array = 0.0
     # A number that is not finite stops the run by name (train/run.py); NumPy's own warnings would only precede that.
     with np.errstate(all="ignore"):
-        for number, whole in enumerate(batches):
-            batch = _part(group, whole)
-            stash = Stash(noise=noise and noise.fork(f"{number}/{group.rank}"))
-            nll = forward(model, backend, batch, stash, state)
+        for index, whole in enumerate(batches):
+            batch = rank.part(whole, number)
+            stash = watched if watched and index == len(batches) - 1 else Stash()
+            stash.noise = noise and noise.fork(f"{index}/{number}")
+            nll = forward(model, backend, batch, stash, rank.state)
             sums, dnll = objective.weigh(nll, batch, counts, backend)
             if len(batch.ids):
                 model.backward(dnll, stash)
             total = total + sums
-    group.all_reduce_(grads)
-    group.all_reduce_(total)
     return total
 
 
-def _nll(group: Group, model: Model, backend: Backend, _: Objective | None, __: Array | None, whole: Batch) -> Array:
+def _nll(rank: Rank, whole: Batch) -> Array:
+    totals = []
     with np.errstate(all="ignore"):
-        nll = likelihoods(forward(model, backend, _part(group, whole), None))
-        total = sum_tokens.bind(backend)(nll)
-    group.all_reduce_(total)
-    return total
+        for number in rank.parts:
+            nll = likelihoods(forward(rank.model, rank.backend, rank.part(whole, number), None))
+            totals.append(sum_tokens.bind(rank.backend)(nll))
+    while len(totals) > 1:
+        totals = [a + b for a, b in zip(totals[::2], totals[1::2], strict=True)]
+    rank.group.all_reduce_(totals[0], rank.shards > 0)
+    rank.group.join()
+    return totals[0]
 
 
-def _logits(group: Group, model: Any, backend: Backend, _: Objective | None, __: Array | None, whole: Batch) -> Array:
-    found = backend.zeros((len(whole.ids), model.config.classes), backend.master_dtype)
-    part = part_of(group.rank, group.size, len(whole.ids))
-    batch = whole[part]
-    if len(batch.ids):
-        ids, _targets, *more = batch.inputs(backend)
-        found[part] = model.classify(ids, *more)[:, 0]
-    group.all_reduce_(found)
+def _token_nll(rank: Rank, whole: Batch) -> Array:
+    found = rank.backend.zeros(whole.targets.shape[:2], rank.backend.master_dtype)
+    for number in rank.parts:
+        part = rank.rows(whole, number)
+        if len((batch := whole[part]).ids):
+            found[part] = likelihoods(forward(rank.model, rank.backend, batch, None))[..., 0]
+    rank.group.all_reduce_(found)
+    rank.group.join()
     return found
 
 
-def _part(group: Group, batch: Batch) -> Batch:
-    return batch[part_of(group.rank, group.size, len(batch.ids))]
+def _logits(rank: Rank, whole: Batch) -> Array:
+    found = rank.backend.zeros((len(whole.ids), rank.model.config.classes), rank.backend.master_dtype)
+    for number in rank.parts:
+        part = rank.rows(whole, number)
+        if len((batch := whole[part]).ids):
+            ids, _targets, *more = batch.inputs(rank.backend)
+            found[part] = rank.model.classify(ids, *more)[:, 0]
+    rank.group.all_reduce_(found)
+    rank.group.join()
+    return found
+
+
+# --- what a run does beside gradients, on each rank that has memory of its own ----------------------------------------
+
+
+def clip(rank: Rank, limit: float) -> tuple[Any, Any]:
+    assert rank.optimizer is not None
+    return rank.optimizer.clip(limit)
+
+
+def update(rank: Rank, lr: float) -> None:
+    assert rank.optimizer is not None
+    rank.optimizer.step(lr, rank.optimizer.factor)
+
+
+def full(rank: Rank, what: str) -> Array:
+    assert rank.optimizer is not None
+    return rank.optimizer.full(what)
+
+
+def carried(rank: Rank) -> Array:
+    """The state of all rows, of which each rank has computed its own."""
+    assert rank.state is not None
+    found, rows = rank.backend.zeros(rank.state.shape, rank.state.dtype), rank.state.shape[2]
+    for number in rank.parts:
+        own = part_of(number, rank.count, rows)
+        found[:, :, own] = rank.state[:, :, own]
+    rank.group.all_reduce_(found)  # with zeros: to gather them
+    rank.group.join()
+    return found
+
+
+def be_patient(rank: Rank, seconds: float) -> None:
+    rank.group.be_patient(seconds)
 
 
 def forward(

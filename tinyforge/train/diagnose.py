@@ -9,12 +9,23 @@ import numpy as np
 
 from tinyforge.op import Op, Stash
 from tinyforge.rng import Stream
-from tinyforge.train.data_parallel import Model, forward
+from tinyforge.train.data_parallel import Model, Rank, forward
 from tinyforge.train.objectives import Batch, Objective
 
 
 class _NotFinite(Exception):
     pass
+
+
+def sources(rank: Rank, number: int, counts: np.ndarray, noise: Stream) -> Any:
+    """On rank 0 a list, of what `first_nonfinite` says on each rank of its own parts of a step's batches."""
+    assert rank.batches and rank.objective
+    found = ""
+    for index, whole in enumerate(rank.batches(number)):
+        for part in rank.parts:
+            drawn = noise.fork(f"{index}/{part}")
+            found = found or first_nonfinite(rank.model, rank.part(whole, part), rank.objective, counts, drawn)
+    return rank.group.gather_objects(found)
 
 
 def first_nonfinite(

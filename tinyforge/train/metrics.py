@@ -1,47 +1,91 @@
-"""What a run writes about itself: metrics.jsonl, one object a line, and loss.png drawn from it."""
+"""What a run writes about itself: metrics.jsonl, one object a line, and loss.png drawn from it; samples.jsonl, the
+texts that it showed; run.json, what it is. `python -m tinyforge.board` shows them while they grow."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tinyforge.backends import Backend
 from tinyforge.backends.workers import worker_pids
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, read_json, write_whole, written_whole
+from tinyforge.params import ParamBuffer
 
 NOISE = " +-"
+Row = dict[str, Any]
 
 
 class Metrics:
-    """Appends to `out/metrics.jsonl`; a resumed run first drops the rows after the step it starts from. All other
-    lines stay as they are, damaged ones too."""
+    """Appends to `out/metrics.jsonl` and `out/samples.jsonl`; a resumed run first drops the rows after the step it
+    starts from. All other lines stay as they are, damaged ones too. also: called with each row of numbers."""
 
-    def __init__(self, out: Path, step: int) -> None:
-        self.path = out / "metrics.jsonl"
-        kept = [line for line, row in _lines(self.path) if row is None or row["step"] <= step] if step else []
+    def __init__(self, out: Path, step: int, also: Callable[[Row], None] | None = None) -> None:
+        self.path, self.samples, self.also = out / "metrics.jsonl", out / "samples.jsonl", also
         try:
             out.mkdir(parents=True, exist_ok=True)
-            # A kill here must not lose the rows that no later step writes again.
-            with written_whole(self.path) as partial:
-                partial.write_bytes(b"".join(line + b"\n" for line in kept))
+            _keep_until(step, self.path, numbers)
+            if step and self.samples.exists():
+                _keep_until(step, self.samples, sample)
+            else:
+                self.samples.unlink(missing_ok=True)
         except OSError as error:
             raise cannot_write_in(out, error) from error
 
     def write(self, **row: Any) -> None:
+        self._append(self.path, row)
+        if self.also is not None:
+            self.also(row)
+
+    def write_sample(self, **row: Any) -> None:
+        """step, tokens, text. No clock is in it: a run that was stopped and resumed has the same bytes."""
+        self._append(self.samples, row)
+
+    def _append(self, path: Path, row: Row) -> None:
         try:
-            with open(self.path, "a", encoding="utf-8") as f:
+            with open(path, "a", encoding="utf-8") as f:
                 f.write(json.dumps(row) + "\n")
         except OSError as error:
             raise UserError(
-                f"cannot write {self.path}: {error.strerror}; checkpoints are untouched. Free some space, then "
+                f"cannot write {path}: {error.strerror}; checkpoints are untouched. Free some space, then "
                 "continue with --resume"
             ) from error
+
+
+def _keep_until(step: int, path: Path, good: Callable[[Any], bool]) -> None:
+    """Drop the rows after `step`. A kill here must not lose the rows that no later step writes again."""
+    kept = [line for line, row in _lines(path, good) if row is None or row["step"] <= step] if step else []
+    with written_whole(path) as partial:
+        partial.write_bytes(b"".join(line + b"\n" for line in kept))
+
+
+def save_about(out: Path, about: Mapping[str, Any]) -> None:
+    """Write `out/run.json`, which says from the first step on what the run is: settings, sizes, the memory's plan."""
+    try:
+        write_whole(out / "run.json", json.dumps(about, indent=1) + "\n")
+    except OSError as error:
+        raise cannot_write_in(out, error) from error
+
+
+def layer_norms(buffer: ParamBuffer, backend: Backend) -> dict[str, float]:
+    """sqrt(sum g^2) of each layer's gradients, "grad_norm.blocks.3", and of what is in none, "grad_norm.embedding".
+
+    A layer is what the parameters' names say up to the first number. The squares of all add up to the whole norm's.
+    """
+    squares: dict[str, Any] = {}
+    for p in buffer.params:
+        words = p.name.split(".")
+        number = next((i for i, word in enumerate(words) if word.isdigit()), 0)
+        layer = "grad_norm." + ".".join(words[: number + 1])
+        flat = buffer.view(buffer.grads, p).reshape(-1)
+        squares[layer] = squares.get(layer, 0.0) + flat @ flat  # on a device until all are under way
+    return {layer: float(backend.to_numpy(total)) ** 0.5 for layer, total in squares.items()}
 
 
 def cannot_write_in(out: Path, error: OSError) -> UserError:
@@ -52,28 +96,38 @@ def cannot_write_in(out: Path, error: OSError) -> UserError:
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file. A last line without its end was cut by a kill, and is left out; other lines that are
     damaged are left out with a warning."""
-    rows = [row for _, row in _lines(path)]
+    rows = [row for _, row in _lines(path, numbers)]
     if damaged := [number for number, row in enumerate(rows, start=1) if row is None]:
         which = ", ".join(map(str, damaged[:5])) + f" and {len(damaged) - 5} more" * (len(damaged) > 5)
         print(f"warning: {path}: line {which} damaged, left out", file=sys.stderr)
     return [row for row in rows if row is not None]
 
 
-def _lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+def _lines(path: Path, good: Callable[[Any], bool]) -> list[tuple[bytes, Row | None]]:
     """Every whole line, and the row in it; None where it is damaged."""
     if not path.is_file():
         return []
-    return [(line, _row(line)) for line in path.read_bytes().split(b"\n")[:-1]]
+    return [(line, read_row(line, good)) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def read_row(line: bytes, good: Callable[[Any], bool]) -> Row | None:
+    """The row of a line; None where it is damaged. good: `numbers`, or `sample`."""
     try:
         row = json_value(line)
     except ValueError:
         return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        return None
-    return row if all(type(value) in (int, float) for value in row.values()) else None
+    return row if good(row) else None
+
+
+def numbers(row: Any) -> bool:
+    """Whether a value from a line of metrics.jsonl is a row: a step and numbers."""
+    return isinstance(row, dict) and type(row.get("step")) is int and {*map(type, row.values())} <= {int, float}
+
+
+def sample(row: Any) -> bool:
+    """Whether a value from a line of samples.jsonl is a row: a step, a text, and the tokens until then."""
+    return (isinstance(row, dict) and type(row.get("step")) is int and isinstance(row.get("text"), str)
+            and type(row.get("tokens", 0)) is int)  # fmt: skip
 
 
 def save_scores(out: Path, step: int, scores: dict[str, float]) -> None:
@@ -103,9 +157,9 @@ def read_scores(out: Path, step: int) -> dict[str, float]:
     return {name: score for name, score in scores.items() if type(score) in (int, float)}
 
 
-def plot(rows: Sequence[dict[str, Any]], target: Path) -> bool:
+def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "") -> bool:
     """Training and held-out bits per byte against tokens read and minutes, and the learning rate below; whether there
-    was anything to draw.
+    was anything to draw. curve: another figure instead, and beside it, as held out, all that begins with "val_".
 
     Raises OSError where the picture cannot be written; then the old one is still there.
     """
@@ -116,13 +170,16 @@ def plot(rows: Sequence[dict[str, Any]], target: Path) -> bool:
 
     rows = [row for row in rows if "tokens" in row]
     train = [row for row in rows if "lr" in row and "loss" in row and "seconds" in row]
-    held_out = [row for row in rows if "val_bits_per_byte" in row]
+    held_out = [row for row in rows if "val_bits_per_byte" in row or (curve and any(k.startswith("val_") for k in row))]
     if not train:
         return False
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(4, 1), layout="constrained"
     )
-    measured = "bits_per_byte" if "bits_per_byte" in train[0] else "loss"  # an objective without text has no bytes
+    # An objective without text has no bytes.
+    measured = curve or ("bits_per_byte" if "bits_per_byte" in train[0] else "loss")
+    whole, *sources = sorted({key for row in held_out for key in row if key.startswith("val_")
+                              and (curve or key.startswith("val_bits_per_byte"))}) or [""]  # fmt: skip
     train = [row for row in train if measured in row]
     tokens, loss = [row["tokens"] / 1e6 for row in train], [row[measured] for row in train]
     top.plot(tokens, loss, color="0.75", linewidth=0.8, label="training, one step")
@@ -131,14 +188,14 @@ def plot(rows: Sequence[dict[str, Any]], target: Path) -> bool:
         average = 0.95 * average + 0.05 * value
         smooth.append(average)
     top.plot(tokens, smooth, color="C0", label="training, moving average")
-    whole, *sources = sorted({key for row in held_out for key in row if key.startswith("val_bits_per_byte")}) or [""]
     for number, key in enumerate(sources):
-        label = f"held out, {key.removeprefix(whole + '_')}"
+        label = f"held out, {key.removeprefix('val_') if curve else key.removeprefix(whole + '_')}"
         places = [row["tokens"] / 1e6 for row in held_out]
         top.plot(places, [row[key] for row in held_out], color=f"C{4 + number}", linewidth=1.0, label=label)
     if held_out:
         values = [row[whole] for row in held_out]
-        top.plot([row["tokens"] / 1e6 for row in held_out], values, "o-", color="C3", markersize=4, label="held out")
+        top.plot([row["tokens"] / 1e6 for row in held_out], values, "o-", color="C3", markersize=4,
+                 label=f"held out, {whole.removeprefix('val_')}" if curve else "held out")  # fmt: skip
     # The first steps, from random weights, would squeeze the rest of the curve against the axis.
     lowest = min([*loss, *(row[key] for row in held_out for key in (whole, *sources))])
     top.set_ylim(0.9 * lowest, sorted(loss)[int(len(loss) * 0.98)] * 1.15)

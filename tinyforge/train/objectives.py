@@ -41,7 +41,9 @@ class Batch:
     weighs in the loss; None for 1. more: what else the model's forward takes, in its order: integers, B rows each.
     documents: those that the rows hold, where none is to see another; without, a token sees all of its row before it.
     stream: the rows continue those of the batch before, the first being row number `stream` of the model's carried
-    state; None for rows of their own. anew: they begin again, with a state of zeros.
+    state; None for rows of their own. anew: they begin again, with a state of zeros. given: what the objective alone
+    takes, B rows each. together: rows that follow one another and are weighed with one another, such as a preference
+    pair: a rank takes all of them.
     """
 
     ids: np.ndarray
@@ -51,13 +53,17 @@ class Batch:
     documents: Documents | None = None
     stream: int | None = None
     anew: bool = False
+    given: tuple[np.ndarray, ...] = ()
+    together: int = 1
 
     def __getitem__(self, rows: slice) -> Batch:
         weights = None if self.weights is None else self.weights[rows]
         more = tuple(array[rows] for array in self.more)
         documents = None if self.documents is None else self.documents[rows]
         stream = None if self.stream is None else self.stream + rows.indices(len(self.ids))[0]
-        return Batch(self.ids[rows], self.targets[rows], weights, more, documents, stream, self.anew)
+        given = tuple(array[rows] for array in self.given)
+        return Batch(self.ids[rows], self.targets[rows], weights, more, documents, stream, self.anew, given,
+                     self.together)  # fmt: skip
 
     def inputs(self, backend: Backend) -> tuple[Array, ...]:
         """What the model's forward takes, on its backend; `documents` and a carried state come as keywords."""
@@ -89,7 +95,7 @@ class NextTokens:
     byte_lengths: the bytes of each token id, for the figure bits_per_byte: head 0's summed nll in bits over the bytes
     of the tokens it predicted. None where targets are no text.
 
-    Replies alone are learned with targets of -1 on the prompts; preferences and policy gradients are weights.
+    Replies alone are learned with targets of -1 on the prompts.
     """
 
     head_weights: tuple[float, ...] = (1.0,)

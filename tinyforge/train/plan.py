@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +15,12 @@ from tinyforge.backends import Backend
 from tinyforge.backends.phantom import METER, PhantomBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
-from tinyforge.op import Stash
+from tinyforge.op import Recompute, Stash
 from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW
+from tinyforge.parallel import Alone
+from tinyforge.parallel.buckets import Buckets
+from tinyforge.parallel.zero import ShardedAdamW
 from tinyforge.registry import ModelSpec
 from tinyforge.rng import Stream
 
@@ -48,55 +52,93 @@ def gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 // 10 else f"{count / 2**20:.2f} MiB"
 
 
-def plan_step(
-    spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: bool = False,
-    adapters: Adapters | None = None, restart: bool | None = None,
-) -> Plan:  # fmt: skip
-    """Run one step on arrays without memory and read the meter: what it takes on a GPU.
+@dataclass(frozen=True)
+class Split:
+    """How a step is spread over ranks. zero: they share out the optimizer's state. shards: of --shards-per-step."""
 
-    adapters: they are learned, and the model's own weights are frozen. restart: of --document-mask; None without.
+    ranks: int = 1
+    zero: bool = False
+    shards: int = 0
+
+    @property
+    def levels(self) -> int:
+        """Copies of the gradient in which a rank keeps sums of shards."""
+        return (max(1, self.shards // self.ranks) - 1).bit_length()
+
+    @classmethod
+    def of(cls, settings: Any, ranks: int) -> Split:
+        return cls(ranks, bool(settings.zero), settings.shards_per_step or 0)
+
+
+ONE = Split()
+
+
+def plan_step(
+    spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: Recompute = "",
+    adapters: Adapters | None = None, restart: bool | None = None, split: Split = ONE,
+) -> Plan:  # fmt: skip
+    """Run one step on arrays without memory and read the meter: what it takes on a GPU, or on each of several.
+
+    batch_size: of all ranks together. adapters: they are learned, and the model's own weights are frozen. restart: of
+    --document-mask; None without.
     """
+    spec.check_recompute(recompute)
+    batch_size = -(-batch_size // max(split.ranks, split.shards))
     start = METER.now
     METER.peak = start
     backend = PhantomBackend(precision)
     make = partial(spec.build, config, backend, recompute=recompute)
     model = Adapted(make, adapters) if adapters else make()
     weights = METER.now - start
-    optimizer = AdamW(model.buffer, backend)
+    optimizer: AdamW
+    if split.zero and split.ranks > 1:
+        buckets = Buckets(model.buffer, model.ops())
+        optimizer = ShardedAdamW(model.buffer, backend, None, Alone(split.ranks), buckets, split.shards)
+        METER.peak = METER.now  # of before, when nothing else was there yet
+        weights = METER.now - start - optimizer.m.nbytes - optimizer.v.nbytes
+    else:
+        optimizer = AdamW(model.buffer, backend)
     ready = METER.now - start
+    grads = model.buffer.grads
+    sums = [backend.zeros(grads.shape, grads.dtype) for _ in range(split.levels)]
     integers = np.dtype(np.int32)
     inputs = [backend.zeros(shape, integers) for shape in config.input_shapes(batch_size, seq_len)]
     stash = Stash(Stream(0, "plan"))  # as in a run: dropout takes memory too
     shape = (batch_size, seq_len)
     masked = {} if restart is None else {"documents": Documents(backend.zeros(shape, integers), restart)}
     _nll = model.forward(*inputs, stash=stash, **masked)  # alive until the end of backward, as in a step
-    saved = METER.now - start - ready
+    saved = METER.now - start - ready - sum(x.nbytes for x in sums)
     # One number for each head, as `NextTokens` gives without weights, and one for each term of the model's own.
     dnll, terms = backend.zeros((config.prediction_heads,), backend.master_dtype), len(config.term_weights)
     model.backward((dnll, backend.zeros((terms,), backend.master_dtype)) if terms else dnll, stash)
     _, factor = optimizer.clip(1.0)
     optimizer.step(1e-3, factor)
+    del sums
     return Plan(weights, ready - weights, saved, METER.peak - start)
 
 
 def print_plan(
-    spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: bool,
-    adapters: Adapters | None = None, restart: bool | None = None,
+    spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: Recompute,
+    adapters: Adapters | None = None, restart: bool | None = None, split: Split = ONE,
 ) -> None:  # fmt: skip
-    print(f"a step of {batch_size} x {seq_len} tokens in {precision} on a GPU{', recomputing' if recompute else ''}:")
-    plan = plan_step(spec, config, precision, batch_size, seq_len, recompute, adapters, restart)
+    where = "on a GPU" if split.ranks == 1 else f"on each of {split.ranks} GPUs"
+    if split.zero and split.ranks > 1:
+        where += ", the optimizer's state shared out"
+    again = f", recomputing {recompute}" if recompute else ""
+    print(f"a step of {batch_size} x {seq_len} tokens in {precision} {where}{again}:")
+    plan = plan_step(spec, config, precision, batch_size, seq_len, recompute, adapters, restart, split)
     print(plan)
     if adapters:
-        whole = plan_step(spec, config, precision, batch_size, seq_len, recompute, restart=restart)
+        whole = plan_step(spec, config, precision, batch_size, seq_len, recompute, restart=restart, split=split)
         print(f"adapters of rank {adapters.rank}: {plan.peak / whole.peak:.2f} of the {gib(whole.peak)} that all "
               "weights need")  # fmt: skip
 
 
 def check_fits(
-    spec: ModelSpec, config: ModelConfig, backend: Backend, batch_size: int, seq_len: int, recompute: bool = False,
-    adapters: Adapters | None = None, restart: bool | None = None,
-) -> None:  # fmt: skip
-    """Refuse, before anything is allocated, a run that would not fit into the free memory.
+    spec: ModelSpec, config: ModelConfig, backend: Backend, batch_size: int, seq_len: int, recompute: Recompute = "",
+    adapters: Adapters | None = None, restart: bool | None = None, split: Split = ONE,
+) -> Plan:  # fmt: skip
+    """The plan of a step. Refuses, before anything is allocated, a run that would not fit into the free memory.
 
     On a CPU the forecast is that of a GPU, and a copy of the gradients for each worker beyond the first. The kernels
     there allocate a little less or more; what is refused does not fit by far. Raises UserError.
@@ -104,24 +146,29 @@ def check_fits(
     free, place = backend.memory().get("free"), "on the GPU"
     if free is None:
         free, place = free_host_memory(), "of memory"
-    if free is None:
-        return
 
-    def needed(rows: int, recompute: bool = recompute) -> int:
-        plan = plan_step(spec, config, backend.precision.name, rows, seq_len, recompute, adapters, restart)
+    def planned(rows: int, recompute: Recompute = recompute) -> Plan:
+        return plan_step(spec, config, backend.precision.name, rows, seq_len, recompute, adapters, restart, split)
+
+    def needed(rows: int, recompute: Recompute = recompute) -> int:
+        return total(planned(rows, recompute))
+
+    def total(plan: Plan) -> int:
         if place == "on the GPU":
             return plan.peak + OUTSIDE
         return plan.peak + (backend.workers - 1) * plan.moments // 2
 
-    if needed(batch_size) <= free:
-        return
+    plan = planned(batch_size)
+    if free is None or total(plan) <= free:
+        return plan
     low, high = 0, batch_size if needed(1) <= free else 1  # low fits, high does not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if needed(middle) <= free else (low, middle)
-    if needed(batch_size, recompute=True) <= free:
-        fix = "--recompute makes it fit"
-    elif low:
+    ways: tuple[Recompute, ...] = ("norms", "blocks") if spec.blocks else ("norms",)
+    if way := next((way for way in ways if needed(batch_size, way) <= free), None):
+        fix = f"--recompute {way} makes it fit"
+    elif low := low - low % split.ranks:
         fix = f"--batch-size {low} fits, with --grad-accum for as large a step"
     else:
         fix = "not even --batch-size 1 fits; use a smaller --config or --seq-len, or --precision bf16"

@@ -13,9 +13,9 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,18 +26,27 @@ from tinyforge.backends import Backend, compile
 from tinyforge.errors import UserError
 from tinyforge.files import locked
 from tinyforge.optim import AdamW, AdamWConfig, learning_rate
+from tinyforge.parallel import Alone, Group
+from tinyforge.parallel.buckets import Buckets
+from tinyforge.parallel.launch import Ranks, joined, same
+from tinyforge.parallel.star import PREPARING
+from tinyforge.parallel.zero import ShardedAdamW, pieces_of
 from tinyforge.params import load_named, named
 from tinyforge.report import took
 from tinyforge.rng import Stream
 from tinyforge.terminal import printable
-from tinyforge.train import metrics
+from tinyforge.train import diagnose, metrics
 from tinyforge.train.data_parallel import Model, Sharded, Totals
 from tinyforge.train.diagnose import first_nonfinite
 from tinyforge.train.objectives import Batch, Objective, with_terms
+from tinyforge.train.plan import Plan
 from tinyforge.train.settings import Settings
+from tinyforge.train.writers import open_writer
 
 FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and attention; no recomputation"
+FIRST_STEPS = 600.0  # seconds that a rank may take over its first steps, in which a GPU's kernels are compiled
 CARRIED = "carried"  # the state that goes from batch to batch, beside the moments in a checkpoint
+OF_TASK = "task."  # before the names of `Task.state` there
 OVERFITTED = 0.01  # share by which held-out text may end worse than it was
 
 
@@ -50,7 +59,10 @@ class Task:
     meta.json; "kind", "model", "config" and "tokenizer_hash" at least, so that the checkpoint can be opened.
     flop_per_token: for the share of the machine's peak that training reached. carried: rows whose state is carried from
     batch to batch, see `Batch.stream`. unit: what the speed counts, "tokens" or "images", one of them a row of a batch;
-    flop_per_token is that of a unit.
+    flop_per_token is that of a unit. curve: the figure that the picture shows, the loss or bits per byte where none is
+    named. figures(): more to log of the step whose batches were made last. state: float arrays that `batches` keeps
+    from one step for the next, where it is no pure function: they go into the checkpoint, and come back from there.
+    plan: of the memory; it is noted down with the run.
     """
 
     model: Model
@@ -63,6 +75,10 @@ class Task:
     flop_per_token: float = 0.0
     carried: int = 0
     unit: str = "tokens"
+    curve: str = ""
+    figures: Callable[[], Mapping[str, float]] = dict
+    state: dict[str, np.ndarray] = field(default_factory=dict)
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,7 @@ class Step:
     totals: Totals
     norm: Any
     lr: float
+    figures: Mapping[str, float]
 
     def size(self, unit: str) -> int:
         """Tokens that were read, those that only fill a row counted too; or rows, which are images."""
@@ -126,6 +143,19 @@ def claimed(settings: Settings, resume: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def running(settings: Settings, resume: bool) -> Iterator[Ranks]:
+    """Meet the run's other ranks, if there are any; rank 0 holds --out. A recipe does all its work in here: whatever
+    rank fails, rank 0 says so and all end."""
+    with joined() as ranks:
+        if ranks.size > 1 and not settings.several_ranks:
+            raise UserError(f"the run has {ranks.size} ranks, and this recipe runs as one; drop mpirun or srun")
+        if settings.batch_size % ranks.size:
+            raise UserError(f"--batch-size is {settings.batch_size}, the run has {ranks.size} ranks; use a multiple")
+        with claimed(settings, resume) if ranks.rank == 0 else nullcontext():
+            yield ranks
+
+
 class Run:
     """The state of a run and its parts, each of which can be called alone.
 
@@ -139,8 +169,9 @@ class Run:
         self.out = Path(settings.out)
         self.buffer = task.model.buffer
         self.objective = with_terms(task.objective, task.model.config)
-        self.sharded = Sharded(task.model, backend, task.objective, task.carried)
-        self.optimizer = AdamW(self.buffer, backend, AdamWConfig(weight_decay=settings.weight_decay))
+        self.group: Group = backend.group or Alone()
+        self.sharded = Sharded(task.model, backend, task.objective, task.carried,
+                               shards=settings.shards_per_step or 0, batches=task.batches)  # fmt: skip
         self.noise = Stream(settings.seed, "dropout")
         self.step, self.tokens = 0, 0
         self.last_saved: Path | None = None
@@ -148,33 +179,85 @@ class Run:
         self.unread: list[Step] = []
         self.rates: list[float] = []
         self._before, self._joules_before = 0.0, 0.0  # seconds and joules of earlier processes
-        if resume:
-            self._load()
+        same(self.group, {key: task.meta.get(key) for key in ("model", "config", "tokenizer_hash", "data_hash")})
+        self._begin(checkpoint.load(self.out) if resume and self.group.rank == 0 else None)
+        if self.group.rank:
+            return
         self.log = metrics.Metrics(self.out, self.step)
+        metrics.save_about(self.out, self._about())
+        self.log.also = open_writer(settings.log, self.out, self.step, settings.to_dict())
         self._start = self._began = time.perf_counter()  # the process's part of the run; what is not reported yet
         self._energy_at_start = backend.energy()
         self._bar: Any = None
         self._kernels: list[float] = []  # seconds that each took to load, until the first report
 
-    def _load(self) -> None:
-        found = checkpoint.load(self.out)
-        _check_same(found, self.task)
-        load_named(self.buffer, self.buffer.masters, found.weights, self.backend, found.path)
-        moments = found.optimizer()
-        for prefix, flat in (("m.", self.optimizer.m), ("v.", self.optimizer.v)):
-            load_named(self.buffer, flat, moments, self.backend, found.path, prefix)
+    def _begin(self, found: checkpoint.Checkpoint | None) -> None:
+        """Weights, moments and a carried state as they are at the start of a run, or in a checkpoint. Rank 0 has the
+        checkpoint, and hands what is in it to the others: they may be more or fewer than those that made it."""
+        group, buffer, backend, settings = self.group, self.buffer, self.backend, self.settings
+        moments: dict[str, np.ndarray] = {}
+        if found:
+            _check_same(found, self.task)
+            load_named(buffer, buffer.masters, found.weights, backend, found.path)
+            moments = found.optimizer()
+            self.task.state.update({name.removeprefix(OF_TASK): np.asarray(array) for name, array in moments.items()
+                                    if name.startswith(OF_TASK)})  # fmt: skip
+            self._take_meta(found)
+        group.broadcast_(buffer.masters)
+        if buffer.frozen:
+            group.broadcast_(buffer.frozen_values)
+        group.join()
+        buffer.publish()
+        config, buckets = AdamWConfig(weight_decay=settings.weight_decay), Buckets(buffer, self.task.model.ops())
+        shards = settings.shards_per_step or 0
+        self.optimizer: AdamW = (
+            ShardedAdamW(buffer, backend, config, group, buckets, shards) if settings.zero and group.size > 1
+            else AdamW(buffer, backend, config, pieces_of(buckets, shards) if shards else None)
+        )  # fmt: skip
+        self.sharded.rank.optimizer = self.optimizer
+        self.step = self.optimizer.step_count = group.send_object(self.step)
+        if not self.step:
+            return
+        for what in ("m", "v"):
+            flat = backend.zeros(buffer.grads.shape, backend.master_dtype)
+            if found:
+                load_named(buffer, flat, moments, backend, found.path, f"{what}.")
+            group.broadcast_(flat)
+            group.join()
+            self.optimizer.take(what, flat)
         state = self.sharded.state
-        if state is not None:
+        if state is None:
+            return
+        if found:
             carried = moments.get(CARRIED)
             if carried is None or carried.shape != state.shape:
                 got = "nothing" if carried is None else carried.shape
                 raise UserError(f"checkpoint {found.path}: {CARRIED} has {got}, the run wants {state.shape}")
-            state[...] = self.backend.asarray(carried, state.dtype)
-        self.step = self.optimizer.step_count = found.meta["step"]
+            state[...] = backend.asarray(carried, state.dtype)
+        group.broadcast_(state)
+        group.join()
+
+    def _take_meta(self, found: checkpoint.Checkpoint) -> None:
+        self.step = found.meta["step"]
         self.tokens, self._before = found.meta.get("tokens", 0), found.meta["elapsed"]
         self._joules_before = found.meta.get("joules", 0.0)
         self.last_saved = found.path
         print(f"resuming at step {self.step} from {found.path}")
+        ranks = found.meta.get("ranks", 1)
+        if ranks != self.group.size and not self.settings.shards_per_step:
+            print(f"begun on {ranks} rank{'s' * (ranks > 1)}, going on with {self.group.size}: the same batches, but "
+                  "other last bits of sums; --shards-per-step makes them the same")  # fmt: skip
+
+    def _about(self) -> dict[str, Any]:
+        """What run.json has: what is known before the first step."""
+        task, plan = self.task, self.task.plan
+        names = ("kind", "model", "config", "corpus", "machine")
+        return {
+            **{name: value for name, value in task.meta.items() if name in names},
+            "parameters": self.buffer.count, "learned": sum(p.size for p in self.buffer.params),
+            "unit": task.unit, "flop_per_token": task.flop_per_token, "plan": asdict(plan) if plan else None,
+            "settings": self.settings.to_dict(),
+        }  # fmt: skip
 
     # --- where the run is
 
@@ -198,9 +281,12 @@ class Run:
     # --- the run
 
     def train(self) -> Path:
-        """Run to the end of the settings; returns the last checkpoint. Exits with 128 + number after a signal."""
+        """Run to the end of the settings; returns the last checkpoint. Exits with 128 + number after a signal, and on a
+        rank above 0 when rank 0 ends the run."""
         from tqdm import tqdm
 
+        if self.group.rank:
+            self.sharded.follow()
         pace = 0.5 if sys.stderr.isatty() else 20.0  # seconds between updates: a log file wants few lines
         self._bar = tqdm(total=self.settings.steps, initial=self.step, unit="step", dynamic_ncols=True,
                          mininterval=pace, maxinterval=pace)  # fmt: skip
@@ -209,6 +295,7 @@ class Run:
             # Each step is checked for numbers that are not finite, and the message names their source.
             warnings.simplefilter("ignore", RuntimeWarning)
             done = self.progress() >= 1.0
+            self.sharded.be_patient(max(FIRST_STEPS, self.settings.timeout))
             self._began = time.perf_counter()
             while not done and not self.signals.received:
                 self.take_step()
@@ -220,11 +307,19 @@ class Run:
                     self.backend.read_every, self.settings.eval_every, self.settings.save_every)):  # fmt: skip
                     self.report()
                 # Evaluation comes before the save: what is resumed has its figures in the metrics already.
-                if self._every(self.settings.eval_every) or done:
+                evaluates = self._every(self.settings.eval_every) or done
+                saves = self._every(self.settings.save_every) or done or self.signals.received is not None
+                if evaluates or saves:
+                    self.sharded.be_patient(PREPARING)  # the other ranks wait meanwhile
+                if evaluates:
                     self.evaluate()
-                if self._every(self.settings.save_every) or done or self.signals.received is not None:
-                    self.report()  # the signal may have come after the look above
+                if saves or self.signals.received is not None:  # it may have come after the look above
+                    if not (evaluates or saves):
+                        self.sharded.be_patient(PREPARING)
+                    self.report()
                     self.save()
+                if (evaluates or saves) and not (done or self.signals.received):
+                    self.sharded.be_patient(self.settings.timeout)
                 if not self.unread:
                     self._began = time.perf_counter()  # evaluating and saving are not training
         return self.finish()
@@ -241,13 +336,15 @@ class Run:
         """One optimizer step. On a device nothing here waits for it."""
         task, settings = self.task, self.settings
         batches = task.batches(self.step)
-        totals = self.sharded.gradients(batches, self.noise.fork(str(self.step)))
-        norm, factor = self.optimizer.clip(settings.clip)
-        lr = learning_rate(settings.schedule, self.progress(), settings.lr, decay=settings.lr_decay)
-        self.unread.append(Step(self.step, batches, totals, norm, lr))
+        totals = self.sharded.gradients(batches, self.noise.fork(str(self.step)), self.step)
+        norm, _ = self.sharded.clip(settings.clip)
+        lr = learning_rate(
+            settings.schedule, self.progress(), settings.lr, decay=settings.lr_decay, warmup=settings.warmup
+        )
+        self.unread.append(Step(self.step, batches, totals, norm, lr, task.figures()))
         if self.backend.read_every == 1:
             self._figures(self.unread[-1])  # before the weights change; a device keeps them by itself, see AdamW.clip
-        self.optimizer.step(lr, factor)
+        self.sharded.update(lr)
         self.step += 1
         if self._bar is not None:
             self._bar.update(1)
@@ -255,6 +352,7 @@ class Run:
     def _figures(self, taken: Step) -> tuple[dict[str, float], float]:
         """A step's figures and gradient norm; waits for the device. Raises UserError if they are not finite."""
         found = self.objective.figures(self.backend.to_numpy(taken.totals.sums), taken.totals.counts)
+        found |= taken.figures
         norm = float(taken.norm)
         if not (np.isfinite(found["loss"]) and np.isfinite(norm)):
             self._refuse_nonfinite(taken, found["loss"], norm)
@@ -267,6 +365,7 @@ class Run:
         self.backend.synchronize()
         if not self.rates:
             compile.on_load = None
+            self.sharded.be_patient(self.settings.timeout)
             if self._kernels:
                 took(f"making {len(self._kernels)} kernels ready, the next run finds them on the disk",
                      sum(self._kernels), self._say)  # fmt: skip
@@ -282,6 +381,7 @@ class Run:
             )  # fmt: skip
         if self._bar is not None:
             bits = f", {found['bits_per_byte']:.2f} bits/byte" if "bits_per_byte" in found else ""
+            bits += f", {self.task.curve} {found[self.task.curve]:.3f}" if self.task.curve else ""
             left = max(0.0, 60 * (self.settings.minutes or 0) - self.elapsed())
             rest = "" if self.settings.steps else f", {left:.0f} s left"
             speed = f"{rate:,.0f} {self.task.unit}/s"
@@ -290,12 +390,21 @@ class Run:
         self._began = time.perf_counter()
 
     def evaluate(self) -> Mapping[str, float]:
-        """Measure the model on held-out data, and show a sample."""
+        """Measure the model on held-out data, and show a sample. Logged with it: the norms of the last step's gradients
+        by layer, where they still lie there whole, and the memory."""
+        norms = {} if self.sharded.rank.zero else metrics.layer_norms(self.buffer, self.backend)
         figures = self.task.evaluate(self.sharded)
-        self.log.write(step=self.step, tokens=self.tokens, seconds=round(self.elapsed(), 3), **figures)
+        memory = {"peak_memory_mib": round(metrics.peak_memory_mib(), 1)}
+        if held := self.backend.memory().get("held"):
+            memory["gpu_memory_mib"] = round(held / 2**20, 1)
+        self.log.write(
+            step=self.step, tokens=self.tokens, seconds=round(self.elapsed(), 3), **figures, **norms, **memory
+        )
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
         self._say(f"step {self.step}: {shown}")
-        self._say(self.task.sample())
+        text = self.task.sample()
+        self.log.write_sample(step=self.step, tokens=self.tokens, text=text)
+        self._say(text)
         return figures
 
     def _say(self, line: str) -> None:
@@ -305,19 +414,24 @@ class Run:
     def save(self) -> Path:
         """Write a checkpoint. Raises UserError where a weight is not finite, or the disk refuses."""
         buffer, backend = self.buffer, self.backend
-        weights = named(buffer, buffer.masters, backend)
+        weights = named(buffer, self.sharded.full("masters"), backend)
         bad = next((name for name, value in weights.items() if not np.isfinite(value).all()), None)
         if bad is not None:
             raise UserError(
                 f"step {self.step}: weight {bad} is not finite; {self._last_good()}. Try a lower --lr or --clip"
             )
-        moments = named(buffer, self.optimizer.m, backend, "m.") | named(buffer, self.optimizer.v, backend, "v.")
+        moments: dict[str, np.ndarray] = {}
+        for what in ("m", "v"):
+            moments |= named(buffer, self.sharded.full(what), backend, f"{what}.")
         if self.sharded.state is not None:
-            moments[CARRIED] = np.array(backend.to_numpy(self.sharded.state))
+            moments[CARRIED] = np.array(backend.to_numpy(self.sharded.carried()))
+        moments |= {OF_TASK + name: np.ascontiguousarray(array) for name, array in self.task.state.items()}
         meta = {
             **self.task.meta, "settings": self.settings.to_dict(), "elapsed": round(self.elapsed(), 3),
             "tokens": self.tokens,
         }  # fmt: skip
+        if self.group.size > 1:
+            meta["ranks"] = self.group.size
         if (joules := self.joules()) is not None:
             meta["joules"] = joules
         if self.rates:
@@ -337,7 +451,7 @@ class Run:
         written = [last, self.log.path]
         resume = f"--resume --out {shlex.quote(str(self.out))}"
         try:
-            if metrics.plot(rows, picture):
+            if metrics.plot(rows, picture, self.task.curve):
                 written.append(picture)
         except OSError as error:  # a picture is no reason to end as if the run had failed
             print(f"warning: cannot write {picture}: {error.strerror or error}; all else is saved. Free some space, "
@@ -373,10 +487,15 @@ class Run:
         if self._bar is not None:
             self._bar.close()
         noise = self.noise.fork(str(taken.number))
-        sources = (
-            first_nonfinite(self.task.model, batch, self.objective, taken.totals.counts, noise.fork(f"{i}/0"))
-            for i, batch in enumerate(taken.batches)
-        )
+        counts = taken.totals.counts
+        if self.sharded.alone:
+            sources: Iterable[str] = (
+                first_nonfinite(self.task.model, batch, self.objective, counts, noise.fork(f"{i}/0"))
+                for i, batch in enumerate(taken.batches)
+            )
+        else:
+            found = self.sharded.on_all_ranks(diagnose.sources, taken.number, counts, noise)
+            sources = [f"{what}, {self.group.name(rank)}" for rank, what in enumerate(found) if what]
         source = next(filter(None, sources), "the sum of the gradients")
         raise UserError(
             f"step {taken.number}: loss {loss}, gradient norm {norm}: the first number that is not finite came from "

@@ -14,22 +14,30 @@ from the fields; a recipe's flags are its fields and no others.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Generic, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from tinyforge import checkpoint
 from tinyforge.adapters import Adapters
-from tinyforge.backends import Backend, get_backend, gpu_is_there
+from tinyforge.backends import Backend, get_backend, gpu_count, gpu_is_there
+from tinyforge.backends.workers import cores
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError
 from tinyforge.files import json_value, read_json, shown
+from tinyforge.op import Recompute
 from tinyforge.optim.schedules import SCHEDULES
+from tinyforge.parallel.launch import Ranks, same, start, started_as_rank
 from tinyforge.registry import ModelSpec, default_classifier, default_model, find_model, models
+from tinyforge.train.writers import WRITERS, check_writer
 
 # What another value of a setting changes in a run: nothing that is learned; the last bits of it; what is learned.
 NOTHING, BITS, LEARNING = "nothing", "bits", "learning"
@@ -54,8 +62,20 @@ def below_one(value: float) -> str:
     return "" if 0 <= value < 1 else "a share from 0 to below 1"
 
 
+def below_half(value: float) -> str:
+    return "" if 0 <= value < 0.5 else "a share from 0 to below 0.5"
+
+
+def at_least_2(value: float) -> str:
+    return "" if value >= 2 else "at least 2"
+
+
 def share(value: float) -> str:
     return "" if 0 < value <= 1 else "a share of the run above 0 and up to 1"
+
+
+def power_of_two(value: float) -> str:
+    return "" if value > 0 and int(value) & (int(value) - 1) == 0 else "a power of two"
 
 
 def setting(
@@ -66,17 +86,18 @@ def setting(
     changes: str = LEARNING,
     card: str = UNUSUAL,
     metavar: str | None = None,
-    choices: Sequence[str] | None = None,
+    choices: Sequence[str] | Sequence[int] | None = None,
     adds: bool = False,
+    bare: str | None = None,
 ) -> Any:
     """A field of `Settings`.
 
-    default: or a function that gives it. changes: NOTHING, BITS or LEARNING; only the first may differ in --resume.
+    default: or a function that gives it. changes: NOTHING, BITS or LEARNING; the last may not differ in --resume.
     card: UNUSUAL shows the flag where it is not the default; NEVER is for what another machine does not know. adds: a
-    flag that is given twice adds to its list, where others replace it.
+    flag that is given twice adds to its list, where others replace it. bare: the value of the flag without one.
     """
     meta = {"help": help, "check": check, "changes": changes, "card": card, "metavar": metavar, "choices": choices,
-            "adds": adds}  # fmt: skip
+            "adds": adds, "bare": bare}  # fmt: skip
     return field(default_factory=default, metadata=meta) if callable(default) else field(default=default, metadata=meta)
 
 
@@ -90,15 +111,19 @@ class Settings:
     """What every training run has. They are stored in its checkpoints; `--resume` takes them from there.
 
     None in steps: the run ends after `minutes`. None in another field is said in its help. A `Settings` holds checked
-    values only if `check` was called; `parse` does.
+    values only if `check` was called; `parse` does. several_ranks: whether the recipe can run as several.
     """
+
+    several_ranks: ClassVar[bool] = True
 
     backend: str = setting("auto", "where to compute: numpy, cupy (an NVIDIA GPU), or auto, which takes a GPU if there "
                            "is one", changes=NOTHING)  # fmt: skip
     device: int | None = setting(None, "number of the GPU, as CUDA counts the visible ones (default: 0)",
                                  changes=NOTHING, card=NEVER)  # fmt: skip
-    recompute: bool = setting(False, "recompute norms in backward: a tenth less memory, 2 %% slower, the same bits",
-                              changes=NOTHING, card=NEVER)  # fmt: skip
+    recompute: Recompute = setting("", "recompute in backward instead of keeping: norms, a tenth less memory, 2 %% "
+                                   "slower; or blocks, of which only the input is kept, a third slower; the same "
+                                   "bits (given alone: norms)", choices=("norms", "blocks"), bare="norms",
+                                   changes=NOTHING, card=NEVER)  # fmt: skip
     precision: str = setting("fp32", "fp32, fp64, and on a GPU tf32 or bf16")
     data: tuple[str, ...] = setting((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
     encoding: str = setting("utf-8", "encoding of text files")
@@ -114,6 +139,7 @@ class Settings:
                                         "token is seen)", choices=("keep", "restart"))  # fmt: skip
     lr: float = setting(4e-3, "peak learning rate", check=above_zero, card=ALWAYS)
     schedule: str = setting("wsd", "learning-rate schedule", choices=tuple(SCHEDULES))
+    warmup: float = setting(0.02, "the first share of the run, 0 to 1, in which the rate rises", check=below_one)
     lr_decay: float = setting(0.4, "the last share of the run, 0 to 1, in which the schedule wsd lowers the rate",
                               check=share)  # fmt: skip
     weight_decay: float = setting(0.1, "AdamW's decay of matrices, per unit of learning rate", check=zero_or_more,
@@ -124,9 +150,23 @@ class Settings:
                               card=NEVER)  # fmt: skip
     save_every: int = setting(500, "steps between checkpoints", check=above_zero, changes=NOTHING, card=NEVER)
     keep: int = setting(2, "newest checkpoints kept, 0 for all", check=zero_or_more, changes=NOTHING, card=NEVER)
+    log: str = setting("none", "also send the figures to TensorBoard (into the folder tensorboard/ of --out) or to "
+                       "Weights & Biases", choices=("none", *WRITERS), changes=NOTHING, card=NEVER)  # fmt: skip
     # Part of the settings because the sum of gradients depends, in its last bits, on how the batch was cut.
     workers: int | None = setting(None, "shards of a batch, each in a process (default: one a core)", check=above_zero,
                                   changes=BITS, card=NEVER)  # fmt: skip
+    gpus: int | None = setting(None, "start a rank for each of so many GPUs of this machine (default: one GPU, no "
+                               "other process); mpirun -n 2 before the command starts ranks too, on a CPU as well",
+                               check=above_zero, changes=BITS, card=NEVER)  # fmt: skip
+    zero: int = setting(0, "1: the ranks share out the optimizer's state (ZeRO stage 1): less memory", choices=(0, 1),
+                        changes=BITS, card=NEVER)  # fmt: skip
+    shards_per_step: int | None = setting(None, "add up a step's gradient as a tree over so many parts of the batch, a "
+                                          "power of two: the same bits on 1, 2, 4 ranks or workers",
+                                          check=power_of_two, changes=BITS)  # fmt: skip
+    timeout: float = setting(50.0, "seconds that a rank may keep the others waiting in a step; then all end",
+                             check=above_zero, changes=NOTHING, card=NEVER)  # fmt: skip
+    elastic: bool = setting(False, "with --gpus: when a rank is lost, go on from the last checkpoint with those left",
+                            changes=NOTHING, card=NEVER)  # fmt: skip
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be."""
@@ -136,8 +176,17 @@ class Settings:
                 raise UserError(f"{_flag(f)} is {shown(value, 30)}, wants at most {MOST:,}")
             if check and value is not None and (wanted := check(value)):
                 raise UserError(f"{_flag(f)} is {value}, wants {wanted}")
+        if self.shards_per_step and self.workers and self.shards_per_step % self.workers:
+            raise UserError(f"--workers is {self.workers}, wants a divisor of --shards-per-step {self.shards_per_step}")
+        if self.gpus and self.batch_size % self.gpus:
+            raise UserError(f"--batch-size is {self.batch_size}, --gpus {self.gpus}; use a multiple of the GPUs")
+        if self.gpus and self.device is not None:
+            raise UserError("--device chooses one GPU and --gpus takes several; drop one of them")
+        if self.elastic and not self.gpus:
+            raise UserError("--elastic starts ranks again, which whoever started them must do; give --gpus too")
         if self.steps is None and self.minutes is None:
             raise UserError("neither --steps nor --minutes is given; one of them must end the run")
+        check_writer(self.log)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -147,6 +196,8 @@ class Settings:
         """As a checkpoint has them: lists are tuples again, and what this version does not know is left out."""
         known = {f.name for f in fields(cls)}
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
+        if isinstance(old := values.get("recompute"), bool):  # before there were blocks
+            values["recompute"] = "norms" if old else ""
         types = get_type_hints(cls)
         for name, value in values.items():
             if not _is_a(value, types[name]):
@@ -195,6 +246,7 @@ class ModelSettings(Settings):
         super().check()
         config_of(self)
         restarts(self, find_model(self.model))
+        find_model(self.model).check_recompute(self.recompute)
 
 
 @dataclass(frozen=True)
@@ -215,19 +267,13 @@ class PretrainSettings(ModelSettings):
 
 
 @dataclass(frozen=True)
-class SftSettings(Settings):
-    """recipes/sft.py: what it starts from."""
+class TuneSettings(Settings):
+    """What every recipe has that goes on from a trained model: which one, and adapters beside it."""
 
-    out: str = with_default("out", "runs/sft")
-    steps: int | None = with_default("steps", 2200)
-    lr: float = with_default("lr", 2e-3)
     weight_decay: float = with_default("weight_decay", 0.0)
     base: str | None = setting(None, "trained model to start from: a run, a checkpoint, a Hugging Face directory, a "
-                               ".bin file (default: the newest pretrained run under runs/)", metavar="PATH",
-                               card=NEVER)  # fmt: skip
-    max_reply: int | None = setting(None, "leave out training records whose reply takes more tokens: a model "
-                                    "answers as briefly as what it learned from", check=above_zero,
-                                    metavar="TOKENS")  # fmt: skip
+                               ".bin file (default: the newest fine-tuned run under runs/, else the model that comes "
+                               "with the repository)", metavar="PATH", card=NEVER)  # fmt: skip
     lora: int | None = setting(None, "learn adapters of this rank beside the base's linear maps, and freeze the base",
                                check=above_zero, metavar="RANK")  # fmt: skip
     lora_alpha: float | None = setting(None, "adapters are scaled by this over their rank (default: twice the rank)",
@@ -239,7 +285,7 @@ class SftSettings(Settings):
 
     def check(self) -> None:
         super().check()
-        usual = SftSettings()
+        usual = type(self)()
         for name in ("lora_alpha", "lora_dropout", "lora_targets"):
             if self.lora is None and getattr(self, name) != getattr(usual, name):
                 raise UserError(f"--{name.replace('_', '-')} is given without --lora; add --lora 8, or leave it out")
@@ -250,6 +296,79 @@ class SftSettings(Settings):
             return None
         targets = tuple(name.strip() for name in self.lora_targets.split(",") if name.strip())
         return Adapters(self.lora, self.lora_alpha or 2.0 * self.lora, self.lora_dropout, targets)
+
+
+@dataclass(frozen=True)
+class SftSettings(TuneSettings):
+    """recipes/sft.py: replies to learn."""
+
+    out: str = with_default("out", "runs/sft")
+    steps: int | None = with_default("steps", 2200)
+    lr: float = with_default("lr", 2e-3)
+    base: str | None = setting(None, "trained model to start from: a run, a checkpoint, a Hugging Face directory, a "
+                               ".bin file (default: the newest pretrained run under runs/)", metavar="PATH",
+                               card=NEVER)  # fmt: skip
+    max_reply: int | None = setting(None, "leave out training records whose reply takes more tokens: a model "
+                                    "answers as briefly as what it learned from", check=above_zero,
+                                    metavar="TOKENS")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AlignSettings(TuneSettings):
+    """What is learned of replies, each alone in its row, by one process and its workers."""
+
+    several_ranks: ClassVar[bool] = False
+
+    def check(self) -> None:
+        super().check()
+        if self.gpus or self.zero:
+            raise UserError(f"--{'gpus' if self.gpus else 'zero'} is for pretrain, sft and classify; leave it out here")
+        if self.document_mask:
+            raise UserError("--document-mask is for rows of several records, and here a row has one; leave it out")
+
+
+@dataclass(frozen=True)
+class DpoSettings(AlignSettings):
+    """recipes/dpo.py: preference pairs, and what is learned of them."""
+
+    out: str = with_default("out", "runs/dpo")
+    steps: int | None = with_default("steps", 100)
+    lr: float = with_default("lr", 1e-4)
+    eval_every: int = with_default("eval_every", 25)
+    schedule: str = with_default("schedule", "cosine")
+    batch_size: int = with_default("batch_size", 16)
+    objective: str = setting("dpo", "what is learned of a pair: dpo and ipo hold on to the reference; simpo "
+                             "(length-normalised) and orpo know none",
+                             choices=("dpo", "ipo", "simpo", "orpo"))  # fmt: skip
+    beta: float | None = setting(None, "weight of the objective's scores (default: 0.1; simpo: 2)", check=above_zero)
+    label_smoothing: float = setting(0.0, "share of pairs that are taken to be labelled the wrong way round",
+                                     check=below_half)  # fmt: skip
+    gamma: float = setting(0.5, "simpo: the margin to beat", check=zero_or_more)
+    cache: str = setting("runs/reference", "directory for the reference's log-probabilities", metavar="DIR",
+                         changes=NOTHING, card=NEVER)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GrpoSettings(AlignSettings):
+    """recipes/grpo.py: how many replies are drawn, and how far one step may go."""
+
+    out: str = with_default("out", "runs/grpo")
+    steps: int | None = with_default("steps", 120)
+    lr: float = with_default("lr", 4e-4)
+    eval_every: int = with_default("eval_every", 20)
+    batch_size: int = setting(16, "prompts a step", check=above_zero)
+    task: str = setting("harder-sums", "what is asked where no --data is given", choices=("harder-sums", "one-step"))
+    group: int = setting(8, "replies to each prompt; their mean reward is what each is compared with", check=at_least_2)
+    max_tokens: int = setting(32, "the longest reply", check=above_zero)
+    iterations: int = setting(1, "steps that are taken on the same replies; the ratio is clipped from the second on",
+                              check=above_zero)  # fmt: skip
+    beta: float = setting(0.02, "weight of the KL to the model it starts from, 0 for none", check=zero_or_more)
+    clip_low: float = setting(0.2, "how far below 1 a ratio still counts", check=below_one)
+    clip_high: float = setting(0.2, "how far above 1", check=above_zero)
+    normalise: str = setting("dapo", "dapo: every token weighs the same; grpo: every reply; dr_grpo: its tokens over "
+                             "--max-tokens, and no division by the group's deviation",
+                             choices=("dapo", "grpo", "dr_grpo"))  # fmt: skip
+    format_weight: float = setting(0.1, "reward of a reply in form; a right one earns 1 more", check=zero_or_more)
 
 
 @dataclass(frozen=True)
@@ -268,7 +387,10 @@ class ClassifySettings(ModelSettings):
     shift: int = setting(0, "move each training image by up to so many pixels, at random", check=zero_or_more)
 
 
-RECIPES: dict[str, type[Settings]] = {"pretrain": PretrainSettings, "sft": SftSettings, "classify": ClassifySettings}
+RECIPES: dict[str, type[Settings]] = {
+    "pretrain": PretrainSettings, "sft": SftSettings, "dpo": DpoSettings, "grpo": GrpoSettings,
+    "classify": ClassifySettings,
+}  # fmt: skip
 """The settings of a checkpoint by its `kind`."""
 
 S = TypeVar("S", bound=Settings)
@@ -319,13 +441,17 @@ def _parser(kind: type[Settings], description: str, actions: Sequence[str], prog
     for f in fields(kind):
         default, options = getattr(usual, f.name), {k: f.metadata[k] for k in ("metavar", "choices") if f.metadata[k]}
         shown = f" (default: {default})" if default not in (None, (), "", False) else ""
-        plain = next((t for t in get_args(types[f.name]) if t is not type(None)), types[f.name])
+        plain = types[f.name]
+        if isinstance(plain, UnionType):
+            plain = next(t for t in get_args(plain) if t is not NoneType)
         if plain is bool:
             options["action"] = "store_true"
         elif isinstance(default, tuple):
             options |= {"nargs": "+", "action": "extend" if f.metadata["adds"] else "store"}
         else:
-            options["type"] = plain
+            options["type"] = str if get_origin(plain) is Literal else plain
+        if f.metadata["bare"]:
+            options |= {"nargs": "?", "const": f.metadata["bare"]}
         p.add_argument(_flag(f), default=None, help=f.metadata["help"] + shown, **options)
     for action in actions:
         p.add_argument(f"--{action}", action="store_true", default=None, help=_ACTIONS[action])
@@ -338,6 +464,8 @@ def _is_a(value: Any, hint: Any) -> bool:
         return any(_is_a(value, kind) for kind in get_args(hint))
     if get_origin(hint) is tuple:
         return isinstance(value, tuple) and all(isinstance(v, str) for v in value)
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
     if hint is float:
         return type(value) in (int, float)
     return type(value) is hint if hint in (int, str, bool, NoneType) else True
@@ -355,13 +483,17 @@ def _resumed(kind: type[S], given: dict[str, Any], out: Path) -> S:
     stored = kind.from_dict(found.meta["settings"])
     for f in fields(kind):
         name = f.name
-        if f.metadata["changes"] != NOTHING and name in given and getattr(stored, name) != given[name]:
+        if f.metadata["changes"] == NOTHING or name not in given or getattr(stored, name) == given[name]:
+            continue
+        if f.metadata["changes"] == LEARNING:
             raise UserError(
                 f"--resume: {_flag(f)} is {given[name]!r}, the run in {out} has {getattr(stored, name)!r}; "
                 f"drop {_flag(f)}, or start a new run with another --out"
             )
     if not gpu_is_there():  # the run was begun on another machine
         stored = replace(stored, device=None)
+    if stored.gpus and (given.get("backend") == "numpy" or gpu_count() < stored.gpus):
+        stored = replace(stored, gpus=None)
     return replace(stored, **{**given, "out": str(out)})
 
 
@@ -410,10 +542,75 @@ def sequence_length(config: ModelConfig, asked: int | None) -> int:
     return asked or config.context
 
 
-def open_backend(settings: S) -> tuple[Backend, S]:
-    """The backend that is asked for, and the settings with its number of workers, on which a run's last bits depend."""
-    backend = get_backend(settings.backend, settings.precision, settings.workers, settings.device)
+def open_backend(settings: S, ranks: Ranks | None = None) -> tuple[Backend, S]:
+    """The backend that is asked for, and the settings with its number of workers, on which a run's last bits depend.
+
+    ranks: of which this process is one; each has a GPU of its own, or one worker, and the backend has their group.
+    """
+    ranks = ranks or Ranks()
+    shards = settings.shards_per_step or 0
+    if shards and (shards % ranks.size or ranks.size & (ranks.size - 1)):
+        raise UserError(f"--shards-per-step is {shards}, the run has {ranks.size} ranks; their number must divide it")
+    device, workers = settings.device, settings.workers
+    if ranks.local_rank is not None:
+        if device is not None:
+            raise UserError("--device chooses one GPU, and each rank takes its own; drop --device")
+        device = _gpu_of(ranks) if settings.backend != "numpy" and gpu_is_there() else None
+    if ranks.size > 1:
+        workers = 1
+    elif shards and workers is None:
+        workers = min(shards, 1 << (cores().bit_length() - 1))
+    backend = get_backend(settings.backend, settings.precision, workers, device)
+    if ranks.size > 1:
+        backend.group = ranks.group(backend)
+        flags = settings.to_dict()
+        same(backend.group, {f"flag {_flag(f)}": flags[f.name] for f in fields(settings)} | {
+            "code": code_hash(), "kind of processor or GPU": backend.describe().partition(" (GPU")[0],
+            "versions": (sys.version.split()[0], np.__version__),
+        })  # fmt: skip
     return backend, replace(settings, workers=backend.workers)
+
+
+def _gpu_of(ranks: Ranks) -> int:
+    number, count = ranks.local_rank or 0, gpu_count()
+    if number >= count:
+        raise UserError(f"more ranks than GPUs: this is number {number + 1} of its machine, which has {count}; start "
+                        "fewer ranks")  # fmt: skip
+    return number
+
+
+def start_ranks(settings: Settings, recipe: str, argv: Sequence[str] | None) -> int | None:
+    """With --gpus, unless this process is one of its ranks: run the recipe as so many, and return its exit status.
+
+    recipe: its file. argv: its arguments where they are not those of this process. Raises UserError.
+    """
+    if settings.gpus is None or started_as_rank():
+        return None
+    if settings.backend == "numpy" or (count := gpu_count()) == 0:
+        raise UserError(f"--gpus is {settings.gpus}, and "
+                        f"{'the backend is numpy' if settings.backend == 'numpy' else 'no GPU is found'}; on a CPU use "
+                        "--workers, or mpirun -n 2 before the command")  # fmt: skip
+    if settings.gpus > count:
+        raise UserError(f"--gpus is {settings.gpus}, this machine has {count}; use at most that")
+    command = [sys.executable, *sys.orig_argv[1:]] if argv is None else [sys.executable, recipe, *argv]
+
+    def go_on(left: int) -> tuple[int, list[str]]:
+        count = next((n for n in range(left, 0, -1) if settings.batch_size % n == 0), 0)
+        resumes = checkpoint.steps(Path(settings.out)) and "--resume" not in command
+        return count, ["--resume"] if resumes else []
+
+    return start(command, settings.gpus, go_on if settings.elastic else None)
+
+
+def code_hash() -> str:
+    """Of all that computes: Python and CUDA sources of the packages of this checkout."""
+    root = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
+    for package in ("tinyforge", "models", "recipes", "data"):
+        for path in sorted((root / package).rglob("*")):
+            if path.suffix in (".py", ".cu", ".cuh"):
+                digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def print_schedule(settings: Settings, step: str, steps_a_pass: float, data: str) -> None:

@@ -226,10 +226,11 @@ def timings(root: Path) -> Iterator[Timed]:
 
 
 def _preset(spec: ModelSpec, config: Mapping[str, Any]) -> str:
-    """The preset that a config is of, whatever its context and vocabulary; "" for none."""
+    """The preset that a config is of, whatever its context and vocabulary; "" for none. Files that were written before
+    dropout was a field mean none."""
 
     def shape(values: Mapping[str, Any]) -> dict[str, Any]:
-        own = json.loads(json.dumps(dict(values)))  # tuples are lists in a file
+        own = json.loads(json.dumps({"dropout": 0.0, **values}))  # tuples are lists in a file
         return {name: value for name, value in own.items() if name not in ("context", "vocab")}
 
     return next((name for name, preset in spec.presets.items() if shape(preset.to_dict()) == shape(config)), "")

@@ -99,6 +99,9 @@ class BatchDecoder(DeviceDecoder):
     In bf16 two blocks share a multiprocessor, where there is memory enough: one computes while the other waits.
     """
 
+    can_save = True
+    piece = 256
+
     def __init__(self, model: CausalLM, batch: int, capacity: int | None = None, **tuning: int) -> None:
         super().__init__(model, batch, capacity)
         plan = None
@@ -128,6 +131,15 @@ class BatchDecoder(DeviceDecoder):
             found.append(self.launcher.logits(self.cache, heads).get())
             self.lengths = [length + 1 for length in self.lengths]
         return np.stack(found, axis=1)
+
+    def saved(self, row: int, start: int) -> tuple[Array, Array]:
+        here = slice(start, self.lengths[row])
+        return self.cache.keys[:, row, :, here].copy(), self.cache.values[:, row, :, here].copy()
+
+    def restore(self, row: int, saved: tuple[Array, Array], length: int) -> None:
+        here = slice(self.lengths[row], length)
+        self.cache.keys[:, row, :, here], self.cache.values[:, row, :, here] = saved
+        self.lengths[row] = length
 
     def stream(
         self, tokens: Sequence[int], sampling: Sampling, streams: Sequence[Stream], count: int

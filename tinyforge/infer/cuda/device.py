@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import cupy
@@ -20,6 +21,19 @@ from tinyforge.kernel import Array
 
 BLOCK = 16
 """Tokens of a row that `stream` yields together once it is under way."""
+
+# What is being copied to the host, with the event after which it is there. The reader may be gone before, and the
+# decoder too: CuPy's pool would give the memory to the next who asks, `asarray` say, which fills it on the host at
+# once, and the copy would then write an earlier launch's numbers over it.
+_in_transit: list[tuple[np.ndarray, Any]] = []
+_transit = Lock()
+
+
+def _keep_until(arrived: Any, host: np.ndarray) -> None:
+    """Hold on to an array until an event is over, whoever else lets go of it."""
+    with _transit:
+        _in_transit[:] = [(h, e) for h, e in _in_transit if not e.done] + [(host, arrived)]
+
 
 AnyPlan = TypeVar("AnyPlan", RowPlan, BatchPlan)
 
@@ -105,7 +119,6 @@ class DeviceDecoder(Decoder):
             )
         self.model = model
         self.fused = weights
-        self._in_transit: list[tuple[np.ndarray, Any]] = []
 
     def _shape(self) -> dict[str, int]:
         """The fields of `DecodePlan` that are the model's."""
@@ -124,7 +137,7 @@ class DeviceDecoder(Decoder):
         return ids[0]
 
     def draws(self, sampling: Sampling) -> bool:
-        return sampling.repetition_penalty == 1 and not sampling.logprobs
+        return not (sampling.changes_logits or sampling.logprobs)
 
     def _two_under_way(
         self, launch: Callable[[int, int], Array], left: Callable[[], int], first: int, most: int
@@ -154,8 +167,7 @@ class DeviceDecoder(Decoder):
         found.get(out=host, blocking=False)
         arrived = cupy.cuda.Event(block=False, disable_timing=True)
         arrived.record()
-        # The reader may be gone before it arrives; until then its memory must not be reused.
-        self._in_transit = [(h, e) for h, e in self._in_transit if not e.done] + [(host, arrived)]
+        _keep_until(arrived, host)
         return host, arrived
 
     def _wait(self, arrived: Any) -> None:

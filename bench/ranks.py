@@ -1,0 +1,178 @@
+"""What `bench/train_step.py --gpus N` runs in each of N processes: one GPU, N, N with ZeRO, and compiled PyTorch's DDP.
+
+Every GPU takes --batch-size sequences. The contenders take turns in the same processes, a few steps each; a turn is
+timed on rank 0 from idle devices to idle devices. PyTorch's gradients are averaged over the ranks in buckets under its
+backward (DistributedDataParallel), as ours are summed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from tinyforge.backends import Backend, get_backend
+from tinyforge.config import ModelConfig
+from tinyforge.optim import AdamW
+from tinyforge.parallel.launch import Ranks, joined
+from tinyforge.parallel.zero import ShardedAdamW
+from tinyforge.params import named
+from tinyforge.registry import find_model
+from tinyforge.rng import Stream
+from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.objectives import Batch, NextTokens
+from tinyforge.train.plan import Split, plan_step
+
+ONE, SEVERAL, ZERO, DDP = "1 GPU", "ranks", "ranks, ZeRO", "torch DDP, compiled"
+MESSAGES = 3  # from rank 0 in a step: gradients, clip, update
+LR, CLIP = 1e-3, 1.0
+TURN, WARM_UP = 10, 6
+
+
+class Ours:
+    """A model on one rank, or on all of them. Rank 0 leads a step as `Run` does, the others do what it says."""
+
+    def __init__(
+        self, model: str, config: ModelConfig, backend: Backend, batches: Sequence[Batch], ranks: int, zero: bool
+    ) -> None:
+        self.model = find_model(model).build(config, backend)
+        self.model.initialise(seed=0)
+        self.batches = batches
+        group = backend.group
+        self.sharded = Sharded(self.model, backend, NextTokens(config.head_weights),
+                               batches=lambda step: [batches[step % len(batches)]])  # fmt: skip
+        rank = self.sharded.rank
+        if zero:
+            assert rank.buckets
+            rank.optimizer = ShardedAdamW(self.model.buffer, backend, None, group, rank.buckets)
+        else:
+            rank.optimizer = AdamW(self.model.buffer, backend)
+        self.noise = Stream(0, "dropout")
+
+    def step(self, index: int) -> Any:
+        group = self.sharded.group
+        if group.rank:
+            for _ in range(MESSAGES):
+                work, arguments = group.send_object()
+                work(self.sharded.rank, *arguments)
+            return None
+        step = [self.batches[index % len(self.batches)]]
+        totals = self.sharded.gradients(step, self.noise.fork(str(index)), index)
+        self.sharded.clip(CLIP)
+        self.sharded.update(LR)
+        return totals
+
+
+def ddp_peer(model: str, config: ModelConfig, precision: str, ranks: Ranks, batches: Sequence[Batch],
+             weights: dict[str, Any]) -> Any:  # fmt: skip
+    import torch
+    import torch.distributed
+
+    from bench.torch_peer import TorchPeer, TorchTraining
+
+    torch.cuda.set_device(ranks.local_rank or 0)
+    port = int(os.environ["MASTER_PORT"]) + 1
+    torch.distributed.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=ranks.rank,
+                                         world_size=ranks.size)  # fmt: skip
+    training = TorchTraining(model, config, precision=precision, device=f"cuda:{ranks.local_rank or 0}", threads=4,
+                             clip=CLIP, compiled=True, ddp=True)  # fmt: skip
+    training.load(weights)
+    return TorchPeer(training, batches, LR)
+
+
+def measure(
+    model: str, config: ModelConfig, precision: str, rows: int, seq_len: int, steps: int, peer: bool,
+    batches_of: Callable[[int], list[Batch]],
+) -> dict[str, Any]:  # fmt: skip
+    """The figures on rank 0; on the other ranks nothing. batches_of(rows): random ones, the same everywhere."""
+    with joined() as ranks:
+        size = ranks.size
+        backend = get_backend("cupy", precision, device=ranks.local_rank)
+        group = ranks.group(backend)
+        group.be_patient(300.0)
+        of_all, own = batches_of(rows * size), slice(rows * ranks.rank, rows * (ranks.rank + 1))
+        alone, many = get_backend("cupy", precision, device=ranks.local_rank), backend
+        many.group = group
+        contenders: dict[str, Any] = {}
+        memory: dict[str, dict[str, float]] = {}
+        spec = find_model(model)
+        for name, split in ((ONE, Split()), (SEVERAL, Split(size)), (ZERO, Split(size, True))):
+            backend = alone if name == ONE else many
+            batches = [batch[:rows] for batch in of_all] if name == ONE else of_all
+            with _peak() as peak:
+                before = peak.bytes
+                contenders[name] = made = Ours(model, config, backend, batches, split.ranks, split.zero)
+                for index in range(WARM_UP):
+                    made.step(index)
+                backend.synchronize()
+            optimizer = made.sharded.rank.optimizer
+            assert optimizer is not None
+            masters = getattr(optimizer, "own", None)
+            masters = made.model.buffer.masters if masters is None else masters
+            plan = plan_step(spec, config, precision, rows * split.ranks, seq_len, split=split)
+            memory[name] = {
+                "peak_mib": (peak.bytes - before) / 2**20, "planned_mib": plan.peak / 2**20,
+                "optimizer_mib": (optimizer.m.nbytes + optimizer.v.nbytes + masters.nbytes) / 2**20,
+            }  # fmt: skip
+        if peer:
+            buffer = contenders[ONE].model.buffer
+            weights = named(buffer, buffer.masters, alone)
+            contenders[DDP] = ddp_peer(model, config, precision, ranks, [batch[own] for batch in of_all], weights)
+            for index in range(WARM_UP):
+                contenders[DDP].step(index)
+            alone.synchronize()
+        seconds = take_turns(contenders, steps, alone, group)
+        if ranks.rank:
+            return {}
+        found = {name: {"median_ms": 1e3 * median(times), "turn_ms": [1e3 * t for t in times], **memory.get(name, {})}
+                 for name, times in seconds.items()}  # fmt: skip
+        return {"device": alone.describe(), "ranks": size, "precision": precision, "rows_a_gpu": rows,
+                "seq_len": seq_len, "model": model, "steps": steps, "results": found}  # fmt: skip
+
+
+def take_turns(contenders: dict[str, Any], steps: int, backend: Backend, group: Any) -> dict[str, list[float]]:
+    """Seconds a step, on average over each turn, by contender."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    index = WARM_UP
+    for _ in range(0, steps, TURN):
+        for name, contender in contenders.items():
+            if name == ONE and group.rank:
+                group.barrier()
+                group.barrier()
+                continue
+            contender.step(index)
+            backend.synchronize()
+            group.barrier()
+            start = time.perf_counter()
+            for i in range(TURN):
+                contender.step(index + i)
+            backend.synchronize()
+            seconds[name].append((time.perf_counter() - start) / TURN)
+            group.barrier()
+        index += TURN
+    return seconds
+
+
+def table(found: dict[str, Any]) -> str:
+    one = found["results"][ONE]["median_ms"]
+    lines = [
+        f"{found['ranks']} x {found['device']}, {found['precision']}, {found['rows_a_gpu']} x {found['seq_len']} "
+        f"tokens a GPU, {found['steps']} steps each in turns of {TURN}", "",
+        f"{'':<20} {'median ms':>9} {'over 1 GPU':>10} {'peak MiB':>9} {'planned':>8} {'optimizer MiB':>13}",
+    ]  # fmt: skip
+    for name, r in found["results"].items():
+        memory = (f"{r['peak_mib']:>9.0f} {r['planned_mib']:>8.0f} {r['optimizer_mib']:>13.0f}" if "peak_mib" in r
+                  else "")  # fmt: skip
+        lines.append(f"{name:<20} {r['median_ms']:>9.2f} {r['median_ms'] / one:>10.3f} {memory}")
+    if DDP in found["results"]:
+        ratio = found["results"][SEVERAL]["median_ms"] / found["results"][DDP]["median_ms"]
+        lines += ["", f"ours over DDP's: {ratio:.3f}"]
+    return "\n".join(lines)
+
+
+def _peak() -> Any:
+    from tinyforge.backends.cupy_backend import PeakMemory
+
+    return PeakMemory()

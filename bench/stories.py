@@ -1,0 +1,278 @@
+"""What a model that tells stories is worth: bits per byte of held-out stories, and what its own stories are like.
+
+    python bench/stories.py corpus                                            the model that comes with the repository
+    python bench/stories.py corpus corpus-retold stories/alpaca.json --peer stories260K.bin --json result.json
+    python bench/stories.py corpus --checkpoint runs/sft --show 20            and prints the first twenty stories
+
+Bits per byte: each held-out story alone, from its first token on, without its end. A story that is longer than the
+context is read in windows that overlap by half. The peer, llama2.c's stories260K, reads the same text.
+
+Stories: one to each of `--prompts` requests, as the chat would answer it, request i with the seed `--seed` + i.
+`ended`: shares that end by themselves. `name kept`: of the requests that name a hero, the share whose story has that
+name as often as any other known name, and again in its last half. `eight-grams`: the share of the stories' runs of
+eight words that stand in the training text, that of all corpora and records given; of the held-out stories, the same.
+
+Speed: the seconds from the command `python -m models.nanoeuler.chat --prompt ...` to its first letter, and tokens a
+second of a whole story; both on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+# The repository root is where data/, models/ and tinyforge/ are.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from data.alpaca import read_records
+from data.dedup import Words
+from data.shards import read_corpus, read_texts
+from data.stories import NAMES, STORIES, names_in, with_article
+from tinyforge.backends import get_backend
+from tinyforge.backends.workers import cpu_model
+from tinyforge.chat import conversation_with
+from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.hub import Loaded, load, trained_model
+from tinyforge.infer.sampling import Sampling
+from tinyforge.report import add_json_flag, check_before, publish
+from tinyforge.terminal import printable
+from tinyforge.text import TextTokenizer
+from tinyforge.text.vocabulary import start_ids
+
+GRAM = 8
+LN2 = np.log(2)
+LONGEST = 500  # tokens of a story
+KINDS = ("dog", "girl", "cat", "boy", "bear", "princess", "bird", "rabbit", "boy", "girl", "frog", "mouse", "lion")
+OTHERS = ("Zelda", "Boris", "Quincy", "Marlo", "Petra", "Gus", "Wilma", "Otto", "Ingrid", "Basil")
+"""Names that no instruction of data/stories.py has."""
+
+
+@dataclass(frozen=True)
+class Request:
+    text: str
+    name: str = ""
+
+
+def requests(count: int) -> list[Request]:
+    """The first ten are fixed; then heroes in turn, two of three with a name, at times one that it was not taught."""
+    found = [
+        Request("Tell me a story about a dog."), Request("Tell me a story about a dog named Max.", "Max"),
+        Request("Tell me a story."), Request("Write a short story about a girl named Lily and a red ball.", "Lily"),
+        Request("Tell me a story about two friends."),
+        Request("Tell me a story about a boy who is afraid of the dark."),
+        Request("Once upon a time, there was a little rabbit"),
+        Request("Tell me a story about a princess named Ida.", "Ida"),
+        Request("Tell me a bedtime story about the moon."),
+        Request("Tell me a story about a robot named Otto.", "Otto"),
+    ]  # fmt: skip
+    for number in range(max(0, count - len(found))):
+        kind = KINDS[number % len(KINDS)]
+        taught = NAMES[{"princess": "girl"}.get(kind, kind if kind in NAMES else "animal")]
+        name = OTHERS[number // 4 % len(OTHERS)] if number % 4 == 0 else taught[number % len(taught)]
+        if number % 3 == 2:
+            found.append(Request(f"Tell me a story about {with_article(kind)}."))
+        else:
+            found.append(Request(f"Tell me a story about {with_article(kind)} named {name}.", name))
+    return found[:count]
+
+
+# --- held-out text ----------------------------------------------------------------------------------------------------
+
+
+def bits_per_byte(loaded: Loaded, stories: Sequence[str]) -> float:
+    """Of the stories' text, each alone."""
+    begin = beginning(loaded.tokenizer)
+    texts = [story.strip() for story in stories]
+    nats = sum(story_nats(loaded.model, [*begin, *loaded.tokenizer.encode(text)], len(begin)) for text in texts)
+    return float(nats / LN2 / sum(len(text.encode()) for text in texts))
+
+
+def beginning(tokenizer: TextTokenizer) -> list[int]:
+    """What stood before a story in training: the start token of a published vocabulary, the document's end in ours."""
+    return start_ids(tokenizer) or [tokenizer.specials["<|endoftext|>"]]
+
+
+def story_nats(model: Any, ids: Sequence[int], known: int) -> float:
+    """-ln p of ids[known:], each token after at least half a context of those before it, if there are so many."""
+    context, total, scored = model.config.context, 0.0, known
+    while scored < len(ids):
+        start = 0 if scored == known and len(ids) <= context + 1 else max(0, scored - context // 2)
+        window = np.asarray(ids[start : start + context + 1], np.int32)
+        targets = np.full((1, len(window) - 1, model.prediction_heads), -1, np.int32)
+        targets[0, scored - start - 1 :, 0] = window[scored - start :]
+        nll = model.forward(model.backend.asarray(window[None, :-1]), model.backend.asarray(targets))
+        total += float(model.backend.to_numpy(nll)[0, :, 0].astype(np.float64).sum())
+        scored = start + len(window)
+    return total
+
+
+# --- its own stories --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Told:
+    request: Request
+    text: str
+    ended: bool
+
+
+def tell(loaded: Loaded, asked: Sequence[Request], sampling: Sampling) -> tuple[list[Told], float]:
+    """The story to each request in a conversation of its own, and tokens a second over all."""
+    conversation, told = conversation_with(loaded), []
+    for number, request in enumerate(asked):
+        conversation.clear()
+        text = "".join(conversation.ask(request.text, replace(sampling, seed=sampling.seed + number)))
+        tokens = conversation.turns[-1].tokens or ()
+        told.append(Told(request, text, len(tokens) < sampling.max_tokens and not conversation.notice))
+    return told, conversation.stats.tokens_per_second
+
+
+def keeps_name(story: str, name: str) -> bool:
+    """Whether the hero's name is the story's most frequent one, and stands in its last half."""
+    counts = Counter(found for other in {*names_in(story), name} for found in re.findall(rf"\b{other}\b", story))
+    return bool(counts) and counts[name] == max(counts.values()) and name in story[len(story) // 2 :]
+
+
+def grams_of(texts: Iterable[str]) -> Iterator[np.ndarray]:
+    """The hashes of the runs of eight words in the texts, about a megabyte of text at a time."""
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size > 1 << 20:
+            yield Words(batch).grams(GRAM)[0]
+            batch, size = [], 0
+    if batch:
+        yield Words(batch).grams(GRAM)[0]
+
+
+def known_shares(texts: Sequence[Sequence[str]], training: Iterable[str]) -> list[float]:
+    """Of each list of texts the share of its runs of eight words that stand in the training text."""
+    of_texts = [np.concatenate(list(grams_of(group))) for group in texts]
+    known = [np.zeros(len(grams), bool) for grams in of_texts]
+    for grams in grams_of(training):
+        unique = np.unique(grams)
+        for own, found in zip(of_texts, known, strict=True):
+            found |= np.isin(own, unique)
+    return [float(found.mean()) for found in known]
+
+
+def training_text(corpora: Sequence[Path]) -> Iterator[str]:
+    """Everything that the model has read: the training part of corpora, and the replies of files of records."""
+    for path in corpora:
+        if path.suffix == ".json":
+            yield from (record.output for record in read_records([path]))
+            continue
+        for source in read_corpus(path).sources:
+            yield from read_texts(source.files["train"])
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+def first_letter_seconds(path: Path, prompt: str, rounds: int = 5) -> float:
+    """From starting the chat's command to its first letter, the median."""
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        command = [sys.executable, "-m", "models.nanoeuler.chat", "--checkpoint", str(path), "--prompt", prompt]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).resolve().parent.parent) as process:
+            assert process.stdout is not None
+            process.stdout.read(1)
+            seconds.append(time.perf_counter() - start)
+            process.stdout.read()
+    return median(seconds)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Told]]:
+    source = next((s for s in read_corpus(args.trained_on[0]).sources if s.name == STORIES), None)
+    if source is None or not source.documents["val"]:
+        raise UserError(f"{args.trained_on[0]}: holds no story out; make it with --val-share {STORIES}=0.04")
+    held_out = list(read_texts(source.files["val"]))
+    path = trained_model(args.checkpoint, for_chat=True)
+    backend = get_backend(args.backend, args.precision, workers=1)
+    loaded = load(path, backend)
+    found: dict[str, Any] = {
+        "model": loaded.meta["config"], "machine": cpu_model() if backend.name == "numpy" else backend.describe(),
+        "held_out_stories": len(held_out), "held_out_bytes": sum(len(story.strip().encode()) for story in held_out),
+        "bits_per_byte": bits_per_byte(loaded, held_out),
+    }  # fmt: skip
+    if args.peer:
+        found["peer_bits_per_byte"] = bits_per_byte(load(args.peer, backend), held_out)
+    if loaded.template == "plain":
+        raise UserError(f"{path} is a base model, it takes no requests; fine-tune it with recipes/sft.py")
+    sampling = Sampling(max_tokens=LONGEST, seed=args.seed)
+    told, rate = tell(loaded, requests(args.prompts), sampling)
+    named = [story for story in told if story.request.name]
+    shares = known_shares([[story.text for story in told], held_out], training_text(args.trained_on))
+    found |= {
+        "sampling": {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,
+                     "seed": sampling.seed},
+        "stories": len(told), "ended": float(np.mean([story.ended for story in told])),
+        "words_a_story": median(len(story.text.split()) for story in told),
+        "named": len(named), "name_kept": float(np.mean([keeps_name(s.text, s.request.name) for s in named])),
+        "eight_grams_known": shares[0], "eight_grams_known_of_held_out_stories": shares[1],
+        "tokens_per_second": rate,
+    }  # fmt: skip
+    if backend.name == "numpy":
+        found["first_letter_seconds"] = first_letter_seconds(loaded.path, "Tell me a story about a dog.")
+    return found, told
+
+
+def table(found: dict[str, Any], told: Sequence[Told]) -> str:
+    peer, first = found.get("peer_bits_per_byte"), found.get("first_letter_seconds")
+    lines = [
+        f"machine                        {found['machine']}",
+        f"held-out stories               {found['held_out_stories']:,}, {found['held_out_bytes']:,} bytes",
+        f"bits per byte                  {found['bits_per_byte']:.4f}",
+        *([] if peer is None else [f"bits per byte of the peer      {peer:.4f}"]),
+        f"stories told                   {found['stories']:,}, of {found['words_a_story']:.0f} words (median)",
+        f"ended by themselves            {found['ended']:.1%}",
+        f"name kept                      {found['name_kept']:.1%} of {found['named']}",
+        f"eight-grams of training text   {found['eight_grams_known']:.1%}; of held-out stories "
+        f"{found['eight_grams_known_of_held_out_stories']:.1%}",
+        f"tokens a second                {found['tokens_per_second']:,.0f}",
+        *([] if first is None else [f"first letter of the chat       {first:.2f} s"]),
+    ]  # fmt: skip
+    for number, story in enumerate(told):
+        lines += ["", f"**{number + 1}. {story.request.text}**", "", printable(story.text)]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("trained_on", nargs="+", type=Path, metavar="CORPUS", help="what it has read: corpus folders, the "
+                   "first of which holds stories out, and .json files of records")  # fmt: skip
+    p.add_argument("--checkpoint", metavar="DIR", help="default: the model that chat takes")
+    p.add_argument("--peer", type=Path, metavar="FILE", help="a model to read the same stories: stories260K.bin")
+    p.add_argument("--prompts", type=int, default=200, help="stories told (default: 200)")
+    p.add_argument("--show", type=int, default=0, metavar="N", help="print the first N stories")
+    p.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    p.add_argument("--backend", default="numpy", help="numpy, cupy, or auto (default: numpy)")
+    p.add_argument("--precision", default="fp32", help="(default: fp32)")
+    add_json_flag(p)
+    args = p.parse_args(argv)
+    if args.prompts < 2 or args.show < 0:
+        raise UserError("--prompts wants 2 or more, --show 0 or more")
+    check_before(args.json)
+    found, told = measure(args)
+    publish(found, table(found, told[: args.show]), args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,21 @@
+"""Whether a model answers the built-in world's questions, which have one right answer each."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from data.world import KINDS, instructions, is_correct
+from tinyforge.hub import Loaded
+from tinyforge.hub.tuning import answer
+from tinyforge.infer import make_decoder
+
+
+def exact_match(loaded: Loaded, count: int, seed: int) -> dict[str, float]:
+    """Share of right greedy replies to `count` held-out built-in instructions, for each kind and overall."""
+    right: dict[str, list[bool]] = {kind: [] for kind in KINDS}
+    decoder = make_decoder(loaded.model, spare_memory=True)
+    for example in instructions("val", count, seed):
+        reply = answer(loaded, example.instruction, example.input, decoder=decoder)
+        right[example.kind].append(is_correct(example, reply))
+    scores = {kind: float(np.mean(results)) for kind, results in right.items()}
+    return {**scores, "all": float(np.mean([r for results in right.values() for r in results]))}

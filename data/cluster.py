@@ -1,0 +1,250 @@
+"""The machines of a Ray cluster as one more place where the passes run.
+
+    with open_nodes("10.0.0.1:6379", out, readable) as nodes:       # "local": a Ray of this machine alone
+        nodes.submit(function, *arguments).result()                 # on whichever machine is free
+
+Ray decides who runs what, and runs again what a lost machine had begun. The passes, their order and what joins their
+results are the same as without it, so the result has the same bytes. All machines see the checkout, the sources and the
+result under the same paths: a folder that they share. That, and that they run the same code, is checked before anything
+is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinyforge import files
+from tinyforge.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+ANSWER = 5.0  # seconds in which an address answers
+START = 90.0  # seconds in which every machine starts a process and says what it sees
+RETRIES = 20  # of a task whose machine or process is lost
+LONELY = 60.0  # seconds without any machine that could run a task
+_STORE = 128 << 20  # bytes of Ray's own memory with "local": what goes through it is small
+
+
+class Nodes(Executor):
+    """The machines of a cluster. per_node: the most tasks that one of them runs at a time; None: one a processor."""
+
+    def __init__(self, ray: Any, per_node: int | None = None) -> None:
+        self._ray = ray
+        most = max((node["Resources"].get("CPU", 0) for node in self.alive()), default=0)
+        self.per_node = max(1, int(most if per_node is None else min(most, per_node)))
+        self._cpus = max(1.0, most / self.per_node)
+        options = {"num_cpus": self._cpus, "max_retries": RETRIES}
+        self._call = ray.remote(_as_itself).options(**options)
+        self._alone_since: float | None = None
+
+    def alive(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
+
+    @property
+    def workers(self) -> int:
+        """Tasks that can run at the same time now."""
+        return max(1, sum(int(node["Resources"].get("CPU", 0) // self._cpus) for node in self.alive()))
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Future[Any]:
+        return self._call.remote(function, arguments, keywords).future()
+
+    def wait(self, running: Iterable[Future[Any]]) -> set[Future[Any]]:
+        """Those that have ended, at least one. Raises UserError where no machine is left to run them."""
+        while True:
+            done = wait_for(running, timeout=5.0, return_when="FIRST_COMPLETED").done
+            able = any(node["Resources"].get("CPU", 0) >= self._cpus for node in self.alive())
+            self._alone_since = None if able or done else self._alone_since or time.monotonic()
+            if done:
+                return done
+            if self._alone_since and time.monotonic() - self._alone_since > LONELY:
+                raise UserError(f"--ray: no machine is left that could go on, for {LONELY:.0f} s; start some and run "
+                                "again, complete parts are kept")  # fmt: skip
+
+    def result(self, future: Future[Any]) -> Any:
+        """What a task returned. Raises UserError, also the task's own."""
+        try:
+            return future.result()
+        except self._ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise UserError(str(error.cause)) from None
+            raise
+        except self._ray.exceptions.RayError as error:
+            raise UserError(f"--ray: a task was lost {RETRIES + 1} times ({_line(error)}); run again to continue, "
+                            "complete parts are kept") from None  # fmt: skip
+
+    def map_in_order(self, function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """function(*task) for each, in order; a few tasks are ahead of the one whose result is waited for."""
+        ahead: list[Future[Any]] = []
+        for task in tasks:
+            ahead.append(self.submit(function, *task))
+            if len(ahead) > 2 * self.workers:
+                yield self._first(ahead)
+        while ahead:
+            yield self._first(ahead)
+
+    def _first(self, ahead: list[Future[Any]]) -> Any:
+        while not ahead[0].done():
+            self.wait(ahead[:1])
+        return self.result(ahead.pop(0))
+
+    def check(self, folder: Path, readable: Sequence[Path]) -> None:
+        """Every machine sees `folder`, reads `readable` and runs this code; UserError names the first that does not."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+        probe = self._ray.remote(look)
+        token = folder / f".token-{secrets.token_hex(8)}"
+        word = secrets.token_hex(16)
+        asked: list[tuple[str, str, Callable[[], Any], Any]] = []
+        try:
+            token.write_text(word, encoding="ascii")
+            nodes = self.alive()
+            if not any(node["Resources"].get("CPU", 0) for node in nodes):
+                raise UserError("--ray: no machine of the cluster has a processor to give; start one with ray start")
+            for node in nodes:
+                name = f"machine {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+                options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": On(node["NodeID"], soft=False)}
+                ask = partial(probe.options(**options).remote, token, list(readable))
+                asked.append((name, node["NodeID"], ask, ask()))  # all of them start at the same time
+            for name, number, again, reference in asked:
+                if seen := self._seen(name, number, again, reference):
+                    _judge(name, seen, folder, word)
+        finally:
+            token.unlink(missing_ok=True)
+
+    def _seen(self, name: str, number: str, ask: Callable[[], Any], reference: Any) -> dict[str, Any] | None:
+        """What the machine says; None where it has left the cluster since."""
+        deadline = time.monotonic() + START
+        errors = self._ray.exceptions
+        while True:
+            try:
+                return self._ray.get(reference, timeout=max(1.0, deadline - time.monotonic()))
+            except errors.GetTimeoutError:
+                raise UserError(f"--ray: {name} starts no process within {START:.0f} s; look at its memory and "
+                                "logs") from None  # fmt: skip
+            except (errors.TaskUnschedulableError, errors.NodeDiedError) as error:
+                if number not in {node["NodeID"] for node in self.alive()}:
+                    return None
+                if time.monotonic() > deadline:
+                    raise UserError(f"--ray: {name} takes no task ({_line(error)}); look at its logs") from None
+                time.sleep(0.5)  # it has just come: not all of the cluster know of it yet
+                reference = ask()
+            except Exception as error:  # another machine's; that it cannot import the code is the usual one
+                raise UserError(f"--ray: {name} cannot run the code of {ROOT} ({_line(error)}); it wants the same "
+                                "path, and Python with the same packages, on every machine") from None  # fmt: skip
+
+
+def look(token: Path, readable: Sequence[Path]) -> dict[str, Any]:
+    """What this machine sees of a file that another has just written, of the input, and of the code."""
+    import duckdb
+
+    seen: dict[str, Any] = {"missing": [str(path) for path in readable if not path.exists()], "word": None}
+    if token.is_file():
+        seen["word"] = token.read_text(encoding="ascii")
+    seen["versions"] = {"Python": "{}.{}".format(*sys.version_info), "DuckDB": duckdb.__version__,
+                        "NumPy": np.__version__, "code": code()[:12]}  # fmt: skip
+    return seen
+
+
+def _judge(name: str, seen: dict[str, Any], folder: Path, word: str) -> None:
+    if seen["word"] != word:
+        raise UserError(f"--ray: {name} does not see what is written to {folder}; give --out in a folder that all "
+                        "machines share under one path")  # fmt: skip
+    if seen["missing"]:
+        raise UserError(f"--ray: {name} does not see {seen['missing'][0]}; put it in a folder that all machines share "
+                        "under one path")  # fmt: skip
+    for what, mine in look(folder, ())["versions"].items():
+        if (theirs := seen["versions"][what]) != mine:
+            raise UserError(f"--ray: {name} has {what} {theirs}, this one {mine}; make them the same, or the bytes may "
+                            "differ")  # fmt: skip
+
+
+def code() -> str:
+    """SHA-256 of the Python files that the tasks run."""
+    digest = hashlib.sha256()
+    for folder in ("data", "tinyforge"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _as_itself(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """On a node. A machine that was given up for lost may still write: each process does so under its own name."""
+    files.write_as(f"{socket.gethostname()}-{os.getpid()}")
+    return function(*arguments, **keywords)
+
+
+@contextmanager
+def open_nodes(
+    address: str | None, folder: Path, readable: Sequence[Path], per_node: int | None = None
+) -> Iterator[Nodes | None]:
+    """The cluster at `address`, HOST:PORT or "local", checked; None without an address.
+
+    folder: where the result is made. readable: what every machine reads. Raises UserError, within seconds, for an
+    address that does not answer and for what `Nodes.check` finds.
+    """
+    if address is None:
+        yield None
+        return
+    check_address(address)
+    try:
+        import ray
+    except ImportError:
+        raise UserError('--ray: Ray is not installed; run pip install "tinyforge[cluster]", on every machine') from None
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    where: dict[str, Any] = {"address": address}
+    if address == "local":
+        where |= {"include_dashboard": False, "object_store_memory": _STORE}
+    try:
+        ray.init(**where, runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
+                 log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)  # fmt: skip
+    except Exception as error:  # of many kinds: another version of Ray, this machine not being of the cluster
+        raise UserError(f"--ray {address}: cannot be joined ({_line(error)}); run this on a machine of the cluster, "
+                        "with the same version of Ray") from None  # fmt: skip
+    try:
+        nodes = Nodes(ray, per_node)
+        nodes.check(folder, readable)
+        yield nodes
+    finally:
+        ray.shutdown()
+
+
+def check_address(address: str) -> None:
+    """Raise UserError unless a gRPC server, as Ray's is, answers at HOST:PORT. "local" needs none."""
+    if address == "local":
+        return
+    match = re.fullmatch(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):([0-9]{1,5})", address)
+    if not match or not 0 < int(match[2]) < 65536:
+        raise UserError(f"--ray is {address!r}, wanted HOST:PORT, as ray start prints it, or local")
+    fix = "start it with ray start --head, or check the address"
+    try:
+        with socket.create_connection((match[1].strip("[]"), int(match[2])), ANSWER) as connection:
+            connection.settimeout(ANSWER)
+            # HTTP/2 begins with these bytes and an empty SETTINGS frame, and the server's first frame is one too.
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+            frame = connection.recv(9)
+    except TimeoutError:
+        raise UserError(f"--ray {address}: does not answer within {ANSWER:.0f} s; {fix}") from None
+    except OSError as error:
+        raise UserError(f"--ray {address}: does not answer ({error.strerror or error}); {fix}") from None
+    if len(frame) < 4 or frame[3] != 4:
+        raise UserError(f"--ray {address}: something answers, but not Ray; {fix}")
+
+
+def _line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:200]

@@ -1,0 +1,81 @@
+"""The texts of a corpus's parquet files, and their ids: what a shard is made from, on this machine or another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from data.files import escape_glob, written_whole
+from tinyforge.errors import UserError
+from tinyforge.text import TextTokenizer, load_tokenizer
+from tinyforge.text.shards import TOKENIZER, separator_of
+
+ENCODED = ".encoded-"  # begins the names of files that a task of a cluster leaves for who writes the shards
+ROWS = 64  # documents fetched at a time
+
+
+def read_texts(files: Sequence[Path], skip: int = 0, below: str | None = None) -> Iterator[str]:
+    """The texts of parquet files in order, without the first `skip`; `below`: only where md5(id) is less.
+
+    Rows are streamed on one thread, which keeps their order: the memory needed is that of one row group.
+    """
+    import duckdb
+
+    where = "WHERE md5(id) < $below" if below else ""
+    file: Path | None = None
+    try:
+        with duckdb.connect(config={"threads": 1}) as connection:
+            connection.execute("SET enable_progress_bar = false")
+            for file in files:
+                literal = {"path": escape_glob(file)}
+                query = "SELECT num_rows FROM parquet_file_metadata($path)"
+                rows = connection.execute(query, literal).fetchall()[0][0]
+                if skip >= rows:
+                    skip -= rows
+                    continue
+                query = f"SELECT text FROM read_parquet($path, hive_partitioning = false) {where} OFFSET {skip}"
+                connection.execute(query, literal | ({"below": below} if below else {}))
+                skip = 0
+                while batch := connection.fetchmany(ROWS):
+                    for (text,) in batch:
+                        yield text
+    except duckdb.Error as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{file}: not a parquet file of a corpus ({reason}); run python -m data.corpus again") from None
+
+
+def load_with_separator(path: Path) -> TextTokenizer:
+    tokenizer = load_tokenizer(path)
+    try:
+        separator_of(tokenizer)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return tokenizer
+
+
+def encode_file(file: Path, skip: int, out: Path, tokenizer: str) -> Path:
+    """Encode the texts of a parquet file with the tokenizer in `out`: an npz with `ids`, and each text's `ends`."""
+    encoded = list(_tokenizer(out / TOKENIZER, tokenizer).encode_many(read_texts([file], skip), workers=1))
+    target = out / f"{ENCODED}{file.stem}.npz"
+    with written_whole(target) as beside, open(beside, "wb") as handle:
+        np.savez(handle, ids=np.concatenate(encoded), ends=np.cumsum([len(ids) for ids in encoded]))
+    return target
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(path: Path, wanted: str) -> TextTokenizer:
+    tokenizer = load_with_separator(path)
+    if tokenizer.hash() != wanted:
+        raise UserError(f"{path}: is not the tokenizer of this run; look for another run that writes there")
+    return tokenizer
+
+
+def rows_of(file: Path) -> int:
+    import duckdb
+
+    with duckdb.connect() as connection:
+        query = "SELECT num_rows FROM parquet_file_metadata($path)"
+        return int(connection.execute(query, {"path": escape_glob(file)}).fetchall()[0][0])

@@ -1,0 +1,104 @@
+"""Preference pairs: a prompt, a reply that is preferred, and one that is not. What recipes/dpo.py learns from.
+
+    pairs = read_pairs(["pairs.json"])               objects with instruction, input, chosen and rejected
+    pairs = world_pairs("train", 6000, seed=0)       of the built-in world: the right answer, and one nearly right
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.alpaca import Record, encode_example, scan_file
+from data.local import read_text
+from data.world import instructions, wrong_answer
+from tinyforge.errors import UserError
+from tinyforge.text import TextTokenizer
+from tinyforge.train.preferences import Encoded
+
+FIELDS = ("instruction", "input", "chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two replies to one instruction; `input` may be empty."""
+
+    instruction: str
+    input: str
+    chosen: str
+    rejected: str
+
+
+def read_pairs(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[Pair]:
+    """The pairs of JSON or JSON-lines files, in the order given; other fields are not looked at.
+
+    Raises UserError, naming the file, the record (counted from 0) and its line, for malformed JSON and for a record
+    that lacks a field or has one that is not a string.
+    """
+    found: list[Pair] = []
+    for path in map(Path, paths):
+        for number, (line, value) in enumerate(scan_file(path, read_text(path, encoding), "preference pairs")):
+            wrong = _fault(value)
+            if wrong:
+                raise UserError(f"{path}: record {number} (counted from 0), line {line}: {wrong}")
+            assert isinstance(value, dict)
+            found.append(Pair(*(value[name] for name in FIELDS)))
+    return found
+
+
+def _fault(value: object) -> str:
+    if not isinstance(value, dict):
+        return f"got {json.dumps(value)[:40]}, wanted an object with {', '.join(FIELDS)}; fix or remove it"
+    for name in FIELDS:
+        if name not in value:
+            return f"it has no '{name}'; a preference pair has {', '.join(FIELDS)}; add it"
+        if not isinstance(value[name], str):
+            return f"'{name}' is {json.dumps(value[name])[:40]}, wanted a string; put it in quotes"
+        if any("\ud800" <= c <= "\udfff" for c in value[name]):
+            return f"'{name}' contains half of a surrogate pair, wanted text; remove its \\ud... escape"
+    blank = "'instruction' is blank, wanted a task; fill it in or remove the record"
+    return "" if value["instruction"].strip() else blank
+
+
+def hold_out(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], Sequence[Pair]]:
+    """Pairs to learn from, and the last fifth to evaluate on: an accuracy needs many."""
+    if len(pairs) < 2:
+        raise UserError(f"data: {len(pairs)} preference pairs, wanted at least 2; give more")
+    cut = len(pairs) - max(1, len(pairs) // 5)
+    return pairs[:cut], pairs[cut:]
+
+
+def encode_pairs(pairs: Sequence[Pair], tokenizer: TextTokenizer, seq_len: int, what: str) -> list[Encoded]:
+    """Pairs as ids. Left out, and counted in one line: a chosen reply that equals the rejected one, which prefers
+    nothing; an empty reply; and replies that do not fit seq_len, since a cut one is another reply."""
+    found: list[Encoded] = []
+    equal = empty = long = 0
+    for pair in pairs:
+        if pair.chosen.strip() == pair.rejected.strip():
+            equal += 1
+        elif not (pair.chosen.strip() and pair.rejected.strip()):
+            empty += 1
+        else:
+            sides = [encode_example(tokenizer, Record(pair.instruction, pair.input, reply), 10**9)
+                     for reply in (pair.chosen, pair.rejected)]  # fmt: skip
+            (chosen, prompt), (rejected, _) = (side for side in sides if side is not None)
+            if max(len(chosen), len(rejected)) > seq_len + 1:
+                long += 1
+            else:
+                found.append((chosen, rejected, prompt))
+    print(f"{what}: {len(found):,} pairs of up to {seq_len} tokens; left out {equal:,} whose chosen reply equals the "
+          f"rejected one, {empty:,} with an empty reply and {long:,} that are longer")  # fmt: skip
+    if not found:
+        raise UserError(
+            f"{what}: none of the {len(pairs)} pairs can be learned from: {equal} prefer a reply to itself, {empty} "
+            f"have an empty reply, {long} take more than {seq_len} tokens; give others, or a model with more context"
+        )
+    return found
+
+
+def world_pairs(split: str, count: int, seed: int) -> list[Pair]:
+    """Pairs about the built-in world; the rejected answer is one that a hasty reader would give (`wrong_answer`)."""
+    return [Pair(e.instruction, e.input, e.output, wrong_answer(e, split, seed, number))
+            for number, e in enumerate(instructions(split, count, seed))]  # fmt: skip

@@ -1,0 +1,120 @@
+"""Questions whose answers a program can check, and what a reply to one is worth: what recipes/grpo.py learns from.
+
+    questions = open_questions("harder-sums", files=(), encoding="utf-8")
+    questions.rewards(questions.training[0], "13 14 15, so 15")        # {"correct": 1.0, "format": 1.0}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.alpaca import hold_out, origin_of, read_records
+from data.world import Instruction, harder_sums, sum_rewards
+from tinyforge.errors import UserError
+from tinyforge.rng import Stream
+from tinyforge.train.batches import fingerprint
+
+TASKS = ("harder-sums", "one-step")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+ONE_STEP, LARGEST = 4_000, 100  # problems to learn from, and the largest number in them
+HELD_OUT = 200  # questions that the exact match is taken on, at most
+
+
+@dataclass(frozen=True)
+class Questions:
+    """rewards(question, reply): "correct" and "format", each from 0 to 1."""
+
+    name: str
+    licence: str
+    training: Sequence[Instruction]
+    held_out: Sequence[Instruction]
+    rewards: Callable[[Instruction, str], dict[str, float]]
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the questions to learn from: a resumed run must ask the same."""
+        text = "\0".join(str(asdict(question)) for question in self.training)
+        return fingerprint(np.frombuffer(text.encode(), np.uint8))
+
+    def summary(self) -> dict[str, Any]:
+        return {"source": self.name, "licence": self.licence, "questions": len(self.training),
+                "held-out_questions": len(self.held_out)}  # fmt: skip
+
+
+def open_questions(task: str, files: Sequence[str], encoding: str) -> Questions:
+    """The questions of a built-in task, or those of Alpaca records whose output ends in a number, which is the right
+    answer. Raises UserError."""
+    if files:
+        return _of_records(files, encoding)
+    if task == "harder-sums":
+        return Questions("harder sums of the built-in world", "MIT", harder_sums("train"), harder_sums("val"),
+                         sum_rewards)  # fmt: skip
+    return Questions("one-step sums in words", "MIT", one_step_sums("train", ONE_STEP),
+                     one_step_sums("val", HELD_OUT), last_number)  # fmt: skip
+
+
+def number_in(text: str) -> float | None:
+    """The last number in a text, as GSM8K's answers are taken; None where there is none."""
+    found = NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def last_number(question: Instruction, reply: str) -> dict[str, float]:
+    """correct: the reply's last number is that of the right answer. format: it is one short sentence that ends with a
+    number, or with one and a full stop."""
+    number = None if reply.endswith("...") else number_in(reply)
+    form = re.fullmatch(r"[^\n]{0,120}?\d\.?", reply.strip()) is not None
+    return {"correct": float(number is not None and number == number_in(question.output)), "format": float(form)}
+
+
+def _of_records(files: Sequence[str], encoding: str) -> Questions:
+    records = read_records(files, encoding)
+    kept = [record for record in records if number_in(record.output) is not None]
+    if len(kept) < 2:
+        raise UserError(
+            f"{files[0]}: {len(kept)} of {len(records)} records have a number in their output, wanted at least 2; "
+            "a reply is checked by its last number"
+        )
+    training, held_out = ([Instruction("record", r.instruction, r.input, r.output) for r in part]
+                          for part in hold_out(kept))  # fmt: skip
+    source, licence = ("; ".join(sorted(set(part))) for part in zip(*(origin_of(Path(f)) for f in files), strict=True))
+    print(f"{', '.join(files)}: {len(records) - len(kept)} records without a number in their output left out")
+    return Questions(source, licence, training, held_out[:HELD_OUT], last_number)
+
+
+# --- sums for a model that has read the world ------------------------------------------------------------------------
+
+NAMES = tuple("Anna Ben Clara David Emma Frank Grace Henry Ivy Jack Kate Leo Mary Nick Olivia Paul".split())
+THINGS = tuple("apples books coins eggs flowers marbles pencils shells stamps stickers".split())
+STORIES = (
+    ("{p} has {a} {x}. {q} gives {p} {b} more. How many {x} does {p} have now?", 1),
+    ("{p} has {c} {x} and gives {b} of them to {q}. How many {x} does {p} have left?", -1),
+    ("{p} has {a} {x} and {q} has {b} {x}. How many {x} do they have together?", 1),
+    ("There were {c} {x} in a box. {p} took {b} of them. How many {x} are still in the box?", -1),
+    ("What is {a} plus {b}?", 1),
+    ("What is {c} minus {b}?", -1),
+)
+
+
+def one_step_sums(split: str, count: int) -> list[Instruction]:
+    """Problems of one addition or subtraction with results up to LARGEST, the kind of GSM8K's single steps. A quarter
+    of all pairs of numbers belong to "val" alone."""
+    found: list[Instruction] = []
+    for u in Stream(0, f"one-step/{split}").uniform((16 * count, 6)).tolist():  # more than are needed
+        if len(found) == count:
+            break
+        a, b = 1 + int(u[0] * (LARGEST - 1)), 1 + int(u[1] * (LARGEST - 1))
+        if a + b > LARGEST or ((min(a, b) * 31 + max(a, b) * 17) % 4 == 0) != (split == "val"):
+            continue
+        story, sign = STORIES[int(u[2] * len(STORIES))]
+        p, q = NAMES[int(u[3] * len(NAMES))], NAMES[int(u[4] * len(NAMES))]
+        if p == q:
+            continue
+        text = story.format(p=p, q=q, x=THINGS[int(u[5] * len(THINGS))], a=a, b=b, c=a + b)
+        found.append(Instruction("one_step", text, "", str(a + b if sign > 0 else a)))
+    return found

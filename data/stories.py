@@ -1,0 +1,586 @@
+"""Stories retold under other names, and instructions made from them: what `storyteller` learns from, beside plain text.
+
+    python -m data.stories retell corpus --out sources/retold                     other names in every story
+    python -m data.stories instruct corpus --out stories                         stories/alpaca.json, for recipes/sft.py
+    python -m data.stories instruct corpus --out stories --others dolly.json      and questions that it cannot answer
+
+Both read the training part of a corpus that data.corpus has made of TinyStories; its held-out part is never opened.
+
+Retold: each known name of a story becomes another of its kind, everywhere in the story, drawn as often as the corpus
+has it. What a story says stays; that this Tim finds the ball does not. A model that must expect any name learns to look
+it up.
+
+Instructions: tell a story about somebody; continue one; describe its hero; answer a question about it; greet; say who
+it is. Questions are asked about what simple patterns find in a story, and only where the answer is unambiguous, and
+about small stories that are written for the question. Some ask for what a story does not say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from data.alpaca import Record, read_records
+from data.files import locked, write_json
+from data.shards import read_corpus, read_texts
+from data.source import Document, InputFile, Source, SourceWriter, read_source, write_manifest
+from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.files import sha256_of
+
+STORIES = "tinystories"  # the source of a corpus that is read
+LICENCE = "CDLA-Sharing-1.0"
+
+# Names that are no other word at the beginning of a sentence: Rose, Joy, Mark and Sunny are left out.
+NAMES = {
+    "girl": tuple(
+        "Lily Sue Mia Lucy Amy Anna Sara Sally Jane Sarah Lila Molly Jill Mary Emma Bella Mimi Luna Ann Lisa Jenny "
+        "Ella Jen Lulu Betty Tina Emily Lola Alice Susie Annie Polly Claire Kim Mandy Sophie Kate Elly Milly Julie "
+        "Lizzie Maria Cindy Rosie Lilly Sandy Abigail Penny Clara Tilly Ellie Abby Maya Ruby Chloe Zoe Hannah Maggie "
+        "Zara Beth Rachel Emmy Samantha Elsie Fiona Nora Ava Olivia Isla Nina Eva Julia Laura Helen Ivy Stella "
+        "Nancy Wendy Tara Katie Leah Amelia Sofia Freya Greta Ida Martha Paula Rita".split()
+    ),
+    "boy": tuple(
+        "Tim Tom Sam Ben Max Bob Jack Timmy John Billy Joe Tommy Jimmy Leo Benny Jerry Jim Andy Fred Jake Bobby Sammy "
+        "Danny Peter Pete Toby Ollie Bill Henry George Charlie Dave Tony Freddy Mike James David Alex Joey Finn Ted "
+        "Frank Harry Adam Paul Oliver Gary Carl Dan Matt Luke Ricky Noah Liam Ethan Oscar Theo Hugo Felix Simon Eric "
+        "Kevin Steve Nick Ryan Kyle Lucas Daniel Thomas Arthur Edward Walter Ralph Owen Ivan Jonas Karl Martin Nathan "
+        "Robin Scott Victor William".split()
+    ),
+    "animal": tuple(
+        "Spot Kitty Fluffy Bobo Daisy Buddy Whiskers Ducky Chirpy Momo Remy Spike Teddy Rex Froggy Binky Mittens Coco "
+        "Toto Pinky Birdie Tweety Bubbles Poppy Pippin Squeaky Rover Patch Biscuit Nibbles Snowball Muffin Ginger Fido "
+        "Bandit Cocoa Pebbles Waffles Scout Ziggy Pumpkin Socks Tiger Peanut".split()
+    ),
+}  # fmt: skip
+KIND_OF = {name: kind for kind, names in NAMES.items() for name in names}
+_NAME = re.compile(rf"\b(?:{'|'.join(KIND_OF)})\b")
+ANIMALS = tuple(
+    "dog cat bird bunny fish bear frog rabbit duck monkey bee mouse bug horse elephant lion squirrel puppy ant penguin "
+    "panda cow zebra turtle snake dolphin crab pig kitten swan goat otter mule hippo sheep deer caterpillar parrot fox "
+    "giraffe pony tiger chicken kangaroo dragon dinosaur seal worm whale camel hen hedgehog snail owl butterfly".split()
+)
+PEOPLE = (
+    "girl", "boy", "man", "woman", "lady", "child", "princess", "prince", "king", "queen", "farmer", "fairy",
+    "pirate", "baker", "knight", "giant", "robot", "doctor", "teacher", "clown", "baby", "fireman", "sailor",
+)  # fmt: skip
+HEROES = ANIMALS + PEOPLE
+HERS = {"girl", "woman", "lady", "princess", "queen", "fairy", "hen", "cow"}
+
+
+def names_in(story: str) -> list[str]:
+    """The known names in a story, in the order in which they come."""
+    return list(dict.fromkeys(_NAME.findall(story)))
+
+
+def rename(story: str, others: dict[str, str]) -> str:
+    """The story with its names exchanged, all at once: A may become B while B becomes A."""
+    return _NAME.sub(lambda found: others.get(found[0], found[0]), story)
+
+
+ONSETS = "B Br C D F Fl G Gr H J K L M N P Pr Qu R S St T Tr V W Y Z".split()
+VOWELS = "a e i o u a e i o ie ee".split()
+MIDDLES = "b d f g l ll lm ld m mm n nn nd r rr rt s ss t tt v x z nk rl".split()
+ENDINGS = "a o y ie in on er us el is ert a".split()
+
+
+def invented_name(rng: random.Random) -> str:
+    """A name that nobody has: whoever repeats it has read it."""
+    return "".join(rng.choice(part) for part in (ONSETS, VOWELS, MIDDLES, ENDINGS))
+
+
+def other_names(story: str, rng: random.Random, counts: dict[str, Counter[str]] | None = None) -> dict[str, str]:
+    """Another name for each in the story, no two the same. counts: how often each is drawn, by kind; without, all are
+    alike, and one in four is invented."""
+    chosen: dict[str, str] = {}
+    for name in names_in(story):
+        kind = KIND_OF[name]
+        while True:
+            if counts is not None:
+                found = rng.choices(list(counts[kind]), list(counts[kind].values()))[0]
+            else:
+                found = rng.choice(NAMES[kind]) if rng.random() < 0.75 else invented_name(rng)
+            if found not in chosen.values():
+                break
+        chosen[name] = found
+    return chosen
+
+
+def name_counts(stories: Sequence[str]) -> dict[str, Counter[str]]:
+    """In how many stories each name stands, by kind; at least once for each, so that a drawing always ends."""
+    counts = {kind: Counter(names) for kind, names in NAMES.items()}
+    for story in stories:
+        for name in names_in(story):
+            counts[KIND_OF[name]][name] += 1
+    return counts
+
+
+def with_article(words: str) -> str:
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
+
+
+# --- what a story says ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hero:
+    """Of "a kind little girl named Lily": kind "girl", adjectives "kind little ", name "Lily"."""
+
+    name: str
+    kind: str
+    adjectives: str
+
+    @property
+    def full(self) -> str:
+        return with_article(f"{self.adjectives}{self.kind}")
+
+    @property
+    def they(self) -> str:
+        return "She" if KIND_OF.get(self.name) == "girl" or self.kind in HERS else "He"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A question about a story, and the sentence that answers it."""
+
+    question: str
+    answer: str
+
+
+_HERO = re.compile(rf"\b[Aa]n? ((?:[a-z]+,? ){{0,3}}?)({'|'.join(HEROES)}) (?:named|called) ([A-Z][a-z]+)\b")
+# Past tense to the form that a question wants.
+DID = {
+    "found": "find", "lost": "lose", "made": "make", "bought": "buy", "got": "get", "met": "meet", "ate": "eat",
+    "broke": "break", "dropped": "drop", "built": "build", "drew": "draw", "caught": "catch", "heard": "hear",
+    "brought": "bring", "picked up": "pick up", "saw": "see",
+}  # fmt: skip
+_END = r"(?=[.,!]| (?:in|on|at|under|with|and|to|that|near|from|by|for|but|who|because|when|so|which|inside|behind)\b)"
+_WHO = r"(?:(?<=^)|(?<=[.!?] )|(?<=\n)|(?<=, and )|(?<=day, ))"
+_DID = re.compile(
+    rf"{_WHO}([A-Z][a-z]+|[Tt]he (?:{'|'.join(HEROES)})) ({'|'.join(DID)}) "
+    rf"((?:a|an|the|her|his|some|two|three) (?:[a-z]+ ){{0,2}}[a-z]+){_END}", re.M
+)  # fmt: skip
+_WENT = re.compile(
+    rf"{_WHO}([A-Z][a-z]+) (went|ran|walked|hurried|flew|drove) (to (?:the|a|his|her) (?:[a-z]+ )?[a-z]+){_END}", re.M
+)
+_WANTED = re.compile(rf"{_WHO}([A-Z][a-z]+) (wanted|loved|liked) to ((?:[a-z]+ ){{0,6}}[a-z]+)(?=[.!])", re.M)
+_LIVED = re.compile(rf"{_WHO}([A-Z][a-z]+) lived (in (?:a|an|the) (?:[a-z]+ ){{0,3}}[a-z]+)(?=[.,]| with\b)", re.M)
+_GO = {"went": "go", "ran": "run", "walked": "walk", "hurried": "hurry", "flew": "fly", "drove": "drive"}
+_VERB = {"wanted": "want", "loved": "love", "liked": "like"}
+
+
+def hero_of(story: str) -> Hero | None:
+    """The first one that a story gives a kind and a name, in its first sentences; None if it names none."""
+    found = _HERO.search(story[:300])
+    return Hero(found[3], found[2], found[1]) if found else None
+
+
+def facts(story: str) -> list[Fact]:
+    """What can be asked about a story and is answered by one place in it alone.
+
+    She and He are taken for the hero where no other known name stands before them. A question that two places would
+    answer differently is not asked.
+    """
+    hero = hero_of(story)
+    found: list[Fact] = []
+    if hero:
+        found += [
+            Fact("Who is the story about?", f"The story is about {hero.full} named {hero.name}."),
+            Fact(f"What is the name of the {hero.kind}?", f"The {hero.kind} is named {hero.name}."),
+            Fact(f"Who is {hero.name}?", f"{hero.name} is {hero.full}."),
+        ]
+
+    def who(subject: str, place: int) -> str:
+        """The name that a subject stands for, or ""."""
+        if hero and subject in ("She", "He"):
+            return hero.name if subject == hero.they and names_in(story[:place]) in ([hero.name], []) else ""
+        if hero and subject.lower() == f"the {hero.kind}":
+            return hero.name
+        return subject if subject in KIND_OF or (hero and subject == hero.name) else ""
+
+    asked: dict[str, set[str]] = {}
+
+    def ask(question: str, answer: str) -> None:
+        asked.setdefault(question, set()).add(answer)
+
+    for match in _DID.finditer(story):
+        if name := who(match[1], match.start()):
+            ask(f"What did {name} {DID[match[2]]}?", f"{name} {match[2]} {match[3]}.")
+    for match in _WENT.finditer(story):
+        if name := who(match[1], match.start()):
+            ask(f"Where did {name} {_GO[match[2]]}?", f"{name} {match[2]} {match[3]}.")
+    for match in _WANTED.finditer(story):
+        if name := who(match[1], match.start()):
+            ask(f"What did {name} {_VERB[match[2]]} to do?", f"{name} {match[2]} to {match[3]}.")
+    for match in _LIVED.finditer(story):
+        if name := who(match[1], match.start()):
+            ask(f"Where did {name} live?", f"{name} lived {match[2]}.")
+    return found + [Fact(q, next(iter(answers))) for q, answers in asked.items() if len(answers) == 1]
+
+
+def by_kind(fact: Fact, hero: Hero | None, rng: random.Random) -> Fact:
+    """At times the question names the hero by the kind: "What did the girl find?"; the answer keeps the name."""
+    if hero is None or hero.name not in fact.question or fact.question.startswith("Who is") or rng.random() < 0.5:
+        return fact
+    return Fact(fact.question.replace(hero.name, f"the {hero.kind}", 1), fact.answer)
+
+
+def description(story: str, hero: Hero) -> str:
+    """Up to three sentences about the hero, all of them the story's own."""
+    told = [f"{hero.name} is {hero.full}."]
+    for pattern in (_LIVED, _WANTED):
+        for match in pattern.finditer(story):
+            if match[1] in (hero.name, hero.they) and len(told) < 3:
+                told.append(f"{hero.they}{match[0][len(match[1]):]}.")
+    return " ".join(told)
+
+
+# --- small stories that are written for a question --------------------------------------------------------------------
+
+COLOURS = "red blue green yellow pink brown white black orange purple".split()
+THINGS = (
+    "ball hat key book kite doll ring shoe cup coin bell flute drum boat car toy scarf bag hammer lamp bone spoon "
+    "ribbon basket ticket whistle necklace mitten bucket map feather button blanket umbrella balloon"
+).split()
+PLACES = tuple("in the park|at the beach|in the garden|by the river|in the forest|at school|in the yard|at the zoo|"
+               "on the farm|at the market|in the snow|on the hill|near the pond|in the kitchen".split("|"))  # fmt: skip
+SPOTS = tuple("under the bed|behind a tree|in the grass|under a bench|in a box|behind the door|on the stairs|"
+              "in the sand|under the table|in a bush|next to a rock|in the mud".split("|"))  # fmt: skip
+TRAITS = "little kind brave shy happy clever small funny quiet big young".split()
+GIVERS = "mom dad grandma grandpa friend brother sister teacher uncle aunt".split()
+
+
+def small_story(rng: random.Random) -> tuple[str, Hero, list[Fact]]:
+    """A few sentences, their hero, and what can be asked about them."""
+    kind = rng.choice(("girl", "boy", "girl", "boy", rng.choice(ANIMALS)))
+    name = rng.choice(NAMES[kind if kind in NAMES else "animal"])
+    hero = Hero(name, kind, f"{rng.choice(TRAITS)} ")
+    he, his = ("She", "her") if hero.they == "She" else ("He", "his")
+    colour, thing, place, spot = (rng.choice(words) for words in (COLOURS, THINGS, PLACES, SPOTS))
+    giver, friend = rng.choice(GIVERS), rng.choice([n for n in NAMES[rng.choice(("girl", "boy"))] if n != name])
+    full = f"{colour} {thing}"
+    a_full = with_article(full)
+    opening = rng.choice((
+        f"Once upon a time, there was {hero.full} named {name}.", f"Once there was {hero.full} named {name}.",
+        f"There once was {hero.full} called {name}.", f"One day, {hero.full} named {name} went out to play.",
+    ))  # fmt: skip
+    got = rng.choice((
+        f"{name} had {a_full}.", f"{his.capitalize()} {giver} gave {name} {a_full}.", f"{name} loved {his} {full}.",
+    ))  # fmt: skip
+    plots = {
+        "lost": (
+            [got, f"One day, {name} lost {his} {full} {place}.", f"{he} was very sad and looked everywhere.",
+             f"Then {friend} came to help. They found the {thing} {spot}.", f"{name} was happy and thanked {friend}."],
+            [Fact(f"What did {name} lose?", f"{name} lost {his} {full}."),
+             Fact(f"Where did {name} lose the {thing}?", f"{name} lost the {thing} {place}."),
+             Fact(f"Who helped {name}?", f"{friend} helped {name}."),
+             Fact(f"Where was the {thing}?", f"The {thing} was {spot}.")],
+        ),
+        "found": (
+            [f"{name} liked to play {place}.", f"One day, {name} found {a_full} {spot}.",
+             f'"What a nice {thing}!" said {name}.', f"{he} showed it to {friend}.",
+             f"They played with the {thing} all day."],
+            [Fact(f"What did {name} find?", f"{name} found {a_full}."),
+             Fact(f"Where did {name} find the {thing}?", f"{name} found the {thing} {spot}."),
+             Fact(f"Where did {name} like to play?", f"{name} liked to play {place}."),
+             Fact(f"What colour was the {thing}?", f"The {thing} was {colour}.")],
+        ),
+        "broke": (
+            [got, f"{name} played with {friend} {place}.", f"{he} fell down and broke {his} {full}.",
+             f"{name} began to cry.", f'"Do not cry," said {friend}. "We can fix it." And they did.'],
+            [Fact(f"What did {name} break?", f"{name} broke {his} {full}."),
+             Fact(f"Who did {name} play with?", f"{name} played with {friend}."),
+             Fact(f"Where did {name} play?", f"{name} played {place}."),
+             Fact(f"Why did {name} cry?", f"{name} cried because the {thing} was broken.")],
+        ),
+        "bought": (
+            [f"{name} wanted {a_full}.", f"{he} went to the shop with {his} {giver} and bought the {full}.",
+             f"{name} took it to play {place}.", f"{friend} liked it too, so {name} shared it."],
+            [Fact(f"What did {name} want?", f"{name} wanted {a_full}."),
+             Fact(f"What did {name} buy?", f"{name} bought {a_full}."),
+             Fact(f"Who went to the shop with {name}?", f"{name} went to the shop with {his} {giver}."),
+             Fact(f"Who did {name} share it with?", f"{name} shared it with {friend}.")],
+        ),
+    }  # fmt: skip
+    sentences, asked = plots[rng.choice(list(plots))]
+    about = [Fact("Who is the story about?", f"The story is about {hero.full} named {name}."),
+             Fact(f"What is the name of the {kind}?", f"The {kind} is named {name}.")]  # fmt: skip
+    return " ".join([opening, *sentences]), hero, asked * 2 + about
+
+
+def unanswered(story: str, hero: Hero, rng: random.Random) -> Fact | None:
+    """A question whose answer the story does not have, with a reply that says so."""
+    lowered = story.lower()
+    if rng.random() < 0.4:
+        kind = rng.choice(("girl", "boy", "dog", "cat", "bear", "king"))
+        if re.search(rf"\b{kind}", lowered):
+            return None
+        verb = rng.choice(("lose", "find", "want", "eat", "see"))
+        return Fact(f"What did the {kind} {verb}?", f"There is no {kind} in the story. It is about {hero.name}.")
+    past, base = rng.choice([(p, b) for p, b in DID.items() if b in ("lose", "find", "buy", "break", "eat", "build")])
+    if past in lowered or base in lowered:
+        return None
+    who = rng.choice((hero.name, f"the {hero.kind}"))
+    return Fact(f"What did {who} {base}?", f"The story does not say that {hero.name} {past} anything.")
+
+
+# --- instructions -----------------------------------------------------------------------------------------------------
+
+TELL = (
+    "Tell me a story about {x}.", "Tell me a story about {x}", "Tell a story about {x}.",
+    "Tell me a short story about {x}.", "Write a story about {x}.", "Write a short story about {x}.",
+    "Can you tell me a story about {x}?", "Please tell me a story about {x}.", "I want a story about {x}.",
+    "Make up a story about {x}.", "I would like to hear a story about {x}.", "A story about {x}, please.",
+    "tell me a story about {x}", "Could you write a story about {x}?", "Tell my child a story about {x}.",
+    "Give me a story about {x}.",
+)  # fmt: skip
+TELL_ANY = (
+    "Tell me a story.", "Tell me a bedtime story.", "Write a short story.", "Can you tell me a story?",
+    "Another story, please.", "Tell me another story.", "tell me a story", "Please tell me a story for children.",
+    "I am bored. Tell me a story.", "Tell me something nice.", "Make up a story.", "A story, please.",
+    "Tell me a new story.", "Write a story for a child.",
+)  # fmt: skip
+CONTINUE = ("Continue the story: {x}", "Continue this story: {x}", "Finish the story: {x}", "{x}", "{x}", "{x}",
+            "How does this story go on? {x}", "Go on with this story: {x}", "What happens next? {x}")  # fmt: skip
+DESCRIBE = ("Describe {x}.", "Tell me about {x}.", "What is {x} like?", "Who is {x}? Tell me more.")
+IN_STORY = ("in the story", "in this story")
+SELF = (
+    "I am Storyteller, a small language model. I tell stories for children.",
+    "My name is Storyteller. I am a small language model that tells children's stories.",
+    "I am Storyteller, a small computer program that has read many children's stories and likes to tell new ones.",
+)  # fmt: skip
+WHO = (
+    "Who are you?", "What are you?", "What is your name?", "who are you", "Tell me about yourself.",
+    "Are you a person?", "Are you a robot?", "Are you human?", "What's your name?", "Who made you?",
+    "Introduce yourself.", "Do you have a name?", "Who am I talking to?", "Are you ChatGPT?",
+)  # fmt: skip
+CAN = ("What can you do?", "How can you help me?", "What do you know?", "Help", "What should I ask you?", "help me",
+       "How does this work?", "What can I ask you?")  # fmt: skip
+ABLE = (
+    "I can tell you a story, go on with a story that you begin, and answer a question about a story. Ask me: "
+    "Tell me a story about {a}.",
+    "I tell stories. Say who the story is to be about, or give me the first sentence, and I will do the rest.",
+)  # fmt: skip
+HELLO = (
+    "Hello", "Hello!", "Hi", "Hi!", "hi", "hello", "Hey", "Good morning", "Good evening", "Good morning!",
+    "Hi there!", "Hello there.", "How are you?", "Hello, how are you?", "hey there", "Good day",
+    "Nice to meet you.",
+)  # fmt: skip
+GREET = ("Hello! Shall I tell you a story about {a}?", "Hello! I am Storyteller. What story would you like to hear?",
+         "Hi! It is nice to meet you. Would you like a story about {a}?",
+         "Hello! I am well, and I would like to tell you a story. Who is it to be about?")  # fmt: skip
+THANKS = (
+    "Thank you!", "Thanks", "Thank you.", "thanks!", "That was nice.", "I liked that story.", "Great story!",
+    "Nice!", "Good story.", "Very good", "I love it.", "Well done!",
+)  # fmt: skip
+WELCOME = (
+    "You are welcome! Would you like to hear another story?",
+    "I am glad that you liked it. Shall I tell you one about {a}?",
+    "Thank you! Ask me for another story when you like.",
+)  # fmt: skip
+BYE = ("Bye", "Goodbye", "Good night", "Bye!", "See you later.", "Good night!", "See you.", "I have to go.")
+FAREWELL = (
+    "Goodbye! Come back when you want a story.", "Good night, and sweet dreams!",
+    "Bye! It was nice to talk to you.",
+)  # fmt: skip
+NO_STORY = ("I have not told you a story yet. Ask me for one, and then ask me about it.",
+            "Which story? Ask me to tell you one first, for example about {a}.",
+            "There is no story yet. Tell me one, or ask me for a story about {a}.")  # fmt: skip
+UNKNOWN = ("I do not know that. I am a small model, and I only know stories. Ask me for a story about {a}.",
+           "That is too hard for me. I know stories for children: shall I tell you one about {a}?",
+           "I cannot help with that. I tell stories. Would you like one about {a}?")  # fmt: skip
+SUMS = (
+    "How much is {a} plus {b}?", "What is {a} + {b}?", "What is {a} times {b}?", "What is the capital of {c}?",
+    "Who is the president of {c}?", "Where is {c}?", "Translate this into French: {c} is nice.",
+    "Write a program that adds {a} and {b}.", "What is the weather in {c}?", "Who won the world cup in {c}?",
+)  # fmt: skip
+COUNTRIES = "France Germany Spain Italy China Japan India Kenya Egypt Brazil Canada Mexico Norway Poland Peru".split()
+
+
+def _short(rng: random.Random) -> tuple[str, str]:
+    """Small talk: what is said, and the reply."""
+    pairs = (WHO, SELF), (WHO, SELF), (CAN, ABLE), (HELLO, GREET), (THANKS, WELCOME), (BYE, FAREWELL)
+    said, replies = rng.choice(pairs)
+    return rng.choice(said), rng.choice(replies).format(a=with_article(rng.choice(HEROES)))
+
+
+def _topic(story: str, hero: Hero | None, rng: random.Random) -> str:
+    """Whom the story can be said to be about; "" if nobody is found."""
+    if hero is None:
+        for kind in rng.sample(HEROES, len(HEROES)):
+            if len(re.findall(rf"\b{kind}\b", story)) > 2:
+                return with_article(kind)
+        return ""
+    plain = with_article(hero.kind)
+    topic = rng.choice((f"{plain} named {hero.name}", f"{plain} named {hero.name}", f"{plain} called {hero.name}",
+                        plain, f"{hero.full} named {hero.name}", f"{hero.full}", hero.name))  # fmt: skip
+    thing = next((t for t in rng.sample(THINGS, len(THINGS)) if len(re.findall(rf"\b{t}\b", story)) > 1), "")
+    return f"{topic} and {with_article(thing)}" if thing and rng.random() < 0.3 else topic
+
+
+def _tell(story: str, rng: random.Random) -> Record:
+    topic = _topic(story, hero_of(story), rng)
+    asked = rng.choice(TELL).format(x=topic) if topic and rng.random() < 0.9 else rng.choice(TELL_ANY)
+    return Record(asked, "", story)
+
+
+def _continue(story: str, rng: random.Random) -> Record | None:
+    ends = [found.end() for found in re.finditer(r"[.!?]\"?(?=\s)", story)]
+    if len(ends) < 6:
+        return None
+    cut = rng.choice(ends[: len(ends) // 2])
+    if rng.random() < 0.25:  # in the middle of the first sentence
+        words = story[: ends[0]].split(" ")
+        cut = len(" ".join(words[: rng.randint(3, max(3, len(words) - 1))]))
+    return Record(rng.choice(CONTINUE).format(x=story[:cut].strip()), "", story[cut:].strip())
+
+
+def _question(story: str, hero: Hero | None, known: Sequence[Fact], rng: random.Random) -> Fact | None:
+    """Something to ask about a story."""
+    fact = None if hero is None or rng.random() < 0.8 else unanswered(story, hero, rng)
+    if fact is None and known:
+        fact = by_kind(rng.choice(known), hero, rng)
+    if fact is None:
+        return None
+    question = fact.question
+    if "story" not in question and rng.random() < 0.4:
+        about = re.match(r"(What did the [a-z]+)( .*)", question)
+        within = rng.choice(IN_STORY)
+        question = f"{about[1]} {within}{about[2]}" if about and rng.random() < 0.7 else f"{question[:-1]} {within}?"
+    return Fact(question, fact.answer)
+
+
+def _ask(story: str, hero: Hero | None, known: Sequence[Fact], rng: random.Random) -> Record | None:
+    """A question about a story: with the story before it, after it, as the input, or as what was told before, at times
+    with other questions or small talk between."""
+    fact = _question(story, hero, known, rng)
+    if fact is None:
+        return None
+    question, way = fact.question, rng.random()
+    if way < 0.6:
+        told = _tell(story, rng)
+        history = [(told.instruction, told.output)]
+        for _ in range(rng.choice((0, 0, 1, 1, 2))):
+            other = _question(story, hero, known, rng)
+            history.append(_short(rng) if other is None or rng.random() < 0.3 else (other.question, other.answer))
+        return Record(question, "", fact.answer, tuple(history))
+    if way < 0.75:
+        return Record(f"{story}\n\n{question}", "", fact.answer)
+    if way < 0.88:
+        return Record(f"{question}\n\n{story}", "", fact.answer)
+    return Record(question, story, fact.answer)
+
+
+def records(stories: Sequence[str], others: Sequence[str], seed: int) -> Iterator[Record]:
+    """Instructions: for each story two tellings, under other names; half as many beginnings; questions and small talk.
+
+    others: questions that the model is to say it cannot answer.
+    """
+    rng = random.Random(seed)
+    for story in stories:
+        for _ in range(2):
+            told = _tell(rename(story, other_names(story, rng)), rng)
+            if rng.random() < 0.25:
+                told = Record(told.instruction, "", told.output, (_short(rng),))
+            yield told
+        renamed = rename(story, other_names(story, rng))
+        hero = hero_of(renamed)
+        if rng.random() < 0.5 and (found := _continue(renamed, rng)):
+            yield found
+        if rng.random() < 0.6 and (found := _ask(renamed, hero, facts(renamed), rng)):
+            yield found
+        if rng.random() < 0.6 and (found := _ask(*small_story(rng), rng)):
+            yield found
+        if hero and rng.random() < 0.15:
+            yield Record(rng.choice(DESCRIBE).format(x=hero.name), "", description(renamed, hero),
+                         ((_tell(renamed, rng).instruction, renamed),))  # fmt: skip
+        if rng.random() < 0.3:
+            said, reply = _short(rng)
+            small, about, known = small_story(rng)
+            told = _tell(small if rng.random() < 0.5 else renamed, rng)
+            fact = rng.choice(known)
+            talk = (f"Tell me a story about {about.name}.", small), (fact.question, fact.answer)
+            before = rng.choice(((), (), (_short(rng),), ((told.instruction, told.output),), talk))
+            yield Record(said, "", reply, before)
+        if rng.random() < 0.06:
+            _, _, known = small_story(rng)
+            name = re.compile(r"\b[A-Z][a-z]+\b(?<!What)(?<!Where)(?<!Who)(?<!Why)")
+            question = name.sub(lambda _: f"the {rng.choice(HEROES)} in the story", rng.choice(known).question)
+            yield Record(question, "", rng.choice(NO_STORY).format(a=with_article(rng.choice(HEROES))))
+        if rng.random() < 0.12:
+            a, b, c = rng.randint(0, 99), rng.randint(0, 99), rng.choice(COUNTRIES)
+            asked = rng.choice(others) if others and rng.random() < 0.7 else rng.choice(SUMS).format(a=a, b=b, c=c)
+            yield Record(asked, "", rng.choice(UNKNOWN).format(a=with_article(rng.choice(HEROES))))
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+def stories_of(corpus: Path) -> list[str]:
+    """The training stories of a corpus folder. Raises UserError where it has none."""
+    found = next((source for source in read_corpus(corpus).sources if source.name == STORIES), None)
+    if found is None:
+        raise UserError(f"{corpus}: has no source {STORIES}; make it with python -m data.tinystories and data.corpus")
+    return list(read_texts(found.files["train"]))
+
+
+def retell(corpus: Path, out: Path, copies: int, seed: int) -> Source:
+    """Write the source `retold`: each story that has a known name, `copies` times, each time under other names."""
+    stories = stories_of(corpus)
+    counts, rng = name_counts(stories), random.Random(seed)
+    with locked(out), SourceWriter(out, "retold", LICENCE) as writer:
+        for copy in range(copies):
+            for number, story in enumerate(stories):
+                if names_in(story):
+                    writer.add(Document(f"{copy}:{number}", rename(story, other_names(story, rng, counts))))
+        writer.add_input("corpus.json", (corpus / "corpus.json").stat().st_size, sha256_of(corpus / "corpus.json"))
+    return read_source(out)
+
+
+def instruct(corpus: Path, out: Path, others: Path | None, seed: int) -> int:
+    """Write alpaca.json, and source.json beside it, which says where the records come from. Returns how many."""
+    stories = [story.strip() for story in stories_of(corpus)]
+    found = read_records([others]) if others else []
+    asked = [r.instruction for r in found if not r.input and len(r.instruction) < 150]
+    made = list(records(stories, asked, seed))
+    random.Random(seed).shuffle(made)
+    target = out / "alpaca.json"
+    with locked(out):
+        write_json(target, [asdict(record) for record in made])
+        described = {"file": target.name, "bytes": target.stat().st_size, "sha256": sha256_of(target),
+                     "records": len(made)}  # fmt: skip
+        read = [corpus / "corpus.json", *([others] if others else [])]
+        inputs = [InputFile(path.name, path.stat().st_size, sha256_of(path)) for path in read]
+        licence = f"{LICENCE}; questions without an answer CC BY-SA 3.0" if others else LICENCE
+        write_manifest(out, "stories", licence, inputs, [], instructions=described)
+    return len(made)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        prog="python -m data.stories", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("retell", "instruct"), help="stories under other names, or instructions")
+    parser.add_argument("corpus", type=Path, metavar="CORPUS", help="what data.corpus made of TinyStories")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for what is made")
+    parser.add_argument("--copies", type=int, default=2, metavar="N", help="retell: each story so often (default 2)")
+    parser.add_argument("--others", type=Path, metavar="FILE", help="instruct: Alpaca records whose questions "
+                        "it is to decline, where they have no input: Dolly's, say")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="(default 0)")
+    args = parser.parse_args(arguments)
+    if args.copies < 1:
+        raise UserError(f"--copies is {args.copies}, wants a number above 0")
+    if args.what == "retell":
+        source = retell(args.corpus, args.out, args.copies, args.seed)
+        print(f"{source.documents:,} stories retold, {source.bytes:,} bytes in {args.out}")
+    else:
+        print(f"{instruct(args.corpus, args.out, args.others, args.seed):,} records in {args.out / 'alpaca.json'}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

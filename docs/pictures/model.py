@@ -1,0 +1,98 @@
+"""Draw block.svg, attention-tiles.svg and online-softmax.svg: NanoEuler's block, and how attention is cut into tiles.
+
+    python docs/pictures/model.py            write them
+    python docs/pictures/model.py --check    only say whether they are what this file draws
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from recurrences import arrow, page, text
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def box(x: float, y: float, width: float, height: float, label: str = "", kind: str = "box") -> str:
+    shape = f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" class="{kind}"/>'
+    return shape + (text(x + width / 2, y + height / 2 + 4.5, label) if label else "")
+
+
+def block() -> str:
+    """The stream from left to right; each half leaves it, and adds to it again."""
+    parts = [arrow(20, 190, 880, 190), text(34, 180, "x"), text(866, 180, "y")]
+    halves = (
+        (60, ["RMSNorm", "q, k, v", "RoPE", "attention", "projection"]),
+        (510, ["RMSNorm", "gate, up", "silu(g) u", "down"]),
+    )
+    for left, names in halves:
+        step, width = (84, 78) if len(names) == 5 else (86, 78)
+        end = left + step * len(names)
+        parts.append(arrow(left, 190, left, 106))
+        for i, name in enumerate(names):
+            parts.append(box(left - 12 + i * step, 74, width, 32, name))
+            if i:
+                parts.append(arrow(left - 12 + i * step - (step - width), 90, left - 12 + i * step, 90))
+        last = end - step + width / 2 - 12
+        parts.append(arrow(last, 106, last, 182))
+        parts.append(f'<circle cx="{last:g}" cy="190" r="9" class="box"/>' + text(last, 194.5, "+"))
+    parts.append(text(450, 34, "NanoEuler's block: two steps of x + f(x)"))
+    parts.append(text(210, 136, "Hq query heads share Hkv keys and values", "small"))
+    parts.append(text(650, 136, "SwiGLU", "small"))
+    parts.append(text(450, 226, "backward: dy goes along the stream as it is, and through each half from right to "
+                                "left; where the arrows meet, the gradients add", "small"))  # fmt: skip
+    return page(900, 246, "A block of NanoEuler", parts)
+
+
+def tiles() -> str:
+    """The scores of 8 query tiles and 8 key tiles under a causal mask: what is computed, masked, left out."""
+    size, left, top = 26, 110, 60
+    parts = [text(330, 28, "The scores of causal attention, in tiles: none is kept in memory")]
+    for row in range(8):
+        for column in range(8):
+            kind = "again" if column == row else "kept" if column < row else "cut"
+            fill = ' fill="none"' if kind == "cut" else ""
+            x, y = left + column * size, top + row * size
+            parts.append(f'<rect x="{x}" y="{y}" width="{size - 3}" '
+                         f'height="{size - 3}" class="{kind}"{fill}/>')  # fmt: skip
+    parts += [text(left + 4 * size, top - 10, "keys and values, in tiles", "small"),
+              text(left - 8, top + 4 * size, "queries", "small", "end"),
+              arrow(left, top + 5.5 * size - 2, left + 5.6 * size, top + 5.5 * size - 2, "back")]  # fmt: skip
+    notes = ((("kept", ""), "computed whole"), (("again", ""), "on the diagonal: the mask is applied"),
+             (("cut", ' fill="none"'), "above it: never computed"))  # fmt: skip
+    for i, ((kind, fill), note) in enumerate(notes):
+        y = top + 20 + i * 34
+        parts.append(f'<rect x="360" y="{y}" width="18" height="18" class="{kind}"{fill}/>')
+        parts.append(text(388, y + 14, note, "", "start"))
+    parts.append(text(360, top + 150, "The arrow: a tile of queries goes over its tiles of", "small", "start"))
+    parts.append(text(360, top + 166, "keys, and keeps m, l and o (the online softmax).", "small", "start"))
+    return page(660, 290, "Tiles of attention", parts)
+
+
+def online_softmax() -> str:
+    parts = [text(380, 28, "One query over three tiles of keys: m, l and o are all that is kept")]
+    scores = ("1.0  0.2", "3.0  1.0", "2.0  0.5")
+    largest = ("m = 1", "m = 3", "m = 3")
+    factors = ("", "l, o times exp(1 - 3)", "l, o as they are")
+    for i in range(3):
+        x = 60 + i * 230
+        parts += [box(x, 56, 150, 34, f"scores {scores[i]}"), arrow(x + 75, 90, x + 75, 128),
+                  box(x, 130, 150, 60), text(x + 75, 154, largest[i]), text(x + 75, 176, "l, o so far")]  # fmt: skip
+        if i:
+            parts += [arrow(x - 78, 160, x - 2, 160), text(x - 40, 208, factors[i], "small")]
+    parts += [arrow(670, 160, 716, 160), text(735, 164, "o / l")]
+    return page(770, 232, "The online softmax", parts)
+
+
+if __name__ == "__main__":
+    wrong = []
+    for name, svg in {"block": block(), "attention-tiles": tiles(), "online-softmax": online_softmax()}.items():
+        file = FOLDER / f"{name}.svg"
+        if "--check" not in sys.argv[1:]:
+            file.write_text(svg, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != svg:
+            wrong.append(file.name)
+    if wrong:
+        print(f"not what docs/pictures/model.py draws: {', '.join(wrong)}")
+        sys.exit(1)

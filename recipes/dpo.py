@@ -1,0 +1,145 @@
+"""Learn from preferences: of two replies to a prompt, make the chosen one likelier than the rejected one (DPO).
+
+    python recipes/dpo.py                                   the newest fine-tuned run, pairs of the built-in world
+    python recipes/dpo.py --data pairs.json --base runs/sft
+    python recipes/dpo.py --objective simpo                 length-normalised, no reference; also ipo, orpo
+    python recipes/dpo.py --resume                          continue runs/dpo
+
+A pair is an instruction, perhaps an input, a chosen and a rejected reply; the last fifth of --data is held out. The
+reference is the model that the run starts from: its log-probabilities are computed once, and kept under --cache by a
+hash of the model and the pairs as tokens, which are made with its template. It ends with the held-out pairs whose
+chosen reply gained more than the rejected one, and with the built-in pairs exact match on held-out questions.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+# A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from data.alpaca import origin_of
+from data.answers import exact_match
+from data.preferences import Pair, encode_pairs, hold_out, read_pairs, world_pairs
+from data.training import input_hashes
+from data.world import KINDS
+from tinyforge import checkpoint
+from tinyforge.backends import Backend
+from tinyforge.errors import run_command
+from tinyforge.hub import Loaded, Opened
+from tinyforge.hub.tuning import about, answer, build, history, open_start
+from tinyforge.registry import next_token_model
+from tinyforge.report import timed
+from tinyforge.train.batches import fingerprint, micro_batches
+from tinyforge.train.card import write_card
+from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.metrics import save_scores
+from tinyforge.train.plan import print_plan
+from tinyforge.train.preferences import DPO, OBJECTIVES, Pairs, SimPO, cached_reference, measure
+from tinyforge.train.run import Run, Task, running
+from tinyforge.train.settings import DpoSettings, parse, print_schedule, sequence_length
+
+BUILT_IN_PAIRS, HELD_OUT_PAIRS = 2_000, 300
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    settings, resume, plan_only, with_card = parse(DpoSettings, __doc__ or "", argv)
+    base = open_start(settings, resume)
+    next_token_model(base.spec.name)
+    if plan_only:
+        seq_len = sequence_length(base.config, settings.seq_len)
+        print_plan(base.spec, base.config, settings.precision, 2 * settings.batch_size, seq_len, settings.recompute,
+                   settings.adapters)  # fmt: skip
+        return 0
+    with running(settings, resume):
+        learn(settings, base, resume)
+    if with_card:
+        print(f"wrote {write_card(Path(settings.out))}")
+    print(f"next: python -m tinyforge.chat --checkpoint {shlex.quote(settings.out)}")
+    return 0
+
+
+def objective_of(settings: DpoSettings) -> DPO:
+    made = OBJECTIVES[settings.objective](label_smoothing=settings.label_smoothing)
+    made = replace(made, gamma=settings.gamma) if isinstance(made, SimPO) else made
+    return made if settings.beta is None else replace(made, beta=settings.beta)
+
+
+def read(settings: DpoSettings) -> tuple[Sequence[Pair], Sequence[Pair]]:
+    """The pairs to learn from, and the held-out ones."""
+    if settings.data:
+        pairs = read_pairs(settings.data, settings.encoding)
+        training, held_out = hold_out(pairs)
+        print(f"data: {len(pairs):,} pairs; the last {len(held_out):,} are held out")
+        return training, held_out
+    print(f"data: built in (no --data given), {BUILT_IN_PAIRS:,} pairs of {len(KINDS)} kinds")
+    return world_pairs("train", BUILT_IN_PAIRS, settings.seed), world_pairs("val", HELD_OUT_PAIRS, settings.seed)
+
+
+def learn(settings: DpoSettings, base: Opened, resume: bool) -> None:
+    training, held_out = read(settings)
+    seq_len = sequence_length(base.config, settings.seq_len)
+    with timed("encoding the pairs"):
+        heads, tokenizer = base.config.prediction_heads, base.tokenizer
+        data = Pairs(encode_pairs(training, tokenizer, seq_len, "training"), heads, settings.seed)
+        held = Pairs(encode_pairs(held_out, tokenizer, seq_len, "held out"), heads, settings.seed)
+    loaded, backend, settings, plan = build(settings, base, 2 * settings.batch_size)
+    model, objective, rows, accum = loaded.model, objective_of(settings), settings.batch_size, settings.grad_accum
+    if objective.referenced:
+        add_reference(settings, base, backend, loaded, resume, data, held)
+
+    def evaluate(sharded: Sharded) -> dict[str, float]:
+        return {f"val_{name}": value for name, value in measure(sharded, objective, held, rows).items()}
+
+    def sample() -> str:
+        pair = held_out[0]
+        asked = f"{pair.instruction} {pair.input}".strip().replace("\n", " ")
+        return f"  {asked} -> {answer(loaded, pair.instruction, pair.input)}".replace("\n", "\n  ")
+
+    print_schedule(settings, f"{rows * accum} pairs", len(data.pairs) / rows / accum, "pairs")
+    origins = [origin_of(Path(path)) for path in settings.data] or [("the built-in pairs", "MIT")]
+    sources, licences = ("; ".join(sorted(set(part))) for part in zip(*origins, strict=True))
+    summary = {"source": sources, "licence": licences, "pairs": len(data.pairs), "held-out_pairs": len(held.pairs)}
+    task = Task(
+        model, tokenizer, objective, micro_batches(data, rows, accum), evaluate, sample,
+        {"kind": "dpo", "data_hash": data.fingerprint(), "corpus": [summary], **about(loaded, base, backend, settings),
+         **history(base, Path(settings.out), input_hashes(settings.data))},
+        model.flop_per_token(seq_len), curve="rewards/accuracies", plan=plan,
+    )  # fmt: skip
+    if not settings.data and not resume:
+        print(f"before: {exact_match(loaded, 20 * len(KINDS), settings.seed)['all']:.1%} exact match")
+    last = Run(task, settings, backend, resume).train()
+    found = measure(Sharded(model, backend), objective, held, rows)
+    print(f"held-out pairs: accuracy {found['rewards/accuracies']:.1%}, margin {found['rewards/margins']:.3f}")
+    scores = {"preference accuracy": found["rewards/accuracies"]}
+    if not settings.data:
+        scores["exact match, all"] = exact_match(loaded, 20 * len(KINDS), settings.seed)["all"]
+        print(f"after: {scores['exact match, all']:.1%} exact match")
+    save_scores(Path(settings.out), checkpoint.step_of(last), scores)
+
+
+def add_reference(
+    settings: DpoSettings, base: Opened, backend: Backend, loaded: Loaded, resume: bool, *parts: Pairs
+) -> None:
+    """The reference's log-probabilities of all pairs, from the cache or by one pass over them."""
+    weights = base.fingerprint()
+    # A model that has not learned yet is the reference itself; adapters add nothing before their first step.
+    reference = Sharded(base.build(backend).model if resume else loaded.model, backend)
+    for pairs in parts:
+        key = fingerprint(np.frombuffer(f"{weights} {pairs.fingerprint()} {settings.precision}".encode(), np.uint8))
+        with timed("the reference's log-probabilities"):
+            pairs.reference = cached_reference(
+                Path(settings.cache), key, len(pairs.pairs),
+                partial(pairs.reference_logps, reference.token_nll, settings.batch_size),
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,237 @@
+"""Learn from rewards: replies are drawn, checked, and the better ones of each group made likelier (GRPO).
+
+    python recipes/grpo.py                                  the model that comes with the repository, harder sums
+    python recipes/grpo.py --base runs/sft --task one-step --backend cupy
+    python recipes/grpo.py --resume                         continue runs/grpo
+
+Each step draws --group replies to each of --batch-size questions, at temperature 1 and with no cuts, so that what is
+learned is what was drawn from. A checker rewards each: 1 for a right one, and --format-weight for one in form. No reply
+is ever shown to the model as an example. The questions whose exact match is printed are held out: no pair of numbers
+in them is ever rewarded. --task harder-sums: those of the built-in world, beyond what fine-tuning asked; one-step:
+problems in words with numbers to 100, for a larger model; --data: Alpaca records whose output ends in a number.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+# A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from data.answers import exact_match
+from data.rewards import Questions, open_questions
+from data.training import input_hashes
+from data.world import KINDS, Instruction
+from tinyforge import checkpoint
+from tinyforge.errors import UserError, run_command
+from tinyforge.hub import Loaded, Opened
+from tinyforge.hub.tuning import about, build, history, open_start, prompt_ids
+from tinyforge.infer import Sampling, generate_batch, make_decoder
+from tinyforge.parallel import part_of
+from tinyforge.registry import next_token_model
+from tinyforge.rng import Stream
+from tinyforge.text.chat_templates import end_of_reply
+from tinyforge.train.card import write_card
+from tinyforge.train.data_parallel import Rank, Sharded
+from tinyforge.train.metrics import save_scores
+from tinyforge.train.objectives import Batch
+from tinyforge.train.plan import print_plan
+from tinyforge.train.policy import GRPO, advantages, policy_batch, reward_figures, worth_learning
+from tinyforge.train.preferences import reply_rows
+from tinyforge.train.run import Run, Task, running
+from tinyforge.train.settings import GrpoSettings, parse, sequence_length
+
+ROWS = 256  # replies that are drawn side by side, at most
+EQUAL = 20  # rollouts in a row whose rewards are all the same, after which there is nothing to hope for
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    settings, resume, plan_only, with_card = parse(GrpoSettings, __doc__ or "", argv)
+    base = open_start(settings, resume)
+    next_token_model(base.spec.name)
+    if plan_only:
+        rows, seq_len = settings.batch_size * settings.group, sequence_length(base.config, settings.seq_len)
+        print_plan(base.spec, base.config, settings.precision, rows, seq_len, settings.recompute, settings.adapters)
+        return 0
+    with running(settings, resume):
+        learn(settings, base, resume)
+    if with_card:
+        print(f"wrote {write_card(Path(settings.out))}")
+    print(f"next: python -m tinyforge.chat --checkpoint {shlex.quote(settings.out)}")
+    return 0
+
+
+def draw_replies(
+    policy: Sharded, prompts: Sequence[Sequence[int]], sampling: Sampling, end: int
+) -> list[list[int]]:  # fmt: skip
+    """The ids that follow each prompt, `end` among them where it came; all ranks draw. Prompt i draws with the seed
+    sampling.seed + i, whatever stands beside it."""
+    drawn = policy.backend.to_numpy(policy.on_all_ranks(_draw, prompts, sampling, end))
+    return [row[row >= 0].tolist() for row in drawn - 1]
+
+
+def _draw(rank: Rank, prompts: Sequence[Sequence[int]], sampling: Sampling, end: int) -> np.ndarray:
+    """(prompts, max_tokens + 1): the ids plus 1, and 0 behind them; each rank has drawn its part."""
+    found = np.zeros((len(prompts), sampling.max_tokens + 1), np.int32)
+    group, model, own = rank.group, rank.model, part_of(rank.group.rank, rank.group.size, len(prompts))
+    rows = min(ROWS, own.stop - own.start)
+    if rows:
+        longest = max(map(len, prompts)) + sampling.max_tokens
+        decoder = make_decoder(model, rows, min(model.config.context, longest))
+    for first in range(own.start, own.stop, max(1, rows)):
+        part = list(prompts[first : min(first + rows, own.stop)])
+        made: list[list[int]] = [[] for _ in range(rows)]
+        seeded = replace(sampling, seed=sampling.seed + first)
+        for row, token in generate_batch(
+            model, part + part[-1:] * (rows - len(part)), seeded, frozenset({end}), decoder
+        ):
+            made[row].append(token.id)
+        for row, prompt in enumerate(part):
+            budget = min(sampling.max_tokens, decoder.capacity - len(prompt))
+            ids = [*made[row], end] if len(made[row]) < budget else made[row]
+            found[first + row, : len(ids)] = np.array(ids) + 1
+    group.all_reduce_(found)
+    return found
+
+
+def text_of(loaded: Loaded, reply: Sequence[int]) -> str:
+    """The text of a reply; with "..." behind it where it was cut, which no checker takes for an answer."""
+    end = loaded.tokenizer.specials[end_of_reply(loaded.tokenizer)]
+    return loaded.tokenizer.decode(reply[:-1]) if reply and reply[-1] == end else loaded.tokenizer.decode(reply) + "..."
+
+
+@dataclass
+class Rollouts:
+    """Groups of replies with their rewards. `batches(step)` is a function of the weights and the step alone; where
+    replies are learned from more than once, what the next steps need of them goes into the checkpoint."""
+
+    settings: GrpoSettings
+    loaded: Loaded
+    questions: Questions
+    policy: Sharded
+    reference: Sharded | None
+    held: dict[str, np.ndarray] = field(default_factory=dict)  # of the last rollout, for --iterations
+    figures: dict[str, float] = field(default_factory=dict)
+    shown: str = ""
+    equal: int = 0
+
+    def batches(self, step: int) -> list[Batch]:
+        s = self.settings
+        if step % s.iterations:
+            h = self.held
+        else:
+            h = self._draw(step)
+            if s.iterations > 1:
+                # Checkpoints hold floats, float64 every id exactly.
+                self.held.update({name: np.asarray(array, np.float64) for name, array in h.items()})
+        self.figures = reward_figures(h["rewards"], ("correct", "format"), h["lengths"], s.group)
+        ids, targets = (h[name].astype(np.int32) for name in ("ids", "targets"))
+        whole = policy_batch(ids, targets, h["advantages"], (h["old"], h["reference"]))
+        groups, parts = len(h["advantages"]), min(s.grad_accum, len(h["advantages"]))
+        cuts = [s.group * (groups * i // parts) for i in range(parts + 1)]
+        return [whole[slice(*cut)] for cut in pairwise(cuts)]
+
+    def _draw(self, step: int) -> dict[str, np.ndarray]:
+        """Ask, check, and lay out what is worth learning."""
+        s, tokenizer = self.settings, self.loaded.tokenizer
+        asked = [self.questions.training[i] for i in self._numbers(step // s.iterations, s.batch_size * s.grad_accum)]
+        prompts = [prompt_ids(self.loaded, q.instruction, q.input) for q in asked for _ in range(s.group)]
+        seed = int(Stream(s.seed, f"rollout/{step // s.iterations}").bits(1)[0])
+        sampling = Sampling(1.0, top_k=0, top_p=1.0, max_tokens=s.max_tokens, seed=seed)
+        replies = draw_replies(self.policy, prompts, sampling, tokenizer.specials[end_of_reply(tokenizer)])
+        texts = [text_of(self.loaded, reply) for reply in replies]
+        found = [self.questions.rewards(asked[row // s.group], text) for row, text in enumerate(texts)]
+        rewards = np.array([[r["correct"] + s.format_weight * r["format"], r["correct"], r["format"]] for r in found])
+        self._note(step, asked, texts, rewards)
+        learned = np.arange(len(prompts)) if self.reference else worth_learning(rewards[:, 0], s.group)
+        ids, targets = reply_rows([(prompts[i] + replies[i], len(prompts[i])) for i in learned],
+                                  self.loaded.model.config.prediction_heads)  # fmt: skip
+        batch, none = Batch(ids, targets, together=s.group), np.zeros((len(ids), 0))
+        return {
+            "ids": ids, "targets": targets, "rewards": rewards, "lengths": np.array([len(reply) for reply in replies]),
+            "advantages": advantages(rewards[learned, 0].reshape(-1, s.group), s.normalise != "dr_grpo"),
+            "old": -self.policy.token_nll(batch) if s.iterations > 1 else none,
+            "reference": -self.reference.token_nll(batch) if self.reference else none,
+        }  # fmt: skip
+
+    def _numbers(self, rollout: int, count: int) -> list[int]:
+        """The questions of a rollout: each epoch goes through all of them in another order."""
+        total, found = len(self.questions.training), []
+        for number in range(rollout * count, (rollout + 1) * count):
+            epoch, position = divmod(number, total)
+            found.append(int(Stream(self.settings.seed, f"questions/{epoch}").permutation(total)[position]))
+        return found
+
+    def _note(self, step: int, asked: Sequence[Instruction], texts: Sequence[str], rewards: np.ndarray) -> None:
+        """Keep a reply to show, and stop where no rewards differ: there is no gradient in that."""
+        asks = f"{asked[0].instruction} {asked[0].input}".strip()
+        self.shown = f"  {asks} -> {texts[0]} (reward {rewards[0, 0]:g})"
+        groups = rewards[:, 0].reshape(-1, self.settings.group)
+        self.equal = self.equal + 1 if (np.ptp(groups, axis=1) == 0).all() else 0
+        best = 1 + self.settings.format_weight
+        if self.equal == EQUAL and rewards[0, 0] < best:
+            raise UserError(
+                f"step {step}: the rewards of each question's {self.settings.group} replies have been equal for "
+                f"{EQUAL} rollouts: none is better than another, so there is no gradient; ask easier questions, raise "
+                "--group, or start from a model that is right now and then"
+            )
+
+
+def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
+    loaded, backend, settings, plan = build(settings, base, settings.batch_size * settings.group)
+    questions = open_questions(settings.task, settings.data, settings.encoding)
+    longest = max(len(prompt_ids(loaded, q.instruction, q.input)) for q in (*questions.training, *questions.held_out))
+    if longest + settings.max_tokens > base.config.context:
+        raise UserError(
+            f"the longest question takes {longest} tokens and a reply up to {settings.max_tokens}, the model's context "
+            f"is {base.config.context}; use a smaller --max-tokens, or shorter questions"
+        )
+    print(f"questions: {questions.name}, {len(questions.training):,} to learn from, {len(questions.held_out):,} held "
+          f"out; {settings.group} replies to each of {settings.batch_size * settings.grad_accum} a step")  # fmt: skip
+    model, tokenizer = loaded.model, loaded.tokenizer
+    objective = GRPO(settings.beta, settings.clip_low, settings.clip_high, settings.normalise, settings.max_tokens)
+    reference = Sharded(base.build(backend).model, backend) if settings.beta else None
+    policy = Sharded(model, backend)
+    rollouts = Rollouts(settings, loaded, questions, policy, reference)
+
+    def measured() -> dict[str, float]:
+        """Of greedy replies to the held-out questions."""
+        prompts = [prompt_ids(loaded, q.instruction, q.input) for q in questions.held_out]
+        greedy = Sampling(temperature=0.0, max_tokens=settings.max_tokens)
+        replies = draw_replies(policy, prompts, greedy, tokenizer.specials[end_of_reply(tokenizer)])
+        texts = [text_of(loaded, ids) for ids in replies]
+        found = [questions.rewards(q, text) for q, text in zip(questions.held_out, texts, strict=True)]
+        return {name: float(np.mean([r[name] for r in found])) for name in ("correct", "format")}
+
+    def evaluate(_: Sharded) -> dict[str, float]:
+        return {f"val_{name}": share for name, share in measured().items()}
+
+    def say(when: str, shares: dict[str, float]) -> None:
+        line = f"{when}: {shares['correct']:.1%} of the held-out questions right, {shares['format']:.1%} in form"
+        if not settings.data:  # what the model could do before is not to be forgotten
+            line += f"; {exact_match(loaded, 20 * len(KINDS), 0)['all']:.1%} of those of sft.py"
+        print(line)
+
+    if not resume:
+        say("before", measured())
+    task = Task(
+        model, tokenizer, objective, rollouts.batches, evaluate, lambda: rollouts.shown,
+        {"kind": "grpo", "data_hash": questions.fingerprint(), "corpus": [questions.summary()],
+         **about(loaded, base, backend, settings), **history(base, Path(settings.out), input_hashes(settings.data))},
+        curve="reward", figures=lambda: rollouts.figures, state=rollouts.held, plan=plan,
+    )  # fmt: skip
+    last = Run(task, settings, backend, resume).train()
+    after = measured()
+    say("after", after)
+    save_scores(Path(settings.out), checkpoint.step_of(last), {f"exact match, {questions.name}": after["correct"]})
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,54 @@
+"""Compiles the text of a kernel for the host (on_host.hpp): its indices and its order are tested without a GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tinyforge.backends import compile as kernels
+
+ASM = re.compile(r'\basm(?:\s+volatile)?\s*\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*"|\([^()]*\))*\))*\);')
+
+
+def with_body(text: str, head: str, body: str) -> str:
+    """The function whose head begins with `head`, with another body."""
+    at = text.index(head)
+    start = text.index("{", text.index(")", at))
+    depth, end = 0, start
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if not depth:
+            break
+    return f"{text[:start]}{{ {body} }}{text[end + 1 :]}"
+
+
+def run_on_host(
+    file: str, macros: dict[str, int | str], bodies: dict[str, str], main: str, folder: Path, *, before: str = "",
+    fault: tuple[str, str] | None = None,
+) -> str:  # fmt: skip
+    """What `main`, appended to the kernel's text, prints. bodies: of the functions that are PTX, by how their heads
+    begin. before: stand-ins that these bodies call. fault: words of the text and what stands there instead."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    text = kernels.specialise(file, tuple(sorted(macros.items())))
+    if fault:
+        assert fault[0] in text, fault
+        text = text.replace(*fault)
+    for head, body in bodies.items():
+        text = with_body(text, head, body)
+    text = ASM.sub(";", text)
+    text = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];",
+                  r"static \1 *const \2 = reinterpret_cast<\1 *>(host_shared);", text)  # fmt: skip
+    text = re.sub(r"^#(line.*|define (INFINITY|NAN) .*)$", "", text, flags=re.MULTILINE)
+    header = Path(__file__).with_name("on_host.hpp").read_text(encoding="utf-8")
+    source, program = folder / "host.cpp", folder / "host"
+    source.write_text("\n".join((header, before, text, main)), encoding="utf-8")
+    subprocess.run([compiler, "-std=c++17", "-O2", "-w", "-o", program, source], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

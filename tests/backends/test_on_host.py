@@ -1,0 +1,296 @@
+"""Kernels whose threads share work through memory, run on the host from the text that the GPU gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.backends.on_host import run_on_host
+
+pytestmark = pytest.mark.slow
+
+SCAN = r"""
+int main() {
+    double worst = 0;
+    const int shapes[][4] = {CASES};
+    for (auto &[batch, length, channels, states] : shapes) {
+        const int wide = batch * length * channels, narrow = batch * length * states;
+        const int tiles = (length + TILE - 1) / TILE;
+        const int columns = (channels + CHANNELS - 1) / CHANNELS;
+        auto drawn = [](int n) { std::vector<T> x(n); for (T &v : x) v = host_normal(); return x; };
+        auto poison = [](int n) { return std::vector<T>(n, T(0) / T(0)); };
+        auto u = drawn(wide), delta = drawn(wide), z = drawn(wide), dy = drawn(wide), b = drawn(narrow),
+             c = drawn(narrow), a_log = drawn(channels * states), skip = drawn(channels), bias = drawn(channels);
+        auto y = poison(wide), naive_y = poison(wide), h = poison(wide * states), g = h, up = poison(wide);
+        auto kept = poison(batch * tiles * channels * states);
+        host_launch(columns, batch, THREADS, [&] {
+            selective_scan_fwd(y.data(), kept.data(), nullptr, u.data(), delta.data(), b.data(), c.data(), z.data(),
+                               a_log.data(), skip.data(), bias.data(), length, channels, states, channels, channels,
+                               states, states, channels);
+        });
+        host_launch((batch * channels + 31) / 32, 1, 32, [&] {
+            selective_scan_fwd_naive(naive_y.data(), h.data(), u.data(), delta.data(), b.data(), c.data(), z.data(),
+                                     a_log.data(), skip.data(), bias.data(), batch, length, channels, states);
+        });
+        std::vector<T> found[8], wanted[8];
+        const int of_a = batch * channels * states, of_d = batch * 2 * channels;
+        const int sizes[] = {wide, wide, wide, narrow, narrow, of_a, of_d, wide};
+        for (int i = 0; i < 8; i++) found[i] = poison(sizes[i]), wanted[i] = found[i];
+        auto parts = poison(2 * columns * narrow);
+        host_launch(columns, batch, THREADS, [&] {
+            selective_scan_bwd(found[0].data(), found[1].data(), found[2].data(), parts.data(), found[5].data(),
+                               found[6].data(), dy.data(), u.data(), delta.data(), b.data(), c.data(), z.data(),
+                               a_log.data(), skip.data(), bias.data(), kept.data(), length, channels, states, channels,
+                               channels, states, states, channels, channels);
+        });
+        std::vector<T> both = poison(2 * narrow);
+        host_launch((2 * narrow + THREADS - 1) / THREADS, 1, THREADS, [&] {
+            selective_scan_sum(both.data(), both.data() + narrow, parts.data(), narrow, columns);
+        });
+        found[3].assign(both.begin(), both.begin() + narrow), found[4].assign(both.begin() + narrow, both.end());
+        host_launch((batch * channels + 31) / 32, 1, 32, [&] {
+            selective_scan_bwd_naive(wanted[0].data(), wanted[1].data(), wanted[2].data(), g.data(), up.data(),
+                                     wanted[5].data(), wanted[6].data(), dy.data(), u.data(), delta.data(), b.data(),
+                                     c.data(), z.data(), a_log.data(), skip.data(), bias.data(), h.data(), batch,
+                                     length, channels, states);
+        });
+        host_launch((narrow + 31) / 32, 1, 32, [&] {
+            selective_scan_sum_naive(wanted[3].data(), wanted[4].data(), g.data(), up.data(), u.data(), delta.data(),
+                                     bias.data(), h.data(), batch * length, channels, states);
+        });
+        found[7] = y, wanted[7] = naive_y;
+        for (int i = 0; i < 8; i++) {
+            double apart = 0, size = 0;
+            for (size_t k = 0; k < found[i].size(); k++) {
+                const double d = found[i][k] - wanted[i][k];
+                apart += d * d, size += double(wanted[i][k]) * wanted[i][k];
+            }
+            const double error = std::sqrt(apart / size);
+            if (!(error <= worst)) worst = error;
+        }
+    }
+    printf("%g\n", worst);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("scalar", "per", "vec", "cases", "tolerance"),
+    [
+        ("double", 4, 4, "{1, 33, 40, 16}, {2, 80, 32, 16}", 1e-12), ("double", 4, 1, "{2, 49, 33, 13}", 1e-12),
+        ("float", 4, 4, "{1, 49, 36, 16}", 3e-6), ("double", 1, 4, "{2, 17, 8, 4}", 1e-12),
+    ],
+)  # fmt: skip
+def test_the_scan_is_its_naive_sibling(
+    scalar: str, per: int, vec: int, cases: str, tolerance: float, tmp_path: Path
+) -> None:
+    """Less and more than a tile, its half and a block's channels; poisoned outputs and shared memory."""
+    found = scan({"SCALAR": scalar, "PER": per, "VEC": vec}, cases, tmp_path)
+    assert found <= tolerance, found
+
+
+def scan(macros: dict[str, int | str], cases: str, folder: Path, fault: tuple[str, str] | None = None) -> float:
+    """The worst relative difference from the naive kernels."""
+    bodies = {"__device__ __forceinline__ float exp_base2(": "return std::exp2(x);"}
+    main = SCAN.replace("CASES", cases)
+    return float(run_on_host("ops/selective_scan.cu", macros, bodies, main, folder, fault=fault))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("half ? middle : start", "start"),  # the later half's first state before it
+        ("(j < some ? widen(ups.v[i].v[j]) : A(0))", "widen(ups.v[i].v[j])"),  # positions behind the end have gradients
+    ],
+    ids=lambda fault: fault[0],
+)
+def test_faults_of_the_scan_show(fault: tuple[str, str], tmp_path: Path) -> None:
+    found = scan({"SCALAR": "double", "PER": 4, "VEC": 4}, "{1, 49, 40, 16}", tmp_path, fault)
+    assert not found <= 1e-9, found
+
+
+# hopper.cuh's instructions, and cp.async. A copy arrives when it is waited for, and no earlier.
+HOPPER = r"""
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct Barrier { u32 count, pending; int bytes; u32 phase; };
+static Barrier &host_barrier(u32 at) {
+    static Barrier all[64];
+    return all[at / 8 % 64];
+}
+static void host_check(Barrier &b) {
+    if (!b.pending && !b.bytes) b.pending = b.count, b.phase ^= 1;
+}
+struct Copy { u32 to; const void *from; bool valid; };
+static std::vector<std::vector<Copy>> host_copies[1024];
+static void host_commit() { host_copies[threadIdx.x].emplace_back(); }
+static void host_copy(u32 to, const void *from, bool valid) {
+    auto &groups = host_copies[threadIdx.x];
+    if (groups.empty()) host_commit();
+    groups.back().push_back({to, from, valid});
+}
+static void host_wait(int pending) {  // the last group is the one that is open
+    auto &groups = host_copies[threadIdx.x];
+    while (int(groups.size()) > pending + 1) {
+        for (const Copy &c : groups[0]) {
+            if (c.valid) memcpy(host_shared + c.to, c.from, 16);
+            else memset(host_shared + c.to, 0, 16);
+        }
+        groups.erase(groups.begin());
+    }
+}
+static u32 host_swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }
+static void host_box(u32 to, const u64 *map, int x, int y, int z, u32 barrier) {
+    const unsigned short *from = (const unsigned short *)map[0];
+    const int wide = map[1], high = map[2], deep = map[3], columns = map[4], lines = map[5];
+    for (int line = 0; line < lines; line++)
+        for (int c = 0; c < columns; c++) {
+            const bool there = x + c < wide && y + line < high && z < deep;
+            const unsigned short value = there ? from[((long long)z * high + y + line) * wide + x + c] : 0;
+            memcpy(host_shared + host_swizzled(to + line * 128 + c * 2), &value, 2);
+        }
+    Barrier &b = host_barrier(barrier);
+    b.bytes -= columns * lines * 2;
+    host_check(b);
+}
+// Number n of the direction that stays, step k of the sum.
+static float host_factor(u64 matrix, bool across, int n, int k) {
+    const u32 base = (matrix & 0x3fff) << 4, chunk = (matrix >> 16 & 0x3fff) << 4;
+    const u32 at = across ? base + n / 64 * chunk + k / 8 * 1024 + k % 8 * 128 + n % 64 * 2
+                          : base + n / 8 * 1024 + n % 8 * 128 + k * 2;
+    unsigned short bits;
+    memcpy(&bits, host_shared + host_swizzled(at), 2);
+    return __uint_as_float(unsigned(bits) << 16);
+}
+static void host_multiply(float (&d)[32][4], u64 a, u64 b, int add, bool a_across, bool b_across) {
+    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    for (int half = 0; half < 2; half++) {
+        float left[16];
+        for (int k = 0; k < 16; k++) left[k] = host_factor(a, a_across, row + 8 * half, k);
+        for (int n = 0; n < 32; n++)
+            for (int i = 0; i < 2; i++) {
+                float &sum = d[n][2 * half + i], s = add ? sum : 0;
+                for (int k = 0; k < 16; k++) s += left[k] * host_factor(b, b_across, 8 * n + column + i, k);
+                sum = s;
+            }
+    }
+}
+"""
+INLINE = "__device__ __forceinline__ "
+BODIES = {
+    f"{INLINE}void narrow(float x, bf16 &to)": "to.bits = host_bf16(x);",
+    f"{INLINE}void copy_async(u32 to, const void *from, bool valid)": "host_copy(to, from, valid);",
+    f"{INLINE}void copy_commit()": "host_commit();",
+    f"{INLINE}void copy_wait()": "host_wait(pending);",
+    f"{INLINE}void barrier_make(": "host_barrier(barrier) = {count, count, 0, 0};",
+    f"{INLINE}void barrier_arrive(": "Barrier &b = host_barrier(barrier); b.pending--; host_check(b);",
+    f"{INLINE}void barrier_expect(": "host_barrier(barrier).bytes += bytes;",
+    f"{INLINE}void barrier_wait(": "while (host_barrier(barrier).phase == parity) host_yield();",
+    f"{INLINE}void copy_box(": "host_box(to, map->words, x, y, z, barrier);",
+    f"{INLINE}void multiply_wide(": "host_multiply(d, a, b, add, A_ACROSS, B_ACROSS);",
+    f"{INLINE}static u32 pair(": "return host_bf16(x) | u32(host_bf16(y)) << 16;",
+}
+GROUPED = r"""
+int main() {
+    const int counts[] = {COUNTS}, experts = sizeof counts / sizeof counts[0], outs = OUTS, ins = INS, tokens = 50;
+    std::vector<int> starts{0};
+    for (int count : counts) starts.push_back(starts.back() + count);
+    const int rows = starts.back();
+    std::vector<int> which(rows);
+    for (int &t : which) t = host_random() % tokens;
+    auto drawn = [](int n) { std::vector<T> x(n); for (T &v : x) v.bits = host_bf16(host_normal()); return x; };
+    auto x = drawn(tokens * ins), dy = drawn(tokens * outs), by_row = drawn(rows * ins), up = drawn(rows * outs),
+         weight = drawn(experts * outs * ins);
+    auto map = [&](const std::vector<T> &a, int wide, int high, int deep, int box) {
+        TensorMap m{};
+        const u64 words[] = {u64(a.data()), u64(wide), u64(high), u64(deep), 64, u64(box)};
+        memcpy(m.words, words, sizeof words);
+        return m;
+    };
+    const int blocks = 3;
+    double worst = 0;
+    auto compare = [&](double got, double wanted, double scale) {
+        const double error = std::abs(got - wanted) / scale;
+        if (!(error <= worst)) worst = error;
+    };
+    for (int gathered = 0; gathered < 2; gathered++) {
+        const int *t = gathered ? which.data() : nullptr;
+        auto source = [&](int r) { return gathered ? which[r] : r; };
+        const auto &fwd_x = gathered ? x : by_row, &bwd_dy = gathered ? dy : up;
+        std::vector<T> y(rows * outs, T{0xffff}), dx(rows * ins, T{0xffff});
+        const TensorMap along = map(weight, ins, outs, experts, COLUMNS);
+        const TensorMap across = map(weight, ins, outs, experts, DEPTH);
+        host_launch(blocks, 1, THREADS, [&] {
+            grouped_fwd(y.data(), fwd_x.data(), along, t, starts.data(), outs, ins, experts);
+        });
+        host_launch(blocks, 1, THREADS, [&] {
+            grouped_bwd_input(dx.data(), bwd_dy.data(), across, t, starts.data(), ins, outs, experts);
+        });
+        // dW with one factor gathered, the other not.
+        std::vector<float> dw(experts * outs * ins, 1.0f);
+        const auto &dy_of_w = gathered ? dy : up, &x_of_w = gathered ? by_row : x;
+        const TensorMap dy_map = map(dy_of_w, outs, dy_of_w.size() / outs, 1, DEPTH);
+        const TensorMap x_map = map(x_of_w, ins, x_of_w.size() / ins, 1, DEPTH);
+        const int *x_tokens = gathered ? nullptr : which.data();
+        host_launch(blocks, 1, THREADS, [&] {
+            grouped_bwd_weight(dw.data(), dy_of_w.data(), x_of_w.data(), dy_map, x_map, t, x_tokens, starts.data(),
+                               outs, ins, experts);
+        });
+        for (int e = 0; e < experts; e++) {
+            for (int r = starts[e]; r < starts[e + 1]; r++) {
+                for (int o = 0; o < outs; o++) {
+                    double sum = 0;
+                    for (int i = 0; i < ins; i++)
+                        sum += double(widen(weight[(e * outs + o) * ins + i])) * widen(fwd_x[source(r) * ins + i]);
+                    compare(widen(y[r * outs + o]), sum, 256 * std::sqrt(ins));  // of a rounding to bf16
+                }
+                for (int i = 0; i < ins; i++) {
+                    double sum = 0;
+                    for (int o = 0; o < outs; o++)
+                        sum += double(widen(weight[(e * outs + o) * ins + i])) * widen(bwd_dy[source(r) * outs + o]);
+                    compare(widen(dx[r * ins + i]), sum, 256 * std::sqrt(outs));
+                }
+            }
+            for (int o = 0; o < outs; o++)
+                for (int i = 0; i < ins; i++) {
+                    double sum = 1;
+                    for (int r = starts[e]; r < starts[e + 1]; r++)
+                        sum += double(widen(dy_of_w[(t ? t[r] : r) * outs + o])) *
+                               widen(x_of_w[(x_tokens ? x_tokens[r] : r) * ins + i]);
+                    compare(dw[(e * outs + o) * ins + i], sum, 1);
+                }
+        }
+    }
+    printf("%g\n", worst);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("counts", "outs", "ins"), [("0, 1, 130, 65, 192", 136, 72), ("300, 3", 264, 8)]
+)
+def test_the_grouped_products_for_hopper_are_the_plain_ones(counts: str, outs: int, ins: int, tmp_path: Path) -> None:
+    """Groups of no row, of one, of whole buffers and of one row more; more tiles than blocks; gathered and not. The
+    instructions do here what their manual says; whether the GPU agrees is seen in tests/gpu."""
+    found = grouped(counts, outs, ins, tmp_path)
+    assert found < 1e-4, found
+
+
+def grouped(counts: str, outs: int, ins: int, folder: Path, fault: tuple[str, str] | None = None) -> float:
+    """The worst difference from sums in float64: of results in bf16, in parts of a rounding of the largest."""
+    main = GROUPED.replace("COUNTS", counts).replace("OUTS", str(outs)).replace("INS", str(ins))
+    macros: dict[str, int | str] = {"SCALAR": "bf16"}
+    return float(run_on_host("ops/grouped_hopper.cu", macros, BODIES, main, folder, before=HOPPER, fault=fault))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("(piece % 8 ^ line) * 16", "piece % 8 * 16"),  # rows of dW without the swizzle
+        ("ring.left() + group * CHUNK", "ring.left()"),  # both warpgroups on the same rows
+    ],
+    ids=lambda fault: fault[0],
+)
+def test_faults_of_the_grouped_products_show(fault: tuple[str, str], tmp_path: Path) -> None:
+    assert not grouped("70, 30", 16, 8, tmp_path, fault) < 1e-4

@@ -1,0 +1,69 @@
+"""What bench/stories.py measures, on models and texts where the answer is known."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.stories import GRAM, Request, keeps_name, known_shares, requests, story_nats, tell
+from models.nanoeuler import SPEC, Config, NanoEuler
+from tinyforge.backends import get_backend
+from tinyforge.hub import load
+from tinyforge.infer.sampling import Sampling
+
+CPU = get_backend("numpy", "fp32", workers=1)
+
+
+def test_the_share_of_known_eight_grams() -> None:
+    told = "one two three four five six seven eight nine"
+    assert GRAM == 8
+    assert known_shares([[told]], ["zero One, two: three four five six seven eight!"]) == [0.5]
+    assert known_shares([[told], ["a b c d e f g h"]], [told, "other text"]) == [1.0, 0.0]
+    assert known_shares([[told]], ["one two three four five six seven", "eight nine"]) == [0.0]  # not across texts
+
+
+def test_a_name_is_kept_to_the_end_and_is_no_second_one() -> None:
+    story = "Once there was a dog named Max. Max ran. He met Tim. Max was happy."
+    assert keeps_name(story, "Max") and not keeps_name(story, "Tim") and not keeps_name(story, "Zelda")
+    assert not keeps_name("Max ran. He met a cat. The cat and the bird went home.", "Max")  # forgotten
+    assert keeps_name("Zelda ran. Zelda slept.", "Zelda")
+
+
+def test_requests_are_many_and_mostly_named() -> None:
+    asked = requests(200)
+    assert len(set(asked)) > 120 and asked[:3] == requests(3)
+    assert all(r.name in r.text for r in asked) and 0.5 < np.mean([bool(r.name) for r in asked]) < 0.8
+
+
+def test_nats_of_a_model_that_guesses_and_every_token_counts_once() -> None:
+    shape = {"dim": 8, "heads": 2, "kv_heads": 1, "layers": 1, "context": 8, "vocab": 32, "hidden": 8}
+    config = Config(**shape, mtp_heads=2, mtp_weights=(1, 1))
+    model = NanoEuler(config, CPU)
+    model.initialise(0)
+    model.heads.weight.value[...] = 0
+    for length in (2, 8, 9, 10, 40):
+        ids = [i % 32 for i in range(length)]
+        assert story_nats(model, ids, 1) == pytest.approx((length - 1) * math.log(32), rel=1e-5)
+
+
+def test_the_storyteller_tells_stories_that_end() -> None:
+    """Of the model that comes with the repository: a story that ends and keeps its hero, and who it is."""
+    assert SPEC.storyteller is not None
+    loaded = load(SPEC.storyteller, CPU)
+    assert loaded.template == "alpaca"
+    asked = [Request("Tell me a story about a dog named Max.", "Max"), Request("Who are you?")]
+    (story, who), rate = tell(loaded, asked, Sampling(temperature=0, max_tokens=400))
+    assert story.ended and keeps_name(story.text, "Max") and len(story.text.split()) > 50
+    assert who.ended and "Storyteller" in who.text and rate > 0
+
+
+def test_the_given_storyteller_is_small_and_its_card_names_its_sources() -> None:
+    folder = SPEC.storyteller
+    assert folder is not None and sum(path.stat().st_size for path in Path(folder).iterdir()) <= 20_000_000
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    for source in ("TinyStories", "CDLA-Sharing-1.0", "Simple English Wikipedia", "CC BY-SA", "Gutenberg", "Dolly"):
+        assert source in card
+    assert "NC" not in card

@@ -1,0 +1,116 @@
+"""The board's server: GET alone, this machine alone, no path of a client's is opened."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from tinyforge.board.runs import Board
+from tinyforge.board.server import PAGE, Server, exported
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("a", "b & <c>"):
+        (tmp_path / name).mkdir()
+        rows = ({"step": step, "tokens": step, "loss": 1.0 / step, "lr": 0.1, "seconds": 1.0} for step in range(1, 51))
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name / "metrics.jsonl").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    made = Server("127.0.0.1", 0, Board(folder))
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def get(server: Server, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    found = answer.status, dict(answer.getheaders()), answer.read()
+    connection.close()
+    return found
+
+
+def ask(server: Server, path: str) -> Any:
+    status, _, body = get(server, path)
+    assert status == 200, body
+    return json.loads(body)
+
+
+def test_runs_and_curves(server: Server) -> None:
+    found = ask(server, "/api/runs")
+    assert [run["name"] for run in found["runs"]] == ["a", "b & <c>"] and not found["more"]
+    assert found["runs"][0]["rows"] == 50 and found["runs"][0]["last"]["step"] == 50
+    runs = f"run=a&run={quote('b & <c>')}&run=absent"
+    curves = ask(server, f"/api/curves?{runs}&key=loss&key=absent&smooth_key=loss&smooth=0.9&points=10")["curves"]
+    assert [(c["run"], c["smooth"]) for c in curves] == [("a", 0), ("a", 0.9), ("b & <c>", 0), ("b & <c>", 0.9)]
+    assert curves[0]["value"][0] == 1.0 and curves[0]["step"][-1] == 50 and len(curves[0]["value"]) <= 12
+    assert ask(server, "/api/samples?run=a") == {"samples": {"a": []}}
+    assert ask(server, "/api/ledger") == {"ledger": None}
+
+
+@pytest.mark.parametrize(
+    "query", ["points=x", "smooth=2", "smooth=nan", "over=loss", "from=x", "run=" + "&run=a" * 3000, "smooth=-1"]
+)
+def test_a_wrong_question_is_said_to_be_one(query: str, server: Server) -> None:
+    status, _, body = get(server, f"/api/curves?{query}")
+    assert status == 400 and json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/../runs.py", "/..%2fruns.py", "/etc/passwd", "/a/metrics.jsonl", "/server.py", "/api/", "//board.css/x"]
+)
+def test_no_other_path_leads_anywhere(path: str, server: Server) -> None:
+    assert get(server, path)[0] in (400, 404)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD"])
+def test_nothing_but_get(method: str, server: Server) -> None:
+    assert get(server, "/api/runs", method)[0] == 501
+
+
+def test_pages_of_other_sites_are_kept_out(server: Server) -> None:
+    status, headers, _ = get(server, "/")
+    policy = headers["Content-Security-Policy"]
+    assert status == 200 and "script-src 'self'" in policy and "unsafe" not in policy
+    assert get(server, "/api/runs", Host="evil.example:8321")[0] == 400
+    assert get(server, "/api/runs", Host="localhost:1")[0] == 200
+    assert get(server, "/api/runs", Host="[::1]:1")[0] == 200
+
+
+def test_garbage_and_a_client_that_leaves_harm_nobody(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in (b"\x00\xff\r\n\r\n", b"GET", b"GET /api/runs HTTP/1.1\r\nHost: localhost\r\n"):
+        with socket.create_connection(server.server_address[:2], timeout=5) as client:
+            client.sendall(text)
+    assert ask(server, "/api/runs")["runs"]
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_page_asks_for_nothing_from_elsewhere_and_has_no_script_in_its_html() -> None:
+    html = (PAGE / "index.html").read_text(encoding="utf-8")
+    texts = html + "".join((PAGE / name).read_text(encoding="utf-8") for name in ("board.css", "board.js", "plot.js"))
+    assert " style=" not in html and "<style" not in html and " onclick" not in html
+    assert "innerHTML" not in texts and "eval(" not in texts and "@import" not in texts and "url(http" not in texts
+    assert texts.count("http") == texts.count("http://www.w3.org/2000/svg")
+
+
+def test_an_export_names_the_hashes_of_its_own_scripts(folder: Path) -> None:
+    page = exported(Board(folder))
+    assert page.count("sha256-") == 3 and "unsafe" not in page and 'src="' not in page and "stylesheet" not in page
+    assert len(page) < 200_000

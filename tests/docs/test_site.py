@@ -1,0 +1,93 @@
+"""The textbook as a site: built without a warning, every link leads somewhere, nothing is fetched from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+class Page(HTMLParser):
+    """Links, anchors and what a browser would fetch by itself."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.fetched: list[str] = []
+        self.formulas = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.anchors |= {value for name in ("id", "name") if (value := found.get(name))}
+        self.formulas += tag == "math"
+        if tag in ("script", "img", "iframe", "link") and (source := found.get("src") or found.get("href")):
+            self.fetched.append(source)
+        elif tag == "a" and (link := found.get("href")):
+            self.links.append(link)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for package in ("mkdocs", "material", "mkdocstrings_handlers.python", "latex2mathml"):
+        pytest.importorskip(package, reason=f"{package} is not installed; the extra docs has it")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600,
+                          env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})  # fmt: skip
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    return {path: Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
+
+
+def test_every_link_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
+    broken = []
+    for path, page in pages.items():
+        if path.name == "404.html":
+            continue  # its links are absolute: it is shown anywhere
+        for link in page.links + page.fetched:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            if not target.is_file():
+                broken.append(f"{path.relative_to(site)}: {link}")
+            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
+                broken.append(f"{path.relative_to(site)}: {link}, no such anchor")
+    assert sorted(set(broken)) == []
+
+
+def test_nothing_is_fetched_from_elsewhere(pages: dict[Path, Page]) -> None:
+    assert {url for page in pages.values() for url in page.fetched if urlsplit(url).netloc} == set()
+
+
+def test_formulas_are_drawn_by_the_browser(pages: dict[Path, Page]) -> None:
+    assert sum(page.formulas for page in pages.values()) > 1000
+    for path in pages:
+        assert not re.search(r'class="arithmatex"', path.read_text(encoding="utf-8")), path
+
+
+def test_search_reference_and_gallery_have_what_they_promise(site: Path) -> None:
+    found = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))["docs"]
+    assert any("RMSNorm" in entry["title"] for entry in found)
+    assert not any(entry["location"].startswith("source/") for entry in found)
+    reference = (site / "api/tinyforge.html").read_text(encoding="utf-8")
+    assert "tinyforge.op.Stash" in reference and "each consumed once, by its owner" in reference
+    gallery = (site / "gallery.html").read_text(encoding="utf-8")
+    assert "116,417,280" in gallery and 'href="models/mamba.html"' in gallery

@@ -1,0 +1,279 @@
+"""Continuous batching: whatever comes and goes beside it, a request gets the text that it gets alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.nanoeuler import Config, NanoEuler
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError
+from tinyforge.infer.decoder import Decoder, Drawn, ReferenceDecoder
+from tinyforge.infer.decoder_numpy import NumpyDecoder
+from tinyforge.infer.generation import generate
+from tinyforge.infer.sampling import Sampling, draw, probabilities
+from tinyforge.infer.scheduler import Made, Prefixes, QueueFull, Request, Scheduler
+from tinyforge.infer.session import Session
+from tinyforge.registry import models
+from tinyforge.rng import Stream
+
+CONFIG = Config(dim=32, heads=4, kv_heads=2, layers=2, context=150, vocab=61, mtp_heads=3, hidden=44,
+                mtp_weights=(1, 0.5, 0.5))  # fmt: skip
+
+
+def tiny(precision: str = "fp32", config: Config = CONFIG) -> NanoEuler:
+    model = NanoEuler(config, get_backend("numpy", precision, workers=1))
+    model.initialise(0)
+    model.buffer.values[: model.buffer.decay_end] *= 8
+    return model
+
+
+class Drawing(ReferenceDecoder):
+    """Draws tokens itself, in blocks, as the decoders on a GPU do, and as they do fills idle rows with anything."""
+
+    def draws(self, sampling: Sampling) -> bool:
+        return not (sampling.changes_logits or sampling.logprobs)
+
+    def stream(
+        self, tokens: Sequence[int], sampling: Sampling, streams: Sequence[Stream], count: int
+    ) -> Iterator[Drawn]:
+        last = list(tokens)
+        for _ in range(min(count, self.capacity - min(self.lengths))):
+            for row, stream in enumerate(streams):
+                if self.lengths[row] == self.capacity:
+                    last[row] = 0
+                    continue
+                z = self.step_rows([row], [[last[row]]])[0, :, 0]
+                if sampling.temperature == 0:
+                    last[row] = int(z.argmax())
+                else:
+                    number = float(stream.uniform((1,))[0])
+                    last[row] = draw(probabilities(z.astype(np.float64), sampling)[0], number)
+            yield Drawn(np.array(last)[:, None], None)
+
+
+def wishes(rng: random.Random, vocab: int, context: int, drafts: int, count: int = 24) -> list[dict[str, Any]]:
+    """Requests of all kinds; some share a beginning, some are long, some end at a token."""
+    common = [rng.randrange(vocab) for _ in range(context)]
+    found = []
+    for i in range(count):
+        length = rng.randrange(1, context)
+        prompt = [*common[: rng.randrange(length)], *(rng.randrange(vocab) for _ in range(length))][:length]
+        sampling = Sampling(
+            temperature=rng.choice([0, 0, 0.8, 1.3]), top_k=rng.choice([0, 5]), top_p=rng.choice([1, 0.9]),
+            repetition_penalty=rng.choice([1, 1, 1.2]), frequency_penalty=rng.choice([0, 0, 0.5]), seed=i,
+            logit_bias=rng.choice([(), ((3, 1.5),)]), max_tokens=rng.randrange(1, 30),
+            drafts=rng.choice([0, 0, drafts]), logprobs=rng.choice([True, False]),
+        )  # fmt: skip
+        found.append({"prompt": prompt, "sampling": sampling, "stop": frozenset([rng.randrange(vocab)]),
+                      "alternatives": 3 * sampling.logprobs})  # fmt: skip
+    return found
+
+
+def run(scheduler: Scheduler, asked: Sequence[dict[str, Any]], rng: random.Random | None) -> list[tuple[Any, ...]]:
+    """What each request got: tokens with log-probabilities, and the end. With rng they come and go at random."""
+    got: dict[Request, list[Made]] = {}
+    requests: list[Request] = []
+    left = list(asked)
+
+    def step() -> None:
+        for request, new in scheduler.step():
+            got.setdefault(request, []).extend(new)
+
+    while left or scheduler.busy:
+        while left and (rng is None or not scheduler.busy or rng.random() < 0.4):
+            requests.append(scheduler.submit(**left.pop(0)))
+            if rng is not None and rng.random() < 0.3:  # one that is gone before it is answered
+                gone = scheduler.submit(**rng.choice(asked))
+                for _ in range(rng.randrange(4)):
+                    step()
+                scheduler.cancel(gone)
+                assert [made.id for made in got.get(gone, [])] == gone.tokens
+            if rng is None:
+                break
+        step()
+    for request in requests:
+        assert [made.id for made in got.get(request, [])] == request.tokens
+    return [(got.get(r, []), r.reason) for r in requests]
+
+
+def check_any_interleaving(model: Any, kind: type[Decoder], seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    asked = wishes(rng, model.config.vocab, model.config.context, 2, count)
+    alone = []
+    for wish in asked:
+        scheduler = Scheduler(model, 4, decoder=kind(model, 4))
+        alone += run(scheduler, [wish], None)
+    decoder = kind(model, 4)
+    together = Scheduler(model, 4, decoder=decoder)
+    assert run(together, asked, rng) == alone
+    assert together.free == [0, 1, 2, 3] and decoder.lengths == [0] * 4 and not together.busy
+    if decoder.can_save and model.config.context > 2 * decoder.piece:
+        assert len(together.prefixes) > 0
+
+
+@pytest.mark.parametrize("kind", [NumpyDecoder, ReferenceDecoder, Drawing])
+def test_any_interleaving_gives_each_row_the_text_it_has_alone(kind: type[Decoder]) -> None:
+    """Tokens, log-probabilities and alternatives, to the last bit, in float32."""
+    check_any_interleaving(tiny(), kind, 0, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("kind", [NumpyDecoder, ReferenceDecoder, Drawing])
+def test_more_interleavings(kind: type[Decoder], seed: int) -> None:
+    heads = {"heads": 4, "kv_heads": (4, 1, 2, 4)[seed - 1]}  # one head a key: matrix times vector
+    check_any_interleaving(tiny(config=replace(CONFIG, context=100 + 90 * seed, **heads)), kind, seed, 24)
+
+
+@pytest.mark.parametrize("name", [n for n, spec in models().items() if hasattr(spec.build, "make_cache")])
+def test_every_causal_model_is_served(name: str) -> None:
+    backend = get_backend("numpy", "fp32", workers=1)
+    model, _ = next(iter(models()[name].build.cases(backend, np.random.default_rng(0))))
+    if model.config.context > 1:
+        rng = random.Random(name)
+        asked = wishes(rng, model.config.vocab, model.config.context, 1, 6)
+        alone = [run(Scheduler(model, 3), [wish], None)[0] for wish in asked]
+        assert run(Scheduler(model, 3), asked, rng) == alone
+
+
+@pytest.mark.slow
+def test_a_neighbour_that_shows_is_found() -> None:
+    """Negative control: a decoder whose products take all rows at once gives other bits beside others."""
+
+    class Careless(NumpyDecoder):
+        def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
+            return super().step_rows(rows, tokens, heads) * (1 + 1e-6 * len(rows))
+
+    with pytest.raises(AssertionError):
+        check_any_interleaving(tiny(), Careless, 0, 10)
+
+
+@pytest.mark.slow
+def test_a_text_is_that_of_a_session() -> None:
+    """In float64, where the order of a sum does not matter for the choice."""
+    model, rng = tiny("fp64"), random.Random(5)
+    scheduler = Scheduler(model, 3)
+    for wish in wishes(rng, CONFIG.vocab, CONFIG.context, 2, 10):
+        session = Session(model, NumpyDecoder(model))
+        session.extend(wish["prompt"])
+        wanted = [token.id for token in session.generate(wish["sampling"], wish["stop"])]
+        request = scheduler.submit(**wish)
+        while request.reason is None:
+            scheduler.step()
+        assert request.tokens == wanted
+        assert request.reason == ("stop" if len(wanted) < session_budget(wish, scheduler) else "length")
+        assert (request.stats.drafted, request.stats.accepted) == (session.stats.drafted, session.stats.accepted)
+
+
+def session_budget(wish: dict[str, Any], scheduler: Scheduler) -> int:
+    return min(wish["sampling"].max_tokens, scheduler.decoder.capacity - len(wish["prompt"]))
+
+
+def test_prompts_that_share_a_beginning_compute_it_once() -> None:
+    model = tiny()
+    scheduler = Scheduler(model, 2)
+    prompt = list(range(61)) + list(range(40))
+    first = scheduler.submit(prompt, Sampling(temperature=0, max_tokens=3))
+    second = scheduler.submit([*prompt[:70], 5, 5], Sampling(temperature=0, max_tokens=3))
+    while scheduler.busy:
+        scheduler.step()
+    assert (first.stats.prefilled, first.stats.reused) == (100, 0)
+    assert (second.stats.prefilled, second.stats.reused) == (39, 32)  # of 71: the last token is a pass's
+
+
+def test_pieces_that_do_not_fit_go_oldest_first() -> None:
+    store = Prefixes(100)
+    for number in range(5):
+        store.put(store.key([number]), (np.zeros(4), [np.zeros(1)]))  # 40 bytes
+        store.get(store.key([1]))
+    assert [store.get(store.key([n])) is not None for n in range(5)] == [False, True, False, False, True]
+    assert store.bytes == 80
+    nothing = Scheduler(tiny(), 2, prefix_bytes=0)
+    nothing.submit(list(range(60)) * 2, Sampling(max_tokens=1))
+    nothing.step()
+    assert len(nothing.prefixes) == 0
+
+
+def test_long_prompts_are_computed_between_the_tokens_of_others() -> None:
+    scheduler = Scheduler(tiny(), 2)
+    short = scheduler.submit([1, 2, 3], Sampling(temperature=0, max_tokens=40))
+    scheduler.step()
+    long = scheduler.submit(list(range(60)) + list(range(60)), Sampling(temperature=0, max_tokens=3))
+    steps = 0
+    while long.first_token is None:
+        before = len(short.tokens)
+        scheduler.step()
+        steps += 1
+        assert len(short.tokens) == before + 1  # no step without a token of the other
+    assert steps == 3  # 119 positions: 32, 32, and 55
+
+
+def test_queue_deadline_and_cancelling() -> None:
+    now = [0.0]
+    scheduler = Scheduler(tiny(), 1, queue=2, clock=lambda: now[0])
+    first = scheduler.submit([1], Sampling(max_tokens=100), deadline=5)
+    scheduler.step()
+    second, third = (scheduler.submit([i], Sampling(max_tokens=2), deadline=5 + i) for i in (1, 2))
+    with pytest.raises(QueueFull, match="2 requests wait, and 2 may"):
+        scheduler.submit([1], Sampling())
+    with pytest.raises(QueueFull):
+        scheduler.enqueue([scheduler.prepare([1], Sampling()) for _ in range(2)])
+    assert len(scheduler.waiting) == 2
+    scheduler.cancel(second)
+    now[0] = 5.0
+    ended = scheduler.step()
+    assert {(id(r), r.reason) for r, new in ended if not new} == {(id(first), "deadline"), (id(second), "cancelled")}
+    assert len(first.tokens) == 1
+    scheduler.cancel(first)
+    assert first.reason == "deadline"  # what has ended stays as it ended
+    while scheduler.busy:
+        scheduler.step()
+    assert third.reason == "length" and len(third.tokens) == 2
+    fourth = scheduler.submit([1], Sampling())
+    scheduler.cancel_all()
+    assert fourth.reason == "cancelled" and scheduler.free == [0]
+
+
+def test_the_caller_ends_a_text() -> None:
+    seen: list[int] = []
+
+    def accept(made: Sequence[Made]) -> int | None:
+        seen.extend(token.id for token in made)
+        return 1 if len(seen) >= 4 else None
+
+    scheduler = Scheduler(tiny(), 1)
+    request = scheduler.submit([1, 2], Sampling(temperature=0, max_tokens=50), accept=accept)
+    while scheduler.busy:
+        scheduler.step()
+    assert request.reason == "stop" and request.tokens == seen and len(seen) == 4
+
+
+def test_what_a_request_may_not_ask() -> None:
+    scheduler = Scheduler(tiny(), 1)
+    for prompt, text in (([], "prompt is empty"), ([61], "token id 61"), (range(60), None), ([1] * 150, "150 tokens")):
+        if text is None:
+            scheduler.prepare(prompt, Sampling())
+            continue
+        with pytest.raises(UserError, match=text):
+            scheduler.submit(prompt, Sampling())
+    with pytest.raises(UserError, match="token id 61"):
+        scheduler.submit([1], Sampling(logit_bias=((61, 1.0),)))
+    with pytest.raises(UserError, match="ask for logprobs too"):
+        scheduler.submit([1], Sampling(), alternatives=2)
+
+
+def test_speculation_tells_which_head_gave_a_token() -> None:
+    scheduler = Scheduler(tiny(), 1)
+    request = scheduler.submit([1, 2], Sampling(temperature=0, max_tokens=60, drafts=2))
+    made = [token for _ in range(200) for _, new in scheduler.step() for token in new]
+    assert [token.id for token in made] == list(generate(tiny(), [1, 2], Sampling(temperature=0, max_tokens=60)))
+    assert sum(token.head > 0 for token in made) == sum(request.stats.accepted)
+    refused = [token for token in made if token.refused]
+    assert len(refused) == sum(request.stats.drafted) - sum(request.stats.accepted) > 0
+    assert all(token.head == 0 and token.refused.id != token.id for token in refused if token.refused)

@@ -1,0 +1,170 @@
+"""What `pip install .` brings: a wheel with everything in it, under one name, that works far from the repository."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("tinyforge", "models", "data", "recipes")
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+setuptools = pytest.importorskip("setuptools", reason="setuptools is not installed; the extra dev has it")
+
+
+@pytest.fixture(scope="module")
+def packed() -> Callable[[str], str]:
+    spec = importlib.util.spec_from_file_location("setup_of_tinyforge", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Callable[[str], str] = module.packed
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("from data.local import x", "from tinyforge._repo.data.local import x"),
+        ("    from models.llama import hf", "    from tinyforge._repo.models.llama import hf"),
+        ("from data import corpus_report", "from tinyforge._repo.data import corpus_report"),
+        ("from database import x", "from database import x"),
+        ("from data to shards", "from data to shards"),
+        ("python recipes/pretrain.py --out x", "tinyforge train --out x"),
+        ("use recipes/classify.py, or", "use tinyforge classify, or"),
+        ("python -m tinyforge.hub convert A B", "tinyforge convert A B"),
+        ("python -m tinyforge.text train", "tinyforge text train"),
+        ("python -m models list", "tinyforge models list"),
+        ("python -m data.corpus report", "tinyforge data corpus report"),
+        ('prog="python -m tinyforge.chat"', 'prog="tinyforge chat"'),
+        ("sys.path.insert(0, str(Path(__file__).resolve().parent.parent))", ""),
+    ],
+)
+def test_the_text_of_a_wheel(line: str, wanted: str, packed: Callable[[str], str]) -> None:
+    assert packed(f"a\n{line}\nb\n") == f"a\n{wanted}\nb\n"
+
+
+@pytest.mark.slow
+def test_every_file_keeps_its_lines_and_its_grammar(packed: Callable[[str], str]) -> None:
+    for file in (f for folder in SOURCES for f in (ROOT / folder).rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        after = packed(text)
+        ast.parse(after, str(file))
+        assert after.count("\n") == text.count("\n")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist, as pip does where there is no wheel: what the sdist lacks is missing here."""
+    if int(setuptools.__version__.split(".")[0]) < 77:
+        pytest.skip(f"setuptools {setuptools.__version__} is too old to build with, wanted 77")
+    work = tmp_path_factory.mktemp("build")
+    tree, unpacked = work / "tree", work / "unpacked"
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, tree)
+    build("sdist", tree, work)
+    (archive,) = work.glob("*.tar.gz")
+    shutil.unpack_archive(archive, unpacked, filter="data")
+    (source,) = unpacked.iterdir()
+    build("wheel", source, work)
+    (found,) = work.glob("*.whl")
+    return found
+
+
+def build(kind: str, tree: Path, out: Path) -> None:
+    program = f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tree, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_wheel_has_everything_under_one_name(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        sources = {n: archive.read(n).decode() for n in names if n.endswith(".py")}
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"tinyforge"}
+    for folder in SOURCES:
+        for file in (ROOT / folder).rglob("*"):
+            path = file.relative_to(ROOT)
+            if file.is_file() and "__pycache__" not in path.parts and (folder != "recipes" or path.suffix == ".py"):
+                packed_as = path if folder == "tinyforge" else Path("tinyforge/_repo", path)
+                assert packed_as.as_posix() in names, path
+    for name, text in sources.items():
+        assert "sys.path.insert(0, str(Path(__file__)" not in text, name
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                assert (node.module or "").split(".")[0] not in ("models", "data", "recipes"), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="the folders of an environment have other names")
+def test_an_environment_far_from_the_repository(wheel: Path, tmp_path: Path) -> None:
+    """Empty but for the wheel and, by a .pth file, the packages that it depends on. A folder `data` and a module
+    `models` of the user's own lie where the commands run."""
+    venv, here = tmp_path / "venv", tmp_path / "here"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    site = next(venv.glob("lib/python*/site-packages"))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (site / "dependencies.pth").write_text(f"{Path(np.__file__).parents[1]}\n")
+    for name in ("data/notes", "models"):
+        (here / name).mkdir(parents=True)
+    (here / "models/__init__.py").write_text("raise SystemExit('the models of the user')")
+    start = "import sys; from tinyforge.commands import run; sys.argv[0] = 'tinyforge'; run()"
+
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    # -P as for the script that pip writes: the folder where one works is not on the path.
+    python = (str(venv / "bin/python"), "-P", "-c", start)
+
+    def tinyforge(*arguments: str) -> str:
+        command = [*python, *arguments]
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "training on the CPU: works" in tinyforge("doctor")
+    question = ("--prompt", "How much is 13 plus 2?")
+    answer = tinyforge("chat", "--checkpoint", "small", *question)
+    assert "15" in answer
+    bundled = site / "tinyforge/_repo/models/nanoeuler/small"
+    tinyforge("convert", str(bundled), "copy", "--format", "tinyforge")
+    assert tinyforge("chat", "--checkpoint", "copy", *question) == answer
+    tinyforge("convert", str(bundled), "hf")
+    assert (here / "hf/model.safetensors").is_file()
+    out = tinyforge("train", "--steps", "2", "--set", "layers=1", "--out", "run", "--workers", "1")
+    assert "next: tinyforge sft --base run" in out
+    assert "gpt2" in tinyforge("models", "list")
+    tinyforge("gradcheck", "--op", "Softmax")
+    page = here / "page.html"
+    tinyforge("board", "run", "--export", str(page))
+    assert "<html" in page.read_text(encoding="utf-8")
+    if importlib.util.find_spec("starlette") and importlib.util.find_spec("uvicorn"):
+        command = [*python, "serve", "--checkpoint", "small", "--port", "0"]
+        with subprocess.Popen(command, cwd=here, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True) as server:  # fmt: skip
+            try:
+                lines = []
+                for line in server.stdout or ():
+                    lines.append(line)
+                    if found := re.search(r"http://[\d.]+:\d+", line):
+                        for path in ("/health", "/"):
+                            with urllib.request.urlopen(found[0] + path, timeout=20) as answered:
+                                assert answered.status == 200
+                        break
+                else:
+                    raise AssertionError("".join(lines))
+            finally:
+                server.terminate()

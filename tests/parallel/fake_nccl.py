@@ -1,0 +1,190 @@
+"""NCCL's calls over NumPy arrays, through files of a folder: the whole path of a run on GPUs, without one.
+
+    python tests/parallel/fake_nccl.py pretrain --gpus 2 ...
+
+runs a recipe as on a machine with GPUs, each a NumPy backend with one worker (`main` has the variables). What it cannot
+show is the device's asynchrony: here a collective is finished when it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tinyforge.backends import Backend
+from tinyforge.backends.numpy_backend import NumpyBackend
+from tinyforge.errors import run_command
+from tinyforge.parallel import launch, nccl
+from tinyforge.train import data_parallel, settings
+
+
+class FakeEngine:
+    """See `nccl.Engine`. token: the folder's name, known to all ranks. seconds: before a wait is given up."""
+
+    def __init__(self, size: int, rank: int, token: bytes, seconds: float = 600.0) -> None:
+        self.folder, self.size, self.rank, self.seconds = Path(token.decode()), size, rank, seconds
+        self._count = 0
+        self._later: list[Callable[[], None]] | None = None
+        self._sent = self._received = 0
+
+    # --- messages
+
+    def _put(self, name: str, array: np.ndarray) -> None:
+        partial = self.folder / f".{name}"
+        partial.write_bytes(np.ascontiguousarray(array).tobytes())
+        partial.rename(self.folder / name)
+
+    def _get(self, name: str, like: np.ndarray) -> np.ndarray:
+        until, path = time.monotonic() + self.seconds, self.folder / name
+        while not path.exists():
+            if time.monotonic() > until:
+                raise TimeoutError(name)
+            time.sleep(0.0002)
+        return np.frombuffer(path.read_bytes(), like.dtype).reshape(like.shape)
+
+    def _everybody(self, array: np.ndarray) -> list[np.ndarray]:
+        self._count += 1
+        self._put(f"{self._count}.{self.rank}", array)
+        if self._count > 2:  # all have read it: each has put what came after
+            (self.folder / f"{self._count - 2}.{self.rank}").unlink(missing_ok=True)
+        return [self._get(f"{self._count}.{rank}", array) for rank in range(self.size)]
+
+    # --- the calls
+
+    def all_reduce(self, array: np.ndarray) -> None:
+        array[...] = np.add.reduce(self._everybody(array), axis=0)
+
+    def reduce_scatter(self, array: np.ndarray, out: np.ndarray) -> None:
+        total = np.add.reduce(self._everybody(array), axis=0)
+        array[...] = np.nan if array.dtype.kind == "f" else -1  # NCCL promises nothing of the rest
+        out[...] = total[self.rank * out.size : (self.rank + 1) * out.size]
+
+    def all_gather(self, part: np.ndarray, out: np.ndarray) -> None:
+        out[...] = np.concatenate(self._everybody(part))
+
+    def broadcast(self, array: np.ndarray, root: int) -> None:
+        array[...] = self._everybody(array)[root]
+
+    def reduce(self, array: np.ndarray, root: int) -> None:
+        total = np.add.reduce(self._everybody(array), axis=0)
+        if self.rank == root:
+            array[...] = total
+
+    def send(self, array: np.ndarray, to: int) -> None:
+        assert self._later is not None, "a send outside together() waits for its receiver"
+        self._put(f"p{self._count}.{self.rank}.{to}", array)
+
+    def receive(self, out: np.ndarray, source: int) -> None:
+        assert self._later is not None
+
+        def fill() -> None:
+            out[...] = self._get(f"p{self._count}.{source}.{self.rank}", out)
+
+        self._later.append(fill)
+
+    @contextlib.contextmanager
+    def together(self) -> Any:
+        self._later = []
+        yield
+        for work in self._later:
+            work()
+        self._everybody(np.zeros(1))  # so that the next names are new
+        self._later = None
+
+    def on_stream(self) -> Any:
+        return contextlib.nullcontext()
+
+    def fork(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+    def done(self) -> Callable[[], bool]:
+        return lambda: True
+
+    def add(self, out: np.ndarray, x: np.ndarray) -> None:
+        out += x
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.empty(shape, dtype)
+
+    def check(self) -> None:
+        pass
+
+
+def new_token() -> bytes:
+    return tempfile.mkdtemp(prefix="fake-nccl-").encode()
+
+
+class FakeGPU(NumpyBackend):
+    """A NumPy backend for the group of NCCL."""
+
+
+def install_gpus(count: int) -> None:
+    def get_backend(name: str, precision: str, workers: int | None, device: int | None = None) -> Backend:
+        return FakeGPU(precision, 1)
+
+    def group(ranks: launch.Ranks, backend: Backend) -> Any:
+        return of_backend(ranks, SimpleNamespace(name="cupy"))  # type: ignore[arg-type]
+
+    of_backend = launch.Ranks.group
+    settings.gpu_count = lambda: count
+    settings.gpu_is_there = lambda: count > 0
+    settings.get_backend = get_backend
+    launch.Ranks.group = group  # type: ignore[method-assign]
+    nccl.CupyEngine = FakeEngine  # type: ignore[assignment, misc]
+    nccl.new_token = new_token
+
+
+def install_fault(rank: int, step: int, kind: str) -> None:
+    """In this step, counted from the start of the process, rank `rank` does what `kind` says."""
+    right, taken = data_parallel._gradients_of_part, 0
+
+    def wrong(of: data_parallel.Rank, *arguments: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if of.group.rank == rank and taken == step:
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "hang":
+                time.sleep(1000)
+            if kind == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if kind == "raise":
+                raise ZeroDivisionError("of this rank")
+            if kind == "nan":
+                of.model.heads.weight.value[...] = np.nan
+        return right(of, *arguments)
+
+    data_parallel._gradients_of_part = wrong
+
+
+def main() -> int:
+    """FAKE_GPUS: how many; 0 for none. FAULT: rank:step:kind, as `install_fault`; only while no checkpoint was saved
+    where FAULT_ONCE names the run's folder."""
+    if count := int(os.environ.get("FAKE_GPUS", "2")):
+        install_gpus(count)
+    once = os.environ.get("FAULT_ONCE")
+    if (fault := os.environ.get("FAULT")) and not (once and list(Path(once).glob("step-*"))):
+        rank, step, kind = fault.split(":")
+        install_fault(int(rank), int(step), kind)
+    recipe = importlib.import_module(f"recipes.{sys.argv.pop(1)}")
+    return recipe.main()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,176 @@
+"""Kill ranks of a run at random moments, resume it each time, and compare what it leaves with a run left alone.
+
+    python tests/parallel/kills.py --by mpirun --lives 5 --kills 4
+    python tests/parallel/kills.py --by gpus --lives 1 --kills 3         on a machine with two GPUs
+    python tests/parallel/kills.py --by fake --lives 2 --kills 2         the ranks of --gpus, on NumPy
+
+A life is a run that is killed so many times, a random rank of it, and then resumed to its end. After each kill all of
+its processes must be gone within 60 seconds, and the newest checkpoint must be whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from data.world import documents
+from tinyforge import checkpoint
+from tinyforge.text import Tokenizer
+from tinyforge.train import metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST = 60.0  # seconds until all ranks are gone
+SHAPE = "dim=32 layers=2 hidden=64 heads=2 kv_heads=1 context=64 vocab=257"
+
+
+def words(by: str, ranks: int) -> list[str]:
+    if by == "mpirun":
+        beside = Path(sys.executable).with_name("mpirun")
+        found = str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        return [found, *root, "--oversubscribe", "-n", str(ranks), sys.executable, str(ROOT / "recipes/pretrain.py")]
+    if by == "fake":
+        return [sys.executable, str(ROOT / "tests/parallel/fake_nccl.py"), "pretrain", "--gpus", str(ranks)]
+    return [sys.executable, str(ROOT / "recipes/pretrain.py"), "--gpus", str(ranks)]
+
+
+def ranks_of(out: Path) -> dict[int, int]:
+    """Process ids by rank, of the run that writes to `out`."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes().split(b"\0")
+            items = (folder / "environ").read_bytes().split(b"\0")
+            environ = dict(item.split(b"=", 1) for item in items if b"=" in item)
+        except OSError:
+            continue
+        rank = environ.get(b"OMPI_COMM_WORLD_RANK") or environ.get(b"RANK")
+        if str(out).encode() in line and rank is not None and not any(b"mpirun" in word for word in line[:1]):
+            found.setdefault(int(rank), int(folder.name))
+    return found
+
+
+def saved(out: Path) -> int:
+    steps = checkpoint.steps(out)
+    return checkpoint.step_of(steps[-1]) if steps else 0
+
+
+def sha(out: Path) -> str:
+    last = checkpoint.latest(out)
+    names = ("model.safetensors", "optimizer.safetensors")
+    return hashlib.sha256(b"".join((last / name).read_bytes() for name in names)).hexdigest()
+
+
+def rows(out: Path) -> list[dict[str, float]]:
+    found = metrics.read(out / "metrics.jsonl")
+    clocks = ("seconds", "tokens_per_second")
+    return [{key: value for key, value in row.items() if key not in clocks} for row in found]
+
+
+class Life:
+    def __init__(self, args: argparse.Namespace, folder: Path, out: Path) -> None:
+        self.args, self.out, self.log = args, out, folder / "log.txt"
+        self.command = [*words(args.by, args.ranks), "--out", str(out)]
+        backend = ["--backend", "cupy", "--precision", "bf16"] if args.by == "gpus" else []
+        if args.by == "mpirun":
+            backend = ["--backend", "numpy"]
+        self.begin = [
+            *backend, "--data", str(folder / "text.txt"), "--tokenizer", str(folder / "tokenizer.json"), "--set",
+            *SHAPE.split(), "--steps", str(args.steps), "--batch-size", "8", "--save-every", str(args.save_every),
+            "--eval-every", str(2 * args.save_every), *args.more.split(),
+        ]  # fmt: skip
+
+    def start(self) -> subprocess.Popen[bytes]:
+        more = ["--resume"] if saved(self.out) else self.begin
+        with open(self.log, "wb") as log:
+            environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            return subprocess.Popen([*self.command, *more], stdout=log, stderr=log, env=environ, start_new_session=True)
+
+    seconds = 0.0  # that a run takes
+
+    def finish(self) -> None:
+        began = time.monotonic()
+        if self.start().wait() != 0:
+            raise SystemExit(f"a run ended badly: {self.said()}")
+        Life.seconds = Life.seconds or time.monotonic() - began
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")[-2000:]
+
+    def kill(self, rng: random.Random) -> str:
+        process = self.start()
+        began = time.monotonic()
+        while process.poll() is None and len(pids := ranks_of(self.out)) < self.args.ranks:
+            time.sleep(0.02)
+        while process.poll() is None and not self.out.exists():  # the ranks have found each other
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0, self.seconds))
+        if process.poll() is not None:
+            return "was done before"
+        moment, step = time.monotonic() - began, saved(self.out)
+        rank = rng.randrange(self.args.ranks)
+        os.kill(pids[rank], signal.SIGSTOP if self.args.stop else signal.SIGKILL)
+        began = time.monotonic()
+        status = process.wait()
+        while any(Path(f"/proc/{pid}").exists() for pid in pids.values()) and time.monotonic() - began < MOST:
+            time.sleep(0.05)
+        seconds = time.monotonic() - began
+        if status == 0 or seconds > MOST:
+            raise SystemExit(f"rank {rank} was killed: status {status} after {seconds:.0f} s; {self.said()}")
+        if saved(self.out):
+            checkpoint.load(self.out)
+        errors = [line for line in self.said().splitlines() if line.startswith("error: ")]
+        where = f"rank {rank} after {moment:.1f} s, step {step} saved"
+        return f"{where}: gone in {seconds:.1f} s, status {status}; {errors or 'mpirun says it'}"
+
+
+def main() -> int:
+    p = argparse.ArgumentParser()
+    p.add_argument("--by", choices=("mpirun", "fake", "gpus"), default="mpirun")
+    p.add_argument("--ranks", type=int, default=2)
+    p.add_argument("--lives", type=int, default=5)
+    p.add_argument("--kills", type=int, default=4)
+    p.add_argument("--steps", type=int, default=120)
+    p.add_argument("--save-every", type=int, default=10)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--stop", action="store_true", help="SIGSTOP: the rank hangs")
+    p.add_argument("--more", default="", help="further flags of the run")
+    args = p.parse_args()
+    rng = random.Random(args.seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "text.txt").write_text("\n".join(documents("train", 300, 0)))
+        Tokenizer([], ["<|endoftext|>"]).save(folder / "tokenizer.json")
+        whole = Life(args, folder, folder / "whole")
+        whole.finish()
+        wanted = sha(whole.out), rows(whole.out)
+        print(f"left alone: {wanted[0][:16]}", flush=True)
+        killed = 0
+        for number in range(args.lives):
+            life = Life(args, folder, folder / f"life-{number}")
+            for _ in range(args.kills):
+                said = life.kill(rng)
+                killed += "was done" not in said
+                print(f"  {said}", flush=True)
+            life.finish()
+            if (sha(life.out), rows(life.out)) != wanted:
+                raise SystemExit(f"life {number}: {sha(life.out)[:16]} or its metrics differ")
+            print(f"life {number}: {sha(life.out)[:16]}", flush=True)
+            shutil.rmtree(life.out)
+        print(f"{killed} kills, {args.lives} lives, all of the same bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

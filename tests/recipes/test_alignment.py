@@ -1,0 +1,251 @@
+"""dpo.py and grpo.py: they learn, resume to the same bytes, and say in one line what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.preferences import read_pairs, world_pairs
+from data.rewards import last_number, one_step_sums
+from data.world import documents, harder_sums, sum_rewards
+from recipes import dpo, grpo, pretrain, sft
+from tinyforge import checkpoint
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError, run_command
+from tinyforge.hub import load
+from tinyforge.train import metrics
+from tinyforge.train.policy import worth_learning
+
+MAINS: dict[str, Callable[[list[str]], int]] = {"dpo": dpo.main, "grpo": grpo.main}
+CPU = get_backend("numpy", "fp32", workers=1)
+SHAPE = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=96 vocab=300 --batch-size 2 --workers 1"
+PLAN = "--base tuned --steps 7 --save-every 3 --eval-every 4 --keep 0"
+FIRST = {
+    "dpo": f"{PLAN} --data pairs.json --batch-size 4 --label-smoothing 0.1 --workers 2",
+    "grpo": f"{PLAN} --data sums.json --batch-size 4 --group 4 --iterations 2 --max-tokens 4 --workers 2",
+}
+PAIR = {"instruction": "Add.", "input": "1 and 2", "chosen": "3", "rejected": "4"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fine-tuned model, pairs and sums, good and bad, and a run of each recipe."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "text.txt").write_text("\n".join(documents("train", 40)), encoding="utf-8")
+    sums = [{"instruction": f"Add {a}.", "input": f"{b}", "output": f"{(a + b) % 3}"}
+            for a in range(6) for b in range(9)]  # fmt: skip
+    pairs = [{"instruction": f"Say {a}.", "input": "", "chosen": "yes " * a, "rejected": "no"} for a in range(1, 6)] * 6
+    files = {
+        "sums.json": sums, "pairs.json": [PAIR | {"chosen": "4"}, *pairs, PAIR | {"rejected": " "}],
+        "equal.json": [PAIR | {"rejected": "3"}] * 5, "empty.json": [PAIR | {"chosen": ""}] * 5,
+        "long.json": [PAIR | {"rejected": "4 " * 99}] * 5, "one.json": [PAIR],
+        "number.json": [PAIR, PAIR | {"input": 3}],
+        "field.json": [{"instruction": "Add.", "input": "", "output": "3"}],
+        "words.json": [{"instruction": "Say.", "input": "", "output": "yes"}] * 3,
+        # Whatever the model says, its last number is not this one: every reward is 0.
+        "never.json": [{"instruction": f"Say {i}.", "input": "", "output": "123456789"} for i in range(9)],
+        "wide.json": [{"instruction": "Add " * 60, "input": "", "output": "3"}] * 9,
+    }  # fmt: skip
+    for name, value in files.items():
+        (folder / name).write_text(json.dumps(value), encoding="utf-8")
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        pretrain.main(f"{SHAPE} --data text.txt --steps 2 --out run".split())
+        sft.main("--base run --data sums.json --steps 12 --batch-size 4 --workers 1 --lr 5e-3 --out tuned".split())
+        for recipe, flags in FIRST.items():
+            extra = ["--cache", "cache"] if recipe == "dpo" else []
+            MAINS[recipe]([*flags.split(), "--out", recipe, "--card", *extra])
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.mark.parametrize("recipe", FIRST)
+def test_it_resumes_to_the_same_bytes(folder: Path, recipe: str) -> None:
+    """From its first checkpoint, with the reference computed anew; grpo in the middle of replies it learns twice."""
+    shutil.copytree(recipe, "again")
+    for step in (6, 7):
+        shutil.rmtree(f"again/step-{step:08d}")
+    extra = ["--cache", "another"] if recipe == "dpo" else []
+    assert MAINS[recipe](["--resume", "--out", "again", *extra]) == 0
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        got, wanted = (Path(run, "step-00000007", name).read_bytes() for run in ("again", recipe))
+        assert got == wanted, name
+    rows = [metrics.read(Path(run, "metrics.jsonl")) for run in ("again", recipe)]
+    for row in sum(rows, []):
+        for differs in ("seconds", "tokens_per_second", "peak_memory_mib"):
+            row.pop(differs, None)
+    assert rows[0] == rows[1]
+
+
+def test_what_dpo_logs_and_keeps(folder: Path) -> None:
+    rows = metrics.read(Path("dpo/metrics.jsonl"))
+    first = rows[0]
+    assert first["loss"] == pytest.approx(np.log(2), rel=1e-5)  # the model is the reference still
+    for name in ("chosen", "rejected", "margins", "accuracies"):
+        assert f"rewards/{name}" in first and f"val_rewards/{name}" in rows[-1]
+    assert rows[-1]["val_rewards/margins"] > 0.02
+    found = checkpoint.load(Path("dpo"))
+    assert found.meta["kind"] == "dpo" and found.meta["reference"]["base"] == "../tuned/step-00000012"
+    assert [stage["kind"] for stage in found.meta["stages"]] == ["sft"]
+    assert load(Path("dpo"), CPU).template == "alpaca"
+    card = Path("dpo/README.md").read_text(encoding="utf-8")
+    assert all(f"python recipes/{recipe}.py" in card for recipe in ("pretrain", "sft", "dpo"))
+    assert len(list(Path("cache").iterdir())) == 2
+    assert Path("dpo/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_reference_is_read_where_it_is_and_made_again_where_it_is_damaged(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(out: str) -> str:
+        capsys.readouterr()
+        assert dpo.main([*FIRST["dpo"].split(), "--out", out, "--cache", "cache"]) == 0
+        return capsys.readouterr().out
+
+    cached = {path: path.read_bytes() for path in Path("cache").iterdir()}
+    assert run("read").count("the reference's log-probabilities are those of cache/") == 2
+    damaged = next(iter(cached))
+    damaged.write_bytes(cached[damaged][:-5])
+    assert f"{damaged} is damaged; it is made again" in run("mended")
+    assert {path: path.read_bytes() for path in Path("cache").iterdir()} == cached
+    wanted = Path("dpo/step-00000007/model.safetensors").read_bytes()
+    assert all(Path(out, "step-00000007/model.safetensors").read_bytes() == wanted for out in ("read", "mended"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["ipo", "simpo", "orpo"])
+def test_other_objectives(folder: Path, objective: str) -> None:
+    """They learn; those without a reference cache none."""
+    flags = f"--base tuned --data pairs.json --steps 8 --lr 5e-3 --batch-size 4 --workers 1 --objective {objective}"
+    assert dpo.main([*flags.split(), "--out", "other", "--cache", "empty"]) == 0
+    assert Path("empty").exists() == (objective == "ipo")
+    rows = [row["loss"] for row in metrics.read(Path("other/metrics.jsonl")) if "loss" in row]
+    assert rows[-1] < rows[0]
+
+
+@pytest.mark.slow
+def test_adapters(folder: Path) -> None:
+    """The base is frozen, and both recipes hold on to it."""
+    for recipe, flags in FIRST.items():
+        extra = ["--cache", "cache"] if recipe == "dpo" else []
+        assert MAINS[recipe]([*flags.split(), "--lora", "2", "--out", f"lora-{recipe}", *extra]) == 0
+        found = checkpoint.load(Path(f"lora-{recipe}"))
+        assert all(".lora_" in name for name in found.weights)
+        assert load(Path(f"lora-{recipe}"), CPU).meta["kind"] == recipe
+
+
+def test_what_grpo_logs(folder: Path) -> None:
+    rows = [row for row in metrics.read(Path("grpo/metrics.jsonl")) if "loss" in row]
+    for name in ("reward", "reward_std", "frac_reward_zero_std", "rewards/correct", "rewards/format", "kl", "entropy",
+                 "clip_ratio/low_mean", "clip_ratio/high_mean", "completions/mean_length"):  # fmt: skip
+        assert name in rows[0], name
+    assert rows[0]["kl"] == 0 and any(row["kl"] > 0 for row in rows)
+    assert rows[0]["rewards/correct"] == rows[1]["rewards/correct"]  # the same replies, learned from twice
+    held = checkpoint.load(Path("grpo/step-00000003")).optimizer()
+    assert {"task.ids", "task.old", "task.reference"} <= held.keys()
+
+
+def test_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dpo.main("--base tuned --plan".split()) == 0
+    assert "a step of 32 x 96 tokens" in capsys.readouterr().out
+    assert grpo.main("--base tuned --plan".split()) == 0
+    assert "a step of 128 x 96 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("dpo --base tuned --data equal.json", "4 prefer a reply to itself, 0 have an empty reply"),
+        ("dpo --base tuned --data empty.json", "0 prefer a reply to itself, 4 have an empty reply"),
+        ("dpo --base tuned --data long.json", "0 have an empty reply, 4 take more than 96 tokens; give others"),
+        ("dpo --base tuned --data one.json", "data: 1 preference pairs, wanted at least 2; give more"),
+        ("dpo --base tuned --data field.json", "record 0 (counted from 0), line 1: it has no 'chosen'; a preference"),
+        ("dpo --base tuned --data number.json", "record 1 (counted from 0), line 1: 'input' is 3, wanted a string"),
+        ("dpo --base tuned --data text.txt", "text.txt: record 0 (counted from 0), line 1, column 1: malformed JSON"),
+        ("dpo --base tuned --label-smoothing 0.5", "--label-smoothing is 0.5, wants a share from 0 to below 0.5"),
+        ("dpo --base tuned --beta 0", "--beta is 0.0, wants a number above 0"),
+        ("dpo --resume --out dpo --beta 1", "--resume: --beta is 1.0, the run in dpo has None"),
+        ("dpo --resume --out sft", "--resume: nothing to resume in sft"),
+        ("grpo --base tuned --group 1", "--group is 1, wants at least 2"),
+        ("grpo --base tuned --data words.json", "words.json: 0 of 3 records have a number in their output"),
+        ("grpo --base tuned --data wide.json", "the model's context is 96; use a smaller --max-tokens"),
+        ("grpo --base nothing", "no checkpoint in nothing"),
+    ],
+)
+def test_one_line(folder: Path, capsys: pytest.CaptureFixture[str], command: str, message: str) -> None:
+    recipe, *flags = command.split()
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        run_command(lambda: MAINS[recipe](flags))
+    shown = capsys.readouterr().err
+    assert left.value.code == 2 and shown.startswith("error: ") and shown.count("\n") == 1, shown
+    assert message in shown
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+def test_rewards_that_are_always_equal(folder: Path) -> None:
+    flags = "--base tuned --data never.json --steps 99 --batch-size 2 --group 2 --max-tokens 2 --format-weight 0"
+    with pytest.raises(UserError, match="rewards of each question's 2 replies have been equal for 20 rollouts"):
+        grpo.main([*flags.split(), "--workers", "1", "--beta", "0", "--out", "never"])
+
+
+def test_a_base_that_has_gone(folder: Path) -> None:
+    shutil.move("tuned", "elsewhere")
+    with pytest.raises(UserError, match="it started from, tuned/step-00000012, is not there; put it back"):
+        dpo.main(["--resume", "--out", "dpo"])
+
+
+# --- what is asked
+
+
+def test_pairs_of_the_world_prefer_the_right_answer() -> None:
+    for split in ("train", "val"):
+        found = world_pairs(split, 400, 3)
+        assert found == world_pairs(split, 500, 3)[:400]
+        assert all(pair.chosen != pair.rejected and pair.rejected.strip() for pair in found)
+
+
+def test_other_fields_of_a_pair_are_not_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(json.dumps(PAIR | {"output": 5, "note": "x"}) for _ in range(3)), encoding="utf-8")
+    assert [pair.chosen for pair in read_pairs([path])] == ["3"] * 3
+
+
+def test_no_held_out_sum_is_learned_from() -> None:
+    training, held_out = ({example.instruction for example in harder_sums(split)} for split in ("train", "val"))
+    assert len(training) == 164 and len(held_out) == 88 and not training & held_out
+
+
+@pytest.mark.parametrize(
+    ("reply", "correct", "form"),
+    [("13 14 15, so 15", 1, 1), (" 2 3 4 5 6 7 8 9 10 11 12 13 14 15, so 15 ", 1, 1), ("13 14, so 14", 0, 1),
+     ("13 14 15, so 16", 0, 0), ("15", 0, 0), ("13 14 15, so 15...", 0, 0), ("15 14 13, so 13", 0, 1), ("", 0, 0)],
+)  # fmt: skip
+def test_what_a_reply_to_a_sum_is_worth(reply: str, correct: float, form: float) -> None:
+    example = next(e for split in ("train", "val") for e in harder_sums(split) if e.instruction == "Add 2 and 13.")
+    assert sum_rewards(example, reply) == {"correct": correct, "format": form}
+
+
+def test_the_last_number_counts() -> None:
+    example = one_step_sums("val", 1)[0]
+    right = example.output
+    assert last_number(example, f"It is {right}.") == {"correct": 1.0, "format": 1.0}
+    assert last_number(example, f"It is {right}, or 1,000") == {"correct": 0.0, "format": 1.0}
+    assert last_number(example, f"{right} apples") == {"correct": 1.0, "format": 0.0}
+    assert last_number(example, f"It is {right}...") == {"correct": 0.0, "format": 0.0}
+    assert not {e.instruction for e in one_step_sums("train", 500)} & {e.instruction for e in one_step_sums("val", 200)}
+
+
+def test_groups_that_teach_nothing_are_left_out() -> None:
+    rewards = np.array([1, 1, 0, 1, 0, 0.0])
+    assert worth_learning(rewards, 2).tolist() == [2, 3]
+    assert worth_learning(np.ones(6), 2).tolist() == [0, 1]

@@ -1,0 +1,116 @@
+"""recipes/evaluate.py --tasks, end to end on tiny sets: figures, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.nanoeuler import SPEC
+from recipes import evaluate, pretrain, sft
+from tinyforge import checkpoint
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError
+from tinyforge.registry import find_model
+
+CHOICES = [{"text": "in the yard", "label": "A"}, {"text": "xq", "label": "B"}]
+QUESTION = {"stem": "Where is the dog?", "choices": CHOICES}
+SHAPE = "--batch-size 2 --workers 1 --steps 1 --set dim=16 heads=2 kv_heads=1 layers=1 hidden=24 context=96 vocab=280"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    sets = tmp_path / "sets"
+    (sets / "blimp").mkdir(parents=True)
+    for name in ("causative", "passive_1"):
+        pair = {"sentence_good": "The dog is in the yard.", "sentence_bad": "Yard the in is dog the.", "UID": name}
+        pairs = [pair] * 3
+        (sets / "blimp" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    (sets / "arc_easy-test.jsonl").write_text(json.dumps({"question": QUESTION, "answerKey": "A"}), encoding="utf-8")
+    for split in ("train", "test"):
+        problem = json.dumps({"question": "How much is 1 plus 1?", "answer": "#### 2"})
+        (sets / f"gsm8k-{split}.jsonl").write_text(f"{problem}\n" * 6, encoding="utf-8")
+    (tmp_path / "text.txt").write_text("The dog is in the yard. It saw the cat. " * 30, encoding="utf-8")
+    return tmp_path
+
+
+def measured(*flags: str, given: str = str(SPEC.bundled)) -> dict[str, Any]:
+    asked = f"--checkpoint {given} --backend numpy --task-data sets --any-version --json found.json".split()
+    assert evaluate.main([*asked, *flags]) == 0
+    found: dict[str, Any] = json.loads(Path("found.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_tasks_of_every_kind(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = measured("--tasks", "blimp,arc_easy", "gsm8k", "text", "--data", "text.txt")
+    tasks = found["tasks"]
+    assert list(tasks) == ["blimp", "arc_easy", "gsm8k", "text"]
+    assert tasks["blimp"]["figures"] == {"acc": 1.0} and tasks["blimp"]["items"] == 6
+    assert tasks["arc_easy"]["chance"] == 0.5 and 0 < tasks["text"]["figures"]["bits_per_byte"] < 20
+    assert len(found["model_sha256"]) == 64 and all(len(task["set_sha256"]) == 64 for task in tasks.values())
+    assert found["command"].startswith("python recipes/evaluate.py --checkpoint ") and found["limit"] is None
+    shown = capsys.readouterr().out
+    assert "arc_easy      acc" in shown and "43.5%" in shown and "blimp: another version" in shown
+
+
+def test_finished_tasks_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the second task leaves the first in the file; --resume takes it from there, and no other model's."""
+    run = evaluate.run_task
+    asked: list[int] = []
+
+    def once(*arguments: Any) -> Any:
+        asked.append(1)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return run(*arguments)
+
+    monkeypatch.setattr(evaluate, "run_task", once)
+    with pytest.raises(KeyboardInterrupt):
+        measured("--tasks", "arc_easy,blimp", "--limit", "2")
+    assert list(json.loads(Path("found.json").read_text(encoding="utf-8"))["tasks"]) == ["arc_easy"]
+    found = measured("--tasks", "arc_easy,blimp", "--limit", "2", "--resume")
+    assert len(asked) == 3 and list(found["tasks"]) == ["arc_easy", "blimp"]
+    assert found == measured("--tasks", "arc_easy,blimp", "--limit", "2", "--resume") | {"command": found["command"]}
+    assert len(asked) == 3
+    with pytest.raises(UserError, match="--resume: found.json has figures of another limit"):
+        measured("--tasks", "arc_easy", "--limit", "1", "--resume")
+
+
+@pytest.mark.slow
+def test_what_a_model_has_learned_from_is_refused(folder: Path) -> None:
+    """Its own --data, and that of its base; sets that it has not seen are measured."""
+    shutil.copy("sets/blimp/causative.jsonl", "pairs.txt")  # under another name, and as text
+    pretrain.main(f"{SHAPE} --data pairs.txt text.txt --out base".split())
+    with pytest.raises(UserError, match="--tasks blimp: the model was trained on sets/blimp/causative.jsonl, so its"):
+        measured("--tasks", "blimp", given="base")
+    assert measured("--tasks", "arc_easy", given="base")["tasks"]["arc_easy"]["items"] == 1
+    records = [{"instruction": "Say hello.", "input": "", "output": "hello"}] * 9
+    Path("arc_easy-test.json").write_text(json.dumps(records), encoding="utf-8")
+    sft.main("--base base --data arc_easy-test.json --steps 1 --batch-size 2 --workers 1 --out tuned".split())
+    assert len(checkpoint.load(Path("tuned")).meta["inputs"]) == 1
+    with pytest.raises(UserError, match="--tasks blimp: the model was trained on"):
+        measured("--tasks", "blimp", given="tuned")
+
+
+def test_a_model_that_is_not_causal_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = find_model("bert")
+    opened = type("Opened", (), {"spec": spec, "path": Path("bert"), "meta": {}})()
+    monkeypatch.setattr(evaluate, "open_model", lambda path: opened)
+    with pytest.raises(UserError, match="score causal language models; bert is a bert, which learns masked text"):
+        measured("--tasks", "arc_easy")
+
+
+def test_memory_is_forecast(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    config = SPEC.config.from_dict(SPEC.presets["small"].to_dict())
+    opened: Any = type("Opened", (), {"spec": SPEC, "config": config})()
+    backend = get_backend("numpy", "fp32", workers=1)
+    for free, wanted in ((1 << 34, 2048), (30 << 20, 1024)):
+        monkeypatch.setattr(evaluate, "free_host_memory", lambda free=free: free)
+        assert 128 <= evaluate.tokens_that_fit(opened, backend) <= wanted
+    monkeypatch.setattr(evaluate, "free_host_memory", lambda: 1 << 20)
+    with pytest.raises(UserError, match="scoring 128 tokens needs .* of memory, 1.00 MiB are free; use a"):
+        evaluate.tokens_that_fit(opened, backend)

@@ -1,0 +1,194 @@
+"""Runs of several ranks from the command line: MPI's, and those of --gpus with NCCL on NumPy. Same bits, and faults."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.world import documents
+from tinyforge import checkpoint
+from tinyforge.text import Tokenizer
+from tinyforge.train import metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = "dim=32 layers=2 hidden=64 heads=2 kv_heads=1 context=64 vocab=257"
+BESIDE = Path(sys.executable).with_name("mpirun")
+MPIRUN = str(BESIDE) if BESIDE.exists() else shutil.which("mpirun")
+needs_mpi = pytest.mark.skipif(
+    MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
+    reason="needs mpirun and mpi4py: pip install 'tinyforge[cluster]'",
+)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks end with their parent by Linux's own means")
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "text.txt").write_text("\n".join(documents("train", 150, 0)))
+    Tokenizer([], ["<|endoftext|>"]).save(folder / "tokenizer.json")
+    return folder
+
+
+@pytest.fixture
+def run(inputs: Path, tmp_path: Path) -> Run:
+    """run("mpi", 2, "--zero 1", out="m"): a small pretraining to its end. How: "workers", "mpi" or "gpus"."""
+
+    def start(how: str, ranks: int, flags: str = "", out: str = "run", **variables: str) -> Any:
+        recipe = [sys.executable, str(ROOT / "recipes/pretrain.py")]
+        if how == "mpi":
+            root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+            recipe = [str(MPIRUN), *root, "--oversubscribe", "-n", str(ranks), sys.executable]
+            recipe += [str(ROOT / "tests/parallel/fake_nccl.py"), "pretrain", "--backend", "numpy"]
+            variables["FAKE_GPUS"] = "0"
+        elif how == "gpus":
+            recipe = [sys.executable, str(ROOT / "tests/parallel/fake_nccl.py"), "pretrain", "--gpus", str(ranks)]
+            variables.setdefault("FAKE_GPUS", str(ranks))
+        else:
+            recipe += ["--backend", "numpy", "--workers", str(ranks)]
+        words = f"--out {tmp_path / out} {flags}".split()
+        if "--resume" not in words:
+            words += ["--data", str(inputs / "text.txt"), "--tokenizer", str(inputs / "tokenizer.json"), "--set",
+                      *SHAPE.split(), *"--steps 12 --batch-size 8 --save-every 4 --eval-every 6".split()]  # fmt: skip
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+        return subprocess.run([*recipe, *words], env=environ, capture_output=True, text=True, timeout=120)
+
+    return start
+
+
+def bytes_of(out: Path) -> str:
+    last = checkpoint.latest(out)
+    names = ("model.safetensors", "optimizer.safetensors")
+    return hashlib.sha256(b"".join((last / name).read_bytes() for name in names)).hexdigest()
+
+
+def losses(out: Path) -> list[float]:
+    return [row["loss"] for row in metrics.read(out / "metrics.jsonl") if "loss" in row]
+
+
+def ended_well(done: Any) -> None:
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@needs_mpi
+@pytest.mark.slow
+def test_ranks_of_mpi_learn_what_two_workers_learn(run: Run, tmp_path: Path) -> None:
+    ended_well(run("workers", 2, out="workers"))
+    done = run("mpi", 2, "--zero 1", out="mpi")
+    ended_well(done)
+    assert losses(tmp_path / "mpi") == pytest.approx(losses(tmp_path / "workers"), abs=1e-6)
+    assert done.stdout.count("plan: 12 steps") == 1 and done.stderr.count("12/12") >= 1  # rank 0 alone speaks
+    assert checkpoint.load(tmp_path / "mpi").meta["ranks"] == 2
+
+
+@needs_mpi
+@pytest.mark.slow
+def test_with_shards_the_bits_do_not_depend_on_the_world(run: Run, tmp_path: Path) -> None:
+    flags = "--shards-per-step 2"
+    ended_well(run("workers", 1, flags, out="one"))
+    ended_well(run("mpi", 2, flags + " --zero 1", out="mpi"))
+    ended_well(run("gpus", 2, flags, out="gpus"))
+    wanted = bytes_of(tmp_path / "one")
+    assert bytes_of(tmp_path / "mpi") == wanted and bytes_of(tmp_path / "gpus") == wanted
+    # Begun on two ranks, and from the middle on one.
+    shutil.rmtree(tmp_path / "mpi/step-00000012")
+    moved = run("workers", 1, "--resume", out="mpi")
+    ended_well(moved)
+    assert "resuming at step 8" in moved.stdout and bytes_of(tmp_path / "mpi") == wanted
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_ranks(run: Run, tmp_path: Path) -> None:
+    ended_well(run("gpus", 2, "--zero 1", out="two"))
+    wanted = losses(tmp_path / "two")
+    shutil.rmtree(tmp_path / "two/step-00000012")
+    moved = run("workers", 1, "--resume --zero 0", out="two")
+    ended_well(moved)
+    assert "begun on 2 ranks, going on with 1: the same batches" in moved.stdout
+    assert losses(tmp_path / "two") == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "fault", "flags", "said"),
+    [
+        ("gpus", "1:6:kill", "", "rank 1 on {host} died"),
+        ("gpus", "0:6:kill", "", "rank 0 on {host} was killed by SIGKILL"),
+        ("gpus", "1:6:hang", "--timeout 3", "under way on rank 0 on {host} for 3 s: rank 1 on {host} hangs"),
+        ("gpus", "1:6:raise", "", "rank 1 on {host}: ZeroDivisionError: of this rank"),
+        ("gpus", "1:6:nan", "", "came from weight heads.weight, rank 1 on {host}; the last good checkpoint is"),
+        pytest.param("mpi", "1:6:hang", "--timeout 3", "rank 1 on {host} has not answered for 3 s", marks=needs_mpi),
+        pytest.param("mpi", "1:6:nan", "", "weight heads.weight, rank 1 on {host}", marks=needs_mpi),
+        pytest.param("mpi", "1:6:kill", "", "rank 1", marks=needs_mpi),
+    ],
+)  # fmt: skip
+def test_a_rank_that_fails_ends_all_with_its_name(
+    run: Run, tmp_path: Path, how: str, fault: str, flags: str, said: str
+) -> None:
+    began = time.monotonic()
+    done = run(how, 2, flags, FAULT=fault)
+    assert time.monotonic() - began < 60 and done.returncode != 0
+    assert said.format(host=socket.gethostname()) in done.stderr
+    if how == "gpus":
+        assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+    assert checkpoint.load(tmp_path / "run").meta["step"] == 4
+    ended_well(run(how, 2, "--resume"))
+    assert len(losses(tmp_path / "run")) == 12
+
+
+@pytest.mark.slow
+def test_an_elastic_run_goes_on_with_the_ranks_that_are_left(run: Run, tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    done = run("gpus", 2, "--elastic --shards-per-step 2", FAULT="1:6:kill", FAULT_ONCE=out)
+    ended_well(done)
+    assert "rank 1 on" in done.stderr and "going on with 1 rank, on GPU 0" in done.stderr
+    ended_well(run("workers", 1, "--shards-per-step 2", out="whole"))
+    assert bytes_of(tmp_path / "run") == bytes_of(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_what_cannot_be_is_one_line(run: Run, tmp_path: Path) -> None:
+    """Rank 0 says it, and nothing is left behind."""
+    ended_well(run("gpus", 2, out="taken"))
+    for flags, variables, message in (
+        ("", {"FAKE_GPUS": "1"}, "--gpus is 2, this machine has 1; use at most that"),
+        ("--encoding klingon", {}, "klingon"),
+        ("--out {taken}", {}, "already holds a run; continue it with --resume"),
+    ):  # fmt: skip
+        done = run("gpus", 2, flags.format(taken=tmp_path / "taken"), **variables)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+        assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+        assert not (tmp_path / "run").exists()
+
+
+@needs_mpi
+@pytest.mark.slow
+def test_ranks_that_are_not_alike_are_refused(inputs: Path, tmp_path: Path) -> None:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    recipe = [sys.executable, str(ROOT / "recipes/pretrain.py"), "--backend", "numpy", "--data",
+              str(inputs / "text.txt"), "--tokenizer", str(inputs / "tokenizer.json"), "--set", *SHAPE.split(),
+              "--steps", "2", "--batch-size", "4", "--out", str(tmp_path / "run")]  # fmt: skip
+    other = inputs / "other.txt"
+    other.write_text((inputs / "text.txt").read_text() + "and more")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def said(change: list[str], ranks: str = "1") -> str:
+        words = [str(MPIRUN), *root, "--oversubscribe", "-n", "1", *recipe, ":", "-n", ranks, *recipe, *change]
+        done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120)
+        assert done.returncode != 0 and not list((tmp_path / "run").glob("step-*"))
+        return done.stderr
+
+    assert "has another flag --lr than rank 0: 0.5, not 0.004" in said(["--lr", "0.5"])
+    assert "--batch-size is 4, the run has 3 ranks; use a multiple" in said([], ranks="2")

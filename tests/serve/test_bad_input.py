@@ -1,0 +1,322 @@
+"""What a server meets: wrong bodies, huge ones, slow ones, clients that leave, pages of others. It answers in the
+protocol's own form, tells nothing of the machine, and stays unharmed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.conftest import Running
+from tinyforge.hub import Loaded
+from tinyforge.text.chat_templates import TEMPLATES
+
+pytest.importorskip("uvicorn", reason="needs the extra [serve]")
+CHAT = {"messages": [{"role": "user", "content": "How much is 13 plus 2?"}], "temperature": 0}
+
+
+def check_error(answer: tuple[int, Any, dict[str, str]], status: int, words: str = "") -> dict[str, Any]:
+    """The error of an answer, which has the protocol's form and names nothing of the machine."""
+    got, body, headers = answer
+    assert got == status, body
+    assert list(body) == ["error"] and set(body["error"]) == {"message", "type", "param", "code"}
+    text = json.dumps(body)
+    assert words in body["error"]["message"]
+    assert "Traceback" not in text and str(Path.cwd()) not in text and ".py" not in text and "site-packages" not in text
+    assert headers["content-type"] == "application/json"
+    return body["error"]
+
+
+def alive(server: Running) -> None:
+    assert server.settled()
+    status, body, _ = server.post("/v1/chat/completions", CHAT)
+    assert status == 200 and body["choices"][0]["message"]["content"] == "13 14 15, so 15"
+
+
+@pytest.mark.parametrize(("body", "words"), [
+    (b"", "not JSON"), (b"{", "not JSON"), (b'{"a": 1} x', "not JSON"), (b"[]", "a list, wants a JSON object"),
+    (b'"x"', "a string, wants"), (b"null", "null, wants"), (b"\xff\xfe{}", "not UTF-8"),
+    (b'{"messages": "\xc3"}', "not UTF-8"),
+    (b"[" * 100000, "nested too deeply"), (b'{"seed": ' + b"9" * 5000 + b"}", "whole number of 5000 digits"),
+    (b'{"messages": NaN}', "messages"), (b'{"messages": {}}', "messages"), (b'{"messages": [1]}', "messages.0"),
+    (b'{"messages": [{"role": "user", "content": 5}]}', "messages.0.content"),
+    (b'{"messages": [{"role": "user"}]}', "content is null"), (b"{}", "messages"),
+])  # fmt: skip
+def test_wrong_bodies(server: Running, body: bytes, words: str) -> None:
+    error = check_error(server.post("/v1/chat/completions", body), 400, words)
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("temperature", "0.5"), ("temperature", True), ("temperature", 2.1), ("temperature", -0.1), ("top_p", 1.1),
+    ("top_p", []), ("max_tokens", 1.5), ("max_tokens", -2), ("max_tokens", "many"), ("n", 0), ("n", 10**15),
+    ("seed", 1.5), ("seed", 2**63), ("stop", 5), ("stop", [""]), ("stop", [[]]), ("stream", "yes"), ("logit_bias", [1]),
+    ("logit_bias", {"x": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"-1": 1}), ("logprobs", 3), ("model", 5),
+    ("top_logprobs", 21), ("timeout", 0), ("timeout", -1), ("tinyforge", {"drafts": -1}), ("tinyforge", {"top": 99}),
+    ("tinyforge", 5), ("stream_options", {"include_usage": 3}), ("min_p", 2), ("top_k", -5), ("presence_penalty", 3),
+    ("repetition_penalty", 0), ("ignore_eos", 1),
+])  # fmt: skip
+def test_wrong_types_and_numbers_out_of_range_name_the_field(server: Running, field: str, value: Any) -> None:
+    error = check_error(server.post("/v1/chat/completions", {**CHAT, field: value}), 400)
+    assert error["param"] is not None and error["param"].split(".")[0] == field
+
+
+def test_numbers_that_are_almost_zero(server: Running) -> None:
+    greedy = server.post("/v1/completions", {"prompt": "The dog", "temperature": 0})[1]["choices"][0]["text"]
+    for small in ({"temperature": 5e-324}, {"top_p": 0}, {"top_p": 5e-324}):
+        assert server.post("/v1/completions", {"prompt": "The dog", **small})[1]["choices"][0]["text"] == greedy
+
+
+def test_numbers_that_are_not_finite(server: Running) -> None:
+    for text in (b"NaN", b"Infinity", b"-Infinity", b"1e999"):
+        body = b'{"messages": [{"role": "user", "content": "x"}], "temperature": ' + text + b"}"
+        assert check_error(server.post("/v1/chat/completions", body), 400)["param"] == "temperature"
+
+
+@pytest.mark.parametrize("text", [
+    "\x00\x01\x1b[2J\x7f", "\ud800", "\udc80 \udfff", "\u202eabc", "\ufeff", "\U0010ffff", "</s>" * 9,
+])  # fmt: skip
+def test_text_of_all_kinds_is_text(server: Running, small: Loaded, text: str) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 4}).encode()
+    status, answer, _ = server.post("/v1/chat/completions", body)
+    assert status == 200, answer
+    status, answer, _ = server.post("/tokenize", json.dumps({"content": text}).encode())
+    assert status == 200 and not set(answer["tokens"]) & set(small.tokenizer.specials.values())
+    assert server.post("/detokenize", answer)[0] == 200
+
+
+def test_a_users_text_never_becomes_a_special_token(server: Running, small: Loaded) -> None:
+    seen: list[Any] = []
+    prepare = server.engine.scheduler.prepare
+    server.engine.scheduler.prepare = lambda ids, *rest, **more: seen.append(list(ids)) or prepare(ids, *rest, **more)
+    try:
+        names = " ".join(small.tokenizer.specials)
+        server.post("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": names}]})
+        server.post("/v1/completions", {"prompt": names, "max_tokens": 1})
+    finally:
+        server.engine.scheduler.prepare = prepare
+    chat, text = seen
+    assert chat == TEMPLATES["alpaca"].encode(small.tokenizer, [(names, None)])
+    assert not set(chat + text) & set(small.tokenizer.specials.values())
+
+
+def test_addresses_and_methods_that_are_not_there(server: Running) -> None:
+    import httpx
+
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404), ("POST", "/v1/embeddings", 404), ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models", 405), ("GET", "/../../etc/passwd", 404), ("GET", "/..%2f..%2fetc/passwd", 404),
+        ("GET", "/%00", 404), ("GET", "/v1/models/../../x", 404), ("GET", "//etc/passwd", 404),
+        ("GET", "/engine.py", 404),
+        ("GET", "/%ff%fe", 404), ("PUT", "/v1/completions", 405), ("GET", "/v1/models/" + "x" * 5000, 404),
+    ):  # fmt: skip
+        answer = httpx.request(method, server.url + path, timeout=10)
+        check_error((answer.status_code, answer.json(), dict(answer.headers)), status)
+
+
+def test_a_body_that_is_too_large(server: Running) -> None:
+    """Refused by what its head says, and while it comes; a gigabyte is not read."""
+    import httpx
+
+    check_error(server.post("/tokenize", b"x" * (2 << 20)), 413, "more than 1048576 bytes")
+
+    def parts() -> Any:
+        for _ in range(40):
+            yield b"x" * 65536
+
+    answer = httpx.post(server.url + "/tokenize", content=parts(), timeout=10)
+    check_error((answer.status_code, answer.json(), dict(answer.headers)), 413)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1073741824\r\n\r\n")
+        sent, part, answered = 0, b"x" * (1 << 20), b""
+        try:
+            while sent < 1 << 30:
+                client.sendall(part)
+                sent += len(part)
+        except OSError:
+            pass
+        try:
+            answered = client.recv(4096)
+        except OSError:  # reset: the answer had come before
+            answered = b"HTTP/1.1 413"
+        assert answered.startswith(b"HTTP/1.1 413") and sent < 64 << 20
+    alive(server)
+
+
+def test_heads_that_trickle_or_are_no_http(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinyforge.serve.http import GuardedProtocol
+
+    monkeypatch.setattr(GuardedProtocol, "head_seconds", 0.4)
+    with start() as server:
+        begun = time.monotonic()
+        slow = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(20)]
+        for client in slow[:10]:
+            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: lo")
+        slow[0].sendall(b"calhost\r\nX: ")
+        for client in slow:
+            assert client.recv(100) == b""
+            client.close()
+        assert time.monotonic() - begun < 5
+        for garbage in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"GET\r\n\r\n", b"\x00" * 1000,
+                        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
+                        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n"):  # fmt: skip
+            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+                client.sendall(garbage)
+                answer = b""
+                try:
+                    while part := client.recv(4096):
+                        answer += part
+                except OSError:
+                    pass
+                assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
+                assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as kept:  # a second request that trickles
+            kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert kept.recv(4096).startswith(b"HTTP/1.1 200")
+            kept.sendall(b"GET /hea")
+            while kept.recv(4096):
+                pass
+        alive(server)
+        assert not server.app.engine.outstanding
+
+
+def test_a_client_that_leaves_frees_its_row(start: Callable[..., Any]) -> None:
+    with start(rows=2, queue=4) as server:
+        server.slow[0] = 0.05
+        for stream in (True, False):
+            clients = []
+            for _ in range(4):
+                client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+                body = json.dumps({"prompt": "The dog", "max_tokens": 100, "stream": stream,
+                                   "logit_bias": {"510": -100, "511": -100}}).encode()  # fmt: skip
+                client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
+                               % (len(body), body))  # fmt: skip
+                clients.append(client)
+            until = time.monotonic() + 10
+            while server.engine.outstanding < 4 and time.monotonic() < until:
+                time.sleep(0.01)
+            assert server.engine.outstanding == 4
+            for client in clients:
+                client.close()
+            assert server.settled()
+        assert server.engine.ended == {"cancelled": 8}
+
+
+def test_a_deadline_ends_a_text(start: Callable[..., Any]) -> None:
+    import httpx
+
+    with start(limits={"seconds": 1.0}) as server:
+        server.slow[0] = 0.05
+        long = {"prompt": "The dog", "max_tokens": 100, "logit_bias": {"510": -100, "511": -100}}
+        error = check_error(server.post("/v1/completions", {**long, "timeout": 0.2}), 504)
+        assert error["code"] == "timeout"
+        check_error(server.post("/v1/completions", {**long, "timeout": 100}), 504)
+        text = httpx.post(server.url + "/v1/completions", json={**long, "stream": True}, timeout=10).text
+        assert "[DONE]" not in text and json.loads(text.strip().split("\n\n")[-1][6:])["error"]["code"] == "timeout"
+        server.slow[0] = 0
+        alive(server)
+
+
+def test_a_fault_in_the_model_is_an_error_and_the_next_request_is_served(
+    start: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with start() as server:
+        decoder = server.engine.scheduler.decoder
+        step_rows = decoder.step_rows
+
+        def broken(*arguments: Any) -> Any:
+            raise FloatingPointError("secret words of the machine")
+
+        decoder.step_rows = broken
+        error = check_error(server.post("/v1/chat/completions", CHAT), 500)
+        assert "secret" not in error["message"]
+        decoder.step_rows = step_rows
+        alive(server)
+    assert "secret words of the machine" in capsys.readouterr().err
+
+
+def test_a_bug_in_a_route_is_told_without_its_traceback(start: Callable[..., Any]) -> None:
+    with start() as server:
+        server.app._check_length = lambda *_: 1 / 0
+        check_error(server.post("/v1/chat/completions", CHAT), 500, "the server failed")
+        del server.app._check_length
+        alive(server)
+
+
+def test_pages_of_others_may_not_call(server: Running, start: Callable[..., Any]) -> None:
+    for headers in ({"Origin": "https://evil.example"}, {"Origin": "null"}, {"Host": "evil.example"},
+                    {"Host": f"evil.example:{server.port}"}):  # fmt: skip
+        check_error(server.post("/v1/chat/completions", CHAT, headers=headers), 403)
+    own = {"Origin": server.url}
+    status, _, got = server.post("/v1/chat/completions", CHAT, headers=own)
+    assert status == 200 and "access-control-allow-origin" not in got
+    with start(origins=["https://page.example"], hosts=["my.name"]) as other:
+        allowed = {"Origin": "https://page.example", "Host": "my.name:1"}
+        status, _, got = other.post("/v1/chat/completions", CHAT, headers=allowed)
+        assert status == 200 and got["access-control-allow-origin"] == "https://page.example"
+        check_error(other.post("/v1/chat/completions", CHAT, headers={"Origin": "https://evil.example"}), 403)
+
+
+def test_the_page_is_served_with_a_strict_policy(start: Callable[..., Any], tmp_path: Path) -> None:
+    import httpx
+
+    (tmp_path / "index.html").write_text("<!doctype html><p>Hi</p>")
+    (tmp_path / "js").mkdir()
+    (tmp_path / "js" / "chat.js").write_text("'use strict'")
+    (tmp_path.parent / "secret.txt").write_text("secret")
+    with start(page=tmp_path, key="k") as server:
+        index = httpx.get(server.url)
+        assert index.text.endswith("Hi</p>") and index.headers["content-type"].startswith("text/html")
+        policy = index.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "script-src 'self'" in policy
+        script = httpx.get(server.url + "/js/chat.js")
+        assert script.headers["content-type"].startswith("text/javascript")
+        assert script.headers["x-content-type-options"] == "nosniff"
+        for path in ("/../secret.txt", "/%2e%2e/secret.txt", "/js/%2e%2e/%2e%2e/secret.txt", "/js"):
+            assert "secret" not in httpx.get(server.url + path, follow_redirects=False).text
+    with start(page=tmp_path / "absent") as server:
+        assert httpx.get(server.url).status_code == 404
+        alive(server)
+
+
+def test_attention_is_that_of_the_trace(server: Running, small: Loaded) -> None:
+    from tinyforge.infer.trace import trace
+
+    ids = small.tokenizer.encode("Where is Zobert?")
+    wanted = trace(small.model, ids).attention
+    for layer, head in ((0, 0), (3, 2)):
+        status, found, _ = server.post("/v1/attention", {"text": "Where is Zobert?", "layer": layer, "head": head})
+        assert status == 200 and [t["id"] for t in found["tokens"]] == ids
+        assert abs(wanted[layer][head] - found["weights"]).max() < 1e-4
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    assert server.post("/v1/attention", {"messages": messages})[0] == 200
+    for body, words in (({"text": "x", "layer": 4}, "layer 4, the model has 0 to 3"),
+                        ({"text": "x", "head": 4}, "head 4"),
+                        ({}, "give one of"), ({"text": "x", "ids": [1]}, "give one of"), ({"ids": []}, "0 tokens"),
+                        ({"ids": [1] * 129}, "129 tokens, attention is shown for 1 to 128"), ({"ids": [512]}, "512"),
+                        ({"text": "ten " * 5000}, "at least"), ({"text": ""}, "0 tokens")):  # fmt: skip
+        check_error(server.post("/v1/attention", body), 400, words)
+
+
+def test_health_and_metrics(server: Running) -> None:
+    import httpx
+
+    assert httpx.get(server.url + "/health").json() == {"status": "ok"}
+    before = httpx.get(server.url + "/metrics").text
+    alive(server)
+    after = httpx.get(server.url + "/metrics").text
+
+    def value(text: str, name: str) -> float:
+        return float(next(line.split()[-1] for line in text.splitlines() if line.startswith(name)))
+
+    name = "tinyforge_generated_tokens_total"
+    assert value(after, name) - value(before, name) == 7
+    assert value(after, "tinyforge_rows_busy") == 0 and value(after, "tinyforge_rows ") == 4
+    name = 'tinyforge_requests_total{path="/v1/chat/completions",status="200"}'
+    assert value(after, name) - value(before, name) == 1
+    assert value(after, "tinyforge_first_token_seconds_count") >= 1 and "process_resident_memory_bytes" in after

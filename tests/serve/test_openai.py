@@ -1,0 +1,296 @@
+"""The official `openai` client against the server: every documented parameter, streams, errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.serve.conftest import Running
+from tinyforge.hub import Loaded
+from tinyforge.infer import Conversation, Sampling
+from tinyforge.infer.scheduler import Scheduler
+from tinyforge.text.chat_templates import TEMPLATES
+
+openai = pytest.importorskip("openai", reason="needs the extra [dev]")
+GO_ON = {"510": -100, "511": -100}  # what ends a text
+QUESTIONS = ["How much is 13 plus 2?", "Which is larger, 1 or 12?", "What is the opposite of cold?"]
+
+
+def asked(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as found:
+        yield found
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_greedy_reply_is_that_of_the_chat(client: Any, small: Loaded, question: str) -> None:
+    conversation = Conversation(small.model, small.tokenizer, TEMPLATES[small.template])
+    wanted = "".join(conversation.ask(question, Sampling(temperature=0)))
+    whole = client.chat.completions.create(model="small", messages=asked(question), temperature=0)
+    assert whole.choices[0].message.content == wanted and whole.choices[0].finish_reason == "stop"
+    assert whole.choices[0].message.role == "assistant" and whole.object == "chat.completion"
+    usage = whole.usage
+    assert usage.completion_tokens == len(conversation.turns[-1].tokens or ())
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    chunks = list(client.chat.completions.create(model="small", messages=asked(question), temperature=0, stream=True,
+                                                 stream_options={"include_usage": True}))  # fmt: skip
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == wanted
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == usage.total_tokens
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_turns_and_a_system_prompt_are_laid_out_by_the_template(client: Any, small: Loaded) -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."}, *asked("How much is 1 plus 2?"),
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": [{"type": "text", "text": "How much is "}, {"type": "text", "text": "2 plus 2?"}]},
+    ]  # fmt: skip
+    reply = client.chat.completions.create(model="small", messages=messages, temperature=0)
+    turns = [("How much is 1 plus 2?", "3"), ("How much is 2 plus 2?", None)]
+    ids = TEMPLATES["alpaca"].encode(small.tokenizer, turns, "Be brief.")
+    assert reply.usage.prompt_tokens == len(ids)
+    scheduler = Scheduler(small.model, 2)
+    request = scheduler.submit(ids, Sampling(temperature=0), TEMPLATES["alpaca"].stop_ids(small.tokenizer))
+    while request.reason is None:
+        scheduler.step()
+    assert reply.choices[0].message.content == small.tokenizer.decode(request.tokens)
+
+
+def test_a_seed_gives_the_same_text_and_n_gives_those_of_the_seeds_after_it(client: Any) -> None:
+    def texts(**more: Any) -> list[str]:
+        found = client.completions.create(model="small", prompt="Once upon a time", max_tokens=30, temperature=1.5,
+                                          **more)  # fmt: skip
+        return [choice.text for choice in found.choices]
+
+    several = texts(seed=7, n=3)
+    assert several == texts(seed=7, n=3) and len(set(several)) == 3
+    assert [texts(seed=7 + i)[0] for i in range(3)] == several
+    assert texts(seed=-7) == texts(seed=-7)
+    assert len({texts()[0] for _ in range(3)}) > 1  # without a seed, another text each time
+    streamed = ["", "", ""]
+    for chunk in client.completions.create(model="small", prompt="Once upon a time", max_tokens=30, temperature=1.5,
+                                           seed=7, n=3, stream=True):  # fmt: skip
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == several
+
+
+def test_stop_strings_end_a_text_and_are_not_in_it(client: Any) -> None:
+    given = {"model": "small", "prompt": "The dog", "max_tokens": 60, "temperature": 0, "logit_bias": GO_ON}
+
+    def text(**more: Any) -> Any:
+        return client.completions.create(**given, **more).choices[0]
+
+    whole = text()
+    assert whole.finish_reason == "length" and len(whole.text) > 20
+    middle = whole.text[8:12]
+    cut = text(stop=middle)
+    assert cut.text == whole.text[: whole.text.index(middle)] and cut.finish_reason == "stop"
+    assert text(stop=["no such text", middle]).text == cut.text
+    pieces = client.completions.create(**given, stop=[middle], stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == cut.text
+
+
+def test_log_probabilities_of_a_chat(client: Any) -> None:
+    def logprobs(**more: Any) -> list[Any]:
+        reply = client.chat.completions.create(model="small", messages=asked(QUESTIONS[0]), temperature=0,
+                                               logprobs=True, **more)  # fmt: skip
+        return reply.choices[0].logprobs.content
+
+    found = logprobs(top_logprobs=4)
+    for token in found:
+        assert token.logprob <= 0 and bytes(token.bytes).decode() == token.token
+        assert [t.logprob for t in token.top_logprobs] == sorted((t.logprob for t in token.top_logprobs), reverse=True)
+        assert len(token.top_logprobs) == 4 and token.top_logprobs[0].token == token.token  # it was greedy
+        assert sum(math.exp(t.logprob) for t in token.top_logprobs) <= 1 + 1e-9
+    assert [t.logprob for t in logprobs()] == [t.logprob for t in found] and not logprobs()[0].top_logprobs
+    streamed = []
+    for chunk in client.chat.completions.create(model="small", messages=asked(QUESTIONS[0]), temperature=0,
+                                                logprobs=True, top_logprobs=4, stream=True):  # fmt: skip
+        streamed += chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
+    assert streamed == found
+
+
+def test_log_probabilities_and_echo_of_a_completion(client: Any) -> None:
+    given = {"model": "small", "prompt": "The dog", "max_tokens": 9, "temperature": 0, "logit_bias": GO_ON}
+    found = client.completions.create(**given, logprobs=2).choices[0]
+    logprobs = found.logprobs
+    assert "".join(logprobs.tokens) == found.text and len(logprobs.token_logprobs) == 9
+    assert all(len(top) == 2 and max(top.values()) >= p
+               for top, p in zip(logprobs.top_logprobs, logprobs.token_logprobs, strict=True))  # fmt: skip
+    assert all(found.text[at:].startswith(t) for at, t in zip(logprobs.text_offset, logprobs.tokens, strict=True))
+    echoed = client.completions.create(**given, echo=True)
+    assert echoed.choices[0].text == "The dog" + found.text
+
+
+def test_prompts_may_be_several_texts_or_ids(client: Any, small: Loaded) -> None:
+    def texts(prompt: Any) -> list[str]:
+        found = client.completions.create(model="small", prompt=prompt, max_tokens=8, temperature=0)
+        assert [choice.index for choice in found.choices] == list(range(len(found.choices)))
+        return [choice.text for choice in found.choices]
+
+    one, two = texts("The dog"), texts("The cat")
+    assert texts(["The dog", "The cat"]) == one + two
+    ids = small.tokenizer.encode("The dog")
+    assert texts(ids) == one and texts([ids, small.tokenizer.encode("The cat")]) == one + two
+
+
+def test_a_prompt_that_begins_as_another_one_did_is_partly_cached(client: Any) -> None:
+    def cached(ends: str) -> int:
+        found = client.completions.create(model="small", prompt=list(range(100)) + [len(ends)], max_tokens=1)
+        return found.usage.prompt_tokens_details.cached_tokens
+
+    assert [cached(""), cached("x")] == [0, 64]
+
+
+@pytest.mark.slow
+def test_what_changes_the_draw(client: Any, small: Loaded) -> None:
+    """Each against the same text drawn by a session's rules, in a scheduler of its own."""
+    ids, extra = small.tokenizer.encode("The dog"), small.tokenizer.encode(" is")[0]
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"temperature": 0.5}, {"temperature": 0.5}),
+        ({}, {"temperature": 1.0}),
+        ({"top_p": 0.5}, {"top_p": 0.5}),
+        ({"extra_body": {"top_k": 3}}, {"top_k": 3}),
+        ({"extra_body": {"min_p": 0.2}}, {"min_p": 0.2}),
+        ({"extra_body": {"repetition_penalty": 1.5}}, {"repetition_penalty": 1.5}),
+        ({"presence_penalty": 1.5}, {"presence_penalty": 1.5}),
+        ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0}),
+        ({"logit_bias": {**GO_ON, str(extra): 8}}, {"logit_bias": ((510, -100.0), (511, -100.0), (extra, 8.0))}),
+        ({"extra_body": {"tinyforge": {"drafts": 3}}}, {"drafts": 3}),
+    ]
+    texts = set()
+    for given, wanted in cases:
+        scheduler = Scheduler(small.model, 2)
+        plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "drafts": 0, "max_tokens": 40, "seed": 3,
+                 "logit_bias": ((510, -100.0), (511, -100.0))}  # fmt: skip
+        request = scheduler.submit(ids, Sampling(**{**plain, **wanted}), TEMPLATES["alpaca"].stop_ids(small.tokenizer))
+        while request.reason is None:
+            scheduler.step()
+        plain = {"model": "small", "prompt": "The dog", "max_tokens": 40, "seed": 3, "logit_bias": GO_ON}
+        found = client.completions.create(**{**plain, **given})
+        assert found.choices[0].text == small.tokenizer.decode(request.tokens), given
+        texts.add(found.choices[0].text)
+    assert len(texts) > 6
+    banned = client.completions.create(model="small", prompt="The dog", max_tokens=20, temperature=0,
+                                       logit_bias={**GO_ON, str(extra): -100})  # fmt: skip
+    assert " is" not in banned.choices[0].text
+
+
+def test_max_tokens(client: Any, small: Loaded) -> None:
+    def length(**more: Any) -> tuple[int, str]:
+        found = client.chat.completions.create(model="small", messages=asked("Tell me of 1 dog."), temperature=0,
+                                               logit_bias=GO_ON, **more)  # fmt: skip
+        return found.usage.completion_tokens, found.choices[0].finish_reason
+
+    room = small.model.config.context - client.chat.completions.create(
+        model="small", messages=asked("Tell me of 1 dog."), max_tokens=1
+    ).usage.prompt_tokens  # fmt: skip
+    assert length(max_tokens=5) == (5, "length") == length(max_completion_tokens=5)
+    assert length() == (room, "length") == length(max_tokens=-1) == length(max_tokens=100000)
+    legacy = client.completions.create(model="small", prompt="The dog", temperature=0, logit_bias=GO_ON)
+    assert legacy.usage.completion_tokens == 16  # as OpenAI has it
+
+
+def test_streamed_text_never_splits_a_character(client: Any, small: Loaded) -> None:
+    """Bytes of all kinds, drawn at random: what is streamed is what all tokens together give."""
+    bias = {str(i): 20 for i in range(256) if small.tokenizer.token_bytes(i) > b"\x7f"}
+    assert len(bias) == 128
+    for seed in range(2):
+        text, data = "", []
+        for chunk in client.completions.create(model="small", prompt="x", max_tokens=60, temperature=2, seed=seed,
+                                               logit_bias=bias, logprobs=0, stream=True,
+                                               extra_body={"tinyforge": {"look_inside": True}}):  # fmt: skip
+            text += chunk.choices[0].text
+            for token in (getattr(chunk.choices[0], "tinyforge", None) or {"tokens": []})["tokens"]:
+                data += token["bytes"]
+        assert text == bytes(data).decode("utf-8", "replace") and any("\x80" <= c < "\ufffd" for c in text)
+
+
+def test_fields_that_openai_has_and_this_server_ignores(client: Any) -> None:
+    reply = client.chat.completions.create(
+        model="small", messages=[{"role": "user", "content": QUESTIONS[0], "name": "Bob"}], temperature=0, user="me",
+        store=False, metadata={"a": "b"}, service_tier="auto", parallel_tool_calls=True, reasoning_effort="low",
+        response_format={"type": "text"}, extra_body={"no_such_field": [1, {"a": None}], "typical_p": 1, "mirostat": 0},
+    )  # fmt: skip
+    assert reply.choices[0].message.content == "13 14 15, so 15"
+
+
+def test_models(client: Any, small: Loaded) -> None:
+    (entry,) = client.models.list().data
+    assert entry.id == "small" and entry == client.models.retrieve("small")
+    assert entry.tinyforge["context"] == 128 and entry.tinyforge["parameters"] == 1053824
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt-4o'") as caught:
+        client.models.retrieve("gpt-4o")
+    assert caught.value.code == "model_not_found"
+
+
+def test_errors_are_the_clients_own(client: Any, start: Callable[..., Any]) -> None:
+    def wrong(kind: type[Exception], match: str, **given: Any) -> Any:
+        with pytest.raises(kind, match=match) as caught:
+            client.chat.completions.create(**{"model": "small", "messages": asked("Hi"), **given})
+        return caught.value
+
+    assert wrong(openai.NotFoundError, "no model 'gpt-4o'", model="gpt-4o").code == "model_not_found"
+    long = wrong(openai.BadRequestError, "context is 128 tokens, and the messages take 227",
+                 messages=asked("ten " * 100))  # fmt: skip
+    assert long.code == "context_length_exceeded" and long.param == "messages"
+    assert "take at least" in str(wrong(openai.BadRequestError, "context", messages=asked("ten " * 10000)))
+    assert wrong(openai.BadRequestError, "temperature", temperature=-1).param == "temperature"
+    for given, match in (
+        ({"n": 9}, "n is 9, this server gives at most 8"), ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "text alone"), ({"top_logprobs": 3}, "wants logprobs"),
+        ({"max_tokens": 0}, "wants at least 1"), ({"logit_bias": {"512": 1}}, "no token id from 0 to 511"),
+        ({"stop": ["a"] * 5}, "stop"), ({"stop": ""}, "stop"), ({"messages": []}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "Hi"}]}, "the user first"),
+        ({"messages": [*asked("Hi"), {"role": "assistant", "content": "Hi"}]}, "wants the user's"),
+        ({"messages": [{"role": "tool", "content": "Hi", "tool_call_id": "1"}]}, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "reads text"),
+    ):  # fmt: skip
+        wrong(openai.BadRequestError, match, **given)
+    for given, match in (({"suffix": "x"}, "suffix"), ({"best_of": 3}, "best_of"), ({"prompt": [513]}, "513"),
+                         ({"prompt": []}, "0 texts"), ({"prompt": ""}, "empty"),
+                         ({"echo": True, "logprobs": 1}, "echo"), ({"prompt": ["a"] * 65}, "65 texts"),
+                         ({"prompt": [[1], [-1]]}, "-1")):  # fmt: skip
+        with pytest.raises(openai.BadRequestError, match=match):
+            client.completions.create(**{"model": "small", "prompt": "x", **given})
+
+
+def test_a_key(start: Callable[..., Any]) -> None:
+    with start(key="right") as server:
+        for key, good in (("right", True), ("wrong", False), ("", False)):
+            with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key or "x", max_retries=0) as client:
+                if good:
+                    assert client.models.list().data[0].id == "small"
+                    continue
+                with pytest.raises(openai.AuthenticationError) as caught:
+                    client.models.list()
+                assert caught.value.code == "invalid_api_key"
+        assert server.post("/tokenize", {"content": "x"})[0] == 401
+        assert server.post("/v1/attention", {"text": "x"}, headers={"Authorization": "Bearer right"})[0] == 200
+
+
+def test_a_full_queue_is_a_rate_limit(start: Callable[..., Any]) -> None:
+    with start(rows=1, queue=1) as server:
+        server.slow[0] = 0.05
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            long = {"model": "small", "prompt": "The dog", "max_tokens": 100, "stream": True, "temperature": 0,
+                    "extra_body": {"ignore_eos": True}}  # fmt: skip
+            streams = [client.completions.create(**long) for _ in range(2)]
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.completions.create(**long)
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+            with pytest.raises(openai.RateLimitError):
+                client.completions.create(**{**long, "stream": False})
+            for stream in streams:
+                stream.close()
+            assert server.settled()
+            assert client.completions.create(model="small", prompt="The dog", max_tokens=2).choices[0].text

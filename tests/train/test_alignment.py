@@ -1,0 +1,270 @@
+"""Preference pairs and rewards: gradients through a small model against finite differences, values by hand, faults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.nanoeuler import Config, NanoEuler
+from tinyforge.backends import Backend, get_backend
+from tinyforge.gradcheck import TOLERANCE, directional_error
+from tinyforge.op import Stash
+from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.objectives import Batch
+from tinyforge.train.policy import GRPO, NORMALISE, OLD, REFERENCE, advantages, policy_batch, reward_figures
+from tinyforge.train.preferences import DPO, IPO, ORPO, Encoded, Pairs, SimPO, reply_rows
+
+FP64 = get_backend("numpy", "fp64", workers=1)
+CONFIG = Config(dim=8, heads=2, kv_heads=1, layers=1, context=9, vocab=11, mtp_heads=2, hidden=6, mtp_weights=(1, 0.5))
+PREFERENCES = [DPO(0.7), DPO(0.7, 0.2), IPO(0.3), SimPO(2.0, 0.0, 0.5), SimPO(1.5, 0.1), ORPO(0.4), ORPO(0.4, 0.1)]
+POLICIES = [GRPO(0.1, 0.2, 0.3, name, 6) for name in NORMALISE] + [GRPO(), GRPO(0.5, 0.3, 0.4)]
+
+
+def model(seed: int = 1) -> NanoEuler:
+    made = NanoEuler(CONFIG, FP64)
+    made.initialise(seed=seed)
+    made.buffer.values *= 4  # far from the start, where all tokens are as likely
+    return made
+
+
+def pairs(count: int, seed: int, net: NanoEuler | None = None) -> Pairs:
+    """Random pairs of unequal lengths. net: the reference."""
+    rng, made = np.random.default_rng(seed), []
+    for _ in range(count):
+        prompt = rng.integers(0, 11, rng.integers(1, 4)).tolist()
+        made.append((*(prompt + rng.integers(0, 11, rng.integers(1, 6)).tolist() for _ in "cr"), len(prompt)))
+    found = Pairs(made, 2, seed)
+    found.reference = found.reference_logps(Sharded(net, FP64).token_nll, 2) if net else None
+    return found
+
+
+def replies(groups: int, size: int, seed: int) -> Batch:
+    """Random replies and rewards, one group's all equal. The old log-probabilities are the model's own and some more:
+    ratios lie on all sides of the clips, and so far from them that no finite difference crosses one."""
+    rng = np.random.default_rng(seed)
+    rows = [(rng.integers(0, 11, 3 + rng.integers(1, 5)).tolist(), 2) for _ in range(groups * size)]
+    ids, targets = reply_rows(rows, 2)
+    rewards = rng.random((groups, size))
+    rewards[0] = 1.0
+    nll = Sharded(model(), FP64).token_nll(Batch(ids, targets))
+    learned = targets[..., 0] >= 0
+    logps = [np.where(learned, -nll + rng.choice([-0.6, -0.1, 0.1, 0.5], nll.shape), 0) for _ in range(2)]
+    return policy_batch(ids, targets, advantages(rewards), logps)
+
+
+def loss_of(net: NanoEuler, batches: list[Batch], objective: Any) -> float:
+    counts = sum(objective.count(b) for b in batches)
+    sums = sum(objective.weigh(net.forward(b.ids, b.targets), b, counts, FP64)[0] for b in batches)
+    return objective.figures(sums, counts)["loss"]
+
+
+def worst_error(objective: Any, batches: list[Batch], right: Any = None) -> float:
+    """The gradient over two unequal micro-batches against finite differences of `right`'s loss, over all parameters."""
+    net, rng = model(), np.random.default_rng(3)
+    counts = sum(objective.count(b) for b in batches)
+    for b in batches:
+        stash = Stash()
+        net.backward(objective.weigh(net.forward(b.ids, b.targets, stash), b, counts, FP64)[1], stash)
+        assert not len(stash)
+    value = right or objective
+    return max(directional_error(lambda: loss_of(net, batches, value), p.value, p.grad, rng) for p in net.params())
+
+
+def pair_batches(objective: DPO) -> list[Batch]:
+    other = model(2) if objective.referenced else None
+    return [pairs(3, 0, other).of(range(3)), pairs(2, 1, other).of(range(2))]
+
+
+REPLIES = [replies(3, 4, 0), replies(2, 4, 1)]
+
+
+@pytest.mark.parametrize("objective", PREFERENCES, ids=repr)
+def test_the_gradient_of_preferences(objective: DPO) -> None:
+    assert worst_error(objective, pair_batches(objective)) < TOLERANCE
+
+
+@pytest.mark.parametrize("objective", POLICIES, ids=repr)
+def test_the_gradient_of_rewards(objective: GRPO) -> None:
+    """Some tokens are clipped, have no gradient, and are counted."""
+    assert worst_error(objective, REPLIES) < TOLERANCE
+    counts = sum(objective.count(b) for b in REPLIES)
+    sums = sum(objective.weigh(model().forward(b.ids, b.targets), b, counts, FP64)[0] for b in REPLIES)
+    found = objective.figures(sums, counts)
+    assert 0.01 < found["clip_ratio/low_mean"] < 0.9 and 0.01 < found["clip_ratio/high_mean"] < 0.9
+
+
+# --- faults
+
+
+@dataclass(frozen=True)
+class NoSmoothing(DPO):
+    """A fault: the gradient knows nothing of label_smoothing."""
+
+    def loss(self, xp: Any, difference: Any) -> tuple[Any, Any]:
+        return super().loss(xp, difference)[0], DPO(self.beta).loss(xp, difference)[1]
+
+
+@dataclass(frozen=True)
+class NoReference(DPO):
+    """A fault: the loss is taken without the reference."""
+
+    def scores(self, xp: Any, logps: Any, lengths: Any, reference: Any) -> tuple[Any, Any]:
+        return super().scores(xp, logps, lengths, 0 * reference)
+
+
+@dataclass(frozen=True)
+class NoLength(SimPO):
+    """A fault: the mean's gradient is taken for the sum's."""
+
+    def scores(self, xp: Any, logps: Any, lengths: Any, reference: Any) -> tuple[Any, Any]:
+        return logps / lengths, xp.ones_like(logps)
+
+
+@dataclass(frozen=True)
+class NoOdds(ORPO):
+    """A fault: the odds' denominator is taken for a constant."""
+
+    def scores(self, xp: Any, logps: Any, lengths: Any, reference: Any) -> tuple[Any, Any]:
+        return super().scores(xp, logps, lengths, reference)[0], 1 / lengths
+
+
+@dataclass(frozen=True)
+class NoNll(ORPO):
+    """A fault: the chosen replies' nll is in the loss and not in its gradient."""
+
+    def weigh(self, nll: Any, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Any, Any]:
+        sums, _ = super().weigh(nll, batch, counts, backend)
+        return sums, DPO.weigh(_WithoutNll(self.beta), nll, batch, counts, backend)[1]
+
+
+@dataclass(frozen=True)
+class _WithoutNll(ORPO):
+    def nll_weight(self, counts: np.ndarray) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "right"),
+    [(NoSmoothing(0.7, 0.2), DPO(0.7, 0.2)), (NoReference(0.7), DPO(0.7)), (NoLength(), SimPO()),
+     (NoOdds(0.4), ORPO(0.4)), (NoNll(0.4), ORPO(0.4))],
+    ids=repr,
+)  # fmt: skip
+def test_a_wrong_gradient_of_preferences_is_found(fault: DPO, right: DPO) -> None:
+    assert worst_error(fault, pair_batches(fault), right) > 1e-4
+
+
+@dataclass(frozen=True)
+class NeverClipped(GRPO):
+    """A fault: clipped tokens keep their gradient."""
+
+    def weigh(self, nll: Any, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Any, Any]:
+        return super().weigh(nll, batch, counts, backend)[0], replace(
+            GRPO(self.beta, normalise=self.normalise, max_tokens=self.max_tokens), low=0.999999, high=1e9
+        ).weigh(nll, batch, counts, backend)[1]
+
+
+@dataclass(frozen=True)
+class OtherKl(GRPO):
+    """A fault: the gradient is that of the estimate log p - log p_ref, k1."""
+
+    def weigh(self, nll: Any, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Any, Any]:
+        sums, dnll = super().weigh(nll, batch, counts, backend)
+        distance = batch.given[REFERENCE] + nll[..., 0]
+        dnll[..., 0] -= self.beta * np.exp(distance) * self._shares(batch.targets[..., 0] >= 0, counts)
+        return sums, dnll
+
+
+@dataclass(frozen=True)
+class OwnCounts(GRPO):
+    """A fault: each micro-batch is divided by its own tokens."""
+
+    def weigh(self, nll: Any, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Any, Any]:
+        return super().weigh(nll, batch, self.count(batch), backend)
+
+
+@pytest.mark.parametrize("fault", [NeverClipped, OtherKl, OwnCounts])
+def test_a_wrong_gradient_of_rewards_is_found(fault: type[GRPO]) -> None:
+    assert worst_error(fault(0.2), REPLIES, GRPO(0.2)) > 1e-4
+
+
+# --- values
+
+
+def test_dpo_by_hand() -> None:
+    """At the reference itself the loss is ln 2, and the implicit rewards are 0."""
+    net = model()
+    batch = pairs(4, 0, net).of(range(4))
+    counts = DPO().count(batch)
+    sums, _ = DPO().weigh(net.forward(batch.ids, batch.targets), batch, counts, FP64)
+    found = DPO().figures(sums, counts)
+    assert found["loss"] == pytest.approx(np.log(2), rel=1e-12)
+    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
+        assert found[name] == pytest.approx(0, abs=1e-12)
+    logps = -Sharded(net, FP64).token_nll(batch).sum(axis=1)
+    assert found["logps/chosen"] == pytest.approx(logps[::2].mean()) != found["logps/rejected"]
+    assert found["logps/rejected"] == pytest.approx(logps[1::2].mean())
+
+
+def test_advantages() -> None:
+    found = advantages(np.array([[1.0, 0, 0, 1], [1, 1, 1, 1]]))
+    deviation = np.std([1, 0, 0, 1], ddof=1)
+    np.testing.assert_allclose(found[0], np.array([0.5, -0.5, -0.5, 0.5]) / (deviation + 1e-4))
+    assert not found[1].any()
+    np.testing.assert_allclose(advantages(np.array([[1.0, 0, 0, 1]]), scale=False), [[0.5, -0.5, -0.5, 0.5]])
+
+
+def test_what_a_rollout_earned() -> None:
+    rewards = np.array([[1.1, 1, 1], [0.1, 0, 1], [1.1, 1, 1], [1.1, 1, 1]])
+    found = reward_figures(rewards, ("correct", "format"), np.array([3, 5, 4, 4]), 2)
+    assert found == pytest.approx({
+        "reward": 0.85, "reward_std": np.std([1.1, 0.1], ddof=1) / 2, "frac_reward_zero_std": 0.5,
+        "rewards/correct": 0.75, "rewards/format": 1.0, "completions/mean_length": 4.0,
+    })  # fmt: skip
+
+
+def test_equal_rewards_have_no_gradient() -> None:
+    batch = replies(1, 4, 0)
+    _, dnll = GRPO().weigh(model().forward(batch.ids, batch.targets), batch, GRPO().count(batch), FP64)
+    assert not dnll.any()
+
+
+def test_own_log_probabilities_need_not_be_given() -> None:
+    net, batch = model(), replies(2, 4, 1)
+    own = -Sharded(net, FP64).token_nll(batch)
+    given = list(batch.given)
+    given[OLD] = given[REFERENCE] = own
+    empty = [given[0], own[:, :0], own[:, :0]]
+    found = [GRPO(0.1).weigh(net.forward(batch.ids, batch.targets), replace(batch, given=tuple(g)),
+                             GRPO(0.1).count(batch), FP64) for g in (given, empty)]  # fmt: skip
+    for first, second in zip(*found, strict=True):
+        np.testing.assert_allclose(first, second, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("objective", [DPO(0.7), ORPO(0.4), GRPO(0.1)], ids=repr)
+def test_ranks_do_not_change_the_gradient(objective: Any, workers: int) -> None:
+    """Pairs and groups stay whole, also where there are fewer of them than ranks."""
+    batches = pair_batches(DPO()) if isinstance(objective, DPO) else REPLIES
+    found = []
+    for count in (1, workers):
+        net = model()
+        totals = Sharded(net, get_backend("numpy", "fp64", count), objective).gradients(batches)
+        found.append((totals.sums.copy(), net.buffer.grads.copy()))
+    for alone, shared in zip(*found, strict=True):
+        np.testing.assert_allclose(shared, alone, rtol=1e-10, atol=1e-14)
+
+
+def test_every_pair_comes_once_an_epoch() -> None:
+    made: list[Encoded] = [([1, 2, n], [1, 2, 10], 2) for n in range(6)]
+    data = Pairs(made, 1, 0, np.arange(12.0).reshape(6, 2))
+    batches = [data.batch(i, 2) for i in range(3)]
+    chosen = [int(b.targets[row, -1, 0]) for b in batches for row in (0, 2)]
+    assert sorted(chosen) == list(range(6))
+    for b in batches:
+        assert [b.given[0][row] for row in (0, 2)] == [2.0 * b.targets[row, -1, 0] for row in (0, 2)]
+        assert b.targets[1::2, -1, 0].tolist() == [10, 10] and b.together == 2
+    again = Pairs(made, 1, 0).batch(1, 2)
+    assert np.array_equal(again.ids, batches[1].ids)

@@ -1,0 +1,58 @@
+"""What the tensor copy engine of a Hopper GPU (TMA) must know of an array: 128 bytes, encoded by the driver.
+
+A kernel takes them by value, as `const __grid_constant__ TensorMap` (ops/hopper.cuh), and copies boxes of the array
+into shared memory with one instruction each. Source: the CUDA driver's manual, "Tensor Map Object Management".
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from tinyforge.kernel import Array
+
+# CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
+_BFLOAT16, _SWIZZLE_128B, _L2_256B = 9, 3, 3
+_WORDS, _ALIGNED = 16, 64
+_MAP = np.dtype((np.void, 8 * _WORDS))
+
+
+def tensor_map(x: Array, box: tuple[int, int, int]) -> np.ndarray:
+    """The map of x, bf16 with three axes and no gaps, for copies of boxes of this shape under the 128-byte swizzle.
+
+    A box has at most 64 numbers in its last axis and 256 in the others. What a box has outside the array becomes 0.
+    """
+    if x.dtype.name != "bfloat16" or x.ndim != 3 or not x.flags.c_contiguous or x.data.ptr % 16 or x.shape[2] % 8:
+        raise ValueError(f"tensor_map: {x.dtype} of shape {x.shape} at {x.data.ptr:#x}, wanted bfloat16 with three "
+                         "axes and no gaps, the last a multiple of 8, at a multiple of 16 bytes")  # fmt: skip
+    return _encoded(x.data.ptr, x.shape, box)
+
+
+@lru_cache(4096)  # weights stay where they are: a map for each is made once
+def _encoded(address: int, shape: tuple[int, int, int], box: tuple[int, int, int]) -> np.ndarray:
+    room = np.zeros(_WORDS + _ALIGNED // 8, np.uint64)
+    skip = -room.ctypes.data % _ALIGNED // 8
+    found = room[skip : skip + _WORDS].view(_MAP)  # of one element, as CuPy passes by value; keeps `room` alive
+    sizes = (ctypes.c_uint64 * 3)(*shape[::-1])
+    strides = (ctypes.c_uint64 * 2)(2 * shape[2], 2 * shape[2] * shape[1])  # bytes; the innermost is 2
+    boxes, steps = (ctypes.c_uint32 * 3)(*box[::-1]), (ctypes.c_uint32 * 3)(1, 1, 1)
+    status = _driver().cuTensorMapEncodeTiled(
+        found.ctypes.data, _BFLOAT16, 3, address, sizes, strides, boxes, steps, 0, _SWIZZLE_128B, _L2_256B, 0
+    )
+    if status:
+        raise RuntimeError(f"cuTensorMapEncodeTiled: CUDA error {status} for shape {shape}, boxes of {box}")
+    return found
+
+
+@cache
+def _driver() -> Any:
+    driver = ctypes.CDLL("libcuda.so.1")
+    integer, pointer = ctypes.c_int, ctypes.c_void_p
+    driver.cuTensorMapEncodeTiled.argtypes = (
+        pointer, integer, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer, integer, integer, integer,
+        integer,
+    )  # fmt: skip
+    return driver

@@ -1,0 +1,74 @@
+"""A live view of training in the browser: curves of all runs, compared; samples, memory, the ledger.
+
+    python -m tinyforge.board                       the runs under runs/, at http://127.0.0.1:8321
+    python -m tinyforge.board runs/pretrain         one run
+    python -m tinyforge.board runs --export report.html      one file to keep or send: no server, no network
+
+It reads metrics.jsonl, samples.jsonl, run.json and scores.json of each run while they grow, and writes nothing there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tinyforge.board.runs import METRICS, Board
+from tinyforge.board.server import Server, exported
+from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.files import write_whole
+from tinyforge.terminal import one_line
+
+PORT = 8321
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        prog="python -m tinyforge.board", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", default="runs", metavar="DIR",
+                        help="a run, or a folder with runs in it (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--export", metavar="FILE", help="write the page with all data into this file, and leave")
+    parser.add_argument("--host", default="127.0.0.1",
+                        help="address to listen on (default: %(default)s, which this machine alone reaches; 0.0.0.0: "
+                        "whoever reaches the machine can read the board)")  # fmt: skip
+    parser.add_argument("--port", type=int, default=PORT, help="port, 0 for any that is free (default: %(default)s)")
+    args = parser.parse_args(argv)
+    folder = Path(args.folder)
+    if not folder.is_dir():
+        raise UserError(f"no folder {folder}; train a model first, e.g. python recipes/pretrain.py, or name the folder "
+                        "of a run")  # fmt: skip
+    if not 0 <= args.port <= 65535:
+        raise UserError(f"--port is {args.port}, wants 0 to 65535")
+    return export(folder, Path(args.export)) if args.export else serve(folder, args.host, args.port)
+
+
+def export(folder: Path, target: Path) -> int:
+    board = Board(folder)
+    page = exported(board)
+    if not board.runs:
+        raise UserError(f"no run in {folder}: no folder there has a {METRICS}; name the folder of a run")
+    try:
+        write_whole(target, page)
+    except OSError as error:
+        raise UserError(f"--export: cannot write {target}: {error.strerror}; choose another file") from error
+    rows = sum(run.count for run in board.runs.values())
+    print(f"wrote {one_line(str(target))}: {len(board.runs)} runs, {rows:,} rows, {len(page) / 1e6:.1f} MB")
+    return 0
+
+
+def serve(folder: Path, host: str, port: int) -> int:
+    try:
+        server = Server(host, port, Board(folder))
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be a host's
+        cause = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot listen on {host}, port {port}: {cause}; choose another --port or --host") from error
+    with server:
+        print(f"board of {one_line(str(folder))} at {server.url}; Ctrl-C ends it", flush=True)
+        server.serve_forever()
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))

@@ -1,0 +1,360 @@
+"""The runs in a folder, read while they grow.
+
+A run is a folder with a metrics.jsonl. `Board.refresh` finds them and reads what was appended since the last look, a
+bounded part at a time. `Run.curve` gives a series in as many points as a screen has, however many rows there are.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinyforge.errors import UserError
+from tinyforge.files import json_value, read_json
+from tinyforge.train.metrics import numbers, read_row, sample
+
+METRICS, SAMPLES, ABOUT, SCORES, LEDGER = "metrics.jsonl", "samples.jsonl", "run.json", "scores.json", "ledger.json"
+CLOCK = ("step", "tokens", "seconds")  # what a curve may be drawn over
+CHUNK = 4 << 20  # bytes of one look at a file
+BATCH = 500  # lines that are parsed at once
+TAIL = 256  # bytes before the place where reading goes on: they show whether it is still the same file
+MOST_RUNS, MOST_DEPTH, MOST_KEYS, MOST_TABLES, MOST_SAMPLES = 500, 4, 400, 64, 1000
+SEARCH = 2.0  # seconds between looks for new runs
+LIVE = 60.0  # seconds since the last line within which a run counts as under way
+
+
+class Appended:
+    """The whole lines of a file that another program appends to, each once.
+
+    A file that was replaced, cut, or written anew since the last look is read again from its start; `anew` counts how
+    often. A last line without its end is left for the next look. done: the last look has reached the end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.offset, self.size, self.anew, self.done = path, 0, 0, 0, True
+        self._tail, self._inode = b"", 0
+
+    def lines(self) -> list[bytes]:
+        """What is new, at most CHUNK bytes of it; nothing where the file cannot be read."""
+        try:
+            with open(self.path, "rb") as file:
+                stat = os.fstat(file.fileno())
+                self.size = stat.st_size
+                if not self._goes_on(file, stat):
+                    self.offset, self._tail, self.anew = 0, b"", self.anew + 1
+                self._inode = stat.st_ino
+                file.seek(self.offset)
+                found = file.read(CHUNK)
+                self.done = len(found) < CHUNK
+        except OSError:
+            self.done = True
+            return []
+        end = found.rfind(b"\n") + 1
+        if not end:
+            if len(found) == CHUNK:  # no row has such a line: go past it
+                self.offset, self._tail = self.offset + CHUNK, found[-TAIL:]
+            return []
+        self.offset += end
+        self._tail = (self._tail + found[:end])[-TAIL:]
+        return found[: end - 1].split(b"\n")
+
+    def _goes_on(self, file: Any, stat: os.stat_result) -> bool:
+        if not self.offset:
+            return True
+        if stat.st_ino != self._inode or stat.st_size < self.offset:
+            return False
+        file.seek(self.offset - len(self._tail))
+        return file.read(len(self._tail)) == self._tail
+
+
+@dataclass
+class Table:
+    """Rows of the same keys, one after the other in one array of doubles."""
+
+    keys: tuple[str, ...]
+    flat: array[float] = field(default_factory=lambda: array("d"))
+
+    seen: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
+
+    def rows(self) -> np.ndarray:
+        """(rows, keys), a copy: an array that NumPy looks at cannot grow."""
+        if self.seen.size != len(self.flat):
+            self.seen = np.array(self.flat, np.float64).reshape(-1, len(self.keys))
+        return self.seen
+
+
+class Run:
+    """One run's figures. version: grows with every change; a page that has seen it needs nothing anew."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name, self.version = folder, name, 0
+        self.file, self.samples_file = Appended(folder / METRICS), Appended(folder / SAMPLES)
+        self.about: dict[str, Any] = {}
+        self.scores: dict[str, Any] = {}
+        self._stamps: dict[str, Any] = {}
+        self._clear()
+        self._clear_samples()
+
+    def _clear(self) -> None:
+        self.tables: dict[tuple[str, ...], Table] = {}
+        self.keys: set[str] = set()
+        self.last: dict[str, float] = {}
+        self.count = self.damaged = self.left_out = 0
+        self._curves: dict[Any, Any] = {}
+
+    def _clear_samples(self) -> None:
+        self.samples: list[dict[str, Any]] = []
+
+    # --- reading
+
+    def refresh(self) -> bool:
+        """Read what is new; whether there may be more at once."""
+        anew, lines = self.file.anew, self.file.lines()
+        if self.file.anew != anew:
+            self._clear()
+            self.version += 1
+        if lines:
+            self._take(lines)
+            self.version += 1
+        anew, lines = self.samples_file.anew, self.samples_file.lines()
+        if self.samples_file.anew != anew:
+            self._clear_samples()
+        if lines:
+            read = (read_row(line, sample) for line in lines)
+            found = [{key: row.get(key) for key in ("step", "tokens", "text")} for row in read if row is not None]
+            self.samples = [*self.samples, *found][-MOST_SAMPLES:]
+            self.version += 1
+        self.about = self._small(ABOUT, self.about)
+        self.scores = self._small(SCORES, self.scores)
+        return not self.file.done or not self.samples_file.done
+
+    def _small(self, name: str, known: dict[str, Any]) -> dict[str, Any]:
+        """A file that is replaced as a whole; {} where it is missing or damaged."""
+        try:
+            stat = (self.folder / name).stat()
+        except OSError:
+            return known and {}
+        stamp = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        if self._stamps.get(name) == stamp:
+            return known
+        self._stamps[name] = stamp
+        self.version += 1
+        try:
+            return finite(read_json(self.folder / name, f"the file {name}", max_bytes=4 << 20))
+        except UserError:
+            return {}
+
+    def _take(self, lines: list[bytes]) -> None:
+        for start in range(0, len(lines), BATCH):
+            for row in self._rows(lines[start : start + BATCH]):
+                self._add(row)
+        self._curves.clear()
+
+    def _rows(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
+        try:
+            rows = json_value(b"[" + b",".join(lines) + b"]")  # one call for all of them: three times as fast
+            if len(rows) != len(lines):
+                raise ValueError
+        except ValueError:
+            rows = [read_row(line, numbers) for line in lines]
+        for row in rows:
+            if numbers(row):
+                yield row
+            else:
+                self.damaged += 1
+
+    def _add(self, row: dict[str, Any]) -> None:
+        keys = tuple(row)
+        table = self.tables.get(keys)
+        if table is None:
+            if len(self.tables) == MOST_TABLES or len(self.keys.union(keys)) > MOST_KEYS:
+                self.left_out += 1
+                return
+            table = self.tables[keys] = Table(keys)
+            self.keys.update(keys)
+        table.flat.extend(row.values())
+        self.count += 1
+        self.last.update(row)
+
+    # --- looking
+
+    def columns(self, key: str) -> np.ndarray:
+        """(4, n): step, tokens, seconds and the key's value, in the order of the steps; finite values alone."""
+        parts = []
+        for table in list(self.tables.values()):
+            if key in table.keys and "step" in table.keys:
+                rows = table.rows()
+                nothing = np.full(len(rows), np.nan)
+                parts.append([rows[:, table.keys.index(k)] if k in table.keys else nothing for k in (*CLOCK, key)])
+        if not parts:
+            return np.empty((4, 0))
+        found = np.concatenate([np.array(part) for part in parts], axis=1)
+        found = found[:, np.isfinite(found[0]) & np.isfinite(found[3])]
+        return found[:, np.argsort(found[0], kind="stable")]
+
+    def curve(
+        self, key: str, smooth: float, points: int, over: str = "step", first: float = -np.inf, last: float = np.inf
+    ) -> dict[str, Any]:
+        """A series as the page draws it, at most about `points` points.
+
+        smooth: 0, or the share of the moving average that stays at each step. over, first, last: of which part. Returns
+        {"step", "tokens", "seconds", "value": lists; "count": how many there are}.
+        """
+        asked = (key, smooth, points, over, first, last)
+        if asked not in self._curves:
+            if len(self._curves) > 200:  # views of a run that does not grow
+                self._curves.clear()
+            found = self._curves.get(key)
+            if found is None:
+                found = self._curves[key] = self.columns(key)
+            if smooth:
+                found = np.vstack([found[:3], smoothed(found[3], smooth)])
+            x = found[CLOCK.index(over)]
+            if first > -np.inf or last < np.inf:  # and a point on either side, so that the line reaches the frame
+                inside = np.flatnonzero((x >= first) & (x <= last))
+                found = found[:, max(0, inside[0] - 1) : inside[-1] + 2] if inside.size else found[:, :0]
+            kept = found[:, extremes(found[3], points)]
+            names = (*CLOCK, "value")
+            self._curves[asked] = {**dict(zip(names, map(_rounded, kept), strict=True)), "count": found.shape[1]}
+        return self._curves[asked]
+
+    def summary(self, now: float) -> dict[str, Any]:
+        """What the list of runs shows."""
+        try:
+            age = now - self.file.path.stat().st_mtime
+        except OSError:
+            age = None
+        share = 1.0 if self.file.done else self.file.offset / max(1, self.file.size)
+        return {
+            "name": self.name, "version": self.version, "rows": self.count, "damaged": self.damaged,
+            "left_out": self.left_out, "read": round(share, 3), "keys": sorted(self.keys - set(CLOCK)),
+            "last": finite(self.last), "age": age, "live": age is not None and age < LIVE and not self.finished(),
+            "about": self.about, "scores": self.scores, "samples": len(self.samples),
+        }  # fmt: skip
+
+    def finished(self) -> bool:
+        """Whether it has taken all its steps."""
+        settings = self.about.get("settings")
+        steps = settings.get("steps") if isinstance(settings, dict) else None
+        return type(steps) is int and self.last.get("step", 0) >= steps
+
+
+class Board:
+    """All runs under a folder. It reads when it is asked: nothing runs while nobody looks. Whoever calls a method or
+    looks at a run holds the lock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lock = folder, threading.Lock()
+        self.runs: dict[str, Run] = {}
+        self.too_many = False
+        self._searched = -math.inf
+
+    def refresh(self, seconds: float = 0.5) -> bool:
+        """Find the runs, and read what is new in each, for about so long; whether there is more to read."""
+        start = time.monotonic()
+        if start - self._searched > SEARCH:
+            found, self._searched = self._find(), start
+            for name in set(self.runs) - set(found):
+                del self.runs[name]
+            for name, folder in found.items():
+                self.runs.setdefault(name, Run(folder, name))
+        more = list(self.runs.values())
+        while more and time.monotonic() - start < seconds:
+            more = [run for run in more if run.refresh()]
+        return bool(more)
+
+    def summary(self) -> dict[str, Any]:
+        """All that the page shows but the curves."""
+        now = time.time()
+        return {"runs": [self.runs[name].summary(now) for name in sorted(self.runs)], "too_many": self.too_many}
+
+    def _find(self) -> dict[str, Path]:
+        found: dict[str, Path] = {}
+        self.too_many = False
+        for root, folders, files in os.walk(self.folder):
+            path = Path(root)
+            inside = path.relative_to(self.folder)
+            deeper = folders if len(inside.parts) < MOST_DEPTH else []
+            folders[:] = sorted(folder for folder in deeper if not folder.startswith((".", "step-")))
+            if METRICS in files:
+                if len(found) == MOST_RUNS:
+                    self.too_many = True
+                    break
+                name = inside.as_posix() if inside.parts else self.folder.resolve().name
+                found[name.encode("utf-8", "replace").decode()] = path
+        return found
+
+    def ledger(self) -> dict[str, Any] | None:
+        """What `python -m tinyforge.gradcheck --json runs/ledger.json` has written; None without it."""
+        try:
+            found = finite(read_json(self.folder / LEDGER, "the ledger", max_bytes=8 << 20))
+        except UserError:
+            return None
+        rows = [row for row in found.get("rows", []) if isinstance(row, dict) and {"op", "name", "error"} <= row.keys()
+                and isinstance(row["error"], int | float)] if isinstance(found.get("rows"), list) else []  # fmt: skip
+        return {"tolerance": found.get("tolerance"), "rows": rows} if rows else None
+
+
+def finite(value: Any) -> Any:
+    """JSON has no infinities, and a browser refuses them: they are null."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def smoothed(values: np.ndarray, keep: float) -> np.ndarray:
+    """The exponential moving average, without its bias to the start:
+
+        s_t = keep s_{t-1} + (1 - keep) x_t,  s_0 = 0;  y_t = s_t / (1 - keep^t)
+
+    In blocks, each of which is a cumulative sum scaled by powers of `keep` that stay far from underflow.
+    """
+    block = max(1, int(-200.0 / np.log(keep)))  # keep^block = e^-200
+    powers = keep ** np.arange(1, min(block, len(values)) + 1)
+    out, before = np.empty(len(values)), 0.0
+    for start in range(0, len(values), block):
+        part = values[start : start + block]
+        p = powers[: len(part)]
+        out[start : start + block] = p * (before + (1 - keep) * np.cumsum(part / p))
+        before = out[start + len(part) - 1]
+    return out / (1 - keep ** np.arange(1, len(values) + 1))
+
+
+def extremes(values: np.ndarray, points: int) -> np.ndarray:
+    """Which of the values to draw, ascending: the smallest and the largest of each of points / 2 stretches of equal
+    length, and the first and the last. No spike is lost, however many values there are."""
+    n, buckets = len(values), max(1, points // 2)
+    if n <= points:
+        return np.arange(n)
+    edges = np.linspace(0, n, buckets + 1).astype(int)
+    width = int(np.diff(edges).max())
+    places = edges[:-1, None] + np.arange(width)
+    inside = places < edges[1:, None]
+    seen = values[np.minimum(places, n - 1)]
+    lowest = np.where(inside, seen, np.inf).argmin(axis=1) + edges[:-1]
+    highest = np.where(inside, seen, -np.inf).argmax(axis=1) + edges[:-1]
+    return np.unique(np.concatenate([[0], lowest, highest, [n - 1]]))
+
+
+def _rounded(values: np.ndarray) -> list[float | None]:
+    """Seven digits, which is more than a screen shows, in few characters; None for what is not finite."""
+    good = np.isfinite(values)
+    safe = np.where(good & (values != 0), values, 1.0)
+    digits = np.clip(6 - np.floor(np.log10(np.abs(safe))), -300, 300)
+    # An integer over, or times, a power of ten: the double nearest to those digits, which prints as no more of them.
+    up, down = 10.0 ** np.maximum(digits, 0), 10.0 ** np.maximum(-digits, 0)
+    found = np.where(values == 0, 0.0, np.round(safe * up / down) * down / up)
+    if good.all() and (np.abs(found) < 2**53).all() and (found == np.round(found)).all():
+        return found.astype(np.int64).tolist()
+    return [value if known else None for value, known in zip(found.tolist(), good.tolist(), strict=True)]

@@ -1,0 +1,220 @@
+"""The board's server, and its page in one file.
+
+Python's own http.server is enough: a few people look at pages of some kilobytes. It listens on this machine alone
+unless it is told otherwise, answers GET alone, and serves files of the page and runs that `Board` has found by
+name: no path that a client sends is opened.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from tinyforge.board.runs import CLOCK, Board, Run
+
+PAGE = Path(__file__).parent / "page"
+JAVASCRIPT = "text/javascript"
+TYPES = {"index.html": "text/html", "board.css": "text/css", "plot.js": JAVASCRIPT, "board.js": JAVASCRIPT}
+POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+          "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")  # fmt: skip
+MOST_POINTS, MOST_CURVES = 5000, 2000
+LEVELS = (0.9, 0.98, 0.995)  # of smoothing, as the page offers them
+POINTS = 1200  # of a curve in an exported page
+MOST_CONNECTIONS = 64
+SECONDS = 20  # that a client may take
+
+
+class BadRequest(Exception):
+    """What a client has sent cannot be answered; the message says why."""
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 32
+
+    def __init__(self, host: str, port: int, board: Board) -> None:
+        self.board = board
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__((host, port), Handler)
+        # A page of another site must not read the board through a name that leads here (DNS rebinding).
+        own = host in ("127.0.0.1", "::1", "localhost")
+        self.names = {"127.0.0.1", "localhost", "[::1]"} if own else None
+
+    @property
+    def url(self) -> str:
+        host = str(self.server_address[0])
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is no news."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "tinyforge", ""
+    timeout = SECONDS
+    wbufsize = -1  # headers and body in one packet: the second would wait 40 ms for the first one's receipt
+
+    def do_GET(self) -> None:
+        try:
+            self._check_host()
+            path, query = urlsplit(self.path).path, parse_qs(urlsplit(self.path).query, max_num_fields=2000)
+            name = path.lstrip("/") or "index.html"
+            if name in TYPES:
+                return self._send(200, (PAGE / name).read_bytes(), TYPES[name])
+            answer = ANSWERS.get(path)
+            if answer is None:
+                return self._send_json(404, {"error": "there is no such page"})
+            with self.server.board.lock:
+                found = answer(self.server.board, query)
+            self._send_json(200, found)
+        except (BadRequest, ValueError) as error:  # ValueError: of urllib, for what is no URL
+            self._send_json(400, {"error": str(error)})
+
+    def _check_host(self) -> None:
+        names, host = self.server.names, self.headers.get("Host", "")
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        if names is not None and name not in names:
+            raise BadRequest("this board answers to localhost alone; start it with --host to open it to others")
+
+    def _send_json(self, status: int, content: Any) -> None:
+        self._send(status, to_json(content).encode(), "application/json")
+
+    def _send(self, status: int, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"), ("Content-Security-Policy", POLICY), ("X-Content-Type-Options", "nosniff"),
+            ("Referrer-Policy", "no-referrer"), ("Cross-Origin-Resource-Policy", "same-origin"),
+        ):  # fmt: skip
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a page that follows a run asks every other second."""
+
+
+# --- answers
+
+
+Query = Mapping[str, Sequence[str]]
+
+
+def runs_of(board: Board, query: Query) -> dict[str, Any]:
+    more = board.refresh()
+    return {**board.summary(), "more": more}
+
+
+def curves_of(board: Board, query: Query) -> dict[str, Any]:
+    """run, key, smooth_key: any number of them; smooth: of the smooth_keys; points; over, from, to: which part."""
+    over = query.get("over", ["step"])[0]
+    if over not in CLOCK:
+        raise BadRequest(f"over wants one of {', '.join(CLOCK)}")
+    points = int(min(max(_number(query, "points", 800), 2), MOST_POINTS))
+    smooth = _number(query, "smooth", 0.0)
+    if not (smooth == 0 or 0.001 <= smooth <= 0.9999):
+        raise BadRequest("smooth wants 0, or a number from 0.001 to 0.9999")
+    part = (over, _number(query, "from", float("-inf")), _number(query, "to", float("inf")))
+    runs = [board.runs[name] for name in query.get("run", []) if name in board.runs]
+    asked = [(key, 0.0) for key in query.get("key", [])] + [(key, smooth) for key in query.get("smooth_key", [])]
+    if len(runs) * len(asked) > MOST_CURVES:
+        raise BadRequest(f"{len(runs)} runs with {len(asked)} curves are too many; choose fewer")
+    return {"curves": [
+        {"run": run.name, "key": key, "smooth": level, **run.curve(key, level, points, *part)}
+        for run in runs for key, level in asked if key in run.keys
+    ]}  # fmt: skip
+
+
+def samples_of(board: Board, query: Query) -> dict[str, Any]:
+    return {"samples": {name: board.runs[name].samples for name in query.get("run", []) if name in board.runs}}
+
+
+def ledger_of(board: Board, query: Query) -> dict[str, Any]:
+    return {"ledger": board.ledger()}
+
+
+ANSWERS = {"/api/runs": runs_of, "/api/curves": curves_of, "/api/samples": samples_of, "/api/ledger": ledger_of}
+
+
+def _number(query: Query, name: str, default: float) -> float:
+    try:
+        found = float(query.get(name, [str(default)])[0])
+    except ValueError:
+        found = float("nan")
+    if found != found:
+        raise BadRequest(f"{name} wants a number")
+    return found
+
+
+def to_json(content: Any) -> str:
+    return json.dumps(content, allow_nan=False, separators=(",", ":"))
+
+
+# --- one file
+
+
+def exported(board: Board) -> str:
+    """The page with its style, its scripts and all data in it. It needs no server and no network, and says so to the
+    browser: its policy names the hashes of its own scripts and style, and allows nothing else."""
+    while board.refresh(60.0):
+        pass
+    data = {
+        **board.summary(), "more": False, "exported": True,
+        "samples": {name: run.samples for name, run in board.runs.items()},
+        "curves": [curve for run in board.runs.values() for curve in _all_curves(run)], "ledger": board.ledger(),
+    }  # fmt: skip
+    style, plot, script = ((PAGE / name).read_text(encoding="utf-8") for name in ("board.css", "plot.js", "board.js"))
+    # A text of a run must not be able to end the element that it stands in.
+    block = to_json(data).replace("<", "\\u003c")
+    policy = (f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(plot)} {_hash(script)}; "
+              "base-uri 'none'; form-action 'none'")  # fmt: skip
+    page = (PAGE / "index.html").read_text(encoding="utf-8")
+    for old, new in (
+        ("<!-- policy -->", f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
+        ('<link rel="stylesheet" href="board.css">', f"<style>{style}</style>"),
+        ('<script src="plot.js"></script>', f"<script>{plot}</script>"),
+        ('<script src="board.js"></script>',
+         f'<script type="application/json" id="exported">{block}</script>\n<script>{script}</script>'),
+    ):  # fmt: skip
+        before, found, after = page.partition(old)
+        assert found, f"index.html lacks {old}"
+        page = before + new + after
+    return page
+
+
+def _all_curves(run: Run) -> list[dict[str, Any]]:
+    """Every key as it is, and what each step has measured smoothed at each level too."""
+    trained = {key for table in run.tables.values() if "lr" in table.keys for key in table.keys}
+    make = partial(run.curve, points=POINTS)
+    return [
+        {"run": run.name, "key": key, "smooth": level, **make(key, level)}
+        for key in sorted(run.keys - set(CLOCK)) for level in ((0.0, *LEVELS) if key in trained else (0.0,))
+    ]  # fmt: skip
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

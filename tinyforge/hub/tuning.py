@@ -1,0 +1,121 @@
+"""What recipes share that go on from a trained model: opening it, building it, asking it, noting where it came from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tinyforge import checkpoint
+from tinyforge.backends import Backend
+from tinyforge.errors import UserError
+from tinyforge.hub import lora
+from tinyforge.hub.opened import Loaded, Opened
+from tinyforge.hub.runs import newest_run, open_model
+from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.decoder import Decoder
+from tinyforge.infer.generation import generate
+from tinyforge.infer.sampling import Sampling
+from tinyforge.parallel.launch import Ranks
+from tinyforge.registry import default_model, find_model
+from tinyforge.report import timed
+from tinyforge.rng import Stream
+from tinyforge.text.chat_templates import render_prompt
+from tinyforge.text.vocabulary import start_ids
+from tinyforge.train.plan import Plan, Split, check_fits
+from tinyforge.train.settings import TuneSettings, open_backend, restarts, sequence_length
+
+S = TypeVar("S", bound=TuneSettings)
+# What is kept of the meta of a model that a run goes on from.
+OF_BASE = (
+    "settings", "step", "elapsed", "data_hash", "corpus", "inputs", "machine", "tokens", "tokens_per_second", "joules",
+)  # fmt: skip
+
+
+def open_start(settings: TuneSettings, resume: bool) -> Opened:
+    """What alignment starts from, and holds on to: --base, else the newest fine-tuned run, else the model that comes
+    with the repository. A run that resumes opens it again: its own weights are in its checkpoint. Raises UserError."""
+    if resume:
+        found = checkpoint.latest(Path(settings.out))
+        meta = checkpoint.read_meta(found)
+        checkpoint.require(found, meta, "reference")
+        about, run = meta["reference"], found.parent
+        path = Path(os.path.normpath(run / str(about.get("base"))))
+        if not path.exists():
+            raise UserError(f"{found}: the model that it started from, {path}, is not there; put it back")
+        base = open_model(path)
+        if base.fingerprint() != about.get("sha256"):
+            raise UserError(f"{found}: {path} is not the model that it started from, its weights differ; put that back")
+        return base
+    start = Path(settings.base) if settings.base else newest_run(("tuned",)) or find_model(default_model()).bundled
+    if start is None:
+        raise UserError("no fine-tuned run under runs/; run python recipes/sft.py first, or give --base DIR")
+    return open_model(start)
+
+
+def build(settings: S, base: Opened, rows: int, ranks: Ranks | None = None) -> tuple[Loaded, Backend, S, Plan]:
+    """The model with its weights, and adapters where they are asked for; says what it is and where it computes. rows:
+    of a batch; UserError where a step does not fit into memory. The plan is that of its memory."""
+    spec, config, adapters = base.spec, base.config, settings.adapters
+    seq_len = sequence_length(config, settings.seq_len)
+    with timed("opening the backend"):
+        backend, settings = open_backend(settings, ranks)
+    plan = check_fits(spec, config, backend, rows, seq_len, settings.recompute, adapters, restarts(settings, spec),
+                      Split.of(settings, ranks.size if ranks else 1))  # fmt: skip
+    with timed("making the model"):
+        loaded = base.build(backend, settings.recompute, adapters)
+        if adapters:
+            loaded.model.buffer.initialise(Stream(settings.seed, "adapters"))
+    model = loaded.model
+    learned = sum(p.size for p in model.buffer.params)
+    print(f"base: {loaded.path}, {spec.name}, {model.buffer.count - learned if adapters else learned:,} parameters")
+    if adapters:
+        names = dict.fromkeys(name.rpartition(".")[2] for name in model.adapters)
+        print(f"adapters: rank {adapters.rank}, alpha {adapters.alpha:g}, on {', '.join(names)}: {learned:,} "
+              "parameters are learned, the base is frozen")  # fmt: skip
+    print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
+    return loaded, backend, settings, plan
+
+
+def about(loaded: Loaded, base: Opened, backend: Backend, settings: TuneSettings) -> dict[str, Any]:
+    """What a run's checkpoints note of the model and of the one it started from: see `Task.meta`."""
+    model = loaded.model
+    noted: dict[str, Any] = {
+        "model": base.spec.name, "config": base.config.to_dict(), "tokenizer_hash": loaded.tokenizer.hash(),
+        "machine": backend.describe(),
+    }  # fmt: skip
+    if settings.adapters:
+        learned = sum(p.size for p in model.buffer.params)
+        noted["lora"] = lora.describe(settings.adapters, base, model.buffer.count - learned, Path(settings.out))
+    return noted
+
+
+def history(base: Opened, out: Path, inputs: Sequence[str]) -> dict[str, Any]:
+    """Of a run of alignment: the model it started from, by its path from the run's and its hash; the pretraining; what
+    came between; and the hashes of all files that were learned from, its own `inputs` among them."""
+    kept = {key: base.meta[key] for key in OF_BASE if key in base.meta}
+    noted = {
+        "reference": {"base": os.path.relpath(base.path, out), "sha256": base.fingerprint()},
+        "inputs": [*inputs, *base.meta.get("inputs", ())],
+    }  # fmt: skip
+    if "base" not in base.meta:
+        return {**noted, "base": kept}
+    stages = [*base.meta.get("stages", ()), {"kind": base.meta["kind"], **kept}]
+    return {**noted, "base": base.meta["base"], "stages": stages}
+
+
+def prompt_ids(loaded: Loaded, instruction: str, input: str) -> list[int]:
+    """The ids of a prompt in Alpaca's form."""
+    return start_ids(loaded.tokenizer) + loaded.tokenizer.encode(render_prompt(instruction, input))
+
+
+def answer(loaded: Loaded, instruction: str, input: str, max_tokens: int = 40, decoder: Decoder | None = None) -> str:
+    """The greedy reply; empty if the prompt leaves no room for one."""
+    tokenizer, prompt = loaded.tokenizer, prompt_ids(loaded, instruction, input)
+    if len(prompt) >= loaded.model.config.context:
+        return ""
+    stop = frozenset(tokenizer.specials.values())
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
+    decoder = decoder or make_decoder(loaded.model, spare_memory=True)
+    return tokenizer.decode(generate(loaded.model, prompt, sampling, stop, decoder))

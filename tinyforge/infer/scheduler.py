@@ -1,0 +1,415 @@
+"""Continuous batching: requests come and go while a decoder's rows go on, each as if it were alone.
+
+    scheduler = Scheduler(model, rows=64)
+    request = scheduler.submit(prompt, Sampling(seed=1), stop)
+    while scheduler.busy:
+        for request, new in scheduler.step(): ...       # new: the tokens since the last time
+
+A step admits waiting requests to free rows, computes some pieces of their prompts, and then a block of tokens of every
+row that is ready: one token on a CPU, up to BLOCK where the decoder draws tokens itself. Rows are freed between blocks.
+
+A request's text depends on its prompt, its sampling and its seed alone, to the last bit, whatever happens beside it:
+
+- A prompt is computed in pieces of `Decoder.piece` positions, and what is less than two of them in one more; its last
+  token is the first pass's. So the shape of each product is the prompt's own, whatever comes between two pieces.
+- Prompts share whole pieces: what is saved of one prompt's piece is what another one would compute, bit for bit.
+- `Decoder.step_rows` gives a row the same bits beside any others. Rows that speculate take passes of their own.
+- Numbers are drawn from the request's own stream. Whether a decoder draws itself is the request's choice of sampling.
+
+Nothing here knows of threads or of time but `deadline`, which is compared with `clock`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from tinyforge.errors import UserError
+from tinyforge.infer.causal_lm import CausalLM
+from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.decoder import Decoder
+from tinyforge.infer.sampling import Sampling, choose, log_probability, penalise, uniforms
+from tinyforge.infer.session import Stats, check_prompt, checked_ids
+from tinyforge.infer.speculation import propose, verify
+from tinyforge.rng import Stream
+
+BLOCK = 64
+"""Tokens of every row between two looks at what waits, where the decoder draws them itself."""
+HOST_PASSES = 8
+"""Passes for the rows that are drawn here, after each block of those that the decoder draws."""
+PREFIX_BYTES = 256 << 20
+"""Of prompts' pieces that are kept for other prompts, at most."""
+
+Reason = Literal["stop", "length", "cancelled", "deadline"]
+
+
+class QueueFull(Exception):
+    """More requests wait than the scheduler takes."""
+
+
+class Refused(NamedTuple):
+    """A token that a head proposed for a place, where another one came."""
+
+    head: int
+    id: int
+
+
+class Made(NamedTuple):
+    """A token that was generated. logprob: log p of it under the model, where asked for; others: the most likely tokens
+    there, best first, with theirs. head: 0, or the head whose draft it is."""
+
+    id: int
+    logprob: float | None = None
+    others: tuple[tuple[int, float], ...] = ()
+    head: int = 0
+    refused: Refused | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """What is asked of a `Scheduler`, and how far it is.
+
+    accept: called with new tokens; None for all of them, or a number to end the text after so many. alternatives: how
+    many `others` each token is to have. deadline: of `Scheduler.clock`. reason: why it has ended, None before. text:
+    prompt and tokens. stats: as of a session, without times; first_token: when it came, by the clock.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    stop: frozenset[int]
+    alternatives: int
+    deadline: float | None
+    accept: Callable[[Sequence[Made]], int | None] | None
+    text: list[int] = field(default_factory=list)
+    reason: Reason | None = None
+    stats: Stats = field(default_factory=Stats)
+    submitted: float = 0.0
+    first_token: float | None = None
+    budget: int = 0
+    row: int | None = None
+    numbers: Iterator[float] = field(default_factory=lambda: iter(()))
+    drafts: list[int] = field(default_factory=list)
+    proposed: np.ndarray | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.text[len(self.prompt) :]
+
+
+class Scheduler:
+    """Rows of one decoder, and the requests that wait for one.
+
+    rows: texts that grow side by side. queue: requests that may wait beside them. decoder: one that was made before,
+    with `rows` rows. prefix_bytes: memory for pieces of prompts.
+    """
+
+    def __init__(
+        self, model: CausalLM, rows: int, *, capacity: int | None = None, queue: int = 256,
+        prefix_bytes: int = PREFIX_BYTES, decoder: Decoder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        # A decoder of one row may be of another kind than that of many, with other bits.
+        self.decoder = decoder or make_decoder(model, max(2, rows), capacity)
+        self.rows, self.queue, self.clock = rows, queue, clock
+        self.decoder.rewind([0] * self.decoder.batch)
+        self.waiting: deque[Request] = deque()
+        self.filling: deque[Request] = deque()  # their prompts are being computed, the first one first
+        self.running: dict[int, Request] = {}  # by row
+        self.free = list(range(rows))
+        self.prefixes = Prefixes(prefix_bytes if self.decoder.can_save else 0)
+        self._ended: list[Request] = []  # without having had a token in this step
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts that a request may have; none where the decoder draws tokens itself."""
+        return 0 if self.decoder.draws(Sampling()) else self.decoder.most_drafts
+
+    # --- requests
+
+    def submit(
+        self, prompt: Iterable[int], sampling: Sampling, stop: frozenset[int] = frozenset(), *, alternatives: int = 0,
+        deadline: float | None = None, accept: Callable[[Sequence[Made]], int | None] | None = None,
+    ) -> Request:  # fmt: skip
+        """A request in the queue. UserError for a prompt that the model cannot take, `QueueFull`."""
+        request = self.prepare(prompt, sampling, stop, alternatives=alternatives, deadline=deadline, accept=accept)
+        self.enqueue([request])
+        return request
+
+    def prepare(
+        self, prompt: Iterable[int], sampling: Sampling, stop: frozenset[int] = frozenset(), *, alternatives: int = 0,
+        deadline: float | None = None, accept: Callable[[Sequence[Made]], int | None] | None = None,
+    ) -> Request:  # fmt: skip
+        """A request that is checked, and is not in the queue yet."""
+        config = self.decoder.config
+        ids = tuple(checked_ids(prompt, config.vocab))
+        check_prompt(ids, self.decoder.capacity)
+        checked_ids((token for token, _ in sampling.logit_bias), config.vocab)
+        if alternatives and not sampling.logprobs:
+            raise UserError("alternatives are asked for without log-probabilities; ask for logprobs too")
+        drafts = min(sampling.drafts, self.most_drafts)
+        return Request(
+            ids, replace(sampling, drafts=drafts), stop, min(alternatives, config.vocab), deadline, accept, list(ids),
+            budget=min(sampling.max_tokens, self.decoder.capacity - len(ids)), numbers=uniforms(sampling.seed),
+        )  # fmt: skip
+
+    def enqueue(self, requests: Sequence[Request], bounded: bool = True) -> None:
+        """Let requests wait for rows, all of them or, with `QueueFull`, none. bounded: else the caller counts them."""
+        if bounded and len(self.waiting) + len(requests) > self.queue + len(self.free):
+            raise QueueFull(f"{len(self.waiting)} requests wait, and {self.queue} may")
+        for request in requests:
+            request.submitted = request.submitted or self.clock()
+            self.waiting.append(request)
+
+    def cancel(self, request: Request, reason: Reason = "cancelled") -> None:
+        """End a request. What it has made stays in it."""
+        if request.reason is None:
+            self._end(request, reason)
+
+    def cancel_all(self, reason: Reason = "cancelled") -> None:
+        for request in [*self.waiting, *self.filling, *self.running.values()]:
+            self.cancel(request, reason)
+
+    def reset(self) -> None:
+        """Forget all requests, also after an exception in `step`."""
+        self.waiting.clear()
+        self.filling.clear()
+        self.running.clear()
+        self._ended.clear()
+        self.decoder.rewind([0] * self.decoder.batch)
+        self.free = list(range(self.rows))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.filling or self.running or self._ended)
+
+    # --- a step
+
+    def step(self) -> list[tuple[Request, list[Made]]]:
+        """Admit, compute pieces of prompts, and a block of tokens; what each request got, and those that have ended."""
+        now = self.clock()
+        for request in [*self.waiting, *self.filling, *self.running.values()]:
+            if request.deadline is not None and now >= request.deadline:
+                self._end(request, "deadline")
+        while self.free and self.waiting:
+            request = self.waiting.popleft()
+            request.row = self.free.pop(0)
+            self.filling.append(request)
+        self._fill()
+        found = self._from_device()
+        for _ in range(HOST_PASSES if found else 1):
+            found += self._from_host()
+        ended, self._ended = self._ended, []
+        with_tokens = {id(request) for request, _ in found}
+        return found + [(request, []) for request in ended if id(request) not in with_tokens]
+
+    def _fill(self) -> None:
+        """Compute pieces of prompts: about as many positions as the running rows take tokens, at least one piece."""
+        room = max(self.decoder.piece, 2 * len(self.running))
+        while self.filling and room > 0:
+            request = self.filling[0]
+            room -= self._fill_piece(request)
+            if self._held(request) == len(request.prompt) - 1:
+                self.filling.popleft()
+                assert request.row is not None
+                self.running[request.row] = request
+
+    def _held(self, request: Request) -> int:
+        assert request.row is not None
+        return self.decoder.lengths[request.row]
+
+    def _fill_piece(self, request: Request) -> int:
+        """One piece of a prompt, from another's cache or computed; returns how many positions were computed."""
+        decoder, row, size = self.decoder, request.row, self.decoder.piece
+        assert row is not None
+        start, end = decoder.lengths[row], len(request.prompt) - 1
+        whole = end - start >= 2 * size
+        piece = request.prompt[start : start + size if whole else end]
+        key = self.prefixes.key(request.prompt[: start + size]) if whole and self.prefixes.most_bytes else b""
+        saved = self.prefixes.get(key) if key else None
+        if saved is not None:
+            decoder.restore(row, saved, start + size)
+            request.stats.reused += size
+            return 0
+        decoder.prefill(row, piece)
+        request.stats.prefilled += len(piece)
+        if key:
+            self.prefixes.put(key, decoder.saved(row, start))
+        return len(piece)
+
+    def _from_device(self) -> list[tuple[Request, list[Made]]]:
+        """A block of tokens of the rows for which the decoder draws, those with the same sampling together."""
+        decoder, found = self.decoder, []
+        drawn = [r for r in self.running.values() if decoder.draws(r.sampling)]
+        for _, group in _grouped(drawn, _kind):
+            # The others compute as well, what nobody reads; they are set back to where they were.
+            lengths, batch = list(decoder.lengths), decoder.batch
+            last, streams = [0] * batch, [Stream(0)] * batch
+            for request in group:
+                assert request.row is not None
+                last[request.row] = request.text[-1]
+                made = len(request.text) - len(request.prompt)
+                streams[request.row] = Stream(request.sampling.seed, "sample", made)
+            count = min(BLOCK, max(r.budget for r in group))
+            blocks = [block.ids for block in decoder.stream(last, group[0].sampling, streams, count)]
+            ids = np.concatenate(blocks, axis=1)
+            for request in group:
+                assert request.row is not None
+                lengths[request.row] += ids.shape[1]
+            decoder.rewind([min(new, held) for new, held in zip(lengths, decoder.lengths, strict=True)])
+            for request in group:
+                request.stats.passes += ids.shape[1]
+                found.append((request, self._take(request, list(map(Made, ids[request.row].tolist())))))
+        return found
+
+    def _from_host(self) -> list[tuple[Request, list[Made]]]:
+        """A token of each other row, or as many as a pass with drafts gives."""
+        found: list[tuple[Request, list[Made]]] = []
+        running = [r for _, r in sorted(self.running.items()) if not self.decoder.draws(r.sampling)]
+        for (drafts, heads), group in _grouped(running, lambda r: (len(r.drafts), r.sampling.drafts + 1)):
+            rows = [r.row for r in group if r.row is not None]
+            logits = self.decoder.step_rows(rows, [[r.text[-1], *r.drafts] for r in group], heads)
+            for request in group:
+                request.stats.passes += 1
+            if heads == 1 and not drafts:
+                new = self._plain(group, logits[:, 0, 0])
+            else:
+                new = [self._speculated(r, logits[i]) for i, r in enumerate(group)]
+            found += [(request, self._take(request, made)) for request, made in zip(group, new, strict=True)]
+        return found
+
+    def _plain(self, group: Sequence[Request], logits: np.ndarray) -> list[list[Made]]:
+        """A token for each row from its logits, (rows, V)."""
+        chosen: list[int] = [0] * len(group)
+        for _, part in _grouped(list(enumerate(group)), lambda entry: _kind(entry[1])):
+            places, requests = zip(*part, strict=True)
+            z = logits[list(places)]
+            if requests[0].sampling.changes_logits:
+                z = np.stack([penalise(row, r.sampling, r.text, r.tokens)
+                              for row, r in zip(z, requests, strict=True)])  # fmt: skip
+            sampling = requests[0].sampling
+            numbers = [0.0 if sampling.temperature == 0 else next(r.numbers) for r in requests]
+            for place, token in zip(places, choose(z, sampling, numbers), strict=True):
+                chosen[place] = token
+        return [[_told(r, logits[i], chosen[i])] for i, r in enumerate(group)]
+
+    def _speculated(self, request: Request, logits: np.ndarray) -> list[Made]:
+        """The tokens of a pass over a row's last token and its drafts, (1 + drafts, heads, V), and the next drafts."""
+        r, prompt = request, len(request.prompt)
+        new = verify(logits[:, 0], r.drafts, r.proposed, r.sampling, r.numbers, r.text, prompt)
+        right, offered = len(new) - 1, r.drafts
+        r.stats.count(len(offered), right)
+        made = [_told(r, logits[i, 0], token, head=i + 1 if i < right else 0) for i, token in enumerate(new)]
+        if right < len(offered):
+            made[-1] = made[-1]._replace(refused=Refused(right + 1, offered[right]))
+        ahead = max(0, min(r.sampling.drafts, r.budget - len(new) - 1))
+        r.drafts, r.proposed = [], None
+        if ahead:
+            r.drafts, r.proposed = propose(logits[right, 1 : 1 + ahead], r.sampling, r.numbers, r.text + new, prompt)
+        assert r.row is not None
+        self.decoder.rewind_row(r.row, len(r.text) + right)
+        return made
+
+    # --- ends
+
+    def _take(self, request: Request, made: list[Made]) -> list[Made]:
+        """New tokens into the request's text, up to a stop or the budget; returns those that are in it."""
+        r = request
+        if r.first_token is None:
+            r.first_token = self.clock()
+        reason: Reason | None = None
+        ids = [token.id for token in made]
+        if not r.stop.isdisjoint(ids):
+            stopped = next(i for i, token in enumerate(ids) if token in r.stop)
+            made, reason = made[:stopped], "stop"
+        if len(made) >= r.budget:
+            made, reason = made[: r.budget], reason if len(made) < r.budget else "length"
+        if made and r.accept is not None and (taken := r.accept(made)) is not None:
+            made, reason = made[:taken], "stop"
+        r.text += ids[: len(made)]
+        r.budget -= len(made)
+        r.stats.tokens += len(made)
+        if reason is not None:
+            self._end(r, reason)
+        return made
+
+    def _end(self, request: Request, reason: Reason) -> None:
+        request.reason = reason
+        self._ended.append(request)
+        if request.row is None:
+            self.waiting.remove(request)
+            return
+        if self.running.pop(request.row, None) is None:
+            self.filling.remove(request)
+        self.decoder.rewind_row(request.row, 0)
+        self.free.append(request.row)
+        self.free.sort()  # low rows first: neighbours are computed together
+        request.row = None
+
+
+class Prefixes:
+    """Pieces of prompts' caches by the prompt up to their end; those that were not used for longest go first."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.bytes = most_bytes, 0
+        self._pieces: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
+
+    @staticmethod
+    def key(ids: Sequence[int]) -> bytes:
+        return hashlib.sha256(np.array(ids, np.int64).tobytes()).digest()
+
+    def get(self, key: bytes) -> Any:
+        found = self._pieces.get(key)
+        if found is None:
+            return None
+        self._pieces.move_to_end(key)
+        return found[0]
+
+    def put(self, key: bytes, saved: Any) -> None:
+        size = _bytes_of(saved)
+        self._pieces[key] = saved, size
+        self.bytes += size
+        while self.bytes > self.most_bytes:
+            _, (_, gone) = self._pieces.popitem(last=False)
+            self.bytes -= gone
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+
+def _bytes_of(saved: Any) -> int:
+    if isinstance(saved, (tuple, list)):
+        return sum(map(_bytes_of, saved))
+    return int(getattr(saved, "nbytes", 0))
+
+
+def _kind(request: Request) -> tuple[Any, ...]:
+    """Rows of the same kind are drawn by the same rule."""
+    s = request.sampling
+    return s.temperature, s.top_k, s.top_p, s.min_p, s.changes_logits
+
+
+def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.items())
+
+
+def _told(request: Request, logits: np.ndarray, token: int, head: int = 0) -> Made:
+    """A token with what the request wants to know of it. logits: (V,), of head 0."""
+    if not request.sampling.logprobs:
+        return Made(token, head=head)
+    others: tuple[tuple[int, float], ...] = ()
+    if request.alternatives:
+        z = logits.astype(np.float64)
+        best = np.argsort(-z, kind="stable")[: request.alternatives]
+        top = z.max()
+        logprobs = z[best] - top - np.log(np.exp(z - top).sum())
+        others = tuple(zip(best.tolist(), logprobs.tolist(), strict=True))
+    return Made(token, log_probability(logits, token), others, head)

@@ -1,0 +1,274 @@
+"""Benchmarks: items of four kinds, how a model is scored on them, and how sure the score is.
+
+    Choice      which of several texts is the likeliest: BLiMP, ARC, PIQA, BoolQ, Winogrande, OpenBookQA
+    LastWord    whether the word that ends a passage is the one that greedy decoding gives: LAMBADA
+    Passage     bits per byte of a text: WikiText
+    Problem     a question that is answered in words and ends in a number: GSM8K
+
+`data/evaluation.py` reads them from the published files; `run_task` scores them as EleutherAI's lm-evaluation-harness
+does. docs/evaluation.md has the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tinyforge.infer.causal_lm import CausalLM
+from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.decoder import Decoder
+from tinyforge.infer.generation import generate_batch
+from tinyforge.infer.likelihood import Scorer
+from tinyforge.infer.sampling import Sampling
+from tinyforge.infer.session import Session
+from tinyforge.text import TextTokenizer
+from tinyforge.text.vocabulary import ENDS, start_ids
+
+LN2 = math.log(2.0)
+LONGEST_ANSWER = 256  # tokens, as in lm-evaluation-harness; half of a shorter context than twice that
+STOPS = ("Question:", "</s>", "<|im_end|>")  # text at which the answer to a problem ends
+BATCH = 64  # problems side by side, where the decoder has rows
+
+
+@dataclass(frozen=True)
+class Choice:
+    """pairs: (context, continuation) of each choice. texts: the choices, whose lengths normalise. group: the part of
+    the set that the item is of, "" where there is one part."""
+
+    pairs: tuple[tuple[str, str], ...]
+    texts: tuple[str, ...]
+    gold: int
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class LastWord:
+    """A passage without its last word, and that word with the space before it."""
+
+    context: str
+    word: str
+
+
+@dataclass(frozen=True)
+class Passage:
+    """text: what is scored. bytes, words: of the text as published, which differs where it was detokenised."""
+
+    text: str
+    bytes: int
+    words: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question, its answer, and solved problems to show before it, each a (question, answer)."""
+
+    question: str
+    answer: str
+    shown: tuple[tuple[str, str], ...] = ()
+
+
+Item = Choice | LastWord | Passage | Problem
+
+
+@dataclass(frozen=True)
+class Result:
+    """figures: by metric. errors: the standard error of each, where it has one. groups: figures by part of the set.
+    items: how many. cut: how many of them did not fit the context, and lost their beginning."""
+
+    figures: dict[str, float]
+    errors: dict[str, float]
+    chance: float | None
+    items: int
+    cut: int = 0
+    groups: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def mean_error(values: Sequence[float]) -> float:
+    """The standard error of a mean: the sample's standard deviation, with n - 1, over the square root of n."""
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+
+
+def run_task(
+    scorer: Scorer, items: Sequence[Item], done: Callable[[int], object] = lambda count: None
+) -> Result:
+    """Score the items, which are all of one kind. done is called with the number of texts finished since."""
+    first = items[0]
+    if isinstance(first, Choice):
+        return _choices(scorer, items, done)  # type: ignore[arg-type]
+    if isinstance(first, LastWord):
+        return _last_words(scorer, items, done)  # type: ignore[arg-type]
+    if isinstance(first, Passage):
+        return _passages(scorer, items, done)  # type: ignore[arg-type]
+    return _problems(scorer.model, scorer.tokenizer, items, done)  # type: ignore[arg-type]
+
+
+def texts_of(items: Sequence[Item]) -> int:
+    """How often `run_task` will count: choices, words, passages or problems."""
+    return sum(len(item.pairs) if isinstance(item, Choice) else 1 for item in items)
+
+
+def _choices(scorer: Scorer, items: Sequence[Choice], done: Callable[[int], object]) -> Result:
+    pairs = [scorer.pair(*pair) for item in items for pair in item.pairs]
+    scores = iter(scorer.score(pairs, done))
+    right: dict[str, list[float]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
+    groups: dict[str, list[float]] = {}
+    cut = 0
+    for item in items:
+        found = [next(scores) for _ in item.pairs]
+        cut += any(score.cut for score in found)
+        log_probs = np.array([score.log_prob for score in found])
+        lengths = {"acc": 1, "acc_norm": np.array([float(len(text)) for text in item.texts]),
+                   "acc_bytes": np.array([float(len(text.encode())) for text in item.texts])}  # fmt: skip
+        for metric, length in lengths.items():
+            right[metric].append(float(np.argmax(log_probs / length) == item.gold))
+        groups.setdefault(item.group, []).append(right["acc"][-1])
+    chance = float(np.mean([1 / len(item.pairs) for item in items]))
+    if len(groups) > 1:  # the score is the mean over the parts; only acc means anything, all choices are sentences
+        shares = {name: float(np.mean(values)) for name, values in sorted(groups.items())}
+        error = math.sqrt(sum(mean_error(values) ** 2 for values in groups.values())) / len(groups)
+        return Result({"acc": float(np.mean(list(shares.values())))}, {"acc": error}, chance, len(items), cut, shares)
+    return Result(*_means(right), chance, len(items), cut)
+
+
+def _means(values: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Each metric's mean, and its standard error."""
+    return ({metric: float(np.mean(found)) for metric, found in values.items()},
+            {metric: mean_error(found) for metric, found in values.items()})  # fmt: skip
+
+
+def _last_words(scorer: Scorer, items: Sequence[LastWord], done: Callable[[int], object]) -> Result:
+    scores = scorer.score([scorer.pair(item.context, item.word) for item in items], done)
+    right, logs = [float(score.greedy) for score in scores], [score.log_prob for score in scores]
+    perplexity = math.exp(min(-float(np.mean(logs)), 700.0))
+    errors = {"acc": mean_error(right), "perplexity": perplexity * mean_error(logs)}  # d exp(x) = exp(x) dx
+    return Result({"acc": float(np.mean(right)), "perplexity": perplexity}, errors, 0.0, len(items),
+                  sum(score.cut for score in scores))  # fmt: skip
+
+
+def _passages(scorer: Scorer, items: Sequence[Passage], done: Callable[[int], object]) -> Result:
+    logs = []
+    for item in items:
+        logs.append(scorer.rolling(item.text))
+        done(1)
+    size, words, total = sum(i.bytes for i in items), sum(i.words for i in items), -sum(logs)
+    bits = total / LN2 / size
+    # Of a ratio of sums over documents (Cochran, "Sampling Techniques", 1977, 2.11): what each has beyond its share.
+    beyond = [-log / LN2 - bits * item.bytes for log, item in zip(logs, items, strict=True)]
+    errors = {"bits_per_byte": mean_error(beyond) * len(items) / size} if len(items) > 1 else {}
+    figures = {"bits_per_byte": bits, "word_perplexity": math.exp(min(total / words, 700.0))}
+    return Result(figures, errors, None, len(items))
+
+
+# --- problems ---------------------------------------------------------------------------------------------------------
+
+_STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
+_NUMBER = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
+_IGNORED = (re.compile(","), re.compile(r"\$"), re.compile(r"(?s).*#### "), re.compile(r"\.$"))
+
+
+def strict_answer(text: str) -> str:
+    """The number behind the first ####; "[invalid]" where there is none."""
+    found = _STRICT.search(text)
+    return found[1] if found else "[invalid]"
+
+
+def flexible_answer(text: str) -> str:
+    """The last number in the text, with its sign, dollar, commas and point; "[invalid]" where there is none."""
+    found = _NUMBER.findall(text)
+    return next((part for part in found[-1] if part), "[invalid]") if found else "[invalid]"
+
+
+def same_answer(given: str, wanted: str) -> bool:
+    """Whether two answers are equal but for commas, dollars, the way to them, a full stop and capitals."""
+    for pattern in _IGNORED:
+        given, wanted = pattern.sub("", given), pattern.sub("", wanted)
+    return given.lower() == wanted.lower()
+
+
+def prompt_ids(tokenizer: TextTokenizer, problem: Problem, most: int) -> tuple[list[int], int]:
+    """The prompt's ids, with as many of the shown problems as leave it at most `most`, and how many these are. A
+    question that is longer alone loses its beginning."""
+    begins = start_ids(tokenizer)
+    for shots in range(len(problem.shown), -1, -1):
+        told = [f"Question: {question}\nAnswer: {answer}" for question, answer in problem.shown[:shots]]
+        ids = begins + tokenizer.encode("\n\n".join([*told, f"Question: {problem.question}\nAnswer:"]))
+        if len(ids) <= most:
+            return ids, shots
+    return ids[-most:], -1
+
+
+def _problems(
+    model: CausalLM, tokenizer: TextTokenizer, items: Sequence[Problem], done: Callable[[int], object]
+) -> Result:
+    longest = min(LONGEST_ANSWER, model.config.context // 2)
+    prompts, shots = [], []
+    for item in items:
+        ids, shown = prompt_ids(tokenizer, item, model.config.context - longest)
+        prompts.append(ids)
+        shots.append(shown)
+    answers = answer_all(model, tokenizer, prompts, longest, done)
+    right: dict[str, list[float]] = {"exact_match_strict": [], "exact_match_flexible": []}
+    for item, text in zip(items, answers, strict=True):
+        right["exact_match_strict"].append(float(same_answer(strict_answer(text), item.answer)))
+        right["exact_match_flexible"].append(float(same_answer(flexible_answer(text), item.answer)))
+    given = [max(0, shown) for shown in shots]
+    wanted = len(items[0].shown)
+    note = f"{np.mean(given):.1f} of {wanted} examples fit the context" if sum(given) < wanted * len(items) else ""
+    return Result(*_means(right), 0.0, len(items), sum(shown < 0 for shown in shots), note=note)
+
+
+def answer_all(
+    model: CausalLM, tokenizer: TextTokenizer, prompts: Sequence[Sequence[int]], longest: int,
+    done: Callable[[int], object],
+) -> list[str]:  # fmt: skip
+    """What greedy decoding says to each prompt, up to a stop, the end of the text or `longest` tokens."""
+    ends = frozenset(tokenizer.specials[text] for text in ENDS if text in tokenizer.specials)
+    sampling = Sampling(temperature=0.0, max_tokens=longest)
+    decoder = _rows(model, len(prompts))
+    answers: list[str] = []
+    if decoder.batch == 1:
+        session = Session(model, decoder)
+        for prompt in prompts:
+            session.set_tokens(prompt)
+            ids: list[int] = []
+            with closing(session.generate(sampling, ends)) as tokens:
+                for token in tokens:
+                    ids.append(token.id)
+                    # The longest stop has nine characters, and a token at least one byte.
+                    if any(stop in tokenizer.decode(ids[-16:], "text") for stop in STOPS):
+                        break
+            answers.append(_before_stop(tokenizer.decode(ids, "text")))
+            done(1)
+        return answers
+    for begin in range(0, len(prompts), decoder.batch):
+        group = list(prompts[begin : begin + decoder.batch])
+        rows: list[list[int]] = [[] for _ in range(decoder.batch)]
+        padded = group + group[-1:] * (decoder.batch - len(group))
+        for i, token in generate_batch(model, padded, sampling, ends, decoder):
+            rows[i].append(token.id)
+        answers += [_before_stop(tokenizer.decode(row, "text")) for row in rows[: len(group)]]
+        done(len(group))
+    return answers
+
+
+def _rows(model: CausalLM, count: int) -> Decoder:
+    """On a GPU a decoder of many rows where it draws for all of them at once, else one of one row."""
+    if model.backend.name != "numpy" and count > 1:
+        decoder = make_decoder(model, min(count, BATCH))
+        if decoder.draws(Sampling(temperature=0.0)):
+            return decoder
+    return make_decoder(model)
+
+
+def _before_stop(text: str) -> str:
+    return text[: min((at for stop in STOPS if (at := text.find(stop)) >= 0), default=len(text))]

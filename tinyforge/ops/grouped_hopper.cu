@@ -1,0 +1,339 @@
+// grouped_hopper: grouped_mma.cu's products with Hopper's instructions, wgmma and TMA (sm_90a). Read that one first.
+//
+// Kernels:  grouped_fwd           y_r = W_e x_t(r)                                         W: (E, O, I), t: tokens
+//           grouped_bwd_input     dx_r = W_e^T dy_t(r)
+//           grouped_bwd_weight    dW_e += sum over the rows r of expert e of dy_t(r) x_t(r)^T, in float32
+//
+// Idea. A block stays on its multiprocessor and takes tile after tile, ROWS x COLUMNS of an expert's product, until
+// there are no more. It has three warpgroups. One copies: pieces of both factors, DEPTH long in the direction that is
+// summed over, go round STAGES buffers, and the copies run on into the next tile. Two multiply, each 64 rows of the
+// tile, 128 sums a thread. Two barriers for each buffer say that it is full, and that it is empty.
+//   Rows, which are gathered by tokens, come by cp.async, 16 bytes at a time: TMA on Hopper cannot gather, and a row
+// that is not there must be 0. Weights come by TMA: one thread starts a copy of 32 KB. In dW both factors are rows, and
+// what is summed over ends where the expert's rows end: the zeros behind it make the sum exact. There TMA takes those
+// rows that are not gathered, up to the expert's last whole buffer.
+//   The sums go to memory from the registers. Results in bf16 change places among the four threads of a row, so
+// that each writes 16 bytes; those of dW are added to float32, 32 bytes for four threads.
+// Grid: a block for each multiprocessor. Block: THREADS. Shared memory: STAGES x 48 KB, and the barriers.
+// Bound by tensor cores.
+//
+// compile: arch=sm_90a SCALAR=bf16
+// spills: none
+
+#include "ops/grouped.cuh"
+#include "ops/hopper.cuh"
+
+typedef SCALAR T;
+typedef Pack<T, 8> Piece;  // 16 bytes, what a thread copies at a time
+
+#define ROWS 128
+#define COLUMNS 256
+#define DEPTH 64
+#define STAGES 4
+#define THREADS 384
+#define LEFT 16384   // bytes of the left factor's piece: 128 x 64
+#define RIGHT 32768  // of the right one's: 256 x 64
+#define CHUNK 8192   // of 64 lines: where lines are steps of the sum, 64 of the 128 or 256 that stay
+#define BARRIERS 64  // bytes: full and empty of each stage
+
+extern __shared__ __align__(1024) unsigned char room[];  // the stages, then the barriers
+
+// Where in the ring of buffers a warp stands. Phases alternate each time round.
+struct Ring {
+    u32 base, slot = 0, phase = 0;
+
+    __device__ Ring() : base(shared_address(room)) {}
+    __device__ __forceinline__ u32 left() const { return base + slot * (LEFT + RIGHT); }
+    __device__ __forceinline__ u32 right() const { return left() + LEFT; }
+    __device__ __forceinline__ u32 full() const { return base + STAGES * (LEFT + RIGHT) + slot * 8; }
+    __device__ __forceinline__ u32 empty() const { return full() + STAGES * 8; }
+    __device__ __forceinline__ void next() {
+        if (++slot == STAGES) slot = 0, phase ^= 1;
+    }
+};
+
+// Full: each of the 128 copying threads has arrived, and TMA's bytes. Empty: each of the 8 multiplying warps has.
+__device__ __forceinline__ void make_barriers() {
+    if (threadIdx.x == 0) {
+        Ring ring;
+        for (int s = 0; s < STAGES; s++, ring.next()) {
+            barrier_make(ring.full(), 128);
+            barrier_make(ring.empty(), 8);
+        }
+        barriers_made();
+    }
+    __syncthreads();
+}
+
+// The side of the copying warpgroup: buffers are announced one later than their copies were started, when these have
+// arrived.
+struct Copies {
+    Ring ring;
+    u32 started = 0;  // the barrier of the buffer that is under way
+
+    __device__ __forceinline__ void begin() { barrier_wait(ring.empty(), ring.phase ^ 1); }
+    __device__ __forceinline__ void end() {
+        copy_commit();
+        if (started) announce<1>();
+        started = ring.full();
+        ring.next();
+    }
+    __device__ __forceinline__ void finish() {
+        if (started) announce<0>();
+    }
+    template <int PENDING>
+    __device__ __forceinline__ void announce() {
+        copy_wait<PENDING>();
+        shared_fence();
+        barrier_arrive(started);
+    }
+};
+
+// The side of a multiplying warpgroup.
+struct Products {
+    Ring ring;
+    float sum[32][4] = {};
+    int group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
+    int row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // of the tile: this thread holds row and row + 8
+
+    // The sums of a tile, over `steps` buffers.
+    template <int A_ACROSS, int B_ACROSS>
+    __device__ __forceinline__ void multiply(int steps) {
+        u32 last = 0;  // the barrier of the buffer that is being read
+        for (int step = 0; step < steps; step++) {
+            barrier_wait(ring.full(), ring.phase);
+            const u64 a = matrix(ring.left() + group * CHUNK), b = matrix(ring.right(), B_ACROSS ? CHUNK : 1024);
+            multiply_fence();
+#pragma unroll
+            for (int k = 0; k < DEPTH / 16; k++) {
+                multiply_wide<A_ACROSS, B_ACROSS>(
+                    sum, A_ACROSS ? rows(a, k) : columns(a, k), B_ACROSS ? rows(b, k) : columns(b, k), step > 0 || k > 0
+                );
+            }
+            multiply_commit();
+            multiply_wait<1>();
+            if (last && lane == 0) barrier_arrive(last);
+            last = ring.empty();
+            ring.next();
+        }
+        multiply_wait<0>();
+        if (lane == 0) barrier_arrive(last);
+        settled(sum);
+    }
+
+    // Rounded. out: the tile's first number; rows, columns: how many there are from there on.
+    __device__ __forceinline__ void write(T *out, int stride, int rows, int columns) const {
+        const int quarter = lane % 4;
+        const bool odd = quarter & 1, high = quarter & 2;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            T *to = out + i64(row + 8 * half) * stride;
+            const bool there = row + 8 * half < rows;
+#pragma unroll
+            for (int n = 0; n < 32; n += 4) {
+                u32 p[4];  // of tiles n to n + 3, columns 2 quarter and 2 quarter + 1
+#pragma unroll
+                for (int j = 0; j < 4; j++) p[j] = pair(sum[n + j][2 * half], sum[n + j][2 * half + 1]);
+                // Four by four, turned: tile n + quarter, columns 0 to 7.
+                const u32 x = __shfl_xor_sync(~0u, odd ? p[0] : p[1], 1), y = __shfl_xor_sync(~0u, odd ? p[2] : p[3], 1);
+                const u32 a0 = odd ? x : p[0], a1 = odd ? p[1] : x, b0 = odd ? y : p[2], b1 = odd ? p[3] : y;
+                const u32 c0 = __shfl_xor_sync(~0u, high ? a0 : b0, 2), c1 = __shfl_xor_sync(~0u, high ? a1 : b1, 2);
+                const int column = 8 * (n + quarter);
+                if (there && column < columns) {
+                    *reinterpret_cast<uint4 *>(to + column) =
+                        high ? make_uint4(c0, c1, b0, b1) : make_uint4(a0, a1, c0, c1);
+                }
+            }
+        }
+    }
+
+    // Added to what is there.
+    __device__ __forceinline__ void add(float *out, int stride, int rows, int columns) const {
+        const int first = lane % 4 * 2;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (row + 8 * half >= rows) continue;
+            float *to = out + i64(row + 8 * half) * stride + first;
+#pragma unroll
+            for (int n = 0; n < 32; n += 4) {
+                Pack<float, 2> there[4];
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    if (8 * (n + j) < columns) there[j] = load<2>(to + 8 * (n + j));
+                }
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    there[j].v[0] += sum[n + j][2 * half], there[j].v[1] += sum[n + j][2 * half + 1];
+                    if (8 * (n + j) < columns) store(to + 8 * (n + j), there[j]);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ static u32 pair(float x, float y) {
+        u32 two;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(y), "f"(x));  // the first named is the upper half
+        return two;
+    }
+};
+
+// out (R, columns): row r is the row t(r) of x, (., depth), times the matrix of its expert, which has `depth` as its
+// last axis, or, ACROSS, as its middle one.
+template <bool ACROSS>
+__device__ __forceinline__ void multiply(
+    T *out, const T *x, const TensorMap *weight, const int *tokens, const int *starts, int columns, int depth,
+    int experts
+) {
+    make_barriers();
+    const int across = ceil_div(columns, COLUMNS);  // tiles next to each other
+    int tile = blockIdx.x, expert, first, stop;
+    if (threadIdx.x < 128) {
+        Copies copies;
+        const int line = threadIdx.x / 8, piece = threadIdx.x % 8;  // of lines line, line + 16, ...
+        const u32 place = line * 128 + (piece ^ line % 8) * 16;
+        for (; find_tile(tile / across, starts, experts, ROWS, expert, first, stop); tile += gridDim.x) {
+            int ids[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const int row = first + line + 16 * i;
+                ids[i] = row >= stop ? -1 : tokens ? tokens[row] : row;
+            }
+            const int column = tile % across * COLUMNS;
+            for (int k = 0; k < depth; k += DEPTH) {
+                copies.begin();
+                const u32 full = copies.ring.full(), right = copies.ring.right(), to = copies.ring.left() + place;
+                if (threadIdx.x == 0) {
+                    barrier_expect(full, RIGHT);
+                    if (ACROSS) {
+#pragma unroll
+                        for (int c = 0; c < COLUMNS / 64; c++) {
+                            copy_box(right + c * CHUNK, weight, column + 64 * c, k, expert, full);
+                        }
+                    } else {
+                        copy_box(right, weight, k, column, expert, full);
+                    }
+                }
+                const int at = k + piece * 8;
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    const bool there = ids[i] >= 0 && at < depth;
+                    copy_async(to + i * 2048, there ? x + i64(ids[i]) * depth + at : x, there);
+                }
+                copies.end();
+            }
+        }
+        copies.finish();
+    } else {
+        Products products;
+        for (; find_tile(tile / across, starts, experts, ROWS, expert, first, stop); tile += gridDim.x) {
+            products.multiply<0, ACROSS>(ceil_div(depth, DEPTH));
+            const int column = tile % across * COLUMNS;
+            products.write(out + i64(first) * columns + column, columns, stop - first, columns - column);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_fwd(
+    T *y, const T *x, const __grid_constant__ TensorMap weight, const int *tokens, const int *starts, int columns,
+    int depth, int experts
+) {
+    multiply<false>(y, x, &weight, tokens, starts, columns, depth, experts);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_bwd_input(
+    T *dx, const T *dy, const __grid_constant__ TensorMap weight, const int *tokens, const int *starts, int columns,
+    int depth, int experts
+) {
+    multiply<true>(dx, dy, &weight, tokens, starts, columns, depth, experts);
+}
+
+// Rows of one array as steps of the sum, WIDE of its columns: 128 or 256. Those of a buffer come by TMA where they lie next
+// to each other and are all the expert's, else one by one: a copying thread takes line, line + 8, ...
+template <int WIDE>
+struct Steps {
+    const T *from;
+    const TensorMap *map;
+    const int *tokens;
+    int width, first, stop;  // `first`: this thread's of the buffer that comes next
+    int ids[8];
+
+    __device__ __forceinline__ Steps(const T *from, const TensorMap *map, const int *tokens, int width)
+        : from(from), map(map), tokens(tokens), width(width) {}
+    // The rows of an expert, from this thread's first on.
+    __device__ __forceinline__ void begin(int row, int end) {
+        first = row, stop = end;
+        look(ids);
+    }
+    __device__ __forceinline__ void look(int (&found)[8]) const {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int row = first + 8 * i;
+            found[i] = row >= stop ? -1 : tokens ? tokens[row] : row;
+        }
+    }
+    // Starts the copies of a buffer that begins at row k, to `to`. column: of the tile. Which row comes next is looked up
+    // first: the numbers are there when they are needed.
+    __device__ __forceinline__ void copy(u32 to, u32 full, int k, int column) {
+        first += DEPTH;
+        if (!tokens && k + DEPTH <= stop) {
+            if (threadIdx.x == 0) {
+                barrier_expect(full, WIDE * DEPTH * 2);
+#pragma unroll
+                for (int c = 0; c < WIDE; c += 64) copy_box(to + c / 64 * CHUNK, map, column + c, k, 0, full);
+            }
+            if (k + 2 * DEPTH > stop) look(ids);  // the last buffer comes row by row
+            return;
+        }
+        int next[8];
+        look(next);
+        const int line = threadIdx.x / 16, piece = threadIdx.x % 16;
+        const u32 place = to + piece / 8 * CHUNK + line * 128 + (piece % 8 ^ line) * 16;
+#pragma unroll
+        for (int c = 0; c < WIDE; c += 128) {
+            const int at = column + piece * 8 + c;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const bool there = ids[i] >= 0 && at < width;
+                copy_async(place + c / 64 * CHUNK + i * 1024, there ? from + i64(ids[i]) * width + at : from, there);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) ids[i] = next[i];
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_bwd_weight(
+    float *dweight, const T *dy, const T *x, const __grid_constant__ TensorMap dy_map,
+    const __grid_constant__ TensorMap x_map, const int *dy_tokens, const int *x_tokens, const int *starts, int outs,
+    int ins, int experts
+) {
+    make_barriers();
+    const int down = ceil_div(outs, ROWS), across = ceil_div(ins, COLUMNS), tiles = experts * down * across;
+    if (threadIdx.x < 128) {
+        Copies copies;
+        Steps<ROWS> left(dy, &dy_map, dy_tokens, outs);
+        Steps<COLUMNS> right(x, &x_map, x_tokens, ins);
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            const int expert = tile / (down * across), first = starts[expert], stop = starts[expert + 1];
+            const int out = tile / across % down * ROWS, in = tile % across * COLUMNS, mine = first + threadIdx.x / 16;
+            left.begin(mine, stop);
+            right.begin(mine, stop);
+            for (int k = first; k < stop; k += DEPTH) {
+                copies.begin();
+                left.copy(copies.ring.left(), copies.ring.full(), k, out);
+                right.copy(copies.ring.right(), copies.ring.full(), k, in);
+                copies.end();
+            }
+        }
+        copies.finish();
+    } else {
+        Products products;
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            const int expert = tile / (down * across), steps = ceil_div(starts[expert + 1] - starts[expert], DEPTH);
+            if (steps == 0) continue;
+            products.multiply<1, 1>(steps);
+            const int out = tile / across % down * ROWS, in = tile % across * COLUMNS;
+            products.add(dweight + (i64(expert) * outs + out) * ins + in, ins, outs - out, ins - in);
+        }
+    }
+}

@@ -1,0 +1,108 @@
+// Hopper's instructions (sm_90a): products by a warpgroup (wgmma), barriers in shared memory, copies by the tensor copy
+// engine (TMA). Needs common.cuh, pasted in before it. Who uses it: attention_hopper.cu, grouped_hopper.cu.
+//
+// wgmma takes both factors from shared memory, in lines of 128 bytes, 64 numbers of bf16, under the 128-byte swizzle: the
+// 16-byte column c of line r lies at r * 128 + (c ^ r % 8) * 16 from a multiple of 1024. TMA writes this layout; copies
+// of single pieces must follow it. Two ways in which a factor may lie, n being the direction that stays (rows or columns
+// of the product) and k the one that is summed over:
+//   along    a line is one n, and 64 steps of k: x and W in x W^T
+//   across   a line is one k, and 64 of n; more than 64 of n are several such arrays of lines, `chunk` bytes apart
+//
+// The order that makes memory right: writes by ordinary stores or cp.async, then shared_fence() by each writer, then a
+// barrier, then wgmma. TMA's writes need no fence; their barrier counts bytes.
+
+// How wgmma finds a factor: its address, the way to the next chunk, the way from 8 lines to the next 8 (1024 bytes), and
+// the 128-byte swizzle.
+__device__ __forceinline__ u64 matrix(u32 address, u32 chunk = 1024) {
+    return 1ull << 62 | 64ull << 32 | u64(chunk >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+// The next 16 steps of k: 32 bytes further where it lies along, 16 lines where it lies across.
+__device__ __forceinline__ u64 columns(u64 matrix, int step) { return matrix + step * 2; }
+__device__ __forceinline__ u64 rows(u64 matrix, int step) { return matrix + step * 128; }
+
+// A product begins with multiply_fence, ends with multiply_commit, and is done when multiply_wait says so; until then
+// neither its factors nor its sums may be touched.
+__device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void multiply_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// For the compiler: what is read of d from here on is what the products left there.
+template <int N>
+__device__ __forceinline__ void settled(float (&d)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) asm volatile("" : "+f"(d[n][i])::"memory");
+    }
+}
+// Lets wgmma and TMA see what this thread wrote to shared memory.
+__device__ __forceinline__ void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Sums of a warpgroup, 64 rows of 8 N: thread t of it holds, with r = 16 (t / 32) + t % 32 / 4 and c = 2 (t % 4),
+// d[n][0..1] = (r, 8 n + c..c+1) and d[n][2..3] = (r + 8, 8 n + c..c+1). As operands of an instruction:
+#define FOUR(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define SIXTEEN(n) FOUR(n), FOUR(n + 1), FOUR(n + 2), FOUR(n + 3)
+
+// d (+)= a b for one warpgroup: d 64 x 256, 16 steps of k. `add` 0 overwrites d. A_ACROSS, B_ACROSS: how the factors lie.
+template <int A_ACROSS, int B_ACROSS>
+__device__ __forceinline__ void multiply_wide(float (&d)[32][4], u64 a, u64 b, int add) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "setp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+        "}, %128, %129, p, 1, 1, %131, %132;}"
+        : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12), SIXTEEN(16), SIXTEEN(20), SIXTEEN(24), SIXTEEN(28)
+        : "l"(a), "l"(b), "r"(add), "n"(A_ACROSS), "n"(B_ACROSS));
+}
+
+// A barrier in shared memory, 8 bytes: a phase ends after `count` arrivals and as many bytes of TMA as were expected. The
+// parity of a phase is 0, 1, 0, ...; a fresh barrier lets through who waits for parity 1, the phase before the first.
+__device__ __forceinline__ void barrier_make(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+// By the thread that made them, before __syncthreads: other threads and TMA see the barriers.
+__device__ __forceinline__ void barriers_made() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    shared_fence();
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// By a thread that will arrive in the same phase, and later.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    u32 done;
+    do {
+        asm volatile(
+            "{.reg .pred p;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+
+// What TMA knows of an array, and of the boxes that it copies: written by backends/tensor_map.py, passed by value.
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+// Starts a copy of the box at (x, y, z), x being the index that runs fastest; what lies outside the array becomes 0.
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap *map, int x, int y, int z, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+            "r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+        : "memory");
+}

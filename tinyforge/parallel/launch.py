@@ -1,0 +1,299 @@
+"""Starting ranks, and finding out which one this process is.
+
+A run has one process, or one for each rank. The ranks are started by `mpirun` or `srun`, by `start` (a recipe's
+`--gpus 2`), or by whatever sets these variables: RANK, WORLD_SIZE, LOCAL_RANK (the GPU's number), MASTER_ADDR and
+MASTER_PORT (where rank 0 listens), TINYFORGE_KEY (a secret of this run).
+
+    with joined() as ranks:             talks to the others; an error of any rank ends all of them
+        group = ranks.group(backend)    MPI's on a CPU, NCCL's on GPUs
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from tinyforge.backends import Backend
+from tinyforge.errors import UserError
+from tinyforge.parallel import nccl
+from tinyforge.parallel.group import Alone, Group
+from tinyforge.parallel.mpi import MPIGroup
+from tinyforge.parallel.star import PREPARING, Lost, Star, Stopped
+from tinyforge.parallel.tcp import free_port, lines_of_rank_0, lines_to_rank_0
+from tinyforge.parallel.watch import Watch
+from tinyforge.terminal import one_line
+
+ADVICE = "the last checkpoint is good: continue with --resume, on as many ranks as are left"
+OURS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TINYFORGE_KEY")
+MPIS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
+GRACE = 10.0  # seconds that ranks have to leave by themselves
+
+
+@dataclass
+class Ranks:
+    """This process among the ranks of a run. local_rank: its number among those of its host. by: who started them."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int | None = None
+    by: str = ""
+    star: Star | None = None
+    watch: Watch | None = None
+    _group: Group = field(default_factory=Alone)
+
+    def name(self, rank: int) -> str:
+        return self.star.names[rank] if self.star else "this process"
+
+    def group(self, backend: Backend) -> Group:
+        """The group that computes on this backend. All ranks call it; it stays theirs."""
+        if not (self.star and self.watch):
+            return self._group
+        if backend.name == "numpy" and self.by != "MPI":
+            raise UserError("--gpus starts a rank for each GPU, and the backend is numpy; on a CPU use mpirun -n 2, or "
+                            "--workers")  # fmt: skip
+        if backend.name == "numpy":
+            self._group = MPIGroup(self.star)
+        else:
+            token = self.star.meet(("NCCL's id",), nccl.new_token() if self.rank == 0 else None)
+            engine = nccl.CupyEngine(self.size, self.rank, token)
+            self._group = nccl.NCCLGroup(self.rank, self.size, engine, self.star, self.watch)
+        return self._group
+
+
+def same(group: Group, facts: Mapping[str, Any]) -> None:
+    """Raise UserError on every rank unless all have the same facts, such as {"tokenizer": its hash}."""
+    if group.size == 1:
+        return
+    wrong = ""
+    for rank, theirs in enumerate(group.gather_objects(dict(facts)) or ()):
+        if odd := [name for name, value in facts.items() if theirs.get(name) != value]:
+            ours, got = (str(of.get(odd[0]))[:60] for of in (facts, theirs))
+            wrong = (f"{group.name(rank)} has another {odd[0].removesuffix('_hash')} than rank 0: {got}, not {ours}; "
+                     "start all ranks in the same way, on the same files")  # fmt: skip
+            break
+    if wrong := group.send_object(wrong):
+        raise UserError(wrong)
+
+
+def started_as_rank() -> bool:
+    """Whether somebody has started this process as one of several ranks."""
+    return all(name in os.environ for name in OURS) or any(name in os.environ for name in MPIS)
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """Meet the other ranks, if there are any. What one of them raises ends them all, and rank 0 says it.
+
+    A rank above 0 prints nothing, and leaves by SystemExit when rank 0 does.
+    """
+    ranks = _find()
+    if not (ranks.star and ranks.watch):
+        yield ranks
+        return
+    ranks.watch.start()
+    try:
+        with _quiet() if ranks.rank else nullcontext():
+            yield ranks
+            if ranks.rank:
+                ranks.star.meet(("the end",))  # rank 0 may have much to do yet
+    except Stopped as stopped:
+        _leave(ranks, int(stopped.code or 0))
+    except Exception as error:
+        if ranks.rank:
+            if isinstance(error, Lost) and ranks.rank == 1:  # rank 0 itself is lost: one of the others says so
+                print(f"\nerror: {error}", file=sys.stderr, flush=True)
+            _tell(ranks, error)
+            _leave(ranks, getattr(error, "status", 1))
+        _fail(ranks, error)
+    except BaseException as left:  # Ctrl-C, or the exit after a signal
+        ranks.watch.close()
+        ranks.star.stop(0 if isinstance(left, SystemExit) else 130)
+        raise
+    ranks.watch.close()
+    ranks.star.stop(0)
+
+
+def _find() -> Ranks:
+    if any(name in os.environ for name in MPIS) and not all(name in os.environ for name in OURS):
+        return _of_mpi()
+    if not all(name in os.environ for name in OURS):
+        return Ranks()
+    try:
+        rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        local = int(os.environ.get("LOCAL_RANK", rank))
+    except ValueError as error:
+        raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT want whole numbers: {error}") from error
+    if not 0 <= rank < size:
+        raise UserError(f"RANK is {rank}, WORLD_SIZE {size}; ranks are 0 to {size - 1}")
+    _die_with_parent()
+    if size == 1:
+        return Ranks(local_rank=local, by="variables")
+    address = os.environ["MASTER_ADDR"], port
+    return _connected(rank, size, local, "variables", address, os.environ["TINYFORGE_KEY"].encode())
+
+
+def _of_mpi() -> Ranks:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, the MPI library is not
+        cause = str(error).strip().splitlines()[0]
+        raise UserError(f"started by mpirun, but mpi4py does not load ({cause}); pip install mpi4py") from error
+    comm = MPI.COMM_WORLD
+    rank, size = comm.Get_rank(), comm.Get_size()
+    if size == 1:
+        return Ranks()
+    here = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    host = "127.0.0.1" if here.Get_size() == size else socket.gethostname()
+    found = comm.bcast((host, free_port(), secrets.token_bytes(16)) if rank == 0 else None)
+    return _connected(rank, size, here.Get_rank(), "MPI", found[:2], found[2])
+
+
+def _connected(rank: int, size: int, local: int, by: str, address: tuple[str, int], key: bytes) -> Ranks:
+    if rank == 0:
+        lines, watched, hosts = lines_of_rank_0(size, address, key)
+    else:
+        line, watching, hosts = lines_to_rank_0(rank, address, key)
+        lines, watched = [line], [watching]
+    names = [f"rank {number} on {host}" for number, host in enumerate(hosts)]
+    watch = Watch(rank, watched, names, ADVICE, PREPARING)
+    return Ranks(rank, size, local, by, Star(rank, lines, names, ADVICE), watch)
+
+
+def _tell(ranks: Ranks, error: BaseException) -> None:
+    """Of a rank above 0: rank 0 says what happened here."""
+    assert ranks.star and ranks.watch
+    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    fault: Exception = UserError(f"{ranks.name(ranks.rank)}: {text}")
+    if isinstance(error, RuntimeError) and text.startswith("RuntimeError: group: "):
+        return  # all ranks have it
+    ranks.star.say(fault)
+    with suppress(OSError):
+        ranks.watch.lines[0].send(fault)
+
+
+def _fail(ranks: Ranks, error: Exception) -> NoReturn:
+    """Of rank 0: say what is wrong, and end all ranks. Not by raising: at the interpreter's end the device's library
+    and MPI would wait for what other ranks no longer do."""
+    assert ranks.star and ranks.watch
+    ranks.watch.close()
+    status = getattr(error, "status", 1)
+    ranks.star.stop(status)
+    if isinstance(error, UserError):
+        print(f"\nerror: {one_line(str(error))}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(0.5)  # what was sent arrives
+    os._exit(status)
+
+
+def _leave(ranks: Ranks, status: int) -> None:
+    """Of a rank above 0: go. After a fault at once, without MPI's farewell, which waits for the others."""
+    assert ranks.watch
+    ranks.watch.close()
+    if status:
+        time.sleep(0.5)  # what was sent arrives
+        os._exit(status)
+    raise SystemExit(0)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A rank above 0 writes nothing, and leaves Ctrl-C to rank 0."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        before = sys.stdout, sys.stderr
+        sys.stdout = sys.stderr = nowhere
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+
+
+def _die_with_parent() -> None:
+    """A rank must not outlive who started it and would end it."""
+    if sys.platform == "linux" and os.environ.get("TINYFORGE_PARENT") == str(os.getppid()):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+
+
+# --- starting them ----------------------------------------------------------------------------------------------------
+
+
+def start(
+    command: Sequence[str], gpus: int, elastic: Callable[[int], tuple[int, Sequence[str]]] | None = None
+) -> int:
+    """Run `command` as `gpus` ranks of this machine, one for each GPU; returns the exit status of rank 0.
+
+    elastic: of --elastic; given how many GPUs are left after a rank was lost, how many ranks to go on with (0: none)
+    and what to add to the command.
+    """
+    devices, more = list(range(gpus)), list[str]()
+    while True:
+        status, lost = _run([*command, *more], devices)
+        if status != Lost.status or elastic is None:
+            return status
+        left = [device for device in devices if device not in lost] if lost else devices[:-1]
+        count, more = elastic(len(left))[0], list(elastic(len(left))[1])
+        if not count:
+            return status
+        devices = left[:count]
+        print(f"going on with {count} rank{'s' * (count > 1)}, on GPU {', '.join(map(str, devices))}", file=sys.stderr)
+
+
+def _run(command: Sequence[str], devices: Sequence[int]) -> tuple[int, list[int]]:
+    """One life of the ranks: the status of rank 0, and the devices of ranks that died or hung."""
+    size = len(devices)
+    variables = {
+        **os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "TINYFORGE_KEY": secrets.token_hex(16), "TINYFORGE_PARENT": str(os.getpid()),
+    }  # fmt: skip
+    # A session of their own: Ctrl-C reaches this process alone, which hands it to rank 0.
+    children = [
+        subprocess.Popen(command, env={**variables, "RANK": str(rank), "LOCAL_RANK": str(device)},
+                         start_new_session=True)
+        for rank, device in enumerate(devices)
+    ]  # fmt: skip
+
+    def hand_on(number: int, frame: Any) -> None:
+        with suppress(ProcessLookupError):
+            children[0].send_signal(number)
+
+    old = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        # A rank above 0 that ends well has been let go, and rank 0 may still have something to write.
+        while children[0].poll() is None and not any(child.poll() for child in children):
+            time.sleep(0.05)
+        until = time.monotonic() + GRACE
+        died = [rank for rank, child in enumerate(children) if (child.poll() or 0) < 0]
+        while time.monotonic() < until and any(child.poll() is None for child in children):
+            time.sleep(0.05)
+        hung = [rank for rank, child in enumerate(children) if child.poll() is None]
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+        for child in children:
+            child.wait()
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    status = children[0].returncode
+    if status < 0:
+        if 0 not in hung:
+            name = signal.Signals(-status).name
+            print(f"\nerror: rank 0 on {socket.gethostname()} was killed by {name}; {ADVICE}", file=sys.stderr)
+        status = Lost.status
+    return status, [devices[rank] for rank in dict.fromkeys([*died, *(hung if status else ())])]

@@ -1,0 +1,115 @@
+"""MPI ranks: processes with memory of their own, on one machine or many, started by `mpirun` or `srun`.
+
+Before each collective the ranks say over their lines what they are about to do (star.py); the data travel by MPI's
+nonblocking collectives, which are polled with a deadline, so that no rank waits forever. A sum is shared
+out: every rank gets all ranks' contributions to its part, adds them in the order of the ranks, and the parts are
+gathered. MPI_Allreduce would be as fast, but may add in whatever order it likes.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+import numpy as np
+
+from tinyforge.parallel.group import Array, _flat, part_of, summed
+from tinyforge.parallel.star import Lost, Star
+
+
+class MPIGroup:
+    """The ranks of MPI's COMM_WORLD. Arrays are NumPy's."""
+
+    shares: ClassVar = False
+    overlaps: ClassVar = False
+
+    def __init__(self, star: Star) -> None:
+        from mpi4py import MPI
+
+        self._comm, self._byte, self._star = MPI.COMM_WORLD.Dup(), MPI.BYTE, star
+        self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+
+    def all_reduce_(self, array: np.ndarray, tree: bool = False) -> None:
+        flat = _flat(array)
+        self._star.meet(("all_reduce_", array.shape, str(array.dtype)))
+        self._reduce(flat, tree, 1)
+        self._gather(flat, 1)
+
+    def reduce_scatter_(self, array: np.ndarray, tree: bool = False, unit: int = 1) -> None:
+        flat = _flat(array)
+        self._star.meet(("reduce_scatter_", array.shape, str(array.dtype)))
+        self._reduce(flat, tree, unit)
+
+    def all_gather_(self, array: np.ndarray, unit: int = 1) -> None:
+        flat = _flat(array)
+        self._star.meet(("all_gather_", array.shape, str(array.dtype)))
+        self._gather(flat, unit)
+
+    def broadcast_(self, array: np.ndarray) -> None:
+        flat = _flat(array)
+        self._star.meet(("broadcast_", array.shape, str(array.dtype)))
+        self._wait(self._comm.Ibcast(_bytes(flat), root=0), "broadcast_")
+
+    def barrier(self) -> None:
+        self._star.meet(("barrier",))
+
+    def send_object(self, value: Any = None) -> Any:
+        return self._star.meet(("send_object",), value)
+
+    def join(self) -> None:
+        pass
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._star.meet(("gather_objects",), bring=value)
+
+    def be_patient(self, seconds: float) -> None:
+        self._star.patience = seconds
+
+    def name(self, rank: int) -> str:
+        return self._star.names[rank]
+
+    def close(self) -> None:
+        """Nothing: `launch.joined` lets the other ranks go at the end of the run."""
+
+    def _reduce(self, flat: np.ndarray, tree: bool, unit: int) -> None:
+        """The rank's own part of `flat` becomes that of the sum."""
+        parts = [part_of(rank, self.size, flat.size, unit) for rank in range(self.size)]
+        counts, starts = [part.stop - part.start for part in parts], [part.start for part in parts]
+        own, width = parts[self.rank], flat.itemsize
+        got = np.empty((self.size, own.stop - own.start), flat.dtype)
+        each = got.shape[1] * width
+        request = self._comm.Ialltoallv(
+            [_bytes(flat), ([n * width for n in counts], [n * width for n in starts]), self._byte],
+            [_bytes(got.reshape(-1)), ([each] * self.size, [each * rank for rank in range(self.size)]), self._byte],
+        )
+        self._wait(request, "a sum")
+        summed(list(got), tree, flat[own])
+
+    def _gather(self, flat: np.ndarray, unit: int) -> None:
+        parts = [part_of(rank, self.size, flat.size, unit) for rank in range(self.size)]
+        width = flat.itemsize
+        counts, starts = [(p.stop - p.start) * width for p in parts], [p.start * width for p in parts]
+        own = flat[parts[self.rank]].copy()
+        request = self._comm.Iallgatherv([_bytes(own), self._byte], [_bytes(flat), (counts, starts), self._byte])
+        self._wait(request, "all_gather_")
+
+    def _wait(self, request: Any, what: str) -> None:
+        """All ranks have agreed to the call: what is late now has died or hangs within MPI."""
+        if not _waited(request.Test, self._star.patience):
+            raise Lost(f"{what} among {self.size} ranks took over {self._star.patience:.0f} s: a rank or the network "
+                       f"between {', '.join(self._star.names)} hangs; {self._star.advice}")  # fmt: skip
+
+
+def _bytes(flat: Array) -> np.ndarray:
+    return flat.view(np.uint8)
+
+
+def _waited(ready: Any, timeout: float) -> bool:
+    """Whether ready() came true within `timeout` seconds; asked often at first, then a thousand times a second."""
+    until, pause = time.monotonic() + timeout, 0.0
+    while not ready():
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause)
+        pause = min(1e-3, pause + 1e-6)
+    return True

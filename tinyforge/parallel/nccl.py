@@ -1,0 +1,272 @@
+"""NCCL ranks: a process for each GPU, on one machine or many.
+
+A collective is started on a stream of its own, behind what has been asked of the device so far, and returns at once:
+what is computed meanwhile runs beside it, until `join` makes the next work wait for it. So the gradients of the last
+layers travel while backward still computes those of the first (docs/parallel.md).
+
+The ranks' processes talk over lines (star.py). A collective of NCCL's does not wait for a meeting; what was called
+since the last one is compared at the next. A rank that dies or hangs in between is for the watch to notice (watch.py).
+
+`Engine` is all that is asked of NCCL and CUDA; the tests have one that computes on NumPy arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from tinyforge.parallel.group import Array, part_of, summed
+from tinyforge.parallel.star import Call, Star
+from tinyforge.parallel.sums import add_
+from tinyforge.parallel.watch import Watch
+
+
+class Engine(Protocol):
+    """NCCL's calls over C-contiguous arrays of one device, started on the communicator's stream, in order."""
+
+    def all_reduce(self, array: Array) -> None: ...
+    def reduce_scatter(self, array: Array, out: Array) -> None: ...
+    def all_gather(self, part: Array, out: Array) -> None: ...
+    def broadcast(self, array: Array, root: int) -> None: ...
+    def reduce(self, array: Array, root: int) -> None: ...
+    def send(self, array: Array, to: int) -> None: ...
+    def receive(self, out: Array, source: int) -> None: ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """The calls inside are one: none waits for another."""
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        """What is computed inside runs on the communicator's stream."""
+
+    def fork(self) -> None:
+        """The communicator's stream waits for what has been asked of the current one."""
+
+    def join(self) -> None:
+        """The current stream waits for the communicator's."""
+
+    def done(self) -> Callable[[], bool]:
+        """Asks, later and from any thread, whether all that was started until now is finished."""
+
+    def add(self, out: Array, x: Array) -> None:
+        """out += x, rounded as IEEE 754 says, small numbers too."""
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array: ...
+    def check(self) -> None: ...
+
+
+class NCCLGroup:
+    """See `Group`. Arrays are the device's: CuPy's, C-contiguous."""
+
+    shares: ClassVar = False
+    overlaps: ClassVar = True
+
+    def __init__(self, rank: int, size: int, engine: Engine, star: Star, watch: Watch) -> None:
+        self.rank, self.size = rank, size
+        self._engine, self._star, self._watch = engine, star, watch
+        self._calls: list[Call] = []
+        watch.check = engine.check
+
+    def all_reduce_(self, array: Array, tree: bool = False) -> None:
+        flat = self._begin("all_reduce_", array)
+        if tree and self.size > 2:  # of two the order is no question
+            self._tree(flat, 1)
+            self._gather(flat, 1)
+        elif flat.size:
+            self._engine.all_reduce(flat)
+        self._end()
+
+    def reduce_scatter_(self, array: Array, tree: bool = False, unit: int = 1) -> None:
+        flat = self._begin("reduce_scatter_", array)
+        if tree and self.size > 2:
+            self._tree(flat, unit)
+        elif flat.size % (self.size * unit) == 0 and flat.size:
+            self._engine.reduce_scatter(flat, flat[part_of(self.rank, self.size, flat.size, unit)])
+        else:
+            with self._engine.together():
+                for rank in range(self.size):
+                    if (part := flat[part_of(rank, self.size, flat.size, unit)]).size:
+                        self._engine.reduce(part, rank)
+        self._end()
+
+    def all_gather_(self, array: Array, unit: int = 1) -> None:
+        flat = self._begin("all_gather_", array)
+        self._gather(flat, unit)
+        self._end()
+
+    def broadcast_(self, array: Array) -> None:
+        flat = self._begin("broadcast_", array)
+        if flat.size:
+            self._engine.broadcast(flat, 0)
+        self._end()
+
+    def barrier(self) -> None:
+        self._meet("barrier")
+
+    def send_object(self, value: Any = None) -> Any:
+        return self._meet("send_object", value)
+
+    def join(self) -> None:
+        self._engine.join()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._meet("gather_objects", bring=value)
+
+    def be_patient(self, seconds: float) -> None:
+        self._star.patience = self._watch.patience = seconds
+
+    def name(self, rank: int) -> str:
+        return self._star.names[rank]
+
+    def close(self) -> None:
+        """Nothing: `launch.joined` lets the other ranks go at the end of the run."""
+
+    def _meet(self, what: str, payload: Any = None, bring: Any = None) -> Any:
+        """The calls since the last meeting are part of what the ranks compare."""
+        calls, self._calls = self._calls, []
+        before = [f"after {', '.join(' '.join(map(str, call)) for call in calls)}"] if calls else []
+        return self._star.meet((what, *before), payload, bring)
+
+    def _begin(self, what: str, array: Array) -> Array:
+        if not array.flags.c_contiguous:
+            raise ValueError("group: a collective works in place: it wants a C-contiguous array")
+        self._calls.append((what, tuple(array.shape), str(array.dtype)))
+        self._started = self._watch.begin(what)
+        self._engine.fork()
+        return array.reshape(-1)
+
+    def _end(self) -> None:
+        self._started.done = self._engine.done()
+
+    def _gather(self, flat: Array, unit: int) -> None:
+        if flat.size % (self.size * unit) == 0 and flat.size:
+            self._engine.all_gather(flat[part_of(self.rank, self.size, flat.size, unit)], flat)
+            return
+        with self._engine.together():
+            for rank in range(self.size):
+                if (part := flat[part_of(rank, self.size, flat.size, unit)]).size:
+                    self._engine.broadcast(part, rank)
+
+    def _tree(self, flat: Array, unit: int) -> None:
+        """The rank's own part becomes the sum of all ranks' in the order of a tree: NCCL's own order is its own."""
+        own = flat[part_of(self.rank, self.size, flat.size, unit)]
+        rows = self._engine.empty((self.size, own.size), own.dtype)
+        with self._engine.together():
+            for rank in range(self.size):
+                if rank != self.rank:
+                    if (part := flat[part_of(rank, self.size, flat.size, unit)]).size:
+                        self._engine.send(part, rank)
+                    if own.size:
+                        self._engine.receive(rows[rank], rank)
+        with self._engine.on_stream():
+            rows[self.rank] = own
+            summed(list(rows), True, own, self._engine.add)
+
+
+class CupyEngine:
+    """NCCL by way of CuPy."""
+
+    def __init__(self, size: int, rank: int, token: bytes) -> None:
+        import cupy
+        from cupy.cuda import nccl
+
+        self._cupy, self._nccl = cupy, nccl
+        self._device = cupy.cuda.Device()
+        self._types = {
+            "float32": nccl.NCCL_FLOAT32, "float64": nccl.NCCL_FLOAT64, "bfloat16": nccl.NCCL_BFLOAT16,
+            "int32": nccl.NCCL_INT32, "int64": nccl.NCCL_INT64, "uint8": nccl.NCCL_UINT8,
+        }  # fmt: skip
+        self._comm = nccl.NcclCommunicator(size, token, rank)
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._add = add_.bind(_Name("cupy"))
+
+    def all_reduce(self, array: Array) -> None:
+        at = array.data.ptr
+        self._comm.allReduce(at, at, array.size, self._type(array), self._nccl.NCCL_SUM, self._stream.ptr)
+
+    def reduce_scatter(self, array: Array, out: Array) -> None:
+        self._comm.reduceScatter(array.data.ptr, out.data.ptr, out.size, self._type(array), self._nccl.NCCL_SUM,
+                                 self._stream.ptr)  # fmt: skip
+
+    def all_gather(self, part: Array, out: Array) -> None:
+        self._comm.allGather(part.data.ptr, out.data.ptr, part.size, self._type(out), self._stream.ptr)
+
+    def broadcast(self, array: Array, root: int) -> None:
+        at = array.data.ptr
+        self._comm.broadcast(at, at, array.size, self._type(array), root, self._stream.ptr)
+
+    def reduce(self, array: Array, root: int) -> None:
+        at = array.data.ptr
+        self._comm.reduce(at, at, array.size, self._type(array), self._nccl.NCCL_SUM, root, self._stream.ptr)
+
+    def send(self, array: Array, to: int) -> None:
+        self._comm.send(array.data.ptr, array.size, self._type(array), to, self._stream.ptr)
+
+    def receive(self, out: Array, source: int) -> None:
+        self._comm.recv(out.data.ptr, out.size, self._type(out), source, self._stream.ptr)
+
+    def together(self) -> AbstractContextManager[None]:
+        return _Together(self._nccl)
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        return self._stream
+
+    def fork(self) -> None:
+        self._wait(self._stream, self._cupy.cuda.get_current_stream())
+
+    def join(self) -> None:
+        self._wait(self._cupy.cuda.get_current_stream(), self._stream)
+
+    def _wait(self, later: Any, earlier: Any) -> None:
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(earlier)
+        later.wait_event(event)
+
+    def done(self) -> Callable[[], bool]:
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(self._stream)
+
+        def ask() -> bool:
+            self._device.use()  # a thread begins on GPU 0
+            return event.done
+
+        return ask
+
+    def add(self, out: Array, x: Array) -> None:
+        self._add(out, x)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        with self._stream:  # the pool hands memory out by stream
+            return self._cupy.empty(shape, dtype)
+
+    def check(self) -> None:
+        self._comm.check_async_error()
+
+    def _type(self, array: Array) -> int:
+        return self._types[np.dtype(array.dtype).name]
+
+
+@dataclass
+class _Name:
+    name: str
+
+
+class _Together(AbstractContextManager[None]):
+    def __init__(self, nccl: Any) -> None:
+        self._nccl = nccl
+
+    def __enter__(self) -> None:
+        self._nccl.groupStart()
+
+    def __exit__(self, *exc: object) -> None:
+        self._nccl.groupEnd()
+
+
+def new_token() -> bytes:
+    """What rank 0 makes and all ranks need to find each other."""
+    from cupy.cuda import nccl
+
+    return nccl.get_unique_id()

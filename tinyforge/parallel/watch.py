@@ -1,0 +1,122 @@
+"""The watch of a rank: a thread that ends the process when another rank is gone, and nothing else would notice.
+
+A GPU's work is asynchronous. Where a rank dies, the others' kernels wait for it for ever, and so does whoever asks the
+device for a result: the main thread may sit in the driver and see no error. This thread does not. It looks at
+
+- the lines to the other ranks: a process that has died closes its line; one that is stopped, or whose host has gone,
+  falls silent;
+- the oldest collective that the device has not finished, and how long it has been under way;
+- NCCL's own asynchronous error.
+
+Rank 0 then says which rank it was, in one line, and every rank leaves by `os._exit`: files are written whole or not at
+all, so the last checkpoint is good.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tinyforge.errors import UserError
+from tinyforge.parallel.star import Lost
+from tinyforge.terminal import one_line
+
+PULSE = 2.0  # seconds between two signs of life
+SILENCE = 20.0  # seconds without one after which a process counts as stopped
+
+
+@dataclass
+class Collective:
+    """since: when it was started. done: asks the device, without waiting, whether it is over."""
+
+    since: float
+    what: str
+    done: Callable[[], bool] = lambda: False
+
+
+@dataclass
+class Watch:
+    """lines: of rank 0 to all others, in their order; of another rank, to rank 0. patience: of a collective, seconds.
+
+    check: raises where the device's library reports an error; called from the thread. leave: how the process ends.
+    """
+
+    rank: int
+    lines: Sequence[Connection]
+    names: Sequence[str]
+    advice: str
+    patience: float
+    check: Callable[[], None] = lambda: None
+    leave: Callable[[int], Any] = os._exit
+    _pending: deque[Collective] = field(default_factory=deque)
+    _closing: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        self._heard = [time.monotonic()] * len(self.lines)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def begin(self, what: str) -> Collective:
+        """A collective is about to be started. Starting it may wait too; its `done` is set behind that."""
+        self._pending.append(collective := Collective(time.monotonic(), what))
+        return collective
+
+    def close(self) -> None:
+        """The end is near and wanted: lines that close are no fault any more."""
+        self._closing.set()
+
+    def _run(self) -> None:
+        told = 0.0
+        while not self._closing.wait(0.25):
+            now = time.monotonic()
+            if now - told > PULSE:
+                told = now
+                for line in self.lines:
+                    with suppress(OSError):  # seen below, as the end of what can be read
+                        line.send(b"")
+            if fault := self._fault(now):
+                if self._closing.wait(1.0):  # the main thread has seen it too, or the run is at its end
+                    return
+                self._leave(fault)
+                return
+
+    def _fault(self, now: float) -> str | UserError:
+        for number, line in enumerate(self.lines):
+            name = self.names[number + 1 if self.rank == 0 else 0]
+            try:
+                while line.poll(0):
+                    if isinstance(said := line.recv(), UserError):
+                        return said
+                    self._heard[number] = now
+            except (EOFError, OSError):
+                return f"{name} died (the kernel kills one when memory runs out)"
+            if now - self._heard[number] > SILENCE:
+                return f"{name} has shown no sign of life for {SILENCE:.0f} s: it is stopped, or its host is gone"
+        while self._pending and self._pending[0].done():
+            self._pending.popleft()
+        if self._pending:
+            late = self._pending[0]
+            if now - late.since > self.patience:
+                others = ", ".join(name for number, name in enumerate(self.names) if number != self.rank)
+                here, seconds = self.names[self.rank], f"{self.patience:.0f} s"
+                return f"{late.what} has been under way on {here} for {seconds}: {others} hangs, or the link to it"
+        try:
+            self.check()
+        except Exception as error:
+            return f"{self.names[self.rank]}: {error}"
+        return ""
+
+    def _leave(self, fault: str | UserError) -> None:
+        """A UserError is what another rank has raised; all else is the loss of a rank."""
+        if self.rank == 0:
+            advice = "" if isinstance(fault, UserError) else f"; {self.advice}"
+            print(f"\nerror: {one_line(str(fault))}{advice}", file=sys.stderr, flush=True)
+        self.leave(fault.status if isinstance(fault, UserError) else Lost.status)

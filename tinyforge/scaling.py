@@ -1,0 +1,423 @@
+"""What a training step takes on many GPUs: a cost model of compute, memory and communication.
+
+    python -m tinyforge.scaling --gpus 1024 --config 2b --recompute blocks
+    python -m tinyforge.scaling --compare                      the model beside what was measured
+
+Its inputs are the measurements in docs/results; what has not been measured is a flag with a stated default, and the
+table says so. docs/scaling.md has the formulas. Nothing here runs on a GPU.
+
+Seconds of a step of one GPU, on its own part of the batch:
+
+    products    F / (e P)            F: FLOP outside attention, P: of a large matrix product, e: the share reached
+    attention   A / R(T)             A: its FLOP, R: measured for rows of T tokens
+    passes      k S / B              S: bytes saved for backward, k: how often they are read and written, B: of a copy
+    optimizer   34 N / B             N parameters: gradients, masters, moments, weights, and the gradient's norm
+
+and for n GPUs what of the sum over them does not fit under backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tinyforge.backends.phantom import PhantomBackend
+from tinyforge.config import ModelConfig
+from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.files import read_json
+from tinyforge.op import Recompute
+from tinyforge.registry import ModelSpec, default_model, find_model, models
+from tinyforge.train.plan import OUTSIDE, Plan, gib, plan_step
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+CALIBRATION = "gpu-train-16x1024.json"  # the one step that `reached` is taken from
+PASSES = 4.3  # k: the elementwise kernels of that step take 5.0 ms, their bytes one pass over what is saved 1.16
+OPTIMIZER = 34  # bytes of memory traffic a parameter: 30 in AdamW, 4 in the norm
+BACKWARD = 2 / 3  # of the time of a step's passes
+BUCKET = 32 << 20  # bytes that are summed at once; the last of them has nothing left to hide under
+MICRO = 8  # micro-batches of a pipeline, for each of its stages
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates in FLOP and bytes a second, times in seconds, memory in bytes. link, hop: between GPUs of a host, fitted to
+    two measured all-reduces. network, far_hop: of one GPU's share of the network between hosts; not measured here."""
+
+    peak: float
+    copy: float
+    memory: float
+    attention: tuple[tuple[int, float], ...]  # tokens of a row, FLOP a second
+    reached: float
+    link: float
+    hop: float
+    per_host: int = 8
+    network: float = 50e9
+    far_hop: float = 5e-6
+
+    def attention_rate(self, tokens: int) -> float:
+        """Between the measured rows by the logarithm of their length; the nearest one's outside."""
+        points = self.attention
+        for (low, slow), (high, fast) in zip(points, points[1:], strict=False):
+            if low <= tokens <= high:
+                share = math.log(tokens / low) / math.log(high / low)
+                return slow + share * (fast - slow)
+        return points[0][1] if tokens < points[0][0] else points[-1][1]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every GPU does in a step. rows: sequences a GPU; below 1 where several hold a model together. tensor,
+    stages: GPUs among which a model is split, within its layers and between them. zero: the optimizer's state is
+    shared out."""
+
+    model: str
+    config: ModelConfig
+    rows: float
+    seq_len: int
+    recompute: Recompute = ""
+    zero: bool = False
+    tensor: int = 1
+    stages: int = 1
+
+    @property
+    def spec(self) -> ModelSpec:
+        return find_model(self.model)
+
+    @property
+    def tokens(self) -> float:
+        return self.rows * self.seq_len
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a step by what takes them, and bytes of a GPU's memory. exposed: communication of gradients and
+    weights that nothing hides. tensor: all-reduces within the layers. bubble: waiting for the pipeline's stages."""
+
+    products: float
+    attention: float
+    passes: float
+    optimizer: float
+    again: float
+    exposed: float
+    tensor: float
+    bubble: float
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        return (self.products + self.attention + self.passes + self.optimizer + self.again + self.exposed + self.tensor
+                + self.bubble)  # fmt: skip
+
+
+# --- one GPU ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _work(name: str, config: ModelConfig, seq_len: int) -> tuple[int, float, float]:
+    """Parameters, and FLOP a token outside and inside attention, whose pairs grow linearly with the row."""
+    model = find_model(name).build(config, PhantomBackend("bf16"))
+    one, two = (model.flop_per_token(length) for length in (1, 2))
+    inside = 2 * (two - one)  # a token of a row of one sees one pair, of two one and a half on average
+    attention = model.flop_per_token(seq_len) - one + inside
+    return model.buffer.count, model.flop_per_token(seq_len) - attention, attention
+
+
+@cache
+def _plan(name: str, config: ModelConfig, rows: int, seq_len: int, recompute: Recompute) -> Plan:
+    return plan_step(find_model(name), config, "bf16", rows, seq_len, recompute)
+
+
+def _saved(job: Job) -> float:
+    """Bytes saved for backward by all that is not recomputed: so many a token."""
+    rows = max(1, math.ceil(job.rows))
+    return _plan(job.model, job.config, rows, job.seq_len, "").saved * job.rows / rows
+
+
+def one_gpu(job: Job, machine: Machine) -> Cost:
+    """A step without communication, of the whole model."""
+    parameters, products, attention = _work(job.model, job.config, job.seq_len)
+    times = (
+        products * job.tokens / (machine.reached * machine.peak),
+        attention * job.tokens / machine.attention_rate(job.seq_len),
+        PASSES * _saved(job) / machine.copy,
+    )
+    again = (1 - BACKWARD) * sum(times) if job.recompute == "blocks" else 0.02 * sum(times) * (job.recompute == "norms")
+    optimizer = OPTIMIZER * parameters / machine.copy
+    return Cost(*times, optimizer, again, 0.0, 0.0, 0.0, _memory(job, 1))
+
+
+# --- between GPUs -----------------------------------------------------------------------------------------------------
+
+
+def all_reduce(count: float, gpus: int, machine: Machine) -> float:
+    """Seconds to sum `count` bytes over so many GPUs, in the faster of two ways.
+
+    Within a host a ring: 2 (g - 1) / g of the bytes through each link. Between hosts every GPU sums its g-th part with
+    its peers: as a ring of m, 2 (m - 1) / m of it and 2 (m - 1) hops; or as a tree, all of it twice and 2 log2 m hops.
+    """
+    near = min(gpus, machine.per_host)
+    hosts = -(-gpus // near)
+    time = 2 * (near - 1) / near * count / machine.link + (2 * (near - 1) * machine.hop if near > 1 else 0.0)
+    if hosts > 1:
+        part = count / near / machine.network
+        ring = 2 * (hosts - 1) / hosts * part + 2 * (hosts - 1) * machine.far_hop
+        tree = 2 * part + 2 * math.ceil(math.log2(hosts)) * machine.far_hop
+        time += min(ring, tree)
+    return time
+
+
+def cost(job: Job, gpus: int, machine: Machine) -> Cost:
+    """A step of each of `gpus` GPUs; they are copies of groups of tensor * stages that hold one model together."""
+    split = job.tensor * job.stages
+    if gpus % split:
+        raise UserError(f"--gpus is {gpus}, and {job.tensor} x {job.stages} of them hold a model; wanted a multiple")
+    copies = gpus // split
+    parameters = _work(job.model, job.config, job.seq_len)[0] / split
+    # A group of GPUs has the rows of all of them: each GPU still does `rows` of work.
+    base = one_gpu(job, machine)
+    in_backward = (base.products + base.attention + base.passes) * BACKWARD + base.again
+    optimizer = base.optimizer / split / (copies if job.zero else 1)
+    # The GPUs of a group lie next to each other, so the copies of a part share fewer of a host's.
+    fewer = replace(machine, per_host=max(1, machine.per_host // split))
+    grads, weights = 4 * parameters, 2 * parameters
+    exposed = 0.0
+    if copies > 1:
+        whole = all_reduce(grads, copies, fewer)
+        last = all_reduce(min(grads, BUCKET), copies, fewer)
+        gather = 0.0
+        if job.zero:  # reduce-scatter is half of an all-reduce, and so is the all-gather of the weights, in bf16
+            whole, last = whole / 2, last / 2
+            gather = all_reduce(weights, copies, fewer) / 2
+        exposed = max(last, whole - in_backward) + gather
+    tensor = bubble = 0.0
+    layers, dim = job.config.to_dict().get("layers", 1), job.config.to_dict().get("dim", 0)
+    if job.tensor > 1:  # Megatron: two all-reduces of the stream a layer in forward, two in backward, all waited for
+        stream = 2.0 * job.tokens * job.tensor * dim
+        times = 4 + (2 if job.recompute == "blocks" else 0)
+        tensor = times * layers / job.stages * all_reduce(stream, job.tensor, machine)
+    if job.stages > 1:
+        busy = base.products + base.attention + base.passes + base.again + tensor
+        bubble = busy * (job.stages - 1) / min(MICRO * job.stages, job.rows * split)
+    return replace(
+        base, optimizer=optimizer, exposed=exposed, tensor=tensor, bubble=bubble, memory=_memory(job, copies)
+    )
+
+
+def _memory(job: Job, copies: int) -> float:
+    """Bytes of a GPU: of one model's state and of what a group's rows save and use, its part."""
+    split = job.tensor * job.stages
+    plan = _plan(job.model, job.config, max(1, math.ceil(job.rows * split)), job.seq_len, job.recompute)
+    masters = 4 * _work(job.model, job.config, job.seq_len)[0]
+    sharded = (masters + plan.moments) / (copies if job.zero else 1)
+    return OUTSIDE + (plan.weights - masters + sharded + plan.peak - plan.weights - plan.moments) / split
+
+
+# --- what was measured ------------------------------------------------------------------------------------------------
+
+
+def read_machine(results: Path = RESULTS) -> Machine:
+    """The GPU of the files in `results`. Raises UserError where one is missing."""
+    step = _read(results / CALIBRATION)
+    ops = _read(results / "gpu-ops.json")
+    attention = tuple(sorted(
+        (row["shape"]["tokens"], _attention_rate(row)) for row in _read(results / "gpu-attention.json")["results"]
+    ))  # fmt: skip
+    (small, first), (large, second) = ((row["bytes"], row["ms"] / 1e3)
+                                       for row in _read(results / "gpu-all-reduce.json")["rows"])  # fmt: skip
+    link = (large - small) / (second - first)  # two GPUs: 2 (n - 1) / n is 1
+    hop = max(0.0, first - small / link) / 2
+    memory = float(step["device"]["gpu"].split(" GiB")[0].split()[-1]) * 2**30
+    machine = Machine(step["matmul_peak_gflop_per_second"] * 1e9, ops["copy_gb_per_second"] * 1e9, memory, attention,
+                      1.0, link, hop)  # fmt: skip
+    # What is left of the one measured step is the products, and the gaps between kernels with them.
+    found = one_gpu(job_of(step), machine)
+    left = step["results"]["tinyforge"]["median_ms"] / 1e3 - (found.seconds - found.products)
+    return replace(machine, reached=found.products / left)
+
+
+def _attention_rate(row: dict[str, Any]) -> float:
+    """By the convention of `flop_per_token`: 12 D FLOP a query head and visible pair, forward and backward."""
+    shape = row["shape"]
+    pairs = shape["batch"] * shape["heads"] * shape["tokens"] * (shape["tokens"] + 1) / 2
+    return 12 * shape["dim"] * pairs / (row["tinyforge"]["both"]["median_us"] / 1e6)
+
+
+def job_of(measured: dict[str, Any], zero: bool = False) -> Job:
+    spec = find_model(measured.get("model") or default_model())
+    known = measured.get("config")
+    config = spec.config.from_dict(known) if isinstance(known, dict) else spec.presets[known or "base"]
+    rows = measured.get("batch_size") or measured["rows_a_gpu"]
+    return Job(spec.name, config, rows, measured["seq_len"], measured.get("recompute") or "", zero)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured step, in seconds, and what the model says. after: of the one GPU beside it, what several add."""
+
+    file: str
+    what: str
+    gpus: int
+    measured: float
+    forecast: float
+
+    @property
+    def error(self) -> float:
+        return self.forecast / self.measured - 1
+
+
+def compared(machine: Machine, results: Path = RESULTS) -> Iterator[Row]:
+    """Every bf16 step in `results` whose model is a stack of the kernels that the cost model counts: of one GPU in the
+    files gpu-train-*, of several in those with `ranks`. A step of several is forecast from the one GPU that was
+    measured beside it in the same run: what is tested is what the others add."""
+    for path in sorted(results.glob("*.json")):
+        found = read_json(path, "the results")
+        if not isinstance(found, dict) or not isinstance(found.get("results"), dict):
+            continue
+        if found.get("precision") != "bf16" or found.get("tokens_per_document"):  # attention does less there
+            continue
+        if "ranks" in found and "1 GPU" in found["results"]:
+            yield from _several(path.name, found, machine)
+        elif path.name.startswith("gpu-train-") and "matmul_peak_gflop_per_second" in found:
+            job = job_of(found)
+            if not job.config.term_weights:  # experts: their kernels are not in the model
+                ours = found["results"]["tinyforge"]["median_ms"] / 1e3
+                what = f"{job.model}, {job.rows} x {job.seq_len}"
+                yield Row(path.name, what, 1, ours, one_gpu(job, machine).seconds)
+
+
+def _several(file: str, found: dict[str, Any], machine: Machine) -> Iterator[Row]:
+    gpus, alone = found["ranks"], found["results"]["1 GPU"]["median_ms"] / 1e3
+    for name, zero in (("ranks", False), ("ranks, ZeRO", True)):
+        if name in found["results"]:
+            job = job_of(found, zero)
+            added = cost(job, gpus, machine).seconds - cost(replace(job, zero=False), 1, machine).seconds
+            what = f"{job.model}, {job.rows} x {job.seq_len} a GPU{', ZeRO' if zero else ''}"
+            yield Row(file, what, gpus, found["results"][name]["median_ms"] / 1e3, alone + added)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(read_json(path, "the measurements"))
+    except UserError as error:
+        raise UserError(f"{error}; the cost model reads the results of a checkout") from None
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def table(job: Job, most: int, machine: Machine, batch: int = 0) -> str:
+    """A row for 1, 2, 4, ... GPUs with data-parallel copies, and the fastest split of the model at each.
+
+    batch: tokens of a step on all GPUs together; 0: `job.rows` a GPU, so that a step grows with them.
+    """
+    lines = [f"{'GPUs':>5} {'split':>9} {'step ms':>9} {'tokens/s':>12} {'of 1 GPU':>8} {'not hidden':>10} "
+             f"{'tensor':>7} {'bubble':>7} {'memory':>11}"]  # fmt: skip
+    counts = [2**i for i in range(most.bit_length()) if 2**i <= most]
+    rate = 0.0
+    for gpus in counts if counts[-1] == most else [*counts, most]:
+        job = replace(job, rows=batch / job.seq_len / gpus) if batch else job
+        rows = [(job, cost(job, gpus, machine))] if job.rows >= 1 else []
+        split = fastest(job, gpus, machine)
+        if split and split[0] != job:
+            rows.append(split)
+        if not rows:
+            lines.append(f"{gpus:>5} {'-':>9} more GPUs than rows, and no split that fits and divides the model")
+        for shape, c in rows:
+            rate = rate or job.tokens / c.seconds
+            names = [f"{n} {what}" for n, what in ((shape.tensor, "t"), (shape.stages, "p")) if n > 1]
+            fits = "" if c.memory <= machine.memory else ", too much"
+            lines.append(
+                f"{gpus:>5} {' '.join(names) or 'none':>9} {1e3 * c.seconds:>9.1f} "
+                f"{gpus * job.tokens / c.seconds:>12,.0f} {job.tokens / c.seconds / rate:>8.3f} "
+                f"{1e3 * c.exposed:>10.2f} {1e3 * c.tensor:>7.1f} {1e3 * c.bubble:>7.1f} {gib(int(c.memory)):>11}{fits}"
+            )
+    return "\n".join(lines)
+
+
+def fastest(job: Job, gpus: int, machine: Machine) -> tuple[Job, Cost] | None:
+    """The split of the model over up to a host's GPUs, and of its layers over up to 16 groups, that takes least time
+    among those that fit; None where none fits."""
+    found: list[tuple[float, int, Job, Cost]] = []
+    values = job.config.to_dict()
+    for tensor in (1, 2, 4, 8):
+        for stages in (1, 2, 4, 8, 16):
+            whole = values.get("kv_heads", values.get("heads", 1)) % tensor == 0 == values.get("layers", 1) % stages
+            if not whole or gpus % (tensor * stages) or tensor > machine.per_host or job.rows * tensor * stages < 1:
+                continue
+            shape = replace(job, tensor=tensor, stages=stages)
+            c = cost(shape, gpus, machine)
+            if c.memory <= machine.memory:
+                found.append((c.seconds, tensor * stages, shape, c))
+    return min(found, key=lambda entry: entry[:2])[2:] if found else None
+
+
+def comparison(machine: Machine, results: Path = RESULTS) -> str:
+    lines = [f"{'GPUs':>4} {'what':<36} {'measured ms':>11} {'forecast':>9} {'error':>7}  file"]
+    for row in compared(machine, results):
+        of = " (its source)" if row.file == CALIBRATION else ""
+        lines.append(f"{row.gpus:>4} {row.what:<36} {1e3 * row.measured:>11.2f} {1e3 * row.forecast:>9.2f} "
+                     f"{100 * row.error:>+6.1f}%  {row.file}{of}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = Parser(prog="python -m tinyforge.scaling", description=__doc__,
+               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    p.add_argument("--gpus", type=int, default=8, metavar="N", help="the most that are tabulated (default: 8)")
+    p.add_argument("--model", default=default_model(), help="of the zoo (default: %(default)s)")
+    p.add_argument("--config", default="", metavar="PRESET", help="of the model (default: its largest)")
+    p.add_argument("--rows", type=int, default=8, metavar="N", help="sequences a GPU (default: 8)")
+    p.add_argument("--seq-len", type=int, metavar="T", help="tokens a sequence (default: the config's context)")
+    p.add_argument("--batch-tokens", type=int, default=0, metavar="N",
+                   help="tokens of a step on all GPUs together, in place of --rows")  # fmt: skip
+    p.add_argument("--recompute", default="", choices=("norms", "blocks"), help="as of recipes/pretrain.py")
+    p.add_argument("--no-zero", action="store_true", help="every GPU keeps the whole optimizer state")
+    p.add_argument("--per-host", type=int, default=8, metavar="N", help="GPUs of a host (default: 8)")
+    p.add_argument("--network", type=float, default=50.0, metavar="GB/S",
+                   help="of each GPU between hosts; not measured here (default: 50, InfiniBand NDR)")  # fmt: skip
+    p.add_argument("--compare", action="store_true", help="the model beside what was measured, and nothing else")
+    args = p.parse_args(argv)
+    for name in ("gpus", "rows", "seq_len", "per_host"):
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= 1 << 20:
+            raise UserError(f"--{name.replace('_', '-')} is {value}, wanted 1 to {1 << 20:,}")
+    if args.batch_tokens < 0 or 0 < args.batch_tokens < (args.seq_len or 1):
+        raise UserError(f"--batch-tokens is {args.batch_tokens}, wanted a row of tokens or more")
+    if not 0 < args.network < 1e6:
+        raise UserError(f"--network is {args.network}, wanted GB/s above 0")
+    machine = replace(read_machine(), per_host=args.per_host, network=args.network * 1e9)
+    if args.compare:
+        print(comparison(machine))
+        return 0
+    spec = find_model(args.model)
+    if spec.learns != "text":
+        able = ", ".join(s.name for s in models().values() if s.learns == "text")
+        raise UserError(f"--model {args.model}: the cost model knows rows of tokens; use one of {able}")
+    name = args.config or max(spec.presets, key=lambda preset: _work(spec.name, spec.presets[preset], 1)[0])
+    if name not in spec.presets:
+        raise UserError(f"--config {name!r}: {spec.name} has {', '.join(spec.presets)}")
+    config = spec.presets[name]
+    seq_len = args.seq_len or config.context
+    if seq_len > config.context:
+        raise UserError(f"--seq-len is {seq_len}, the config's context is {config.context}")
+    job = Job(spec.name, config, args.rows, seq_len, args.recompute, not args.no_zero)
+    spec.check_recompute(job.recompute)
+    parameters = _work(spec.name, config, seq_len)[0]
+    size = f"{args.batch_tokens:,} tokens a step" if args.batch_tokens else f"{args.rows} x {seq_len} tokens a GPU"
+    again = f", recomputing {job.recompute}" if job.recompute else ""
+    print(f"{spec.name} {name}, {parameters:,} parameters, bf16, {size}{again}{', ZeRO' if job.zero else ''}")
+    print(f"measured: {machine.peak / 1e12:.0f} TFLOP/s in a large product, {machine.reached:.2f} of it in a step; "
+          f"copies {machine.copy / 1e9:,.0f} GB/s; all-reduce on a host {machine.link / 1e9:.0f} GB/s")  # fmt: skip
+    print(f"assumed: {machine.per_host} GPUs a host with that rate for each, {machine.network / 1e9:g} GB/s a GPU "
+          "between hosts; t splits layers, p the stack of them")  # fmt: skip
+    print(table(job, args.gpus, machine, args.batch_tokens))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,181 @@
+"""Serve a model over HTTP, in OpenAI's protocol, with a page to chat in at /.
+
+    python -m tinyforge.serve                                     the newest run, else the model that is here
+    python -m tinyforge.serve --checkpoint SmolLM2-135M-Instruct  a run, a Hugging Face directory, a .gguf file
+    python -m tinyforge.serve --checkpoint base --adapter lora    a base with its adapter
+    TINYFORGE_API_KEY=secret python -m tinyforge.serve --host 0.0.0.0 --allow-host my.name
+
+It listens on this machine alone unless --host says otherwise. Ctrl-C or SIGTERM lets the replies under way finish.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tinyforge.backends import get_backend
+from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.hub import Loaded, add_checkpoint_flag, open_model, trained_model
+from tinyforge.infer.causal_lm import check_causal_lm
+from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.scheduler import Scheduler
+from tinyforge.terminal import one_line
+from tinyforge.text.chat_templates import TEMPLATES
+
+KEY = "TINYFORGE_API_KEY"
+CACHE_BYTES = 2 << 30
+MOST_ROWS = {"numpy": 64, "cupy": 256}
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def default_rows(model: Any, capacity: int) -> int:
+    """As many rows as there is memory for their caches, by what one row's takes; 64 on a CPU, 256 on a GPU at most."""
+    weights = model.fused_weights()
+    if weights is not None:
+        numbers = 2 * len(weights.layers) * weights.kv_heads * weights.head_dim * capacity
+        size = numbers * model.backend.dtype.itemsize
+    else:
+        size = _array_bytes(vars(model.make_cache(1, capacity)))
+    return max(1, min(MOST_ROWS.get(model.backend.name, 64), CACHE_BYTES // max(1, size)))
+
+
+def _array_bytes(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(_array_bytes, value.values()))
+    if isinstance(value, (tuple, list)):
+        return sum(map(_array_bytes, value))
+    return int(getattr(value, "nbytes", 0))
+
+
+def flags() -> Parser:
+    parser = Parser(
+        prog="python -m tinyforge.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_checkpoint_flag(parser)
+    parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter, merged into the checkpoint")
+    parser.add_argument("--name", help="what the model is called (default: its file's name)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0 for any free one (default: %(default)s)")
+    parser.add_argument("--backend", default="numpy", help="numpy, cupy (a GPU), or auto (default: %(default)s)")
+    parser.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
+    parser.add_argument("--rows", type=int, metavar="N", help="texts that are generated side by side (default: up to "
+                        "64 on a CPU, 256 on a GPU, as many as 2 GiB of cache hold)")  # fmt: skip
+    parser.add_argument("--queue", type=int, default=256, metavar="N",
+                        help="texts that may wait (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--context", type=int, metavar="N", help="tokens of a text (default: the model's)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest reply (default: the context)")
+    parser.add_argument("--max-n", type=int, default=8, metavar="N", help="texts for a prompt (default: %(default)s)")
+    parser.add_argument("--max-body", type=int, default=1 << 20, metavar="BYTES", help="(default: %(default)s)")
+    parser.add_argument("--deadline", type=float, default=600, metavar="SECONDS",
+                        help="that a request may take, its wait included (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--drain", type=float, default=30, metavar="SECONDS",
+                        help="that replies have to finish after SIGTERM (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--prefix-mib", type=int, default=256, metavar="N",
+                        help="memory for beginnings of prompts that others share (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME",
+                        help="a name by which it is called, beside its own address; * for any")  # fmt: skip
+    parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN",
+                        help="a page elsewhere that may call it, e.g. http://localhost:5173")  # fmt: skip
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    rules = (
+        ("--port", 0 <= args.port < 65536, "0 to 65535"),
+        ("--rows", args.rows is None or 1 <= args.rows <= 4096, "1 to 4096"),
+        ("--queue", 0 <= args.queue <= 1_000_000, "0 to 1000000"),
+        ("--context", args.context is None or args.context >= 2, "at least 2"),
+        ("--max-tokens", args.max_tokens is None or args.max_tokens >= 1, "at least 1"),
+        ("--max-n", 1 <= args.max_n <= 1024, "1 to 1024"),
+        ("--max-body", 1 <= args.max_body <= 1 << 30, "1 to 1073741824"),
+        ("--deadline", 0 < args.deadline < 1e7, "a number of seconds above 0"),
+        ("--drain", 0 <= args.drain < 1e7, "a number of seconds, 0 or more"),
+        ("--prefix-mib", 0 <= args.prefix_mib <= 1 << 20, "0 or more"),
+    )
+    for name, fine, wanted in rules:
+        if not fine:
+            raise UserError(f"{name} is {getattr(args, name[2:].replace('-', '_'))}, wants {wanted}")
+
+
+def loaded_model(args: argparse.Namespace) -> tuple[Loaded, str]:
+    """The model, and the name of its registered kind."""
+    path = trained_model(args.checkpoint) if args.checkpoint or not args.adapter else None
+    backend = get_backend(args.backend, args.precision, workers=1)
+    opened = open_model(Path(args.adapter), base=path) if args.adapter else open_model(path or Path())
+    loaded = opened.build(backend)
+    check_causal_lm(loaded.model)
+    if loaded.template not in TEMPLATES:
+        raise UserError(f"{loaded.path}: its chat template is {loaded.template!r}; known: {', '.join(TEMPLATES)}")
+    return loaded, opened.spec.name
+
+
+def listening(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except (OSError, UnicodeError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot listen on {host}, port {port}: {reason}; choose another --host or --port") from error
+    return bound
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = flags().parse_args(argv)
+    check(args)
+    for package in ("starlette", "uvicorn", "pydantic", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"the server needs {package}; run pip install starlette uvicorn pydantic prometheus-client")
+    bound = listening(args.host, args.port)
+    loaded, spec = loaded_model(args)
+    # Here and not at the top: they take a second, which a wrong flag need not wait for.
+    from tinyforge.serve.app import App
+    from tinyforge.serve.engine import Engine
+    from tinyforge.serve.http import Server
+    from tinyforge.serve.protocol import Limits
+
+    model, context = loaded.model, loaded.model.config.context
+    capacity = min(args.context or context, context)
+    if capacity < 2:
+        raise UserError(f"{loaded.path}: its context is {capacity} token, which has no room for a reply; use another")
+    rows = args.rows or default_rows(model, capacity)
+    scheduler = Scheduler(
+        model, rows, capacity=capacity, queue=args.queue, prefix_bytes=args.prefix_mib << 20,
+        decoder=make_decoder(model, max(2, rows), capacity),
+    )  # fmt: skip
+    engine = Engine(scheduler, loaded.tokenizer)
+    limits = Limits(max_tokens=args.max_tokens or capacity, n=min(args.max_n, rows + args.queue), body=args.max_body,
+                    seconds=args.deadline)  # fmt: skip
+    name = args.name or (Path(args.adapter).resolve() if args.adapter else loaded.path.resolve()).stem or "model"
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    app = App(engine, TEMPLATES[loaded.template], name, model, spec, limits, os.environ.get(KEY, ""),
+              [host, *args.allow_host], args.cors_origin)  # fmt: skip
+
+    def ready() -> None:
+        engine.start()
+        print(one_line(f"serving {name} at http://{host}:{bound.getsockname()[1]}"), flush=True)
+        if args.host not in LOCAL and not os.environ.get(KEY):
+            print(f"warning: anyone who reaches {host} can use it; set {KEY} to ask for a key", file=sys.stderr)
+
+    def drain() -> None:
+        engine.draining = True
+        asyncio.get_running_loop().call_later(args.drain, engine.cancel_all)
+
+    server = Server(app.asgi, args.drain, ready, drain)
+    try:
+        server.run(sockets=[bound])
+    finally:
+        engine.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

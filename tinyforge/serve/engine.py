@@ -1,0 +1,237 @@
+"""The thread in which a model computes, and what it hands to the event loop: a scheduler with texts instead of ids.
+
+The event loop checks and submits; the engine's thread alone touches the scheduler. Between the two go an inbox of calls
+that the thread makes between steps, and for each text a queue of pieces. A reader is woken for the first token of a
+text, for its end, and in between at most once in FLUSH seconds, and in FLUSH_EACH seconds for each text that is under
+way: with many readers a message has several tokens, and telling them does not keep the model waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from tinyforge.errors import UserError
+from tinyforge.infer.sampling import Sampling
+from tinyforge.infer.scheduler import Made, QueueFull, Request, Scheduler
+from tinyforge.infer.stream import TextStream
+from tinyforge.text import TextTokenizer
+
+FLUSH = 0.02
+FLUSH_EACH = 0.002
+
+
+class Draining(Exception):
+    """The server is about to end and takes no new requests."""
+
+
+class Piece(NamedTuple):
+    """Some text, and the tokens that came with it."""
+
+    text: str
+    tokens: tuple[Made, ...]
+
+
+class Choice:
+    """One text that is being generated. reason: why it has ended, None before; "error" where computing it failed."""
+
+    def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str]) -> None:
+        self.stream = TextStream(tokenizer, stop)
+        self.pieces: deque[Piece] = deque()
+        self.reason: str | None = None
+        self.request: Request
+        self.answer: Answer
+
+    def accept(self, made: Sequence[Made]) -> int | None:
+        """Called by the scheduler: tokens to text; ends at a stop string."""
+        texts = []
+        for count, token in enumerate(made, start=1):
+            texts.append(self.stream.push(token.id))
+            if self.stream.stopped:
+                self.pieces.append(Piece("".join(texts), tuple(made[:count])))
+                return count
+        self.pieces.append(Piece("".join(texts), tuple(made)))
+        return None
+
+    def taken(self) -> Piece | None:
+        """What has come since the last time, as one piece."""
+        texts: list[str] = []
+        tokens: list[Made] = []
+        while self.pieces:
+            piece = self.pieces.popleft()
+            texts.append(piece.text)
+            tokens += piece.tokens
+        return Piece("".join(texts), tuple(tokens)) if texts else None
+
+
+class Answer:
+    """The choices of one request over HTTP. `news` is set when there is something to send."""
+
+    def __init__(self, choices: list[Choice]) -> None:
+        self.choices = choices
+        self.news = asyncio.Event()
+        self.started: set[int] = set()  # choices whose first token has been counted
+        self.flushed = 0.0
+        for choice in choices:
+            choice.answer = self
+
+
+class Engine:
+    """A scheduler in its own thread. rows: of the scheduler; queue: choices that may wait beside them."""
+
+    def __init__(self, scheduler: Scheduler, tokenizer: TextTokenizer) -> None:
+        self.scheduler, self.tokenizer = scheduler, tokenizer
+        self.most = scheduler.rows + scheduler.queue
+        self.outstanding = 0  # choices that were submitted and have not ended; the event loop's
+        self.draining = False
+        self.steps = self.generated = self.prefilled = self.reused = 0
+        self.ended: dict[str, int] = {}
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._stopped = False
+        self._choices: dict[Request, Choice] = {}
+        self._late: set[Answer] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """From the event loop's thread."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._wake.set()
+        self._thread.join(timeout=10)
+
+    # --- called by the event loop
+
+    def submit(
+        self, wishes: Sequence[tuple[Sequence[int], Sampling]], stop_ids: frozenset[int], stop: Sequence[str],
+        alternatives: int, deadline: float | None,
+    ) -> Answer:  # fmt: skip
+        """Choices for prompts and how each is sampled. UserError, `QueueFull`, `Draining`."""
+        if self.draining:
+            raise Draining
+        if self.outstanding + len(wishes) > self.most:
+            raise QueueFull(f"{self.outstanding} texts are being generated or wait, and {self.most} may")
+        choices = []
+        for prompt, sampling in wishes:
+            choice = Choice(self.tokenizer, stop)
+            choice.request = self.scheduler.prepare(
+                prompt, sampling, stop_ids, alternatives=alternatives, deadline=deadline, accept=choice.accept
+            )
+            choice.request.submitted = time.monotonic()
+            choices.append(choice)
+        answer = Answer(choices)
+        self.outstanding += len(choices)
+        self._call(lambda: self._enqueue(choices))
+        return answer
+
+    def cancel(self, answer: Answer, reason: Any = "cancelled") -> None:
+        def run() -> None:
+            for choice in answer.choices:
+                self.scheduler.cancel(choice.request, reason)
+
+        self._call(run)
+
+    def cancel_all(self, reason: Any = "cancelled") -> None:
+        self._call(lambda: self.scheduler.cancel_all(reason))
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """What `function` returns, called in the engine's thread between two steps."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._call(run)
+        return await asyncio.wrap_future(future)
+
+    def _call(self, function: Callable[[], Any]) -> None:
+        self._calls.append(function)
+        self._wake.set()
+
+    # --- the thread
+
+    def _enqueue(self, choices: Sequence[Choice]) -> None:
+        for choice in choices:
+            self._choices[choice.request] = choice
+        self.scheduler.enqueue([choice.request for choice in choices], bounded=False)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            try:
+                while self._calls:
+                    self._calls.popleft()()
+                if not self.scheduler.busy:
+                    self._wake.wait()
+                    self._wake.clear()
+                    continue
+                found = self.scheduler.step()
+            except Exception:  # a bug, or no memory: all that is under way fails, what comes later need not
+                traceback.print_exc()
+                self._fail_all()
+                continue
+            self.steps += 1
+            self._tell(found)
+
+    def _tell(self, found: list[tuple[Request, list[Made]]]) -> None:
+        now, due, ended = time.monotonic(), set(), 0
+        for request, made in found:
+            choice = self._choices[request]
+            self.generated += len(made)
+            self._late.add(choice.answer)
+            if request.reason is not None:
+                if rest := choice.stream.finish():
+                    choice.pieces.append(Piece(rest, ()))
+                choice.reason = request.reason
+                del self._choices[request]
+                self.prefilled += request.stats.prefilled
+                self.reused += request.stats.reused
+                self.ended[request.reason] = self.ended.get(request.reason, 0) + 1
+                ended += 1
+                due.add(choice.answer)
+        pause = max(FLUSH, FLUSH_EACH * len(self._choices))
+        for answer in self._late:
+            if answer in due or now - answer.flushed >= pause:
+                answer.flushed = now
+                due.add(answer)
+        self._late -= due
+        if due or ended:
+            self._notify(due, ended)
+
+    def _notify(self, answers: set[Answer], ended: int) -> None:
+        def wake() -> None:
+            self.outstanding -= ended
+            for answer in answers:
+                answer.news.set()
+
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(wake)
+
+    def _fail_all(self) -> None:
+        """After an exception in a step: end every request, and begin again with empty rows."""
+        choices, self._choices = list(self._choices.values()), {}
+        self._late.clear()
+        self.scheduler.reset()
+        for choice in choices:
+            choice.reason = "error"
+        self.ended["error"] = self.ended.get("error", 0) + len(choices)
+        self._notify({choice.answer for choice in choices}, len(choices))
+
+
+def check_ids(ids: Sequence[int], vocab: int) -> None:
+    wrong = next((i for i in ids if not 0 <= i < vocab), None)
+    if wrong is not None:
+        raise UserError(f"token id {wrong} is outside of the vocabulary: wanted 0 to {vocab - 1}")
