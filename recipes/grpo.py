@@ -13,7 +13,6 @@ problems in words with numbers to 100, for a larger model; --data: Alpaca record
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,13 +31,12 @@ from data.world import KINDS, Instruction
 from tinyforge import checkpoint
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import Loaded, Opened
-from tinyforge.hub.tuning import about, build, history, open_start, prompt_ids
+from tinyforge.hub.tuning import about, build, finish, history, open_start, prompt_ids
 from tinyforge.infer import Sampling, generate_batch, make_decoder
 from tinyforge.parallel import part_of
 from tinyforge.registry import next_token_model
 from tinyforge.rng import Stream
 from tinyforge.text.chat_templates import end_of_reply
-from tinyforge.train.card import write_card
 from tinyforge.train.data_parallel import Rank, Sharded
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import Batch
@@ -62,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     with running(settings, resume):
         learn(settings, base, resume)
-    if with_card:
-        print(f"wrote {write_card(Path(settings.out))}")
-    print(f"next: python -m tinyforge.chat --checkpoint {shlex.quote(settings.out)}")
+    finish(settings, with_card)
     return 0
 
 
