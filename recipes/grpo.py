@@ -166,7 +166,7 @@ class Rollouts:
         return found
 
     def _note(self, step: int, asked: Sequence[Instruction], texts: Sequence[str], rewards: np.ndarray) -> None:
-        """Keep a reply to show, and stop where no rewards differ: there is no gradient in that."""
+        """Keep a reply to show, and stop where rewards have been equal for too long: they have no gradient."""
         asks = f"{asked[0].instruction} {asked[0].input}".strip()
         self.shown = f"  {asks} -> {texts[0]} (reward {rewards[0, 0]:g})"
         groups = rewards[:, 0].reshape(-1, self.settings.group)
