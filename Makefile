@@ -16,8 +16,9 @@ SOAK_SECONDS ?= 3600
 DEMO := runs/demo
 
 RUN := $(VENV)/bin/python
-# One test process per core, each with one BLAS thread; eight are enough for any machine's memory.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses 8 --dist worksteal
+# One test process per core, each with one BLAS thread; eight are enough for any machine's memory. Bytecode is kept, also
+# where the environment forbids it: hundreds of tests start a Python of their own, which would compile all it imports.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -165,19 +165,27 @@ def _skip_blanks(text: str, position: int) -> int:
     return position
 
 
-def _to_record(value: object) -> Record | str:
-    """The record in `value`, or what is wrong with it."""
+def fault(value: object, names: Sequence[str], missing: str) -> str:
+    """What is wrong with a record of these string fields, `instruction` among them; "" for nothing. missing: what to
+    say of an absent field, with {name} for it and {keys} for those that are there."""
     if not isinstance(value, dict):
-        return f"got {_show(value)}, wanted an object with {', '.join(_FIELDS)}; fix or remove it"
-    for name in _FIELDS:
+        return f"got {_show(value)}, wanted an object with {', '.join(names)}; fix or remove it"
+    for name in names:
         if name not in value:
-            return f"got the keys {_show(list(value))}, wanted '{name}' too; add it, as \"\" if it is empty"
+            return missing.format(name=name, keys=_show(list(value)))
         if not isinstance(value[name], str):
             return f"'{name}' is {_show(value[name])}, wanted a string; put it in quotes"
         if not _has_utf8(value[name]):
             return f"'{name}' contains half of a surrogate pair, wanted text; remove its \\ud... escape"
-    if not value["instruction"].strip():
-        return "'instruction' is blank, wanted a task; fill it in or remove the record"
+    blank = "'instruction' is blank, wanted a task; fill it in or remove the record"
+    return "" if value["instruction"].strip() else blank
+
+
+def _to_record(value: object) -> Record | str:
+    """The record in `value`, or what is wrong with it."""
+    if wrong := fault(value, _FIELDS, "got the keys {keys}, wanted '{name}' too; add it, as \"\" if it is empty"):
+        return wrong
+    assert isinstance(value, dict)
     history = value.get("history") or []
     if not isinstance(history, list) or not all(_is_turn(turn) for turn in history):
         return f"'history' is {_show(history)}, wanted pairs of an instruction and its reply; fix or remove it"

@@ -13,7 +13,7 @@ from tinyforge.errors import UserError
 from tinyforge.text import TextTokenizer, load_tokenizer
 from tinyforge.text.shards import TOKENIZER, separator_of
 
-ENCODED = ".encoded-"  # begins the names of files that a task of a cluster leaves for who writes the shards
+ENCODED = ".encoded-"  # names of files that a task on a cluster leaves for the process that writes the shards
 ROWS = 64  # documents fetched at a time
 
 

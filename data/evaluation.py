@@ -86,7 +86,7 @@ def find_sets(paths: Sequence[Path]) -> dict[str, Found]:
 
 
 def _pick(files: Mapping[str, Found], endings: Sequence[str]) -> Found | None:
-    """The file whose path ends, at a '/', with the first of `endings` that any does."""
+    """The file whose path ends in one of `endings`, the first of them that is found; whole parts of the path count."""
     for ending in endings:
         for name in sorted(files, key=lambda name: (name.count("/"), name)):
             if f"/{name}".endswith(f"/{ending}"):
@@ -235,7 +235,7 @@ def passage(text: str, scored: str | None = None) -> Passage:
 
 @dataclass(frozen=True)
 class Task:
-    """files: for each that is read, where it may lie: ends of paths, of which the first that is there is taken.
+    """files: for each file that is read, the paths it may have, from their ends; the first one found is taken.
     read: what counts of their contents. items: made of that. known: the SHA-256 of versions that are known, and what
     differs in them from the published set; without one, none is checked."""
 

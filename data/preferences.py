@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.alpaca import Record, encode_example, scan_file
+from data.alpaca import Record, encode_example, fault, scan_file
 from data.local import read_text
 from data.world import instructions, wrong_answer
 from tinyforge.errors import UserError
@@ -19,6 +18,7 @@ from tinyforge.text import TextTokenizer
 from tinyforge.train.preferences import Encoded
 
 FIELDS = ("instruction", "input", "chosen", "rejected")
+MISSING = f"it has no '{{name}}'; a preference pair has {', '.join(FIELDS)}; add it"
 
 
 @dataclass(frozen=True)
@@ -40,26 +40,11 @@ def read_pairs(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[Pai
     found: list[Pair] = []
     for path in map(Path, paths):
         for number, (line, value) in enumerate(scan_file(path, read_text(path, encoding), "preference pairs")):
-            wrong = _fault(value)
-            if wrong:
+            if wrong := fault(value, FIELDS, MISSING):
                 raise UserError(f"{path}: record {number} (counted from 0), line {line}: {wrong}")
             assert isinstance(value, dict)
             found.append(Pair(*(value[name] for name in FIELDS)))
     return found
-
-
-def _fault(value: object) -> str:
-    if not isinstance(value, dict):
-        return f"got {json.dumps(value)[:40]}, wanted an object with {', '.join(FIELDS)}; fix or remove it"
-    for name in FIELDS:
-        if name not in value:
-            return f"it has no '{name}'; a preference pair has {', '.join(FIELDS)}; add it"
-        if not isinstance(value[name], str):
-            return f"'{name}' is {json.dumps(value[name])[:40]}, wanted a string; put it in quotes"
-        if any("\ud800" <= c <= "\udfff" for c in value[name]):
-            return f"'{name}' contains half of a surrogate pair, wanted text; remove its \\ud... escape"
-    blank = "'instruction' is blank, wanted a task; fill it in or remove the record"
-    return "" if value["instruction"].strip() else blank
 
 
 def hold_out(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], Sequence[Pair]]:

@@ -89,7 +89,7 @@ ENDINGS = "a o y ie in on er us el is ert a".split()
 
 
 def invented_name(rng: random.Random) -> str:
-    """A name that nobody has: whoever repeats it has read it."""
+    """A name that does not exist: a reply can only have it from the story."""
     return "".join(rng.choice(part) for part in (ONSETS, VOWELS, MIDDLES, ENDINGS))
 
 
@@ -111,7 +111,7 @@ def other_names(story: str, rng: random.Random, counts: dict[str, Counter[str]] 
 
 
 def name_counts(stories: Sequence[str]) -> dict[str, Counter[str]]:
-    """In how many stories each name stands, by kind; at least once for each, so that a drawing always ends."""
+    """The number of stories that each name occurs in, by kind, plus one, so that every name can be drawn."""
     counts = {kind: Counter(names) for kind, names in NAMES.items()}
     for story in stories:
         for name in names_in(story):
@@ -409,7 +409,7 @@ def _short(rng: random.Random) -> tuple[str, str]:
 
 
 def _topic(story: str, hero: Hero | None, rng: random.Random) -> str:
-    """Whom the story can be said to be about; "" if nobody is found."""
+    """Who the story is about; "" if that cannot be told."""
     if hero is None:
         for kind in rng.sample(HEROES, len(HEROES)):
             if len(re.findall(rf"\b{kind}\b", story)) > 2:

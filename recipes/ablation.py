@@ -90,7 +90,7 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
     flags = [*arm.flags, "--seed", str(seed)]
     if checkpoint.steps(run):
         with claimed(replace(arm.settings, out=str(run)), resume=True):
-            pass  # nobody trains there any more; the lock that a kill has left beside a finished run goes
+            pass  # no other process trains there; this removes a lock that a killed run has left
         meta = checkpoint.read_meta(latest := checkpoint.latest(run))
         checkpoint.require(latest, meta, "settings")
         wanted, stored = replace(arm.settings, seed=seed), PretrainSettings.from_dict(meta["settings"])

@@ -13,7 +13,6 @@ chosen reply gained more than the rejected one, and with the built-in pairs exac
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,11 +33,10 @@ from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.errors import run_command
 from tinyforge.hub import Loaded, Opened
-from tinyforge.hub.tuning import about, answer, build, history, open_start
+from tinyforge.hub.tuning import about, answer, build, finish, history, open_start
 from tinyforge.registry import next_token_model
 from tinyforge.report import timed
 from tinyforge.train.batches import fingerprint, micro_batches
-from tinyforge.train.card import write_card
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.plan import print_plan
@@ -60,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     with running(settings, resume):
         learn(settings, base, resume)
-    if with_card:
-        print(f"wrote {write_card(Path(settings.out))}")
-    print(f"next: python -m tinyforge.chat --checkpoint {shlex.quote(settings.out)}")
+    finish(settings, with_card)
     return 0
 
 

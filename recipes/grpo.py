@@ -13,7 +13,6 @@ problems in words with numbers to 100, for a larger model; --data: Alpaca record
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,13 +31,12 @@ from data.world import KINDS, Instruction
 from tinyforge import checkpoint
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import Loaded, Opened
-from tinyforge.hub.tuning import about, build, history, open_start, prompt_ids
+from tinyforge.hub.tuning import about, build, finish, history, open_start, prompt_ids
 from tinyforge.infer import Sampling, generate_batch, make_decoder
 from tinyforge.parallel import part_of
 from tinyforge.registry import next_token_model
 from tinyforge.rng import Stream
 from tinyforge.text.chat_templates import end_of_reply
-from tinyforge.train.card import write_card
 from tinyforge.train.data_parallel import Rank, Sharded
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import Batch
@@ -62,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     with running(settings, resume):
         learn(settings, base, resume)
-    if with_card:
-        print(f"wrote {write_card(Path(settings.out))}")
-    print(f"next: python -m tinyforge.chat --checkpoint {shlex.quote(settings.out)}")
+    finish(settings, with_card)
     return 0
 
 
@@ -170,7 +166,7 @@ class Rollouts:
         return found
 
     def _note(self, step: int, asked: Sequence[Instruction], texts: Sequence[str], rewards: np.ndarray) -> None:
-        """Keep a reply to show, and stop where no rewards differ: there is no gradient in that."""
+        """Keep a reply to show, and stop where rewards have been equal for too long: they have no gradient."""
         asks = f"{asked[0].instruction} {asked[0].input}".strip()
         self.shown = f"  {asks} -> {texts[0]} (reward {rewards[0, 0]:g})"
         groups = rewards[:, 0].reshape(-1, self.settings.group)

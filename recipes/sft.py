@@ -11,7 +11,6 @@ are -1). With the built-in instructions it ends with exact match on held-out one
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,13 +27,12 @@ from data.world import KINDS, instructions
 from tinyforge import checkpoint
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import Opened, lora, newest_run, open_model
-from tinyforge.hub.tuning import OF_BASE, about, answer, build
+from tinyforge.hub.tuning import OF_BASE, about, answer, build, finish
 from tinyforge.parallel.launch import Ranks
 from tinyforge.registry import next_token_model
 from tinyforge.report import timed
 from tinyforge.text import TextTokenizer
 from tinyforge.train.batches import Examples, fingerprint, micro_batches
-from tinyforge.train.card import write_card
 from tinyforge.train.data_parallel import Sharded, evaluate_nll
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import NextTokens
@@ -98,9 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     with running(settings, resume) as ranks:
         fine_tune(settings, base, resume, ranks)
-    if with_card:
-        print(f"wrote {write_card(Path(settings.out))}")
-    print(f"next: python -m tinyforge.chat --checkpoint {shlex.quote(settings.out)}")
+    finish(settings, with_card)
     return 0
 
 

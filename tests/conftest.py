@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if "parity" in getattr(item, "fixturenames", ())]
 
 
+def pytest_collection_finish() -> None:
+    """Thousands of tests and the libraries they import stay to the end: the garbage collector need not look at them
+    again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def parity() -> Callable[..., None]:
     return _parity
@@ -55,6 +64,27 @@ def _parity(model: Any, what: str, error: float, bound: float, peer: str = "tran
         with open(target, "a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")
     assert error < bound, f"{what}: {error:.1e}, wanted below {bound:.0e}"
+
+
+@pytest.fixture(scope="session")
+def takes_less_than() -> Callable[[float, Callable[[], object]], None]:
+    return _takes_less_than
+
+
+def _takes_less_than(seconds: float, work: Callable[[], object]) -> None:
+    """Of processor time, in the best of three tries, and ten times as much by the clock, for what sleeps or waits.
+
+    Other processes slow a test down, and on its own processor time too: they take the caches and the core's other
+    thread. A limit that is to find what became slow must not find a busy machine.
+    """
+    for _ in range(3):
+        began, clock = time.process_time(), time.monotonic()
+        work()
+        taken = time.process_time() - began
+        assert time.monotonic() - clock < 10 * seconds
+        if taken < seconds:
+            return
+    pytest.fail(f"took {taken:.2f} s of processor time in the last of three tries, wanted less than {seconds}")
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from tinyforge.errors import run_command
 from tinyforge.text import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 2.0
+SECONDS, TRIES = 2.0, 3
 SCRIPTS = ("pretrain", "sft", "dpo", "grpo", "classify", "evaluate", "ablation")
 MODULES = {
     "serve": "tinyforge.serve.__main__",
@@ -428,20 +428,31 @@ def test_in_this_process(
     monkeypatch.chdir(folder)
     program, *flags = shlex.split(line)
     main = main_of(program)
-    began, clock = time.process_time(), time.perf_counter()
-    with pytest.raises(SystemExit) as left:
-        run_command(lambda: main(flags))
-    seconds, shown = time.process_time() - began, capsys.readouterr().err
-    check(left.value.code, shown, seconds)  # processor time: the tests of other processes are not this one's fault
-    assert time.perf_counter() - clock < 10 * SECONDS  # but what sleeps or waits is
+
+    def run() -> tuple[object, str, float]:
+        began, clock = time.process_time(), time.perf_counter()
+        with pytest.raises(SystemExit) as left:
+            run_command(lambda: main(flags))
+        seconds = time.process_time() - began
+        assert time.perf_counter() - clock < 10 * SECONDS  # what sleeps or waits takes no processor time
+        return left.value.code, capsys.readouterr().err, seconds
+
+    check(run)
     assert contents(folder) == whole
 
 
-def check(status: object, shown: str, seconds: float) -> None:
-    assert status == 2, shown
-    assert shown.startswith("error: ") and shown.count("\n") == 1 and shown.endswith("\n") and len(shown) < 3000, shown
-    assert shown.rstrip("\n").isprintable()
-    assert seconds < SECONDS
+def check(run: Callable[[], tuple[object, str, float]]) -> None:
+    """run: gives the exit status, what was printed, and the seconds of processor time. Other processes do not count in
+    those, but they slow them down: they take the caches, the memory and the core's other thread. So what took too long
+    runs again, three times at most, and the least time counts."""
+    for _ in range(TRIES):
+        status, shown, seconds = run()
+        assert status == 2, shown
+        assert shown.startswith("error: ") and shown.count("\n") == 1 and shown.endswith("\n"), shown
+        assert len(shown) < 3000 and shown.rstrip("\n").isprintable(), shown
+        if seconds < SECONDS:
+            return
+    pytest.fail(f"took {seconds:.1f} s of processor time in the last of {TRIES} tries, wanted less than {SECONDS}")
 
 
 @pytest.mark.slow
@@ -452,13 +463,16 @@ def test_as_a_user_types_it(line: str, folder: Path, whole: dict[Path, bytes | N
     command = [str(ROOT / "recipes" / f"{program}.py")] if program in SCRIPTS else ["-m", where]
     if program == "convert":
         command.append("convert")
-    usage = os.times()
-    done = subprocess.run(
-        [sys.executable, *command, *flags], cwd=folder, capture_output=True, text=True, timeout=60,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    now = os.times()
-    # Processor time: the tests of other processes are not this one's fault.
-    check(done.returncode, done.stderr, now.children_user + now.children_system - usage.children_user
-          - usage.children_system)  # fmt: skip
+
+    def run() -> tuple[object, str, float]:
+        before = os.times()
+        done = subprocess.run(
+            [sys.executable, *command, *flags], cwd=folder, capture_output=True, text=True, timeout=60,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        after = os.times()
+        seconds = after.children_user + after.children_system - before.children_user - before.children_system
+        return done.returncode, done.stderr, seconds
+
+    check(run)
     assert contents(folder) == whole

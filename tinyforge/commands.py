@@ -175,7 +175,7 @@ def completion(arguments: Sequence[str]) -> int:
 
 
 def bash(table: dict[str, list[str]], zsh: bool) -> str:
-    """A case for each command; what begins no flag is a file. zsh reads bash's scripts."""
+    """A case for each command; a word that is not a flag is completed as a file. zsh reads bash's scripts."""
     first = " ".join(dict.fromkeys(name.split()[0] for name in table))
     stages = " ".join(name.split()[1] for name in table if name.startswith("data "))
     cases = "\n".join(f"    '{name}') words='{' '.join(words)}' ;;" for name, words in table.items())

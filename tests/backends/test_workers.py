@@ -85,7 +85,7 @@ def test_letting_go_does_not_wait_for_work_under_way() -> None:
     worker.send(60)
     start = time.monotonic()
     worker.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 @forks
@@ -99,7 +99,7 @@ def test_workers_end_when_their_maker_is_killed() -> None:
         pids = [int(word) for word in maker.stdout.readline().split()]
         maker.kill()
     assert len(pids) == 3
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while any(runs(pid) for pid in pids):
         assert time.monotonic() < deadline, f"workers {pids} outlived the process that made them"
         time.sleep(0.02)

@@ -22,7 +22,7 @@ START, END = "*** START OF THE PROJECT GUTENBERG EBOOK X ***", "*** END OF THE P
 def book(tmp_path: Path) -> Path:
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefgh", k=rng.randint(1, 9))) for _ in range(300)]
-    body = "\n".join(" ".join(rng.choices(words, k=10)) for _ in range(300))
+    body = "\n".join(" ".join(rng.choices(words, k=10)) for _ in range(60))
     path = tmp_path / "1.txt"
     path.write_text(f"Title: X\n\n{START}\n\n{body}\n\n{END}\nlicence\n", encoding="utf-8")
     return path

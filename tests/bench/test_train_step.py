@@ -156,6 +156,7 @@ def test_the_torch_peer_takes_the_same_steps_in_float64(model: str, changes: dic
         assert peer.step(index) == pytest.approx(ours.step(index), abs=1e-9)
 
 
+@pytest.mark.slow
 def test_dropout_is_timed_and_parity_is_checked_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     config = {"dim": 8, "heads": 2, "layers": 1, "context": 16, "vocab": 11, "dropout": 0.5}

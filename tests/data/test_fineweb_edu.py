@@ -18,6 +18,7 @@ import pytest
 from data import fineweb_edu
 from data.download import FetchError, Patience
 from data.fineweb_edu import REPOSITORY, Filter, main, make_source
+from data.hub import Published
 from data.source import Source, read_source
 from tinyforge.errors import UserError
 
@@ -180,6 +181,18 @@ def test_a_spoilt_slice_is_taken_again(tmp_path: Path, host: Any, files: dict[st
     slice_0.write_bytes(slice_0.read_bytes()[:-9])
     take(host, tmp_path / "a", bytes=100_000)
     assert contents(tmp_path / "a") == before
+
+
+def test_a_slice_whose_record_is_no_record_is_taken_again(tmp_path: Path) -> None:
+    """It is JSON and names the right slice, but a count in it is text, or what was refused is."""
+    path, file = tmp_path / "slice-00000.parquet", Published(FILES[0], "https://host/0", 9, "5" * 64)
+    path.write_bytes(b"rows")
+    good = {"url": file.url, "bytes": 9, "sha256": file.sha256, "wanted": {"budget": 3}, "documents": 1,
+            "text_bytes": 3, "slice_sha256": hashlib.sha256(b"rows").hexdigest(), "refused": [["<urn:1>", "repeated"]]}
+    for change in ({}, {"bytes": "9"}, {"documents": "1"}, {"text_bytes": -3}, {"text_bytes": 3.0}, {"refused": 4},
+                   {"refused": [["<urn:1>", 4]]}):  # fmt: skip
+        path.with_suffix(".json").write_text(json.dumps(good | change), encoding="utf-8")
+        assert (fineweb_edu._recorded(path, file, {"budget": 3}) is None) == bool(change), change
 
 
 def test_a_repeated_id_is_left_out_and_counted(tmp_path: Path, host: Any) -> None:

@@ -40,7 +40,7 @@ DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sun
 
 @pytest.fixture(scope="module")
 def train_documents() -> list[str]:
-    return list(documents("train", 20_000))
+    return list(documents("train", 8_000))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def val_documents() -> list[str]:
 
 @pytest.fixture(scope="module")
 def train_instructions() -> list[Instruction]:
-    return list(instructions("train", 20_000))
+    return list(instructions("train", 8_000))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def val_instructions() -> list[Instruction]:
 
 @pytest.fixture(scope="module")
 def tokenizer(train_documents: list[str]) -> Tokenizer:
-    return Tokenizer.train(train_documents[:4_000], 512, progress=False)
+    return Tokenizer.train(train_documents[:2_000], 512, progress=False)
 
 
 def text_of(example: Instruction) -> str:
@@ -249,8 +249,8 @@ def test_answers_agree_with_a_solver(
         and (answer == example.output or pytest.fail(f"{example}: the solver says {answer}"))
     )  # fmt: skip
     always = {"add", "subtract", "word_problem", "compare", "count", "repeat"}
-    assert all(solved[kind] == 2_400 for kind in always)
-    assert solved["fact"] > 500
+    assert all(solved[kind] == 1_200 for kind in always)
+    assert solved["fact"] > 250
 
 
 def test_answer_about_a_scene_stands_in_it_once_for_the_one_asked_about(train_instructions: list[Instruction]) -> None:
@@ -314,7 +314,7 @@ def test_pronouns_agree_with_the_people(train_documents: list[str]) -> None:
         if not found & girls:
             assert not lower & she, text
         checked += bool(lower & (he | she)) and not (found & girls and found & boys)
-    assert checked > 2_000
+    assert checked > 700
 
 
 def test_a_thing_keeps_its_colour() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import re
-import subprocess
+import runpy
 import sys
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 
@@ -71,12 +74,22 @@ def flags(module: str, script: str, word: str) -> set[str] | None:
     """The flags in the command's --help, or in that of its subcommand `word`; None if there is no such command."""
     if (module and not _is_module(module)) or (script and not (ROOT / script).exists()):
         return None
-    command = [sys.executable, *(["-m", module] if module else [script])]
     for arguments in ([word], []) if word else ([],):
-        done = subprocess.run([*command, *arguments, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-        if done.returncode == 0:
-            return set(re.findall(r"(--[a-z][\w-]*)", done.stdout))
-    raise AssertionError(done.stderr)
+        printed, argv, path = io.StringIO(), sys.argv, sys.path[:]
+        sys.argv = [script, *arguments, "--help"]
+        try:  # in this process, where most of what it imports is imported already
+            with redirect_stdout(printed), redirect_stderr(printed), warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # the module was imported by a test before
+                if module:
+                    runpy.run_module(module, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as left:
+            if left.code == 0:
+                return set(re.findall(r"(--[a-z][\w-]*)", printed.getvalue()))
+        finally:
+            sys.argv, sys.path[:] = argv, path
+    raise AssertionError(printed.getvalue())
 
 
 def test_every_command_and_flag_exists() -> None:

@@ -90,7 +90,7 @@ def test_each_kind_of_fault_is_noticed() -> None:
 
 
 def test_a_few_seconds_find_nothing(tmp_path: Path) -> None:
-    done = run("-m", "tests.fuzz", "--seconds", "4", "--first", "1", "--workers", "1", "--keep", str(tmp_path))
+    done = run("-m", "tests.fuzz", "--seconds", "2", "--first", "1", "--workers", "1", "--keep", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     files = int(done.stdout.splitlines()[-1].rpartition(" s ")[2].split()[0])
     assert files >= 10

@@ -158,6 +158,7 @@ def test_log_probabilities_are_the_models(tiny: NanoEuler) -> None:
         assert score == pytest.approx(wanted, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_a_trained_model_is_above_chance_and_shuffled_weights_are_at_it(bundled: Loaded) -> None:
     items = cloze_items(list(documents("val", 300)), 400, seed=0)
     scored = cloze_credits(make_decoder(bundled.model), bundled.tokenizer, items)

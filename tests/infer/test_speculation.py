@@ -72,11 +72,11 @@ def text(session: Session, prompt: list[int], sampling: Sampling, stop: frozense
 # --- greedy
 
 
-def test_greedy_text_is_the_same_on_200_prompts(trained: NanoEuler) -> None:
+def test_greedy_text_is_the_same_on_80_prompts(trained: NanoEuler) -> None:
     """On a trained model in float32, where most drafts are right, with any number of drafts, a penalty and a stop."""
     session = Session(trained)
     accepted = 0
-    for i, prompt in enumerate(prompts_of(LETTERS, 200, 40)):
+    for i, prompt in enumerate(prompts_of(LETTERS, 80, 40)):
         sampling = replace(GREEDY, repetition_penalty=(1.0, 1.2)[i % 2])
         stop = frozenset({8}) if i % 3 == 0 else frozenset()
         plain = text(session, prompt, replace(sampling, drafts=0), stop)
@@ -84,14 +84,14 @@ def test_greedy_text_is_the_same_on_200_prompts(trained: NanoEuler) -> None:
         assert text(session, prompt, replace(sampling, drafts=1 + i % 4), stop) == plain
         assert len(session.tokens) == len(prompt) + len(plain)
         accepted += sum(session.stats.accepted)
-    assert accepted > 1000
+    assert accepted > 400
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_greedy_text_is_the_same_where_drafts_are_wrong(precision: str) -> None:
     """Random weights of the small preset: logits lie close together, and hardly any draft stands."""
     session = Session(untrained(PRESETS["small"], precision))
-    for prompt in prompts_of(PRESETS["small"], 20, 100):
+    for prompt in prompts_of(PRESETS["small"], 8, 100):
         assert text(session, prompt, GREEDY) == text(session, prompt, replace(GREEDY, drafts=0))
 
 
@@ -212,9 +212,9 @@ def test_the_distribution_is_unchanged_on_five_tokens(sampling: Sampling) -> Non
     prompt, sampling = [1, 3, 0], replace(sampling, max_tokens=4)
     wanted = exact(model, prompt, sampling, 4)
     session = Session(model)
-    statistic, limit = chi_square(sampled(session, prompt, sampling, 2000), wanted)
+    statistic, limit = chi_square(sampled(session, prompt, sampling, 1000), wanted)
     assert statistic < limit
-    assert min(session.stats.accepted[:2]) > 80  # the rule was at work
+    assert min(session.stats.accepted[:2]) > 40  # the rule was at work
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["plain", "cut"])
@@ -222,13 +222,13 @@ def test_the_distribution_is_unchanged_on_a_trained_model(trained: NanoEuler, sa
     prompt, sampling = [0, 4, 5, 6, 0], replace(sampling, max_tokens=4)
     wanted = exact(trained, prompt, sampling, 4)
     session = Session(trained)
-    statistic, limit = chi_square(sampled(session, prompt, sampling, 1500), wanted)
+    statistic, limit = chi_square(sampled(session, prompt, sampling, 800), wanted)
     assert statistic < limit
-    assert sum(session.stats.accepted) > 800
+    assert sum(session.stats.accepted) > 400
 
 
-@pytest.mark.parametrize("fault", ["accepts everything", "draws again from p"])
-def test_a_wrong_rule_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("fault", "texts"), [("accepts everything", 600), ("draws again from p", 2000)])
+def test_a_wrong_rule_is_seen(fault: str, texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the same test refuses both mistakes that one makes with the rejection rule."""
     right = Session._verify
 
@@ -243,14 +243,14 @@ def test_a_wrong_rule_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
     rng = np.random.default_rng(0)
     monkeypatch.setattr(Session, "_verify", verify)
     model, sampling = untrained(FEW), replace(SAMPLINGS[0], max_tokens=4)
-    counts = sampled(Session(model), [1, 3, 0], sampling, 2000)
+    counts = sampled(Session(model), [1, 3, 0], sampling, texts)
     statistic, limit = chi_square(counts, exact(model, [1, 3, 0], sampling, 4))
     assert statistic > 1.5 * limit
 
 
 def test_plain_sampling_has_that_distribution_too() -> None:
     model, sampling = untrained(FEW), replace(SAMPLINGS[1], max_tokens=3, drafts=0)
-    counts = sampled(Session(model), [2, 2], sampling, 1500)
+    counts = sampled(Session(model), [2, 2], sampling, 800)
     statistic, limit = chi_square(counts, exact(model, [2, 2], sampling, 3))
     assert statistic < limit
 

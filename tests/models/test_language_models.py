@@ -163,45 +163,40 @@ def test_ops_lists_each_in_the_order_of_forward(kind: str) -> None:
     assert order == [op.name for op in model.ops()] and len(set(order)) == len(order)
 
 
+def traced(model: Any) -> tuple[np.ndarray, int, int]:
+    """A step's gradient, the bytes that forward keeps for backward, and the number of tokens."""
+    ids, targets = batch(model, 2, 131)
+    model.forward(ids, targets)  # what is made once, and kept: masks
+    stash = Stash(Stream(0, "noise"))
+    tracemalloc.start()
+    nll = model.forward(ids, targets, stash)
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    model.backward(np.ones_like(nll), stash)
+    assert len(stash) == 0
+    return model.buffer.grads.copy(), kept, ids.size
+
+
 @EVERY
 def test_recomputation_gives_the_same_bits_from_less_memory(kind: str) -> None:
-    gradients, kept = [], []
-    for recompute in ("", "norms"):
-        model = tiny(kind, recompute=recompute)
-        ids, targets = batch(model, 2, 131)
-        model.forward(ids, targets)  # what is made once, and kept: masks
-        stash = Stash(Stream(0, "noise"))
-        tracemalloc.start()
-        nll = model.forward(ids, targets, stash)
-        kept.append(tracemalloc.get_traced_memory()[0])
-        tracemalloc.stop()
-        model.backward(np.ones_like(nll), stash)
-        gradients.append(model.buffer.grads.copy())
-    assert np.array_equal(*gradients)
+    (plain, kept, tokens), (again, less, _) = (traced(tiny(kind, recompute=what)) for what in ("", "norms"))
+    assert np.array_equal(plain, again)
+    config = KINDS[kind][1]
     norms = {"mamba": 1, "lstm": 0, "lstm-reset": 0}.get(kind, 2)  # a layer, whose results are not kept, in float64
-    saved = model.config.layers * ids.size * 8 * model.config.dim * norms
-    assert kept[0] - kept[1] == pytest.approx(saved, rel=0.03, abs=1000)
+    assert kept - less == pytest.approx(config.layers * tokens * 8 * config.dim * norms, rel=0.03, abs=1000)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mamba", *RECURRENT)])
 def test_blocks_that_are_run_again_give_the_same_bits_and_keep_their_input(kind: str) -> None:
-    gradients, kept = [], []
+    found = []
     for recompute, layers in (("", 2), ("blocks", 2), ("blocks", 4)):
         model = KINDS[kind][0](KINDS[kind][1].override({"layers": layers}), FP64, recompute=recompute)
         model.initialise(0)
-        ids, targets = batch(model, 2, 131)
-        model.forward(ids, targets)  # what is made once, and kept: masks
-        stash = Stash(Stream(0, "noise"))
-        tracemalloc.start()
-        nll = model.forward(ids, targets, stash)
-        kept.append(tracemalloc.get_traced_memory()[0])
-        tracemalloc.stop()
-        model.backward(np.ones_like(nll), stash)
-        assert len(stash) == 0
-        gradients.append(model.buffer.grads.copy())
-    assert np.array_equal(*gradients[:2])
-    inputs = 2 * ids.size * 8 * model.config.dim  # of two more layers
-    assert kept[2] - kept[1] == pytest.approx(inputs, abs=8_000)
+        found.append(traced(model))
+    (plain, _, tokens), (again, kept, _), (_, more, _) = found
+    assert np.array_equal(plain, again)
+    inputs = 2 * tokens * 8 * KINDS[kind][1].dim  # of two more layers
+    assert more - kept == pytest.approx(inputs, abs=8_000)
 
 
 def test_a_block_that_is_not_run_again_is_found() -> None:

@@ -154,7 +154,7 @@ def test_ranks_end_when_the_group_is_let_go() -> None:
     assert len(set(worker_pids()) - before) == 2
     start = time.monotonic()
     del ranks
-    assert set(worker_pids()) == before and time.monotonic() - start < 5
+    assert set(worker_pids()) == before and time.monotonic() - start < 30
 
 
 @forks
@@ -171,7 +171,7 @@ def test_ranks_end_when_rank_0_is_killed(waiting: str) -> None:
         pids = [int(word) for word in maker.stdout.readline().split()]
         maker.kill()
     assert len(pids) == 3
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while any(runs(pid) for pid in pids):
         assert time.monotonic() < deadline, f"ranks {pids} outlived rank 0"
         time.sleep(0.02)

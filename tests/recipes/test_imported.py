@@ -28,6 +28,7 @@ def test_it_is_measured_as_it_is(tmp_path: Path) -> None:
     assert found["parameters"] == 260_032 and 0.0 < found["text"]["bits_per_byte"] < 1.0
 
 
+@pytest.mark.slow
 def test_it_is_fine_tuned_with_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sft, "BUILT_IN_RECORDS", 300)
     monkeypatch.setattr(sft, "HELD_OUT_RECORDS", 20)

@@ -43,7 +43,10 @@ def test_every_registered_model_is_tried() -> None:
     assert set(SHAPES) == {name for name, spec in models().items() if spec.learns == "text"}
 
 
-@pytest.mark.parametrize("model", SHAPES)
+IN_SECONDS = ("nanoeuler", "lstm", "char_mlp")  # the shapes of models that there are; the others follow with the slow
+
+
+@pytest.mark.parametrize("model", [m if m in IN_SECONDS else pytest.param(m, marks=pytest.mark.slow) for m in SHAPES])
 def test_a_model_of_the_zoo(model: str, here: None, capsys: pytest.CaptureFixture[str]) -> None:
     shape = f"--model {model} --set {SHAPES[model]} context=96 vocab=300 --workers 2 --backend numpy"
     assert pretrain.main([*COMMON.split(), *shape.split(), "--out", "base", "--card"]) == 0

@@ -128,7 +128,10 @@ def test_the_stages_in_order_and_a_second_run_asks_only(run: Run) -> None:
     assert all(f"=== {stage}: complete, skipped; a run/" in out for stage in STAGES[:-1])
 
 
-@pytest.mark.parametrize("killed", STAGES)
+ONE_OF_EACH = ("corpus", "pretrain", "chat")  # a stage that begins anew, one that resumes, and the last
+
+
+@pytest.mark.parametrize("killed", [s if s in ONE_OF_EACH else pytest.param(s, marks=pytest.mark.slow) for s in STAGES])
 def test_a_killed_stage_is_run_again_and_no_earlier_one(run: Run, killed: str) -> None:
     run.fault(killed, "hang")
     process = run.start(*run.files)
@@ -154,7 +157,7 @@ def test_ctrl_c_lets_the_stage_save_and_says_how_to_go_on(run: Run) -> None:
     assert run.stages() == [*STAGES[:7], *STAGES[6:]] and "--resume" in run.calls()[7]
 
 
-@pytest.mark.parametrize("stage", ["books", "corpus", "sft", "chat"])
+@pytest.mark.parametrize("stage", ["books", "sft"])
 def test_a_stage_that_fails_is_named(run: Run, stage: str) -> None:
     run.fault(stage, "3")
     _, err = run.finish(*run.files, status=3)
@@ -273,7 +276,7 @@ def test_shards_that_are_there_begin_the_chain(run: Run) -> None:
     assert "--data a run/shards --out b/pretrain" in run.calls()[6]
 
 
-@pytest.mark.parametrize("out", ["a run", "runs/speedrun-small"])  # the second is the default
+@pytest.mark.parametrize("out", ["a run", pytest.param("runs/speedrun-small", marks=pytest.mark.slow)])  # the default
 def test_the_commands_that_data_only_prints(run: Run, out: str) -> None:
     def execute(command: str, folder: Path) -> list[str]:
         done = subprocess.run(["bash", "-c", command], cwd=folder, env=run.env, text=True, capture_output=True)

@@ -48,7 +48,7 @@ def test_a_signal_in_the_first_step(tmp_path: Path, number: signal.Signals, stat
     time.sleep(0.5)  # the loop begins
     process.send_signal(number)
     try:
-        _, shown = process.communicate(timeout=5)
+        _, shown = process.communicate(timeout=40)  # the step sleeps for longer
     finally:
         process.kill()
     assert process.returncode == status and "Traceback" not in shown

@@ -38,9 +38,9 @@ class Running:
         return self.app.engine
 
     def settled(self) -> bool:
-        """Whether all rows are free again, at the latest after five seconds."""
+        """Whether all rows are free again, at the latest after half a minute."""
         scheduler = self.engine.scheduler
-        for _ in range(500):
+        for _ in range(3000):
             if not self.engine.outstanding and not scheduler.busy and len(scheduler.free) == scheduler.rows:
                 return True
             time.sleep(0.01)

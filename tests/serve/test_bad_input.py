@@ -151,7 +151,7 @@ def test_a_body_that_is_too_large(server: Running) -> None:
 def test_heads_that_trickle_or_are_no_http(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from tinyforge.serve.http import GuardedProtocol
 
-    monkeypatch.setattr(GuardedProtocol, "head_seconds", 0.4)
+    monkeypatch.setattr(GuardedProtocol, "head_seconds", 1.0)
     with start() as server:
         begun = time.monotonic()
         slow = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(20)]
@@ -161,7 +161,7 @@ def test_heads_that_trickle_or_are_no_http(start: Callable[..., Any], monkeypatc
         for client in slow:
             assert client.recv(100) == b""
             client.close()
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 10  # all at once: one after another they take 20 s
         for garbage in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"GET\r\n\r\n", b"\x00" * 1000,
                         b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
                         b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n"):  # fmt: skip

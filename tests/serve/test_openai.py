@@ -293,4 +293,5 @@ def test_a_full_queue_is_a_rate_limit(start: Callable[..., Any]) -> None:
             for stream in streams:
                 stream.close()
             assert server.settled()
-            assert client.completions.create(model="small", prompt="The dog", max_tokens=2).choices[0].text
+            short = client.completions.create(model="small", prompt="The dog", max_tokens=2, temperature=0)
+            assert short.choices[0].text

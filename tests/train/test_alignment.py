@@ -13,7 +13,7 @@ from tinyforge.backends import Backend, get_backend
 from tinyforge.gradcheck import TOLERANCE, directional_error
 from tinyforge.op import Stash
 from tinyforge.train.data_parallel import Sharded
-from tinyforge.train.objectives import Batch
+from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.policy import GRPO, NORMALISE, OLD, REFERENCE, advantages, policy_batch, reward_figures
 from tinyforge.train.preferences import DPO, IPO, ORPO, Encoded, Pairs, SimPO, reply_rows
 
@@ -244,10 +244,16 @@ def test_own_log_probabilities_need_not_be_given() -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("objective", [DPO(0.7), ORPO(0.4), GRPO(0.1)], ids=repr)
-def test_ranks_do_not_change_the_gradient(objective: Any, workers: int) -> None:
-    """Pairs and groups stay whole, also where there are fewer of them than ranks."""
-    batches = pair_batches(DPO()) if isinstance(objective, DPO) else REPLIES
+@pytest.mark.parametrize("objective, kind", [
+    (NextTokens(CONFIG.head_weights), "plain"), (NextTokens(CONFIG.head_weights), "weighed"), (DPO(0.7), "pairs"),
+    (ORPO(0.4), "pairs"), (GRPO(0.1), "replies"),
+])  # fmt: skip
+def test_ranks_do_not_change_the_gradient(objective: Any, kind: str, workers: int) -> None:
+    """Pairs and groups stay whole, also where there are fewer of them than ranks; of one row, most ranks have none."""
+    rng = np.random.default_rng(0)
+    rows = [Batch(rng.integers(0, 11, (n, 7)), rng.integers(-1, 11, (n, 7, 2), np.int32)) for n in (5, 1)]
+    weighed = [replace(b, weights=rng.normal(size=b.targets.shape)) for b in rows]
+    batches = {"plain": rows, "weighed": weighed, "pairs": pair_batches(DPO()), "replies": REPLIES}[kind]
     found = []
     for count in (1, workers):
         net = model()

@@ -124,16 +124,3 @@ def test_bits_per_byte_counts_true_bytes() -> None:
     b = Batch(np.zeros((1, 4), np.int32), np.array([[[0, 5], [1, 5], [2, -1], [-1, 5]]], np.int32))
     sums = np.array([0, 0, 8 * np.log(2), 0])
     assert objective.figures(sums, objective.count(b))["bits_per_byte"] == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("weights", ["none", "random"])
-def test_ranks_do_not_change_the_gradient(weights: str, workers: int) -> None:
-    batches = [batch(5, 0, weights), batch(1, 1, weights)]  # of one row, most ranks have none
-    found = []
-    for count in (1, workers):
-        net = model()
-        totals = Sharded(net, get_backend("numpy", "fp64", count), OBJECTIVE).gradients(batches)
-        found.append((totals.sums.copy(), net.buffer.grads.copy()))
-    for alone, shared in zip(*found, strict=True):
-        np.testing.assert_allclose(shared, alone, rtol=1e-10, atol=1e-14)

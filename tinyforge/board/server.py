@@ -91,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
             with self.server.board.lock:
                 found = answer(self.server.board, query)
             self._send_json(200, found)
-        except (BadRequest, ValueError) as error:  # ValueError: of urllib, for what is no URL
+        except (BadRequest, ValueError) as error:  # ValueError: from urllib, for a malformed URL
             self._send_json(400, {"error": str(error)})
 
     def _check_host(self) -> None:

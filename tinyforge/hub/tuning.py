@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from tinyforge.report import timed
 from tinyforge.rng import Stream
 from tinyforge.text.chat_templates import render_prompt
 from tinyforge.text.vocabulary import start_ids
+from tinyforge.train.card import write_card
 from tinyforge.train.plan import Plan, Split, check_fits
 from tinyforge.train.settings import TuneSettings, open_backend, restarts, sequence_length
 
@@ -103,6 +105,13 @@ def history(base: Opened, out: Path, inputs: Sequence[str]) -> dict[str, Any]:
         return {**noted, "base": kept}
     stages = [*base.meta.get("stages", ()), {"kind": base.meta["kind"], **kept}]
     return {**noted, "base": base.meta["base"], "stages": stages}
+
+
+def finish(settings: TuneSettings, with_card: bool) -> None:
+    """The end of a run that made a model to chat with: its card, if asked for, and the command for the chat."""
+    if with_card:
+        print(f"wrote {write_card(Path(settings.out))}")
+    print(f"next: python -m tinyforge.chat --checkpoint {shlex.quote(settings.out)}")
 
 
 def prompt_ids(loaded: Loaded, instruction: str, input: str) -> list[int]:

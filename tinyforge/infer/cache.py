@@ -30,7 +30,7 @@ class Cache(Protocol):
         that is not kept by position is copied whole."""
 
     def restore(self, saved: Any) -> None:
-        """Append what `saved` gave: of a cache that then held, and of this one, the same positions before it."""
+        """Append what `saved` gave. Both caches must hold the same positions before it."""
 
 
 class LayerCache(NamedTuple):

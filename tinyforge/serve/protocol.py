@@ -1,7 +1,7 @@
 """What may be asked: OpenAI's requests as pydantic models, with what this server takes beyond them.
 
-Types are strict, as OpenAI's are: "0.5" is no number. Fields that are not here are ignored. Numbers out of range, and
-wishes that the server cannot fulfil (tools, pictures), are errors that name the field.
+Types are strict, as OpenAI's are: "0.5" is not a number. Fields that are not here are ignored. Numbers out of range,
+and requests that the server cannot serve (tools, pictures), are errors that name the field.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ export async function* chat(request, signal) {
   for await (const data of events(answer.body)) {
     if (data === "[DONE]") return;
     let chunk;
-    try { chunk = JSON.parse(data); } catch { throw new Problem("The server sent what is no JSON."); }
+    try { chunk = JSON.parse(data); } catch { throw new Problem("The server sent something that is not JSON."); }
     if (chunk.error) throw new Problem(chunk.error.message || "The server stopped with an error.", { code: chunk.error.code });
     yield chunk;
   }
