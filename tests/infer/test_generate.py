@@ -247,7 +247,7 @@ class Device(NumpyDecoder):
                 for i, text in enumerate(texts):
                     z = logits[i].astype(np.float64)[None]
                     greedy = sampling.temperature == 0
-                    token = int(z.argmax()) if greedy else draw(probabilities(z, sampling)[0], part[i, t])
+                    token = int(z.argmax()) if greedy else draw(probabilities(z, sampling), [part[i, t]])[0]
                     block[i, t] = token
                     text.append(token)
             yield Drawn(block, None)

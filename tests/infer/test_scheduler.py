@@ -53,7 +53,7 @@ class Drawing(ReferenceDecoder):
                     last[row] = int(z.argmax())
                 else:
                     number = float(stream.uniform((1,))[0])
-                    last[row] = draw(probabilities(z.astype(np.float64), sampling)[0], number)
+                    (last[row],) = draw(probabilities(z.astype(np.float64), sampling), [number])
             yield Drawn(np.array(last)[:, None], None)
 
 

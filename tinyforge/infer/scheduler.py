@@ -92,6 +92,8 @@ class Request:
     submitted: float = 0.0
     first_token: float | None = None
     budget: int = 0
+    device: bool = False  # whether the decoder draws its tokens
+    kind: tuple[Any, ...] = ()  # rows of the same kind are drawn by the same rule
     row: int | None = None
     numbers: Iterator[float] = field(default_factory=lambda: iter(()))
     drafts: list[int] = field(default_factory=list)
@@ -153,9 +155,11 @@ class Scheduler:
         if alternatives and not sampling.logprobs:
             raise UserError("alternatives are asked for without log-probabilities; ask for logprobs too")
         drafts = min(sampling.drafts, self.most_drafts)
+        s = replace(sampling, drafts=drafts)
         return Request(
-            ids, replace(sampling, drafts=drafts), stop, min(alternatives, config.vocab), deadline, accept, list(ids),
-            budget=min(sampling.max_tokens, self.decoder.capacity - len(ids)), numbers=uniforms(sampling.seed),
+            ids, s, stop, min(alternatives, config.vocab), deadline, accept, list(ids),
+            budget=min(s.max_tokens, self.decoder.capacity - len(ids)), device=self.decoder.draws(s),
+            kind=(s.temperature, s.top_k, s.top_p, s.min_p, s.changes_logits), numbers=uniforms(s.seed),
         )  # fmt: skip
 
     def enqueue(self, requests: Sequence[Request], bounded: bool = True) -> None:
@@ -245,8 +249,8 @@ class Scheduler:
     def _from_device(self) -> list[tuple[Request, list[Made]]]:
         """A block of tokens of the rows for which the decoder draws, those with the same sampling together."""
         decoder, found = self.decoder, []
-        drawn = [r for r in self.running.values() if decoder.draws(r.sampling)]
-        for _, group in _grouped(drawn, _kind):
+        drawn = [r for r in self.running.values() if r.device]
+        for _, group in _grouped(drawn, lambda r: r.kind):
             # The others compute as well, what nobody reads; they are set back to where they were.
             lengths, batch = list(decoder.lengths), decoder.batch
             last, streams = [0] * batch, [Stream(0)] * batch
@@ -270,7 +274,7 @@ class Scheduler:
     def _from_host(self) -> list[tuple[Request, list[Made]]]:
         """A token of each other row, or as many as a pass with drafts gives."""
         found: list[tuple[Request, list[Made]]] = []
-        running = [r for _, r in sorted(self.running.items()) if not self.decoder.draws(r.sampling)]
+        running = [r for _, r in sorted(self.running.items()) if not r.device]
         for (drafts, heads), group in _grouped(running, lambda r: (len(r.drafts), r.sampling.drafts + 1)):
             rows = [r.row for r in group if r.row is not None]
             logits = self.decoder.step_rows(rows, [[r.text[-1], *r.drafts] for r in group], heads)
@@ -286,7 +290,7 @@ class Scheduler:
     def _plain(self, group: Sequence[Request], logits: np.ndarray) -> list[list[Made]]:
         """A token for each row from its logits, (rows, V)."""
         chosen: list[int] = [0] * len(group)
-        for _, part in _grouped(list(enumerate(group)), lambda entry: _kind(entry[1])):
+        for _, part in _grouped(enumerate(group), lambda entry: entry[1].kind):
             places, requests = zip(*part, strict=True)
             z = logits[list(places)]
             if requests[0].sampling.changes_logits:
@@ -386,12 +390,6 @@ def _bytes_of(saved: Any) -> int:
     if isinstance(saved, (tuple, list)):
         return sum(map(_bytes_of, saved))
     return int(getattr(saved, "nbytes", 0))
-
-
-def _kind(request: Request) -> tuple[Any, ...]:
-    """Rows of the same kind are drawn by the same rule."""
-    s = request.sampling
-    return s.temperature, s.top_k, s.top_p, s.min_p, s.changes_logits
 
 
 def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
