@@ -91,7 +91,7 @@ def penalise(logits: np.ndarray, sampling: Sampling, seen: Iterable[int], made: 
 
 
 def probabilities(z: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """The distributions that tokens are drawn from: (n, V) float64, from penalised logits z: (n, V); temperature > 0."""
+    """What tokens are drawn from, for penalised logits z: (n, V) float64; returns (n, V); temperature > 0."""
     p = _weights(z, sampling)
     p /= p.sum(axis=-1, keepdims=True)
     return p
@@ -120,7 +120,7 @@ def _weights(z: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 
 def draw(p: np.ndarray, uniforms: Sequence[float]) -> list[int]:
-    """For each row of p: (n, V) the token at which its running sum passes its own uniform, in [0, 1), times its total."""
+    """For each row of p, (n, V): the token at which its running sum passes its uniform, in [0, 1), times its total."""
     running = p.cumsum(axis=-1)
     total = running[:, -1:]
     tokens = np.count_nonzero(running <= np.reshape(uniforms, (-1, 1)) * total, axis=-1)

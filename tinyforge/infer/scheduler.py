@@ -247,29 +247,23 @@ class Scheduler:
         return len(piece)
 
     def _from_device(self) -> list[tuple[Request, list[Made]]]:
-        """A block of tokens of the rows for which the decoder draws, those with the same sampling together."""
-        decoder, found = self.decoder, []
-        drawn = [r for r in self.running.values() if r.device]
-        for _, group in _grouped(drawn, lambda r: r.kind):
-            # The others compute as well, what nobody reads; they are set back to where they were.
-            lengths, batch = list(decoder.lengths), decoder.batch
-            last, streams = [0] * batch, [Stream(0)] * batch
-            for request in group:
-                assert request.row is not None
-                last[request.row] = request.text[-1]
-                made = len(request.text) - len(request.prompt)
-                streams[request.row] = Stream(request.sampling.seed, "sample", made)
-            count = min(BLOCK, max(r.budget for r in group))
-            blocks = [block.ids for block in decoder.stream(last, group[0].sampling, streams, count)]
-            ids = np.concatenate(blocks, axis=1)
-            for request in group:
-                assert request.row is not None
-                lengths[request.row] += ids.shape[1]
-            decoder.rewind([min(new, held) for new, held in zip(lengths, decoder.lengths, strict=True)])
-            for request in group:
-                request.stats.passes += ids.shape[1]
-                found.append((request, self._take(request, list(map(Made, ids[request.row].tolist())))))
-        return found
+        """A block of tokens of the rows for which the decoder draws, each by its own rule."""
+        decoder, drawn = self.decoder, [(row, r) for row, r in self.running.items() if r.device]
+        if not drawn:
+            return []
+        # The others compute as well, what nobody reads; they are set back to where they were.
+        lengths, batch = list(decoder.lengths), decoder.batch
+        last, samplings, streams = [0] * batch, [Sampling(temperature=0)] * batch, [Stream(0)] * batch
+        for row, r in drawn:
+            last[row], samplings[row] = r.text[-1], r.sampling
+            streams[row] = Stream(r.sampling.seed, "sample", len(r.text) - len(r.prompt))
+        count = min(BLOCK, max(r.budget for _, r in drawn))
+        ids = np.concatenate([block.ids for block in decoder.stream(last, samplings, streams, count)], axis=1)
+        for row, r in drawn:
+            lengths[row] += ids.shape[1]
+            r.stats.passes += ids.shape[1]
+        decoder.rewind([min(new, held) for new, held in zip(lengths, decoder.lengths, strict=True)])
+        return [(r, self._take(r, list(map(Made, ids[row].tolist())))) for row, r in drawn]
 
     def _from_host(self) -> list[tuple[Request, list[Made]]]:
         """A token of each other row, or as many as a pass with drafts gives."""
