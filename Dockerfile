@@ -11,8 +11,8 @@ FROM python:3.13-slim
 ARG EXTRAS=serve,gguf
 COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[${EXTRAS}]" && rm -r /wheels \
-    && useradd --create-home tinyforge && mkdir /work && chown tinyforge /work
-USER tinyforge
+    && useradd --uid 1000 --create-home tinyforge && mkdir /work && chown tinyforge /work
+USER 1000
 WORKDIR /work
 ENTRYPOINT ["tinyforge"]
 CMD ["doctor"]

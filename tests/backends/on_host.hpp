@@ -10,6 +10,7 @@
 #include <functional>
 #include <random>
 #include <ucontext.h>
+#include <utility>
 #include <vector>
 
 #undef INFINITY
@@ -18,6 +19,8 @@
 #define __global__
 #define __shared__
 #define __forceinline__ inline
+#define __noinline__
+#define INFINITY HUGE_VALF
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
@@ -25,6 +28,7 @@ using std::abs;
 using std::max;
 using std::min;
 
+struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 struct Index { int x = 0, y = 0, z = 0; };
@@ -110,6 +114,13 @@ template <class V> static V __shfl_up_sync(unsigned, V v, int gap) {
     const int lane = threadIdx.x % 32;
     return host_from(v, lane < gap ? lane : lane - gap);
 }
+template <class V> static V __shfl_down_sync(unsigned, V v, int gap) {
+    const int lane = threadIdx.x % 32;
+    return host_from(v, lane + gap > 31 ? lane : lane + gap);
+}
+template <class V> static V atomicAdd(V *to, V x) { return std::exchange(*to, *to + x); }
+inline void __nanosleep(unsigned) { host_yield(); }
+inline void __trap() { printf("trap\n"), exit(1); }
 static unsigned __ballot_sync(unsigned, bool yes) {
     unsigned votes = 0;
     for (int i = 0; i < 32; i++) votes |= unsigned(host_from(int(yes), i)) << i;
@@ -122,6 +133,8 @@ inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
 inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
 inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
 template <class V> static void __stcs(V *to, const V &x) { *to = x; }

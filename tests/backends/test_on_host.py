@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.backends.on_host import run_on_host
+from tinyforge.infer.cuda.batch_plan import BatchPlan, samplers
+from tinyforge.infer.sampling import Sampling, probabilities
+from tinyforge.rng import Stream
 
 pytestmark = pytest.mark.slow
 
@@ -294,3 +299,80 @@ def grouped(counts: str, outs: int, ins: int, folder: Path, fault: tuple[str, st
 )
 def test_faults_of_the_grouped_products_show(fault: tuple[str, str], tmp_path: Path) -> None:
     assert not grouped("70, 30", 16, 8, tmp_path, fault) < 1e-4
+
+
+SAMPLER = r"""
+int main() {
+    const int rows = ROWS_OF_TEST;
+    static const unsigned bytes[][6] = {SAMPLERS};
+    static const unsigned first[] = {FIRST}, bits[][VOCAB] = {LOGITS};
+    std::vector<A> logits(rows * VOCAB_ROWS, A(-INFINITY));
+    for (int row = 0; row < rows; row++)
+        for (int i = 0; i < VOCAB; i++) logits[row * VOCAB_ROWS + i] = __uint_as_float(bits[row][i]);
+    std::vector<Sampler> samplers(rows);
+    static_assert(sizeof(Sampler) == sizeof bytes[0], "");
+    memcpy(samplers.data(), bytes, sizeof bytes);
+    for (int pass = 0; pass < PASSES; pass++)
+        for (int row = 0; row < rows; row++) {
+            int found = -1;
+            host_launch(1, 1, THREADS, [&] {
+                const int id = draw(host_shared, logits.data() + row * VOCAB_ROWS, samplers[row], first[row] + pass);
+                if (threadIdx.x == 0) found = id;
+            });
+            printf("%d ", found);
+        }
+}
+"""
+
+
+def rows_drawn(samplings: list[Sampling], logits: np.ndarray, passes: int, folder: Path, **faults: Any) -> np.ndarray:
+    """What batch.cu's `draw` gives each row, (passes, rows): rules and streams laid out as its launch has them."""
+    plan = BatchPlan(dim=64, hidden=26, heads=4, kv_heads=2, layers=2, vocab=logits.shape[1], outputs=1,
+                     batch=len(logits), itemsize=4, blocks=4, shared=160 << 10, warps=4)  # fmt: skip
+    streams = [Stream(s.seed, "sample", 3 * row) for row, s in enumerate(samplings)]
+
+    def words(x: np.ndarray) -> str:
+        return ", ".join(f"{{{', '.join(map(str, row))}}}" for row in x.view(np.uint32).reshape(len(x), -1).tolist())
+
+    main = SAMPLER.replace("ROWS_OF_TEST", str(len(logits))).replace("PASSES", str(passes))
+    main = main.replace("SAMPLERS", words(samplers(samplings, streams))).replace("LOGITS", words(logits))
+    main = main.replace("FIRST", ", ".join(str(stream.position) for stream in streams))
+    found = run_on_host("infer/cuda/batch.cu", {"SCALAR": "float", **plan.macros}, {}, main, folder, **faults)
+    return np.array(found.split(), int).reshape(passes, -1)
+
+
+RULES = [
+    Sampling(temperature=0), Sampling(temperature=0.7, top_k=5, top_p=1, seed=4), Sampling(1.5, 0, 0.8, seed=5),
+    Sampling(temperature=3, top_k=0, top_p=1, min_p=0.2, seed=6), Sampling(temperature=1, top_k=1 << 40, seed=7),
+]  # fmt: skip
+
+
+def wanted_of(samplings: list[Sampling], logits: np.ndarray, passes: int) -> np.ndarray:
+    """The kernel's order, most likely token first."""
+    wanted = np.zeros((passes, len(logits)), int)
+    for row, (s, z) in enumerate(zip(samplings, logits.astype(np.float64), strict=True)):
+        if s.temperature == 0:
+            wanted[:, row] = z.argmax()
+            continue
+        p = probabilities(z[None], s)[0]
+        order = np.argsort(-p, kind="stable")
+        running = p[order].cumsum()
+        stream = Stream(s.seed, "sample", 3 * row)
+        uniforms = np.array([float(stream.uniform()) for _ in range(passes)])  # a block of the stream for each
+        wanted[:, row] = order[running.searchsorted(uniforms * running[-1], side="right")]
+    return wanted
+
+
+def test_rows_of_a_batch_are_drawn_by_rules_of_their_own(tmp_path: Path) -> None:
+    logits = (np.random.default_rng(1).normal(size=(len(RULES), 83)) * 2).astype(np.float32)
+    found = rows_drawn(RULES, logits, 30, tmp_path)
+    assert (found == wanted_of(RULES, logits, 30)).all()
+    assert len(set(found[:, 0])) == 1 and all(len(set(column)) > 2 for column in found.T[1:])
+
+
+def test_a_neighbours_rule_would_show(tmp_path: Path) -> None:
+    """Negative control: every row drawn by the first one's rule."""
+    logits = (np.random.default_rng(1).normal(size=(len(RULES), 83)) * 2).astype(np.float32)
+    found = rows_drawn(RULES, logits, 30, tmp_path, fault=("take, how, number", "take, rule(how), number"),
+                       before="template <class S> S rule(S how) { static S one = how; return one; }")  # fmt: skip
+    assert (found != wanted_of(RULES, logits, 30)).any()

@@ -71,7 +71,7 @@ def stepped(decoder: Any, tokens: np.ndarray, prompt: int, sizes: tuple[int, ...
 
 def drawn(decoder: Any, token: int, sampling: Sampling, count: int, position: int = 0) -> list[int]:
     stream = Stream(sampling.seed, "sample", position)
-    return [i for block in decoder.stream([token], sampling, [stream], count) for i in block.ids[0].tolist()]
+    return [i for block in decoder.stream([token], [sampling], [stream], count) for i in block.ids[0].tolist()]
 
 
 @pytest.mark.parametrize(("prompt", "sizes"), [(0, (1,)), (0, (2, 3, 4, 1)), (131, (4,)), (63, (3, 7)), (64, (2,))])
@@ -239,7 +239,7 @@ def test_the_host_waits_once_a_block_of_passes(trained: NanoEuler, monkeypatch: 
     waits: list[Any] = []
     wait = decoder._wait
     monkeypatch.setattr(decoder, "_wait", lambda event: (waits.append(event), wait(event)))
-    blocks = list(decoder.stream([5], GREEDY, [Stream(0, "sample")], 100))
+    blocks = list(decoder.stream([5], [GREEDY], [Stream(0, "sample")], 100))
     assert [len(block.passes) for block in blocks[:5]] == [1, 2, 4, 8, 8]
     assert all(sum(block.passes) == block.ids.size for block in blocks)
     assert sum(block.ids.size for block in blocks) == 100 and len(blocks) <= len(waits) <= len(blocks) + 1
@@ -321,7 +321,7 @@ def test_the_host_waits_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[Any] = []
     wait = decoder._wait
     monkeypatch.setattr(decoder, "_wait", lambda event: (waits.append(event), wait(event)))
-    blocks = list(decoder.stream([5], Sampling(temperature=0, drafts=0), [Stream(0, "sample")], 150))
+    blocks = list(decoder.stream([5], [Sampling(temperature=0, drafts=0)], [Stream(0, "sample")], 150))
     assert [block.ids.shape for block in blocks[:6]] == [(1, 2), (1, 4), (1, 8), (1, 16), (1, 16), (1, 16)]
     assert sum(block.ids.size for block in blocks) == 150 and len(waits) == len(blocks)
 
@@ -331,7 +331,7 @@ def test_a_stream_that_is_closed_forgets_what_was_not_yielded() -> None:
     wanted = forward(model, tokens)[-1]
     decoder = engine().RowDecoder(model)
     decoder.prefill(0, tokens[:20].tolist())
-    stream = decoder.stream([int(tokens[20])], Sampling(temperature=0, drafts=0), [Stream(0, "sample")], 100)
+    stream = decoder.stream([int(tokens[20])], [Sampling(temperature=0, drafts=0)], [Stream(0, "sample")], 100)
     assert next(stream).ids.shape == (1, 2) and decoder.lengths == [22]
     stream.close()
     decoder.rewind([20])

@@ -28,10 +28,11 @@ def test_any_interleaving_gives_each_row_the_text_it_has_alone(precision: str) -
     assert len(scheduler.prefixes) > 0 and scheduler.free == list(range(20))
 
 
-def test_rows_with_one_kind_of_sampling_are_drawn_together() -> None:
+def test_rows_are_drawn_together_whatever_their_sampling() -> None:
     model = trained_like(CONFIG, "fp32")
     scheduler = Scheduler(model, 40)
-    requests = [scheduler.submit([i, i + 1], Sampling(seed=i, max_tokens=50)) for i in range(40)]
+    requests = [scheduler.submit([i, i + 1], Sampling(temperature=i / 20, top_k=i, seed=i, max_tokens=50))
+                for i in range(40)]  # fmt: skip
     steps = 0
     while scheduler.busy:
         scheduler.step()

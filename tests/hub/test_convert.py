@@ -21,8 +21,10 @@ from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.hub import convert, load, load_pretrained, save_pretrained
+from tinyforge.hub.tokenizers import TEMPLATE
 from tinyforge.params import named
 from tinyforge.text import Tokenizer
+from tinyforge.text.chat_templates import TEMPLATES
 
 FP32 = get_backend("numpy", "fp32", workers=1)
 END = "<|endoftext|>"
@@ -127,6 +129,31 @@ def test_transformers_reads_model_and_tokenizer(run: Path, tokenizer: Tokenizer,
     with torch.no_grad():
         got = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert got[0].tolist() == wanted
+
+
+def test_a_chat_template_is_kept(run: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """By our own reader and by transformers; a base model has none."""
+    meta = checkpoint.steps(run)[-1] / "meta.json"
+    assert convert.main([str(run), str(tmp_path / "base")]) == 0
+    assert not (tmp_path / "base" / TEMPLATE).exists() and load(tmp_path / "base", FP32).template == "plain"
+    model = nanoeuler()
+    kept = {**json.loads(meta.read_text()), "kind": "sft"}
+    save_pretrained(model, tokenizer, tmp_path / "hf", meta=kept)
+    found = load(tmp_path / "hf", FP32)
+    assert found.template == "alpaca" and found.meta["kind"] == "sft"
+    save_pretrained(found.model, found.tokenizer, tmp_path / "again", meta=found.meta)
+    assert (tmp_path / "again" / TEMPLATE).read_text() == (tmp_path / "hf" / TEMPLATE).read_text()
+    transformers = pytest.importorskip("transformers", reason="the peer is transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    chat = [{"role": role, "content": text} for role, text in (("user", "Hi."), ("assistant", "Ho."), ("user", "?"))]
+    ids = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert ids == TEMPLATES["alpaca"].encode(tokenizer, [("Hi.", "Ho."), ("?", None)], "")
+
+
+@pytest.mark.parametrize("name", ["small", pytest.param("storyteller", marks=pytest.mark.slow)])
+def test_models_that_come_with_the_repository_are_known_by_name(name: str, tmp_path: Path) -> None:
+    assert convert.main([name, str(tmp_path / "hf")]) == 0
+    assert load(tmp_path / "hf", FP32).template == "alpaca"
 
 
 def test_gpt2s_tokenizer_as_it_was_first_published(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tinyforge.errors import UserError
 from tinyforge.infer.decoder import Decoder, Drawn, ReferenceDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.generation import generate, generate_batch
-from tinyforge.infer.sampling import Sampling, draw, probabilities
+from tinyforge.infer.sampling import Sampling, choose
 from tinyforge.infer.session import Session, Stats, Token
 from tinyforge.infer.stream import stream_text
 from tinyforge.rng import Stream
@@ -235,7 +235,7 @@ class Device(NumpyDecoder):
         return sampling.repetition_penalty == 1
 
     def stream(
-        self, tokens: Sequence[int], sampling: Sampling, streams: Sequence[Stream], count: int
+        self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
     ) -> Iterator[Drawn]:
         texts = [[token] for token in tokens]
         uniforms = np.stack([stream.uniform((count,)) for stream in streams])
@@ -246,8 +246,7 @@ class Device(NumpyDecoder):
                 logits = self.step([text[-1:] for text in texts])[:, 0, 0]
                 for i, text in enumerate(texts):
                     z = logits[i].astype(np.float64)[None]
-                    greedy = sampling.temperature == 0
-                    token = int(z.argmax()) if greedy else draw(probabilities(z, sampling)[0], part[i, t])
+                    (token,) = choose(z, samplings[i], [part[i, t]])
                     block[i, t] = token
                     text.append(token)
             yield Drawn(block, None)

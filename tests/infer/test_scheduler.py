@@ -16,7 +16,7 @@ from tinyforge.errors import UserError
 from tinyforge.infer.decoder import Decoder, Drawn, ReferenceDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.generation import generate
-from tinyforge.infer.sampling import Sampling, draw, probabilities
+from tinyforge.infer.sampling import Sampling, choose
 from tinyforge.infer.scheduler import Made, Prefixes, QueueFull, Request, Scheduler
 from tinyforge.infer.session import Session
 from tinyforge.registry import models
@@ -40,7 +40,7 @@ class Drawing(ReferenceDecoder):
         return not (sampling.changes_logits or sampling.logprobs)
 
     def stream(
-        self, tokens: Sequence[int], sampling: Sampling, streams: Sequence[Stream], count: int
+        self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
     ) -> Iterator[Drawn]:
         last = list(tokens)
         for _ in range(min(count, self.capacity - min(self.lengths))):
@@ -49,11 +49,9 @@ class Drawing(ReferenceDecoder):
                     last[row] = 0
                     continue
                 z = self.step_rows([row], [[last[row]]])[0, :, 0]
-                if sampling.temperature == 0:
-                    last[row] = int(z.argmax())
-                else:
-                    number = float(stream.uniform((1,))[0])
-                    last[row] = draw(probabilities(z.astype(np.float64), sampling)[0], number)
+                sampling = samplings[row]
+                number = 0.0 if sampling.temperature == 0 else float(stream.uniform((1,))[0])
+                (last[row],) = choose(z, sampling, [number])
             yield Drawn(np.array(last)[:, None], None)
 
 

@@ -121,14 +121,15 @@ class Device(NumpyDecoder):
         return sampling.temperature == 0
 
     def stream(
-        self, tokens: Sequence[int], sampling: Sampling, streams: Sequence[Stream], count: int
+        self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
     ) -> Iterator[Drawn]:
         last, drafts = tokens[0], []
         while count > 0:
             ids, passes = [], []
             for _ in range(3):
                 base = self.lengths[0]
-                choices = self.step([[last, *drafts]], 1 + min(sampling.drafts, self.most_drafts))[0].argmax(axis=-1)
+                heads = 1 + min(samplings[0].drafts, self.most_drafts)
+                choices = self.step([[last, *drafts]], heads)[0].argmax(axis=-1)
                 right = next((i for i, x in enumerate(drafts) if x != choices[i, 0]), len(drafts))
                 self.rewind([base + 1 + right])
                 new = choices[: right + 1, 0].tolist()[: count - len(ids)]

@@ -142,10 +142,13 @@ def test_an_environment_far_from_the_repository(wheel: Path, tmp_path: Path) -> 
     bundled = site / "tinyforge/_repo/models/nanoeuler/small"
     tinyforge("convert", str(bundled), "copy", "--format", "tinyforge")
     assert tinyforge("chat", "--checkpoint", "copy", *question) == answer
-    tinyforge("convert", str(bundled), "hf")
+    tinyforge("convert", "small", "hf")
     assert (here / "hf/model.safetensors").is_file()
-    out = tinyforge("train", "--steps", "2", "--set", "layers=1", "--out", "run", "--workers", "1")
+    out = tinyforge("train", "--steps", "2", "--set", "layers=1", "--out", "run", "--workers", "1", "--card")
     assert "next: tinyforge sft --base run" in out
+    card = (here / "run/README.md").read_text(encoding="utf-8")
+    assert "    tinyforge train --" in card and "Text, by `tinyforge train`" in card
+    assert "recipes/" not in card and "python -m" not in card
     assert "gpt2" in tinyforge("models", "list")
     tinyforge("gradcheck", "--op", "Softmax")
     page = here / "page.html"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from tinyforge.infer.scheduler import Scheduler
 from tinyforge.text.chat_templates import TEMPLATES
 
 openai = pytest.importorskip("openai", reason="needs the extra [dev]")
+TIMINGS = {"cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms"}
 GO_ON = {"510": -100, "511": -100}  # what ends a text
 QUESTIONS = ["How much is 13 plus 2?", "Which is larger, 1 or 12?", "What is the opposite of cold?"]
 
@@ -222,6 +224,45 @@ def test_fields_that_openai_has_and_this_server_ignores(client: Any) -> None:
         response_format={"type": "text"}, extra_body={"no_such_field": [1, {"a": None}], "typical_p": 1, "mirostat": 0},
     )  # fmt: skip
     assert reply.choices[0].message.content == "13 14 15, so 15"
+
+
+def test_llama_cpps_web_client(server: Running, small: Loaded) -> None:
+    """The calls of its page, with all fields that it sends: /props at the start, then a streamed chat with timings."""
+    import httpx
+
+    props = httpx.get(server.url + "/props").json()
+    settings = props["default_generation_settings"]
+    assert settings["n_ctx"] == 128 and settings["params"]["temperature"] == 1 and props["total_slots"] == 4
+    assert props["modalities"] == {"vision": False, "audio": False} and props["role"] == "model"
+    assert "### Response:" in props["chat_template"] and "/" not in props["model_path"]
+    wanted = {name: settings["params"][name] for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens")}
+    body = {
+        "messages": asked(QUESTIONS[0]), "stream": True, "return_progress": True, "model": props["model_path"],
+        "reasoning_format": "auto", **wanted, "temperature": 0, "dynatemp_range": 0, "dynatemp_exponent": 1,
+        "xtc_probability": 0, "xtc_threshold": 0.1, "typ_p": 1, "repeat_last_n": 64, "repeat_penalty": 1,
+        "presence_penalty": 0, "frequency_penalty": 0, "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2,
+        "dry_penalty_last_n": -1, "samplers": ["top_k", "typ_p", "top_p", "min_p", "temperature"], "cache_prompt": True,
+        "backend_sampling": False, "timings_per_token": True,
+    }  # fmt: skip
+    lines = httpx.post(f"{server.url}/v1/chat/completions", json=body).text.split("\n")
+    data = [line[6:] for line in lines if line.startswith("data: ")]
+    chunks = [json.loads(line) for line in data[:-1]]
+    assert data[-1] == "[DONE]" and {chunk["model"] for chunk in chunks} == {"small"}
+    assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks) == "13 14 15, so 15"
+    assert all(set(c["timings"]) == TIMINGS and c["timings"]["prompt_ms"] > 0 for c in chunks[1:])
+    last = chunks[-1]["timings"]
+    assert last["predicted_n"] == 7 and last["cache_n"] + last["prompt_n"] == len(TEMPLATES["alpaca"].encode(
+        small.tokenizer, [(QUESTIONS[0], None)], ""))  # fmt: skip
+
+
+def test_llama_cpps_name_of_the_penalty(client: Any) -> None:
+    def text(**extra: float) -> str:
+        made = client.completions.create(model="small", prompt="one two one two one", max_tokens=20, temperature=0,
+                                         extra_body={"ignore_eos": True, **extra})  # fmt: skip
+        return str(made.choices[0].text)
+
+    assert text(repeat_penalty=1.5) == text(repetition_penalty=1.5) != text() == text(repeat_penalty=1)
+    assert text(repeat_penalty=1.5, repetition_penalty=1) == text()
 
 
 def test_models(client: Any, small: Loaded) -> None:

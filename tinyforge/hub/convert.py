@@ -2,6 +2,7 @@
 
     python -m tinyforge.hub convert runs/sft my-model                       our checkpoint, for transformers
     python -m tinyforge.hub convert runs/sft small --format tinyforge --dtype bf16      to give away, with its card
+    python -m tinyforge.hub convert storyteller storyteller.gguf            one that comes with the repository
     python -m tinyforge.hub convert SmolLM2-135M smol --format tinyforge    to fine-tune it here
     python -m tinyforge.hub convert stories260K.bin stories                 the tokenizer lies beside it
     python -m tinyforge.hub convert runs/sft model.gguf --type q8_0         for llama.cpp; Ollama's Modelfile beside it
@@ -27,7 +28,7 @@ from tinyforge.files import read_text
 from tinyforge.hub.foreign import is_foreign, spec_of_model
 from tinyforge.hub.gguf_file import TYPES
 from tinyforge.hub.pretrained import FORMATS, USES, save_pretrained
-from tinyforge.hub.runs import load, write_adapter
+from tinyforge.hub.runs import load, trained_model, write_adapter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("source", metavar="SRC",
-                        help="a run, a checkpoint, a Hugging Face directory, a .gguf or .bin file, an adapter of PEFT")
+                        help="a run, a checkpoint, a Hugging Face directory, a .gguf or .bin file, an adapter of PEFT, "
+                        "or a model that comes with the repository: small, storyteller")  # fmt: skip
     parser.add_argument("target", metavar="DST", help="the directory, or the .gguf or .bin file, to write")
     parser.add_argument("--format", choices=list(FORMATS), default="",
                         help="format of DST (default: by its suffix, .gguf or .bin for llama2c, else hf)")  # fmt: skip
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", metavar="PATH", help="SRC's base, where SRC is an adapter and it lies elsewhere")
     parser.add_argument("--adapter", action="store_true", help="write SRC's adapter alone, as PEFT has it")
     args = parser.parse_args(argv)
-    source, target = Path(args.source), Path(args.target)
+    source, target = trained_model(args.source), Path(args.target)
     base = Path(args.base) if args.base else None
     if args.adapter:
         if args.format or args.dtype != "f32" or args.tokenizer:

@@ -54,9 +54,9 @@ def save_pretrained(
     """Write a model and its tokenizer; other programs and `load_pretrained` read them.
 
     format: one of FORMATS, which says their types; left out, llama2c for a path that ends in .bin, gguf for .gguf, else
-    hf. meta: of the run, for "tinyforge"; "gguf" takes the chat template from it. card: the text of README.md; a short
-    one where it is left out. What a format has no place for is left out with a line on stderr. Raises UserError where
-    the format cannot hold the model, where `path` exists, and where it cannot be written.
+    hf. meta: of the run, for "tinyforge"; "gguf" and "hf" take the chat template from it. card: the text of README.md;
+    a short one where it is left out. What a format has no place for is left out with a line on stderr. Raises
+    UserError where the format cannot hold the model, where `path` exists, and where it cannot be written.
     """
     path, spec = Path(path), foreign.spec_of_model(model)
     format = format or ("llama2c" if llama2c.is_file(path) else "gguf" if gguf.is_file(path) else "hf")
@@ -65,8 +65,8 @@ def save_pretrained(
         raise UserError(f"cannot save as {format} in {dtype}; supported: {known}")
     if path.exists():
         raise UserError(f"{path} exists already; remove it, or choose another name")
+    template = TEMPLATES[template_of(meta or {})]
     if format == "gguf":
-        template = TEMPLATES[template_of(meta or {})]
         own_keys = tokenizers.for_gguf(tokenizer, model.config.vocab, template)
 
         def beside() -> None:
@@ -92,7 +92,7 @@ def save_pretrained(
         return
 
     def others(directory: Path) -> None:
-        tokenizers.write_for_huggingface(directory, tokenizer, model.config.context)
+        tokenizers.write_for_huggingface(directory, tokenizer, template, model.config.context)
         write_whole(directory / "README.md", card)
 
     weights = foreign.weights_of(model)

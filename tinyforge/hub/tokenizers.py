@@ -77,12 +77,13 @@ def special_ids(tokenizer: TextTokenizer) -> dict[str, Any]:
     return {"bos_token_id": tokenizer.bos, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
 
 
-def write_for_huggingface(directory: Path, tokenizer: TextTokenizer, context: int) -> None:
-    """tokenizer.json and tokenizer_config.json; nothing where the names of classes stand in the tokenizer's place."""
+def write_for_huggingface(directory: Path, tokenizer: TextTokenizer, template: Template, context: int) -> None:
+    """tokenizer.json, tokenizer_config.json and the chat template, where there is one; nothing where the names of
+    classes stand in the tokenizer's place."""
     if isinstance(tokenizer, Labels):
         return
     texts = {id: text for text, id in tokenizer.specials.items()}
-    end = next((text for text in ENDS if text in tokenizer.specials), None)
+    end = next((text for text in (*template.ends, *ENDS) if text in tokenizer.specials), None)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
@@ -92,6 +93,8 @@ def write_for_huggingface(directory: Path, tokenizer: TextTokenizer, context: in
     }
     for name, content in (("tokenizer.json", to_huggingface(tokenizer, recognise_specials=True)), (CONFIG, config)):
         write_whole(directory / name, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+    if template.ends:
+        write_whole(directory / TEMPLATE, jinja(template))
 
 
 def class_names(config: Mapping[str, Any], count: int) -> list[str]:

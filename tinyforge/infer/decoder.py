@@ -114,14 +114,15 @@ class Decoder(ABC):
         return False
 
     def stream(
-        self, tokens: Sequence[int], sampling: Sampling, streams: Sequence[Stream], count: int
+        self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
     ) -> Iterator[Drawn]:
         """For a decoder that draws where its cache lies: blocks of up to `count` new tokens for every row, without a
         wait per token.
 
-        tokens: the last token of each row, not yet in the cache. streams[i] draws the tokens of row i: from the same
-        distributions as `sampling.draw`, not necessarily the same tokens, and the same ones every time. A decoder of
-        one row may use drafts, as many as sampling allows at most. The caller stops when it likes, and rewinds.
+        tokens: the last token of each row, not yet in the cache. samplings[i] and streams[i] draw the tokens of row i:
+        from the same distributions as `sampling.choose`, not necessarily the same tokens, and the same ones every time,
+        whatever the other rows have. A decoder of one row may use drafts, as many as its sampling allows at most. The
+        caller stops when it likes, and rewinds.
         """
         raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
 

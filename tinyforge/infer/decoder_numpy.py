@@ -93,7 +93,8 @@ class NumpyDecoder(Decoder):
         self.lm_heads = pack(c.lm_heads * gains[-1])
         self.turns = (c.cos[: self.capacity] + 1j * c.sin[: self.capacity]).astype(complex_dtype)
 
-        self.positions = -(-self.capacity // TILE) * TILE
+        # Two tiles more than are used: rows of keys a power of two apart would share a few sets of the cache.
+        self.positions = (-(-self.capacity // TILE) + 2) * TILE
         layers = len(c.layers)
         self.keys = np.zeros((layers, batch, c.kv_heads, c.head_dim, self.positions), self.dtype)
         self.value_width = -(-(c.head_dim + 1) // TILE) * TILE
@@ -169,12 +170,11 @@ class NumpyDecoder(Decoder):
         if seen.keys > self.with_ones:
             self.values[..., self.with_ones : seen.keys, c.head_dim :] = 1
             self.with_ones = seen.keys
-        for b, past in enumerate(lengths):
-            s.ids[b] = tokens[b]
-            s.turn[b, :, 0] = self.turns[past : past + n]
-            s.mask[b, :, : seen.keys] = self.masks[past : past + n, : seen.keys]
-        places = [(b, row, past, past + n) for b, (row, past) in enumerate(zip(rows, lengths, strict=True))]
-        one_each = (np.array(rows), np.array(lengths)) if n == 1 and batch > MIN_ROWS else None
+        places = np.array(lengths)[:, None] + np.arange(n)
+        s.ids[:] = tokens
+        s.turn[:, :, 0] = self.turns[places]
+        s.mask[:, :, : seen.keys] = self.masks[places, : seen.keys]
+        one_each = (np.array(rows), places[:, 0]) if n == 1 and batch > MIN_ROWS else None
         runs = self._runs(rows, lengths, n)
 
         matmul, add, multiply, subtract, divide = np.matmul, np.add, np.multiply, np.subtract, np.divide
@@ -189,9 +189,9 @@ class NumpyDecoder(Decoder):
                 keys[one_each[0], :, :, one_each[1]] = s.k[..., 0]
                 values[one_each[0], :, one_each[1], : c.head_dim] = s.v[:, :, 0]
             else:
-                for b, row, start, end in places:
-                    keys[row, :, :, start:end] = s.k[b]
-                    values[row, :, start:end, : c.head_dim] = s.v[b]
+                for b, (row, past) in enumerate(zip(rows, lengths, strict=True)):
+                    keys[row, :, :, past : past + n] = s.k[b]
+                    values[row, :, past : past + n, : c.head_dim] = s.v[b]
             for here, held, own in runs:
                 matmul(s.queries[here], keys[held, :, None, :, :own], out=seen.products[here, ..., :own])
             add(seen.by_query, seen.mask, out=seen.by_query)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -90,31 +91,41 @@ def penalise(logits: np.ndarray, sampling: Sampling, seen: Iterable[int], made: 
 
 
 def probabilities(z: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """The distributions that tokens are drawn from: (n, V) float64, from penalised logits z: (n, V); temperature > 0.
-
-    Each cut keeps the most likely tokens, so all of them together are one threshold on the logits of a row.
-    """
-    z = (z - z.max(axis=-1, keepdims=True)) / sampling.temperature
-    k = sampling.top_k if 0 < sampling.top_k < z.shape[-1] else z.shape[-1]
-    threshold = np.array(math.log(sampling.min_p) if sampling.min_p else -math.inf)
-    if k < z.shape[-1] or sampling.top_p < 1:
-        top = np.sort(z, axis=-1)[:, ::-1][:, :k]
-        total = np.exp(top).cumsum(axis=-1)
-        # The first whose sum reaches top_p is the last one kept; with top_p 1 that is the k-th.
-        last = (total < sampling.top_p * total[:, -1:]).sum(axis=-1) if sampling.top_p < 1 else k - 1
-        threshold = np.maximum(threshold, top[np.arange(len(top)), last, None])
-    p = np.exp(z)
-    p *= z >= threshold
+    """What tokens are drawn from, for penalised logits z: (n, V) float64; returns (n, V); temperature > 0."""
+    p = _weights(z, sampling)
     p /= p.sum(axis=-1, keepdims=True)
     return p
 
 
-def draw(p: np.ndarray, uniform: float) -> int:
-    """The token at which the running sum of p: (V,) passes `uniform`, in [0, 1), times its total."""
-    total = p.cumsum()
-    token = int(total.searchsorted(uniform * total[-1], side="right"))
-    # Rounding can put the product on the total itself, behind every token.
-    return token if token < len(p) else int(np.flatnonzero(p)[-1])
+def _weights(z: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """`probabilities` times a factor for each row. Each cut keeps the most likely tokens, so all of them together are
+    one threshold on the logits of a row."""
+    z = z - z.max(axis=-1, keepdims=True)
+    z /= sampling.temperature
+    vocab = z.shape[-1]
+    k = sampling.top_k if 0 < sampling.top_k < vocab else vocab
+    p = np.exp(z)
+    if k < vocab or sampling.top_p < 1:
+        top = np.partition(z, vocab - k)[:, vocab - k :] if k < vocab else z.copy()
+        top.sort()
+        top = top[:, ::-1]
+        last: Any = k - 1
+        if sampling.top_p < 1:  # the first whose sum reaches top_p is the last one kept
+            total = np.exp(top).cumsum(axis=-1)
+            last = (total < sampling.top_p * total[:, -1:]).sum(axis=-1)
+        p *= z >= top[np.arange(len(top)), last, None]
+    if sampling.min_p:
+        p *= z >= math.log(sampling.min_p)
+    return p
+
+
+def draw(p: np.ndarray, uniforms: Sequence[float]) -> list[int]:
+    """For each row of p, (n, V): the token at which its running sum passes its uniform, in [0, 1), times its total."""
+    running = p.cumsum(axis=-1)
+    total = running[:, -1:]
+    tokens = np.count_nonzero(running <= np.reshape(uniforms, (-1, 1)) * total, axis=-1)
+    # Rounding can put the product on the total itself, behind every token: the last one with any weight is meant.
+    return np.minimum(tokens, np.count_nonzero(running < total, axis=-1)).tolist()
 
 
 def uniforms(seed: int) -> Iterator[float]:
@@ -128,8 +139,7 @@ def choose(logits: np.ndarray, sampling: Sampling, numbers: Iterable[float]) -> 
     """A token for each row of penalised logits: (n, V), drawn with its own one of `numbers`, which greedy ignores."""
     if sampling.temperature == 0:
         return logits.argmax(axis=-1).tolist()
-    p = probabilities(logits.astype(np.float64), sampling)
-    return [draw(row, number) for row, number in zip(p, numbers, strict=True)]
+    return draw(_weights(logits.astype(np.float64), sampling), list(numbers))
 
 
 def log_probability(logits: np.ndarray, token: int) -> float:

@@ -92,6 +92,8 @@ class Request:
     submitted: float = 0.0
     first_token: float | None = None
     budget: int = 0
+    device: bool = False  # whether the decoder draws its tokens
+    kind: tuple[Any, ...] = ()  # rows of the same kind are drawn by the same rule
     row: int | None = None
     numbers: Iterator[float] = field(default_factory=lambda: iter(()))
     drafts: list[int] = field(default_factory=list)
@@ -153,9 +155,11 @@ class Scheduler:
         if alternatives and not sampling.logprobs:
             raise UserError("alternatives are asked for without log-probabilities; ask for logprobs too")
         drafts = min(sampling.drafts, self.most_drafts)
+        s = replace(sampling, drafts=drafts)
         return Request(
-            ids, replace(sampling, drafts=drafts), stop, min(alternatives, config.vocab), deadline, accept, list(ids),
-            budget=min(sampling.max_tokens, self.decoder.capacity - len(ids)), numbers=uniforms(sampling.seed),
+            ids, s, stop, min(alternatives, config.vocab), deadline, accept, list(ids),
+            budget=min(s.max_tokens, self.decoder.capacity - len(ids)), device=self.decoder.draws(s),
+            kind=(s.temperature, s.top_k, s.top_p, s.min_p, s.changes_logits), numbers=uniforms(s.seed),
         )  # fmt: skip
 
     def enqueue(self, requests: Sequence[Request], bounded: bool = True) -> None:
@@ -243,34 +247,28 @@ class Scheduler:
         return len(piece)
 
     def _from_device(self) -> list[tuple[Request, list[Made]]]:
-        """A block of tokens of the rows for which the decoder draws, those with the same sampling together."""
-        decoder, found = self.decoder, []
-        drawn = [r for r in self.running.values() if decoder.draws(r.sampling)]
-        for _, group in _grouped(drawn, _kind):
-            # The others compute as well, what nobody reads; they are set back to where they were.
-            lengths, batch = list(decoder.lengths), decoder.batch
-            last, streams = [0] * batch, [Stream(0)] * batch
-            for request in group:
-                assert request.row is not None
-                last[request.row] = request.text[-1]
-                made = len(request.text) - len(request.prompt)
-                streams[request.row] = Stream(request.sampling.seed, "sample", made)
-            count = min(BLOCK, max(r.budget for r in group))
-            blocks = [block.ids for block in decoder.stream(last, group[0].sampling, streams, count)]
-            ids = np.concatenate(blocks, axis=1)
-            for request in group:
-                assert request.row is not None
-                lengths[request.row] += ids.shape[1]
-            decoder.rewind([min(new, held) for new, held in zip(lengths, decoder.lengths, strict=True)])
-            for request in group:
-                request.stats.passes += ids.shape[1]
-                found.append((request, self._take(request, list(map(Made, ids[request.row].tolist())))))
-        return found
+        """A block of tokens of the rows for which the decoder draws, each by its own rule."""
+        decoder, drawn = self.decoder, [(row, r) for row, r in self.running.items() if r.device]
+        if not drawn:
+            return []
+        # The others compute as well, what nobody reads; they are set back to where they were.
+        lengths, batch = list(decoder.lengths), decoder.batch
+        last, samplings, streams = [0] * batch, [Sampling(temperature=0)] * batch, [Stream(0)] * batch
+        for row, r in drawn:
+            last[row], samplings[row] = r.text[-1], r.sampling
+            streams[row] = Stream(r.sampling.seed, "sample", len(r.text) - len(r.prompt))
+        count = min(BLOCK, max(r.budget for _, r in drawn))
+        ids = np.concatenate([block.ids for block in decoder.stream(last, samplings, streams, count)], axis=1)
+        for row, r in drawn:
+            lengths[row] += ids.shape[1]
+            r.stats.passes += ids.shape[1]
+        decoder.rewind([min(new, held) for new, held in zip(lengths, decoder.lengths, strict=True)])
+        return [(r, self._take(r, list(map(Made, ids[row].tolist())))) for row, r in drawn]
 
     def _from_host(self) -> list[tuple[Request, list[Made]]]:
         """A token of each other row, or as many as a pass with drafts gives."""
         found: list[tuple[Request, list[Made]]] = []
-        running = [r for _, r in sorted(self.running.items()) if not self.decoder.draws(r.sampling)]
+        running = [r for _, r in sorted(self.running.items()) if not r.device]
         for (drafts, heads), group in _grouped(running, lambda r: (len(r.drafts), r.sampling.drafts + 1)):
             rows = [r.row for r in group if r.row is not None]
             logits = self.decoder.step_rows(rows, [[r.text[-1], *r.drafts] for r in group], heads)
@@ -286,7 +284,7 @@ class Scheduler:
     def _plain(self, group: Sequence[Request], logits: np.ndarray) -> list[list[Made]]:
         """A token for each row from its logits, (rows, V)."""
         chosen: list[int] = [0] * len(group)
-        for _, part in _grouped(list(enumerate(group)), lambda entry: _kind(entry[1])):
+        for _, part in _grouped(enumerate(group), lambda entry: entry[1].kind):
             places, requests = zip(*part, strict=True)
             z = logits[list(places)]
             if requests[0].sampling.changes_logits:
@@ -386,12 +384,6 @@ def _bytes_of(saved: Any) -> int:
     if isinstance(saved, (tuple, list)):
         return sum(map(_bytes_of, saved))
     return int(getattr(saved, "nbytes", 0))
-
-
-def _kind(request: Request) -> tuple[Any, ...]:
-    """Rows of the same kind are drawn by the same rule."""
-    s = request.sampling
-    return s.temperature, s.top_k, s.top_p, s.min_p, s.changes_logits
 
 
 def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:

@@ -163,7 +163,7 @@ class Session:
     def _from_blocks(self, sampling: Sampling, budget: int) -> Generator[Token]:
         """Tokens that the decoder draws itself, with drafts or without."""
         offered = 0
-        for drawn in self.decoder.stream([self.tokens[-1]], sampling, [Stream(sampling.seed, "sample")], budget):
+        for drawn in self.decoder.stream([self.tokens[-1]], [sampling], [Stream(sampling.seed, "sample")], budget):
             logprobs = itertools.repeat(None) if drawn.logprobs is None else drawn.logprobs[0].tolist()
             new = map(Token, drawn.ids[0].tolist(), logprobs)
             for count in drawn.passes or (1,) * drawn.ids.shape[1]:

@@ -39,8 +39,8 @@ def verify(
     for i, x in enumerate(drafts):
         assert proposed is not None
         if next(numbers) * proposed[i, x] >= p[i, x]:
-            return [*drafts[:i], draw(np.maximum(p[i] - proposed[i], 0), next(numbers))]
-    return [*drafts, draw(p[-1], next(numbers))]
+            return [*drafts[:i], *draw(np.maximum(p[i] - proposed[i], 0)[None], [next(numbers)])]
+    return [*drafts, *draw(p[-1:], [next(numbers)])]
 
 
 def propose(
@@ -52,4 +52,4 @@ def propose(
     if sampling.temperature == 0:
         return z.argmax(axis=-1).tolist(), None
     q = probabilities(z, sampling)
-    return [draw(row, next(numbers)) for row in q], q
+    return draw(q, [next(numbers) for _ in q]), q

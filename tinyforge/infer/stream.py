@@ -41,6 +41,8 @@ class TextStream:
     def _take(self, new: str, last: bool) -> str:
         if self.stopped:
             return ""
+        if not self.stop:
+            return new
         held = self._held + new
         found = _find_first(held, self.stop)
         self.stopped = found is not None

@@ -19,14 +19,15 @@ REASONS = {"stop": "stop", "length": "length"}
 
 class Writer:
     """Bodies and chunks of one answer. chat: of a chat completion, else of a completion. top: log-probabilities of so
-    many alternatives, None for no log-probabilities. prompts: ids of each prompt. echo: what each text begins with."""
+    many alternatives, None for no log-probabilities. prompts: ids of each prompt. echo: what each text begins with.
+    timings: whether chunks tell times."""
 
     def __init__(
         self, tokenizer: TextTokenizer, model: str, fingerprint: str, chat: bool, top: int | None,
-        extension: Extension, prompts: Sequence[Sequence[int]], echo: Sequence[str],
+        extension: Extension, prompts: Sequence[Sequence[int]], echo: Sequence[str], timings: bool = False,
     ) -> None:  # fmt: skip
         self.tokenizer, self.chat, self.top, self.extension = tokenizer, chat, top, extension
-        self.prompts, self.echo = prompts, echo
+        self.prompts, self.echo, self.timings = prompts, echo, timings
         self.offsets: dict[int, int] = {}
         kind = "chat.completion" if chat else "text_completion"
         self.head = {
@@ -44,14 +45,14 @@ class Writer:
 
     def chunk(self, index: int, piece: Piece | None, reason: str | None, choice: Choice) -> bytes:
         """What a choice has got, and its end, as events."""
-        events = b""
+        events, timings = b"", {"timings": self._timings(choice)} if self.timings else {}
         if piece is not None and (piece.text or (piece.tokens and self._tells)):
             said: dict[str, Any] = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
-            events = self._chunk(index, said, piece)
+            events = self._chunk(index, said, piece, timings)
         if reason is not None:
             said = {"delta": {}} if self.chat else {"text": ""}
             extra = {"tinyforge": self._statistics([choice])} if self.extension.look_inside else {}
-            events += self._chunk(index, {**said, "finish_reason": REASONS[reason]}, None, extra)
+            events += self._chunk(index, {**said, "finish_reason": REASONS[reason]}, None, extra | timings)
         return events
 
     def usage_chunk(self, answer: Answer) -> bytes:
@@ -150,6 +151,17 @@ class Writer:
         return {
             "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
             "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
+        }  # fmt: skip
+
+    @staticmethod
+    def _timings(choice: Choice) -> dict[str, Any]:
+        """Of one choice, as llama.cpp's server tells them: counts of tokens, and milliseconds."""
+        request, now = choice.request, time.monotonic()
+        first = request.first_token or now
+        return {
+            "cache_n": request.stats.reused, "prompt_n": len(request.prompt) - request.stats.reused,
+            "prompt_ms": 1e3 * (first - request.submitted), "predicted_n": request.stats.tokens,
+            "predicted_ms": 1e3 * (now - first),
         }  # fmt: skip
 
     @staticmethod

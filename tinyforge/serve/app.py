@@ -47,6 +47,7 @@ from tinyforge.serve.protocol import (
     read,
 )  # fmt: skip
 from tinyforge.text.chat_templates import Template
+from tinyforge.text.template_formats import jinja
 from tinyforge.text.vocabulary import start_ids
 
 PAGE = Path(__file__).parent / "page"
@@ -117,6 +118,7 @@ class App:
             Route("/v1/attention", self.attend, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/props", self.props, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.show_metrics, methods=["GET"]),
             Route("/openapi.json", self.openapi, methods=["GET"]),
@@ -177,7 +179,7 @@ class App:
 
     @staticmethod
     def _needs_key(path: str) -> bool:
-        return path.startswith(("/v1/", "/metrics", "/tokenize", "/detokenize"))
+        return path.startswith(("/v1/", "/metrics", "/props", "/tokenize", "/detokenize"))
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body has more than {self.limits.body} bytes, which is the most that is read")
@@ -231,6 +233,23 @@ class App:
     async def one_model(self, request: Request) -> Response:
         self._check_model(request.path_params["name"])
         return json_response(self._model_entry())
+
+    async def props(self, request: Request) -> Response:
+        """What llama.cpp's web client asks for when it starts: the context, what sampling begins with, the template."""
+        most = self.limits.max_tokens if self.limits.max_tokens < self.context else -1
+        texts = {i: text for text, i in self.tokenizer.specials.items()}
+        bos, ends = self.tokenizer.bos, sorted(texts[i] for i in self.stop_ids if i in texts)
+        return json_response({
+            "default_generation_settings": {
+                "n_ctx": self.context, "speculative": False, "is_processing": self.engine.outstanding > 0,
+                "params": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0,
+                           "presence_penalty": 0.0, "frequency_penalty": 0.0, "n_predict": most, "max_tokens": most},
+            },
+            "total_slots": self.engine.scheduler.rows, "model_path": self.name, "model_alias": self.name,
+            "role": "model", "modalities": {"vision": False, "audio": False}, "chat_template": jinja(self.template),
+            "bos_token": "" if bos is None else texts[bos], "eos_token": ends[0] if ends else "",
+            "build_info": "tinyforge",
+        })  # fmt: skip
 
     # --- texts
 
@@ -303,7 +322,8 @@ class App:
                            headers={"Retry-After": "1"}) from None  # fmt: skip
         except Draining:
             raise ApiError(503, "the server is shutting down", "server_error", headers={"Retry-After": "5"}) from None
-        writer = Writer(self.tokenizer, self.name, self.fingerprint, chat, top, extension, prompts, echo)
+        writer = Writer(self.tokenizer, self.name, self.fingerprint, chat, top, extension, prompts, echo,
+                        timings=bool(wish.timings_per_token))  # fmt: skip
         if wish.stream:
             usage = wish.stream_options is not None and wish.stream_options.include_usage
             return EventStream(self, answer, writer, usage)
@@ -520,7 +540,7 @@ class Guard:
 
 
 KNOWN_PATHS = frozenset(["/", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/attention", "/tokenize",
-                         "/detokenize", "/health", "/metrics", "/openapi.json"])  # fmt: skip
+                         "/detokenize", "/props", "/health", "/metrics", "/openapi.json"])  # fmt: skip
 
 
 class Metrics:

@@ -23,7 +23,8 @@ POSTS: dict[str, tuple[type[Any], str, bool]] = {
     "/tokenize": (TokenizeRequest, "A text's token ids.", False),
     "/detokenize": (DetokenizeRequest, "The text of token ids.", False),
 }
-GETS = {"/v1/models": "The model that is served.", "/health": "Whether requests are taken."}
+GETS = {"/v1/models": "The model that is served.", "/props": "Its context and chat template, as llama.cpp's server "
+        "tells them.", "/health": "Whether requests are taken."}
 ERROR = {
     "type": "object", "required": ["error"],
     "properties": {"error": {

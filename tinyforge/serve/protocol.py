@@ -78,6 +78,8 @@ class Generation(Wish):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    repeat_penalty: float | None = Field(default=None, ge=0.01, le=100, description="repetition_penalty, as llama.cpp "
+                                         "calls it; used where that is left out.")  # fmt: skip
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=MOST_BIASES)
     max_tokens: int | None = Field(default=None, ge=-1, le=1 << 30, description="-1 or left out: as many as the "
                                    "context and the server's limit take; more is cut to that.")  # fmt: skip
@@ -88,6 +90,7 @@ class Generation(Wish):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = Field(default=None, description="Do not end where the model does.")
     timeout: float | None = Field(default=None, gt=0, le=1e6, description="Seconds that the answer may take.")
+    timings_per_token: bool | None = Field(default=None, description="Chunks tell times, as llama.cpp's do.")
     tinyforge: Extension | None = None
     user: str | None = None
 
@@ -125,7 +128,7 @@ class Generation(Wish):
                 temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
                 top_k=max(0, given(self.top_k, 0)),
                 top_p=max(LEAST_TOP_P, given(self.top_p, 1.0)), min_p=given(self.min_p, 0.0),
-                repetition_penalty=given(self.repetition_penalty, 1.0),
+                repetition_penalty=given(self.repetition_penalty, given(self.repeat_penalty, 1.0)),
                 presence_penalty=given(self.presence_penalty, 0.0),
                 frequency_penalty=given(self.frequency_penalty, 0.0), logit_bias=tuple(bias),
                 max_tokens=max(1, min(room, limits.max_tokens, tokens if tokens and tokens > 0 else room)),

@@ -73,6 +73,11 @@ advice or facts: nothing was done to make it truthful, polite or safe."""
 WORLD = """It knows the small world of `data/world.py`: a few dozen patterns of English sentences about people, things,
 places and small numbers. Asked about anything else it answers in the same patterns, wrongly. Its training text is made
 by that file and holds nothing of the real world and no personal data."""
+# Each in one piece: a wheel has the commands of `tinyforge` in their places.
+COMMANDS = {
+    "pretrain": "python recipes/pretrain.py", "sft": "python recipes/sft.py", "dpo": "python recipes/dpo.py",
+    "grpo": "python recipes/grpo.py", "classify": "python recipes/classify.py",
+}  # fmt: skip
 OWN = """It has learned from the text named below alone, and repeats that text's errors and opinions. At this size it
 states falsehoods fluently. Do not rely on anything it says."""
 
@@ -132,7 +137,7 @@ def _settings(kind: str, run: Mapping[str, Any]) -> Settings:
 def _learned_from(kind: str, run: Mapping[str, Any]) -> str:
     named = ", ".join(_settings(kind, run).data)
     what = {"pretrain": "Text", "dpo": "Preferences", "grpo": "Rewards for replies to questions"}
-    head = f"{what.get(kind, 'Instructions')}, by `recipes/{kind}.py`"
+    head = f"{what.get(kind, 'Instructions')}, by `{COMMANDS[kind].removeprefix('python ')}`"
     rows = run.get("corpus")
     if not rows:
         return f"{head}: {named or 'what comes with the repository (`data/world.py`)'}.\n"
@@ -169,7 +174,7 @@ def _trained(kind: str, run: Mapping[str, Any], config: ModelConfig) -> str:
     cells = ("AdamW", f"{settings.lr:g}", settings.schedule, f"{settings.weight_decay:g}", f"{settings.clip:g}",
              f"{rows} x {length}", settings.precision)  # fmt: skip
     return (
-        f"    python {' '.join([f'recipes/{kind}.py', *settings.flags(), *_gone(run['settings'])])}\n\n{told}; seed "
+        f"    {' '.join([COMMANDS[kind], *settings.flags(), *_gone(run['settings'])])}\n\n{told}; seed "
         f"{settings.seed}, data SHA-256 `{run['data_hash'][:16]}`.\n\n"
         "| optimizer | peak rate | schedule | weight decay | clip | batch, tokens | precision |\n"
         f"|---|---|---|---|---|---|---|\n| {' | '.join(cells)} |\n"

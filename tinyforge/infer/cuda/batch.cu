@@ -458,15 +458,15 @@ __device__ __noinline__ int draw(unsigned char *scratch, const A *logits, Sample
 // of them a pass uses, for each block. gains: (2 * layers + 1, DIM). cosines, sines: (positions, HEAD_DIM / 2). keys,
 // values: (layers, batch, KV_HEADS, capacity, HEAD_DIM). past: how many positions of a row were filled before the first
 // pass, less `offset`. A row whose cache is full stays at its last position, and its further tokens mean nothing. ids:
-// the next token of each row, (batch,); where `sampled`, the last token drawn when the launch ends, and all of them in
+// the next token of each row, (batch,); with `samplers`, the last token drawn when the launch ends, and all of them in
 // `drawn`, (passes, batch). memory: Exchange::BYTES for each team, zeros at first. counters: 32 words for each team,
-// zeros. logits: (teams * ROWS, heads, VOCAB_ROWS), of the last pass. stream_keys, (batch, 2), and stream_first,
-// (batch,): of each row's random stream, its first number to use, less `offset`.
+// zeros. logits: (teams * ROWS, heads, VOCAB_ROWS), of the last pass. samplers, (batch,), or null: how each
+// row's tokens are drawn. first, (batch,): the number of its random stream to begin with, less `offset`.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
     const T *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
     const int *past, int *ids, int *drawn, unsigned char *memory, u32 *counters, A *logits, const int *lengths,
-    int stride, int layers, int heads, int batch, int capacity, int offset, int passes, A eps, int sampled,
-    float temperature, int top_k, float top_p, float min_p, const u32 *stream_keys, const u32 *stream_first
+    int stride, int layers, int heads, int batch, int capacity, int offset, int passes, A eps, const Sampler *samplers,
+    const u32 *first
 ) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, team = blockIdx.x / TEAM;
@@ -606,14 +606,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
                                 token + 1 < VOCAB ? sum.v[1] * scale : A(-INFINITY)}});
                 });
         }
-        if (!sampled) continue;
+        if (!samplers) continue;
         block.arrive();
         block.wait();
         for (int row = block.rank; row < ROWS && first_row + row < batch; row += TEAM) {
             const int at = first_row + row;
             const A *const from = logits + i64(at) * heads * VOCAB_ROWS;
-            const Sampler how = {temperature, top_p, min_p, top_k, stream_keys[2 * at], stream_keys[2 * at + 1]};
-            const int id = draw(shared.scratch, from, how, stream_first[at] + offset + pass);
+            const int id = draw(shared.scratch, from, samplers[at], first[at] + offset + pass);
             if (thread == 0) ids[at] = id, drawn[pass * batch + at] = id;
         }
         block.arrive();

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -16,8 +16,8 @@ from tinyforge.backends.compile import load
 from tinyforge.backends.cupy_backend import processors, scalar, shared_limit
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import CausalLM
-from tinyforge.infer.cuda.batch_plan import TEAM_ROWS, BatchPlan
-from tinyforge.infer.cuda.device import BLOCK, NO_DRAW, DeviceDecoder, DeviceWeights, Draw
+from tinyforge.infer.cuda.batch_plan import TEAM_ROWS, BatchPlan, samplers
+from tinyforge.infer.cuda.device import BLOCK, DeviceDecoder, DeviceWeights
 from tinyforge.infer.decoder import Drawn
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array
@@ -37,6 +37,19 @@ class BatchCache:
         self.tokens, self.positions = (cupy.zeros(plan.batch, np.int32) for _ in range(2))
 
 
+class Draw(NamedTuple):
+    """How each row's tokens are drawn, on the device. samplers: `batch_plan.samplers`, as bytes. first: how many
+    numbers of each row's stream have been used, (batch,) uint32."""
+
+    samplers: Array
+    first: Array
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], streams: Sequence[Stream]) -> Draw:
+        first = np.array([stream.position for stream in streams], np.uint32)
+        return cls(cupy.asarray(samplers(samplings, streams).view(np.uint8)), cupy.asarray(first))
+
+
 class BatchLauncher:
     """batch.cu for one decoder."""
 
@@ -50,7 +63,6 @@ class BatchLauncher:
         self.kernel.preferred_shared_memory_carveout = 100  # percent: room for all blocks that are to be resident
         self.exchange = cupy.zeros((plan.teams, plan.exchange_bytes), np.uint8)
         self.counters = cupy.empty((plan.teams, 32), np.uint32)
-        self.no_draw = draw_of(NO_DRAW.sampling, [Stream(0)] * plan.batch)
 
     def logits(self, cache: BatchCache, outputs: int) -> Array:
         """Take `cache.tokens` at `cache.positions`; (batch, outputs, vocab), on the device. Does not wait."""
@@ -71,7 +83,7 @@ class BatchLauncher:
 
     def _launch(self, cache: BatchCache, outputs: int, logits: Array, ids: Array, done: int, passes: int,
                 draw: Draw | None) -> None:  # fmt: skip
-        plan, weights, how = self.plan, self.weights, draw or self.no_draw
+        plan, weights = self.plan, self.weights
         self.counters.data.memset_async(0, self.counters.nbytes)
         self.kernel(
             (plan.teams * plan.team,), (plan.warps * 32,),
@@ -79,15 +91,9 @@ class BatchLauncher:
              cache.positions, cache.tokens, ids, self.exchange, self.counters, logits, weights.lengths[outputs - 1],
              *map(np.int32, (weights.matrices.shape[2], plan.layers, outputs, plan.batch, cache.capacity, done,
                              passes)),
-             weights.norm_eps, np.int32(draw is not None), *how.args(), how.key, how.first),
+             weights.norm_eps, *(draw or (np.uintp(0), np.uintp(0)))),
             shared_mem=plan.shared_bytes,
         )  # fmt: skip
-
-
-def draw_of(sampling: Sampling, streams: Sequence[Stream]) -> Draw:
-    """How each row's tokens are drawn from its stream."""
-    keys, first = [stream.key for stream in streams], [stream.position for stream in streams]
-    return Draw(sampling, *(cupy.asarray(np.array(numbers, np.uint32)) for numbers in (keys, first)))
 
 
 class BatchDecoder(DeviceDecoder):
@@ -142,7 +148,7 @@ class BatchDecoder(DeviceDecoder):
         self.lengths[row] = length
 
     def stream(
-        self, tokens: Sequence[int], sampling: Sampling, streams: Sequence[Stream], count: int
+        self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
     ) -> Iterator[Drawn]:
         """As `Decoder.stream`, in blocks as those of `RowDecoder.stream`.
 
@@ -151,7 +157,7 @@ class BatchDecoder(DeviceDecoder):
         past, done = list(self.lengths), 0
         count = min(count, self.capacity - min(past))
         self._place(np.asarray(tokens, np.int32))
-        draw = draw_of(sampling, streams)
+        draw = Draw.of(samplings, streams)
 
         def launch(passes: int, ahead: int) -> Array:
             return self.launcher.drawn(self.cache, passes, done + ahead, draw)

@@ -16,10 +16,21 @@ import numpy as np
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.plan import TILE, DecodePlan
+from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array
+from tinyforge.rng import Stream
 
 TEAM_ROWS = 16
 """Rows of the batch that go through the layers together: those of a product on tensor cores."""
+SAMPLER = np.dtype([("temperature", "<f4"), ("top_p", "<f4"), ("min_p", "<f4"), ("top_k", "<i4"), ("key", "<u4", 2)])
+"""`Sampler` of sampler.cuh."""
+
+
+def samplers(samplings: Sequence[Sampling], streams: Sequence[Stream]) -> np.ndarray:
+    """How each row's tokens are drawn, as the kernel reads it: (rows,) SAMPLER."""
+    rules = [(s.temperature, s.top_p, s.min_p, min(s.top_k, 2**31 - 1), stream.key)
+             for s, stream in zip(samplings, streams, strict=True)]  # fmt: skip
+    return np.array(rules, SAMPLER)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,26 +54,6 @@ class DeviceWeights(Generic[AnyPlan]):
         self.lengths = cupy.asarray(plan.lengths)
 
 
-class Draw(NamedTuple):
-    """How a kernel draws tokens.
-
-    key: of the row's stream. first: how many of its numbers have been used. Of many rows: arrays on the device, uint32,
-    (batch, 2) and (batch,).
-    """
-
-    sampling: Sampling
-    key: Any
-    first: Any
-
-    def args(self) -> tuple[Any, ...]:
-        """Of both kernels: how the tokens are cut."""
-        s = self.sampling
-        return np.float32(s.temperature), np.int32(s.top_k), np.float32(s.top_p), np.float32(s.min_p)
-
-
-NO_DRAW = Draw(Sampling(temperature=0), (0, 0), 0)
-
-
 class _LayerCache(NamedTuple):
     """A layer of a `_RowCache`: keys and values, (kv_heads, capacity, head_dim)."""
 

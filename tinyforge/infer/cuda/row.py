@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from tinyforge.backends.compile import load
 from tinyforge.backends.cupy_backend import processors, scalar, shared_limit
 from tinyforge.infer.causal_lm import CausalLM
-from tinyforge.infer.cuda.device import BLOCK, NO_DRAW, DeviceDecoder, DeviceWeights, Draw
+from tinyforge.infer.cuda.device import BLOCK, DeviceDecoder, DeviceWeights
 from tinyforge.infer.cuda.row_plan import MOST_ROWS, RowPlan
 from tinyforge.infer.decoder import Drawn
 from tinyforge.infer.sampling import Sampling
@@ -24,6 +24,22 @@ from tinyforge.rng import Stream
 
 PASSES = 8
 """Passes with drafts, each of which gives a token or more, that `stream` yields together once it is under way."""
+
+
+class Draw(NamedTuple):
+    """How a row's tokens are drawn. key: of its stream. first: how many of the stream's numbers have been used."""
+
+    sampling: Sampling
+    key: tuple[int, int]
+    first: int
+
+    def args(self) -> tuple[Any, ...]:
+        s = self.sampling
+        return (np.float32(s.temperature), np.int32(s.top_k), np.float32(s.top_p), np.float32(s.min_p),
+                *map(np.uint32, (*self.key, self.first)))  # fmt: skip
+
+
+NO_DRAW = Draw(Sampling(temperature=0), (0, 0), 0)
 
 
 class RowCache:
@@ -93,7 +109,7 @@ class RowLauncher:
             (weights.matrices, weights.embedding, weights.gains, weights.cos, weights.sin, cache.keys, cache.values,
              cache.tokens, self.exchange, weights.lengths[outputs - 1],
              *map(np.int32, (weights.matrices.shape[2], plan.layers, outputs, cache.capacity, past, passes)),
-             weights.norm_eps, np.int32(draw is not None), *how.args(), *map(np.uint32, (*how.key, how.first)),
+             weights.norm_eps, np.int32(draw is not None), *how.args(),
              *(np.uintp(0) if x is None else x for x in (begin, report))),
             shared_mem=plan.shared_bytes,
         )  # fmt: skip
@@ -142,7 +158,7 @@ class RowDecoder(DeviceDecoder):
         return np.concatenate(found)[None]
 
     def stream(
-        self, tokens: Sequence[int], sampling: Sampling, streams: Sequence[Stream], count: int
+        self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
     ) -> Iterator[Drawn]:
         """As `Decoder.stream`. The first blocks are short, so that a reader sees something early: 2, 4, 8 tokens, then
         BLOCK. Greedy text is decoded with drafts, in blocks of 1, 2, 4 passes, then PASSES, and is the same text; the
@@ -152,6 +168,7 @@ class RowDecoder(DeviceDecoder):
         than appended: the last. Closing the generator drops what was not yielded.
         """
         left, last = min(count, self.capacity - self.lengths[0]), int(tokens[0])
+        sampling = samplings[0]
         drafts = min(sampling.drafts, self.most_drafts)
         if sampling.temperature == 0 and drafts:
             for drawn in self._speculate(last, drafts, left):

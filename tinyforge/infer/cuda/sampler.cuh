@@ -3,6 +3,7 @@
 // Needs: common.cuh; THREADS of a block; VOCAB and VOCAB_ROWS (padded with -infinity); `A`, the type of logits;
 // `Parcel`, the Pack of PARCEL of them that a thread reads at once.
 
+// How a row is drawn; of a batch, an array of them (SAMPLER in batch_plan.py).
 struct Sampler {
     float temperature, top_p, min_p;
     int top_k;
