@@ -43,6 +43,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from bench.peers import (
+    EAGER,
+    GRAPH,
     GRAPHS_NEED_A_GPU,
     LOGITS_TOLERANCE,
     OURS,
@@ -159,23 +161,21 @@ Contender = Ours | Torch
 
 def peers_of(options: Options, model: NanoEuler) -> dict[str, Callable[[], Torch] | str]:
     """What makes each contender of PyTorch, or why it does not apply here."""
-    graph = "torch compiled, CUDA graph"
     if model.backend.name == "cupy":
         return {
-            "torch eager": lambda: Torch(options, model, options.threads, compiled=False),
-            graph: lambda: Torch(options, model, options.threads, compiled=True),
+            EAGER: lambda: Torch(options, model, options.threads, compiled=False),
+            GRAPH: lambda: Torch(options, model, options.threads, compiled=True),
         }
     numbers = sorted({1, options.threads})
     eager = {f"torch eager, {n} thread{'s' * (n > 1)}": partial(Torch, options, model, n, False) for n in numbers}
-    return {**eager, graph: GRAPHS_NEED_A_GPU}
+    return {**eager, GRAPH: GRAPHS_NEED_A_GPU}
 
 
 def contenders_of(options: Options, model: NanoEuler, peer: str | None) -> tuple[dict[str, Contender], Parity, LeftOut]:
     """All whose logits agree, their caches filled up to the position; the agreement; and who was left out, with why."""
     makers: dict[str, Any] = {OURS: lambda: Ours(options, model)}
-    contenders, logits, left_out = soft(
-        makers | (peers_of(options, model) if peer else {}), lambda contender: contender.logits(), needed=(OURS,)
-    )
+    makers |= peers_of(options, model) if peer else {}
+    contenders, logits, left_out = soft(makers, lambda contender: contender.logits())
     tolerance = LOGITS_TOLERANCE[model.backend.precision.name]
     return contenders, check_parity(logits, OURS, tolerance, "logits differ by") if peer else None, left_out
 

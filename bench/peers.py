@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.workers import cores, cpu_model
+from tinyforge.errors import UserError
 
-OURS = "tinyforge"
+OURS, EAGER, COMPILED, GRAPH = "tinyforge", "torch eager", "torch compiled", "torch compiled, CUDA graph"
+MODES = {EAGER: None, COMPILED: "default", GRAPH: "reduce-overhead"}  # of torch.compile
 LOGITS_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
 GRAPHS_NEED_A_GPU = "does not apply: it replays CUDA graphs, and this runs on a CPU"
 Parity = dict[str, Any] | None
@@ -21,12 +23,12 @@ LeftOut = dict[str, str]
 
 
 def soft(
-    makers: Mapping[str, Callable[[], Any] | str], first: Callable[[Any], Any], needed: Iterable[str] = ()
+    makers: Mapping[str, Callable[[], Any] | str], first: Callable[[Any], Any]
 ) -> tuple[dict[str, Any], dict[str, Any], LeftOut]:
     """Make every contender and let it do its first piece of work, which compiles it.
 
-    makers: what makes each by name, or the reason why it does not apply. A contender that fails is left out with the
-    first line of its error; one in `needed` raises. Returns the contenders, what `first` gave of each, and the reasons.
+    makers: what makes each by name, or the reason why it does not apply. What torch.compile cannot do here is left out
+    with the first line of its error; all others raise. Returns the contenders, what `first` gave of each, the reasons.
     """
     contenders: dict[str, Any] = {}
     results: dict[str, Any] = {}
@@ -40,7 +42,7 @@ def soft(
             results[name] = first(contender)
             contenders[name] = contender
         except Exception as error:
-            if name in needed:
+            if name not in (COMPILED, GRAPH) or isinstance(error, UserError):
                 raise
             left_out[name] = reason(error)
     return contenders, results, left_out

@@ -34,8 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from bench.peers import (
+    GRAPH,
     GRAPHS_NEED_A_GPU,
     LOGITS_TOLERANCE,
+    MODES,
     OURS,
     check_parity,
     environment,
@@ -102,16 +104,11 @@ Contender = Ours | Torch
 
 def peers_of(model: NanoEuler, prompt: list[int], threads: int) -> dict[str, Callable[[], Torch] | str]:
     """What makes each contender of PyTorch, or why it does not apply here."""
-    graph = "torch compiled, CUDA graph"
     if model.backend.name == "cupy":
-        return {
-            "torch eager": lambda: Torch(model, prompt, threads),
-            "torch compiled": lambda: Torch(model, prompt, threads, "default"),
-            graph: lambda: Torch(model, prompt, threads, "reduce-overhead"),
-        }
+        return {name: partial(Torch, model, prompt, threads, mode) for name, mode in MODES.items()}
     numbers = sorted({1, threads})
     eager = {f"torch eager, {n} thread{'s' * (n > 1)}": partial(Torch, model, prompt, n) for n in numbers}
-    return {**eager, graph: GRAPHS_NEED_A_GPU}
+    return {**eager, GRAPH: GRAPHS_NEED_A_GPU}
 
 
 def take_turns(contenders: dict[str, Contender], rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -133,8 +130,8 @@ def of_length(model: NanoEuler, length: int, rounds: int, threads: int, peer: st
     """The times of one length of prompt."""
     prompt = np.random.default_rng(0).integers(0, model.config.vocab, length).tolist()
     made: dict[str, Any] = {OURS: lambda: Ours(model, prompt)}
-    contenders, logits, left_out = soft(made | (peers_of(model, prompt, threads) if peer else {}),
-                                        lambda contender: contender.logits(), needed=(OURS,))  # fmt: skip
+    made |= peers_of(model, prompt, threads) if peer else {}
+    contenders, logits, left_out = soft(made, lambda contender: contender.logits())
     tolerance = LOGITS_TOLERANCE[model.backend.precision.name]
     parity = check_parity(logits, OURS, tolerance, "logits differ by") if peer else None
     times = take_turns(contenders, rounds)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.peers import check_parity, left_out_table, soft
+from bench.peers import COMPILED, EAGER, GRAPH, OURS, check_parity, left_out_table, soft
 
 
 def failing() -> Any:
@@ -19,16 +19,18 @@ def test_what_cannot_be_made_or_started_is_left_out_with_its_reason() -> None:
             raise ValueError("out of graphs")
         return contender.upper()
 
-    makers = {"ours": lambda: "ours", "a": failing, "b": lambda: "starts badly", "c": "does not apply: no GPU"}
-    contenders, results, left_out = soft(makers, first, needed=("ours",))
-    assert contenders == {"ours": "ours"} and results == {"ours": "OURS"}
-    assert left_out == {"a": "RuntimeError: no Triton", "b": "ValueError: out of graphs", "c": "does not apply: no GPU"}
+    makers = {OURS: lambda: "ours", COMPILED: failing, GRAPH: lambda: "starts badly", "other": "does not apply: no GPU"}
+    contenders, results, left_out = soft(makers, first)
+    assert contenders == {OURS: "ours"} and results == {OURS: "OURS"}
+    assert left_out == {COMPILED: "RuntimeError: no Triton", GRAPH: "ValueError: out of graphs",
+                        "other": "does not apply: no GPU"}  # fmt: skip
     assert left_out_table(left_out)[0].endswith("left out: RuntimeError: no Triton")
 
 
-def test_ours_is_not_left_out() -> None:
+@pytest.mark.parametrize("name", [OURS, EAGER])
+def test_ours_and_eager_are_not_left_out(name: str) -> None:
     with pytest.raises(RuntimeError, match="no Triton"):
-        soft({"ours": failing}, str, needed=("ours",))
+        soft({name: failing}, str)
 
 
 @pytest.mark.parametrize("second", [2.0002, float("nan")])
