@@ -10,7 +10,8 @@ Without a checkpoint the weights are random and no drafts are used: plain greedy
 `--position`, the cache filled before. Ours goes through the public generator (for a batch, `draw_blocks`, which is what
 `generate_batch` runs). PyTorch's loop does the same and no more: a pass, argmax, the next pass, with nothing copied to
 the host in between. On a CPU PyTorch is eager, once with one thread and once with --threads; ours has one. On a GPU it
-is eager, and compiled under a CUDA graph. All have the same weights and must agree on the logits at `--position` before
+is eager, and compiled under a CUDA graph (mode reduce-overhead). A peer that PyTorch cannot run here is left out, and
+the reason printed. All have the same weights and must agree on the logits at `--position` before
 any is timed; they then take turns in one process.
 
 Bandwidth used (MBU): the bytes that a step must read, which are all weights but the embedding and heads 1 and up, and
@@ -27,11 +28,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,12 +42,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
+from bench.peers import (
+    EAGER,
+    GRAPH,
+    GRAPHS_NEED_A_GPU,
+    LOGITS_TOLERANCE,
+    OURS,
+    LeftOut,
+    Parity,
+    check_parity,
+    environment,
+    heading,
+    left_out_table,
+    soft,
+)
 from data.alpaca import render_prompt
 from data.world import documents, instructions
 from models.nanoeuler.config import Config
 from models.nanoeuler.model import NanoEuler
 from tinyforge.backends import Backend, get_backend
-from tinyforge.backends.workers import cores, cpu_model
+from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.hub import load
 from tinyforge.infer.choose import make_decoder
@@ -57,8 +72,6 @@ from tinyforge.params import named
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.train.settings import PretrainSettings, config_of
 
-OURS = "tinyforge"
-PARITY_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}  # of logits
 COPY_BYTES = {"numpy": 256 << 20, "cupy": 2 << 30}
 COPY_ROUNDS = 7
 FLOOR_BANDWIDTH = 4.28e12  # bytes per second, read and written, of a large copy on an H200
@@ -146,26 +159,25 @@ class Torch:
 Contender = Ours | Torch
 
 
-def contenders_of(options: Options, model: NanoEuler, peer: str | None) -> dict[str, Contender]:
-    found: dict[str, Contender] = {OURS: Ours(options, model)}
-    if peer:
-        if model.backend.name == "cupy":
-            found["torch eager"] = Torch(options, model, options.threads, compiled=False)
-            found["torch compiled, CUDA graph"] = Torch(options, model, options.threads, compiled=True)
-        else:
-            for threads in sorted({1, options.threads}):
-                found[f"torch eager, {threads} thread{'s' * (threads > 1)}"] = Torch(options, model, threads, False)
-    return found
+def peers_of(options: Options, model: NanoEuler) -> dict[str, Callable[[], Torch] | str]:
+    """What makes each contender of PyTorch, or why it does not apply here."""
+    if model.backend.name == "cupy":
+        return {
+            EAGER: lambda: Torch(options, model, options.threads, compiled=False),
+            GRAPH: lambda: Torch(options, model, options.threads, compiled=True),
+        }
+    numbers = sorted({1, options.threads})
+    eager = {f"torch eager, {n} thread{'s' * (n > 1)}": partial(Torch, options, model, n, False) for n in numbers}
+    return {**eager, GRAPH: GRAPHS_NEED_A_GPU}
 
 
-def check_parity(contenders: dict[str, Contender], tolerance: float) -> dict[str, float]:
-    """Fill everyone's cache; raises if a peer's logits at the position are not ours."""
-    logits = {name: c.logits() for name, c in contenders.items()}
-    # np.max hands on a NaN, which is then not within the tolerance.
-    worst = float(np.max([np.abs(theirs - logits[OURS]) for theirs in logits.values()]))
-    if not worst <= tolerance:
-        raise RuntimeError(f"parity: logits differ by {worst:.2g}, wanted {tolerance:g}")
-    return {"worst_difference": worst, "tolerance": tolerance}
+def contenders_of(options: Options, model: NanoEuler, peer: str | None) -> tuple[dict[str, Contender], Parity, LeftOut]:
+    """All whose logits agree, their caches filled up to the position; the agreement; and who was left out, with why."""
+    makers: dict[str, Any] = {OURS: lambda: Ours(options, model)}
+    makers |= peers_of(options, model) if peer else {}
+    contenders, logits, left_out = soft(makers, lambda contender: contender.logits())
+    tolerance = LOGITS_TOLERANCE[model.backend.precision.name]
+    return contenders, check_parity(logits, OURS, tolerance, "logits differ by") if peer else None, left_out
 
 
 def take_turns(contenders: dict[str, Contender], options: Options, backend: Backend) -> dict[str, list[float]]:
@@ -206,26 +218,12 @@ def bytes_per_step(options: Options, model: NanoEuler) -> int:
     return (weights + cache) * model.backend.dtype.itemsize
 
 
-def environment(backend: Backend, peer: str | None, load_average: float) -> dict[str, Any]:
-    versions = {"python": platform.python_version(), "numpy": np.__version__}
-    if peer:
-        versions["torch"] = sys.modules["torch"].__version__
-    return {
-        "device": {"cpu": cpu_model(), "cores": cores(), "load_average_before": load_average}
-        | ({"gpu": backend.describe()} if backend.name == "cupy" else {}),
-        "versions": versions,
-        "backend": backend.name,
-        "precision": backend.precision.name,
-    }
-
-
 def measure(options: Options, backend: Backend, peer: str | None) -> dict[str, Any]:
     """Microseconds of a step (one token in each row), by contender."""
     load_average = os.getloadavg()[0]
     model = NanoEuler(options.config, backend)
     model.initialise(seed=0)
-    contenders = contenders_of(options, model, peer)
-    parity = check_parity(contenders, PARITY_TOLERANCE[backend.precision.name])
+    contenders, parity, left_out = contenders_of(options, model, peer)
     bandwidth = copy_bandwidth(backend)
     seconds = take_turns(contenders, options, backend)
     size = bytes_per_step(options, model)
@@ -253,7 +251,8 @@ def measure(options: Options, backend: Backend, peer: str | None) -> dict[str, A
         "bytes_per_step": size,
         "copy_gb_per_second": bandwidth / 1e9,
         "floor_us": 1e6 * size / FLOOR_BANDWIDTH if backend.name == "cupy" else None,
-        "parity": parity if peer else None,
+        "parity": parity,
+        "left_out": left_out,
         "results": results,
     }
 
@@ -278,17 +277,8 @@ def table(found: dict[str, Any]) -> str:
         share = f" {r['of_the_floor']:>12.0%}" if found["floor_us"] else ""
         lines.append(f"{name:<27} {r['median_us']:>9.0f} {r['min_us']:>8.0f} {r['tokens_per_second']:>9,.0f} "
                      f"{r['gb_per_second']:>7.1f} {r['mbu']:>6.0%} {r['ours_over_this']:>9.2f}{share}")  # fmt: skip
+    lines += left_out_table(found["left_out"])
     return "\n".join(lines)
-
-
-def heading(found: dict[str, Any]) -> list[tuple[str, str]]:
-    device = found["device"]
-    return [
-        ("device", f"{device['cpu']}, {device['cores']} cores" + (f"; {device['gpu']}" if "gpu" in device else "")),
-        ("load average", f"{device['load_average_before']:.2f} over the minute before the start"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
-        ("precision", f"{found['precision']}, backend {found['backend']}"),
-    ]
 
 
 def measure_speculation(path: Path, backend: Backend, prompts: int, rounds: int) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.kernel import Kernel, bind
 from tinyforge.optim import AdamWConfig
-from tinyforge.optim.adamw import adamw_, clip_factor, square_sums
+from tinyforge.optim.adamw import adamw_, clip_factor, square_sums, step_rates
 from tinyforge.report import add_json_flag, check_before, publish
 
 KERNELS: tuple[Kernel[..., Any], ...] = (
@@ -151,9 +151,9 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
     flat = [normal(count, dtype=backend.master_dtype) for _ in range(2)]
     flat += [xp.abs(normal(count, dtype=backend.master_dtype)) for _ in range(2)]
     values = flat[0] if backend.dtype == backend.master_dtype else normal(count)
-    factor = xp.ones((), np.float64)
+    factor, rates = xp.ones((), np.float64), backend.asarray(step_rates(3, 1e-3, AdamWConfig()), backend.master_dtype)
     per = 7 * wide + (size if values is not flat[0] else 0)
-    found.append(Job("adamw", lambda i: k.adamw_(values, *flat[:1], *flat[2:], flat[1], 3, 1e-3, 0.1, factor,
+    found.append(Job("adamw", lambda i: k.adamw_(values, *flat[:1], *flat[2:], flat[1], rates[0], factor,
                                                      AdamWConfig()), count * per))  # fmt: skip
     sums = backend.zeros((backend.blocks,), np.dtype(np.float64))
 

@@ -77,7 +77,7 @@ def ddp_peer(model: str, config: ModelConfig, precision: str, ranks: Ranks, batc
     torch.distributed.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=ranks.rank,
                                          world_size=ranks.size)  # fmt: skip
     training = TorchTraining(model, config, precision=precision, device=f"cuda:{ranks.local_rank or 0}", threads=4,
-                             clip=CLIP, compiled=True, ddp=True)  # fmt: skip
+                             clip=CLIP, compiled="default", ddp=True)  # fmt: skip
     training.load(weights)
     return TorchPeer(training, batches, LR)
 

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
+from bench.peers import COMPILED, EAGER, GRAPH, GRAPHS_NEED_A_GPU, MODES, OURS, LeftOut, left_out_table, soft
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.config import ModelConfig
@@ -45,8 +47,7 @@ from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.objectives import Batch, NextTokens
 
 MODEL, PRESET = "gpt2", "char"
-OURS, EAGER, COMPILED = "tinyforge", "torch eager", "torch compiled"
-PEERS = {"torch": COMPILED, "torch-eager": EAGER}
+PEERS = {"torch": (COMPILED, GRAPH), "torch-eager": (EAGER,)}
 PUBLISHED = 1.4697  # nats, nanoGPT's README
 ADAMW = AdamWConfig(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
 LR, FLOOR, WARM_UP, CLIP = 1e-3, 0.1, 100, 1.0  # FLOOR: the last rate as a share of the peak
@@ -110,7 +111,8 @@ class Ours:
 
 
 class Peer:
-    def __init__(self, options: Options, backend: Backend, weights: dict[str, np.ndarray], compiled: bool) -> None:
+    def __init__(self, options: Options, backend: Backend, weights: dict[str, np.ndarray], mode: str | None) -> None:
+        """mode: of torch.compile; None for eager."""
         # Here and not at the top: torch is only needed when it is the peer.
         import torch
 
@@ -119,7 +121,7 @@ class Peer:
         self.torch = torch
         self.training = TorchTraining(
             MODEL, options.config, precision=options.precision, device="cuda" if backend.name == "cupy" else "cpu",
-            threads=options.threads, clip=CLIP, compiled=compiled, adamw=ADAMW,
+            threads=options.threads, clip=CLIP, compiled=mode, adamw=ADAMW,
         )  # fmt: skip
         self.weights, self.seed = weights, options.seed
         self.restart()
@@ -180,14 +182,23 @@ def measure(options: Options, backend: Backend, peer: str | None, say: Callable[
     parameters, ours = buffer.count, Ours(options, backend)
     say(OURS)
     results = {OURS: train(ours, options, backend, say)}
-    if peer:
-        other = Peer(options, backend, weights, compiled=PEERS[peer] == COMPILED)
-        versions["torch"] = other.torch.__version__
+
+    def warm(other: Peer) -> str:
         for step in range(FIRST_STEPS):
             other.step(options.batch(step), step, LR)
         other.restart()
-        say(PEERS[peer])
-        results[PEERS[peer]] = train(other, options, backend, say)
+        return str(other.torch.__version__)
+
+    left_out: LeftOut = {}
+    for name in PEERS[peer] if peer else ():
+        graph_on_cpu = name == GRAPH and backend.name != "cupy"
+        make = GRAPHS_NEED_A_GPU if graph_on_cpu else partial(Peer, options, backend, weights, MODES[name])
+        made, version, why = soft({name: make}, warm)
+        left_out |= why
+        if made:
+            versions["torch"] = version[name]
+            say(name)
+            results[name] = train(made[name], options, backend, say)
     for found in results.values():
         found["ours_over_this"] = results[OURS]["seconds"] / found["seconds"]
     return {
@@ -203,6 +214,7 @@ def measure(options: Options, backend: Backend, peer: str | None, say: Callable[
         "batch": [options.rows, options.config.context],
         "characters": {"train": len(options.train), "held_out": len(options.held_out)},
         "published_val_nats": PUBLISHED,
+        "left_out": left_out,
         "results": results,
     }
 
@@ -217,13 +229,14 @@ def table(found: dict[str, Any]) -> str:
         f"{found['parameters']:,} parameters",
         f"nanoGPT     {found['published_val_nats']} nats, as published",
         "",
-        f"{'':<15} {'seconds':>8} {'ms/step':>8} {'ours/this':>9} {'best val':>9} {'at step':>8} {'last val':>9}",
+        f"{'':<27} {'seconds':>8} {'ms/step':>8} {'ours/this':>9} {'best val':>9} {'at step':>8} {'last val':>9}",
     ]
     lines += [
-        f"{name:<15} {r['seconds']:>8.1f} {r['step_ms']:>8.2f} {r['ours_over_this']:>9.2f} {r['best_val_nats']:>9.4f} "
+        f"{name:<27} {r['seconds']:>8.1f} {r['step_ms']:>8.2f} {r['ours_over_this']:>9.2f} {r['best_val_nats']:>9.4f} "
         f"{r['best_step']:>8,} {r['last_val_nats']:>9.4f}"
         for name, r in found["results"].items()
     ]
+    lines += left_out_table(found["left_out"])
     return "\n".join(lines)
 
 
@@ -248,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--steps", type=int, default=5000, help="steps of each (default: 5000)")
     p.add_argument("--batch-size", type=int, default=64, help="windows a step (default: 64)")
     p.add_argument("--eval-every", type=int, default=250, help="steps between evaluations (default: 250)")
-    p.add_argument("--peer", choices=tuple(PEERS), help="train PyTorch's after ours, compiled or eager")
+    p.add_argument("--peer", choices=tuple(PEERS), help="train PyTorch's after ours, compiled (twice), or eager")
     p.add_argument("--backend", default="auto", help="ours: auto, numpy, cupy (default: auto)")
     p.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: fp32)")
     p.add_argument("--workers", type=int, help="processes of ours, threads of PyTorch on a CPU (default: one a core)")

@@ -1,8 +1,9 @@
-"""Decoding with a static key/value cache in PyTorch: the peer of `bench/decode.py`.
+"""Decoding with a static key/value cache in PyTorch: the peer of `bench/decode.py` and `bench/prefill.py`.
 
 Written as PyTorch is best used: merged projections, fused attention with grouped queries, a cache that is written in
 place, no gradients. Eager, attention reads the part of the cache that is filled. Compiled, for CUDA, every shape is
-static: attention reads the whole cache under a mask, and the pass is replayed as a CUDA graph.
+static: attention reads the whole cache under a mask, and the pass is replayed as a CUDA graph. A prompt is one causal
+pass into an empty cache.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class CachedBlock(torch.nn.Module):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, seen: int | None,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """x: (B, n, C) at `position`: (n,). Attention reads the first `seen` keys, or all of them under the mask."""
+        """x: (B, n, C) at `position`: (n,). Attention reads the first `seen` keys, or all of them under the mask; where
+        these are the n of this pass itself, a prompt, it is causal."""
         b = self.block
         qkv = b.qkv(b.norm1(x)).unflatten(-1, (-1, b.head_dim)).transpose(1, 2)
         qk, v = qkv.split([b.heads[0] + b.heads[1], b.heads[2]], dim=1)
@@ -42,15 +44,16 @@ class CachedBlock(torch.nn.Module):
         q, k = qk.split(b.heads[:2], dim=1)
         self.keys.index_copy_(2, position, k)
         self.values.index_copy_(2, position, v)
-        keys, values = self.keys[:, :, :seen], self.values[:, :, :seen]
-        a = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+        prompt = seen == x.shape[1] > 1
+        keys, values = (k, v) if prompt else (self.keys[:, :, :seen], self.values[:, :, :seen])
+        a = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=prompt, enable_gqa=True)
         x = x + b.out(a.transpose(1, 2).flatten(2))
         gate, up = b.gate_up(b.norm2(x)).chunk(2, dim=-1)
         return x + b.down(F.silu(gate) * up)
 
 
 class CachedModel(torch.nn.Module):
-    """One pass: ids (B, n) at `position` (n,) to the logits of head 0, (B, n, V)."""
+    """One pass: ids (B, n) at `position` (n,) to the logits of head 0 behind the last one, (B, 1, V)."""
 
     def __init__(self, model: NanoEuler, config: Config, batch: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -67,15 +70,18 @@ class CachedModel(torch.nn.Module):
         mask = None if seen else torch.arange(len(self.cos), device=ids.device) <= position[:, None]
         for block in self.blocks:
             x = block(x, cos, sin, position, seen, mask)
-        return F.linear(self.final_norm(x), self.head)
+        return F.linear(self.final_norm(x[:, -1:]), self.head)
 
 
 class TorchDecoder:
-    """One token a step for each row of a batch, eager or (compiled) replayed as a CUDA graph."""
+    """One token a step for each row of a batch, and prompts; eager or compiled.
+
+    mode: of torch.compile. "reduce-overhead" replays the pass as a CUDA graph, which a step of one token wants.
+    """
 
     def __init__(
         self, config: Config, weights: Mapping[str, np.ndarray], *, batch: int, precision: str, device: str,
-        threads: int, compiled: bool,
+        threads: int, compiled: bool, mode: str = "reduce-overhead",
     ) -> None:  # fmt: skip
         self.threads = threads
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision in ("tf32", "bf16")
@@ -88,7 +94,7 @@ class TorchDecoder:
         self.compiled = compiled
         # Inference mode costs eager passes less; compiled ones write to buffers that were made outside of it.
         self.without_gradients = torch.no_grad if compiled else torch.inference_mode
-        self.forward = torch.compile(self.model, mode="reduce-overhead", fullgraph=True) if compiled else self.model
+        self.forward = torch.compile(self.model, mode=mode, fullgraph=True) if compiled else self.model
 
     def _step(self, ids: torch.Tensor, position: torch.Tensor, seen: int) -> torch.Tensor:
         """ids: (B, n), position: (n,), both on the device; `seen`: positions up to the last of these."""
@@ -103,6 +109,13 @@ class TorchDecoder:
             for t in range(tokens.shape[1]):
                 logits = self._step(self.on_device(tokens[:, t : t + 1]), self.on_device(np.array([t])), t + 1)
         return logits
+
+    def first(self, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """The logits behind a prompt, (1, 1, V); ids: (1, n), position: (n,), from 0 on. The cache then holds it."""
+        with self.without_gradients():
+            if self.compiled:
+                torch.compiler.cudagraph_mark_step_begin()
+            return self.forward(ids, position, ids.shape[1])
 
     def greedy(self, ids: torch.Tensor, places: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
         """Decode from ids: (B, 1) on; places: the position and `seen` of each step. Nothing waits for the device."""

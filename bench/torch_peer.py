@@ -237,14 +237,16 @@ MODELS: dict[str, type[torch.nn.Module]] = {"nanoeuler": NanoEuler, "gpt2": GPT2
 
 
 class TorchTraining:
-    """A model and its optimizer on `device`, eager or through torch.compile (its default mode).
+    """A model and its optimizer on `device`, eager or through torch.compile.
 
+    compiled: None for eager, else the mode of torch.compile: "default", or "reduce-overhead", which replays forward and
+    backward as CUDA graphs.
     precision: "bf16" is autocast over float32 weights, with TF32 allowed for what stays in float32. threads: on a CPU.
     ddp: this process is one rank of torch.distributed, and gradients are averaged over all.
     """
 
     def __init__(
-        self, model: str, config: Any, *, precision: str, device: str, threads: int, clip: float, compiled: bool,
+        self, model: str, config: Any, *, precision: str, device: str, threads: int, clip: float, compiled: str | None,
         adamw: AdamWConfig | None = None, ddp: bool = False,
     ) -> None:  # fmt: skip
         if model not in MODELS:
@@ -258,7 +260,8 @@ class TorchTraining:
         if ddp:
             ranked = torch.nn.parallel.DistributedDataParallel
             whole = ranked(self.model, device_ids=[self.device], gradient_as_bucket_view=True)
-        self.forward = torch.compile(whole) if compiled else whole
+        self.forward = torch.compile(whole, mode=compiled) if compiled else whole
+        self.graphs = compiled == "reduce-overhead"
         self.clip = clip
         ours = adamw or AdamWConfig()
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
@@ -288,13 +291,16 @@ class TorchTraining:
         """One step; returns the loss before it, without waiting for a GPU."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        if self.graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # the last step's results may be overwritten
         with self.autocast:
             loss = self.forward(ids, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        loss = loss.detach()
+        return loss.clone() if self.graphs else loss
 
 
 class TorchPeer:

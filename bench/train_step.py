@@ -1,17 +1,19 @@
 """Time one training step of a model: forward, backward, clipping, AdamW.
 
     python bench/train_step.py                                                  ours alone
-    python bench/train_step.py --batch-size 16 --seq-len 128 --peer torch       next to PyTorch, eager and compiled
+    python bench/train_step.py --batch-size 16 --seq-len 128 --peer torch       next to PyTorch
     python bench/train_step.py --peer torch --json result.json                  and everything as one JSON object
     python bench/train_step.py --config base --backend cupy --precision bf16 --batch-size 32 --steps 100 --peer torch
     python bench/train_step.py --model gpt2 --config 124m --backend cupy --precision bf16 --seq-len 1024 --peer torch
     python bench/train_step.py --model moe --beside nanoeuler:small     next to another of our models, in the same turns
 
-All contenders start from the same weights, see the same random tokens, and must agree on the loss of the first steps
-before any is timed (where the config has dropout, models without it must agree: each contender draws its own masks).
-They then take turns in one process, a few steps each, so that a machine that gets slower or faster in between does so
-for all of them; the first step of each turn is not counted. Use an idle machine all the same: another busy process
-slows the contenders unequally. Peak memory is that of a child process that does nothing but the steps of one contender.
+PyTorch runs eager, compiled, and on a GPU also compiled with CUDA graphs (mode reduce-overhead); what it cannot do on
+this machine is left out, and the reason printed. All contenders start from the same weights, see the same random
+tokens, and must agree on the loss of the first steps before any is timed (where the config has dropout, models without
+it must agree: each contender draws its own masks). They then take turns in one process, a few steps each, so that a
+machine that gets slower or faster in between does so for all of them; the first step of each turn is not counted. Use
+an idle machine all the same: another busy process slows the contenders unequally. Peak memory is that of a child
+process that does nothing but the steps of one contender.
 
 On a GPU a turn is timed as a whole, from an idle device to an idle device, and its mean is one measurement: steps
 follow each other without waiting, as in training. PyTorch's batches lie on the device from the start, ours are uploaded
@@ -40,6 +42,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -49,6 +52,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
+from bench.peers import (
+    COMPILED,
+    EAGER,
+    GRAPH,
+    GRAPHS_NEED_A_GPU,
+    MODES,
+    OURS,
+    LeftOut,
+    Parity,
+    check_parity,
+    left_out_table,
+    soft,
+)
 from tinyforge.backends import Backend, get_backend, gpu_count
 from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.config import ModelConfig
@@ -71,9 +87,8 @@ from tinyforge.train.plan import plan_step
 from tinyforge.train.run import FLOP_CONVENTION
 from tinyforge.train.settings import PretrainSettings, config_of, restarts
 
-OURS, READING, EAGER, COMPILED = "tinyforge", "tinyforge, data", "torch eager", "torch compiled"
-MASKED = "tinyforge, mask"
-PEERS = {"torch": (EAGER, COMPILED), "torch-eager": (EAGER,)}
+READING, MASKED = "tinyforge, data", "tinyforge, mask"
+PEERS = {"torch": (EAGER, COMPILED, GRAPH), "torch-eager": (EAGER,)}
 LR, CLIP = 1e-3, 1.0
 BATCHES = 8  # distinct ones, visited in turn
 PARITY_STEPS = 3  # the second and third loss depend on the gradients, the clipping and AdamW too
@@ -179,14 +194,15 @@ class Reading(Ours):
         self.batch = lambda index: data.batch(index, options.batch_size)
 
 
-def torch_peer(options: Options, compiled: bool) -> Any:
+def torch_peer(options: Options, mode: str | None) -> Any:
+    """mode: of torch.compile; None for eager."""
     # Here and not at the top: torch is needed, and its memory counted, only when it is the peer.
     from bench.torch_peer import TorchPeer, TorchTraining
 
     device = f"cuda:{options.device or 0}" if options.backend == "cupy" else "cpu"
     training = TorchTraining(
         options.model, options.config, precision=options.precision, device=device, threads=options.threads,
-        clip=CLIP, compiled=compiled,
+        clip=CLIP, compiled=mode,
     )  # fmt: skip
     return TorchPeer(training, options.batches(), LR)
 
@@ -203,7 +219,7 @@ def _steps_only(name: str, options: Options) -> float:
             contender.step(i)
 
     if options.backend != "cupy":
-        contender = Ours(options, options.make_backend()) if name == OURS else torch_peer(options, compiled=False)
+        contender = Ours(options, options.make_backend()) if name == OURS else torch_peer(options, None)
         take_steps(contender)
         return peak_memory_mib()  # before the contender goes, and its workers with it
     if name == OURS:
@@ -213,30 +229,36 @@ def _steps_only(name: str, options: Options) -> float:
         with PeakMemory() as peak:
             take_steps(Ours(options, backend))
         return peak.bytes / 2**20
-    take_steps(torch_peer(options, compiled=name == COMPILED))
+    take_steps(torch_peer(options, MODES[name]))
     return sys.modules["torch"].cuda.max_memory_allocated() / 2**20
 
 
-def make_contenders(options: Options, backend: Backend, peers: Sequence[str]) -> dict[str, Any]:
-    """Ours and the peers, all with our weights."""
+def make_contenders(
+    options: Options, backend: Backend, peers: Sequence[str], agree: bool = True
+) -> tuple[dict[str, Any], Parity, LeftOut]:
+    """Ours and the peers, all with our weights, after their first steps, whose losses agree unless each draws dropout
+    masks of its own; and who was left out."""
     ours = Ours(options, backend)
     buffer = ours.model.buffer
-    weights = named(buffer, buffer.masters, backend)
-    found: dict[str, Any] = {OURS: ours}
+    weights = {name: value.copy() for name, value in named(buffer, buffer.masters, backend).items()}
+
+    def loaded(mode: str | None) -> Any:
+        peer = torch_peer(options, mode)
+        peer.training.load(weights)
+        return peer
+
+    def first_losses(contender: Contender) -> list[float]:
+        return [float(contender.step(i)) for i in range(PARITY_STEPS)]
+
+    makers: dict[str, Any] = {OURS: lambda: ours}
     for name in peers:
-        found[name] = torch_peer(options, compiled=name == COMPILED)
-        found[name].training.load(weights)
-    return found
-
-
-def check_parity(contenders: dict[str, Contender], tolerance: float) -> dict[str, Any]:
-    """Take the first steps; raises if a peer's loss is not ours."""
-    losses = {name: [float(c.step(i)) for i in range(PARITY_STEPS)] for name, c in contenders.items()}
-    # np.max hands on a NaN, which is then not within the tolerance.
-    worst = float(np.max([np.abs(np.subtract(theirs, losses[OURS])) for theirs in losses.values()]))
-    if not worst <= tolerance:
-        raise RuntimeError(f"parity: losses differ by {worst:.2g} nats, wanted {tolerance:g}: {losses}")
-    return {"losses": losses, "worst_difference": worst, "tolerance": tolerance}
+        graph_on_cpu = name == GRAPH and backend.name != "cupy"
+        makers[name] = GRAPHS_NEED_A_GPU if graph_on_cpu else partial(loaded, MODES[name])
+    contenders, losses, left_out = soft(makers, first_losses)
+    if not (peers and agree):
+        return contenders, None, left_out
+    parity = check_parity(losses, OURS, PARITY_TOLERANCE[options.precision], "losses differ by")
+    return contenders, {"losses": losses, **parity}, left_out
 
 
 def take_turns(contenders: dict[str, Contender], steps: int, backend: Backend) -> dict[str, list[float]]:
@@ -266,18 +288,17 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     load_average = os.getloadavg()[0]
     # First, while this process is small: Linux counts a parent's peak at the start of a child as the child's own.
     peers = PEERS[peer] if peer else ()
-    measured = [name for name in (OURS, *peers) if options.backend == "cupy" or name != COMPILED]
-    memory = {name: peak_memory(name, options) for name in measured}
+    measured = [name for name in (OURS, *peers) if options.backend == "cupy" or name not in (COMPILED, GRAPH)]
+    _, memory, _ = soft({name: partial(str, name) for name in measured}, lambda name: peak_memory(name, options))
     backend = options.make_backend()
     versions = {"python": platform.python_version(), "numpy": np.__version__}
-    contenders = make_contenders(options, backend, peers)
-    ours, parity = contenders[OURS], None
+    dropout = getattr(config, "dropout", 0.0) > 0
+    contenders, parity, left_out = make_contenders(options.without_dropout() if dropout else options, backend, peers)
+    if dropout:
+        contenders, _, _ = make_contenders(options, backend, tuple(contenders)[1:], agree=False)
+    ours = contenders[OURS]
     if peer:
         versions["torch"] = sys.modules["torch"].__version__
-        dropout = getattr(config, "dropout", 0.0) > 0
-        same = make_contenders(options.without_dropout(), backend, peers) if dropout else contenders
-        parity = check_parity(same, PARITY_TOLERANCE[options.precision])
-        del same
     if options.data:
         contenders[READING] = Reading(options, backend)
     if options.documents:
@@ -333,6 +354,7 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         "flop_convention": FLOP_CONVENTION,
         "matmul_peak_gflop_per_second": peak,
         "parity": parity,
+        "left_out": left_out,
         "results": results,
     }
 
@@ -363,14 +385,15 @@ def table(found: dict[str, Any]) -> str:
             ("parity", f"losses of the first {PARITY_STEPS} steps agree to {worst:.1e} nats (wanted {wanted:g})")
         )
     lines = [f"{name:<13} {value}" for name, value in rows]
-    lines += ["", f"{'':<15} {'median ms':>9} {'min ms':>8} {'tokens/s':>9} {'GFLOP/s':>8} {'of peak':>8} "
+    lines += ["", f"{'':<27} {'median ms':>9} {'min ms':>8} {'tokens/s':>9} {'GFLOP/s':>8} {'of peak':>8} "
                   f"{'ours/this':>9} {'peak MiB':>9}"]  # fmt: skip
     for name, r in found["results"].items():
         memory = f"{r['peak_memory_mib']:.0f}" if r["peak_memory_mib"] else "-"
         lines.append(
-            f"{name:<15} {r['median_ms']:>9.1f} {r['min_ms']:>8.1f} {r['tokens_per_second']:>9,.0f} "
+            f"{name:<27} {r['median_ms']:>9.1f} {r['min_ms']:>8.1f} {r['tokens_per_second']:>9,.0f} "
             f"{r['gflop_per_second']:>8.1f} {r['of_matmul_peak']:>8.0%} {r['ours_over_this']:>9.2f} {memory:>9}"
         )
+    lines += left_out_table(found["left_out"])
     return "\n".join(lines)
 
 
@@ -437,7 +460,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     p.add_argument("--recompute", default="", choices=("norms", "blocks"), help="in ours, as of recipes/pretrain.py")
     p.add_argument("--steps", type=int, default=30, help="counted steps for each contender (default: 30)")
-    p.add_argument("--peer", choices=tuple(PEERS), help="time PyTorch too, eager and compiled, or eager alone")
+    p.add_argument("--peer", choices=tuple(PEERS), help="time PyTorch too, all it has, or eager alone")
     p.add_argument("--beside", metavar="MODEL:PRESET", help="time another of our models too, such as nanoeuler:base")
     p.add_argument("--data", metavar="SHARDS", help="time our step with batches read from token shards too")
     p.add_argument("--documents", type=int, metavar="N",

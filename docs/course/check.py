@@ -26,7 +26,7 @@ from tinyforge.kernel import override
 from tinyforge.op import Op
 from tinyforge.ops import CrossEntropy, Linear, RMSNorm, Softmax
 from tinyforge.ops.softmax import softmax_bwd, softmax_fwd
-from tinyforge.optim.adamw import AdamWConfig, adamw_
+from tinyforge.optim.adamw import AdamWConfig, adamw_, step_rates
 from tinyforge.params import with_buffer
 
 EXERCISES = Path(__file__).resolve().parent / "exercises"
@@ -133,7 +133,7 @@ def adamw(answer: Any, rng: np.random.Generator) -> None:
     for step in range(1, 5):
         grad = rng.normal(size=9)
         mine = list(answer.adamw(*mine, grad, step, 0.01, config))
-        adamw_(theirs[0], *theirs, grad, step, 0.01, config.weight_decay, 1.0, config)
+        adamw_(theirs[0], *theirs, grad, step_rates(step, 0.01, config)[0], 1.0, config)
         for what, got, wanted in zip(("w", "m", "v"), mine, theirs, strict=True):
             near(f"{what} after step {step}", got, wanted)
 

@@ -26,7 +26,7 @@ from tinyforge.ops.attention import attention_bwd, attention_fwd
 from tinyforge.ops.cross_entropy import linear_cross_entropy_fwd, sum_tokens
 from tinyforge.ops.mixture import grouped_bwd_input, grouped_bwd_weight, grouped_fwd
 from tinyforge.optim import AdamWConfig
-from tinyforge.optim.adamw import adamw_, clip_factor, square_sums
+from tinyforge.optim.adamw import adamw_, clip_factor, square_sums, step_rates
 from tinyforge.parallel.sums import add_
 from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
@@ -325,7 +325,8 @@ def test_the_optimizers_launches(precision: str, launches: Launches) -> None:
     _, factor = clip(sums, 1.0, 1.0)
     clip(sums, np.asarray(factor).view(OnDevice), 1.0)
     add(flat[0], flat[1])
-    update(values, *flat, 1, 1e-3, 0.1, np.asarray(factor).view(OnDevice), AdamWConfig())
+    rates = backend.asarray(step_rates(1, 1e-3, AdamWConfig())[0], backend.master_dtype)
+    update(values, *flat, rates, np.asarray(factor).view(OnDevice), AdamWConfig())
     summed(backend.zeros((5, 3), backend.master_dtype))
     assert launches.seen == ["square_sums", "finish_norm", "finish_norm", "add", "adamw", "sum_heads"]
 

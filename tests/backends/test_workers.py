@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tinyforge.backends import get_backend
 from tinyforge.backends.workers import CAN_FORK, ForkedWorker, ThreadWorker, shared_zeros, worker_pids
 from tinyforge.errors import UserError
 from tinyforge.train.metrics import peak_memory_mib
@@ -112,3 +113,27 @@ def runs(pid: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@forks
+def test_a_forked_child_maps_without_its_parents_threads() -> None:
+    backend = get_backend("numpy", workers=2)
+    assert backend.map(abs, [-1, -2, -3]) == [1, 2, 3]  # starts the thread
+    worker = ForkedWorker(lambda items: backend.map(abs, items))
+    worker.send([-4, -5])
+    assert worker.receive() == [4, 5]
+    worker.close()
+
+
+def test_map_waits_for_all_even_where_the_caller_is_interrupted() -> None:
+    done = []
+
+    def work(seconds: float) -> None:
+        if not seconds:
+            raise KeyboardInterrupt
+        time.sleep(seconds)
+        done.append(seconds)
+
+    with pytest.raises(KeyboardInterrupt):
+        get_backend("numpy", workers=3).map(work, [0.0, 0.05, 0.1])
+    assert done == [0.05, 0.1]

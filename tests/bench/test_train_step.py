@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.train_step import EAGER, MASKED, OURS, READING, Options, Ours, check_parity, main, table, torch_peer
+from bench.peers import EAGER, GRAPH, GRAPHS_NEED_A_GPU, OURS
+from bench.train_step import MASKED, READING, Options, Ours, main, make_contenders, table, torch_peer
 from models.nanoeuler.config import Config
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
@@ -92,27 +93,6 @@ def test_json_goes_to_a_file_and_the_table_to_stdout(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out.strip() == table(json.loads(target.read_text(encoding="utf-8")))
 
 
-class Fixed:
-    """A contender whose losses are known."""
-
-    def __init__(self, *losses: float) -> None:
-        self.losses = losses
-
-    def step(self, index: int) -> float:
-        return self.losses[index]
-
-
-@pytest.mark.parametrize("third", [1.0002, 0.9998, float("nan")])
-def test_a_peer_whose_loss_drifts_away_is_not_timed(third: float) -> None:
-    with pytest.raises(RuntimeError, match="parity"):
-        check_parity({OURS: Fixed(3.0, 2.0, 1.0), EAGER: Fixed(3.0, 2.0, third)}, 1e-4)
-
-
-def test_a_peer_that_agrees_passes() -> None:
-    parity = check_parity({OURS: Fixed(3.0, 2.0, 1.0), EAGER: Fixed(3.0, 2.00005, 1.0)}, 1e-4)
-    assert parity["worst_difference"] == pytest.approx(5e-5)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -150,7 +130,7 @@ def test_the_torch_peer_takes_the_same_steps_in_float64(model: str, changes: dic
     options = Options(model, config, 3, 12, steps=1, backend="numpy", precision="fp64", workers=1, threads=1)
     backend = get_backend("numpy", "fp64", 1)
     ours = Ours(options, backend)
-    peer: Any = torch_peer(options, compiled=False)
+    peer: Any = torch_peer(options, None)
     peer.training.load({p.name: p.value for p in ours.model.buffer.params})
     for index in range(5):
         assert peer.step(index) == pytest.approx(ours.step(index), abs=1e-9)
@@ -172,7 +152,7 @@ def test_dropout_is_timed_and_parity_is_checked_without_it(tmp_path: Path, capsy
 def test_weights_that_are_not_the_peers_are_refused() -> None:
     pytest.importorskip("torch")
     options = Options("nanoeuler", TINY, 3, 12, steps=1, backend="numpy", precision="fp64", workers=1, threads=1)
-    peer: Any = torch_peer(options, compiled=False)
+    peer: Any = torch_peer(options, None)
     with pytest.raises(KeyError, match="the peer's parameters are not ours: .*unknown"):
         peer.training.load({"unknown": np.zeros(1)})
 
@@ -181,4 +161,12 @@ def test_a_model_without_a_peer_is_named() -> None:
     pytest.importorskip("torch")
     options = Options("mamba", TINY, 3, 12, steps=1, backend="numpy", precision="fp64", workers=1, threads=1)
     with pytest.raises(UserError, match="--peer: mamba has no peer in PyTorch; there are nanoeuler, gpt2, llama, moe"):
-        torch_peer(options, compiled=False)
+        torch_peer(options, None)
+
+
+def test_cuda_graphs_are_left_out_on_a_cpu() -> None:
+    pytest.importorskip("torch")
+    options = Options("nanoeuler", TINY, 3, 12, steps=1, backend="numpy", precision="fp64", workers=1, threads=1)
+    contenders, parity, left_out = make_contenders(options, get_backend("numpy", "fp64", 1), (EAGER, GRAPH))
+    assert list(contenders) == [OURS, EAGER] and left_out == {GRAPH: GRAPHS_NEED_A_GPU}
+    assert parity is not None and parity["worst_difference"] < 1e-9

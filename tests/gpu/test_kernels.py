@@ -18,7 +18,7 @@ from tinyforge.backends import Backend, dtype_of, get_backend
 from tinyforge.op import Param, Stash
 from tinyforge.ops.cross_entropy import sum_tokens
 from tinyforge.optim import AdamWConfig
-from tinyforge.optim.adamw import adamw_, clip_factor, square_sums
+from tinyforge.optim.adamw import adamw_, clip_factor, square_sums, step_rates
 from tinyforge.params import with_buffer
 from tinyforge.rng import Stream
 
@@ -510,11 +510,12 @@ def test_adamw_and_the_norm(precision: str) -> None:
     for step in (1, 2, 3):
         g = grads * step
         norm, wanted_factor = norm_of(reference, g, 1.0, 1.0)
-        adamw_(w, w, m, v, g, step, 1e-2, 0.1, wanted_factor, config)
+        rates = step_rates(step, 1e-2, config)[0]
+        adamw_(w, w, m, v, g, rates, wanted_factor, config)
         on_device = backend.asarray(g, backend.master_dtype)
         got_norm, factor = norm_of(backend, on_device, factor, 1.0)
         assert float(got_norm) == pytest.approx(norm, rel=1e-6) and float(factor) == pytest.approx(1 / norm, rel=1e-6)
-        update(values, master, *moments, on_device, step, 1e-2, 0.1, factor, config)
+        update(values, master, *moments, on_device, backend.asarray(rates, backend.master_dtype), factor, config)
     tolerance = 1e-12 if precision == "fp64" else 1e-6
     for got, wanted in ((master, w), (moments[0], m), (moments[1], v)):
         assert error(backend.to_numpy(got), wanted) <= tolerance
@@ -538,10 +539,11 @@ def test_a_norm_that_is_not_finite_stops_all_further_steps() -> None:
     arrays = [backend.asarray(np.full(size, x)) for x in (1.0, 0.0, 0.0)]
     factor: Any = 1.0
     changed = []
+    rates = backend.asarray(step_rates(1, 1e-2, AdamWConfig())[0])
     for grads in (good, bad, good):
         _, factor = norm_of(backend, grads, factor, 0.0)
         before = [a.copy() for a in arrays]
-        update(arrays[0], *arrays, grads, 1, 1e-2, 0.1, factor, AdamWConfig())
+        update(arrays[0], *arrays, grads, rates, factor, AdamWConfig())
         changed.append(any(bool((a != b).any()) for a, b in zip(arrays, before, strict=True)))
     assert changed == [True, False, False]
 

@@ -59,6 +59,37 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence(
     np.testing.assert_allclose(np.concatenate(parts, axis=1), wanted, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("chunks", [[149], [1, 2, 3, 143], [16, 100, 33], [17, 32, 5, 64]], ids=str)
+@pytest.mark.parametrize("config", [CONFIG, ALONE, SHARED], ids=["grouped", "alone", "shared"])
+@pytest.mark.parametrize("scale", [1.0, 12.0], ids=["small scores", "large scores"])
+def test_a_prompt_leaves_the_keys_and_values_of_the_whole_sequence(
+    config: Config, chunks: list[int], scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it is cut, in blocks and tiles with and without a rest, on both sides of SAFE_SCORE."""
+    monkeypatch.setattr("tinyforge.infer.decoder_numpy.PREFILL_ROWS", 32)
+    monkeypatch.setattr("tinyforge.infer.decoder_numpy.QUERY_TILE", 12)
+    model, tokens = model_of(config), tokens_of(config, 1, 150)
+    model.buffer.values[: model.buffer.decay_end] *= scale
+    decoder, end = NumpyDecoder(model), sum(chunks)
+    for last, size in zip(np.cumsum(chunks), chunks, strict=True):
+        decoder.prefill(0, tokens[0, last - size : last].tolist())
+    wanted = whole(model, tokens)
+    logits = decoder.step(tokens[:, end : end + 1], config.mtp_heads)
+    np.testing.assert_allclose(logits[0, 0], wanted[0, end], rtol=0, atol=1e-10 * max(1, np.abs(wanted).max()))
+
+
+def test_threads_that_share_a_prompt_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinyforge.infer.decoder_numpy.PREFILL_ROWS", 16)
+    alone, tokens = NumpyDecoder(model_of(CONFIG, "fp32")), tokens_of(CONFIG, 1, 150)[0].tolist()
+    alone.prefill(0, tokens)
+    for workers in (2, 3, 16):
+        model = NanoEuler(CONFIG, get_backend("numpy", "fp32", workers))
+        model.buffer.values[:] = model_of(CONFIG, "fp32").buffer.values
+        shared = NumpyDecoder(model)
+        shared.prefill(0, tokens)
+        assert np.array_equal(shared.keys, alone.keys) and np.array_equal(shared.values, alone.values)
+
+
 @pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder])
 def test_rows_of_unequal_lengths_go_on_side_by_side(kind: type[Decoder]) -> None:
     model, tokens = model_of(CONFIG), tokens_of(CONFIG, 3, 140)
@@ -176,3 +207,20 @@ def test_a_decoder_refuses_what_it_has_no_room_for() -> None:
             kind(model, 1, 151)
         assert not decoder.draws(Sampling())
     assert isinstance(make_decoder(model), NumpyDecoder)
+
+
+def test_scores_of_a_prompt_are_shifted_where_an_exponential_would_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = model_of(CONFIG, "fp32"), tokens_of(CONFIG, 1, 41)
+    model.buffer.values[: model.buffer.decay_end] *= 12
+
+    def last_logits() -> np.ndarray:
+        decoder = NumpyDecoder(model)
+        decoder.prefill(0, tokens[0, :-1].tolist())
+        return decoder.step(tokens[:, -1:], 3)[0, 0]
+
+    wanted = whole(model, tokens)[0, -1]
+    with np.errstate(all="raise", under="ignore"):
+        np.testing.assert_allclose(last_logits(), wanted, rtol=0, atol=1e-2 * np.abs(wanted).max())
+    monkeypatch.setattr("tinyforge.infer.decoder_numpy.SAFE_SCORE", 1e9)
+    with np.errstate(all="ignore"):
+        assert not np.isfinite(last_logits()).all()

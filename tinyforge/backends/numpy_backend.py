@@ -12,8 +12,10 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,6 +64,8 @@ class NumpyBackend(Backend):
         pin_blas_to_one_thread()
         keep_freed_memory()
         self._pool = ThreadPoolExecutor(self.workers - 1) if self.workers > 1 else None
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=partial(_without_pool, weakref.ref(self)))
 
     def shared_zeros(self, shape: tuple[int, ...], dtype: np.dtype | None = None) -> np.ndarray:
         return shared_zeros(shape, self.dtype if dtype is None else dtype)
@@ -74,13 +78,23 @@ class NumpyBackend(Backend):
             return [function(item) for item in items]
         # The calling thread takes the first item itself: one thread fewer, and no idle wait.
         later = [self._pool.submit(function, item) for item in items[1:]]
-        return [function(items[0])] + [future.result() for future in later]
+        try:
+            first = function(items[0])
+        finally:
+            wait(later)  # Ctrl-C too: nothing is written any more when the caller goes on
+        return [first] + [future.result() for future in later]
 
     def matmul_peak(self, size: int = 1024, rounds: int = 5) -> float:
         a = np.random.default_rng(0).normal(size=(size, size)).astype(self.dtype)
         outs = [np.empty_like(a) for _ in range(self.workers)]
         best = min(_seconds(lambda: self.map(lambda out: np.matmul(a, a, out=out), outs)) for _ in range(rounds))
         return 2 * size**3 * self.workers / best
+
+
+def _without_pool(backend: weakref.ref[NumpyBackend]) -> None:
+    """A forked child has its parent's backend, but not its threads: it would wait for them for ever."""
+    if (here := backend()) is not None:
+        here._pool = None
 
 
 def _seconds(work: Callable[[], Any]) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +13,11 @@ from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.decoder import Decoder
 
-PREFILL_ROWS = 64
-"""Positions of a prompt in one pass of `NumpyDecoder`: activations stay in a core's cache."""
+PREFILL_ROWS, QUERY_TILE = 256, 64
+"""Positions of a prompt in one product of `NumpyDecoder`; and queries that are scored together: fewer, so that less is
+computed above the diagonal."""
+SAFE_SCORE = 60.0
+"""Attention of a prompt leaves out the softmax's shift where no score can be beyond this: exp does not overflow."""
 MIN_ROWS = 4
 """`NumpyDecoder` gives BLAS no product of fewer rows. See `pack`."""
 TILE = 16
@@ -106,12 +111,14 @@ class NumpyDecoder(Decoder):
         self.masks = np.lib.stride_tricks.sliding_window_view(steps, self.positions)[::-1]
         self.norm_eps = self.dtype.type(c.dim * c.norm_eps)
         self.one = self.dtype.type(1)
-        self._reserve(max(PREFILL_ROWS, batch * self.prediction_heads))
+        self.map, self.workers = model.backend.map, model.backend.workers
+        self._reserve(batch * self.prediction_heads)
 
     def prefill(self, row: int, tokens: Sequence[int]) -> None:
         self._check_room([row], len(tokens))
-        for start in range(0, len(tokens), PREFILL_ROWS):
-            self._pass([tokens[start : start + PREFILL_ROWS]], [row], 0, together=True)
+        if len(tokens):
+            _Prompt(self, row, tokens).run()
+            self.lengths[row] += len(tokens)
 
     def repeat(self, row: int, source: int) -> bool:
         length = self.lengths[row] = self.lengths[source]
@@ -156,20 +163,23 @@ class NumpyDecoder(Decoder):
         self.logits = zeros(self.prediction_heads * rows * c.vocab)
         self.turn = np.zeros(rows * c.head_dim // 2, self.turns.dtype)
         self.ids = np.zeros(rows, np.intp)
-        self._shapes: dict[tuple[int, int, bool], _Shape] = {}
+        self._shapes: dict[tuple[int, int], _Shape] = {}
 
-    def _pass(self, tokens: Any, rows: Sequence[int], heads: int, together: bool = False) -> np.ndarray:
-        """Rows take their next tokens, (len(rows), n); returns (len(rows), n, heads, V). together: all positions in one
-        product, which is faster; what comes out depends on how many there are then, in the last bits."""
+    def _put_ones(self, positions: int) -> None:
+        """The columns behind the values, for as many positions."""
+        if positions > self.with_ones:
+            self.values[..., self.with_ones : positions, self.weights.head_dim :] = 1
+            self.with_ones = positions
+
+    def _pass(self, tokens: Any, rows: Sequence[int], heads: int) -> np.ndarray:
+        """Rows take their next tokens, (len(rows), n); returns (len(rows), n, heads, V)."""
         c, n, batch = self.weights, len(tokens[0]), len(rows)
-        s = self._shapes.get((batch, n, together))
+        s = self._shapes.get((batch, n))
         if s is None:
-            s = self._shapes[batch, n, together] = _Shape(self, batch, n, together)
+            s = self._shapes[batch, n] = _Shape(self, batch, n)
         lengths = [self.lengths[row] for row in rows]
         seen = s.seen(max(lengths) + n)
-        if seen.keys > self.with_ones:
-            self.values[..., self.with_ones : seen.keys, c.head_dim :] = 1
-            self.with_ones = seen.keys
+        self._put_ones(seen.keys)
         places = np.array(lengths)[:, None] + np.arange(n)
         s.ids[:] = tokens
         s.turn[:, :, 0] = self.turns[places]
@@ -213,9 +223,8 @@ class NumpyDecoder(Decoder):
             add(x, s.delta, out=x)
         for row in rows:
             self.lengths[row] += n
-        if heads:
-            self._norm(s)
-            matmul(s.h_by_part, self.lm_heads[:heads], out=s.logits_blocks[:, :heads])
+        self._norm(s)
+        matmul(s.h_by_part, self.lm_heads[:heads], out=s.logits_blocks[:, :heads])
         return s.logits[:, :, :heads]
 
     def _runs(self, rows: Sequence[int], lengths: Sequence[int], n: int) -> list[tuple[slice, slice, int]]:
@@ -239,12 +248,138 @@ class NumpyDecoder(Decoder):
         np.divide(s.x, s.root, out=s.h)
 
 
+class _Prompt:
+    """Tokens that a row of a `NumpyDecoder` takes without logits, layer by layer, so that a layer's weights are read
+    once, and all cores take part. Within a layer a block of positions needs of the others their keys and values alone:
+
+        attention and the second half of layer i - 1, then keys and values of layer i, block by block; then the next i
+
+    The blocks, and so the bits, do not depend on how many threads share them. Of the last layer nothing is computed but
+    keys and values: nobody reads its stream.
+    """
+
+    def __init__(self, decoder: NumpyDecoder, row: int, tokens: Sequence[int]) -> None:
+        c = self.weights = decoder.weights
+        self.decoder, self.row, self.past, self.count = decoder, row, decoder.lengths[row], len(tokens)
+        decoder._put_ones(self.past + self.count)
+        rows = -(-self.count // MIN_ROWS) * MIN_ROWS
+        self.x = np.zeros((rows, c.dim), decoder.dtype)  # rows that pad a product are 0
+        np.take(c.embedding, tokens, axis=0, out=self.x[: self.count], mode="clip")
+        self.queries = np.empty((c.heads * c.head_dim) * self.count, decoder.dtype)
+        blocks = [slice(start, min(start + PREFILL_ROWS, rows)) for start in range(0, rows, PREFILL_ROWS)]
+        shares = min(decoder.workers, len(blocks))
+        # There and back: later blocks see more keys, and every share gets early ones and late ones.
+        self.shares = [blocks[i :: 2 * shares] + blocks[2 * shares - 1 - i :: 2 * shares] for i in range(shares)]
+
+    def run(self) -> None:
+        for layer in range(len(self.decoder.layers)):
+            self.decoder.map(partial(self._share, layer), self.shares)
+
+    def _share(self, layer: int, blocks: Sequence[slice]) -> None:
+        """One thread's part of what the class describes."""
+        c, most = self.weights, max(rows.stop - rows.start for rows in blocks)
+        scratch = np.empty(most * max(3 * c.hidden, c.dim + (c.heads + 2 * c.kv_heads) * c.head_dim), self.x.dtype)
+        scores = np.empty(c.heads * min(QUERY_TILE, most) * (self.past + self.count), self.x.dtype)
+        for rows in blocks:
+            if layer:
+                self._attend(layer - 1, rows, scratch, scores)
+                self._feed(layer - 1, rows, scratch)
+            self._keys(layer, rows, scratch)
+
+    def _normed(self, rows: slice, out: np.ndarray) -> np.ndarray:
+        x = self.x[rows]
+        root = np.vecdot(x, x)
+        root += self.decoder.norm_eps
+        np.sqrt(root, out=root)
+        return np.divide(x, root[:, None], out=out)
+
+    def _times(self, x: np.ndarray, packed: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """x: (rows, I) times each part of packed, (..., O / b, I, b), into out, (..., rows, O)."""
+        np.matmul(x, packed, out=blocks_of(out, packed))
+        return out
+
+    def _part(self, rows: slice) -> tuple[int, int]:
+        """The tokens in a block: the first, and how many there are without the padding."""
+        return rows.start, min(rows.stop, self.count) - rows.start
+
+    def _queries_of(self, start: int, n: int) -> np.ndarray:
+        """(heads, n, D), of the block that begins there."""
+        c = self.weights
+        wide = c.heads * c.head_dim
+        return self.queries[start * wide : (start + n) * wide].reshape(c.heads, n, c.head_dim)
+
+    def _keys(self, layer: int, rows: slice, scratch: np.ndarray) -> None:
+        """Queries, kept for `_attend`, and keys and values, in the cache."""
+        c, d = self.weights, self.decoder
+        start, n = self._part(rows)
+        size, turned, first = rows.stop - rows.start, c.heads + c.kv_heads, self.past + start
+        h, qkv = _parts(scratch, (size, c.dim), (size, (turned + c.kv_heads) * c.head_dim))
+        self._times(self._normed(rows, h), d.layers[layer][0], qkv)
+        heads = qkv[:n].reshape(n, -1, c.head_dim)
+        pairs = heads[:, :turned].view(d.turns.dtype)
+        pairs *= d.turns[first : first + n, None]
+        self._queries_of(start, n)[...] = heads[:, : c.heads].swapaxes(0, 1)
+        d.keys[layer, self.row, :, :, first : first + n] = heads[:, c.heads : turned].transpose(1, 2, 0)
+        d.values[layer, self.row, :, first : first + n, : c.head_dim] = heads[:, turned:].swapaxes(0, 1)
+
+    def _attend(self, layer: int, rows: slice, scratch: np.ndarray, scores: np.ndarray) -> None:
+        c, d = self.weights, self.decoder
+        start, n = self._part(rows)
+        group, end = c.heads // c.kv_heads, self.past + start + n
+        keys, values = d.keys[layer, self.row], d.values[layer, self.row]
+        q = self._queries_of(start, n).reshape(c.kv_heads, group, n, c.head_dim)
+        size = rows.stop - rows.start
+        attended, delta = _parts(scratch, (size, c.heads * c.head_dim), (size, c.dim))
+        attended[n:] = 0
+        by_head = attended[:n].reshape(n, c.kv_heads, group, c.head_dim).transpose(1, 2, 0, 3)
+        # |q . k| <= |q| |k|, which most layers of trained models keep below 40: cheap beside a maximum of the scores.
+        k = keys[..., :end].swapaxes(-1, -2)
+        largest = np.vecdot(q, q).max() * np.vecdot(k, k).max()
+        safe = bool(largest <= SAFE_SCORE**2)
+        for i in range(0, n, QUERY_TILE):
+            queries = q[:, :, i : i + QUERY_TILE]
+            tile = queries.shape[2]
+            before = self.past + start + i
+            seen = before + tile
+            s = _parts(scores, (c.kv_heads, group, tile, seen))[0]
+            np.matmul(queries, keys[:, None, :, :seen], out=s)
+            s[..., before:] += d.masks[:tile, :tile]
+            if not safe:
+                s -= s.max(axis=-1, keepdims=True)
+            np.exp(s, out=s)
+            mixed = np.matmul(s, values[:, None, :seen])
+            np.divide(mixed[..., : c.head_dim], mixed[..., -1:], out=by_head[:, :, i : i + tile])
+        self.x[rows] += self._times(attended, d.layers[layer][1], delta)
+
+    def _feed(self, layer: int, rows: slice, scratch: np.ndarray) -> None:
+        c, d = self.weights, self.decoder
+        size = rows.stop - rows.start
+        gate_up, f = _parts(scratch, (2, size, c.hidden), (size, c.hidden))
+        h = self._normed(rows, np.empty((size, c.dim), self.x.dtype))
+        gate, up = self._times(h, d.layers[layer][2], gate_up)
+        np.tanh(gate, out=f)
+        f += d.one
+        f *= gate
+        f *= up
+        self.x[rows] += self._times(f, d.layers[layer][3], h)
+
+
+def _parts(flat: np.ndarray, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    """Arrays of these shapes, one behind the other in `flat`."""
+    found, first = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        found.append(flat[first : first + size].reshape(shape))
+        first += size
+    return found
+
+
 class _Seen(NamedTuple):
     """Views for a number of visible keys."""
 
     keys: int
     scores: np.ndarray  # (B, Hkv, G n, keys)
-    products: np.ndarray  # the same as products write them: (B, Hkv, n, G, keys), or together (B, Hkv, 1, G n, keys)
+    products: np.ndarray  # the same as products write them: (B, Hkv, n, G, keys)
     by_query: np.ndarray  # the same as (B, Hkv, G, n, keys)
     mask: np.ndarray  # (B, 1, 1, n, keys)
 
@@ -252,16 +387,15 @@ class _Seen(NamedTuple):
 class _Shape:
     """Views of a `NumpyDecoder`'s buffers for passes of B rows with n positions each, made once for each such pair.
 
-    together: products take all positions at once, else MIN_ROWS of them.
+    Products take MIN_ROWS positions each.
     """
 
-    def __init__(self, d: NumpyDecoder, batch: int, n: int, together: bool) -> None:
+    def __init__(self, d: NumpyDecoder, batch: int, n: int) -> None:
         c, count = d.weights, batch * n
         group, turned = c.heads // c.kv_heads, c.heads + c.kv_heads
         rows = -(-count // MIN_ROWS) * MIN_ROWS
-        at_once = rows if together else MIN_ROWS
         w_qkv, w_out, w_gate_up, w_down = d.layers[0]
-        self.decoder, self.batch, self.n, self.together = d, batch, n, together
+        self.decoder, self.batch, self.n = d, batch, n
 
         def part(flat: np.ndarray, *shape: int) -> np.ndarray:
             return flat[: int(np.prod(shape))].reshape(shape)
@@ -271,11 +405,11 @@ class _Shape:
         self.turn = part(d.turn, batch, n, 1, c.head_dim // 2)
         self.mask = part(d.mask, batch, n, d.positions)
         def by_group(x: np.ndarray, packed: np.ndarray) -> np.ndarray:
-            return blocks_of(grouped(x, at_once), packed)
+            return blocks_of(grouped(x, MIN_ROWS), packed)
 
         self.x, self.h, self.delta = d.x[:rows], d.h[:rows], d.delta[:rows]
-        self.h_by_group, self.h_by_part = grouped(self.h, at_once, 1), grouped(self.h, at_once, 2)
-        self.a = grouped(d.attended[:rows], at_once, 1)
+        self.h_by_group, self.h_by_part = grouped(self.h, MIN_ROWS, 1), grouped(self.h, MIN_ROWS, 2)
+        self.a = grouped(d.attended[:rows], MIN_ROWS, 1)
         self.x_new, self.x_padding = self.x[:count], self.x[count:]
         self.squares = d.squares[:rows]
         self.root = self.squares[:, None]
@@ -298,7 +432,7 @@ class _Shape:
         gate_up = part(d.gate_up, 2, rows, c.hidden)
         self.gate_up = by_group(gate_up, w_gate_up)
         self.gate, self.up = gate_up[:, :count]
-        self.f_padded, self.f = grouped(d.hidden[:rows], at_once, 1), d.hidden[:count]
+        self.f_padded, self.f = grouped(d.hidden[:rows], MIN_ROWS, 1), d.hidden[:count]
         logits = part(d.logits, d.prediction_heads, rows, c.vocab)
         self.logits_blocks = by_group(logits, d.lm_heads)
         self.logits = logits[:, :count].reshape(-1, batch, n, c.vocab).transpose(1, 2, 0, 3)
@@ -318,7 +452,5 @@ class _Shape:
         return found
 
     def by_product(self, x: np.ndarray) -> np.ndarray:
-        """(B, Hkv, G n, ...) as attention's products take it: all of it together, or the G of each position."""
-        if self.together:
-            return x[:, :, None]
+        """(B, Hkv, G n, ...) as attention's products take it: the G of each position."""
         return x.reshape(*x.shape[:2], -1, self.n, x.shape[-1]).swapaxes(2, 3)

@@ -7,7 +7,8 @@
 // Idea. All parameters lie in one buffer, so a step is one launch and not one for each tensor, and every array is read
 // and written once, 16 bytes a thread. Master weights, moments and gradients are in Wide<SCALAR>; the weights that the
 // ops read are stored as SCALAR, rounded from the master in the same pass (a separate array for bf16 only).
-// The factor that clips the gradient is read from device memory: the host does not wait for the norm. If the norm is
+// What changes from step to step is read from device memory: the learning rate and the corrections of the moments, so
+// that a launch is the same in every step; and the factor that clips the gradient, so that the host does not wait. If the norm is
 // not finite the factor is NaN, and so stays: that step and all after it change nothing, so that the host, which looks
 // at the loss only now and then, finds the weights as they were before the step that failed.
 // Sums: a block's threads stride over its part, a fixed tree adds them, and one block adds the partial sums in order.
@@ -56,15 +57,15 @@ extern "C" __global__ void finish_norm(
     }
 }
 
-// rate = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), shrink = 1 - lr decay. weights: null where it is the master.
+// rates: lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr decay. weights: null where it is the master.
 extern "C" __global__ void __launch_bounds__(256) adamw(
-    T *weights, A *master, A *m, A *v, const A *grads, const double *clip, i64 vectors, A beta1, A beta2, A eps, A rate,
-    A root, A shrink
+    T *weights, A *master, A *m, A *v, const A *grads, const double *clip, const A *rates, i64 vectors, A beta1,
+    A beta2, A eps
 ) {
     const i64 i = (i64(blockIdx.x) * 256 + threadIdx.x);
     const double factor = *clip;
     if (i >= vectors || isnan(factor)) return;
-    const A scale = A(factor);
+    const A scale = A(factor), rate = rates[0], root = rates[1], shrink = rates[2];
     const Pack<A, VEC> g = load<VEC>(grads + i * VEC);
     Pack<A, VEC> w = load<VEC>(master + i * VEC), m1 = load<VEC>(m + i * VEC), m2 = load<VEC>(v + i * VEC);
 #pragma unroll

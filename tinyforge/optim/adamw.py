@@ -30,14 +30,12 @@ class AdamWConfig:
 
 @kernel
 def adamw_(
-    values: Array, masters: Array, m: Array, v: Array, grads: Array, step: int, lr: float, decay: float,
-    grad_scale: Any, config: Any,
-) -> None:  # fmt: skip
-    """Updates values, masters, m, v in place; all flat and of one size. values: masters, rounded; here the same."""
+    values: Array, masters: Array, m: Array, v: Array, grads: Array, rates: Array, grad_scale: Any, config: Any
+) -> None:
+    """Updates values, masters, m, v in place; all flat and of one size. values: masters, rounded; here the same.
+    rates: a row of `step_rates`, where the masters are: what changes from step to step is an address for a launch."""
     kind = masters.dtype.type
-    rate = kind(lr / (1 - config.beta1**step))
-    root = kind((1 - config.beta2**step) ** -0.5)
-    shrink = kind(1 - lr * decay)
+    rate, root, shrink = rates
     g, scratch = np.empty(CHUNK, masters.dtype), np.empty(CHUNK, masters.dtype)
     for start in range(0, masters.size, CHUNK):
         w, m1, m2 = masters[start : start + CHUNK], m[start : start + CHUNK], v[start : start + CHUNK]
@@ -61,9 +59,8 @@ def adamw_(
 
 @adamw_.on("phantom")
 def adamw_memory(
-    values: Array, masters: Array, m: Array, v: Array, grads: Array, step: int, lr: float, decay: float,
-    grad_scale: Any, config: Any,
-) -> None:  # fmt: skip
+    values: Array, masters: Array, m: Array, v: Array, grads: Array, rates: Array, grad_scale: Any, config: Any
+) -> None:
     pass
 
 
@@ -91,6 +88,12 @@ def clip_factor(sums: Array, previous: Any, limit: float) -> tuple[Any, Any]:
 def clip_factor_memory(sums: Array, previous: Any, limit: float) -> tuple[Any, Any]:
     state = empty((2,), np.float64)
     return state[0], state[1]
+
+
+def step_rates(step: int, lr: float, config: AdamWConfig) -> np.ndarray:
+    """(2, 3): lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr weight_decay; and the same without decay."""
+    rate, root = lr / (1 - config.beta1**step), (1 - config.beta2**step) ** -0.5
+    return np.array([[rate, root, 1 - lr * config.weight_decay], [rate, root, 1.0]])
 
 
 def global_norm(grads: Array) -> float:
@@ -162,17 +165,19 @@ class AdamW:
         if what == "masters":
             self.buffer.publish()
 
-    def step(self, lr: float, grad_scale: Any = 1.0) -> None:
+    def next_rates(self, lr: float) -> Array:
+        """Count a step, and give its `step_rates` on the backend."""
         self.step_count += 1
-        cut, size = self.buffer.decay_end, self.buffer.values.size
-        config = self.config
+        return self.backend.asarray(step_rates(self.step_count, lr, self.config), self.backend.master_dtype)
 
-        def update(part: tuple[slice, float]) -> None:
-            where, decay = part
+    def step(self, lr: float, grad_scale: Any = 1.0) -> None:
+        cut, size = self.buffer.decay_end, self.buffer.values.size
+        decayed, plain = self.next_rates(lr)
+
+        def update(where: slice, rates: Array = decayed) -> None:
             flat = (self.buffer.values, self.buffer.masters, self.m, self.v, self.buffer.grads)
-            self.k.adamw_(*(a[where] for a in flat), self.step_count, lr, decay, grad_scale, config)
+            self.k.adamw_(*(a[where] for a in flat), rates, grad_scale, self.config)
 
         halves = self.backend.workers
-        parts = [(slice(cut * i // halves, cut * (i + 1) // halves), config.weight_decay) for i in range(halves)]
-        self.backend.map(update, parts)
-        update((slice(cut, size), 0.0))
+        self.backend.map(update, [slice(cut * i // halves, cut * (i + 1) // halves) for i in range(halves)])
+        update(slice(cut, size), plain)

@@ -18,21 +18,20 @@ VEC = 4  # as in adamw.cu
 
 @adamw.adamw_.on("cupy")
 def adamw_(
-    values: Array, masters: Array, m: Array, v: Array, grads: Array, step: int, lr: float, decay: float,
-    grad_scale: Any, config: Any,
-) -> None:  # fmt: skip
+    values: Array, masters: Array, m: Array, v: Array, grads: Array, rates: Array, grad_scale: Any, config: Any
+) -> None:
     if masters.size % VEC:
         raise ValueError(f"adamw_: {masters.size} weights, wants a multiple of {VEC}, as ParamBuffer pads them")
     if not masters.size:
         return
     kind, vectors = masters.dtype.type, masters.size // VEC
-    rate, root = lr / (1 - config.beta1**step), (1 - config.beta2**step) ** -0.5
-    numbers = (config.beta1, config.beta2, config.eps, rate, root, 1 - lr * decay)
+    numbers = (config.beta1, config.beta2, config.eps)
     # A null pointer where the weights that the ops read are the masters themselves.
     rounded = np.uintp(0) if values.data.ptr == masters.data.ptr else values
     factor = grad_scale if isinstance(grad_scale, cupy.ndarray) else cupy.asarray(np.float64(grad_scale))
     launch = load(FILE, "adamw", SCALAR=scalar(values.dtype))
-    launch(blocks(vectors), (256,), (rounded, masters, m, v, grads, factor, np.int64(vectors), *map(kind, numbers)))
+    launch(blocks(vectors), (256,), (rounded, masters, m, v, grads, factor, rates, np.int64(vectors),
+                                        *map(kind, numbers)))  # fmt: skip
 
 
 @adamw.square_sums.on("cupy")

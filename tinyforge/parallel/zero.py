@@ -70,15 +70,14 @@ class ShardedAdamW(AdamW):
 
     def step(self, lr: float, grad_scale: Any = 1.0) -> None:
         """Update the rank's own parts, and gather those of all."""
-        self.step_count += 1
-        buffer, config = self.buffer, self.config
+        buffer, (decayed, plain) = self.buffer, self.next_rates(lr)
         waiting = list(self.buckets.slices)
         for place, mine, decays in self.parts:
             while waiting and waiting[0].stop <= place.start:
                 self.group.all_gather_(buffer.values[waiting.pop(0)], UNIT)
             masters = buffer.values[place] if self.own is None else self.own[mine]
             flat = (buffer.values[place], masters, self.m[mine], self.v[mine], buffer.grads[place])
-            self.k.adamw_(*flat, self.step_count, lr, config.weight_decay if decays else 0.0, grad_scale, config)
+            self.k.adamw_(*flat, decayed if decays else plain, grad_scale, self.config)
         for bucket in waiting:
             self.group.all_gather_(buffer.values[bucket], UNIT)
         self.group.join()

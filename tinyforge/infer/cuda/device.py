@@ -65,6 +65,8 @@ class _LayerCache(NamedTuple):
         end = self.length + k.shape[1]
         for held, new in ((self.keys, k), (self.values, v)):
             held[:, self.length : end] = new[0].swapaxes(0, 1)
+        if not self.length:  # a prompt's beginning: as in training, attention reads them beside the queries
+            return k, v
         keys, values = (cupy.ascontiguousarray(held[:, :end].swapaxes(0, 1))[None] for held in (self.keys, self.values))
         return keys, values
 

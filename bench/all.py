@@ -1,0 +1,307 @@
+"""Every figure of the README and docs/results that a benchmark gives, by one command, and what changed since.
+
+    bench/all.sh --list                               the parts for this machine, their commands and predicted times
+    bench/all.sh                                      all of them, into build/results
+    bench/all.sh --only train,decode --seconds 540    the parts so called, as many as fit into nine minutes
+    bench/all.sh --on cpu --text input.txt            the parts for a CPU
+
+A part is one benchmark in a process of its own, with PyTorch in the same run wherever it has a peer. Its JSON carries
+the name that it has in docs/results and is there when the part ends; `all.json` has them all and is written anew after
+every part, so a run that is stopped keeps what it measured. A part that takes longer than its limit (three times the
+predicted time, unless --limit says else) or than what is left of --seconds is stopped, a part that no longer fits is
+not begun, and the next one runs all the same. Predictions are the seconds of `all.json` in --before where it has them,
+else estimates. Exit status 1 if a part failed or was stopped.
+
+In the end a table compares every measured figure with docs/results (or --before), and names those that moved by more
+than 2 %. Copy the files that you keep to docs/results, then `python -m models page` and
+`python docs/pictures/measured.py`.
+
+Not here: results of training runs (base-run, sft-trials, ablation, grpo, loss-curve, evaluate, seeds), and the corpus,
+whose commands stand in their pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# The repository root is where models/, recipes/ and tinyforge/ are.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tinyforge.backends import gpu_is_there
+from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.files import write_whole
+
+ROOT = Path(__file__).resolve().parent.parent
+ALL, LIMIT, MOVED = "all.json", 3.0, 0.02
+INPUTS = {"text": "tiny Shakespeare, one text file", "shards": "a folder of token shards, vocabulary of up to 4,096",
+          "pretrained": "a checkpoint of recipes/pretrain.py, preset small",
+          "finetuned": "a checkpoint of recipes/sft.py, preset small"}  # fmt: skip
+# Figures that the table compares.
+FIGURES = {"median_ms", "median_us", "us", "ms", "seconds", "step_ms", "forward_us", "backward_us", "cpu_ms",
+           "python_us", "peer_us", "cublas_us", "peak_memory_mib", "peak_mib", "planned_peak_mib", "ours_over_this",
+           "ours_over_peer", "over_plain", "tokens_per_second", "tflop_per_second", "gb_per_second",
+           "copy_gb_per_second", "worst", "worst_difference", "best_val_nats"}  # fmt: skip
+NAMES = ("kernel", "product", "shape", "sets", "op", "drafts", "prompt", "name")  # what an entry of a list is called by
+
+
+@dataclass(frozen=True)
+class Part:
+    """One benchmark. seconds: predicted for a fresh machine. needs: of INPUTS, put where the command has {it}."""
+
+    name: str
+    command: str
+    seconds: float
+    needs: str = ""
+    config: dict[str, Any] = field(default_factory=dict)  # of a model that is no preset: a file, where {config} stands
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.json"
+
+    def called(self, names: Sequence[str]) -> bool:
+        """Whether one of the names is its own or a part of it, between dashes."""
+        return any(f"-{name}-" in f"-{self.name}-" for name in names)
+
+
+NINE_MILLION = {"dim": 256, "heads": 4, "kv_heads": 2, "layers": 8, "hidden": 688, "vocab": 4096, "context": 512,
+                "mtp_heads": 2, "mtp_weights": [1.0, 0.5]}  # fmt: skip
+TRAIN = "bench/train_step.py --backend cupy --precision bf16"
+DECODE = "bench/decode.py --config base --backend cupy --precision bf16 --position 256 --tokens 64 --peer torch"
+
+# What matters most comes first: a budget cuts the end. The seconds are estimates from shorter runs, not measurements.
+GPU = (
+    Part("gpu-train-32x512", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --peer torch", 240),
+    Part("gpu-train-16x1024", f"{TRAIN} --config base --batch-size 16 --seq-len 1024 --peer torch", 240),
+    Part("gpu-decode-base", DECODE, 150),
+    Part("gpu-prefill-base", "bench/prefill.py --config base --backend cupy --precision bf16 --prompt 512 4096 "
+         "--peer torch", 240),
+    Part("gpu-train-9m", f"{TRAIN} --config {{config}} --batch-size 32 --seq-len 512 --steps 100 --peer torch", 180,
+         config=NINE_MILLION),
+    Part("gpu-train-small", f"{TRAIN} --config small --batch-size 32 --seq-len 128 --steps 100 --peer torch", 150),
+    Part("gpu-train-gpt2-124m", f"{TRAIN} --model gpt2 --config 124m --batch-size 16 --seq-len 1024 --peer torch", 240),
+    Part("gpu-attention", "bench/attention.py --peer torch", 60),
+    Part("gpu-decode-base-64", f"{DECODE} --batch-size 64 --rounds 10", 150),
+    Part("gpu-ops", "bench/ops.py", 60),
+    Part("gpu-train-large", f"{TRAIN} --config large --batch-size 16 --seq-len 1024 --peer torch", 330),
+    Part("gpu-train-tf32-32x512", "bench/train_step.py --config base --backend cupy --precision tf32 --batch-size 32 "
+         "--seq-len 512 --peer torch-eager", 90),
+    Part("gpu-train-tf32-16x1024", "bench/train_step.py --config base --backend cupy --precision tf32 --batch-size 16 "
+         "--seq-len 1024 --peer torch-eager", 90),
+    Part("gpu-train-moe-32x512", f"{TRAIN} --model moe --config base --batch-size 32 --seq-len 512 --peer torch "
+         "--beside nanoeuler:base", 330),
+    Part("gpu-train-documents", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --steps 60 --documents 300", 60),
+    Part("gpu-train-data", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --steps 40 --data {{shards}}", 60,
+         "shards"),
+    Part("gpu-attention-tf32", "bench/attention.py --precision tf32 --peer torch", 60),
+    Part("gpu-attention-documents", "bench/attention.py --documents 300", 40),
+    Part("gpu-grouped", "bench/grouped.py", 40),
+    Part("gpu-grouped-mma", "bench/grouped.py --file ops/grouped_mma.cu", 40),
+    Part("gpu-scan-bf16", "bench/scan.py --precision bf16 --peer torch", 90),
+    Part("gpu-scan-fp32", "bench/scan.py --precision fp32 --peer torch", 90),
+    Part("gpu-lora", "bench/lora.py --backend cupy --precision bf16 --batch-size 4 --seq-len 512 --steps 20", 60),
+    Part("gpu-speculation-small", "bench/decode.py --backend cupy --precision bf16 --prompts 20 --rounds 3 "
+         "--checkpoint {finetuned}", 60, "finetuned"),
+    Part("gpu-gradcheck", "-m tinyforge.gradcheck --backend cupy", 120),
+    Part("gpu-shakespeare-char", "bench/shakespeare_char.py --data {text} --backend cupy --precision bf16 --peer torch",
+         330, "text"),
+)  # fmt: skip
+CPU = (
+    Part("cpu-train-16x128", "bench/train_step.py --config small --backend numpy --batch-size 16 --seq-len 128 "
+         "--peer torch", 120),
+    Part("cpu-prefill-small", "bench/prefill.py --config small --backend numpy --prompt 512 --peer torch", 30),
+    Part("cpu-decode-small", "bench/decode.py --config small --backend numpy --peer torch", 30),
+    Part("cpu-prefill-base", "bench/prefill.py --config base --backend numpy --prompt 512 --rounds 10 --peer torch",
+         150),
+    Part("cpu-speculation-sft", "bench/decode.py --backend numpy --checkpoint {finetuned}", 240, "finetuned"),
+    Part("cpu-speculation-pretrain", "bench/decode.py --backend numpy --prompts 20 --rounds 6 "
+         "--checkpoint {pretrained}", 60, "pretrained"),
+    Part("cpu-tokenizer", "bench/tokenizer.py", 240),
+)  # fmt: skip
+
+
+def figures(found: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """The figures of a part's JSON with what they are called, "results, tinyforge, median_ms"."""
+    if isinstance(found, dict):
+        for key, value in found.items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and key in FIGURES:
+                yield f"{path}{key}", float(value)
+            else:
+                yield from figures(value, f"{path}{key}, ")
+    elif isinstance(found, list):
+        for i, value in enumerate(found):
+            if isinstance(value, dict):
+                called = next((str(value[name]) for name in NAMES if name in value), str(i))
+                yield from figures(value, f"{path}{called}, ")
+
+
+def compare(name: str, new: Any, old: Any | None) -> list[tuple[str, str, float | None, float]]:
+    """(part, figure, what it was, what it is) of every figure of a part."""
+    before = dict(figures(old)) if old is not None else {}
+    return [(name, figure.removeprefix("results, "), before.get(figure), now) for figure, now in figures(new)]
+
+
+def changes_table(rows: Sequence[tuple[str, str, float | None, float]]) -> list[str]:
+    """Figures that moved by more than MOVED, or were not there; a line says how many did not move."""
+    lines = [f"{'part':<24} {'figure':<52} {'committed':>10} {'now':>10} {'change':>8}"]
+    still = 0
+    for part, figure, old, now in rows:
+        if old is None:
+            lines.append(f"{part:<24} {figure:<52} {'-':>10} {now:>10.4g} {'new':>8}")
+        elif abs(now - old) <= MOVED * abs(old):
+            still += 1
+        else:
+            change = f"{now / old - 1:+.1%}" if old else "-"
+            lines.append(f"{part:<24} {figure:<52} {old:>10.4g} {now:>10.4g} {change:>8}")
+    return [*lines, f"{still} figures moved by at most {MOVED:.0%}"]
+
+
+def read(path: Path) -> Any | None:
+    """A JSON file; None where there is none, or half of one."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def run_part(part: Part, command: Sequence[str], limit: float, out: Path) -> dict[str, Any]:
+    """Run one part to its end or its limit; what `all.json` keeps of it."""
+    target, log = out / part.file, out / f"{part.name}.log"
+    target.unlink(missing_ok=True)
+    started = time.monotonic()
+    with log.open("wb") as output:
+        # A session of its own: a benchmark starts processes too, and all of them end with it.
+        process = subprocess.Popen(
+            [sys.executable, *command, "--json", str(target)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = "done" if process.wait(limit) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            status = "stopped"
+        finally:
+            end_all(process)
+    result = read(target)
+    if status == "done" and result is None:
+        status = "failed"
+    found = {"status": status, "seconds": time.monotonic() - started, "command": " ".join(command), "result": result}
+    if status != "done":
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"]
+        found["why"] = f"more than {limit:.0f} s" if status == "stopped" else lines[-1][:300]
+    return found
+
+
+def end_all(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it started, if they have not ended."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def chosen(parts: Sequence[Part], only: str | None) -> list[Part]:
+    if only is None:
+        return list(parts)
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    for name in names:
+        if not any(part.called([name]) for part in parts):
+            raise UserError(f"--only {name}: no part is called so; the parts are {', '.join(p.name for p in parts)}")
+    return [part for part in parts if part.called(names)]
+
+
+def measure(parts: Sequence[Part], args: argparse.Namespace, inputs: dict[str, str]) -> int:
+    """Run the parts, keep what they give, and print the table; returns how many failed or were stopped."""
+    out, before = Path(args.out).resolve(), Path(args.before).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    predicted = predictions(parts, before)
+    state: dict[str, Any] = {"on": args.on, "parts": {}}
+    rows: list[tuple[str, str, float | None, float]] = []
+    try:
+        run_parts(parts, args, inputs, predicted, state, rows, out, before)
+    finally:  # Ctrl-C too
+        print("\n" + "\n".join(changes_table(rows)))
+    return sum(found["status"] in ("failed", "stopped") for found in state["parts"].values())
+
+
+def run_parts(
+    parts: Sequence[Part], args: argparse.Namespace, inputs: dict[str, str], predicted: dict[str, float],
+    state: dict[str, Any], rows: list[tuple[str, str, float | None, float]], out: Path, before: Path,
+) -> None:  # fmt: skip
+    """Fill `state`, which goes into all.json after every part, and `rows` of the table."""
+    began = time.monotonic()
+    for number, part in enumerate(parts, 1):
+        left = args.seconds - (time.monotonic() - began) if args.seconds else float("inf")
+        limit = min(args.limit or LIMIT * predicted[part.name], left)
+        if part.needs and part.needs not in inputs:
+            found: dict[str, Any] = {"status": "left out", "why": f"--{part.needs} names no file"}
+        elif left < predicted[part.name]:
+            found = {"status": "left out", "why": f"{left:.0f} s are left, it takes about {predicted[part.name]:.0f}"}
+        else:
+            values = dict(inputs)
+            if part.config:
+                values["config"] = str(out / f"{part.name}-config.json")
+                write_whole(Path(values["config"]), json.dumps(part.config) + "\n")
+            command = [word.format(**values) for word in part.command.split()]
+            print(f"{number}/{len(parts)} {part.name}: about {predicted[part.name]:.0f} s, at most {limit:.0f}",
+                  flush=True)  # fmt: skip
+            found = run_part(part, command, limit, out)
+            if found["status"] == "done":
+                rows += compare(part.name, found["result"], read(before / part.file))
+        state["parts"][part.name] = found
+        write_whole(out / ALL, json.dumps(state, indent=2) + "\n")
+        print(f"{number}/{len(parts)} {part.name}: {found['status']}"
+              + (f" in {found['seconds']:.0f} s" if "seconds" in found else "")
+              + (f", {found['why']}" if "why" in found else ""), flush=True)  # fmt: skip
+
+
+def predictions(parts: Sequence[Part], before: Path) -> dict[str, float]:
+    """Seconds of each part: those of the last complete run where it is known."""
+    last = (read(before / ALL) or {}).get("parts", {})
+    done = {name: found["seconds"] for name, found in last.items() if found.get("status") == "done"}
+    return {part.name: done.get(part.name, part.seconds) for part in parts}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--on", choices=("gpu", "cpu"), help="which parts (default: gpu where there is one)")
+    p.add_argument("--only", metavar="NAMES", help="the parts so called, with commas: train, decode-base-64, ...")
+    p.add_argument("--list", action="store_true", help="print the parts, their commands and times, and run nothing")
+    p.add_argument("--seconds", type=float, help="begin no part that would not fit into so many seconds in all")
+    p.add_argument("--limit", type=float, metavar="S", help="seconds of a part (default: three times predicted)")
+    p.add_argument("--out", default="build/results", metavar="DIR", help="where files go (default: %(default)s)")
+    p.add_argument("--before", default="docs/results", metavar="DIR", help="compared with (default: %(default)s)")
+    for name, what in INPUTS.items():
+        p.add_argument(f"--{name}", metavar="PATH", help=what)
+    args = p.parse_args(argv)
+    for name in ("seconds", "limit"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            raise UserError(f"--{name} is {getattr(args, name)}, wants a number above 0")
+    inputs = {name: str(Path(given).resolve()) for name in INPUTS if (given := getattr(args, name))}
+    for name, path in inputs.items():
+        if not Path(path).exists():
+            raise UserError(f"--{name}: {path} does not exist; name {INPUTS[name]}")
+    args.on = args.on or ("gpu" if gpu_is_there() else "cpu")
+    parts = chosen(GPU if args.on == "gpu" else CPU, args.only)
+    predicted = predictions(parts, Path(args.before))
+    if args.list:
+        for part in parts:
+            print(f"{part.name:<24} {predicted[part.name]:>5.0f} s  python {part.command}")
+    total = sum(predicted[part.name] for part in parts if not part.needs or part.needs in inputs)
+    print(f"{len(parts)} parts, about {total / 60:.0f} minutes", flush=True)
+    if args.list:
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the part that runs is ended too
+    return 1 if measure(parts, args, inputs) else 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,91 @@
+"""What benchmarks beside PyTorch share: peers that may be missing on a machine, the check that all agree, and the lines
+about machine and versions."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.backends.workers import cores, cpu_model
+from tinyforge.errors import UserError
+
+OURS, EAGER, COMPILED, GRAPH = "tinyforge", "torch eager", "torch compiled", "torch compiled, CUDA graph"
+MODES = {EAGER: None, COMPILED: "default", GRAPH: "reduce-overhead"}  # of torch.compile
+LOGITS_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
+GRAPHS_NEED_A_GPU = "does not apply: it replays CUDA graphs, and this runs on a CPU"
+Parity = dict[str, Any] | None
+LeftOut = dict[str, str]
+
+
+def soft(
+    makers: Mapping[str, Callable[[], Any] | str], first: Callable[[Any], Any]
+) -> tuple[dict[str, Any], dict[str, Any], LeftOut]:
+    """Make every contender and let it do its first piece of work, which compiles it.
+
+    makers: what makes each by name, or the reason why it does not apply. What torch.compile cannot do here is left out
+    with the first line of its error; all others raise. Returns the contenders, what `first` gave of each, the reasons.
+    """
+    contenders: dict[str, Any] = {}
+    results: dict[str, Any] = {}
+    left_out: LeftOut = {}
+    for name, make in makers.items():
+        if isinstance(make, str):
+            left_out[name] = make
+            continue
+        try:
+            contender = make()
+            results[name] = first(contender)
+            contenders[name] = contender
+        except Exception as error:
+            if name not in (COMPILED, GRAPH) or isinstance(error, UserError):
+                raise
+            left_out[name] = reason(error)
+    return contenders, results, left_out
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+def check_parity(results: Mapping[str, Any], ours: str, tolerance: float, what: str) -> dict[str, Any]:
+    """Raise if anyone's numbers are not ours; what: of the message, with its verb."""
+    # np.max hands on a NaN, which is then not within the tolerance.
+    worst = float(np.max([np.abs(np.subtract(theirs, results[ours])) for theirs in results.values()]))
+    if not worst <= tolerance:
+        raise RuntimeError(f"parity: {what} {worst:.2g}, wanted {tolerance:g}")
+    return {"worst_difference": worst, "tolerance": tolerance}
+
+
+def left_out_table(left_out: Mapping[str, str]) -> list[str]:
+    """A line for each contender that was left out."""
+    return [f"{name:<27} left out: {why}" for name, why in left_out.items()]
+
+
+def environment(backend: Backend, peer: str | None, load_average: float) -> dict[str, Any]:
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    if peer:
+        versions["torch"] = sys.modules["torch"].__version__
+    return {
+        "device": {"cpu": cpu_model(), "cores": cores(), "load_average_before": load_average}
+        | ({"gpu": backend.describe()} if backend.name == "cupy" else {}),
+        "versions": versions,
+        "backend": backend.name,
+        "precision": backend.precision.name,
+    }
+
+
+def heading(found: dict[str, Any]) -> list[tuple[str, str]]:
+    device = found["device"]
+    return [
+        ("device", f"{device['cpu']}, {device['cores']} cores" + (f"; {device['gpu']}" if "gpu" in device else "")),
+        ("load average", f"{device['load_average_before']:.2f} over the minute before the start"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
+        ("precision", f"{found['precision']}, backend {found['backend']}"),
+    ]

@@ -1,0 +1,40 @@
+"""Peers: one that cannot run is left out with its reason, one that computes something else is not timed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.peers import COMPILED, EAGER, GRAPH, OURS, check_parity, left_out_table, soft
+
+
+def failing() -> Any:
+    raise RuntimeError("no Triton\nand a long trace")
+
+
+def test_what_cannot_be_made_or_started_is_left_out_with_its_reason() -> None:
+    def first(contender: str) -> str:
+        if contender == "starts badly":
+            raise ValueError("out of graphs")
+        return contender.upper()
+
+    makers = {OURS: lambda: "ours", COMPILED: failing, GRAPH: lambda: "starts badly", "other": "does not apply: no GPU"}
+    contenders, results, left_out = soft(makers, first)
+    assert contenders == {OURS: "ours"} and results == {OURS: "OURS"}
+    assert left_out == {COMPILED: "RuntimeError: no Triton", GRAPH: "ValueError: out of graphs",
+                        "other": "does not apply: no GPU"}  # fmt: skip
+    assert left_out_table(left_out)[0].endswith("left out: RuntimeError: no Triton")
+
+
+@pytest.mark.parametrize("name", [OURS, EAGER])
+def test_ours_and_eager_are_not_left_out(name: str) -> None:
+    with pytest.raises(RuntimeError, match="no Triton"):
+        soft({name: failing}, str)
+
+
+@pytest.mark.parametrize("second", [2.0002, float("nan")])
+def test_a_peer_that_computes_something_else_is_not_timed(second: float) -> None:
+    with pytest.raises(RuntimeError, match="parity: logits differ by"):
+        check_parity({"ours": [1.0, 2.0], "peer": [1.0, second]}, "ours", 1e-4, "logits differ by")
+    assert check_parity({"ours": [1.0], "peer": [1.00005]}, "ours", 1e-4, "x")["worst_difference"] > 0
