@@ -15,9 +15,7 @@ from typing import Any
 
 from tinyforge.backends import Backend, get_backend
 from tinyforge.config import ModelConfig
-from tinyforge.optim import AdamW
 from tinyforge.parallel.launch import Ranks, joined
-from tinyforge.parallel.zero import ShardedAdamW
 from tinyforge.params import named
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
@@ -35,20 +33,14 @@ class Ours:
     """A model on one rank, or on all of them. Rank 0 leads a step as `Run` does, the others do what it says."""
 
     def __init__(
-        self, model: str, config: ModelConfig, backend: Backend, batches: Sequence[Batch], ranks: int, zero: bool
+        self, model: str, config: ModelConfig, backend: Backend, batches: Sequence[Batch], ranks: int, zero: int
     ) -> None:
         self.model = find_model(model).build(config, backend)
         self.model.initialise(seed=0)
         self.batches = batches
-        group = backend.group
         self.sharded = Sharded(self.model, backend, NextTokens(config.head_weights),
                                batches=lambda step: [batches[step % len(batches)]])  # fmt: skip
-        rank = self.sharded.rank
-        if zero:
-            assert rank.buckets
-            rank.optimizer = ShardedAdamW(self.model.buffer, backend, None, group, rank.buckets)
-        else:
-            rank.optimizer = AdamW(self.model.buffer, backend)
+        self.sharded.rank.make_optimizer(None, zero)
         self.noise = Stream(0, "dropout")
 
     def step(self, index: int) -> Any:
@@ -98,7 +90,7 @@ def measure(
         contenders: dict[str, Any] = {}
         memory: dict[str, dict[str, float]] = {}
         spec = find_model(model)
-        for name, split in ((ONE, Split()), (SEVERAL, Split(size)), (ZERO, Split(size, True))):
+        for name, split in ((ONE, Split()), (SEVERAL, Split(size)), (ZERO, Split(size, 1))):
             backend = alone if name == ONE else many
             batches = [batch[:rows] for batch in of_all] if name == ONE else of_all
             with _peak() as peak:

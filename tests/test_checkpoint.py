@@ -138,7 +138,7 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_goes_with_the_next(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "call", range(1, 8), ids=["tokenizer", "its name", "model", "optimizer", "meta", "hashes", "all"]
+    "call", range(1, 8), ids=["model", "optimizer", "tokenizer", "its name", "meta", "hashes", "all"]
 )
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     """Synced to disk are five files, the tokenizer's name, and the folder; the disk is full at the call-th."""

@@ -9,6 +9,7 @@ show is the device's asynchrony: here a collective is finished when it returns.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -24,11 +25,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.backends.numpy_backend import NumpyBackend
 from tinyforge.errors import run_command
 from tinyforge.parallel import launch, nccl
-from tinyforge.train import data_parallel, settings
+from tinyforge.train import data_parallel, settings, state
 
 
 class FakeEngine:
@@ -110,7 +112,10 @@ class FakeEngine:
     def fork(self) -> None:
         pass
 
-    def join(self) -> None:
+    def mark(self) -> Any:
+        return None
+
+    def join(self, mark: Any = None) -> None:
         pass
 
     def done(self) -> Callable[[], bool]:
@@ -173,8 +178,37 @@ def install_fault(rank: int, step: int, kind: str) -> None:
     data_parallel._gradients_of_part = wrong
 
 
+def install_fault_in_save(moment: str, step: int) -> None:
+    """When this step is saved: "shards" kills rank 1 before it writes, "manifest" rank 0 when all have written, and for
+    "full" rank 1's disk is full in the middle of its second tensor."""
+    right, save_meta, chunks = state._write_own, checkpoint._to_json, checkpoint.chunks
+
+    def own(rank: data_parallel.Rank, folder: Path, more: Any) -> Any:
+        if rank.group.rank == 1 and folder.name.endswith(f"{step:08d}"):
+            if moment == "shards":
+                until = time.monotonic() + 30
+                while not list(folder.glob("optimizer-00001*")) and time.monotonic() < until:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if moment == "full":
+                checkpoint.chunks = full
+        return right(rank, folder, more)
+
+    def full(*arguments: Any) -> Any:
+        parts = chunks(*arguments)
+        yield from (next(parts), next(parts))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def to_json(content: Any) -> bytes:
+        if moment == "manifest" and content.get("step") == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return save_meta(content)
+
+    state._write_own, checkpoint._to_json = own, to_json
+
+
 def main() -> int:
-    """FAKE_GPUS: how many; 0 for none. FAULT: rank:step:kind, as `install_fault`; only while no checkpoint was saved
+    """FAKE_GPUS: how many; 0 for none. KILL_IN_SAVE: moment:step, as `install_fault_in_save`. FAULT: rank:step:kind, as `install_fault`; only while no checkpoint was saved
     where FAULT_ONCE names the run's folder."""
     if count := int(os.environ.get("FAKE_GPUS", "2")):
         install_gpus(count)
@@ -182,6 +216,9 @@ def main() -> int:
     if (fault := os.environ.get("FAULT")) and not (once and list(Path(once).glob("step-*"))):
         rank, step, kind = fault.split(":")
         install_fault(int(rank), int(step), kind)
+    if in_save := os.environ.get("KILL_IN_SAVE"):
+        moment, step = in_save.split(":")
+        install_fault_in_save(moment, int(step))
     recipe = importlib.import_module(f"recipes.{sys.argv.pop(1)}")
     return recipe.main()
 

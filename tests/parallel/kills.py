@@ -68,8 +68,7 @@ def saved(out: Path) -> int:
 
 def sha(out: Path) -> str:
     last = checkpoint.latest(out)
-    names = ("model.safetensors", "optimizer.safetensors")
-    return hashlib.sha256(b"".join((last / name).read_bytes() for name in names)).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(last.glob("*.safetensors")))).hexdigest()
 
 
 def rows(out: Path) -> list[dict[str, float]]:

@@ -71,8 +71,14 @@ class Group(Protocol):
     def gather_objects(self, value: Any) -> Any:
         """On rank 0 a list of all ranks' values; pickled on the way. Not of workers that share memory."""
 
-    def join(self) -> None:
-        """What is computed from here on waits for the collectives that were called."""
+    def mark(self) -> Any:
+        """This place among the collectives, for `join`."""
+
+    def join(self, mark: Any = None) -> None:
+        """What is computed from here on waits for the collectives that were called, or for those before the mark."""
+
+    def after(self, work: Callable[[], Any]) -> None:
+        """Compute something behind the collectives that were called, without what is computed elsewhere waiting."""
 
     def be_patient(self, seconds: float) -> None:
         """A rank may keep the others waiting for so long; longer, and it counts as lost."""
@@ -141,8 +147,14 @@ class Alone:
     def gather_objects(self, value: Any) -> Any:
         return [value]
 
-    def join(self) -> None:
+    def mark(self) -> Any:
         pass
+
+    def join(self, mark: Any = None) -> None:
+        pass
+
+    def after(self, work: Callable[[], Any]) -> None:
+        work()
 
     def be_patient(self, seconds: float) -> None:
         pass
@@ -214,8 +226,14 @@ class SharedMemory:
     def gather_objects(self, value: Any) -> Any:
         return self._star.meet(("gather_objects",), bring=value)
 
-    def join(self) -> None:
+    def mark(self) -> Any:
         pass
+
+    def join(self, mark: Any = None) -> None:
+        pass
+
+    def after(self, work: Callable[[], Any]) -> None:
+        work()
 
     def be_patient(self, seconds: float) -> None:
         self._star.patience = seconds

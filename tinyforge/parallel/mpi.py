@@ -9,6 +9,7 @@ gathered. MPI_Allreduce would be as fast, but may add in whatever order it likes
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -56,8 +57,14 @@ class MPIGroup:
     def send_object(self, value: Any = None) -> Any:
         return self._star.meet(("send_object",), value)
 
-    def join(self) -> None:
+    def mark(self) -> Any:
         pass
+
+    def join(self, mark: Any = None) -> None:
+        pass
+
+    def after(self, work: Callable[[], Any]) -> None:
+        work()
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._star.meet(("gather_objects",), bring=value)

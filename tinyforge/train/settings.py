@@ -158,8 +158,8 @@ class Settings:
     gpus: int | None = setting(None, "start a rank for each of so many GPUs of this machine (default: one GPU, no "
                                "other process); mpirun -n 2 before the command starts ranks too, on a CPU as well",
                                check=above_zero, changes=BITS, card=NEVER)  # fmt: skip
-    zero: int = setting(0, "1: the ranks share out the optimizer's state (ZeRO stage 1): less memory", choices=(0, 1),
-                        changes=BITS, card=NEVER)  # fmt: skip
+    zero: int = setting(0, "1: the ranks share out the optimizer's state (ZeRO stage 1): less memory; 2: the gradients "
+                        "too", choices=(0, 1, 2), changes=BITS, card=NEVER)  # fmt: skip
     shards_per_step: int | None = setting(None, "add up a step's gradient as a tree over so many parts of the batch, a "
                                           "power of two: the same bits on 1, 2, 4 ranks or workers",
                                           check=power_of_two, changes=BITS)  # fmt: skip
