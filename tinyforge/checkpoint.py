@@ -33,6 +33,7 @@ import numpy as np
 
 from tinyforge.errors import UserError
 from tinyforge.files import JSON_NAMES, read_json, replace, sha256_of, shown, sync
+from tinyforge.parallel.star import Lost
 from tinyforge.tensors import Lazy, Tensors, chunks
 
 FORMAT = 1
@@ -92,6 +93,8 @@ def save_with(out: Path, step: int, write: Write, tokenizer: Any, meta: Mapping[
     try:
         sweep(out)
         _write_directory(final, write, tokenizer, {"format": FORMAT, **meta, "step": step})
+    except Lost:
+        raise
     except (OSError, UserError) as error:
         # The tokenizer reports its own faults; what the system said is their cause.
         cause = error.__cause__ if isinstance(error, UserError) else error

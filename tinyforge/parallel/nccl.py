@@ -39,8 +39,8 @@ class Engine(Protocol):
     def together(self) -> AbstractContextManager[None]:
         """The calls inside are one: none waits for another."""
 
-    def on_stream(self) -> AbstractContextManager[None]:
-        """What is computed inside runs on the communicator's stream."""
+    def run(self, work: Callable[[], Any]) -> None:
+        """Compute something on the communicator's stream."""
 
     def fork(self) -> None:
         """The communicator's stream waits for what has been asked of the current one."""
@@ -119,8 +119,7 @@ class NCCLGroup:
         self._engine.join(mark)
 
     def after(self, work: Callable[[], Any]) -> None:
-        with self._engine.on_stream():
-            work()
+        self._engine.run(work)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._meet("gather_objects", bring=value)
@@ -171,9 +170,12 @@ class NCCLGroup:
                         self._engine.send(part, rank)
                     if own.size:
                         self._engine.receive(rows[rank], rank)
-        with self._engine.on_stream():
+
+        def add() -> None:
             rows[self.rank] = own
             summed(list(rows), True, own, self._engine.add)
+
+        self._engine.run(add)
 
 
 class CupyEngine:
@@ -221,8 +223,9 @@ class CupyEngine:
     def together(self) -> AbstractContextManager[None]:
         return _Together(self._nccl)
 
-    def on_stream(self) -> AbstractContextManager[None]:
-        return self._stream
+    def run(self, work: Callable[[], Any]) -> None:
+        with self._stream:
+            work()
 
     def fork(self) -> None:
         self._stream.wait_event(self._event(self._cupy.cuda.get_current_stream()))

@@ -90,7 +90,7 @@ class Rank:
         """AdamW over the model's weights as they are now. The bits are those of `zero` 0, see `stage_of`."""
         buffer, ranks = self.model.buffer, self.group.size
         buckets = self.buckets or Buckets(buffer, self.model.ops())
-        stage = stage_of(zero, ranks, self.shards, micro_batches)
+        stage = 0 if self.group.shares else stage_of(zero, ranks, self.shards, micro_batches)
         parts = self.shards or (ranks if self.buckets else 0)
         self.optimizer = (
             ShardedAdamW(buffer, self.backend, config, self.group, buckets, self.shards, stage) if stage
@@ -181,11 +181,27 @@ class Sharded:
         self.group.send_object((work, arguments))
         return work(self.rank, *arguments)
 
+    def led(self, work: Callable[[], Any]) -> Any:
+        """What work() returns on rank 0. All ranks with memory of their own call this, get it too, and meanwhile do what
+        it asks of them. For what happens before `Run.train`, in which they follow."""
+        if self.alone:
+            return work()
+        if self.group.rank == 0:
+            found = work()
+            self.group.send_object((None, found))
+            return found
+        return self._follow()
+
     def follow(self) -> NoReturn:
         """Of a rank above 0: do what rank 0 says, until it ends the run, which raises SystemExit."""
         while True:
-            work, arguments = self.group.send_object()
+            self._follow()
+
+    def _follow(self) -> Any:
+        while (asked := self.group.send_object())[0] is not None:
+            work, arguments = asked
             work(self.rank, *arguments)
+        return asked[1]
 
 
 def _fork_follows(model: Model, backend: Backend, objective: Objective | None, state: Array | None, shards: int,

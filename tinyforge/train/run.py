@@ -216,7 +216,7 @@ class Run:
         self.step = self.optimizer.step_count = group.send_object(self.step)
         if not self.step:
             return
-        state_of_run.read_moments(rank, found)
+        state_of_run.read_moments(self.optimizer, group, found)
         state = self.sharded.state
         if state is None:
             return

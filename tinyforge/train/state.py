@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from tinyforge.checkpoint import MODEL, OPTIMIZER, Checkpoint, lazy, write_shard
+from tinyforge.optim import AdamW
+from tinyforge.parallel import Group
 from tinyforge.params import check_named
 from tinyforge.tensors import Lazy
 from tinyforge.train.data_parallel import Rank, Sharded
@@ -78,11 +80,10 @@ def _next(arrays: Iterator[np.ndarray], name: str, kind: str) -> np.ndarray:
     return array
 
 
-def read_moments(rank: Rank, found: Checkpoint | None) -> None:
-    """Give every rank its part of the moments that rank 0 has `found`, a tensor at a time. All ranks call it. Raises
-    UserError."""
-    buffer, backend, group, optimizer = rank.model.buffer, rank.backend, rank.group, rank.optimizer
-    assert optimizer is not None
+def read_moments(optimizer: AdamW, group: Group, found: Checkpoint | None) -> None:
+    """Give every rank its part of the moments that rank 0 has `found`, a tensor at a time. All ranks with memory of
+    their own, `group`, call it. Raises UserError."""
+    buffer, backend = optimizer.buffer, optimizer.backend
     moments = found.optimizer() if found else {}
     for what in MOMENTS:
         if found:
