@@ -182,8 +182,8 @@ class Sharded:
         return work(self.rank, *arguments)
 
     def led(self, work: Callable[[], Any]) -> Any:
-        """What work() returns on rank 0. All ranks with memory of their own call this, get it too, and meanwhile do what
-        it asks of them. For what happens before `Run.train`, in which they follow."""
+        """What work() returns on rank 0. All ranks with memory of their own call this, and get it; meanwhile they do
+        what it asks of them. For what happens before `Run.train`, in which they follow."""
         if self.alone:
             return work()
         if self.group.rank == 0:
