@@ -76,8 +76,8 @@ def sha(out: Path) -> str:
 
 def rows(out: Path) -> list[dict[str, float]]:
     found = metrics.read(out / "metrics.jsonl")
-    clocks = ("seconds", "tokens_per_second")
-    return [{key: value for key, value in row.items() if key not in clocks} for row in found]
+    of_the_process = ("seconds", "tokens_per_second", "peak_memory_mib", "gpu_memory_mib")
+    return [{key: value for key, value in row.items() if key not in of_the_process} for row in found]
 
 
 class Life:
