@@ -125,7 +125,8 @@ def measure(
                  for name, times in seconds.items()}  # fmt: skip
         return {"flop_per_token": contenders[ONE].model.flop_per_token(seq_len), "matmul_peak": alone.matmul_peak(),
                 "device": alone.describe(), "ranks": size, "precision": precision, "rows_a_gpu": rows,
-                "seq_len": seq_len, "model": model, "steps": steps, "results": found}  # fmt: skip
+                "seq_len": seq_len, "model": model, "config": config.to_dict(), "steps": steps,
+                "results": found}  # fmt: skip
 
 
 def take_turns(contenders: dict[str, Any], steps: int, backend: Backend, group: Any) -> dict[str, list[float]]:

@@ -14,7 +14,7 @@ from tinyforge.op import Param, WithKeywords
 from tinyforge.optim import AdamW, AdamWConfig
 from tinyforge.parallel import Alone, Group, part_of, start_group
 from tinyforge.parallel.buckets import UNIT, Buckets, Watched
-from tinyforge.parallel.zero import ShardedAdamW, pieces_of
+from tinyforge.parallel.zero import ShardedAdamW, pieces_of, stage_of
 from tinyforge.params import ParamBuffer
 from tinyforge.registry import models
 from tinyforge.train.plan import Split, plan_step
@@ -160,6 +160,13 @@ def test_what_was_taken_out_can_be_put_in_again() -> None:
                 optimizer.take(what, p, tensor)
             for tensor, found in zip(tensors, optimizer.tensors(what), strict=True):
                 assert np.array_equal(found, tensor.astype(np.float32))
+
+
+def test_gradients_stay_whole_where_an_order_of_sums_is_promised() -> None:
+    assert [stage_of(zero, 1) for zero in (0, 1, 2)] == [0, 0, 0]
+    assert [stage_of(zero, 2) for zero in (0, 1, 2)] == [0, 1, 2] == [stage_of(zero, 2, 0, 4) for zero in (0, 1, 2)]
+    assert [stage_of(zero, 2, shards=2) for zero in (0, 1, 2)] == [0, 1, 2]
+    assert stage_of(2, 2, shards=4) == stage_of(2, 4, shards=4, micro_batches=2) == 1
 
 
 def test_the_plan_of_a_rank() -> None:

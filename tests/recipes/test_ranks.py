@@ -260,6 +260,7 @@ def test_dpo_on_ranks_learns_what_workers_learn(tmp_path: Path) -> None:
         ("gpus", "1:6:nan", "", "came from weight heads.weight, rank 1 on {host}; the last good checkpoint is"),
         pytest.param("mpi", "1:6:hang", "--timeout 3", "rank 1 on {host} has not answered for 3 s", marks=needs_mpi),
         pytest.param("mpi", "1:6:nan", "", "weight heads.weight, rank 1 on {host}", marks=needs_mpi),
+        ("gpus", "1:6:nan", "--zero 2", "came from weight heads.weight, rank 1 on {host}"),
         pytest.param("mpi", "1:6:kill", "", "rank 1", marks=needs_mpi),
     ],
 )  # fmt: skip
