@@ -1,4 +1,4 @@
-"""What `bench/train_step.py --gpus N` runs in each of N processes: one GPU, N, N with ZeRO, and compiled PyTorch's DDP.
+"""What `bench/train_step.py --gpus N` runs in each of N processes: one GPU, N, N with ZeRO 1 and 2, and compiled DDP.
 
 Every GPU takes --batch-size sequences. The contenders take turns in the same processes, a few steps each; a turn is
 timed on rank 0 from idle devices to idle devices. PyTorch's gradients are averaged over the ranks in buckets under its
@@ -15,9 +15,7 @@ from typing import Any
 
 from tinyforge.backends import Backend, get_backend
 from tinyforge.config import ModelConfig
-from tinyforge.optim import AdamW
 from tinyforge.parallel.launch import Ranks, joined
-from tinyforge.parallel.zero import ShardedAdamW
 from tinyforge.params import named
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
@@ -25,7 +23,7 @@ from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.plan import Split, plan_step
 
-ONE, SEVERAL, ZERO, DDP = "1 GPU", "ranks", "ranks, ZeRO", "torch DDP, compiled"
+ONE, SEVERAL, ZERO, ZERO_2, DDP = "1 GPU", "ranks", "ranks, ZeRO", "ranks, ZeRO-2", "torch DDP, compiled"
 MESSAGES = 3  # from rank 0 in a step: gradients, clip, update
 LR, CLIP = 1e-3, 1.0
 TURN, WARM_UP = 10, 6
@@ -35,20 +33,14 @@ class Ours:
     """A model on one rank, or on all of them. Rank 0 leads a step as `Run` does, the others do what it says."""
 
     def __init__(
-        self, model: str, config: ModelConfig, backend: Backend, batches: Sequence[Batch], ranks: int, zero: bool
+        self, model: str, config: ModelConfig, backend: Backend, batches: Sequence[Batch], ranks: int, zero: int
     ) -> None:
         self.model = find_model(model).build(config, backend)
         self.model.initialise(seed=0)
         self.batches = batches
-        group = backend.group
         self.sharded = Sharded(self.model, backend, NextTokens(config.head_weights),
                                batches=lambda step: [batches[step % len(batches)]])  # fmt: skip
-        rank = self.sharded.rank
-        if zero:
-            assert rank.buckets
-            rank.optimizer = ShardedAdamW(self.model.buffer, backend, None, group, rank.buckets)
-        else:
-            rank.optimizer = AdamW(self.model.buffer, backend)
+        self.sharded.rank.make_optimizer(None, zero)
         self.noise = Stream(0, "dropout")
 
     def step(self, index: int) -> Any:
@@ -98,7 +90,8 @@ def measure(
         contenders: dict[str, Any] = {}
         memory: dict[str, dict[str, float]] = {}
         spec = find_model(model)
-        for name, split in ((ONE, Split()), (SEVERAL, Split(size)), (ZERO, Split(size, True))):
+        for name, split in ((ONE, Split()), (SEVERAL, Split(size)), (ZERO, Split(size, 1)),
+                            (ZERO_2, Split(size, 2))):  # fmt: skip
             backend = alone if name == ONE else many
             batches = [batch[:rows] for batch in of_all] if name == ONE else of_all
             with _peak() as peak:
@@ -126,10 +119,14 @@ def measure(
         seconds = take_turns(contenders, steps, alone, group)
         if ranks.rank:
             return {}
-        found = {name: {"median_ms": 1e3 * median(times), "turn_ms": [1e3 * t for t in times], **memory.get(name, {})}
+        found = {name: {"median_ms": 1e3 * median(times), "turn_ms": [1e3 * t for t in times],
+                        "tokens_per_second": rows * seq_len * (1 if name == ONE else size) / median(times),
+                        **memory.get(name, {})}
                  for name, times in seconds.items()}  # fmt: skip
-        return {"device": alone.describe(), "ranks": size, "precision": precision, "rows_a_gpu": rows,
-                "seq_len": seq_len, "model": model, "steps": steps, "results": found}  # fmt: skip
+        return {"flop_per_token": contenders[ONE].model.flop_per_token(seq_len), "matmul_peak": alone.matmul_peak(),
+                "device": alone.describe(), "ranks": size, "precision": precision, "rows_a_gpu": rows,
+                "seq_len": seq_len, "model": model, "config": config.to_dict(), "steps": steps,
+                "results": found}  # fmt: skip
 
 
 def take_turns(contenders: dict[str, Any], steps: int, backend: Backend, group: Any) -> dict[str, list[float]]:
@@ -157,15 +154,18 @@ def take_turns(contenders: dict[str, Any], steps: int, backend: Backend, group: 
 
 def table(found: dict[str, Any]) -> str:
     one = found["results"][ONE]["median_ms"]
+    size, flop = found["ranks"], found["flop_per_token"]
     lines = [
         f"{found['ranks']} x {found['device']}, {found['precision']}, {found['rows_a_gpu']} x {found['seq_len']} "
         f"tokens a GPU, {found['steps']} steps each in turns of {TURN}", "",
-        f"{'':<20} {'median ms':>9} {'over 1 GPU':>10} {'peak MiB':>9} {'planned':>8} {'optimizer MiB':>13}",
+        f"{'':<20} {'median ms':>9} {'over 1 GPU':>10} {'of peak':>7} {'peak MiB':>9} {'planned':>8} "
+        f"{'optimizer MiB':>13}",
     ]  # fmt: skip
     for name, r in found["results"].items():
         memory = (f"{r['peak_mib']:>9.0f} {r['planned_mib']:>8.0f} {r['optimizer_mib']:>13.0f}" if "peak_mib" in r
                   else "")  # fmt: skip
-        lines.append(f"{name:<20} {r['median_ms']:>9.2f} {r['median_ms'] / one:>10.3f} {memory}")
+        share = r["tokens_per_second"] * flop / found["matmul_peak"] / (1 if name == ONE else size)
+        lines.append(f"{name:<20} {r['median_ms']:>9.2f} {r['median_ms'] / one:>10.3f} {share:>7.2f} {memory}")
     if DDP in found["results"]:
         ratio = found["results"][SEVERAL]["median_ms"] / found["results"][DDP]["median_ms"]
         lines += ["", f"ours over DDP's: {ratio:.3f}"]

@@ -25,8 +25,9 @@ others repeat a few: the difference is what loading costs.
 With --documents N our step is timed again as with --document-mask restart, on the same tokens in documents of N tokens
 on average: what keeping documents apart costs, or saves.
 
-With --gpus N the processes of bench/ranks.py take turns instead: one GPU, N of them, N with the optimizer's state
-shared out, and with --peer torch compiled PyTorch's DistributedDataParallel, each GPU with --batch-size sequences.
+With --gpus N the processes of bench/ranks.py take turns instead: one GPU, N of them, N with the optimizer's state and
+then the gradients too shared out, and with --peer torch compiled PyTorch's DistributedDataParallel, each GPU with
+--batch-size sequences.
 
 FLOP are counted by the model's flop_per_token, the same for all contenders but the model of --beside.
 """

@@ -34,15 +34,16 @@ from tinyforge.backends import Backend
 from tinyforge.errors import run_command
 from tinyforge.hub import Loaded, Opened
 from tinyforge.hub.tuning import about, answer, build, finish, history, open_start
+from tinyforge.parallel.launch import Ranks
 from tinyforge.registry import next_token_model
 from tinyforge.report import timed
 from tinyforge.train.batches import fingerprint, micro_batches
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.metrics import save_scores
-from tinyforge.train.plan import print_plan
+from tinyforge.train.plan import Split, print_plan
 from tinyforge.train.preferences import DPO, OBJECTIVES, Pairs, SimPO, cached_reference, measure
 from tinyforge.train.run import Run, Task, running
-from tinyforge.train.settings import DpoSettings, parse, print_schedule, sequence_length
+from tinyforge.train.settings import DpoSettings, parse, print_schedule, sequence_length, start_ranks
 
 BUILT_IN_PAIRS, HELD_OUT_PAIRS = 2_000, 300
 
@@ -54,10 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if plan_only:
         seq_len = sequence_length(base.config, settings.seq_len)
         print_plan(base.spec, base.config, settings.precision, 2 * settings.batch_size, seq_len, settings.recompute,
-                   settings.adapters)  # fmt: skip
+                   settings.adapters, split=Split.of(settings, settings.gpus or 1))  # fmt: skip
         return 0
-    with running(settings, resume):
-        learn(settings, base, resume)
+    if (status := start_ranks(settings, __file__, argv)) is not None:
+        return status
+    with running(settings, resume) as ranks:
+        learn(settings, base, resume, ranks)
     finish(settings, with_card)
     return 0
 
@@ -79,14 +82,14 @@ def read(settings: DpoSettings) -> tuple[Sequence[Pair], Sequence[Pair]]:
     return world_pairs("train", BUILT_IN_PAIRS, settings.seed), world_pairs("val", HELD_OUT_PAIRS, settings.seed)
 
 
-def learn(settings: DpoSettings, base: Opened, resume: bool) -> None:
+def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: Ranks) -> None:
     training, held_out = read(settings)
     seq_len = sequence_length(base.config, settings.seq_len)
     with timed("encoding the pairs"):
         heads, tokenizer = base.config.prediction_heads, base.tokenizer
         data = Pairs(encode_pairs(training, tokenizer, seq_len, "training"), heads, settings.seed)
         held = Pairs(encode_pairs(held_out, tokenizer, seq_len, "held out"), heads, settings.seed)
-    loaded, backend, settings, plan = build(settings, base, 2 * settings.batch_size)
+    loaded, backend, settings, plan = build(settings, base, 2 * settings.batch_size, ranks)
     model, objective, rows, accum = loaded.model, objective_of(settings), settings.batch_size, settings.grad_accum
     if objective.referenced:
         add_reference(settings, base, backend, loaded, resume, data, held)
@@ -109,7 +112,7 @@ def learn(settings: DpoSettings, base: Opened, resume: bool) -> None:
          **history(base, Path(settings.out), input_hashes(settings.data))},
         model.flop_per_token(seq_len), curve="rewards/accuracies", plan=plan,
     )  # fmt: skip
-    if not settings.data and not resume:
+    if not settings.data and not resume and not ranks.rank:
         print(f"before: {exact_match(loaded, 20 * len(KINDS), settings.seed)['all']:.1%} exact match")
     last = Run(task, settings, backend, resume).train()
     found = measure(Sharded(model, backend), objective, held, rows)
@@ -131,10 +134,10 @@ def add_reference(
     for pairs in parts:
         key = fingerprint(np.frombuffer(f"{weights} {pairs.fingerprint()} {settings.precision}".encode(), np.uint8))
         with timed("the reference's log-probabilities"):
-            pairs.reference = cached_reference(
-                Path(settings.cache), key, len(pairs.pairs),
+            pairs.reference = reference.led(partial(
+                cached_reference, Path(settings.cache), key, len(pairs.pairs),
                 partial(pairs.reference_logps, reference.token_nll, settings.batch_size),
-            )  # fmt: skip
+            ))  # fmt: skip
 
 
 if __name__ == "__main__":

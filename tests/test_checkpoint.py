@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from tinyforge import checkpoint
 from tinyforge.errors import UserError
+from tinyforge.files import sha256_of
 from tinyforge.text import Tokenizer
 
 TOKENIZER = Tokenizer([(104, 105)], ["<|endoftext|>"])
@@ -138,7 +140,7 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_goes_with_the_next(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "call", range(1, 8), ids=["tokenizer", "its name", "model", "optimizer", "meta", "hashes", "all"]
+    "call", range(1, 8), ids=["model", "optimizer", "tokenizer", "its name", "meta", "hashes", "all"]
 )
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     """Synced to disk are five files, the tokenizer's name, and the folder; the disk is full at the call-th."""
@@ -174,3 +176,107 @@ def test_no_room_for_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(UserError, match="No space left on device; nothing was saved before"):
         save(tmp_path, 3)
     assert names(tmp_path) == []
+
+
+# --- several files ----------------------------------------------------------------------------------------------------
+
+
+def save_shards(out: Path, step: int, count: int = 3) -> Path:
+    """A checkpoint of `count` ranks, each with a weight and a moment whose numbers are its own."""
+
+    def write(folder: Path) -> dict[str, str]:
+        hashes = {}
+        for number in range(count):
+            for what, prefix in (("model", ""), ("optimizer", "m.")):
+                tensors = {f"{prefix}{number}.weight": np.full((2, number + 1), step + number, np.float32)}
+                hashes |= checkpoint.write_shard(folder, what, *checkpoint.lazy(tensors), number, count)
+        return hashes
+
+    meta = {"kind": "pretrain", "config": {}}
+    return checkpoint.save_with(out, step, write, TOKENIZER, meta, keep=0)
+
+
+def test_several_files_are_read_as_one(tmp_path: Path) -> None:
+    path = save_shards(tmp_path, 7)
+    assert "model-00001-of-00003.safetensors" in names(path) and "model.safetensors" not in names(path)
+    found = checkpoint.load(tmp_path)
+    assert {name: tensor.tolist() for name, tensor in found.weights.items()} == {
+        "0.weight": [[7]] * 2, "1.weight": [[8] * 2] * 2, "2.weight": [[9] * 3] * 2
+    }  # fmt: skip
+    assert found.weights.shape("2.weight") == (2, 3) and found.weights.shape("absent") is None
+    assert sorted(found.optimizer()) == ["m.0.weight", "m.1.weight", "m.2.weight"]
+    save(tmp_path, 9, keep=1)  # which removes the other
+    assert names(tmp_path) == ["step-00000009"]
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_a_shard_that_is_missing_or_foreign_is_refused(tmp_path: Path, what: str) -> None:
+    path, other = save_shards(tmp_path / "run", 3), save_shards(tmp_path / "other", 4)
+    name = f"{what}-00002-of-00003.safetensors"
+    ours = (path / name).read_bytes()
+    hashes = (path / "hashes.json").read_text()
+
+    def refused() -> str:
+        with pytest.raises(UserError) as caught:
+            checkpoint.load(path)
+        message = str(caught.value)
+        assert "\n" not in message and message.endswith("use another checkpoint of the run")
+        return message
+
+    (path / name).unlink()
+    assert f"{name} is missing" in refused()
+    (path / name).write_bytes((other / name).read_bytes())
+    assert f"{name} has SHA-256" in refused()
+    (path / name).write_bytes(ours)
+    # Its line is missing too: the others' names tell how many there are.
+    kept = {key: value for key, value in json.loads(hashes).items() if key != name}
+    (path / "hashes.json").write_text(json.dumps(kept))
+    assert f"hashes.json has no hash of a file '{name}'" in refused()
+    # A shard of a world of another size, with a hash that holds.
+    foreign = save_shards(tmp_path / "larger", 3, count=4) / f"{what}-00004-of-00004.safetensors"
+    shutil.copy(foreign, path)
+    more = json.loads(hashes) | {foreign.name: sha256_of(foreign)}
+    (path / "hashes.json").write_text(json.dumps(more))
+    assert f"hashes.json has no hash of a file '{what}-00001-of-00004.safetensors'" in refused()
+    (path / "hashes.json").write_text(hashes)
+    assert sorted(checkpoint.load(path).weights) == ["0.weight", "1.weight", "2.weight"]
+
+
+def test_two_files_with_the_same_tensor_are_refused(tmp_path: Path) -> None:
+    def write(folder: Path) -> dict[str, str]:
+        tensors = checkpoint.lazy({"a": np.zeros(1, np.float32)})
+        return {**checkpoint.write_shard(folder, "model", *tensors, 0, 2),
+                **checkpoint.write_shard(folder, "model", *tensors, 1, 2)}  # fmt: skip
+
+    checkpoint.save_with(tmp_path, 1, write, TOKENIZER, {"kind": "pretrain", "config": {}}, 0)
+    with pytest.raises(UserError, match="00002-of-00002.safetensors and .*00001-of-00002.safetensors both have a; "):
+        checkpoint.load(tmp_path)
+
+
+def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
+    """Saving asks for a tensor when the one before is written; loading reads none."""
+    alive = most = 0
+
+    class Counted(np.ndarray):
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= self.base is None
+
+    def make() -> np.ndarray:
+        nonlocal alive, most
+        alive += 1
+        most = max(most, alive)
+        array = Counted((1000,), np.float32)
+        array[:] = 3
+        return array
+
+    def write(folder: Path) -> dict[str, str]:
+        tensors = {str(n): ((1000,), make) for n in range(9)}
+        return checkpoint.write_shard(folder, "model", tensors, "f32")
+
+    checkpoint.save_with(tmp_path, 1, write, TOKENIZER, {"kind": "pretrain", "config": {}}, 0)
+    assert most <= 2 and alive == 0
+    found = checkpoint.load(tmp_path)
+    shutil.rmtree(found.path)
+    with pytest.raises(UserError, match="cannot read .*model.safetensors: No such file"):
+        _ = found.weights["3"]

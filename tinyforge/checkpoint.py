@@ -7,6 +7,9 @@
         meta.json               model (its registered name), config, step, settings, seed, tokenizer hash, elapsed time
         hashes.json             SHA-256 of each file above, written last
 
+Ranks that share out the optimizer's state write a file each, a **shard** with some of the tensors, whole ones:
+model-00001-of-00002.safetensors and so on. Whoever reads sees tensors by name, and no difference.
+
 Everything is written into a hidden directory beside it, synced to disk, and renamed. A run that is killed or meets a
 full disk leaves at most that hidden directory, which the next save removes; older checkpoints are not touched before
 the new one stands. Nothing is pickled.
@@ -20,6 +23,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,13 +33,16 @@ import numpy as np
 
 from tinyforge.errors import UserError
 from tinyforge.files import JSON_NAMES, read_json, replace, sha256_of, shown, sync
-from tinyforge.tensors import chunks
+from tinyforge.parallel.star import Lost
+from tinyforge.tensors import Lazy, Tensors, chunks
 
 FORMAT = 1
 _PREFIX = "step-"
 _NAME = re.compile(r"step-\d{8,}")  # what else lies in a run's folder, `step-7-good` say, is not ours to remove
 CARD = "README.md"
-_HASHED = ("model.safetensors", "tokenizer.json", "meta.json")  # at least
+MODEL, OPTIMIZER = "model", "optimizer"
+_SHARD = re.compile(rf"({MODEL}|{OPTIMIZER})-(\d{{5}})-of-(\d{{5}})\.safetensors")
+_HASHED = ("tokenizer.json", "meta.json")  # at least, and the weights
 _USE_ANOTHER = "use another checkpoint of the run"
 # Of meta.json, and of what it keeps about the base: all that is read elsewhere without a look at its type.
 _TYPES: dict[str, type] = {
@@ -47,41 +54,47 @@ _TYPES: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read and whose hashes hold."""
+    """A checkpoint whose hashes hold. Its tensors are read when they are asked for."""
 
     path: Path
     meta: dict[str, Any]
-    weights: dict[str, np.ndarray]
+    weights: Tensors
 
-    def optimizer(self) -> dict[str, np.ndarray]:
-        return _tensors(self.path / "optimizer.safetensors")
+    def optimizer(self) -> Tensors:
+        return _tensors(self.path, OPTIMIZER)
 
     @property
     def tokenizer_path(self) -> Path:
         return self.path / "tokenizer.json"
 
 
-def save(
-    out: Path,
-    step: int,
-    weights: dict[str, np.ndarray],
-    optimizer: dict[str, np.ndarray],
-    tokenizer: Any,
-    meta: dict[str, Any],
-    keep: int,
-) -> Path:
-    """Write out/step-N, then remove all but the newest `keep` checkpoints (0 keeps all)."""
-    from safetensors.numpy import save as to_bytes
+Write = Callable[[Path], Mapping[str, str]]
+"""Writes files of tensors into a folder, and returns the hash of each by its name."""
 
+
+def save(
+    out: Path, step: int, weights: Mapping[str, np.ndarray], optimizer: Mapping[str, np.ndarray], tokenizer: Any,
+    meta: Mapping[str, Any], keep: int,
+) -> Path:  # fmt: skip
+    """`save_with` of arrays that are there."""
+
+    def write(folder: Path) -> dict[str, str]:
+        files = {MODEL: weights, OPTIMIZER: optimizer}
+        return {name: digest for what, arrays in files.items()
+                for name, digest in write_shard(folder, what, *lazy(arrays)).items()}  # fmt: skip
+
+    return save_with(out, step, write, tokenizer, meta, keep)
+
+
+def save_with(out: Path, step: int, write: Write, tokenizer: Any, meta: Mapping[str, Any], keep: int) -> Path:
+    """Write out/step-N, then remove all but the newest `keep` checkpoints (0 keeps all). Raises UserError where that
+    cannot be, and what `write` raises but OSError."""
     final = out / f"{_PREFIX}{step:08d}"
     try:
         sweep(out)
-        files = {
-            "model.safetensors": to_bytes(weights),
-            "optimizer.safetensors": to_bytes(optimizer),
-            "meta.json": _to_json({"format": FORMAT, **meta, "step": step}),
-        }
-        _write_directory(final, files, tokenizer)
+        _write_directory(final, write, tokenizer, {"format": FORMAT, **meta, "step": step})
+    except Lost:
+        raise
     except (OSError, UserError) as error:
         # The tokenizer reports its own faults; what the system said is their cause.
         cause = error.__cause__ if isinstance(error, UserError) else error
@@ -93,6 +106,22 @@ def save(
         ) from error
     prune(out, keep)
     return final
+
+
+def lazy(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, Lazy], dict[str, str]]:
+    """Arrays as `write_shard` takes them."""
+    tensors: dict[str, Lazy] = {name: (value.shape, partial(np.asarray, value)) for name, value in arrays.items()}
+    return tensors, {name: f"f{8 * value.itemsize}" for name, value in arrays.items()}
+
+
+def write_shard(
+    folder: Path, what: str, tensors: Mapping[str, Lazy], dtype: str | Mapping[str, str], number: int = 0,
+    count: int = 1,
+) -> dict[str, str]:  # fmt: skip
+    """Write the `number`-th of `count` files with MODEL's or OPTIMIZER's tensors, one tensor in memory at a time;
+    returns its hash by its name. dtype: as `tensors.chunks`. Raises OSError."""
+    name = f"{what}.safetensors" if count == 1 else f"{what}-{number + 1:05d}-of-{count:05d}.safetensors"
+    return {name: _write(folder / name, chunks(tensors, dtype))}
 
 
 def prune(out: Path, keep: int) -> None:
@@ -115,7 +144,7 @@ def sweep(out: Path) -> None:
 
 
 def export(
-    out: Path, weights: dict[str, np.ndarray], tokenizer: Any, meta: dict[str, Any], card: str, dtype: str
+    out: Path, weights: Mapping[str, np.ndarray], tokenizer: Any, meta: Mapping[str, Any], card: str, dtype: str
 ) -> None:
     """Write a checkpoint to give away: no optimizer, weights in `dtype` (see `tensors.DTYPES`), the card as README.md.
 
@@ -124,31 +153,32 @@ def export(
     """
     if out.exists():
         raise UserError(f"{out} exists already; remove it, or choose another name")
-    lazy = {name: (value.shape, partial(np.asarray, value)) for name, value in weights.items()}
-    files = {"model.safetensors": b"".join(chunks(lazy, dtype)), "meta.json": _to_json(meta), CARD: card.encode()}
+
+    def write(folder: Path) -> dict[str, str]:
+        _write(folder / CARD, [card.encode()])
+        return write_shard(folder, MODEL, lazy(weights)[0], dtype)
+
     try:
-        _write_directory(out, files, tokenizer)
+        _write_directory(out, write, tokenizer, meta)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}; free some space or choose another place") from error
 
 
-def _write_directory(final: Path, files: dict[str, bytes], tokenizer: Any) -> None:
-    """Write the files, tokenizer.json and hashes.json into a directory that appears whole or not at all."""
+def _write_directory(final: Path, write: Write, tokenizer: Any, meta: Mapping[str, Any]) -> None:
+    """What `write` does, tokenizer.json, meta.json and hashes.json in a directory that appears whole or not at all."""
     partial = final.parent / f".partial-{final.name}"
     try:
         shutil.rmtree(partial, ignore_errors=True)  # what a killed run has left
         partial.mkdir(parents=True)
+        hashes = dict(write(partial))
         tokenizer.save(partial / "tokenizer.json")
-        hashes = {"tokenizer.json": sha256_of(partial / "tokenizer.json")}
-        for name, data in files.items():
-            _write(partial / name, data)
-            if name != CARD:
-                hashes[name] = _sha256(data)
-        _write(partial / "hashes.json", _to_json(hashes))
+        hashes["tokenizer.json"] = sha256_of(partial / "tokenizer.json")
+        hashes["meta.json"] = _write(partial / "meta.json", [_to_json(meta)])
+        _write(partial / "hashes.json", [_to_json(hashes)])
         sync(partial)
         replace(partial, final)
         sync(final.parent)
-    except (OSError, UserError):
+    except Exception:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
@@ -174,10 +204,10 @@ def latest(path: Path) -> Path:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint (or the newest in a run's directory), checking every file against its hash."""
+    """A checkpoint (or the newest in a run's directory), with every file checked against its hash."""
     path = latest(path)
     verify(path)
-    return Checkpoint(path, read_meta(path), _tensors(path / "model.safetensors"))
+    return Checkpoint(path, read_meta(path), _tensors(path, MODEL))
 
 
 def verify(path: Path) -> None:
@@ -185,8 +215,8 @@ def verify(path: Path) -> None:
 
     What was whole once in this process, and has not been touched since, is not read again.
     """
-    hashes = read_json(path / "hashes.json", "the hashes", fix=_USE_ANOTHER)
-    for name in dict.fromkeys([*_HASHED, *hashes]):
+    hashes = _hashes(path)
+    for name in dict.fromkeys([*_files(hashes, MODEL), *_files(hashes, OPTIMIZER, needed=False), *_HASHED, *hashes]):
         wanted = hashes.get(name)
         if not isinstance(wanted, str) or name != os.path.basename(name):
             raise UserError(f"checkpoint {path}: hashes.json has no hash of a file {name!r}; {_USE_ANOTHER}")
@@ -230,35 +260,43 @@ def require(path: Path, meta: dict[str, Any], *names: str) -> None:
         raise UserError(f"checkpoint {path}: meta.json has no {missing!r}; {_USE_ANOTHER}")
 
 
-def _tensors(file: Path) -> dict[str, np.ndarray]:
-    """Tensors by name; bfloat16 as float32, which holds it exactly: NumPy itself has no bfloat16."""
-    from safetensors import deserialize
+def _hashes(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = read_json(path / "hashes.json", "the hashes", fix=_USE_ANOTHER)
+    return found
 
+
+def _files(hashes: Mapping[str, Any], what: str, needed: bool = True) -> list[str]:
+    """The names of the files that hold MODEL's or OPTIMIZER's tensors: of one, or of all shards that belong together,
+    whether they have a hash or not. needed: there must be some."""
+    found = [shard for name in hashes if (shard := _SHARD.fullmatch(name)) and shard[1] == what]
+    single = f"{what}.safetensors"
+    if not found:
+        return [single] if needed or single in hashes else []
+    count = max(int(shard[3]) for shard in found)
+    wanted = [f"{what}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+    return wanted + [shard[0] for shard in found if shard[0] not in wanted]
+
+
+def _tensors(path: Path, what: str) -> Tensors:
+    """Of a checkpoint that was verified."""
+    names = _files(_hashes(path), what)
     try:
-        return {name: _array(**stored) for name, stored in deserialize(file.read_bytes())}
-    except Exception as error:  # safetensors raises its own type, and OSError where the file cannot be read
-        raise UserError(f"cannot read {file}: {error}; {_USE_ANOTHER}") from error
+        return Tensors(path / name for name in names)
+    except UserError as error:
+        raise UserError(f"checkpoint {path}: {error}; {_USE_ANOTHER}") from error
 
 
-def _array(dtype: str, shape: list[int], data: bytes) -> np.ndarray:
-    if dtype == "BF16":
-        wide = np.frombuffer(data, "<u2").astype(np.uint32) << 16
-        return wide.view(np.float32).reshape(shape)
-    if dtype not in ("F32", "F64"):
-        raise ValueError(f"tensors of {dtype}, wanted F32, F64 or BF16")
-    return np.frombuffer(data, {"F32": "<f4", "F64": "<f8"}[dtype]).reshape(shape)
-
-
-def _to_json(content: dict[str, Any]) -> bytes:
+def _to_json(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=1) + "\n").encode()
 
 
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _write(file: Path, data: bytes) -> None:
+def _write(file: Path, parts: Iterable[bytes]) -> str:
+    """Write a file to the disk for good; returns its SHA-256."""
+    digest = hashlib.sha256()
     with open(file, "wb") as f:
-        f.write(data)
+        for part in parts:
+            f.write(part)
+            digest.update(part)
         f.flush()
         os.fsync(f.fileno())
+    return digest.hexdigest()

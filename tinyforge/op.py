@@ -28,9 +28,10 @@ class Param:
 
     frozen: set before the buffer is made. A frozen parameter is read and never learned: its `grad` is None, which tells
     an op's backward to leave that product out, and it has no master weights and no moments.
+
+    arrive: set while the value is on its way from other ranks; makes the device wait for it.
     """
 
-    value: Array
     grad: Array
 
     def __init__(
@@ -42,12 +43,23 @@ class Param:
         self.fill = fill
         self.decay = decay
         self.frozen = False
+        self.arrive: Callable[[], None] | None = None
+
+    @property
+    def value(self) -> Array:
+        if self.arrive is not None:
+            self.arrive()
+        return self._value
+
+    @value.setter
+    def value(self, value: Array) -> None:
+        self._value = value
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for what is not set.
-        if name in ("value", "grad"):
+        if name in ("_value", "grad"):
             raise RuntimeError(
-                f"Param {self.name} has no {name} yet: give the model's parameters memory with "
+                f"Param {self.name} has no {name.removeprefix('_')} yet: give the model's parameters memory with "
                 "ParamBuffer(op.params(), backend), or a single op with with_buffer(op, backend, rng)"
             )
         raise AttributeError(f"Param has no attribute {name!r}")

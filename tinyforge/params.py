@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param
 from tinyforge.rng import PAIRS, Stream
+from tinyforge.tensors import Tensors
 
 AnyOp = TypeVar("AnyOp", bound=Op)
 
@@ -62,9 +63,20 @@ class ParamBuffer:
         if self.frozen and frozen_values is None:
             self.frozen_values = backend.shared_zeros((size_frozen,))
         for p in self.params:
-            p.value, p.grad = self.view(self.values, p), self.view(self.grads, p)
+            p.value = self.view(self.values, p)
+        self.place_grads(self.grads)
         for p in self.frozen:
             p.value, p.grad = self.view(self.frozen_values, p), None
+
+    def place_grads(self, flat: Array) -> None:
+        """From now on the gradients of all that is learned lie in `flat`; None: nowhere, and reading one is an error
+        until it has a place again."""
+        self.grads = flat
+        for p in self.params:
+            if flat is not None:
+                p.grad = self.view(flat, p)
+            else:
+                vars(p).pop("grad", None)
 
     def _lay_out(self, params: Iterable[Param], offset: int = 0) -> int:
         """Give each its place in a flat array, from `offset` on; returns where the last one ends."""
@@ -72,6 +84,11 @@ class ParamBuffer:
             self._slices[p.name] = slice(offset, offset + p.size)
             offset += -(-p.size // _ALIGN) * _ALIGN
         return offset
+
+    @property
+    def size(self) -> int:
+        """Elements of the flat buffers."""
+        return int(self.values.size)
 
     def view(self, flat: Array, param: Param) -> Array:
         """The part of `flat` (values, gradients or an optimizer moment) that belongs to `param`, in its shape."""
@@ -130,17 +147,18 @@ def named(buffer: ParamBuffer, flat: Any, backend: Backend, prefix: str = "") ->
     return {prefix + p.name: np.array(backend.to_numpy(buffer.view(flat, p))) for p in buffer.params}
 
 
-def check_named(buffer: ParamBuffer, tensors: dict[str, np.ndarray], source: Path, prefix: str = "") -> None:
-    """UserError for a tensor that is missing or has another shape than its parameter."""
+def check_named(buffer: ParamBuffer, tensors: Mapping[str, np.ndarray], source: Path, prefix: str = "") -> None:
+    """UserError for a tensor that is missing or has another shape than its parameter. None is read from a file."""
+    shape_of = tensors.shape if isinstance(tensors, Tensors) else lambda name: np.shape(tensors[name])
     for p in buffer.params:
-        tensor = tensors.get(prefix + p.name)
-        if tensor is None or tensor.shape != p.shape:
-            got = "nothing" if tensor is None else tensor.shape
+        shape = shape_of(prefix + p.name) if prefix + p.name in tensors else None
+        if shape != p.shape:
+            got = "nothing" if shape is None else shape
             raise UserError(f"checkpoint {source}: {prefix + p.name} has {got}, the model wants {p.shape}")
 
 
 def load_named(
-    buffer: ParamBuffer, flat: Any, tensors: dict[str, np.ndarray], backend: Backend, source: Path, prefix: str = ""
+    buffer: ParamBuffer, flat: Any, tensors: Mapping[str, np.ndarray], backend: Backend, source: Path, prefix: str = ""
 ) -> None:
     """The reverse of `named`, refusing missing tensors and wrong shapes."""
     check_named(buffer, tensors, source, prefix)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from tinyforge.files import json_value, written_whole
 MOST_HEADER = 100 << 20  # bytes, as in the safetensors library
 
 _STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-_NAMES = {"f32": "F32", "bf16": "BF16"}
-DTYPES = tuple(_NAMES)
-"""What files are written in; reading takes F16 and F64 too."""
+_NAMES = {"f32": "F32", "bf16": "BF16", "f64": "F64"}
+DTYPES = ("f32", "bf16")
+"""What models are given away in; checkpoints have f64 too, and reading takes F16."""
 
 Lazy = tuple[tuple[int, ...], Callable[[], np.ndarray]]
 """A tensor's shape, and the function that makes it: what keeps one tensor in memory at a time."""
@@ -43,12 +43,44 @@ class Tensor:
         """float32, or float64 where it is stored so: both hold what the file has exactly."""
         if self.dtype not in _STORED:
             raise UserError(f"{self.file}: {self.name} is of type {self.dtype}; supported: {', '.join(_STORED)}")
-        stored = np.fromfile(self.file, _STORED[self.dtype], math.prod(self.shape), offset=self.start)
+        try:
+            stored = np.fromfile(self.file, _STORED[self.dtype], math.prod(self.shape), offset=self.start)
+        except OSError as error:
+            raise UserError(f"cannot read {self.file}: {error.strerror}; it was there a moment ago") from error
         if self.dtype == "BF16":
             stored = (stored.astype(np.uint32) << 16).view(np.float32)
         elif self.dtype == "F16":
             stored = stored.astype(np.float32)
         return stored.reshape(self.shape)
+
+
+class Tensors(Mapping[str, np.ndarray]):
+    """The tensors of several files by name; each is read when it is asked for, and none is kept."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        """Reads the headers alone. Raises UserError as `read_header`, and where two files have the same tensor."""
+        self._found: dict[str, Tensor] = {}
+        for file in files:
+            for name, tensor in read_header(file).items():
+                if name in self._found:
+                    raise UserError(f"{file} and {self._found[name].file} both have {name}; get them again")
+                self._found[name] = tensor
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._found[name].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._found
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """None where there is no such tensor."""
+        return self._found[name].shape if name in self._found else None
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
@@ -93,19 +125,21 @@ def write(file: Path, tensors: Mapping[str, Lazy], dtype: str) -> None:
             out.write(part)
 
 
-def chunks(tensors: Mapping[str, Lazy], dtype: str) -> Iterator[bytes]:
-    """The bytes of a file: its header, then one tensor after the other."""
+def chunks(tensors: Mapping[str, Lazy], dtype: str | Mapping[str, str]) -> Iterator[bytes]:
+    """The bytes of a file: its header, then one tensor after the other. dtype: of all, or of each by name."""
+    dtypes = dict.fromkeys(tensors, dtype) if isinstance(dtype, str) else dtype
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset, itemsize = 0, np.dtype(_STORED[_NAMES[dtype]]).itemsize
+    offset = 0
     for name, (shape, _) in tensors.items():
-        end = offset + math.prod(shape) * itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        kind = _NAMES[dtypes[name]]
+        end = offset + math.prod(shape) * np.dtype(_STORED[kind]).itemsize
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
     yield len(text).to_bytes(8, "little") + text
-    for _, make in tensors.values():
-        yield encoded(make(), dtype).tobytes()
+    for name, (_, make) in tensors.items():
+        yield encoded(make(), dtypes[name]).tobytes()
 
 
 def encoded(x: np.ndarray, dtype: str) -> np.ndarray:

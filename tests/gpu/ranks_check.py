@@ -1,15 +1,16 @@
-"""What must hold of NCCL's ranks, checked in each of them; tests/gpu/test_ranks.py starts it.
+"""What must hold of NCCL's ranks, checked in each of them; `two_gpus.py` runs it among others.
 
-    python tests/gpu/ranks_check.py --gpus 2 --config base --rows 64 --steps 300
+    python tests/gpu/ranks_check.py --gpus 2 --config base --rows 64 --steps 300 --json ranks.json
 
-The collectives beside NumPy; losses on all GPUs beside one with accumulation; two runs of the same world; ZeRO; and
-with --shards-per-step the same bits on one GPU, on all, and on one after the other.
+collectives: beside NumPy. losses: on all GPUs beside one with micro-batches; two runs of the same world; ZeRO. bits:
+with --shards-per-step the same on one GPU, on all, and on one after the other. Written down as it is found.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import sys
 import time
 from pathlib import Path
@@ -22,13 +23,12 @@ import numpy as np
 from data.world import documents
 from models.nanoeuler import PRESETS, NanoEuler
 from tinyforge.backends import get_backend
-from tinyforge.optim import AdamW
+from tinyforge.files import write_whole
 from tinyforge.parallel import Alone, part_of
 from tinyforge.parallel.launch import joined, start, started_as_rank
-from tinyforge.parallel.zero import ShardedAdamW, pieces_of
 from tinyforge.rng import Stream
 from tinyforge.train.batches import PackedTokens
-from tinyforge.train.data_parallel import Sharded, _gradients, clip, full, update
+from tinyforge.train.data_parallel import Sharded, _gradients, clip, update
 from tinyforge.train.objectives import NextTokens
 
 
@@ -69,7 +69,7 @@ def collectives(group: Any, xp: Any) -> int:
 class Trial:
     """A run's steps without its loop, the same on every rank."""
 
-    def __init__(self, args: Any, group: Any, local: int, tokens: np.ndarray, zero: bool = False, shards: int = 0,
+    def __init__(self, args: Any, group: Any, local: int, tokens: np.ndarray, zero: int = 0, shards: int = 0,
                  accumulate: int = 1) -> None:  # fmt: skip
         self.config, self.lr = PRESETS[args.config], args.lr
         self.backend = get_backend("cupy", args.precision, device=local)
@@ -80,14 +80,8 @@ class Trial:
         data = PackedTokens(tokens, self.config.context, self.config.prediction_heads, seed=0)
         rows = args.rows // accumulate
         self.batches = lambda step: [data.batch(step * accumulate + i, rows) for i in range(accumulate)]
-        self.sharded = Sharded(self.model, self.backend, self.objective, shards=shards, batches=self.batches)
-        from tinyforge.parallel.buckets import Buckets
-
-        rank, buckets = self.sharded.rank, Buckets(self.model.buffer, self.model.ops())
-        rank.optimizer = (
-            ShardedAdamW(self.model.buffer, self.backend, None, group, buckets, shards) if zero
-            else AdamW(self.model.buffer, self.backend, None, pieces_of(buckets, shards) if shards else None)
-        )  # fmt: skip
+        self.rank = Sharded(self.model, self.backend, self.objective, shards=shards, batches=self.batches).rank
+        self.optimizer = self.rank.make_optimizer(None, zero, accumulate)
         self.done = 0
 
     def run(self, steps: int) -> list[float]:
@@ -95,27 +89,38 @@ class Trial:
         for step in range(self.done, self.done + steps):
             batches = self.batches(step)
             counts.append(sum(self.objective.count(batch) for batch in batches))
-            sums.append(_gradients(self.sharded.rank, step, counts[-1], Stream(0, f"noise/{step}")))
-            clip(self.sharded.rank, 1.0)
-            update(self.sharded.rank, self.lr * min(1.0, (step + 1) / 20))
+            sums.append(_gradients(self.rank, step, counts[-1], Stream(0, f"noise/{step}")))
+            clip(self.rank, 1.0)
+            update(self.rank, self.lr * min(1.0, (step + 1) / 20))
         self.done += steps
         pairs = zip(sums, counts, strict=True)
         return [self.objective.figures(self.backend.to_numpy(s), c)["loss"] for s, c in pairs]
 
-    def state(self) -> dict[str, np.ndarray]:
-        return {what: self.backend.to_numpy(full(self.sharded.rank, what)).copy() for what in ("masters", "m", "v")}
+    def state(self) -> dict[str, dict[str, np.ndarray]]:
+        """What this rank's optimizer owns."""
+        names = [p.name for p in self.optimizer.owned()]
+        return {what: dict(zip(names, self.optimizer.tensors(what), strict=True)) for what in ("masters", "m", "v")}
 
-    def take(self, state: dict[str, np.ndarray], done: int) -> Trial:
-        optimizer = self.sharded.rank.optimizer
-        assert optimizer is not None
-        for what, flat in state.items():
-            optimizer.take(what, self.backend.asarray(flat, self.backend.master_dtype))
-        self.done = optimizer.step_count = done
+    def take(self, state: dict[str, dict[str, np.ndarray]], done: int) -> Trial:
+        for what, tensors in state.items():
+            for p in self.model.buffer.params:
+                self.optimizer.take(what, p, self.backend.asarray(tensors[p.name], self.backend.master_dtype))
+        if self.model.buffer.masters is not None:
+            self.model.buffer.publish()
+        self.done = self.optimizer.step_count = done
         return self
 
+    def sha(self) -> str:
+        """Of the state of all ranks, on rank 0; all call it."""
+        own = {f"{what} {name}": hashlib.sha256(tensor.tobytes()).hexdigest()
+               for what, tensors in self.state().items() for name, tensor in tensors.items()}  # fmt: skip
+        found: dict[str, str] = {}
+        for of_rank in self.rank.group.gather_objects(own) or ():
+            found |= of_rank
+        return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
-def sha(state: dict[str, np.ndarray]) -> str:
-    return hashlib.sha256(b"".join(state[what].tobytes() for what in ("masters", "m", "v"))).hexdigest()[:16]
+
+PARTS = ("collectives", "losses", "bits")
 
 
 def main() -> int:
@@ -127,16 +132,28 @@ def main() -> int:
     p.add_argument("--steps", type=int, default=20)
     p.add_argument("--exact-steps", type=int, default=20)
     p.add_argument("--lr", type=float, default=6e-4)
+    p.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    p.add_argument("--json")
     args = p.parse_args()
     if not started_as_rank():
         return start([sys.executable, *sys.orig_argv[1:]], args.gpus)
     text = "\n".join(documents("train", 4000, 0)).encode()
     tokens = np.frombuffer(text, np.uint8).astype(np.int32)
     began = time.perf_counter()
+    found: dict[str, Any] = {"precision": args.precision, "config": args.config, "rows": args.rows, "holds": False}
 
-    def say(line: str) -> None:
+    def note(**figures: Any) -> None:
+        """Say and write down what was found, on rank 0."""
+        found.update(figures)
         if ranks.rank == 0:
-            print(f"{time.perf_counter() - began:6.1f} s  {line}", flush=True)
+            print(f"{time.perf_counter() - began:6.1f} s  {figures}", flush=True)
+            if args.json:
+                write_whole(Path(args.json), json.dumps(found, indent=1))
+
+    def same(what: str, shas: dict[str, str]) -> None:
+        """Fault where rank 0's differ; the other ranks have none."""
+        if ranks.rank == 0 and len(set(shas.values())) > 1:
+            raise SystemExit(f"{what}: {shas}")
 
     with joined() as ranks:
         local = ranks.local_rank or 0
@@ -144,53 +161,54 @@ def main() -> int:
         group = ranks.group(backend)
         group.be_patient(300.0)
         alone = Alone()
-        say(f"{group.size} ranks, {backend.describe()}")
-        say(f"collectives: {collectives(group, backend.xp)} compared")
-
+        note(ranks=group.size, device=backend.describe())
         make = lambda of, **options: Trial(args, of, local, tokens, **options)  # noqa: E731
-        one = make(alone, accumulate=group.size).run(args.steps)
-        say(f"one GPU, {group.size} micro-batches: loss {one[0]:.4f} to {one[-1]:.4f}")
-        first = make(group)
-        many = first.run(args.steps)
-        state = sha(first.state())
-        say(f"all GPUs: loss {many[0]:.4f} to {many[-1]:.4f}, {state}")
-        apart = np.abs(np.subtract(one, many))
-        worst = float(apart.max())
-        say(f"losses of {args.steps} steps: worst difference {worst:.2e}, at step {int(apart.argmax())}")
-        again = make(group)
-        losses = again.run(args.steps)
-        assert losses == many and sha(again.state()) == state, "two runs of the same world differ"
-        say("a second run on all GPUs: the same bytes")
-        del first, again
-        zero = make(group, zero=True)
-        sharded = zero.run(args.steps)
-        say(f"ZeRO: worst difference of the losses to all GPUs {np.abs(np.subtract(sharded, many)).max():.2e}")
-        del zero
+        if "collectives" in args.only:
+            note(collectives_compared=collectives(group, backend.xp))
 
-        n = args.exact_steps
-        found = {}
-        trial = make(alone, shards=group.size)
-        trial.run(n // 2)
-        half = trial.state()
-        trial.run(n - n // 2)
-        found["one GPU"] = sha(trial.state())
-        moved = make(group, shards=group.size).take(half, n // 2)
-        moved.run(n - n // 2)
-        found["one, then all"] = sha(moved.state())
-        trial = make(group, shards=group.size)
-        trial.run(n // 2)
-        half = trial.state()
-        trial.run(n - n // 2)
-        found["all"] = sha(trial.state())
-        trial = make(group, shards=group.size, zero=True)
-        trial.run(n)
-        found["all, ZeRO"] = sha(trial.state())
-        moved = make(alone, shards=group.size).take(half, n // 2)
-        moved.run(n - n // 2)
-        found["all, then one"] = sha(moved.state())
-        say(f"--shards-per-step {group.size}, {n} steps: {found}")
-        assert len(set(found.values())) == 1, "the bits depend on the world"
-        say("everything holds")
+        if "losses" in args.only:
+            first = make(group)
+            many = first.run(args.steps)
+            shas = {"all GPUs": first.sha()}
+            note(loss=[many[0], many[-1]])
+            del first
+            one = make(alone, accumulate=group.size).run(args.steps)
+            apart = np.abs(np.subtract(one, many))
+            note(steps=args.steps, one_gpu_with_micro_batches_apart=float(apart.max()), at_step=int(apart.argmax()),
+                 apart_of_every_tenth_step=apart[::10].tolist())  # fmt: skip
+            for name, zero in (("again", 0), ("ZeRO-1", 1), ("ZeRO-2", 2)):
+                trial = make(group, zero=zero)
+                losses = trial.run(args.steps)
+                shas[name] = trial.sha()
+                note(sha=shas, **{f"{name}, losses apart": float(np.abs(np.subtract(losses, many)).max())})
+                del trial
+            same("two runs of the same world, or ZeRO, differ", shas)
+
+        if "bits" in args.only:
+            n, shards, shas = args.exact_steps, group.size, dict[str, str]()
+            of_one = make(alone, shards=shards)
+            losses = of_one.run(n // 2)
+            half = of_one.state()
+            losses += of_one.run(n - n // 2)
+            shas["one GPU"] = of_one.sha()
+            del of_one
+            of_all = make(group, shards=shards)
+            many = of_all.run(n // 2)
+            half_of_all = of_all.state()
+            many += of_all.run(n - n // 2)
+            shas["all"] = of_all.sha()
+            del of_all
+            note(exact_steps=n, shards_per_step=shards, losses_apart=float(np.abs(np.subtract(losses, many)).max()),
+                 bits=shas)  # fmt: skip
+            for name, of, state, zero in (("one, then all", group, half, 0), ("all, then one", alone, half_of_all, 0),
+                                          ("one, then all with ZeRO-2", group, half, 2)):  # fmt: skip
+                moved = make(of, shards=shards, zero=zero).take(state, n // 2)
+                moved.run(n - n // 2)
+                shas[name] = moved.sha()
+                note(bits=shas)
+                del moved
+            same("the bits depend on the world", shas)
+        note(holds=True)
     return 0
 
 

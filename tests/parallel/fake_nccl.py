@@ -9,6 +9,8 @@ show is the device's asynchrony: here a collective is finished when it returns.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import importlib
 import os
 import signal
@@ -24,11 +26,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.backends.numpy_backend import NumpyBackend
 from tinyforge.errors import run_command
 from tinyforge.parallel import launch, nccl
-from tinyforge.train import data_parallel, settings
+from tinyforge.train import data_parallel, settings, state
 
 
 class FakeEngine:
@@ -104,13 +107,16 @@ class FakeEngine:
         self._everybody(np.zeros(1))  # so that the next names are new
         self._later = None
 
-    def on_stream(self) -> Any:
-        return contextlib.nullcontext()
+    def run(self, work: Callable[[], Any]) -> None:
+        work()
 
     def fork(self) -> None:
         pass
 
-    def join(self) -> None:
+    def mark(self) -> Any:
+        return None
+
+    def join(self, mark: Any = None) -> None:
         pass
 
     def done(self) -> Callable[[], bool]:
@@ -124,6 +130,47 @@ class FakeEngine:
 
     def check(self) -> None:
         pass
+
+
+class LateEngine(FakeEngine):
+    """What is asked of the communicator's stream is done when somebody waits for it, and not before: as late as a GPU
+    may do it. Whoever forgets to wait reads what was there before."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._queue: list[Callable[[], None]] = []
+        self._finished = 0
+        self._grouped: list[Callable[[], None]] | None = None
+        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "send", "receive"):
+            setattr(self, name, functools.partial(self._later_on, getattr(super(), name)))
+
+    def _later_on(self, call: Callable[..., None], *arguments: Any) -> None:
+        (self._queue if self._grouped is None else self._grouped).append(functools.partial(call, *arguments))
+
+    @contextlib.contextmanager
+    def together(self) -> Any:
+        self._grouped = grouped = []
+        yield
+        self._grouped = None
+
+        def all_of_them() -> None:
+            with FakeEngine.together(self):
+                for call in grouped:
+                    call()
+
+        self._queue.append(all_of_them)
+
+    def run(self, work: Callable[[], Any]) -> None:
+        self._queue.append(work)
+
+    def mark(self) -> int:
+        return len(self._queue)
+
+    def join(self, mark: Any = None) -> None:
+        until = self.mark() if mark is None else mark
+        while self._finished < until:
+            self._finished += 1
+            self._queue[self._finished - 1]()
 
 
 def new_token() -> bytes:
@@ -173,15 +220,58 @@ def install_fault(rank: int, step: int, kind: str) -> None:
     data_parallel._gradients_of_part = wrong
 
 
+def install_fault_in_save(moment: str, step: int) -> None:
+    """When this step is saved: "shards" kills rank 1 when rank 0 alone has written, "manifest" rank 0 when all have;
+    with "full" rank 1's disk is full behind its first tensor."""
+    right, save_meta, chunks = state._write_own, checkpoint._to_json, checkpoint.chunks
+
+    def own(rank: data_parallel.Rank, folder: Path, more: Any) -> Any:
+        if rank.group.rank == 1 and folder.name.endswith(f"{step:08d}"):
+            if moment == "shards":
+                until = time.monotonic() + 30
+                while not list(folder.glob("model-00001*")) and time.monotonic() < until:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if moment == "full":
+                checkpoint.chunks = full
+        return right(rank, folder, more)
+
+    def full(*arguments: Any) -> Any:
+        parts = chunks(*arguments)
+        yield from (next(parts), next(parts))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def to_json(content: Any) -> bytes:
+        if moment == "manifest" and content.get("step") == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return save_meta(content)
+
+    state._write_own, checkpoint._to_json = own, to_json
+
+
+def install_difference(what: str) -> None:
+    """What a rank above 0 says of itself is not what rank 0 says: its "code", or its "kind" of GPU."""
+    if what == "code" and os.environ["OMPI_COMM_WORLD_RANK"] != "0":
+        settings.code_hash = lambda: "another"
+    if what == "kind":
+        letter = "AB"[int(os.environ["OMPI_COMM_WORLD_RANK"])]
+        FakeGPU.describe = lambda self: f"NVIDIA {letter} (GPU 0)"  # type: ignore[method-assign]
+
+
 def main() -> int:
-    """FAKE_GPUS: how many; 0 for none. FAULT: rank:step:kind, as `install_fault`; only while no checkpoint was saved
-    where FAULT_ONCE names the run's folder."""
+    """FAKE_GPUS: how many; 0 for none. ODD: of MPI's ranks, as `install_difference`. KILL_IN_SAVE: moment:step,
+    as `install_fault_in_save`. FAULT: rank:step:kind, as `install_fault`; only while no checkpoint was saved where
+    FAULT_ONCE names the run's folder."""
     if count := int(os.environ.get("FAKE_GPUS", "2")):
         install_gpus(count)
     once = os.environ.get("FAULT_ONCE")
     if (fault := os.environ.get("FAULT")) and not (once and list(Path(once).glob("step-*"))):
         rank, step, kind = fault.split(":")
         install_fault(int(rank), int(step), kind)
+    install_difference(os.environ.get("ODD", ""))
+    if in_save := os.environ.get("KILL_IN_SAVE"):
+        moment, step = in_save.split(":")
+        install_fault_in_save(moment, int(step))
     recipe = importlib.import_module(f"recipes.{sys.argv.pop(1)}")
     return recipe.main()
 

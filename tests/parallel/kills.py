@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -21,11 +22,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.world import documents
 from tinyforge import checkpoint
+from tinyforge.files import write_whole
 from tinyforge.text import Tokenizer
 from tinyforge.train import metrics
 
@@ -68,14 +71,13 @@ def saved(out: Path) -> int:
 
 def sha(out: Path) -> str:
     last = checkpoint.latest(out)
-    names = ("model.safetensors", "optimizer.safetensors")
-    return hashlib.sha256(b"".join((last / name).read_bytes() for name in names)).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(last.glob("*.safetensors")))).hexdigest()
 
 
 def rows(out: Path) -> list[dict[str, float]]:
     found = metrics.read(out / "metrics.jsonl")
-    clocks = ("seconds", "tokens_per_second")
-    return [{key: value for key, value in row.items() if key not in clocks} for row in found]
+    of_the_process = ("seconds", "tokens_per_second", "peak_memory_mib", "gpu_memory_mib")
+    return [{key: value for key, value in row.items() if key not in of_the_process} for row in found]
 
 
 class Life:
@@ -146,7 +148,16 @@ def main() -> int:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--stop", action="store_true", help="SIGSTOP: the rank hangs")
     p.add_argument("--more", default="", help="further flags of the run")
+    p.add_argument("--json", help="file for what happened, written as it happens")
     args = p.parse_args()
+    said = {"by": args.by, "more": args.more, "kills": list[str](), "shas": list[str](), "same_bytes": False}
+
+    def note(key: str, value: Any) -> None:
+        print(value, flush=True)
+        said[key] = [*said[key], value] if isinstance(said[key], list) else value
+        if args.json:
+            write_whole(Path(args.json), json.dumps(said, indent=1))
+
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -155,20 +166,20 @@ def main() -> int:
         whole = Life(args, folder, folder / "whole")
         whole.finish()
         wanted = sha(whole.out), rows(whole.out)
-        print(f"left alone: {wanted[0][:16]}", flush=True)
+        note("shas", f"left alone: {wanted[0][:16]}")
         killed = 0
         for number in range(args.lives):
             life = Life(args, folder, folder / f"life-{number}")
             for _ in range(args.kills):
-                said = life.kill(rng)
-                killed += "was done" not in said
-                print(f"  {said}", flush=True)
+                happened = life.kill(rng)
+                killed += "was done" not in happened
+                note("kills", f"  {happened}")
             life.finish()
             if (sha(life.out), rows(life.out)) != wanted:
                 raise SystemExit(f"life {number}: {sha(life.out)[:16]} or its metrics differ")
-            print(f"life {number}: {sha(life.out)[:16]}", flush=True)
+            note("shas", f"life {number}: {sha(life.out)[:16]}")
             shutil.rmtree(life.out)
-        print(f"{killed} kills, {args.lives} lives, all of the same bytes")
+        note("same_bytes", f"{killed} kills, {args.lives} lives, all of the same bytes")
     return 0
 
 

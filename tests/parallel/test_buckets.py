@@ -10,11 +10,11 @@ import pytest
 
 from models.nanoeuler import PRESETS, Config, NanoEuler
 from tinyforge.backends import get_backend
-from tinyforge.op import WithKeywords
+from tinyforge.op import Param, WithKeywords
 from tinyforge.optim import AdamW, AdamWConfig
-from tinyforge.parallel import Group, part_of, start_group
-from tinyforge.parallel.buckets import UNIT, Buckets, Watched, cut
-from tinyforge.parallel.zero import ShardedAdamW, pieces_of
+from tinyforge.parallel import Alone, Group, part_of, start_group
+from tinyforge.parallel.buckets import UNIT, Buckets, Watched
+from tinyforge.parallel.zero import ShardedAdamW, pieces_of, stage_of
 from tinyforge.params import ParamBuffer
 from tinyforge.registry import models
 from tinyforge.train.plan import Split, plan_step
@@ -23,17 +23,22 @@ TINY = Config(dim=64, heads=4, kv_heads=2, layers=2, context=16, vocab=128, mtp_
               mtp_weights=(1, 0.5))  # fmt: skip
 
 
-@pytest.mark.parametrize(("decay_end", "size", "elements"), [
-    (0, 64, 4096), (64, 64, 4096), (2048, 2080, 4096), (10_240, 10_272, 4096), (32_000_000, 32_000_032, 1 << 20),
-])  # fmt: skip
-def test_buckets_cover_everything_once(decay_end: int, size: int, elements: int) -> None:
-    found = cut(decay_end, size, elements)
-    assert found[0].start == 0 and found[-1].stop == size
-    assert all(a.stop == b.start for a, b in zip(found, found[1:], strict=False))
-    assert all(bucket.stop - bucket.start <= elements + 64 * UNIT for bucket in found)
+@pytest.mark.parametrize("sizes", [[], [7], [0], [32, 64], [5000, 100, 100, 64], [64, 100, 9000, 3, 0]])
+def test_buckets_cover_everything_once_in_whole_parameters(sizes: list[int]) -> None:
+    """0: of those that are not decayed, as is the last."""
+    params = [Param(f"p{i}", (size or 40,), decay=bool(size)) for i, size in enumerate(sizes)]
+    buffer = ParamBuffer(params, get_backend("numpy", "fp32", workers=1))
+    buckets = Buckets(buffer, [], elements=256)
+    assert [i for bucket in buckets.slices for i in range(buffer.size)[bucket]] == list(range(buffer.size))
+    assert [p for of_bucket in buckets.params for p in of_bucket] == buffer.params
+    for bucket, of_bucket in zip(buckets.slices, buckets.params, strict=True):
+        assert all(bucket.start <= buffer.place(p).start and buffer.place(p).stop <= bucket.stop for p in of_bucket)
+        assert bucket.stop - bucket.start <= 256 or len(of_bucket) == 1
+        assert len({p.decay for p in of_bucket}) == 1
 
 
-def copied(buffer: ParamBuffer, to: list[tuple[slice, np.ndarray]], bucket: slice) -> None:
+def copied(buffer: ParamBuffer, buckets: Buckets, to: list[tuple[slice, np.ndarray]], number: int) -> None:
+    bucket = buckets.slices[number]
     to.append((bucket, buffer.grads[bucket].copy()))
 
 
@@ -55,7 +60,7 @@ def test_a_bucket_is_begun_when_its_gradients_are_known(name: str, recompute: st
             buffer.set_master(p, rng.normal(size=p.shape) * 0.2 + p.fill)
         buckets = Buckets(buffer, model.ops(), elements=64 * UNIT)
         begun: list[tuple[slice, np.ndarray]] = []
-        stash = buckets.watched(None, partial(copied, buffer, begun))
+        stash = buckets.watched(None, partial(copied, buffer, buckets, begun))
         out = model.forward(*inputs, stash=stash)
         assert not begun
         several = isinstance(out, tuple)
@@ -76,8 +81,9 @@ def test_a_bucket_begun_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     right = Buckets.watched
 
     def watched(self: Buckets, *arguments: Any) -> Watched:
-        self._owners = [set(sorted(owners)[:1]) for owners in self._owners]
-        return right(self, *arguments)
+        stash = right(self, *arguments)
+        stash._missing = [set(sorted(missing)[:1]) for missing in stash._missing]
+        return stash
 
     monkeypatch.setattr(Buckets, "watched", watched)
     with pytest.raises(AssertionError, match="nanoeuler"):
@@ -86,36 +92,55 @@ def test_a_bucket_begun_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("shards", [0, 4])
-def test_a_sharded_optimizer_takes_the_steps_of_a_plain_one(size: int, shards: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_sharded_optimizer_takes_the_steps_of_a_plain_one(size: int, shards: int, stage: int) -> None:
     if shards % size:
         pytest.skip("shards are a multiple of the ranks")
 
-    def steps(group: Group | None) -> dict[str, np.ndarray]:
+    def steps(group: Group | None, stage: int = stage) -> dict[str, np.ndarray]:
         backend = get_backend("numpy", "fp32", workers=1)
         model = NanoEuler(TINY, backend)
         model.initialise(0)
-        buckets = Buckets(model.buffer, model.ops(), elements=200 * UNIT)
+        buffer, buckets = model.buffer, Buckets(model.buffer, model.ops(), elements=200 * UNIT)
         config = AdamWConfig(weight_decay=0.3)
         optimizer = (
-            ShardedAdamW(model.buffer, backend, config, group, buckets, shards) if group
-            else AdamW(model.buffer, backend, config, pieces_of(buckets, shards) if shards else None)
+            ShardedAdamW(buffer, backend, config, group, buckets, shards, stage) if group
+            else AdamW(buffer, backend, config, pieces_of(buckets, shards) if shards else None)
         )  # fmt: skip
         for step in range(4):
-            model.buffer.grads[...] = np.random.default_rng(step).normal(size=model.buffer.grads.size)
+            flat = np.random.default_rng(step).normal(size=buffer.size).astype(np.float32)
+            if group and stage == 2:  # two micro-batches, of which rank 0 has brought all there is
+                assert isinstance(optimizer, ShardedAdamW) and buffer.grads is None
+                for first in (True, False):
+                    stash = optimizer.windows(first=first)
+                    for number, params in enumerate(buckets.params):
+                        stash._open(number)
+                        for p in params:
+                            p.grad += buffer.view(flat, p) * np.float32(0.5 * (group.rank == 0))
+                    stash.finish()
+                with pytest.raises(RuntimeError, match="has no grad yet"):
+                    _ = buffer.params[0].grad
+            else:
+                buffer.grads[...] = flat
             optimizer.clip(0.5 * step)
             optimizer.step(1e-2, optimizer.factor)
-        held = optimizer.m.size
-        if group:
-            assert held <= model.buffer.values.size // group.size + 200 * UNIT
-        state = {what: np.array(optimizer.full(what)) for what in ("masters", "m", "v")}
-        for what, flat in state.items():  # what was taken out can be put in again
-            optimizer.take(what, flat)
-            assert np.array_equal(optimizer.full(what), flat)
-        return {**state, "values": model.buffer.values.copy()}
+        if isinstance(optimizer, ShardedAdamW):
+            held = (optimizer.m, optimizer.v, *([optimizer.grads] if stage == 2 else []))
+            assert all(flat.size <= buffer.size / size + UNIT * len(buckets.slices) for flat in held)
+        names = [p.name for p in optimizer.owned()]
+        state = {what: dict(zip(names, optimizer.tensors(what), strict=True)) for what in ("masters", "m", "v")}
+        found = group.gather_objects(state) if group else [state]
+        if group and group.rank:
+            return {}
+        whole = {f"{what} {name}": tensor for of_rank in found for what, tensors in of_rank.items()
+                 for name, tensor in tensors.items()}  # fmt: skip
+        assert len(whole) == 3 * len(buffer.params) == sum(len(tensors) for r in found for tensors in r.values())
+        return {**whole, "values": buffer.values.copy()}
 
     wanted = steps(None)
     group = start_group(size, lambda ranks: steps(ranks) and None)
     found = steps(group)
+    assert found.keys() == wanted.keys()
     for what, flat in wanted.items():
         if shards:
             assert np.array_equal(found[what], flat), what
@@ -124,16 +149,41 @@ def test_a_sharded_optimizer_takes_the_steps_of_a_plain_one(size: int, shards: i
     group.close()
 
 
+def test_what_was_taken_out_can_be_put_in_again() -> None:
+    backend = get_backend("numpy", "fp32", workers=1)
+    model = NanoEuler(TINY, backend)
+    buckets = Buckets(model.buffer, model.ops(), elements=200 * UNIT)
+    for optimizer in (AdamW(model.buffer, backend), ShardedAdamW(model.buffer, backend, None, Alone(), buckets)):
+        for what in ("masters", "m", "v"):
+            tensors = [np.random.default_rng(n).normal(size=p.shape) for n, p in enumerate(model.buffer.params)]
+            for p, tensor in zip(model.buffer.params, tensors, strict=True):
+                optimizer.take(what, p, tensor)
+            for tensor, found in zip(tensors, optimizer.tensors(what), strict=True):
+                assert np.array_equal(found, tensor.astype(np.float32))
+
+
+def test_gradients_stay_whole_where_an_order_of_sums_is_promised() -> None:
+    assert [stage_of(zero, 1) for zero in (0, 1, 2)] == [0, 0, 0]
+    assert [stage_of(zero, 2) for zero in (0, 1, 2)] == [0, 1, 2] == [stage_of(zero, 2, 0, 4) for zero in (0, 1, 2)]
+    assert [stage_of(zero, 2, shards=2) for zero in (0, 1, 2)] == [0, 1, 2]
+    assert stage_of(2, 2, shards=4) == stage_of(2, 4, shards=4, micro_batches=2) == 1
+
+
 def test_the_plan_of_a_rank() -> None:
     spec, config = models()["nanoeuler"], PRESETS["base"]
     one = plan_step(spec, config, "bf16", 32, 512)
     two = plan_step(spec, config, "bf16", 64, 512, split=Split(2))
     assert two == one
-    sharded = plan_step(spec, config, "bf16", 64, 512, split=Split(2, zero=True))
+    sharded = plan_step(spec, config, "bf16", 64, 512, split=Split(2, zero=1))
     count = NanoEuler(config, get_backend("numpy", "fp32", workers=1)).buffer.values.size
     assert sharded.moments == pytest.approx(one.moments / 2, rel=1e-3)
     assert one.weights - sharded.weights == pytest.approx(4 * count / 2, rel=1e-3)  # half of the masters
     assert one.peak - sharded.peak == pytest.approx(4 * count / 2 + one.moments / 2, rel=1e-3)
+    both = plan_step(spec, config, "bf16", 64, 512, split=Split(2, zero=2))
+    assert both.moments == sharded.moments
+    assert sharded.weights - both.weights == pytest.approx(4 * count / 2, rel=1e-3)  # half of the gradients
+    # Windows are open while backward's other arrays are there: of the half, a few buckets come back.
+    assert 0.4 * (4 * count / 2) < sharded.peak - both.peak < 4 * count / 2
     trees = plan_step(spec, config, "bf16", 64, 512, split=Split(2, shards=8))
     assert trees.peak < plan_step(spec, config, "bf16", 64, 512).peak
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,36 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.parallel.fake_nccl import FakeEngine
+from models.nanoeuler import Config, NanoEuler
+from tests.parallel.fake_nccl import FakeEngine, LateEngine
+from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.parallel import part_of, watch
+from tinyforge.op import Param
+from tinyforge.parallel import Alone, part_of, watch
+from tinyforge.parallel.buckets import Buckets
 from tinyforge.parallel.nccl import NCCLGroup
 from tinyforge.parallel.star import Lost, Star
 from tinyforge.parallel.watch import Watch
+from tinyforge.train.batches import PackedTokens
+from tinyforge.train.data_parallel import Sharded, _gradients, clip, update
+from tinyforge.train.objectives import NextTokens
+
+TINY = Config(dim=32, heads=4, kv_heads=2, layers=2, context=16, vocab=128, mtp_heads=2, hidden=64,
+              mtp_weights=(1, 0.5))  # fmt: skip
 
 
-def on_ranks(size: int, folder: Path, work: Callable[[NCCLGroup], Any], patience: float = 30.0) -> list[Any]:
+def on_ranks(
+    size: int, folder: Path, work: Callable[[NCCLGroup], Any], patience: float = 30.0, kind: Any = FakeEngine
+) -> list[Any]:
     """work(group) on each rank, a thread; what each returns or raises."""
+    folder.mkdir(exist_ok=True)
     names = [f"rank {rank} on here" for rank in range(size)]
     pipes = [Pipe() for _ in range(size - 1)]
     found: list[Any] = [None] * size
 
     def live(rank: int) -> None:
         lines = [ours for ours, _ in pipes] if rank == 0 else [pipes[rank - 1][1]]
-        engine = FakeEngine(size, rank, str(folder).encode(), patience)
+        engine = kind(size, rank, str(folder).encode(), patience)
         group = NCCLGroup(rank, size, engine, Star(rank, lines, names, "resume", patience),
                           Watch(rank, [], names, "resume", patience))  # fmt: skip
         try:
@@ -122,6 +136,75 @@ def test_an_array_with_gaps_is_refused(tmp_path: Path) -> None:
 
     for error in on_ranks(2, tmp_path, work):
         assert isinstance(error, ValueError) and "C-contiguous" in str(error)
+
+
+# --- steps, with collectives that are late ----------------------------------------------------------------------------
+
+
+def trained(group: Any, zero: int, micro_batches: int = 1, shards: int = 0) -> dict[str, np.ndarray]:
+    """Six steps of a small model; on each rank all weights and its own masters and moments."""
+    backend = get_backend("numpy", "fp32", workers=1)
+    backend.group = group if group.size > 1 else None
+    model = NanoEuler(TINY, backend)
+    model.initialise(0)
+    tokens = np.random.default_rng(0).integers(0, TINY.vocab, 4000).astype(np.int32)
+    data = PackedTokens(tokens, TINY.context, TINY.mtp_heads, seed=0)
+    batches = lambda step: [data.batch(step * micro_batches + i, 8) for i in range(micro_batches)]  # noqa: E731
+    objective = NextTokens(TINY.head_weights)
+    rank = Sharded(model, backend, objective, shards=shards, batches=batches).rank
+    rank.buckets = Buckets(model.buffer, model.ops(), elements=6000)  # several
+    optimizer = rank.make_optimizer(None, zero, micro_batches)
+    for step in range(6):
+        counts = sum(objective.count(batch) for batch in batches(step))
+        _gradients(rank, step, counts, None)
+        clip(rank, 1.0)
+        update(rank, 1e-2)
+    loss = rank.model.forward(*batches(0)[0].inputs(backend)).sum()  # reads weights that are still on their way
+    names = [p.name for p in optimizer.owned()]
+    return {"loss": loss} | {f"{what} {name}": tensor for what in ("masters", "m", "v")
+                             for name, tensor in zip(names, optimizer.tensors(what), strict=True)}  # fmt: skip
+
+
+def all_of(found: list[Any]) -> dict[str, np.ndarray]:
+    for of_rank in found:
+        assert isinstance(of_rank, dict), of_rank
+    assert len({float(of_rank["loss"]) for of_rank in found}) == 1
+    return {name: array for of_rank in found for name, array in of_rank.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_sums_under_backward_and_weights_under_forward_wait_for_what_they_need(
+    micro_batches: int, tmp_path: Path
+) -> None:
+    """The steps of ranks whose collectives happen at once, and as late as can be; whole and shared out."""
+    found = {}
+    for zero in (0, 1, 2):
+        for kind in (FakeEngine, LateEngine):
+            work = partial(trained, zero=zero, micro_batches=micro_batches)
+            found[zero, kind] = all_of(on_ranks(2, tmp_path / f"{zero}{kind.__name__}", work, kind=kind))
+    wanted = found[0, FakeEngine]
+    for (zero, kind), state in found.items():
+        assert state.keys() == wanted.keys()
+        other = found[2, FakeEngine] if zero == 2 and micro_batches > 1 else wanted  # sums in another order
+        assert all(np.array_equal(state[name], other[name]) for name in state), (zero, kind)
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[2, FakeEngine][name], array, rtol=2e-3, atol=2e-6)
+
+
+def test_the_bits_of_shards_with_collectives_that_are_late(tmp_path: Path) -> None:
+    wanted = trained(Alone(), zero=0, shards=2)
+    for zero in (0, 1, 2):
+        state = all_of(on_ranks(2, tmp_path / str(zero), partial(trained, zero=zero, shards=2), kind=LateEngine))
+        assert all(np.array_equal(state[name], wanted[name]) for name in wanted if name != "loss"), zero
+
+
+def test_weights_that_nobody_waits_for_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above can fail."""
+    wanted = all_of(on_ranks(2, tmp_path / "right", partial(trained, zero=1)))
+    monkeypatch.setattr(Param, "value", property(lambda self: self._value, Param.value.fset))
+    found = on_ranks(2, tmp_path / "wrong", partial(trained, zero=1), kind=LateEngine)
+    assert any(not np.array_equal(of_rank[name], wanted[name]) for of_rank in found for name in of_rank)
 
 
 # --- the watch --------------------------------------------------------------------------------------------------------

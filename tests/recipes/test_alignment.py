@@ -175,6 +175,8 @@ def test_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("dpo --resume --out dpo --beta 1", "--resume: --beta is 1.0, the run in dpo has None"),
         ("dpo --resume --out sft", "--resume: nothing to resume in sft"),
         ("grpo --base tuned --group 1", "--group is 1, wants at least 2"),
+        ("grpo --base tuned --zero 1", "--zero is for pretrain, sft, dpo and classify; leave it out here"),
+        ("dpo --base tuned --gpus 2", "--gpus is 2, "),
         ("grpo --base tuned --data words.json", "words.json: 0 of 3 records have a number in their output"),
         ("grpo --base tuned --data wide.json", "the model's context is 96; use a smaller --max-tokens"),
         ("grpo --base nothing", "no checkpoint in nothing"),

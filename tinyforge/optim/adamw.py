@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, bind, kernel
+from tinyforge.op import Param
 from tinyforge.params import ParamBuffer
 
 CHUNK = 1 << 17
@@ -130,7 +131,7 @@ class AdamW:
         self.m, self.v = (backend.zeros((self.size,), backend.master_dtype) for _ in range(2))
         self.step_count = 0
         self.k = bind((adamw_, square_sums, clip_factor), backend, "AdamW")
-        self._pieces = pieces or [slice(0, buffer.grads.size)]
+        self._pieces = pieces or [slice(0, buffer.values.size)]
         self.factor: Any = 1.0
 
     @property
@@ -154,16 +155,25 @@ class AdamW:
         for number, piece in enumerate(self._pieces):
             self.k.square_sums(sums[number], self.buffer.grads[piece])
 
-    def full(self, what: str) -> Array:
-        """The flat array of all parameters: "masters", or a moment, "m" or "v"."""
-        return self.buffer.masters if what == "masters" else getattr(self, what)
+    def owned(self) -> list[Param]:
+        """The parameters whose tensors this rank writes into a checkpoint."""
+        return self.buffer.params
 
-    def take(self, what: str, flat: Array) -> None:
-        """The reverse of `full`."""
-        if (own := self.full(what)) is not flat:
-            own[...] = flat
-        if what == "masters":
-            self.buffer.publish()
+    def tensors(self, what: str) -> Iterator[np.ndarray]:
+        """The masters ("masters") or a moment ("m" or "v") of those `owned`, one after the other. Where the ranks share
+        out the state, all of them go through it together."""
+        for p in self.owned():
+            yield np.array(self.backend.to_numpy(self.buffer.view(self._flat(what), p)))
+
+    def take(self, what: str, param: Param, tensor: Array) -> None:
+        """The reverse of `tensors`, of any parameter; `buffer.publish` when all masters are there."""
+        self.buffer.view(self._flat(what), param)[...] = tensor
+
+    def settle(self) -> None:
+        """Wait for weights that are still on their way from other ranks."""
+
+    def _flat(self, what: str) -> Array:
+        return self.buffer.masters if what == "masters" else getattr(self, what)
 
     def next_rates(self, lr: float) -> Array:
         """Count a step, and give its `step_rates` on the backend."""

@@ -12,30 +12,35 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinyforge.op import Op, Stash
+from tinyforge.op import Op, Param, Stash
 from tinyforge.parallel.group import part_of
 from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
 
 BUCKET = 8 << 20  # elements: 32 MB of float32, which NCCL sums at nearly its full speed
 UNIT = 32  # elements: a rank's part of a bucket is a multiple, so that its kernels read whole vectors
-_ROUND = 64 * UNIT  # of a bucket's bounds: every usual number of ranks divides it
 
 
 class Buckets:
-    """slices: of the flat buffer, in its order."""
+    """slices: of the flat buffer, in its order. Each holds whole parameters, `params`: those of more than `elements`
+    have one to themselves, and so have those that are not decayed, which are little and known last."""
 
     def __init__(self, buffer: ParamBuffer, ops: Sequence[Op], elements: int = BUCKET) -> None:
-        self.slices = cut(buffer.decay_end, buffer.values.size, elements)
-        self._owners: list[set[int]] = [set() for _ in self.slices]
-        learned = {id(p) for p in buffer.params}
-        for op in ops:
-            for p in op.params():
-                if id(p) in learned:
-                    place = buffer.place(p)
-                    for number, bucket in enumerate(self.slices):
-                        if bucket.start < place.stop and place.start < bucket.stop:
-                            self._owners[number].add(id(op))
+        bounds, self.params = [0], list[list[Param]]()
+        for p in buffer.params:
+            place = buffer.place(p)
+            if not self.params or place.start == buffer.decay_end or place.stop - bounds[-1] > elements:
+                if self.params:
+                    bounds.append(place.start)
+                self.params.append([])
+            self.params[-1].append(p)
+        bounds.append(buffer.size)
+        self.slices = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)] if self.params else []
+        number_of = {id(p): number for number, params in enumerate(self.params) for p in params}
+        # Which buckets an op's parameters lie in.
+        self.of_op = {
+            id(op): sorted({number_of[id(p)] for p in op.params() if id(p) in number_of}) for op in ops
+        }  # fmt: skip
 
     def parts(self, rank: int, size: int) -> list[slice]:
         """What of each bucket is rank's."""
@@ -45,20 +50,29 @@ class Buckets:
             found.append(slice(bucket.start + part.start, bucket.start + part.stop))
         return found
 
-    def watched(self, noise: Stream | None, begin: Callable[[slice], Any]) -> Watched:
-        """A stash that calls begin(bucket) during backward, and for the rest in `finish`."""
-        return Watched(self, noise, begin)
+    def watched(
+        self, noise: Stream | None, begin: Callable[[int], Any], enter: Callable[[int], Any] = lambda number: None
+    ) -> Watched:
+        """A stash that calls begin(number) during backward when a bucket's gradients are known, and for the rest in
+        `finish`. enter(number): called before the first of them is written."""
+        return Watched(self, noise, begin, enter)
 
 
 class Watched(Stash):
     """See `Buckets.watched`."""
 
-    def __init__(self, buckets: Buckets, noise: Stream | None, begin: Callable[[slice], Any]) -> None:
+    def __init__(
+        self, buckets: Buckets, noise: Stream | None, begin: Callable[[int], Any], enter: Callable[[int], Any]
+    ) -> None:
         super().__init__(noise)
-        self._slices, self._begin = buckets.slices, begin
-        self._missing = [set(owners) for owners in buckets._owners]
+        self._of_op, self._begin, self._enter = buckets.of_op, begin, enter
+        # The ops that have not yet added to a bucket's gradients.
+        self._missing: list[set[int]] = [set() for _ in buckets.slices]
+        for op, numbers in buckets.of_op.items():
+            for number in numbers:
+                self._missing[number].add(op)
         self._records_of: Counter[int] = Counter()
-        self._begun: set[int] = set()
+        self._begun, self._entered = set[int](), set[int]()
         self._last: int | None = None
 
     def push(self, owner: Op, *saved: Any) -> None:
@@ -77,11 +91,13 @@ class Watched(Stash):
         else:
             self._done(self._last)
         self._last = id(owner)
+        for number in self._of_op.get(id(owner), ()):
+            self._open(number)
         return super().pop(owner)
 
     def finish(self) -> None:
         """Backward is over."""
-        for number in reversed(range(len(self._slices))):
+        for number in reversed(range(len(self._missing))):
             self._sum(number)
 
     def _done(self, owner: int) -> None:
@@ -94,16 +110,13 @@ class Watched(Stash):
                 if not missing:
                     self._sum(number)
 
+    def _open(self, number: int) -> None:
+        if number not in self._entered:
+            self._entered.add(number)
+            self._enter(number)
+
     def _sum(self, number: int) -> None:
         if number not in self._begun:
             self._begun.add(number)
-            self._begin(self._slices[number])
-
-
-def cut(decay_end: int, size: int, elements: int) -> list[slice]:
-    """Slices of about so many elements; the last one has all that is not decayed, which is little and known last."""
-    whole = decay_end // _ROUND * _ROUND
-    count = max(1, -(-whole // elements))
-    step = -(-whole // count // _ROUND) * _ROUND if whole else size
-    bounds = [*range(0, whole, step), whole, size]
-    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if a < b]
+            self._open(number)
+            self._begin(number)

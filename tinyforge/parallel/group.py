@@ -69,10 +69,16 @@ class Group(Protocol):
         """Rank 0's value, on every rank; pickled on the way. The others call it without one."""
 
     def gather_objects(self, value: Any) -> Any:
-        """On rank 0 a list of all ranks' values; pickled on the way. Not of workers that share memory."""
+        """On rank 0 a list of all ranks' values; pickled on the way."""
 
-    def join(self) -> None:
-        """What is computed from here on waits for the collectives that were called."""
+    def mark(self) -> Any:
+        """This place among the collectives, for `join`."""
+
+    def join(self, mark: Any = None) -> None:
+        """What is computed from here on waits for the collectives that were called, or for those before the mark."""
+
+    def after(self, work: Callable[[], Any]) -> None:
+        """Compute something behind the collectives that were called, without what is computed elsewhere waiting."""
 
     def be_patient(self, seconds: float) -> None:
         """A rank may keep the others waiting for so long; longer, and it counts as lost."""
@@ -107,7 +113,22 @@ def summed(
         add(out, row)
 
 
-class Alone:
+class Finished:
+    """Of a group whose collectives are over when they return."""
+
+    overlaps: ClassVar = False
+
+    def mark(self) -> Any:
+        pass
+
+    def join(self, mark: Any = None) -> None:
+        pass
+
+    def after(self, work: Callable[[], Any]) -> None:
+        work()
+
+
+class Alone(Finished):
     """The group of one, which has nobody to talk to. Its arrays may be a device's.
 
     size: more than one only for a forecast of what a rank of so many needs, where nothing is computed.
@@ -115,7 +136,6 @@ class Alone:
 
     rank = 0
     shares: ClassVar = False
-    overlaps: ClassVar = False
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
@@ -141,9 +161,6 @@ class Alone:
     def gather_objects(self, value: Any) -> Any:
         return [value]
 
-    def join(self) -> None:
-        pass
-
     def be_patient(self, seconds: float) -> None:
         pass
 
@@ -154,7 +171,7 @@ class Alone:
         pass
 
 
-class SharedMemory:
+class SharedMemory(Finished):
     """Ranks on one machine that share memory: forked processes, or threads.
 
     The data goes through `slots`: a row of memory for each rank, one for the result. A sum is shared out: each rank
@@ -162,7 +179,6 @@ class SharedMemory:
     """
 
     shares: ClassVar = True
-    overlaps: ClassVar = False
 
     def __init__(self, rank: int, pipes: Sequence[Connection], slots: np.ndarray) -> None:
         """pipes: of rank 0, to the others in their order; of another rank, to rank 0. slots: (size + 1, SLOT) bytes."""
@@ -213,9 +229,6 @@ class SharedMemory:
 
     def gather_objects(self, value: Any) -> Any:
         return self._star.meet(("gather_objects",), bring=value)
-
-    def join(self) -> None:
-        pass
 
     def be_patient(self, seconds: float) -> None:
         self._star.patience = seconds

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tinyforge.backends import Backend
@@ -83,6 +84,26 @@ def same(group: Group, facts: Mapping[str, Any]) -> None:
             break
     if wrong := group.send_object(wrong):
         raise UserError(wrong)
+
+
+def shared(group: Group, folder: Path) -> None:
+    """Raise UserError on every rank unless all of them see rank 0's `folder`."""
+    token, probe = secrets.token_hex(8), folder / ".seen"
+    if group.rank == 0:
+        probe.write_text(token, encoding="ascii")
+    try:
+        token = group.send_object(token)
+        try:
+            sees = probe.read_text(encoding="ascii") == token
+        except OSError:
+            sees = False
+        blind = [group.name(rank) for rank, seen in enumerate(group.gather_objects(sees) or ()) if not seen]
+    finally:
+        if group.rank == 0:
+            probe.unlink(missing_ok=True)
+    if blind := group.send_object(blind):
+        raise UserError(f"{blind[0]} does not see {folder.absolute()} of rank 0, where each rank writes its part of a "
+                        "checkpoint; put --out into a folder that all hosts share, or drop --zero")  # fmt: skip
 
 
 def started_as_rank() -> bool:

@@ -13,15 +13,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tinyforge.parallel.group import Array, _flat, part_of, summed
+from tinyforge.parallel.group import Array, Finished, _flat, part_of, summed
 from tinyforge.parallel.star import Lost, Star
 
 
-class MPIGroup:
+class MPIGroup(Finished):
     """The ranks of MPI's COMM_WORLD. Arrays are NumPy's."""
 
     shares: ClassVar = False
-    overlaps: ClassVar = False
 
     def __init__(self, star: Star) -> None:
         from mpi4py import MPI
@@ -55,9 +54,6 @@ class MPIGroup:
 
     def send_object(self, value: Any = None) -> Any:
         return self._star.meet(("send_object",), value)
-
-    def join(self) -> None:
-        pass
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._star.meet(("gather_objects",), bring=value)

@@ -39,14 +39,17 @@ class Engine(Protocol):
     def together(self) -> AbstractContextManager[None]:
         """The calls inside are one: none waits for another."""
 
-    def on_stream(self) -> AbstractContextManager[None]:
-        """What is computed inside runs on the communicator's stream."""
+    def run(self, work: Callable[[], Any]) -> None:
+        """Compute something on the communicator's stream."""
 
     def fork(self) -> None:
         """The communicator's stream waits for what has been asked of the current one."""
 
-    def join(self) -> None:
-        """The current stream waits for the communicator's."""
+    def mark(self) -> Any:
+        """This place on the communicator's stream."""
+
+    def join(self, mark: Any = None) -> None:
+        """The current stream waits for the communicator's, or for this place on it."""
 
     def done(self) -> Callable[[], bool]:
         """Asks, later and from any thread, whether all that was started until now is finished."""
@@ -109,8 +112,14 @@ class NCCLGroup:
     def send_object(self, value: Any = None) -> Any:
         return self._meet("send_object", value)
 
-    def join(self) -> None:
-        self._engine.join()
+    def mark(self) -> Any:
+        return self._engine.mark()
+
+    def join(self, mark: Any = None) -> None:
+        self._engine.join(mark)
+
+    def after(self, work: Callable[[], Any]) -> None:
+        self._engine.run(work)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._meet("gather_objects", bring=value)
@@ -161,9 +170,12 @@ class NCCLGroup:
                         self._engine.send(part, rank)
                     if own.size:
                         self._engine.receive(rows[rank], rank)
-        with self._engine.on_stream():
+
+        def add() -> None:
             rows[self.rank] = own
             summed(list(rows), True, own, self._engine.add)
+
+        self._engine.run(add)
 
 
 class CupyEngine:
@@ -211,23 +223,26 @@ class CupyEngine:
     def together(self) -> AbstractContextManager[None]:
         return _Together(self._nccl)
 
-    def on_stream(self) -> AbstractContextManager[None]:
-        return self._stream
+    def run(self, work: Callable[[], Any]) -> None:
+        with self._stream:
+            work()
 
     def fork(self) -> None:
-        self._wait(self._stream, self._cupy.cuda.get_current_stream())
+        self._stream.wait_event(self._event(self._cupy.cuda.get_current_stream()))
 
-    def join(self) -> None:
-        self._wait(self._cupy.cuda.get_current_stream(), self._stream)
+    def mark(self) -> Any:
+        return self._event(self._stream)
 
-    def _wait(self, later: Any, earlier: Any) -> None:
+    def join(self, mark: Any = None) -> None:
+        self._cupy.cuda.get_current_stream().wait_event(mark or self.mark())
+
+    def _event(self, stream: Any) -> Any:
         event = self._cupy.cuda.Event(disable_timing=True)
-        event.record(earlier)
-        later.wait_event(event)
+        event.record(stream)
+        return event
 
     def done(self) -> Callable[[], bool]:
-        event = self._cupy.cuda.Event(disable_timing=True)
-        event.record(self._stream)
+        event = self.mark()
 
         def ask() -> bool:
             self._device.use()  # a thread begins on GPU 0

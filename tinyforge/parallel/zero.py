@@ -1,108 +1,213 @@
-"""AdamW whose state is shared out among the ranks (ZeRO, stage 1): each keeps and updates its part of every bucket.
+"""AdamW whose state is shared out among the ranks (ZeRO, stages 1 and 2): each keeps and updates its part of every
+bucket.
 
     gradients    summed by reduce-scatter: a rank gets the sums of its own parts
     update       of those parts: master weights and moments exist once in the group, not once a rank
-    weights      gathered: each rank sends the parts that it has updated, rounded to what the ops read
+    weights      gathered: each rank sends the parts that it has updated, rounded to what the ops read; where a group
+                 works beside the device, under the next forward pass: `Param.arrive`
 
 A step moves as many bytes as an all-reduce would, which is a reduce-scatter and an all-gather; in bf16 a quarter fewer.
 The optimizer's pass over memory takes 1 / ranks of the time.
+
+Stage 2 shares out the gradients too: a bucket has memory only while backward is in it, a **window**, and of its sums
+each rank keeps its part. With several micro-batches every one of them is summed over the ranks.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
+from tinyforge.op import Param
 from tinyforge.optim import AdamW, AdamWConfig
-from tinyforge.parallel.buckets import UNIT, Buckets
+from tinyforge.parallel.buckets import UNIT, Buckets, Watched
 from tinyforge.parallel.group import Group
+from tinyforge.parallel.sums import add_
 from tinyforge.params import ParamBuffer
+
+IN_FLIGHT = 2  # windows whose sums are under way: with so many, whoever opens another waits for the oldest
+
+
+def stage_of(zero: int, ranks: int, shards: int = 0, micro_batches: int = 1) -> int:
+    """What of --zero saves memory here, and keeps its promises. A rank that adds up several shards of a step does so in
+    whole gradients, and so do several micro-batches whose bits are promised: with --shards-per-step they stay whole."""
+    if ranks == 1:
+        return 0
+    return 1 if zero == 2 and shards and (shards > ranks or micro_batches > 1) else zero
 
 
 class ShardedAdamW(AdamW):
     """m, v and the master weights are flat arrays of this rank's parts, one behind the other.
 
     Takes the masters out of the buffer where they are an array of their own: `buffer.masters` is None from then on.
-    shards: sum the squares of the gradient's norm in so many parts of each bucket, whatever the number of ranks.
+    With stage 2 the gradients too: backward then needs the stash of `windows`. shards: sum the squares of the
+    gradient's norm in so many parts of each bucket, whatever the number of ranks.
     """
 
     def __init__(
         self, buffer: ParamBuffer, backend: Backend, config: AdamWConfig | None, group: Group, buckets: Buckets,
-        shards: int = 0,
+        shards: int = 0, stage: int = 1,
     ) -> None:  # fmt: skip
         self.group, self.buckets = group, buckets
-        parts = [part for part in buckets.parts(group.rank, group.size) if part.stop > part.start]
-        # (of the flat buffer, of the arrays here, decay), cut where what is decayed ends.
+        # (of the flat buffer, of the arrays here, decay). No bucket has both what is decayed and what is not.
         self.parts: list[tuple[slice, slice, bool]] = []
-        at = 0
-        for part in parts:
-            end = min(max(part.start, buffer.decay_end), part.stop)
-            for low, high, decays in ((part.start, end, True), (end, part.stop, False)):
-                if low < high:
-                    self.parts.append((slice(low, high), slice(at, at + high - low), decays))
-                    at += high - low
-        self._size = at
+        self._size = 0
+        for part in buckets.parts(group.rank, group.size):
+            mine = slice(self._size, self._size + part.stop - part.start)
+            self.parts.append((part, mine, part.start < buffer.decay_end))
+            self._size = mine.stop
         self.own: Array | None = None
         if buffer.masters is not buffer.values:
-            self.own = backend.zeros((at,), backend.master_dtype)
+            self.own = backend.zeros((self._size,), backend.master_dtype)
             for place, mine, _ in self.parts:
                 self.own[mine] = buffer.masters[place]
             buffer.masters = None
+        self.grads: Array | None = None
+        if stage == 2:
+            self.grads = backend.zeros((self._size,), backend.master_dtype)
+            buffer.place_grads(None)
         count = shards or group.size
         pieces = pieces_of(buckets, count)
         super().__init__(buffer, backend, config, pieces)
         first, last = count * group.rank // group.size, count * (group.rank + 1) // group.size
         self._mine = [n for n in range(len(pieces)) if first <= n % count < last]
+        self._count, self._tree = count, shards > 0
+        # Windows that are being summed: until then their memory is nobody else's.
+        self._leaving: deque[tuple[Any, Array]] = deque()
 
     @property
     def size(self) -> int:
         return self._size
 
+    def windows(self, first: bool) -> Watched:
+        """Of stage 2: the stash of a backward pass that leaves each rank its part of the sums. first: of the step; the
+        others' are added."""
+        windows = _Windows(self, first)
+        return self.buckets.watched(None, windows.sum, windows.open)
+
+    def grads_of(self, number: int, inside: slice) -> Array:
+        """Of a part of the rank's own, in the flat buffer: the sums of the gradient. number: of its bucket."""
+        if self.grads is None:
+            return self.buffer.grads[inside]
+        place, mine, _ = self.parts[number]
+        return self.grads[mine.start + inside.start - place.start : mine.start + inside.stop - place.start]
+
     def _sum_squares(self, sums: Array) -> None:
         sums.fill(0)
         for number in self._mine:
-            self.k.square_sums(sums[number], self.buffer.grads[self._pieces[number]])
+            piece = self._pieces[number]
+            if piece.start < piece.stop:
+                self.k.square_sums(sums[number], self.grads_of(number // self._count, piece))
         self.group.all_reduce_(sums)  # with zeros: to gather them
         self.group.join()
+        self._leaving.clear()
 
     def step(self, lr: float, grad_scale: Any = 1.0) -> None:
-        """Update the rank's own parts, and gather those of all."""
+        """Update the rank's own parts, and begin to gather those of all."""
         buffer, (decayed, plain) = self.buffer, self.next_rates(lr)
-        waiting = list(self.buckets.slices)
-        for place, mine, decays in self.parts:
-            while waiting and waiting[0].stop <= place.start:
-                self.group.all_gather_(buffer.values[waiting.pop(0)], UNIT)
-            masters = buffer.values[place] if self.own is None else self.own[mine]
-            flat = (buffer.values[place], masters, self.m[mine], self.v[mine], buffer.grads[place])
-            self.k.adamw_(*flat, decayed if decays else plain, grad_scale, self.config)
-        for bucket in waiting:
-            self.group.all_gather_(buffer.values[bucket], UNIT)
+        for number, (place, mine, decays) in enumerate(self.parts):
+            values = buffer.values[place]
+            masters = values if self.own is None else self.own[mine]
+            if values.size:
+                flat = (values, masters, self.m[mine], self.v[mine], self.grads_of(number, place))
+                self.k.adamw_(*flat, decayed if decays else plain, grad_scale, self.config)
+            self.group.all_gather_(buffer.values[self.buckets.slices[number]], UNIT)
+            if self.group.overlaps:
+                arrive = partial(self._arrive, number, self.group.mark())
+                for p in self.buckets.params[number]:
+                    p.arrive = arrive
+
+    def _arrive(self, number: int, mark: Any) -> None:
+        for p in self.buckets.params[number]:
+            p.arrive = None
+        self.group.join(mark)
+
+    def settle(self) -> None:
+        for p in self.buffer.params:
+            p.arrive = None
         self.group.join()
 
-    def full(self, what: str) -> Array:
-        """As of AdamW; every rank calls it, and gets a new array."""
-        if what == "masters" and self.own is None:
-            return self.buffer.values
-        own: Array = self.own if what == "masters" else getattr(self, what)
-        flat = self.backend.zeros(self.buffer.grads.shape, self.backend.master_dtype)
-        for place, mine, _ in self.parts:
-            flat[place] = own[mine]
-        for bucket in self.buckets.slices:
-            self.group.all_gather_(flat[bucket], UNIT)
-        self.group.join()
-        return flat
+    def owned(self) -> list[Param]:
+        """Whole tensors, of about as many elements on every rank."""
+        ranks, size = self.group.size, self.buffer.size
+        return [p for p in self.buffer.params if self.buffer.place(p).start * ranks // size == self.group.rank]
 
-    def take(self, what: str, flat: Array) -> None:
+    def tensors(self, what: str) -> Iterator[np.ndarray]:
+        """As of `AdamW`. A rank gathers a bucket at a time, and keeps what it owns."""
+        self.settle()
+        if what == "masters" and self.own is None:  # the weights, which all have
+            for p in self.owned():
+                yield np.array(self.backend.to_numpy(p.value))
+            return
+        own, owned = self._flat(what), {id(p) for p in self.owned()}
+        for bucket, params, (place, mine, _) in zip(self.buckets.slices, self.buckets.params, self.parts, strict=True):
+            flat = self.backend.zeros((bucket.stop - bucket.start,), self.backend.master_dtype)
+            flat[place.start - bucket.start : place.stop - bucket.start] = own[mine]
+            self.group.all_gather_(flat, UNIT)
+            self.group.join()
+            for p in params:
+                if id(p) in owned:
+                    start = self.buffer.place(p).start - bucket.start
+                    yield np.array(self.backend.to_numpy(flat[start : start + p.size])).reshape(p.shape)
+
+    def take(self, what: str, param: Param, tensor: Array) -> None:
+        whole, flat = self.buffer.place(param), tensor.reshape(-1)
         if what == "masters":
-            self.buffer.values[...] = flat
-            if self.own is None:
-                return
-        own: Array = self.own if what == "masters" else getattr(self, what)
+            self.buffer.values[whole] = flat
+        own = self._flat(what)
         for place, mine, _ in self.parts:
-            own[mine] = flat[place]
+            low, high = max(place.start, whole.start), min(place.stop, whole.stop)
+            if low < high and own is not None:
+                at = mine.start - place.start
+                own[low + at : high + at] = flat[low - whole.start : high - whole.start]
+
+    def _flat(self, what: str) -> Array:
+        return self.own if what == "masters" else getattr(self, what)
+
+
+class _Windows:
+    """The memory of the buckets that backward is in."""
+
+    def __init__(self, optimizer: ShardedAdamW, first: bool) -> None:
+        self.optimizer, self.first = optimizer, first
+        self._open: dict[int, Array] = {}
+        self._add = add_.bind(optimizer.backend)
+
+    def open(self, number: int) -> None:
+        o = self.optimizer
+        while len(o._leaving) >= IN_FLIGHT:
+            o.group.join(o._leaving[0][0])
+            o._leaving.popleft()
+        bucket = o.buckets.slices[number]
+        self._open[number] = window = o.backend.zeros((bucket.stop - bucket.start,), o.backend.master_dtype)
+        for p in o.buckets.params[number]:
+            start = o.buffer.place(p).start - bucket.start
+            p.grad = window[start : start + p.size].reshape(p.shape)
+
+    def sum(self, number: int) -> None:
+        o = self.optimizer
+        assert o.grads is not None
+        for p in o.buckets.params[number]:
+            del p.grad
+        window, bucket, (place, mine, _) = self._open.pop(number), o.buckets.slices[number], o.parts[number]
+        o.group.reduce_scatter_(window, o._tree, UNIT)
+        part, total = window[place.start - bucket.start : place.stop - bucket.start], o.grads[mine]
+        o.group.after(partial(self._keep, total, part))
+        o._leaving.append((o.group.mark(), window))
+
+    def _keep(self, total: Array, part: Array) -> None:
+        if self.first:
+            total[...] = part
+        else:
+            self._add(total, part)
 
 
 def pieces_of(buckets: Buckets, shards: int) -> list[slice]:

@@ -14,11 +14,11 @@ from tinyforge.config import ModelConfig
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Stash
 from tinyforge.ops.cross_entropy import sum_tokens
-from tinyforge.optim import AdamW
+from tinyforge.optim import AdamW, AdamWConfig
 from tinyforge.parallel import Group, part_of, start_group
 from tinyforge.parallel.buckets import UNIT, Buckets, Watched
 from tinyforge.parallel.sums import add_
-from tinyforge.parallel.zero import ShardedAdamW
+from tinyforge.parallel.zero import ShardedAdamW, pieces_of, stage_of
 from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
 from tinyforge.train.objectives import LN2, Batch, Objective, likelihoods, with_terms
@@ -75,8 +75,8 @@ class Rank:
         self.parts = range(count * self.group.rank // ranks, count * (self.group.rank + 1) // ranks)
         self.count = count
         levels = (len(self.parts) - 1).bit_length() if self.objective else 0
-        grads = self.model.buffer.grads
-        self.scratch = [self.backend.zeros(grads.shape, grads.dtype) for _ in range(levels)]
+        size = self.model.buffer.size
+        self.scratch = [self.backend.zeros((size,), self.backend.master_dtype) for _ in range(levels)]
 
     def part(self, batch: Batch, number: int) -> Batch:
         return batch[self.rows(batch, number)]
@@ -86,9 +86,22 @@ class Rank:
         part = part_of(number, self.count, len(batch.ids) // batch.together)
         return slice(part.start * batch.together, part.stop * batch.together)
 
+    def make_optimizer(self, config: AdamWConfig | None, zero: int = 0, micro_batches: int = 1) -> AdamW:
+        """AdamW over the model's weights as they are now. The bits are those of `zero` 0, see `stage_of`."""
+        buffer, ranks = self.model.buffer, self.group.size
+        buckets = self.buckets or Buckets(buffer, self.model.ops())
+        stage = 0 if self.group.shares else stage_of(zero, ranks, self.shards, micro_batches)
+        parts = self.shards or (ranks if self.buckets else 0)
+        self.optimizer = (
+            ShardedAdamW(buffer, self.backend, config, self.group, buckets, self.shards, stage) if stage
+            else AdamW(buffer, self.backend, config, pieces_of(buckets, parts) if parts else None)
+        )  # fmt: skip
+        return self.optimizer
+
     @property
-    def zero(self) -> bool:
-        return isinstance(self.optimizer, ShardedAdamW)
+    def sharded(self) -> ShardedAdamW | None:
+        """The optimizer, where the ranks share out its state."""
+        return self.optimizer if isinstance(self.optimizer, ShardedAdamW) else None
 
 
 class Sharded:
@@ -142,10 +155,6 @@ class Sharded:
         """`AdamW.step` with the factor that `clip` has found."""
         update(self.rank, lr) if self.alone else self.on_all_ranks(update, lr)
 
-    def full(self, what: str) -> Array:
-        """`AdamW.full`."""
-        return full(self.rank, what) if self.alone else self.on_all_ranks(full, what)
-
     def carried(self) -> Array:
         """The state of all rows."""
         return self.state if self.alone else self.on_all_ranks(carried)
@@ -172,11 +181,27 @@ class Sharded:
         self.group.send_object((work, arguments))
         return work(self.rank, *arguments)
 
+    def led(self, work: Callable[[], Any]) -> Any:
+        """What work() returns on rank 0. All ranks with memory of their own call this, and get it; meanwhile they do
+        what it asks of them. For what happens before `Run.train`, in which they follow."""
+        if self.alone:
+            return work()
+        if self.group.rank == 0:
+            found = work()
+            self.group.send_object((None, found))
+            return found
+        return self._follow()
+
     def follow(self) -> NoReturn:
         """Of a rank above 0: do what rank 0 says, until it ends the run, which raises SystemExit."""
         while True:
-            work, arguments = self.group.send_object()
+            self._follow()
+
+    def _follow(self) -> Any:
+        while (asked := self.group.send_object())[0] is not None:
+            work, arguments = asked
             work(self.rank, *arguments)
+        return asked[1]
 
 
 def _fork_follows(model: Model, backend: Backend, objective: Objective | None, state: Array | None, shards: int,
@@ -195,12 +220,18 @@ def _gradients(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray, n
         assert rank.batches is not None
         batches = rank.batches(batches)
     group, grads, tree = rank.group, rank.model.buffer.grads, rank.shards > 0
-    stash: Watched | None = None
-    if group.overlaps and rank.buckets and len(rank.parts) == 1:
-        stash = rank.buckets.watched(None, partial(_begin, rank))
+    begin, last = partial(_begin, rank), len(batches) - 1
+    watches = group.overlaps and rank.buckets and len(rank.parts) == 1
+
+    def stash_of(index: int) -> Stash:
+        """Of the backward of a micro-batch."""
+        if rank.sharded and grads is None:
+            return rank.sharded.windows(first=index == 0)
+        return rank.buckets.watched(None, begin) if watches and rank.buckets and index == last else Stash()
+
     add, sums = add_.bind(rank.backend), []
     for position, part in enumerate(rank.parts):
-        sums.append(_gradients_of_part(rank, batches, part, counts, noise, stash))
+        sums.append(_gradients_of_part(rank, batches, part, counts, noise, stash_of))
         # A binary counter: what has the place of a 1 is added, from the lowest on, to what comes.
         level = 0
         while position >> level & 1:
@@ -210,45 +241,47 @@ def _gradients(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray, n
         if part != rank.parts[-1]:
             rank.scratch[level][...] = grads
     total = sums[0]
-    if stash:
-        stash.finish()
-    elif rank.buckets:
-        for bucket in reversed(rank.buckets.slices) if rank.zero else [slice(0, grads.size)]:
-            _begin(rank, bucket)
-    else:
+    if not rank.buckets:
         group.all_reduce_(grads, tree)
+    elif grads is not None and not watches:
+        for number in reversed(range(len(rank.buckets.slices))):
+            begin(number)
     group.all_reduce_(total, tree)
     group.join()
     return total
 
 
-def _begin(rank: Rank, bucket: slice) -> None:
-    """Start to sum a slice of the gradients over the ranks."""
-    grads, tree = rank.model.buffer.grads[bucket], rank.shards > 0
-    if rank.zero:
+def _begin(rank: Rank, number: int) -> None:
+    """Start to sum a bucket of the gradients over the ranks."""
+    assert rank.buckets
+    grads, tree = rank.model.buffer.grads[rank.buckets.slices[number]], rank.shards > 0
+    if rank.sharded:
         rank.group.reduce_scatter_(grads, tree, UNIT)
     else:
         rank.group.all_reduce_(grads, tree)
 
 
 def _gradients_of_part(
-    rank: Rank, batches: Sequence[Batch], number: int, counts: np.ndarray, noise: Stream | None, watched: Watched | None
+    rank: Rank, batches: Sequence[Batch], number: int, counts: np.ndarray, noise: Stream | None,
+    stash_of: Callable[[int], Stash],
 ) -> Array:  # fmt: skip
-    """The model's gradients become those of one part of every batch; watched: the stash of the last one's backward."""
+    """The model's gradients become those of one part of every batch, each with a stash of its own."""
     model, backend, objective = rank.model, rank.backend, rank.objective
     assert objective is not None
-    model.buffer.grads.fill(0)
+    if model.buffer.grads is not None:
+        model.buffer.grads.fill(0)
     total: Array = 0.0
     # A number that is not finite stops the run by name (train/run.py); NumPy's own warnings would only precede that.
     with np.errstate(all="ignore"):
         for index, whole in enumerate(batches):
-            batch = rank.part(whole, number)
-            stash = watched if watched and index == len(batches) - 1 else Stash()
+            batch, stash = rank.part(whole, number), stash_of(index)
             stash.noise = noise and noise.fork(f"{index}/{number}")
             nll = forward(model, backend, batch, stash, rank.state)
             sums, dnll = objective.weigh(nll, batch, counts, backend)
             if len(batch.ids):
                 model.backward(dnll, stash)
+            if isinstance(stash, Watched):
+                stash.finish()
             total = total + sums
     return total
 
@@ -300,11 +333,6 @@ def clip(rank: Rank, limit: float) -> tuple[Any, Any]:
 def update(rank: Rank, lr: float) -> None:
     assert rank.optimizer is not None
     rank.optimizer.step(lr, rank.optimizer.factor)
-
-
-def full(rank: Rank, what: str) -> Array:
-    assert rank.optimizer is not None
-    return rank.optimizer.full(what)
 
 
 def carried(rank: Rank) -> Array:

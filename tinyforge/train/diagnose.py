@@ -36,6 +36,8 @@ def first_nonfinite(
     Empty where every op's own results are finite: then it is their sum that is not.
     """
     backend = model.ops()[0].backend
+    if model.buffer.grads is None:  # shared out among the ranks; here all are looked at
+        model.buffer.place_grads(backend.zeros((model.buffer.size,), backend.master_dtype))
     model.buffer.grads[...] = 0  # what the batch that failed left there would be blamed on the first op
     for op in model.ops():
         for p in op.params():

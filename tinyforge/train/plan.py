@@ -19,8 +19,8 @@ from tinyforge.op import Recompute, Stash
 from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW
 from tinyforge.parallel import Alone
-from tinyforge.parallel.buckets import Buckets
-from tinyforge.parallel.zero import ShardedAdamW
+from tinyforge.parallel.buckets import Buckets, Watched
+from tinyforge.parallel.zero import ShardedAdamW, stage_of
 from tinyforge.registry import ModelSpec
 from tinyforge.rng import Stream
 
@@ -54,10 +54,11 @@ def gib(count: int) -> str:
 
 @dataclass(frozen=True)
 class Split:
-    """How a step is spread over ranks. zero: they share out the optimizer's state. shards: of --shards-per-step."""
+    """How a step is spread over ranks. zero: the stage of what they share out, see `zero.stage_of`. shards: of
+    --shards-per-step."""
 
     ranks: int = 1
-    zero: bool = False
+    zero: int = 0
     shards: int = 0
 
     @property
@@ -67,7 +68,8 @@ class Split:
 
     @classmethod
     def of(cls, settings: Any, ranks: int) -> Split:
-        return cls(ranks, bool(settings.zero), settings.shards_per_step or 0)
+        shards = settings.shards_per_step or 0
+        return cls(ranks, stage_of(settings.zero, ranks, shards, settings.grad_accum), shards)
 
 
 ONE = Split()
@@ -91,19 +93,22 @@ def plan_step(
     model = Adapted(make, adapters) if adapters else make()
     weights = METER.now - start
     optimizer: AdamW
+    sharded = None
     if split.zero and split.ranks > 1:
         buckets = Buckets(model.buffer, model.ops())
-        optimizer = ShardedAdamW(model.buffer, backend, None, Alone(split.ranks), buckets, split.shards)
+        optimizer = sharded = ShardedAdamW(
+            model.buffer, backend, None, Alone(split.ranks), buckets, split.shards, split.zero
+        )
         METER.peak = METER.now  # of before, when nothing else was there yet
         weights = METER.now - start - optimizer.m.nbytes - optimizer.v.nbytes
     else:
         optimizer = AdamW(model.buffer, backend)
     ready = METER.now - start
-    grads = model.buffer.grads
-    sums = [backend.zeros(grads.shape, grads.dtype) for _ in range(split.levels)]
+    sums = [backend.zeros((model.buffer.size,), backend.master_dtype) for _ in range(split.levels)]
     integers = np.dtype(np.int32)
     inputs = [backend.zeros(shape, integers) for shape in config.input_shapes(batch_size, seq_len)]
-    stash = Stash(Stream(0, "plan"))  # as in a run: dropout takes memory too
+    stash = sharded.windows(first=True) if sharded and split.zero == 2 else Stash()
+    stash.noise = Stream(0, "plan")  # as in a run: dropout takes memory too
     shape = (batch_size, seq_len)
     masked = {} if restart is None else {"documents": Documents(backend.zeros(shape, integers), restart)}
     _nll = model.forward(*inputs, stash=stash, **masked)  # alive until the end of backward, as in a step
@@ -111,6 +116,8 @@ def plan_step(
     # One number for each head, as `NextTokens` gives without weights, and one for each term of the model's own.
     dnll, terms = backend.zeros((config.prediction_heads,), backend.master_dtype), len(config.term_weights)
     model.backward((dnll, backend.zeros((terms,), backend.master_dtype)) if terms else dnll, stash)
+    if isinstance(stash, Watched):
+        stash.finish()
     _, factor = optimizer.clip(1.0)
     optimizer.step(1e-3, factor)
     del sums
@@ -123,7 +130,7 @@ def print_plan(
 ) -> None:  # fmt: skip
     where = "on a GPU" if split.ranks == 1 else f"on each of {split.ranks} GPUs"
     if split.zero and split.ranks > 1:
-        where += ", the optimizer's state shared out"
+        where += ", the optimizer's state shared out" if split.zero == 1 else ", gradients and optimizer shared out"
     again = f", recomputing {recompute}" if recompute else ""
     print(f"a step of {batch_size} x {seq_len} tokens in {precision} {where}{again}:")
     plan = plan_step(spec, config, precision, batch_size, seq_len, recompute, adapters, restart, split)

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,17 +26,16 @@ from tinyforge import checkpoint
 from tinyforge.backends import Backend, compile
 from tinyforge.errors import UserError
 from tinyforge.files import locked
-from tinyforge.optim import AdamW, AdamWConfig, learning_rate
+from tinyforge.optim import AdamWConfig, learning_rate
 from tinyforge.parallel import Alone, Group
-from tinyforge.parallel.buckets import Buckets
 from tinyforge.parallel.launch import Ranks, joined, same
 from tinyforge.parallel.star import PREPARING
-from tinyforge.parallel.zero import ShardedAdamW, pieces_of
-from tinyforge.params import load_named, named
+from tinyforge.params import load_named
 from tinyforge.report import took
 from tinyforge.rng import Stream
 from tinyforge.terminal import printable
 from tinyforge.train import diagnose, metrics
+from tinyforge.train import state as state_of_run
 from tinyforge.train.data_parallel import Model, Sharded, Totals
 from tinyforge.train.diagnose import first_nonfinite
 from tinyforge.train.objectives import Batch, Objective, with_terms
@@ -195,12 +195,11 @@ class Run:
         """Weights, moments and a carried state as they are at the start of a run, or in a checkpoint. Rank 0 has the
         checkpoint, and hands what is in it to the others: they may be more or fewer than those that made it."""
         group, buffer, backend, settings = self.group, self.buffer, self.backend, self.settings
-        moments: dict[str, np.ndarray] = {}
         if found:
             _check_same(found, self.task)
             load_named(buffer, buffer.masters, found.weights, backend, found.path)
             moments = found.optimizer()
-            self.task.state.update({name.removeprefix(OF_TASK): np.asarray(array) for name, array in moments.items()
+            self.task.state.update({name.removeprefix(OF_TASK): moments[name] for name in moments
                                     if name.startswith(OF_TASK)})  # fmt: skip
             self._take_meta(found)
         group.broadcast_(buffer.masters)
@@ -208,32 +207,25 @@ class Run:
             group.broadcast_(buffer.frozen_values)
         group.join()
         buffer.publish()
-        config, buckets = AdamWConfig(weight_decay=settings.weight_decay), Buckets(buffer, self.task.model.ops())
-        shards = settings.shards_per_step or 0
-        self.optimizer: AdamW = (
-            ShardedAdamW(buffer, backend, config, group, buckets, shards) if settings.zero and group.size > 1
-            else AdamW(buffer, backend, config, pieces_of(buckets, shards) if shards else None)
-        )  # fmt: skip
-        self.sharded.rank.optimizer = self.optimizer
+        rank = self.sharded.rank
+        self.optimizer = rank.make_optimizer(AdamWConfig(weight_decay=settings.weight_decay), settings.zero,
+                                             settings.grad_accum)  # fmt: skip
+        if settings.zero == 2 and rank.sharded and rank.sharded.grads is None:
+            print("--zero 2 keeps the gradients whole here, as --zero 1: --shards-per-step adds up parts of a step in "
+                  "them")  # fmt: skip
         self.step = self.optimizer.step_count = group.send_object(self.step)
         if not self.step:
             return
-        for what in ("m", "v"):
-            flat = backend.zeros(buffer.grads.shape, backend.master_dtype)
-            if found:
-                load_named(buffer, flat, moments, backend, found.path, f"{what}.")
-            group.broadcast_(flat)
-            group.join()
-            self.optimizer.take(what, flat)
+        state_of_run.read_moments(self.optimizer, group, found)
         state = self.sharded.state
         if state is None:
             return
         if found:
-            carried = moments.get(CARRIED)
-            if carried is None or carried.shape != state.shape:
-                got = "nothing" if carried is None else carried.shape
+            moments = found.optimizer()
+            if (shape := moments.shape(CARRIED)) != state.shape:
+                got = shape or "nothing"
                 raise UserError(f"checkpoint {found.path}: {CARRIED} has {got}, the run wants {state.shape}")
-            state[...] = backend.asarray(carried, state.dtype)
+            state[...] = backend.asarray(moments[CARRIED], state.dtype)
         group.broadcast_(state)
         group.join()
 
@@ -392,7 +384,8 @@ class Run:
     def evaluate(self) -> Mapping[str, float]:
         """Measure the model on held-out data, and show a sample. Logged with it: the norms of the last step's gradients
         by layer, where they still lie there whole, and the memory."""
-        norms = {} if self.sharded.rank.zero else metrics.layer_norms(self.buffer, self.backend)
+        self.optimizer.settle()  # a decoder keeps arrays, which do not wait
+        norms = {} if self.sharded.rank.sharded else metrics.layer_norms(self.buffer, self.backend)
         figures = self.task.evaluate(self.sharded)
         memory = {"peak_memory_mib": round(metrics.peak_memory_mib(), 1)}
         if held := self.backend.memory().get("held"):
@@ -413,19 +406,9 @@ class Run:
 
     def save(self) -> Path:
         """Write a checkpoint. Raises UserError where a weight is not finite, or the disk refuses."""
-        buffer, backend = self.buffer, self.backend
-        weights = named(buffer, self.sharded.full("masters"), backend)
-        bad = next((name for name, value in weights.items() if not np.isfinite(value).all()), None)
-        if bad is not None:
-            raise UserError(
-                f"step {self.step}: weight {bad} is not finite; {self._last_good()}. Try a lower --lr or --clip"
-            )
-        moments: dict[str, np.ndarray] = {}
-        for what in ("m", "v"):
-            moments |= named(buffer, self.sharded.full(what), backend, f"{what}.")
+        more = {OF_TASK + name: np.ascontiguousarray(array) for name, array in self.task.state.items()}
         if self.sharded.state is not None:
-            moments[CARRIED] = np.array(backend.to_numpy(self.sharded.carried()))
-        moments |= {OF_TASK + name: np.ascontiguousarray(array) for name, array in self.task.state.items()}
+            more[CARRIED] = np.array(self.backend.to_numpy(self.sharded.carried()))
         meta = {
             **self.task.meta, "settings": self.settings.to_dict(), "elapsed": round(self.elapsed(), 3),
             "tokens": self.tokens,
@@ -436,9 +419,15 @@ class Run:
             meta["joules"] = joules
         if self.rates:
             meta["tokens_per_second"] = round(float(np.median(self.rates)))
-        self.last_saved = checkpoint.save(
-            self.out, self.step, weights, moments, self.task.tokenizer, meta, self.settings.keep
-        )
+        try:
+            write = partial(state_of_run.write, self.sharded, more)
+            self.last_saved = checkpoint.save_with(
+                self.out, self.step, write, self.task.tokenizer, meta, self.settings.keep
+            )
+        except FloatingPointError as bad:
+            raise UserError(
+                f"step {self.step}: weight {bad} is not finite; {self._last_good()}. Try a lower --lr or --clip"
+            ) from None
         return self.last_saved
 
     # --- the end

@@ -35,7 +35,7 @@ from tinyforge.errors import Parser, UserError
 from tinyforge.files import json_value, read_json, shown
 from tinyforge.op import Recompute
 from tinyforge.optim.schedules import SCHEDULES
-from tinyforge.parallel.launch import Ranks, same, start, started_as_rank
+from tinyforge.parallel.launch import Ranks, same, shared, start, started_as_rank
 from tinyforge.registry import ModelSpec, default_classifier, default_model, find_model, models
 from tinyforge.train.writers import WRITERS, check_writer
 
@@ -158,8 +158,8 @@ class Settings:
     gpus: int | None = setting(None, "start a rank for each of so many GPUs of this machine (default: one GPU, no "
                                "other process); mpirun -n 2 before the command starts ranks too, on a CPU as well",
                                check=above_zero, changes=BITS, card=NEVER)  # fmt: skip
-    zero: int = setting(0, "1: the ranks share out the optimizer's state (ZeRO stage 1): less memory", choices=(0, 1),
-                        changes=BITS, card=NEVER)  # fmt: skip
+    zero: int = setting(0, "1: the ranks share out the optimizer's state (ZeRO stage 1): less memory; 2: the gradients "
+                        "too", choices=(0, 1, 2), changes=BITS, card=NEVER)  # fmt: skip
     shards_per_step: int | None = setting(None, "add up a step's gradient as a tree over so many parts of the batch, a "
                                           "power of two: the same bits on 1, 2, 4 ranks or workers",
                                           check=power_of_two, changes=BITS)  # fmt: skip
@@ -315,14 +315,10 @@ class SftSettings(TuneSettings):
 
 @dataclass(frozen=True)
 class AlignSettings(TuneSettings):
-    """What is learned of replies, each alone in its row, by one process and its workers."""
-
-    several_ranks: ClassVar[bool] = False
+    """What is learned of replies, each alone in its row."""
 
     def check(self) -> None:
         super().check()
-        if self.gpus or self.zero:
-            raise UserError(f"--{'gpus' if self.gpus else 'zero'} is for pretrain, sft and classify; leave it out here")
         if self.document_mask:
             raise UserError("--document-mask is for rows of several records, and here a row has one; leave it out")
 
@@ -350,7 +346,9 @@ class DpoSettings(AlignSettings):
 
 @dataclass(frozen=True)
 class GrpoSettings(AlignSettings):
-    """recipes/grpo.py: how many replies are drawn, and how far one step may go."""
+    """recipes/grpo.py: how many replies are drawn, and how far one step may go; by one process and its workers."""
+
+    several_ranks: ClassVar[bool] = False
 
     out: str = with_default("out", "runs/grpo")
     steps: int | None = with_default("steps", 120)
@@ -369,6 +367,12 @@ class GrpoSettings(AlignSettings):
                              "--max-tokens, and no division by the group's deviation",
                              choices=("dapo", "grpo", "dr_grpo"))  # fmt: skip
     format_weight: float = setting(0.1, "reward of a reply in form; a right one earns 1 more", check=zero_or_more)
+
+    def check(self) -> None:
+        super().check()
+        if self.gpus or self.zero:
+            flag = "gpus" if self.gpus else "zero"
+            raise UserError(f"--{flag} is for pretrain, sft, dpo and classify; leave it out here")
 
 
 @dataclass(frozen=True)
@@ -568,6 +572,8 @@ def open_backend(settings: S, ranks: Ranks | None = None) -> tuple[Backend, S]:
             "code": code_hash(), "kind of processor or GPU": backend.describe().partition(" (GPU")[0],
             "versions": (sys.version.split()[0], np.__version__),
         })  # fmt: skip
+        if settings.zero:
+            shared(backend.group, Path(settings.out))
     return backend, replace(settings, workers=backend.workers)
 
 

@@ -1,0 +1,90 @@
+"""All that is to be shown on two GPUs, in one command of at most nine minutes.
+
+    python tests/gpu/two_gpus.py --out build/two-gpus
+
+What matters most comes first. Each part is a command that can be run alone, has a limit of its own and what is left of
+all the time, and leaves what it printed and a JSON file in --out; summary.json says how each ended, as it goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tinyforge.files import write_whole
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECK = "tests/gpu/ranks_check.py --gpus 2 --config base"
+# Name, seconds at most, command; {json} becomes the part's file.
+PARTS = (
+    # A step of one GPU, of two, with ZeRO, and of compiled DDP; memory beside forecast.
+    ("step", 170, "bench/train_step.py --gpus 2 --peer torch --config base --precision bf16 --batch-size 32 "
+                  "--seq-len 512 --steps 100 --json {json}"),
+    # The same bits on one GPU, on two, and moved in between.
+    ("bits", 110, f"{CHECK} --rows 64 --only collectives bits --exact-steps 200 --json {{json}}"),
+    # Two runs of the same world, ZeRO, and one GPU with micro-batches beside two, in float32.
+    ("losses", 100, f"{CHECK} --rows 8 --precision fp32 --only losses --steps 300 --json {{json}}"),
+    ("kills", 150, "tests/parallel/kills.py --by gpus --lives 1 --kills 3 --json {json}"),
+    # About 0.8 B parameters.
+    ("xl", 110, "bench/train_step.py --gpus 2 --config xl --precision bf16 --batch-size 16 --steps 20 --json {json}"),
+    # What bf16 makes of the same differences.
+    ("losses-bf16", 90, f"{CHECK} --rows 64 --precision bf16 --only losses --steps 300 --json {{json}}"),
+)  # fmt: skip
+
+
+def run(command: list[str], log: Path, seconds: float) -> str:
+    """How it ended: "0", another status, or "out of time"."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open(log, "wb") as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=file, stderr=file, start_new_session=True)
+        try:
+            return str(process.wait(seconds))
+        except subprocess.TimeoutExpired:
+            # It hands the signal on to its ranks, which are sessions of their own and die with it.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return "out of time"
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", default="build/two-gpus", metavar="DIR")
+    p.add_argument("--seconds", type=float, default=525.0, help="for all parts (default: 525)")
+    p.add_argument("--only", nargs="+", choices=[name for name, _, _ in PARTS], metavar="PART")
+    args = p.parse_args()
+    out = Path(args.out).absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    until, summary = time.monotonic() + args.seconds, dict[str, dict[str, object]]()
+    for name, limit, command in PARTS:
+        if args.only and name not in args.only:
+            continue
+        left = until - time.monotonic()
+        began = time.monotonic()
+        file = out / f"{name}.json"
+        words = [sys.executable, *command.format(json=file).split()]
+        status = run(words, out / f"{name}.log", min(limit, left)) if left > 20 else "no time left"
+        seconds = round(time.monotonic() - began, 1)
+        summary[name] = {"status": status, "seconds": seconds, "command": command.format(json=f"{name}.json")}
+        write_whole(out / "summary.json", json.dumps(summary, indent=1))
+        print(f"{name}: {status}, {seconds:.0f} s", flush=True)
+        if (out / f"{name}.log").is_file():
+            print("  " + "\n  ".join((out / f"{name}.log").read_text(errors="replace").splitlines()[-12:]), flush=True)
+    return int(any(part["status"] != "0" for part in summary.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""The state of a run in a checkpoint: each rank writes the tensors that its optimizer owns, any ranks read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinyforge.checkpoint import MODEL, OPTIMIZER, Checkpoint, lazy, write_shard
+from tinyforge.optim import AdamW
+from tinyforge.parallel import Group
+from tinyforge.params import check_named
+from tinyforge.tensors import Lazy
+from tinyforge.train.data_parallel import Rank, Sharded
+
+MASTERS, MOMENTS = "masters", ("m", "v")
+
+
+def write(sharded: Sharded, more: Mapping[str, np.ndarray], folder: Path) -> dict[str, str]:
+    """Write the weights, the moments, and `more` beside these; returns the files' hashes. Called on rank 0.
+
+    Raises OSError of any rank, FloatingPointError with the name of a weight that is not finite.
+    """
+    rank = sharded.rank
+    if rank.sharded:
+        rank.group.send_object((write_shards, (str(folder),)))
+        found = write_shards(rank, str(folder), more)
+    else:
+        found = [_write_own(rank, folder, more)]
+    for number, (_, fault) in enumerate(found):
+        if isinstance(fault, OSError) and number:
+            raise OSError(fault.errno, f"{fault.strerror} ({rank.group.name(number)})") from fault
+        if fault:
+            raise fault
+    return {name: digest for hashes, _ in found for name, digest in hashes.items()}
+
+
+def write_shards(rank: Rank, folder: str, more: Mapping[str, np.ndarray] | None = None) -> Any:
+    """On rank 0 a list, of what `_write_own` returns on each rank."""
+    return rank.group.gather_objects(_write_own(rank, Path(folder), more or {}))
+
+
+def _write_own(
+    rank: Rank, folder: Path, more: Mapping[str, np.ndarray]
+) -> tuple[dict[str, str], Exception | None]:  # fmt: skip
+    """Write what the rank's optimizer owns, a tensor at a time; returns the files' hashes, and what went wrong."""
+    optimizer, hashes = rank.optimizer, dict[str, str]()
+    assert optimizer is not None
+    number, count = (rank.group.rank, rank.group.size) if rank.sharded else (0, 1)
+    owned, dtype = optimizer.owned(), f"f{8 * rank.backend.master_dtype.itemsize}"
+    beside, dtypes = lazy(more)
+    fault: Exception | None = None
+    for what, kinds in ((MODEL, (MASTERS,)), (OPTIMIZER, MOMENTS)):
+        arrays = chain.from_iterable(map(optimizer.tensors, kinds))
+        tensors: dict[str, Lazy] = {
+            p.name if kind == MASTERS else f"{kind}.{p.name}": (p.shape, partial(_next, arrays, p.name, kind))
+            for kind in kinds for p in owned
+        }  # fmt: skip
+        each = dict.fromkeys(tensors, dtype)
+        if what == OPTIMIZER:
+            tensors, each = tensors | beside, each | dtypes
+        try:
+            if not fault:
+                hashes |= write_shard(folder, what, tensors, each, number, count)
+        except (OSError, FloatingPointError) as error:
+            fault = error
+        for _ in arrays:  # the other ranks need what this one brings, whatever has happened here
+            pass
+    return hashes, fault
+
+
+def _next(arrays: Iterator[np.ndarray], name: str, kind: str) -> np.ndarray:
+    array = next(arrays)
+    if kind == MASTERS and not np.isfinite(array).all():
+        raise FloatingPointError(name)
+    return array
+
+
+def read_moments(optimizer: AdamW, group: Group, found: Checkpoint | None) -> None:
+    """Give every rank its part of the moments that rank 0 has `found`, a tensor at a time. All ranks with memory of
+    their own, `group`, call it. Raises UserError."""
+    buffer, backend = optimizer.buffer, optimizer.backend
+    moments = found.optimizer() if found else {}
+    for what in MOMENTS:
+        if found:
+            check_named(buffer, moments, found.path, f"{what}.")
+        for p in buffer.params:
+            if found:
+                tensor = backend.asarray(moments[f"{what}.{p.name}"], backend.master_dtype)
+            else:
+                tensor = backend.zeros(p.shape, backend.master_dtype)
+            group.broadcast_(tensor)
+            group.join()
+            optimizer.take(what, p, tensor)
