@@ -29,6 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "speedrun.sh"
 STAGES = "books web instructions corpus shards pretrain sft evaluate-base evaluate-sft chat report".split()
 
+QUESTIONS = json.dumps({"question": {"stem": "What barks?", "choices": [{"text": "a dog", "label": "A"},
+                        {"text": "a cat", "label": "B"}]}, "answerKey": "A"})  # fmt: skip
+
 # What `python ...` does in a stage: it notes the call, does what FAULTS/stage says (once), and writes the result.
 STAND_IN = r"""#!/usr/bin/env bash
 [[ $1 == - ]] && exec "$REAL_PYTHON" "$@"
@@ -219,8 +222,7 @@ def test_training_that_was_cut_short_starts_anew_on_other_shards(run: Run) -> No
 def test_alignment_and_benchmarks_where_their_files_are_given(run: Run) -> None:
     """Each stage goes on from the one before it, and the last is asked; what is added later is made, and no more."""
     (run.folder / "pairs.json").touch()
-    question = {"question": {"stem": "Why?", "choices": [{"text": "So.", "label": "A"}]}, "answerKey": "A"}
-    (run.folder / "ARC-Easy-Test.jsonl").write_text(json.dumps(question), encoding="utf-8")
+    (run.folder / "ARC-Easy-Test.jsonl").write_text(QUESTIONS, encoding="utf-8")
     flags = [*run.files, "--preferences", "pairs.json", "--dpo-flags", "--steps 3"]
     run.finish(*flags)
     assert run.stages() == [*STAGES[:-2], "dpo", "evaluate-dpo", "chat", "report"]
@@ -439,11 +441,10 @@ def real(run: Run) -> Run:
     (run.folder / "alpaca.json").write_text(json.dumps(records), encoding="utf-8")
     pairs = [{"instruction": f"Add {a}.", "input": "1", "chosen": str(a + 1), "rejected": "no"} for a in range(20)]
     (run.folder / "pairs.json").write_text(json.dumps(pairs), encoding="utf-8")
-    (run.folder / "causative.jsonl").write_text(SENTENCES, encoding="utf-8")
+    (run.folder / "ARC-Easy-Test.jsonl").write_text(QUESTIONS, encoding="utf-8")
     return run
 
 
-SENTENCES = json.dumps({"sentence_good": "Tom has a dog.", "sentence_bad": "Tom has dog a."}) + "\n"
 DATA = ["--books", "books", "--web", "web.jsonl", "--web-licence", "ours", "--instructions", "alpaca.json",
         "--vocab-size", "300", "--corpus-flags", "--max-bytes 2048 --val-share 0.2", "--data-only"]  # fmt: skip
 
@@ -474,8 +475,8 @@ def test_from_text_to_a_chat_killed_in_every_stage(real: Run) -> None:
              "--pretrain-flags", f"{shape} --batch-size 4 --steps 150 --save-every 5",
              "--sft-flags", "--batch-size 4 --steps 150 --save-every 5", "--preferences", "pairs.json", "--dpo-flags",
              "--batch-size 4 --steps 40 --save-every 5", "--problems", "alpaca.json", "--grpo-flags",
-             "--batch-size 2 --group 2 --max-tokens 4 --steps 9 --save-every 2", "--task-data", "causative.jsonl",
-             "--tasks", "blimp", "--tasks-flags", "--any-version"]  # fmt: skip
+             "--batch-size 2 --group 2 --max-tokens 4 --steps 9 --save-every 2", "--task-data", "ARC-Easy-Test.jsonl",
+             "--tasks", "arc_easy", "--tasks-flags", "--any-version"]  # fmt: skip
     real.out = real.folder / "trained"
     real.env["PYTHONPATH"] = str(without_duckdb(real.folder))
     aligned = ["dpo", "evaluate-dpo", "grpo", "evaluate-grpo", "tasks-base", "tasks-tuned", "chat", "report"]
@@ -486,6 +487,6 @@ def test_from_text_to_a_chat_killed_in_every_stage(real: Run) -> None:
         assert json.loads((real.out / f"{name}.json").read_text(encoding="utf-8"))
     assert "\n=== chat\n" in out and out.rstrip().endswith("--checkpoint trained/grpo --backend numpy")
     report = (real.out / "report.html").read_text(encoding="utf-8")
-    for shown in ("pretrain: card", "grpo: card", "evaluate-dpo.log", "bits per byte of held-out text", "tasks-tuned.log",
-                  "val_rewards/accuracies", "### Instruction"):  # fmt: skip
+    for shown in ("pretrain: card", "grpo: card", "evaluate-dpo.log", "bits per byte of held-out text",
+                  "tasks-tuned.log", "val_rewards/accuracies", "### Instruction"):
         assert shown in report
