@@ -129,7 +129,7 @@ pack) pack shards shards-4096 shards-8192 shards-16384 instructions preferences.
 unpack) unpack ;;
 vocabulary)
     arms=()
-    for shards in "$out"/shards-*; do arms+=(--arm "${shards##*-} ids: --data $shards --set vocab=${shards##*-}"); done
+    for shards in "$out"/shards-*; do arms+=(--arm "${shards##*-} ids: --data $shards"); done
     [[ -e ${shards}/manifest.json ]] || die "$out has no shards-4096, ...; make them: recipes/large-run.sh tenth OUT ..."
     cd "$root"
     # shellcheck disable=SC2086 # flags are words

@@ -48,7 +48,7 @@ data)
         run -m data.local --out "$out/sources/simple" --name simple --licence "CC BY-SA 4.0" "$3"
     run -m data.corpus "$out/sources/tinystories" "$out/sources/books" "$out/sources/simple" --out "$out/corpus" \
         --filters "$out/filters.sql" --val-share 0.02 tinystories=0.04
-    run -m data.shards --corpus "$out/corpus" --out "$out/shards" --vocab-size 4096
+    run -m data.shards --corpus "$out/corpus" --out "$out/shards" --vocab-size 4096 --at-most
     [[ -e $out/sources/retold/source.json ]] || run -m data.stories retell "$out/corpus" --out "$out/sources/retold"
     # Near-duplicates are what is wanted here.
     run -m data.corpus "$out/sources/retold" --out "$out/corpus-retold" --val-share 0 --similarity 1
