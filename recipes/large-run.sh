@@ -89,7 +89,7 @@ sys.argv[1] + \"') WHERE hash(text) % 10 = 0) TO '\" + sys.argv[2] + \"' (FORMAT
             words+=("$name=$tenth")
         done <<<"${given[$name]%$'\n'}"
     done
-    VOCABULARY="4096 8192 16384" exec "$0" data "$out/tenth" "${words[@]}"
+    VOCABULARY="4096 8192 16384" exec "$root/recipes/large-run.sh" data "$out/tenth" "${words[@]}"
     ;;
 data)
     mkdir -p "$out/eval" "$out/instructions"
@@ -141,7 +141,7 @@ pretrain)
     cd "$root"
     # shellcheck disable=SC2086
     trained pretrain recipes/pretrain.py --data "$out/shards" --config base --batch-size 32 --precision bf16 --card \
-        --eval-every 1000 --save-every 1000 ${PRETRAIN:---steps 20000 --lr 6e-4 --weight-decay 0.2} "$@"
+        --eval-every 1000 --save-every 5000 ${PRETRAIN:---steps 20000 --lr 6e-4 --weight-decay 0.2} "$@"
     ;;
 sft)
     needs pretrain
