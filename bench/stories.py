@@ -11,6 +11,7 @@ Stories: one to each of `--prompts` requests, as the chat would answer it, reque
 `ended`: shares that end by themselves. `name kept`: of the requests that name a hero, the share whose story has that
 name as often as any other known name, and again in its last half. `eight-grams`: the share of the stories' runs of
 eight words that stand in the training text, that of all corpora and records given; of the held-out stories, the same.
+`who it is`: of twenty chats, those in which "Who are you?" after a story is answered with the model's own name.
 
 Speed: the seconds from the command `python -m models.nanoeuler.chat --prompt ...` to its first letter, and tokens a
 second of a whole story; both on the CPU.
@@ -138,6 +139,17 @@ def tell(loaded: Loaded, asked: Sequence[Request], sampling: Sampling) -> tuple[
     return told, conversation.stats.tokens_per_second
 
 
+def says_who_it_is(loaded: Loaded, sampling: Sampling, chats: int = 20) -> float:
+    """Share of the chats in which it says its own name after a story: not the hero's, whom it was just asked about."""
+    conversation, found = conversation_with(loaded), 0
+    for number in range(chats):
+        conversation.clear()
+        for turn, text in enumerate(("Tell me a story about a dog.", "Who are you?")):
+            reply = "".join(conversation.ask(text, replace(sampling, seed=sampling.seed + 2 * number + turn)))
+        found += "I am Storyteller" in reply or "My name is Storyteller" in reply
+    return found / chats
+
+
 def keeps_name(story: str, name: str) -> bool:
     """Whether the hero's name is the story's most frequent one, and stands in its last half."""
     counts = Counter(found for other in {*names_in(story), name} for found in re.findall(rf"\b{other}\b", story))
@@ -225,6 +237,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Told]]:
         "stories": len(told), "ended": float(np.mean([story.ended for story in told])),
         "words_a_story": median(len(story.text.split()) for story in told),
         "named": len(named), "name_kept": float(np.mean([keeps_name(s.text, s.request.name) for s in named])),
+        "says_who_it_is": says_who_it_is(loaded, sampling),
         "eight_grams_known": shares[0], "eight_grams_known_of_held_out_stories": shares[1],
         "tokens_per_second": rate,
     }  # fmt: skip
@@ -243,6 +256,7 @@ def table(found: dict[str, Any], told: Sequence[Told]) -> str:
         f"stories told                   {found['stories']:,}, of {found['words_a_story']:.0f} words (median)",
         f"ended by themselves            {found['ended']:.1%}",
         f"name kept                      {found['name_kept']:.1%} of {found['named']}",
+        f"says who it is, after a story  {found['says_who_it_is']:.0%} of 20 chats",
         f"eight-grams of training text   {found['eight_grams_known']:.1%}; of held-out stories "
         f"{found['eight_grams_known_of_held_out_stories']:.1%}",
         f"tokens a second                {found['tokens_per_second']:,.0f}",

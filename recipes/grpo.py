@@ -212,7 +212,7 @@ def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
     def say(when: str, shares: dict[str, float]) -> None:
         line = f"{when}: {shares['correct']:.1%} of the held-out questions right, {shares['format']:.1%} in form"
         if not settings.data:  # what the model could do before is not to be forgotten
-            line += f"; {exact_match(loaded, 20 * len(KINDS), 0)['all']:.1%} of those of sft.py"
+            line += f"; {exact_match(loaded, 20 * len(KINDS), 0)['all']:.1%} of those that recipes/sft.py asks"
         print(line)
 
     if not resume:

@@ -12,9 +12,12 @@
 #   corpus                       filters, duplicates, held-out text, decontamination                  (docs/data.md)
 #   shards                       a tokenizer, and files of tokens                                     (docs/shards.md)
 #   pretrain, sft                a base model, then fine-tuned on the instructions                    (docs/training.md)
-#   dpo                          where --preferences are given: the chosen replies made likelier      (docs/alignment.md)
-#   evaluate-base, evaluate-sft  what both are worth on text and instructions they never saw; so for dpo
+#   evaluate-base, evaluate-sft  what both are worth on text and instructions they never saw
+#   dpo, evaluate-dpo            where --preferences are given: the chosen replies made likelier      (docs/alignment.md)
+#   grpo, evaluate-grpo          where --problems are given: what a checker finds right made likelier (docs/alignment.md)
+#   tasks-base, tasks-tuned      where --task-data is given: benchmarks that people know              (docs/evaluation.md)
 #   chat                         one question
+#   report                       OUT/report.html: curves, samples, tables, cards, in one file         (docs/board.md)
 #
 # After a kill, Ctrl-C or a fault run the same command again: complete stages are skipped, and the one that was under
 # way continues where it stopped. Everything is under --out, the log of each stage in its folder logs.
@@ -35,6 +38,10 @@ usage: recipes/speedrun.sh [flags]
   --web-licence TEXT        what the files of --web are under, for the catalogue and the shards
   --instructions PATH       Alpaca records: .json, .jsonl or a zip of one (default: they are fetched)
   --preferences PATH        preference pairs, JSON with instruction, input, chosen, rejected: goes on to recipes/dpo.py
+  --problems PATH|TASK      Alpaca records whose output ends in the right number, or one-step or harder-sums, which are
+                            built in: goes on to recipes/grpo.py
+  --task-data PATH          a folder or a zip of evaluation sets: benchmarks of the base and of the last model
+  --tasks NAMES             which benchmarks, with commas (default: blimp,arc_easy,piqa)
   --shards DIR              begin with these token shards: no books and no web are read, and no DuckDB is needed
   --data-only               end when the shards and the instructions are made
 
@@ -44,7 +51,9 @@ usage: recipes/speedrun.sh [flags]
   --corpus-flags "..."      more flags for data.corpus, after those of the config
   --pretrain-flags "..."    more flags for recipes/pretrain.py, after those of the config
   --sft-flags "..."         more flags for recipes/sft.py, after those of the config
-  --dpo-flags "..."         more flags for recipes/dpo.py
+  --dpo-flags "..."         more flags for recipes/dpo.py, after those of the config
+  --grpo-flags "..."        more flags for recipes/grpo.py, after those of the config
+  --tasks-flags "..."       more flags for recipes/evaluate.py --tasks
   -h, --help                this text
 
 The Python is $PYTHON, else .venv/bin/python if it is there, else python3.
@@ -79,7 +88,8 @@ QUESTION="Name three things to see in the sky at night."
 called="${PYTHON:+PYTHON=$(quoted "$PYTHON") }" # what this script is called by
 again=$called$(quoted "$0" "$@") all=()
 config=base out='' books=() web=() licence='not stated' instructions='' shards='' data_only=no
-vocab='' at_most='' backend=auto precision='' corpus_more='' pretrain_more='' sft_more='' preferences='' dpo=''
+vocab='' at_most='' backend=auto precision='' corpus_more='' pretrain_more='' sft_more='' preferences='' dpo_more=''
+problems='' grpo_more='' task_data='' tasks=blimp,arc_easy,piqa tasks_more=''
 while (($#)); do
     case $1 in
     -h | --help)
@@ -105,7 +115,12 @@ while (($#)); do
     --pretrain-flags) pretrain_more=${2-} ;;
     --sft-flags) sft_more=${2-} ;;
     --preferences) preferences=${2-} ;;
-    --dpo-flags) dpo=${2-} ;;
+    --problems) problems=${2-} ;;
+    --task-data) task_data=${2-} ;;
+    --tasks) tasks=${2-} ;;
+    --dpo-flags) dpo_more=${2-} ;;
+    --grpo-flags) grpo_more=${2-} ;;
+    --tasks-flags) tasks_more=${2-} ;;
     *) die "$1: no such flag; recipes/speedrun.sh --help lists them" ;;
     esac
     (($# > 1)) || die "$1: wants a value after it; recipes/speedrun.sh --help says which"
@@ -124,6 +139,8 @@ base)
     pretrain="--config base --batch-size 32 --lr 6e-4 --weight-decay 1.5 --steps 11000"
     pretrain+=" --eval-every 1100 --save-every 2200"
     sft="--batch-size 32 --lr 2e-4 --steps 240 --max-reply 160 --eval-every 60 --save-every 120"
+    dpo="--lr 5e-6"                    # these two were not measured yet
+    grpo="--lr 2e-6 --max-tokens 64"
     : "${precision:=bf16}"
     : "${vocab:=4096}"
     fetch_books="" # the hundred classics of data/gutenberg.csv
@@ -133,6 +150,7 @@ base)
 small)
     pretrain="--config small --set context=256 --batch-size 8 --minutes 7 --eval-every 500 --save-every 250"
     sft="--batch-size 8 --minutes 3 --max-reply 120 --eval-every 250 --save-every 100"
+    dpo="" grpo=""
     : "${precision:=fp32}"
     : "${vocab:=1024}"
     fetch_books="--numbers 11 84 1342 1661" # Alice, Frankenstein, Pride and Prejudice, Sherlock Holmes
@@ -144,6 +162,8 @@ small)
 esac
 pretrain=$(joined "$pretrain --precision $precision --card" "$pretrain_more")
 sft=$(joined "$sft --precision $precision --card" "$sft_more")
+dpo=$(joined "$dpo --precision $precision --card" "$dpo_more")
+grpo=$(joined "$grpo --precision $precision --card" "$grpo_more")
 corpus+=" $corpus_more"
 : "${out:=runs/speedrun-$config}"
 
@@ -154,7 +174,12 @@ if [[ -n $shards ]]; then
     [[ -e $shards/manifest.json ]] || die "--shards $shards: no manifest.json in it; name what data.shards has made"
 fi
 [[ ${books[*]-} != none || ${web[*]-} != none ]] || die "--books none and --web none leave no text; name some"
-for path in ${books[@]+"${books[@]}"} ${web[@]+"${web[@]}"} ${instructions:+"$instructions"}; do
+case $problems in
+'' | one-step | harder-sums) asked=(--task "$problems") ;;
+*) asked=(--data "$problems") ;;
+esac
+for path in ${books[@]+"${books[@]}"} ${web[@]+"${web[@]}"} ${instructions:+"$instructions"} \
+    ${preferences:+"$preferences"} ${task_data:+"$task_data"}; do
     [[ $path == none || -e $path ]] || die "$path: no such file or folder; check the path, relative to $PWD"
 done
 
@@ -176,10 +201,11 @@ exec 9>"$out/.lock" # every command that is started here holds it too, even one 
 modules="numpy tqdm safetensors matplotlib"
 [[ -n $shards ]] || modules+=" duckdb"
 [[ $data_only == no ]] || backend=none
-"$python" - "$python" "$root" "$out" "$backend" "$precision" "$modules" <<'END' || exit 2
+"$python" - "$python" "$root" "$out" "$backend" "$precision" "$modules" "$tasks" "$task_data" "$tasks_more" \
+    <<'END' || exit 2
 import importlib.util, sys
 
-python, root, out, backend, precision, modules = sys.argv[1:]
+python, root, out, backend, precision, modules, tasks, task_data, tasks_more = sys.argv[1:]
 if sys.version_info < (3, 11):
     sys.exit("error: %s is older than 3.11; name another Python: PYTHON=python3.12" % python)
 missing = [name for name in modules.split() if importlib.util.find_spec(name) is None]
@@ -192,11 +218,20 @@ except ImportError:  # Windows; the stages lock their folders themselves
     pass
 except OSError:
     sys.exit(f"error: another run is at work in {out}; wait for it or stop it, or name another --out")
-if backend != "none":  # a wrong one shows now, and not after hours
+if backend != "none":  # what is wrong shows now, and not after hours
+    from pathlib import Path
+
+    from data.evaluation import TASKS, check_tasks, find_sets, read_set
     from tinyforge.backends import get_backend
     from tinyforge.errors import run_command
 
-    run_command(lambda: get_backend(backend, precision) and None)
+    def check():
+        get_backend(backend, precision)
+        names, files = check_tasks([tasks]), find_sets([Path(task_data)] if task_data else [])
+        for name in filter(TASKS.__contains__, names if task_data else ()):
+            read_set(name, files, "--any-version" in tasks_more)
+
+    run_command(check)
 END
 
 # --- the stages ------------------------------------------------------------------------------------------------------
@@ -220,7 +255,8 @@ stage() { # NAME RESULT COMMAND...: run it unless it has been, to the end; RESUL
     find "$out/.stages" -type f ! -name "$name.begun" ${complete[@]+"${complete[@]}"} -exec rm {} +
     case $name in
     books | web) rm -f "$result" ;; # status 1 says that files were left out; this tells it from a crash
-    pretrain | sft | dpo)
+    tasks-*) [[ -f $made.begun ]] || rm -f "$result" ;; # figures of another model
+    pretrain | sft | dpo | grpo)
         set -- "$@" --backend "$backend"
         if [[ -z $(find "$result" -maxdepth 1 -name 'step-*' 2>/dev/null) ]]; then
             : # nothing was saved
@@ -291,7 +327,10 @@ if [[ -z $shards ]]; then
         --corpus "$out/corpus" --out "$shards" --vocab-size "$vocab" $at_most
 fi
 if [[ $data_only == yes ]]; then
-    more=(${pretrain_more:+--pretrain-flags "$pretrain_more"} ${sft_more:+--sft-flags "$sft_more"})
+    more=(${pretrain_more:+--pretrain-flags "$pretrain_more"} ${sft_more:+--sft-flags "$sft_more"}
+        ${preferences:+--preferences "$preferences"} ${dpo_more:+--dpo-flags "$dpo_more"}
+        ${problems:+--problems "$problems"} ${grpo_more:+--grpo-flags "$grpo_more"}
+        ${task_data:+--task-data "$task_data" --tasks "$tasks"} ${tasks_more:+--tasks-flags "$tasks_more"})
     printf '\nThe data is made: %s and %s. To train on them here:\n' "$shards" "$records"
     echo "  $called$(quoted "$0" ${all[@]+"${all[@]}"})"
     echo "and on another machine, where the two are copied to:"
@@ -308,21 +347,38 @@ stage sft "$out/sft" "$python" "$root/recipes/sft.py" \
 where=(--backend "$backend" --precision "$precision")
 stage evaluate-base "$out/evaluate-base.json" "$python" "$root/recipes/evaluate.py" \
     --checkpoint "$out/pretrain" --data "$shards" --json "$out/evaluate-base.json" "${where[@]}" --card
-stage evaluate-sft "$out/evaluate-sft.json" "$python" "$root/recipes/evaluate.py" \
-    --checkpoint "$out/sft" --data "$shards" --instructions "$records" --json "$out/evaluate-sft.json" \
-    "${where[@]}" --card
+evaluate_tuned() { # NAME: the run of that name, as sft before it
+    stage "evaluate-$1" "$out/evaluate-$1.json" "$python" "$root/recipes/evaluate.py" \
+        --checkpoint "$out/$1" --data "$shards" --instructions "$records" --json "$out/evaluate-$1.json" \
+        "${where[@]}" --card
+}
+evaluate_tuned sft
 tuned=$out/sft
 if [[ -n $preferences ]]; then
-    tuned=$out/dpo
     # shellcheck disable=SC2086
-    stage dpo "$tuned" "$python" "$root/recipes/dpo.py" --base "$out/sft" --data "$preferences" --out "$tuned" \
-        --cache "$out/reference" --precision "$precision" --card $dpo
-    stage evaluate-dpo "$out/evaluate-dpo.json" "$python" "$root/recipes/evaluate.py" \
-        --checkpoint "$tuned" --data "$shards" --instructions "$records" --json "$out/evaluate-dpo.json" \
-        "${where[@]}" --card
+    stage dpo "$out/dpo" "$python" "$root/recipes/dpo.py" --base "$tuned" --data "$preferences" --out "$out/dpo" \
+        --cache "$out/reference" $dpo
+    evaluate_tuned dpo
+    tuned=$out/dpo
+fi
+if [[ -n $problems ]]; then
+    # shellcheck disable=SC2086
+    stage grpo "$out/grpo" "$python" "$root/recipes/grpo.py" --base "$tuned" "${asked[@]}" --out "$out/grpo" \
+        $grpo
+    evaluate_tuned grpo
+    tuned=$out/grpo
+fi
+if [[ -n $task_data ]]; then
+    for name in base tuned; do
+        [[ $name == base ]] && model=$out/pretrain || model=$tuned
+        # shellcheck disable=SC2086
+        stage "tasks-$name" "$out/tasks-$name.json" "$python" "$root/recipes/evaluate.py" --checkpoint "$model" \
+            --tasks "$tasks" --task-data "$task_data" --json "$out/tasks-$name.json" --resume "${where[@]}" $tasks_more
+    done
 fi
 stage chat "" "$python" -m models.nanoeuler.chat --checkpoint "$tuned" --prompt "$QUESTION" "${where[@]}"
+stage report "" "$python" -m tinyforge.board "$out" --export "$out/report.html"
 
-printf '\nThis took %d min %d s. Losses: %s; figures: %s; logs: %s. To go on asking:\n' $((SECONDS / 60)) \
-    $((SECONDS % 60)) "$out/pretrain/loss.png, $out/sft/loss.png" "$out/evaluate-*.json" "$out/logs"
+printf '\nThis took %d min %d s. All of it in one page: %s; figures: %s. To go on asking:\n' $((SECONDS / 60)) \
+    $((SECONDS % 60)) "$out/report.html" "$out/*.json"
 echo "  $(quoted "$python") -m models.nanoeuler.chat --checkpoint $(quoted "$tuned") --backend $backend"

@@ -6,11 +6,16 @@
 #
 # The first makes token shards and instructions in OUT, on a CPU, with DuckDB: five minutes. The second, on a GPU, which
 # needs neither DuckDB nor the texts, pretrains, fine-tunes, and writes OUT/storyteller in bf16: four minutes on one H200.
-# Stages of the first that are complete are skipped. Flags after OUT go to recipes/pretrain.py and recipes/sft.py, and
-# $PRETRAIN_STEPS and $SFT_STEPS make the second shorter:
+# Stages that are complete are skipped, and a run that was stopped goes on: the same command again. Flags after OUT go to
+# recipes/pretrain.py and recipes/sft.py; $PRETRAIN and $SFT are further flags of the one and of the other, e.g. when they end:
 #
-#   PRETRAIN_STEPS=20 SFT_STEPS=20 recipes/storyteller.sh train OUT --backend numpy --precision fp32
+#   PRETRAIN="--minutes 1.35" SFT="--steps 550" recipes/storyteller.sh train OUT
+#   PRETRAIN="--steps 20" SFT="--steps 20" recipes/storyteller.sh train OUT --backend numpy --precision fp32
 #
+# To another machine, in files of $PART_MIB MiB (32):
+#
+#   recipes/storyteller.sh pack OUT           OUT/parts, of shards and instructions
+#   recipes/storyteller.sh unpack OUT         there, when OUT/parts is copied
 #
 #   tinystories.parquet        TinyStories, or its published text files     (CDLA-Sharing-1.0)
 #   children-books.zip         books of Project Gutenberg                    (public domain in the US)
@@ -20,21 +25,11 @@
 # The Python is $PYTHON, else .venv/bin/python if it is there, else python3. docs/results/storyteller.md has the measurements.
 set -euo pipefail
 
-die() { # one line: what is wrong, and what to do
-    printf 'error: %s\n' "$1" >&2
-    exit 2
-}
-
-run() {
-    printf '$ %s\n' "$*"
-    "$PYTHON" "$@"
-}
-
-[[ $# -ge 2 ]] || die "got $# arguments, wanted data or train, then a folder; head -20 recipes/storyteller.sh says more"
-what=$1 out=$(realpath -m "$2")
+what=${1-} out=$(realpath -m "${2:-.}") root=$(dirname "$(realpath "$0")")/..
+# shellcheck source=recipes/stages.sh
+source "$root/recipes/stages.sh"
+[[ $# -ge 2 ]] || die "got $# arguments, wanted data, pack, unpack or train, then a folder; head -30 $0 says more"
 shift 2
-root=$(dirname "$(realpath "$0")")/..
-PYTHON=${PYTHON:-$([[ -x $root/.venv/bin/python ]] && echo "$root/.venv/bin/python" || echo python3)}
 
 case $what in
 data)
@@ -53,7 +48,7 @@ data)
         run -m data.local --out "$out/sources/simple" --name simple --licence "CC BY-SA 4.0" "$3"
     run -m data.corpus "$out/sources/tinystories" "$out/sources/books" "$out/sources/simple" --out "$out/corpus" \
         --filters "$out/filters.sql" --val-share 0.02 tinystories=0.04
-    run -m data.shards --corpus "$out/corpus" --out "$out/shards" --vocab-size 4096
+    run -m data.shards --corpus "$out/corpus" --out "$out/shards" --vocab-size 4096 --at-most
     [[ -e $out/sources/retold/source.json ]] || run -m data.stories retell "$out/corpus" --out "$out/sources/retold"
     # Near-duplicates are what is wanted here.
     run -m data.corpus "$out/sources/retold" --out "$out/corpus-retold" --val-share 0 --similarity 1
@@ -61,21 +56,23 @@ data)
     [[ -e $out/instructions/source.json ]] ||
         run -m data.stories instruct "$out/corpus" --out "$out/instructions" ${4:+--others "$4"}
     ;;
+pack) pack shards shards-retold instructions ;;
+unpack) unpack ;;
 train)
     [[ -e $out/shards/manifest.json ]] || die "$out has no shards; make them: recipes/storyteller.sh data $out ..."
     cd "$root"
-    for stage in base sft; do
-        [[ -z $(compgen -G "$out/$stage/step-*" || true) ]] || die "$out/$stage holds a run; remove it, or take another folder"
-    done
-    run recipes/pretrain.py --data "$out/shards" "$out/shards-retold" --out "$out/base" \
+    # shellcheck disable=SC2086 # flags are words
+    trained base recipes/pretrain.py --data "$out/shards" "$out/shards-retold" \
         --mix tinystories=0.25 retold=0.35 gutenberg=0.15 simple=0.25 \
         --set dim=256 heads=4 kv_heads=2 layers=8 hidden=688 context=1024 mtp_heads=2 dropout=0.2 \
         --document-mask restart --batch-size 32 --lr 2e-3 --lr-decay 0.6 --weight-decay 0.5 \
-        --steps "${PRETRAIN_STEPS:-3909}" --precision bf16 --eval-every 500 --save-every 1000 "$@"
-    run recipes/sft.py --base "$out/base" --data "$out/instructions/alpaca.json" --out "$out/sft" --document-mask restart \
-        --batch-size 32 --lr 1e-3 --weight-decay 0.5 --steps "${SFT_STEPS:-1000}" --eval-every 250 --save-every 500 --card \
-        --precision bf16 "$@"
-    run -m tinyforge.hub convert "$out/sft" "$out/storyteller" --format tinyforge --dtype bf16
+        --precision bf16 --eval-every 500 --save-every 1000 ${PRETRAIN:---steps 3909} "$@"
+    # shellcheck disable=SC2086
+    trained sft recipes/sft.py --base "$out/base" --data "$out/instructions/alpaca.json" --document-mask restart \
+        --batch-size 32 --lr 1e-3 --weight-decay 0.5 --eval-every 250 --save-every 500 --card \
+        --precision bf16 ${SFT:---steps 1000} "$@"
+    [[ -e $out/storyteller/model.safetensors ]] ||
+        run -m tinyforge.hub convert "$out/sft" "$out/storyteller" --format tinyforge --dtype bf16
     ;;
-*) die "$what: wanted data or train" ;;
+*) die "$what: wanted data, pack, unpack or train" ;;
 esac

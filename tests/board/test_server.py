@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -114,3 +115,22 @@ def test_an_export_names_the_hashes_of_its_own_scripts(folder: Path) -> None:
     page = exported(Board(folder))
     assert page.count("sha256-") == 3 and "unsafe" not in page and 'src="' not in page and "stylesheet" not in page
     assert len(page) < 200_000
+
+
+def test_cards_and_logs(server: Server, folder: Path) -> None:
+    """By name, as text, the oldest log first; a bar that was drawn over itself is shown as it ended."""
+    assert ask(server, "/api/runs")["texts"] == {}
+    (folder / "a" / "README.md").write_text("# A card", encoding="utf-8")
+    (folder / "logs").mkdir()
+    for age, (name, text) in enumerate({"sft.log": b"10%\r100%\nend \xff \x1b[31m", "b.log": b"x" * 99_999}.items()):
+        (folder / "logs" / name).write_bytes(text)
+        os.utime(folder / "logs" / name, (age, age))
+    (folder / "logs" / "secret.txt").write_text("no log", encoding="utf-8")
+    assert ask(server, "/api/runs")["texts"].keys() == {"a: card", "sft.log", "b.log"}
+    assert list(ask(server, "/api/runs")["texts"])[1:] == ["sft.log", "b.log"]
+    found = ask(server, f"/api/texts?name={quote('a: card')}&name=sft.log&name=b.log&name=secret.txt")["texts"]
+    assert found.keys() == {"a: card", "sft.log", "b.log"} and found["a: card"] == "# A card"
+    assert found["sft.log"] == "100%\nend \ufffd [31m"
+    assert found["b.log"].startswith("(34,463 bytes before this are left out)\nxxx") and len(found["b.log"]) < 65_600
+    assert ask(server, f"/api/texts?name={quote('../conftest.py')}")["texts"] == {}
+    assert "100%\\nend" in exported(Board(folder))

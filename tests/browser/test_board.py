@@ -55,6 +55,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "".join(json.dumps({"step": s, "tokens": s, "text": f"{HOSTILE} {s}"}) + "\n" for s in (250, 500)),
         encoding="utf-8",
     )
+    card = (f"---\nlicense: mit\n---\n\n# A run\n\nSee `here`, {HOSTILE}.\n\n    a command\n\n"
+            "| lr | steps |\n|---|---|\n| 1 | 9 |\n")  # fmt: skip
+    (short / "README.md").write_text(card, encoding="utf-8")
+    (folder / "logs").mkdir()
+    (folder / "logs" / "sft.log").write_text(f"=== sft {HOSTILE}\n", encoding="utf-8")
     ledger = {"tolerance": 1e-8, "rows": [{"op": "SwiGLU", "name": "input 0", "cases": 4, "error": 7e-12}]}
     (folder / "ledger.json").write_text(json.dumps(ledger), encoding="utf-8")
     return folder
@@ -164,6 +169,12 @@ def test_an_exported_page_needs_no_server_and_no_network(
     assert HOSTILE in page.locator("#samples-list").inner_text() and page.evaluate("window.broken") is None
     assert page.locator("#samples-list img, #samples-list script").count() == 0
     page.wait_for_selector("#state:has-text('exported')")
+    card = page.locator("#texts-body")
+    assert card.locator("h3").inner_text() == "A run" and card.locator("td").all_inner_texts() == ["9"]
+    assert card.locator("p").inner_text() == f"See here, {HOSTILE}." and card.locator("pre").inner_text() == "a command"
+    page.locator("#texts-name").select_option("sft.log")
+    page.wait_for_selector("#texts-body:has-text('=== sft')")
+    assert HOSTILE in card.inner_text() and page.evaluate("window.broken") is None
 
 
 def test_texts_of_a_run_are_shown_as_text(runs: Path, open_page: Open, serve: Callable[..., str]) -> None:

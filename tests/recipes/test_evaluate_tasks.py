@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from models.nanoeuler import SPEC
-from recipes import evaluate, pretrain, sft
+from recipes import dpo, evaluate, pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
-from tinyforge.errors import UserError
+from tinyforge.errors import UserError, run_command
 from tinyforge.registry import find_model
 
 CHOICES = [{"text": "in the yard", "label": "A"}, {"text": "xq", "label": "B"}]
@@ -94,6 +94,31 @@ def test_what_a_model_has_learned_from_is_refused(folder: Path) -> None:
     assert len(checkpoint.load(Path("tuned")).meta["inputs"]) == 1
     with pytest.raises(UserError, match="--tasks blimp: the model was trained on"):
         measured("--tasks", "blimp", given="tuned")
+    pair = {"instruction": "Say hello.", "input": "", "chosen": "hello", "rejected": "no"}
+    Path("pairs.json").write_text(json.dumps([pair] * 9), encoding="utf-8")
+    dpo.main("--base tuned --data pairs.json --steps 1 --batch-size 2 --workers 1 --out dpo --cache kept".split())
+    with pytest.raises(UserError, match="--tasks blimp: the model was trained on"):
+        measured("--tasks", "blimp", given="dpo")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tasks arc_easy", "--tasks arc_easy reads files: give their folder with --task-data; docs/evaluation.md"),
+        ("--tasks text", "--tasks text wants text: --data FILE"),
+        ("--tasks blimb --task-data sets", "--tasks: unknown task 'blimb'; known: blimp, arc_easy"),
+        ("--tasks piqa --task-data sets", "--task-data: no file for piqa; wanted "),
+        ("--tasks arc_easy --task-data elsewhere", "elsewhere: no such file or folder; check the path, relative to"),
+        ("--tasks arc_easy --task-data sets", "sets/arc_easy-test.jsonl: another version of arc_easy (SHA-256 "),
+        ("--tasks arc_easy --task-data sets --any-version --resume", "--resume reads the file of --json; name one"),
+        ("--tasks arc_easy --task-data sets --limit 0", "--limit is 0, wants 1 or more"),
+    ],
+)
+def test_one_line(folder: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        run_command(lambda: evaluate.main([*flags.split(), "--checkpoint", str(SPEC.bundled), "--backend", "numpy"]))
+    shown = capsys.readouterr().err
+    assert left.value.code == 2 and shown.startswith(f"error: {message}") and shown.count("\n") == 1, shown
 
 
 def test_a_model_that_is_not_causal_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,10 @@ from tinyforge.text.shards import open_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "speedrun.sh"
-STAGES = "books web instructions corpus shards pretrain sft evaluate-base evaluate-sft chat".split()
+STAGES = "books web instructions corpus shards pretrain sft evaluate-base evaluate-sft chat report".split()
+
+QUESTIONS = json.dumps({"question": {"stem": "What barks?", "choices": [{"text": "a dog", "label": "A"},
+                        {"text": "a cat", "label": "B"}]}, "answerKey": "A"})  # fmt: skip
 
 # What `python ...` does in a stage: it notes the call, does what FAULTS/stage says (once), and writes the result.
 STAND_IN = r"""#!/usr/bin/env bash
@@ -41,8 +44,11 @@ case " $* " in
 *data.shards*) stage=shards result=$to/manifest.json ;;
 *pretrain.py*) stage=pretrain result=$to/step-1/weights ;;
 *sft.py*) stage=sft result=$to/step-1/weights ;;
+*grpo.py*) stage=grpo result=$to/step-1/weights ;;
+*dpo.py*) stage=dpo result=$to/step-1/weights ;;
 *evaluate.py*) result=$to stage=$(basename "$result" .json) ;;
 *chat*) stage=chat result=/dev/null ;;
+*board*) stage=report result=/dev/null ;;
 esac
 make() { mkdir -p "$(dirname "$result")" && echo "$stage" >"$result"; }
 fault=$(cat "faults/$stage" 2>/dev/null)
@@ -124,8 +130,8 @@ def test_the_stages_in_order_and_a_second_run_asks_only(run: Run) -> None:
         assert f"{stage}: done" in (run.out / "logs" / f"{stage}.log").read_text(encoding="utf-8")
     assert "./python -m models.nanoeuler.chat --checkpoint 'a run/sft'" in out
     out, _ = run.finish(*run.files)
-    assert run.stages() == [*STAGES, "chat"]
-    assert all(f"=== {stage}: complete, skipped; a run/" in out for stage in STAGES[:-1])
+    assert run.stages() == [*STAGES, "chat", "report"]
+    assert all(f"=== {stage}: complete, skipped; a run/" in out for stage in STAGES[:-2])
 
 
 ONE_OF_EACH = ("corpus", "pretrain", "chat")  # a stage that begins anew, one that resumes, and the last
@@ -139,7 +145,7 @@ def test_a_killed_stage_is_run_again_and_no_earlier_one(run: Run, killed: str) -
     kill(process)
     run.finish(*run.files)
     at = STAGES.index(killed)
-    assert run.stages() == [*STAGES[: at + 1], *STAGES[at:]]
+    assert run.stages() == [*STAGES[: at + 1], *STAGES[min(at, STAGES.index("chat")) :]]  # which leaves nothing behind
     resumed = [call.split()[0] for call in run.calls() if "--resume" in call]
     assert resumed == (["pretrain"] if killed == "pretrain" else [])  # the only one that had saved something
 
@@ -214,6 +220,32 @@ def test_training_that_was_cut_short_starts_anew_on_other_shards(run: Run) -> No
     out, _ = run.finish(*run.files)
     assert run.stages() == [*STAGES[:6], *STAGES[4:]]
     assert "a run/pretrain is made again" in out and not any("--resume" in call for call in run.calls())
+
+
+def test_alignment_and_benchmarks_where_their_files_are_given(run: Run) -> None:
+    """Each stage goes on from the one before it, and the last is asked; what is added later is made, and no more."""
+    (run.folder / "pairs.json").touch()
+    (run.folder / "ARC-Easy-Test.jsonl").write_text(QUESTIONS, encoding="utf-8")
+    flags = [*run.files, "--preferences", "pairs.json", "--dpo-flags", "--steps 3"]
+    run.finish(*flags)
+    assert run.stages() == [*STAGES[:-2], "dpo", "evaluate-dpo", "chat", "report"]
+    flags += ["--problems", "one-step", "--grpo-flags", "--group 4"]
+    run.fault("grpo", "make and 3")
+    run.finish(*flags, status=3)
+    out, _ = run.finish(*flags)
+    made = run.calls()[13:]
+    assert [call.split()[0] for call in made] == ["grpo", "grpo", "evaluate-grpo", "chat", "report"]
+    assert "--resume" not in made[0] and made[1].endswith(" --group 4 --backend numpy --resume")
+    assert "--base a run/dpo --task one-step --out a run/grpo" in made[0]
+    assert "--checkpoint a run/grpo" in made[2] and "--checkpoint a run/grpo --prompt" in made[3]
+    assert made[4].endswith("-m tinyforge.board a run --export a run/report.html") and "a run/report.html;" in out
+    benchmarks = ["--task-data", "ARC-Easy-Test.jsonl", "--tasks", "arc_easy", "--tasks-flags", "--any-version"]
+    run.finish(*flags, *benchmarks)
+    made = run.calls()[18:]
+    assert [call.split()[0] for call in made] == ["tasks-base", "tasks-tuned", "chat", "report"]
+    assert "--checkpoint a run/pretrain --tasks arc_easy --task-data ARC-Easy-Test.jsonl --json a run" in made[0]
+    assert "--checkpoint a run/grpo --tasks" in made[1] and made[1].endswith("fp32 --any-version")
+    assert run.finish(*flags, *benchmarks[:-2], status=2)[1].startswith("error: ARC-Easy-Test.jsonl: another version")
 
 
 def test_other_flags_for_a_complete_stage_are_refused(run: Run) -> None:
@@ -310,6 +342,10 @@ def test_the_commands_that_data_only_prints(run: Run, out: str) -> None:
         (["--books", "no.zip"], "no.zip: no such file or folder; check the path, relative to "),
         (["--web", "book.txt", "--web", "nothing/"], "nothing/: no such file or folder"),
         (["--instructions", "no.json"], "no.json: no such file or folder"),
+        (["--preferences", "no.json"], "no.json: no such file or folder"),
+        (["--task-data", "sets"], "sets: no such file or folder"),
+        (["--task-data", "faults", "--tasks", "blimb"], "--tasks: unknown task 'blimb'"),
+        (["--task-data", "faults"], "--task-data: no file for blimp; wanted"),
         (["--books", "none"], "--books none and --web none leave no text; name some"),
         (["--shards", "faults"], "--shards faults: no manifest.json in it; name what data.shards has made"),
         (["--shards", "made", "--books", "book.txt"], "--books: the shards of --shards are made; drop one of the two"),
@@ -385,7 +421,7 @@ def kill_in_each(run: Run, stages: list[str], flags: list[str], seed: int) -> st
         time.sleep(moments.uniform(0.0, 0.8))
         kill(process)
     out, _ = run.finish(*flags)
-    for stage in stages[:-1]:
+    for stage in set(stages) - {"chat", "report"}:
         log = (run.out / "logs" / f"{stage}.log").read_text(encoding="utf-8")
         assert log.count(f"=== {stage}: complete after") == 1, log
     return out
@@ -406,6 +442,9 @@ def real(run: Run) -> Run:
     (run.folder / "web.jsonl").write_text("\n".join(pages), encoding="utf-8")
     records = [{"instruction": f"Add {a}.", "input": str(b), "output": str(a + b)} for a in range(20) for b in range(9)]
     (run.folder / "alpaca.json").write_text(json.dumps(records), encoding="utf-8")
+    pairs = [{"instruction": f"Add {a}.", "input": "1", "chosen": str(a + 1), "rejected": "no"} for a in range(20)]
+    (run.folder / "pairs.json").write_text(json.dumps(pairs), encoding="utf-8")
+    (run.folder / "ARC-Easy-Test.jsonl").write_text(QUESTIONS, encoding="utf-8")
     return run
 
 
@@ -437,12 +476,20 @@ def test_from_text_to_a_chat_killed_in_every_stage(real: Run) -> None:
     shape = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=96"
     flags = ["--shards", "a run/shards", "--instructions", "a run/sources/instructions/alpaca.json",
              "--pretrain-flags", f"{shape} --batch-size 4 --steps 150 --save-every 5",
-             "--sft-flags", "--batch-size 4 --steps 150 --save-every 5"]  # fmt: skip
+             "--sft-flags", "--batch-size 4 --steps 150 --save-every 5", "--preferences", "pairs.json", "--dpo-flags",
+             "--batch-size 4 --steps 40 --save-every 5", "--problems", "alpaca.json", "--grpo-flags",
+             "--batch-size 2 --group 2 --max-tokens 4 --steps 9 --save-every 2", "--task-data", "ARC-Easy-Test.jsonl",
+             "--tasks", "arc_easy", "--tasks-flags", "--any-version"]  # fmt: skip
     real.out = real.folder / "trained"
     real.env["PYTHONPATH"] = str(without_duckdb(real.folder))
-    out = kill_in_each(real, ["instructions", *STAGES[5:]], flags, seed=4)
-    for name in ("pretrain", "sft"):
-        assert checkpoint.latest(real.out / name).name == "step-00000150"
-    for name in ("evaluate-base", "evaluate-sft"):
+    aligned = ["dpo", "evaluate-dpo", "grpo", "evaluate-grpo", "tasks-base", "tasks-tuned", "chat", "report"]
+    out = kill_in_each(real, ["instructions", *STAGES[5:-2], *aligned], flags, seed=4)
+    for name, steps in {"pretrain": 150, "sft": 150, "dpo": 40, "grpo": 9}.items():
+        assert checkpoint.latest(real.out / name).name == f"step-{steps:08}"
+    for name in ("evaluate-base", "evaluate-sft", "evaluate-dpo", "evaluate-grpo", "tasks-base", "tasks-tuned"):
         assert json.loads((real.out / f"{name}.json").read_text(encoding="utf-8"))
-    assert "\n=== chat\n" in out and out.rstrip().endswith("--checkpoint trained/sft --backend numpy")
+    assert "\n=== chat\n" in out and out.rstrip().endswith("--checkpoint trained/grpo --backend numpy")
+    report = (real.out / "report.html").read_text(encoding="utf-8")
+    for shown in ("pretrain: card", "grpo: card", "evaluate-dpo.log", "bits per byte of held-out text",
+                  "tasks-tuned.log", "val_rewards/accuracies", "### Instruction"):
+        assert shown in report

@@ -4,7 +4,8 @@
     python -m tinyforge.board runs/pretrain         one run
     python -m tinyforge.board runs --export report.html      one file to keep or send: no server, no network
 
-It reads metrics.jsonl, samples.jsonl, run.json and scores.json of each run while they grow, and writes nothing there.
+It reads metrics.jsonl, samples.jsonl, run.json, scores.json and README.md of each run while they grow, and the folder's
+logs/*.log, and writes nothing there.
 """
 
 from __future__ import annotations

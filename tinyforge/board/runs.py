@@ -23,6 +23,8 @@ from tinyforge.files import json_value, read_json
 from tinyforge.train.metrics import numbers, read_row, sample
 
 METRICS, SAMPLES, ABOUT, SCORES, LEDGER = "metrics.jsonl", "samples.jsonl", "run.json", "scores.json", "ledger.json"
+CARD, LOGS = "README.md", "logs"
+MOST_TEXT, MOST_LOGS = 64 << 10, 100  # bytes of a text that are shown, its last ones; the newest logs
 CLOCK = ("step", "tokens", "seconds")  # what a curve may be drawn over
 CHUNK = 4 << 20  # bytes of one look at a file
 BATCH = 500  # lines that are parsed at once
@@ -273,9 +275,16 @@ class Board:
         return bool(more)
 
     def summary(self) -> dict[str, Any]:
-        """All that the page shows but the curves."""
+        """All that the page shows but the curves and the texts, of which it has name and time."""
         now = time.time()
-        return {"runs": [self.runs[name].summary(now) for name in sorted(self.runs)], "too_many": self.too_many}
+        return {"runs": [self.runs[name].summary(now) for name in sorted(self.runs)], "too_many": self.too_many,
+                "texts": {name: time_of(path) for name, path in self.texts().items()}}  # fmt: skip
+
+    def texts(self) -> dict[str, Path]:
+        """The runs' cards by "RUN: card", then by their names the logs in the folder, the oldest first."""
+        cards = {f"{name}: card": self.runs[name].folder / CARD for name in sorted(self.runs)}
+        logs = sorted((path for path in (self.folder / LOGS).glob("*.log")), key=time_of)[-MOST_LOGS:]
+        return {name: path for name, path in cards.items() if path.is_file()} | {path.name: path for path in logs}
 
     def _find(self) -> dict[str, Path]:
         found: dict[str, Path] = {}
@@ -302,6 +311,28 @@ class Board:
         rows = [row for row in found.get("rows", []) if isinstance(row, dict) and {"op", "name", "error"} <= row.keys()
                 and isinstance(row["error"], int | float)] if isinstance(found.get("rows"), list) else []  # fmt: skip
         return {"tolerance": found.get("tolerance"), "rows": rows} if rows else None
+
+
+def time_of(path: Path) -> float:
+    """Of the last change; 0 for what has just gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def text_of(path: Path) -> str:
+    """The end of a text file for people, without the characters that steer a terminal; "" where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            left_out = max(0, os.fstat(file.fileno()).st_size - MOST_TEXT)
+            file.seek(left_out)
+            text = file.read(MOST_TEXT).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))  # what a progress bar has written over
+    shown = "\n".join("".join(c for c in line if c.isprintable() or c == "\t") for line in lines)
+    return f"({left_out:,} bytes before this are left out)\n{shown}" if left_out else shown
 
 
 def finite(value: Any) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tinyforge.board.runs import CLOCK, Board, Run
+from tinyforge.board.runs import CLOCK, Board, Run, text_of
 
 PAGE = Path(__file__).parent / "page"
 JAVASCRIPT = "text/javascript"
@@ -157,7 +157,14 @@ def ledger_of(board: Board, query: Query) -> dict[str, Any]:
     return {"ledger": board.ledger()}
 
 
-ANSWERS = {"/api/runs": runs_of, "/api/curves": curves_of, "/api/samples": samples_of, "/api/ledger": ledger_of}
+def texts_of(board: Board, query: Query) -> dict[str, Any]:
+    """name: of the texts that /api/runs names."""
+    known = board.texts()
+    return {"texts": {name: text_of(known[name]) for name in query.get("name", []) if name in known}}
+
+
+ANSWERS = {"/api/runs": runs_of, "/api/curves": curves_of, "/api/samples": samples_of, "/api/ledger": ledger_of,
+           "/api/texts": texts_of}  # fmt: skip
 
 
 def _number(query: Query, name: str, default: float) -> float:
@@ -186,6 +193,7 @@ def exported(board: Board) -> str:
         **board.summary(), "more": False, "exported": True,
         "samples": {name: run.samples for name, run in board.runs.items()},
         "curves": [curve for run in board.runs.values() for curve in _all_curves(run)], "ledger": board.ledger(),
+        "printed": {name: text_of(path) for name, path in board.texts().items()},
     }  # fmt: skip
     style, plot, script = ((PAGE / name).read_text(encoding="utf-8") for name in ("board.css", "plot.js", "board.js"))
     # A text of a run must not be able to end the element that it stands in.

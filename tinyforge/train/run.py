@@ -361,7 +361,8 @@ class Run:
             if self._kernels:
                 took(f"making {len(self._kernels)} kernels ready, the next run finds them on the disk",
                      sum(self._kernels), self._say)  # fmt: skip
-            took(f"the first {len(self.unread)} steps", time.perf_counter() - self._began, self._say)
+            first = "the first step" if len(self.unread) == 1 else f"the first {len(self.unread)} steps"
+            took(first, time.perf_counter() - self._began, self._say)
         rate = sum(taken.size(self.task.unit) for taken in self.unread) / (time.perf_counter() - self._began)
         self.rates.append(rate)
         for taken in self.unread:

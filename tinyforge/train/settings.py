@@ -101,9 +101,10 @@ def setting(
     return field(default_factory=default, metadata=meta) if callable(default) else field(default=default, metadata=meta)
 
 
-def with_default(name: str, default: Any) -> Any:
-    """The field `name` of `Settings` with another default, for a recipe that has one of its own."""
-    return field(default=default, metadata=Settings.__dataclass_fields__[name].metadata)
+def with_default(name: str, default: Any, help: str = "") -> Any:
+    """The field `name` of `Settings` with another default, and help, for a recipe that has one of its own."""
+    known = Settings.__dataclass_fields__[name].metadata
+    return field(default=default, metadata={**known, "help": help} if help else known)
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,9 @@ class DpoSettings(AlignSettings):
     lr: float = with_default("lr", 1e-4)
     eval_every: int = with_default("eval_every", 25)
     schedule: str = with_default("schedule", "cosine")
-    batch_size: int = with_default("batch_size", 16)
+    data: tuple[str, ...] = with_default("data", (), "JSON files of preference pairs: instruction, input, chosen, "
+                                         "rejected (default: pairs of the built-in world)")  # fmt: skip
+    batch_size: int = with_default("batch_size", 16, "pairs a step and micro-batch")
     objective: str = setting("dpo", "what is learned of a pair: dpo and ipo hold on to the reference; simpo "
                              "(length-normalised) and orpo know none",
                              choices=("dpo", "ipo", "simpo", "orpo"))  # fmt: skip
@@ -354,9 +357,13 @@ class GrpoSettings(AlignSettings):
     steps: int | None = with_default("steps", 120)
     lr: float = with_default("lr", 4e-4)
     eval_every: int = with_default("eval_every", 20)
-    batch_size: int = setting(16, "prompts a step", check=above_zero)
-    task: str = setting("harder-sums", "what is asked where no --data is given", choices=("harder-sums", "one-step"))
-    group: int = setting(8, "replies to each prompt; their mean reward is what each is compared with", check=at_least_2)
+    data: tuple[str, ...] = with_default("data", (), "Alpaca records whose output ends in the right number (default: "
+                                         "what --task asks)")  # fmt: skip
+    batch_size: int = with_default("batch_size", 16, "questions a step and micro-batch")
+    task: str = setting("harder-sums", "what is asked without --data: sums that fine-tuning did not ask, or problems "
+                        "of one addition or subtraction in words", choices=("harder-sums", "one-step"))
+    group: int = setting(8, "replies to each question; their mean reward is what each is compared with",
+                         check=at_least_2)  # fmt: skip
     max_tokens: int = setting(32, "the longest reply", check=above_zero)
     iterations: int = setting(1, "steps that are taken on the same replies; the ratio is clipped from the second on",
                               check=above_zero)  # fmt: skip

@@ -12,7 +12,7 @@
   const STEADY = new Set(["lr", "peak_memory_mib", "gpu_memory_mib"]);  // never smoothed
 
   const embedded = $("exported") ? JSON.parse($("exported").textContent) : null;
-  const state = { runs: [], chosen: null, curves: new Map(), seen: new Map(), charts: new Map(), zoom: null, samples: {}, ledger: null, ledgerText: "" };
+  const state = { runs: [], texts: {}, chosen: null, curves: new Map(), seen: new Map(), charts: new Map(), zoom: null, samples: {}, ledger: null, ledgerText: "" };
 
   // --- where data comes from: the server, or this file
 
@@ -21,6 +21,7 @@
     curves: async (run, keys, smoothKeys, smooth) => embedded.curves.filter((c) => c.run === run.name &&
       (c.smooth === 0 ? keys.includes(c.key) : c.smooth === smooth && smoothKeys.includes(c.key))),
     samples: async (run) => embedded.samples[run.name] || [],
+    text: async (name) => embedded.printed[name] || "",
     ledger: async () => embedded.ledger,
   } : {
     runs: () => ask("/api/runs"),
@@ -30,6 +31,7 @@
       return (await ask(`/api/curves?${query}`)).curves;
     },
     samples: async (run) => (await ask(`/api/samples?${new URLSearchParams([["run", run.name]])}`)).samples[run.name] || [],
+    text: async (name) => (await ask(`/api/texts?${new URLSearchParams([["name", name]])}`)).texts[name] || "",
     ledger: async () => (await ask("/api/ledger")).ledger,
   };
 
@@ -215,6 +217,37 @@
       element("pre", { textContent: s.text.replace(/^ {2}/gm, "") }))));
   }
 
+  // The runs' cards and what commands printed: one at a time, fetched when it has changed.
+  async function drawTexts() {
+    const names = Object.keys(state.texts);
+    $("texts").hidden = names.length === 0;
+    if (!names.length) return;
+    const { name } = choice($("texts-name"), names.map((n) => ({ name: n })));
+    const stamp = `${name} ${state.texts[name]}`;
+    if ($("texts-body").dataset.stamp === stamp) return;
+    const text = await source.text(name);
+    $("texts-body").dataset.stamp = stamp;
+    $("texts-body").replaceChildren(...(name.endsWith(": card") ? markdown(text) : [element("pre", { textContent: text })]));
+  }
+
+  // What cards are written in: headings, tables, code that is indented, paragraphs. Text becomes text nodes alone.
+  function markdown(text) {
+    const found = [], code = (line) => line.split("`").map((part, i) => i % 2 ? element("code", { textContent: part }) : part);
+    const cells = (row) => row.replace(/^\| ?| ?\|$/g, "").split("|").map((cell) => cell.trim());
+    for (const block of text.replace(/^---\n[^]*?\n---\n/, "").split(/\n(?:[ \t]*\n)+/)) {
+      const lines = block.split("\n").filter((line) => line.trim()), heading = /^(#+) (.*)/.exec(lines[0] || "");
+      if (heading) { found.push(element(heading[1].length > 1 ? "h4" : "h3", {}, ...code(heading[2]))); lines.shift(); }
+      if (!lines.length) continue;
+      if (lines.length > 1 && lines.every((line) => line.startsWith("|"))) {
+        const made = element("table"), rows = lines.filter((_, i) => i !== 1).map(cells);
+        table(made, rows[0], rows.slice(1));
+        found.push(element("div", { className: "scroll" }, made));
+      } else if (lines.every((line) => line.startsWith("    "))) found.push(element("pre", { textContent: lines.map((line) => line.slice(4)).join("\n") }));
+      else found.push(element("p", {}, ...code(lines.join(" "))));
+    }
+    return found;
+  }
+
   function table(target, head, rows) {
     target.replaceChildren(element("thead", {}, element("tr", {}, ...head.map((h) => element("th", { scope: "col", textContent: h })))),
       element("tbody", {}, ...rows.map(([name, ...cells]) => element("tr", {}, element("th", { scope: "row", textContent: name }),
@@ -344,11 +377,13 @@
     try {
       const found = await source.runs();
       state.runs = found.runs.map((run, place) => ({ ...run, place }));
+      state.texts = found.texts;
       if (state.chosen === null && !kept && Math.max(0, ...state.runs.map((r) => r.rows)) < 3000) form.smooth.value = "0.9";  // a longer average lags
       choose();
       const now = JSON.stringify(state.runs.map((r) => [r.name, r.version, r.live]));
       if (now !== shown && !(found.more && performance.now() - drawn < 5000)) { await update(); drawn = performance.now(); shown = now; } else drawRuns();
       if (!document.documentElement.dataset.drawn && !found.more) document.documentElement.dataset.drawn = Math.round(performance.now());
+      await drawTexts();
       await drawLedger();
       if (found.more) wait = 50;
       const rows = state.runs.reduce((sum, run) => sum + run.rows, 0), live = state.runs.filter((r) => r.live).length;
@@ -381,6 +416,7 @@
   $("none").addEventListener("click", () => { state.chosen.clear(); remember(); update(); });
   $("layers-run").addEventListener("change", draw);
   $("samples-run").addEventListener("change", drawSamples);
+  $("texts-name").addEventListener("change", drawTexts);
   document.addEventListener("keydown", (e) => { if (e.key === "Escape" && state.zoom) zoom(null); });
   document.addEventListener("visibilitychange", () => { if (!document.hidden && !embedded) follow(); });
   let resized;

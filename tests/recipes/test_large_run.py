@@ -1,0 +1,169 @@
+"""recipes/storyteller.sh and recipes/large-run.sh in small: every stage, on to another folder in parts, and stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from data.stories import small_story
+from data.world import documents
+from tinyforge import checkpoint
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+PLAIN = ("--backend", "numpy", "--precision", "fp32", "--workers", "1")
+TINY = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=160 mtp_heads=2 --batch-size 2"
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Stories, a book, articles, instructions, pairs and an evaluation set."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    world = list(documents("train", 900))
+
+    def parquet(name: str, rows: list[str]) -> None:
+        with duckdb.connect() as database:
+            database.execute("CREATE TABLE texts (id INTEGER, title VARCHAR, text VARCHAR)")
+            numbered = [(i, f"title {i}", text) for i, text in enumerate(rows)]
+            database.executemany("INSERT INTO texts VALUES (?, ?, ?)", numbered)
+            database.execute(f"COPY texts TO '{folder / name}' (FORMAT parquet)")
+
+    rng = random.Random(0)
+    parquet("tinystories.parquet", ["\n\n".join(small_story(rng)[0] for _ in range(4)) for _ in range(200)])
+    parquet("simple.parquet", ["\n".join(world[i : i + 6]) for i in range(200, 600, 6)])
+    start, end = (f"*** {mark} OF THE PROJECT GUTENBERG EBOOK A BOOK ***" for mark in ("START", "END"))
+    with zipfile.ZipFile(folder / "books.zip", "w") as books:
+        books.writestr("1.txt", f"{start}\n\n" + "\n\n".join(world[600:]) + f"\n\n{end}\n")
+    records = [{"instruction": f"Add {a}.", "input": str(b), "output": str(a + b)} for a in range(20) for b in range(9)]
+    (folder / "alpaca.json").write_text(json.dumps(records), encoding="utf-8")
+    pairs = [{"instruction": f"Add {a}.", "input": "1", "chosen": str(a + 1), "rejected": "no"} for a in range(20)]
+    (folder / "pairs.json").write_text(json.dumps(pairs), encoding="utf-8")
+    question = {"question": {"stem": "Which of these four animals is it that barks at night in front of the house?",
+                             "choices": [{"text": "a dog", "label": "A"}, {"text": "a cat", "label": "B"}]},
+                "answerKey": "A"}  # fmt: skip
+    (folder / "eval").mkdir()
+    (folder / "eval" / "ARC-Easy-Test.jsonl").write_text(json.dumps(question), encoding="utf-8")
+    return folder
+
+
+def start(script: str, *words: str | Path, **more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(RECIPES / script), *map(str, words)], env=os.environ | {"PYTHON": sys.executable} | more, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+
+def call(script: str, *words: str | Path, status: int = 0, **more: str) -> str:
+    process = start(script, *words, **more)
+    out, _ = process.communicate(timeout=400)
+    assert process.returncode == status, out
+    return out
+
+
+def in_parts(script: str, out: Path) -> Path:
+    """Another machine's folder, with the parts alone."""
+    call(script, "pack", out, PART_MIB="1")
+    there = out.with_name("there")
+    parts = sorted((out / "parts").iterdir())
+    assert parts[0].name == "SHA256" and len(parts) > 1
+    (there / "parts").mkdir(parents=True)
+    for part in parts[:-1]:
+        shutil.copy(part, there / "parts")
+    assert f"not here yet: {parts[-1].name}" in call(script, "unpack", there)
+    (there / "parts" / parts[-1].name).write_bytes(b"damaged")
+    assert "a part is damaged" in call(script, "unpack", there, status=2)
+    shutil.copy(parts[-1], there / "parts")
+    assert "unpacked into" in call(script, "unpack", there)
+    return there
+
+
+def stopped(run: Path, script: str, *words: str | Path, **more: str) -> None:
+    """Ctrl-C as soon as a checkpoint is there."""
+    process = start(script, *words, **more)
+    deadline = time.monotonic() + 120
+    while not list(run.glob("step-*")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=120)
+    assert process.returncode == 130 and not (run / "complete").exists()
+
+
+@pytest.mark.slow
+def test_the_large_run(texts: Path, tmp_path: Path) -> None:
+    named = {"eval": "eval", "instructions": "alpaca.json", "preferences": "pairs.json", "gutenberg": "books.zip",
+             "simple": "simple.parquet", "tinystories": "tinystories.parquet"}  # fmt: skip
+    words = [f"{name}={texts / file}" for name, file in named.items()]
+    call("large-run.sh", "data", tmp_path / "out", *words, VOCABULARY="300")
+    call("large-run.sh", "tenth", tmp_path / "out", *words)
+    tenth = tmp_path / "out" / "tenth"
+    assert len(list(tenth.glob("shards-*/manifest.json"))) == 3
+    shown = call("large-run.sh", "vocabulary", tenth, *PLAIN, PRETRAIN=f"--config small {TINY} --steps 2")
+    assert "16384 ids" in shown and "bits per byte of held-out text" in shown
+
+    there = in_parts("large-run.sh", tmp_path / "out")
+    assert "pretrain is not complete; first: " in call("large-run.sh", "sft", there, *PLAIN, status=2)
+    learn = {"PRETRAIN": f"--config small {TINY} --steps 60 --save-every 5", "SFT": "--batch-size 2 --steps 9",
+             "DPO": "--batch-size 2 --steps 4", "GRPO": "--batch-size 2 --group 2 --max-tokens 4 --steps 3",
+             "TASKS": "arc_easy", "EVALUATE": "--any-version"}  # fmt: skip
+    stopped(there / "pretrain", "large-run.sh", "pretrain", there, *PLAIN, **learn)
+    assert "--resume" in call("large-run.sh", "pretrain", there, *PLAIN, **learn)
+    assert "complete, skipped" in call("large-run.sh", "pretrain", there, *PLAIN, **learn)
+    for stage, steps in {"sft": 9, "dpo": 4, "grpo": 3}.items():
+        call("large-run.sh", stage, there, *PLAIN, **learn)
+        assert checkpoint.latest(there / stage).name == f"step-{steps:08}"
+    call("large-run.sh", "evaluate", there, *PLAIN[:4], **learn)
+    assert {file.stem for file in there.glob("*.json")} == {"preferences"} | {
+        f"{what}-{run}" for what in ("evaluate", "tasks") for run in ("pretrain", "sft", "dpo", "grpo")
+    }
+    assert "grpo: card" in (there / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_storyteller(texts: Path, tmp_path: Path) -> None:
+    files = [texts / name for name in ("tinystories.parquet", "books.zip", "simple.parquet", "alpaca.json")]
+    call("storyteller.sh", "data", tmp_path / "out", *files)
+    there = in_parts("storyteller.sh", tmp_path / "out")
+    learn = {"PRETRAIN": f"{TINY} --steps 60 --save-every 5", "SFT": "--batch-size 2 --steps 4"}
+    stopped(there / "base", "storyteller.sh", "train", there, *PLAIN, **learn)
+    shown = call("storyteller.sh", "train", there, *PLAIN, **learn)
+    assert "--resume" in shown and (there / "storyteller" / "model.safetensors").exists()
+    assert shown.count("complete, skipped") == 0
+    assert call("storyteller.sh", "train", there, *PLAIN, **learn).count("complete, skipped") == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        ("large-run.sh", "data", "error: got 1 arguments, wanted data, tenth, pack, "),
+        ("large-run.sh", "dance out", "error: dance: wanted data, tenth, pack, unpack, "),
+        ("large-run.sh", "data out wikipedia.parquet", "error: wikipedia.parquet: wanted NAME=PATH, as wikipedia="),
+        ("large-run.sh", "data out web=no.parquet", "error: no.parquet: no such file or folder; check the path"),
+        ("large-run.sh", "data out web=.", "error: data wants eval=PATH, the evaluation sets that are kept out"),
+        ("large-run.sh", "pretrain out", "has no shards; make them: recipes/large-run.sh data "),
+        ("large-run.sh", "dpo out", "out/sft is not complete; first: recipes/large-run.sh sft "),
+        ("large-run.sh", "pack out", "out has none of: shards shards-4096"),
+        ("large-run.sh", "unpack out", "out/parts has no SHA256; copy it there with the parts"),
+        ("storyteller.sh", "data", "error: got 1 arguments, wanted data, pack, unpack or train, then a folder"),
+        ("storyteller.sh", "train out", "has no shards; make them: recipes/storyteller.sh data "),
+        ("storyteller.sh", "data out a b c", "error: a: no such file; check the path"),
+    ],
+)
+def test_bad_input_is_one_line(
+    script: str, words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = call(script, *words.split(), status=2)
+    assert message in shown and shown.startswith("error: ") and shown.count("\n") == 1
+    assert not list(tmp_path.iterdir())
