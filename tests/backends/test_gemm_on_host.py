@@ -1,5 +1,5 @@
-"""Our matrix products, run on the host from the text that the GPU gets: the units of work, the plain kernel, and the one
-for Hopper with stand-ins for its instructions. Whether the GPU does what its manual says is seen in tests/gpu."""
+"""Our matrix products, run on the host from the text that the GPU gets: the units of work, the plain kernel, and the
+one for Hopper with stand-ins for its instructions. Whether the GPU does what its manual says is seen in tests/gpu."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ pytestmark = pytest.mark.slow
 UNITS = r"""
 int main() {
     long long units = 0;
-    for (int down = 1; down <= 9; down++) for (int across = 1; across <= 5; across++) for (int band = 1; band <= 10; band++)
+    for (int down = 1; down <= 9; down++) for (int across = 1; across <= 5; across++)
+    for (int band = 1; band <= 10; band++)
     for (int steps = 1; steps <= 7; steps++) for (int splits = 1; splits <= steps; splits++) {
         const Tiling tiling{down, across, band, splits, steps};
         std::vector<int> seen(down * across * steps);
@@ -60,7 +61,8 @@ int main() {
     for (auto &[rows, columns, depth, splits, band] : shapes)
         for (int across = 0; across < 4; across++) for (int accumulate = 0; accumulate < 2; accumulate++) {
             const int pitch = columns + 3;
-            std::vector<double> a(rows * depth), b(columns * depth), out(rows * pitch, 0.0 / 0.0), parts(splits * rows * columns, 0.0 / 0.0);
+            std::vector<double> a(rows * depth), b(columns * depth), out(rows * pitch, 0.0 / 0.0);
+            std::vector<double> parts(splits * rows * columns, 0.0 / 0.0);
             for (double &v : a) v = host_normal();
             for (double &v : b) v = host_normal();
             auto before = out;
@@ -69,8 +71,8 @@ int main() {
             const int row_a = across & 1 ? 1 : depth, step_a = across & 1 ? rows : 1;
             const int row_b = across & 2 ? 1 : depth, step_b = across & 2 ? columns : 1;
             host_launch(2, 1, SIDE * SIDE, [&] {
-                gemm_naive(out.data(), parts.data(), a.data(), b.data(), row_a, step_a, row_b, step_b, rows, columns, depth,
-                           pitch, band, splits, 64, accumulate);
+                gemm_naive(out.data(), parts.data(), a.data(), b.data(), row_a, step_a, row_b, step_b, rows, columns,
+                           depth, pitch, band, splits, 64, accumulate);
             });
             if (splits > 1) host_launch((rows * columns + 255) / 256, 1, 256, [&] {
                 gemm_sum(out.data(), parts.data(), rows * columns, columns, pitch, splits, accumulate);
@@ -101,7 +103,8 @@ static bool is_poison(float x) { return std::isnan(x); }
 static bool is_poison(bf16 x) { return x.bits == 0xffff; }
 int main() {
     const int rows = M, columns = N, depth = K, splits = SPLITS, blocks = BLOCKS_OF_GRID, gap = SPLITS > 1 ? 0 : 8;
-    const int pitch = columns + gap, a_pitch = (ACROSS_A ? rows : depth) + 16, b_pitch = (ACROSS_B ? columns : depth) + 8;
+    const int pitch = columns + gap;
+    const int a_pitch = (ACROSS_A ? rows : depth) + 16, b_pitch = (ACROSS_B ? columns : depth) + 8;
     host_jitter = true, host_limit = 100000;
     auto drawn = [](int n) { std::vector<T> x(n); for (T &v : x) v.bits = host_bf16(host_normal()); return x; };
     auto a = drawn((ACROSS_A ? depth : rows) * a_pitch), b = drawn((ACROSS_B ? depth : columns) * b_pitch);
@@ -115,10 +118,10 @@ int main() {
     const TensorMap a_map = map(a, ACROSS_A, rows, a_pitch, ACROSS_A ? 64 : ROWS);
     const TensorMap b_map = map(b, ACROSS_B, columns, b_pitch, (ACROSS_B ? 64 : COLUMNS) / CLUSTER);
     double worst = 0;
-    for (int accumulate = 0; accumulate <= (sizeof(RESULT) == 4 && splits == 1); accumulate++) {
-        RESULT poison, start;
+    for (int accumulate = 0; accumulate <= (sizeof(Result) == 4 && splits == 1); accumulate++) {
+        Result poison, start;
         memset(&poison, 0xff, sizeof poison), put(start, 0.5f);
-        std::vector<RESULT> out(splits * rows * pitch + 300 * pitch, poison);
+        std::vector<Result> out(splits * rows * pitch + 300 * pitch, poison);
         if (accumulate) for (int r = 0; r < rows; r++) for (int c = 0; c < columns; c++) out[r * pitch + c] = start;
         host_launch(blocks, 1, THREADS, [&] {
             gemm_hopper(out.data(), a_map, b_map, rows, columns, depth, pitch, BAND, splits, accumulate);
@@ -135,7 +138,7 @@ int main() {
             for (int k = split * steps / splits * DEPTH; k < min((split + 1) * steps / splits * DEPTH, depth); k++)
                 wanted += double(widen(ACROSS_A ? a[k * a_pitch + r] : a[r * a_pitch + k])) *
                           widen(ACROSS_B ? b[k * b_pitch + c] : b[c * b_pitch + k]);
-            const double scale = sizeof(RESULT) == 4 ? 1 : 256 * std::sqrt(depth);  // of a rounding to bf16
+            const double scale = sizeof(Result) == 4 ? 1 : 256 * std::sqrt(depth);  // of a rounding to bf16
             const double error = std::abs(widen(out[i]) - wanted) / scale;
             if (!(error <= worst)) worst = error;
         }
@@ -143,16 +146,15 @@ int main() {
     printf("%g\n", worst);
 }
 """
-LAYOUTS = {"forward": (0, 0, "bf16"), "dx": (0, 1, "bf16"), "dw": (1, 1, "float")}
+PRODUCTS = ("FORWARD", "INPUT", "WEIGHT")
 
 
 def product(
-    layout: str, tile: tuple[int, int, int, int, int], shape: tuple[int, int, int], folder: Path, *, splits: int = 1,
+    which: str, tile: tuple[int, int, int, int, int], shape: tuple[int, int, int], folder: Path, *, splits: int = 1,
     blocks: int = 2, band: int = 2, fault: tuple[str, str] | None = None,
 ) -> float:  # fmt: skip
     """The worst difference from sums in float64: of results in bf16, in parts of a rounding of the largest."""
-    a, b, result = LAYOUTS[layout]
-    macros: dict[str, int | str] = {"SCALAR": "bf16", "ACROSS_A": a, "ACROSS_B": b, "RESULT": result}
+    macros: dict[str, int | str] = {"SCALAR": "bf16", "PRODUCT": which}
     macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER"), tile, strict=True))
     main = FAST
     for name, value in zip(("M", "N", "K"), shape, strict=True):
@@ -163,7 +165,7 @@ def product(
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("which", PRODUCTS)
 @pytest.mark.parametrize(
     ("tile", "shape", "splits", "blocks"),
     [
@@ -174,17 +176,18 @@ def product(
     ],
 )  # fmt: skip
 def test_the_product_for_hopper_is_the_product(
-    layout: str, tile: tuple[int, int, int, int, int], shape: tuple[int, int, int], splits: int, blocks: int, tmp_path: Path
-) -> None:
+    which: str, tile: tuple[int, int, int, int, int], shape: tuple[int, int, int], splits: int, blocks: int,
+    tmp_path: Path,
+) -> None:  # fmt: skip
     """Tiles that stand out of the result on both sides, a last step that is not whole, more units than blocks."""
-    found = product(layout, tile, shape, tmp_path, splits=splits, blocks=blocks)
+    found = product(which, tile, shape, tmp_path, splits=splits, blocks=blocks)
     assert found < 1e-4, found
 
 
 @pytest.mark.parametrize("tile", [(128, 256, 4, 0, 1), (128, 256, 4, 0, 2), (128, 128, 6, 1, 2)])
 def test_parts_of_the_sum(tile: tuple[int, int, int, int, int], tmp_path: Path) -> None:
     """Five parts of 13 steps, in planes of their own."""
-    found = product("dw", tile, (136, 72, 13 * 64 - 8), tmp_path, splits=5, blocks=2)
+    found = product("WEIGHT", tile, (136, 72, 13 * 64 - 8), tmp_path, splits=5, blocks=2)
     assert found < 1e-4, found
 
 
@@ -206,7 +209,7 @@ def test_faults_of_the_product_show(
     fault: tuple[str, str], tile: tuple[int, int, int, int, int], tmp_path: Path
 ) -> None:
     try:
-        found = product("forward", tile, (520, 136, 568), tmp_path, blocks=2, fault=fault)
+        found = product("FORWARD", tile, (520, 136, 568), tmp_path, blocks=2, fault=fault)
     except AssertionError:  # it said what was wrong, or waited for ever
         return
     assert not found < 1e-4, found

@@ -200,7 +200,8 @@ def grouped(counts: str, outs: int, ins: int, folder: Path, fault: tuple[str, st
     """The worst difference from sums in float64: of results in bf16, in parts of a rounding of the largest."""
     main = GROUPED.replace("COUNTS", counts).replace("OUTS", str(outs)).replace("INS", str(ins))
     macros: dict[str, int | str] = {"SCALAR": "bf16"}
-    return float(run_on_host("ops/grouped_hopper.cu", macros, HOPPER_BODIES, main, folder, before=hopper(), fault=fault))
+    file = "ops/grouped_hopper.cu"
+    return float(run_on_host(file, macros, HOPPER_BODIES, main, folder, before=hopper(), fault=fault))
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,24 @@
 // With CLUSTER=2 two blocks, on neighbouring multiprocessors, take tiles above each other. Each copies its own rows of a,
 // and half of the piece of b that both need, to both: a third less to fetch from the L2 cache at 128 x 256. A buffer is
 // then empty when the consumers of both blocks have read it.
-//   A factor lies along, steps of the sum next to each other in memory, or across (ACROSS_A, ACROSS_B; hopper.cuh); it is
-// copied as it lies and transposed on its way into the tensor cores. What a box has outside its array is 0, so a last
+//   A factor lies along, steps of the sum next to each other in memory, or across (hopper.cuh); it is copied as it lies and
+// transposed on its way into the tensor cores:
+//   PRODUCT=FORWARD    y = x W^T       both along
+//   PRODUCT=INPUT      dx = dy W       dy along, W across
+//   PRODUCT=WEIGHT     dW += dy^T x    both across; in float32
+// What a box has outside its array is 0, so a last
 // piece of the sum and last tiles need no other code; what lies outside of `out` is not written.
 //   With `splits` parts of the sum, `out` has a plane in float32 for each, which gemm_sum (gemm.cu) adds up in their order.
 // Grid: a multiple of CLUSTER blocks, one for each multiprocessor. Block: THREADS. Shared memory: STAGES x (ROWS +
 // COLUMNS) x 128 bytes, and the barriers. Bound by tensor cores.
 //
-// compile: arch=sm_90a SCALAR=bf16 ACROSS_A=0 ACROSS_B=0|1 RESULT=bf16 ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1|2
-// compile: arch=sm_90a SCALAR=bf16 ACROSS_A=1 ACROSS_B=1 RESULT=float ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=256 COLUMNS=128 STAGES=4 PINGPONG=0 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=0 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=256 COLUMNS=192 STAGES=4 PINGPONG=0 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=64 COLUMNS=256 STAGES=5 PINGPONG=1 CLUSTER=1|2
 // spills: none
 
 #include "ops/gemm.cuh"
@@ -33,6 +42,16 @@
 #define LINE 128      // bytes of a line: 64 numbers, steps of the sum or what stays
 #define BARRIERS 128  // bytes: full and empty of each stage, and the turns
 
+#define FORWARD 0
+#define INPUT 1
+#define WEIGHT 2
+#if PRODUCT == WEIGHT
+typedef float Result;
+#else
+typedef SCALAR Result;
+#endif
+
+constexpr bool ACROSS_A = PRODUCT == WEIGHT, ACROSS_B = PRODUCT != FORWARD;
 constexpr int LEFT = ROWS * LINE, RIGHT = COLUMNS * LINE;  // bytes of a piece of a factor, 64 numbers by so many
 constexpr int SHARERS = PINGPONG ? 1 : 2;                  // warpgroups that work on one tile
 constexpr int BLOCKS = ROWS / SHARERS / 64;                // products of 64 rows that each of them does
@@ -172,7 +191,7 @@ struct Products {
 #define IN_CLUSTERS(n) __cluster_dims__(n, 1, 1)
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) gemm_hopper(
-    RESULT *out, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int rows, int columns, int depth,
+    Result *out, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int rows, int columns, int depth,
     int stride, int band, int splits, int accumulate
 ) {
     make_barriers();
@@ -212,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
             }
             products.multiply(steps);
             const int row = (unit.down * CLUSTER + rank) * ROWS, column = unit.across * COLUMNS;
-            RESULT *to = out + (i64(unit.split) * rows + row) * stride + column;
+            Result *to = out + (i64(unit.split) * rows + row) * stride + column;
             products.write(to, stride, rows - row, columns - column, accumulate);
         }
     }
