@@ -326,8 +326,9 @@ def test_a_product_goes_where_the_table_says(launches: Launches, monkeypatch: py
     monkeypatch.setattr(gemm, "new", OnDevice)
     by_cublas: list[Any] = []
     monkeypatch.setattr(cublas, "gemm", lambda *arrays, **_: by_cublas.append(arrays))
-    said: list[Any] = []
-    monkeypatch.setattr(gemm, "on_choice", lambda *what: said.append(what[:4] + (str(what[4]),)))
+    said: list[str] = []
+    monkeypatch.setattr(gemm, "on_choice", None)
+    gemm.announce(said.append)
     table: dict[str, list[int]] = {}
     monkeypatch.setattr(gemm, "_table", lambda: gemm.parsed(table))
     backend = FakeCupy("bf16")
@@ -346,9 +347,12 @@ def test_a_product_goes_where_the_table_says(launches: Launches, monkeypatch: py
     x = FakeCupy("fp32").zeros((40, 64))
     weight = FakeCupy("fp32").zeros((24, 64))
     assert forward() == (0, 1)
-    ours = "128 x 256 cooperative, 4 stages, cluster 2, band 4, splits 1"
-    shape = ("FORWARD", 40, 24, 64)
-    assert said == [(*shape, "None"), (*shape, ours), (*shape, "None")]
+    assert said == ["FORWARD 40 x 24 over 64: cuBLAS"]  # once for each shape
+    gemm.announce(said.append)
+    backend = FakeCupy("bf16")
+    x, weight = backend.zeros((40, 64)), backend.zeros((24, 64))
+    assert forward() == (1, 0)
+    assert said[1].endswith("64: 128 x 256 cooperative, 4 stages, cluster 2, band 4, splits 1")
 
 
 def test_the_measured_table_names_variants_that_are_compiled() -> None:

@@ -56,11 +56,9 @@ def factors(product: str, shape: tuple[int, int, int], dtype: Any, seed: int) ->
 def outputs(product: str, shape: tuple[int, int, int], accumulate: bool) -> Any:
     """Poison, a gap of it behind each row; where the product is added, ones."""
     m, n, _ = shape
-    whole = cp.full((m, -(-n // 8) * 8 + 8), cp.nan, np.float32 if product == "WEIGHT" else dtype_of(BF16))
-    out = whole[:, :n]
-    if accumulate:
-        out[...] = 1
-    return out
+    whole = np.full((m, -(-n // 8) * 8 + 8), np.nan)
+    whole[:, :n] = 1 if accumulate else np.nan
+    return cp.asarray(whole.astype(np.float32 if product == "WEIGHT" else dtype_of(BF16)))[:, :n]
 
 
 def assert_right(out: Any, wanted: np.ndarray, factor_size: float) -> None:
@@ -105,7 +103,8 @@ def test_the_plain_kernel_is_the_product(product: str, precision: str) -> None:
     for seed, shape in enumerate(((1, 1, 1), (17, 33, 70), (200, 9, 300))):
         for splits, accumulate in ((1, False), (3, True)):
             a, b, wanted = factors(product, shape, dtype_of(precision), seed)
-            out = cp.ones(shape[:2], np.float32 if precision == BF16 and product == "WEIGHT" else dtype_of(precision))
+            kind = np.dtype(np.float32) if precision == BF16 and product == "WEIGHT" else dtype_of(precision)
+            out = cp.asarray(np.ones(shape[:2]).astype(kind))
             gemm.gemm_naive(a, b, out, product, accumulate=accumulate, splits=splits)
             assert np.abs(wide(out) - wanted - accumulate).max() <= tolerance * np.abs(wanted).max() + tolerance
 

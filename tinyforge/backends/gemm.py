@@ -33,16 +33,29 @@ MOST_BLOCKS = 1024  # of the plain kernel
 PRODUCTS = {(False, True): "FORWARD", (False, False): "INPUT", (True, False): "WEIGHT"}
 
 on_choice: Callable[[str, int, int, int, Variant | None], None] | None = None
-"""Called with every product of bf16, (product, m, n, k) and the variant, None being cuBLAS. For --verbose."""
+"""Called with every product of bf16: (product, m, n, k) and the variant, None being cuBLAS."""
+
+
+def announce(say: Callable[[str], object]) -> None:
+    """Say from now on which kernel makes each product of bf16, once for each shape."""
+    seen = set()
+
+    def once(product: str, m: int, n: int, k: int, variant: Variant | None) -> None:
+        if (product, m, n, k) not in seen:
+            seen.add((product, m, n, k))
+            say(f"{product} {m} x {n} over {k}: {variant or 'cuBLAS'}")
+
+    global on_choice
+    on_choice = once
 
 
 @dataclass(frozen=True)
 class Variant:
     """A way to compute a product with ops/gemm_hopper.cu: macros of the kernel, and arguments of its launch.
 
-    rows, columns: of a tile. stages: of the ring of buffers. pingpong: each of the two multiplying warpgroups has tiles
-    of its own. cluster: blocks that share their copies. band: rows of tiles that blocks work on at a time. splits: parts
-    of the sum, of a WEIGHT product alone.
+    rows, columns: of a tile. stages: of the ring of buffers. pingpong: each of the two multiplying warpgroups has
+    tiles of its own. cluster: blocks that share their copies. band: rows of tiles that blocks work on at a time.
+    splits: parts of the sum, of a WEIGHT product alone.
     """
 
     rows: int
