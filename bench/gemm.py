@@ -94,16 +94,19 @@ def products(model: str, tokens: int) -> Iterator[Product]:
     yield Product(model, "head dW", "WEIGHT", outs, ins, tokens, 1)
 
 
+def busy(product: Product, variant: Any, splits: int, slots: int) -> float:
+    """The share of the multiprocessors' time that goes into results, if all tiles take the same time: less than 1 where
+    the last round is not full, and where tiles stand out of the result."""
+    down, across = -(-product.m // (variant.rows * variant.cluster)), -(-product.n // variant.columns)
+    clusters = slots // variant.cluster
+    rounds = -(-down * across * splits // clusters)
+    inside = product.m * product.n / (variant.rows * variant.cluster * variant.columns)
+    return inside * splits / (rounds * clusters)
+
+
 def splits_for(product: Product, variant: Any, slots: int) -> list[int]:
-    """Numbers of parts that fill the rounds of a WEIGHT product best: each part costs a pass over the result."""
-    tiles = -(-product.m // (variant.rows * variant.cluster)) * -(-product.n // variant.columns)
-    slots //= variant.cluster
-
-    def share(splits: int) -> float:  # of the slots that are busy, less what the parts cost
-        rounds = -(-tiles * splits // slots)
-        return tiles * splits / (rounds * slots) - 0.01 * splits
-
-    return sorted(range(1, 13), key=share, reverse=True)[:2]
+    """The two best numbers of parts of a WEIGHT product; each part costs a pass over the result."""
+    return sorted(range(1, 13), key=lambda s: busy(product, variant, s, slots) - 0.02 * s, reverse=True)[:2]
 
 
 def candidates(product: Product, slots: int) -> list[Any]:
@@ -257,7 +260,7 @@ def measure(args: argparse.Namespace, wanted: list[Product], say: Callable[[str]
         process = context.Process(target=child, args=(theirs, args.device, wanted, left_out, until), daemon=True)
         process.start()
         theirs.close()
-        busy: tuple[str, Any] | None = None
+        trying: tuple[str, Any] | None = None
         try:
             while True:
                 if not pipe.poll(SILENCE):
@@ -268,19 +271,19 @@ def measure(args: argparse.Namespace, wanted: list[Product], say: Callable[[str]
                 if what == "device":
                     found["device"], found["gpu"], found["tflop_per_second_of_a_large_product"] = rest
                 elif what == "trying":
-                    busy = rest[0], rest[1]
+                    trying = rest[0], rest[1]
                 else:
                     found["rows"].append(rest[1])
-                    wanted, busy = [p for p in wanted if p != rest[0]], None
+                    wanted, trying = [p for p in wanted if p != rest[0]], None
                     say(line(rest[1]))
         except EOFError:
             process.kill()
             process.join()
-            if busy is None:
+            if trying is None:
                 raise UserError("bench/gemm.py: the child process ended before any variant ran; see above") from None
-            left_out.add(tile(*busy))
-            found["left_out"].append(f"{busy[0]} {busy[1]}")
-            say(f"left out, it hung or crashed: {busy[0]} {busy[1]}")
+            left_out.add(tile(*trying))
+            found["left_out"].append(f"{trying[0]} {trying[1]}")
+            say(f"left out, it hung or crashed: {trying[0]} {trying[1]}")
     return found
 
 

@@ -130,6 +130,7 @@ static unsigned __ballot_sync(unsigned, bool yes) {
     for (int i = 0; i < 32; i++) votes |= unsigned(host_from(int(yes), i)) << i;
     return votes;
 }
+inline void __syncwarp() { warps[current / 32].wait(32); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 
 // --- arithmetic

@@ -171,7 +171,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     from tinyforge.ops import attention_cuda
 
     caches = (cupy_backend.has_wgmma, cupy_backend.processors, cupy_backend.shared_limit, attention_cuda.plain,
-              attention_cuda.tensor_core)  # fmt: skip
+              attention_cuda.tensor_core, gemm._plan)  # fmt: skip
     monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
     for module in (cupy_backend, gemm, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
         stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_bias": no_gemm_bias, "cupy": cupy, "cp": cupy}
@@ -319,6 +319,7 @@ def test_a_product_goes_where_the_table_says(launches: Launches, monkeypatch: py
     from tinyforge.backends import cublas, gemm
 
     monkeypatch.undo()
+    gemm._plan.cache_clear()
     found = Launches()
     monkeypatch.setattr(gemm, "load", found.load)
     monkeypatch.setattr(gemm, "processors", lambda: 132)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
+from typing import Any
 
 import cupy
 import numpy as np
@@ -21,7 +22,7 @@ from tinyforge.backends import cublas
 from tinyforge.backends.compile import constant, load, variants
 from tinyforge.backends.cublas import FLOAT32, leading
 from tinyforge.backends.cupy_backend import blocks, new, processors, scalar, vector
-from tinyforge.backends.tensor_map import strides, tensor_map
+from tinyforge.backends.tensor_map import distances, encoded
 from tinyforge.kernel import Array
 
 FILE, PLAIN, TABLE = "ops/gemm_hopper.cu", "ops/gemm.cu", "gemm_table.json"
@@ -103,42 +104,66 @@ def hopper(
 ) -> Array | None:
     """out = a b^T, the factors lying as `product` has them, or None, with nothing done, where the kernel cannot take
     them: it wants bf16, rows that begin at 16 bytes, columns by eights, and adds in float32 alone."""
-    across_a, across_b = product == "WEIGHT", product != "FORWARD"
-    (m, k), n = a.shape[::-1] if across_a else a.shape, b.shape[1 if across_b else 0]
-    result = FLOAT32 if across_a else a.dtype
     if out is None:
-        if accumulate or across_a:  # a weight's gradient in bf16
+        if product == "WEIGHT":  # it would be in bf16
             return None
-        out = new((m, n), result)
-    if out.shape != (m, n) or b.shape != ((k, n) if across_b else (n, k)):
-        raise ValueError(f"gemm: {product} of {a.shape} and {b.shape} into {out.shape}")
+        out = new((len(a), b.shape[product == "INPUT"]), a.dtype)
+    plan = _plan(variant, product, accumulate, *((x.dtype, x.shape, x.strides) for x in (a, b, out)))
+    places = a.data.ptr, b.data.ptr, out.data.ptr
+    if plan is None or any(place % 16 for place in places):
+        return None
+    maps = (encoded(place, *known) for place, known in zip(places, plan.maps, strict=False))
+    parts = out if plan.splits == 1 else new((plan.splits, *out.shape), FLOAT32)
+    plan.kernel(plan.grid, (THREADS,), (parts, *maps, *plan.numbers), shared_mem=variant.shared_bytes)
+    if parts is not out:
+        _add_parts(out, parts, accumulate)
+    return out
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a launch needs and arrays of the same shapes and strides share; a look-up is quicker than all that."""
+
+    kernel: Any
+    grid: tuple[int]
+    numbers: tuple[np.int32, ...]
+    maps: tuple[tuple[Any, ...], ...]  # of a and b: what `encoded` takes behind the address
+    splits: int
+
+
+Described = tuple[np.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
+
+
+@lru_cache(1024)
+def _plan(variant: Variant, product: str, accumulate: bool, *arrays: Described) -> Plan | None:
+    """None where the kernel cannot take them."""
+    (kind, a, a_strides), (b_kind, b, b_strides), (result, out, out_strides) = arrays
+    across_a, across_b = product == "WEIGHT", product != "FORWARD"
+    (m, k), n = a[::-1] if across_a else a, b[1 if across_b else 0]
+    if out != (m, n) or b != ((k, n) if across_b else (n, k)):
+        raise ValueError(f"gemm: {product} of {a} and {b} into {out}")
+    rows = [distances((1, *shape), (0, *steps), 2) for shape, steps in ((a, a_strides), (b, b_strides))]
+    stride = out_strides[0] // result.itemsize if m > 1 else n
     fits = (
-        a.dtype.name == b.dtype.name == "bfloat16" and out.dtype == result and min(m, n, k) > 0 and n % 8 == 0
-        and (across_a or not accumulate)
-        and strides(a[None]) is not None and strides(b[None]) is not None
-        and leading(out) * out.itemsize % 16 == 0 and not any(x.data.ptr % 16 for x in (a, b, out))
+        kind.name == b_kind.name == "bfloat16" and result == (FLOAT32 if across_a else kind) and min(m, n, k) > 0
+        and n % 8 == 0 and stride >= n and stride % 8 == 0 and out_strides[1] == result.itemsize
+        and (across_a or not accumulate) and None not in rows
     )  # fmt: skip
     if not fits:
         return None
-    steps = -(-k // DEPTH)
-    splits = min(variant.splits, steps) if across_a else 1
-    maps = (
-        tensor_map(a[None], (1, DEPTH if across_a else variant.rows, DEPTH)),
-        tensor_map(b[None], (1, (DEPTH if across_b else variant.columns) // variant.cluster, DEPTH)),
-    )
-    parts = out if splits == 1 else new((splits, m, n), FLOAT32)
-    stride = leading(out) if splits == 1 else n
+    splits = min(variant.splits, -(-k // DEPTH)) if across_a else 1
+    boxes = (DEPTH if across_a else variant.rows), (DEPTH if across_b else variant.columns) // variant.cluster
     units = -(-m // (variant.rows * variant.cluster)) * -(-n // variant.columns) * splits
-    grid = (variant.cluster * min(processors() // variant.cluster, units),)
-    launch = load(
+    kernel = load(
         FILE, "gemm_hopper", variant.shared_bytes, arch="sm_90a", SCALAR="bf16", PRODUCT=product, ROWS=variant.rows,
         COLUMNS=variant.columns, STAGES=variant.stages, PINGPONG=variant.pingpong, CLUSTER=variant.cluster,
     )  # fmt: skip
-    numbers = (m, n, k, stride, variant.band, splits, accumulate and splits == 1)
-    launch(grid, (THREADS,), (parts, *maps, *map(np.int32, numbers)), shared_mem=variant.shared_bytes)
-    if splits > 1:
-        _add_parts(out, parts, accumulate)
-    return out
+    numbers = (m, n, k, stride if splits == 1 else n, variant.band, splits, accumulate and splits == 1)
+    return Plan(
+        kernel, (variant.cluster * min(processors() // variant.cluster, units),), tuple(map(np.int32, numbers)),
+        tuple(((1, *shape), row, (1, lines, DEPTH)) for shape, row, lines in zip((a, b), rows, boxes, strict=True)),
+        splits,
+    )  # fmt: skip
 
 
 def _add_parts(out: Array, parts: Array, accumulate: bool) -> None:

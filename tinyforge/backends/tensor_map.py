@@ -26,26 +26,27 @@ def tensor_map(x: Array, box: tuple[int, int, int]) -> np.ndarray:
     The last axis has no gaps; rows may have some, and begin at multiples of 16 bytes. A box has at most 64 numbers in
     its last axis and 256 in the others. What a box has outside the array becomes 0.
     """
-    steps = strides(x)
+    steps = distances(x.shape, x.strides, x.itemsize)
     if x.dtype.name != "bfloat16" or steps is None or x.data.ptr % 16:
         raise ValueError(f"tensor_map: {x.dtype} of shape {x.shape}, strides {x.strides}, at {x.data.ptr:#x}; wanted "
                          "bfloat16, three axes, no gaps in the last, all else at multiples of 16 bytes")  # fmt: skip
-    return _encoded(x.data.ptr, x.shape, steps, box)
+    return encoded(x.data.ptr, x.shape, steps, box)
 
 
-def strides(x: Array) -> tuple[int, int] | None:
-    """Bytes from one row of x to the next and from one matrix to the next, or None where TMA cannot take x."""
-    if x.ndim != 3 or (x.shape[2] > 1 and x.strides[2] != x.itemsize):
+def distances(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int] | None:
+    """Bytes from one row to the next and from one matrix to the next, or None where TMA cannot take such an array."""
+    if len(shape) != 3 or (shape[2] > 1 and strides[2] != itemsize):
         return None
-    row = x.strides[1] if x.shape[1] > 1 else -(-x.shape[2] * x.itemsize // 16) * 16  # a single row has no next one
-    plane = x.strides[0] if x.shape[0] > 1 else row * x.shape[1]
-    return (row, plane) if row >= x.shape[2] * x.itemsize and row % 16 == 0 and plane % 16 == 0 else None
+    row = strides[1] if shape[1] > 1 else -(-shape[2] * itemsize // 16) * 16  # a single row has no next one
+    plane = strides[0] if shape[0] > 1 else row * shape[1]
+    return (row, plane) if row >= shape[2] * itemsize and row % 16 == 0 and plane % 16 == 0 else None
 
 
 @lru_cache(4096)  # weights stay where they are: a map for each is made once
-def _encoded(
+def encoded(
     address: int, shape: tuple[int, int, int], steps: tuple[int, int], box: tuple[int, int, int]
 ) -> np.ndarray:
+    """As tensor_map, for an array at `address` with these `distances`."""
     room = np.zeros(_WORDS + _ALIGNED // 8, np.uint64)
     skip = -room.ctypes.data % _ALIGNED // 8
     found = room[skip : skip + _WORDS].view(_MAP)  # of one element, as CuPy passes by value; keeps `room` alive

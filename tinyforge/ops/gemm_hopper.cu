@@ -182,7 +182,7 @@ struct Products {
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
             const int row = top + i * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-            if constexpr (sizeof(R) == 4) write_sums(out, sum[i], row, stride, rows, columns, accumulate);
+            if constexpr (sizeof(R) == 4) write_sums<8>(out, sum[i], row, stride, rows, columns, accumulate);
             else write_sums(out, sum[i], row, stride, rows, columns);
         }
     }
@@ -235,5 +235,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
             products.write(to, stride, rows - row, columns - column, accumulate);
         }
     }
-    if constexpr (CLUSTER > 1) cluster_sync();  // the other block's copies and arrivals come here until it is done too
+    if constexpr (CLUSTER > 1) {  // the other block's copies and arrivals come here until it is done too
+        __syncwarp();
+        cluster_sync();
+    }
 }

@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_bwd_weight(
             products.multiply<1, 1>(steps);
             const int out = tile / across % down * ROWS, in = tile % across * COLUMNS;
             float *to = dweight + (i64(expert) * outs + out) * ins + in;
-            write_sums(to, products.sum, products.row, ins, outs - out, ins - in, true);
+            write_sums<4>(to, products.sum, products.row, ins, outs - out, ins - in, true);
         }
     }
 }

@@ -135,8 +135,8 @@ __device__ __forceinline__ void write_sums(
     }
 }
 
-// In float32; with `accumulate`, added to what is there.
-template <int N>
+// In float32; with `accumulate`, added to what is there, of which BATCH accesses are under way at a time.
+template <int BATCH, int N>
 __device__ __forceinline__ void write_sums(
     float *out, const float (&sum)[N][4], int row, int stride, int rows, int columns, bool accumulate
 ) {
@@ -146,14 +146,14 @@ __device__ __forceinline__ void write_sums(
         if (row + 8 * half >= rows) continue;
         float *to = out + i64(row + 8 * half) * stride + first;
 #pragma unroll
-        for (int n = 0; n < N; n += 4) {
-            Pack<float, 2> there[4] = {};
+        for (int n = 0; n < N; n += BATCH) {
+            Pack<float, 2> there[BATCH] = {};
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
+            for (int j = 0; j < BATCH; j++) {
                 if (accumulate && 8 * (n + j) < columns) there[j] = load<2>(to + 8 * (n + j));
             }
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
+            for (int j = 0; j < BATCH; j++) {
                 there[j].v[0] += sum[n + j][2 * half], there[j].v[1] += sum[n + j][2 * half + 1];
                 if (8 * (n + j) < columns) store(to + 8 * (n + j), there[j]);
             }
@@ -216,7 +216,7 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap *map, int x, in
 
 // A cluster: blocks that run at the same time on neighbouring multiprocessors and reach each other's shared memory.
 
-// All threads of all blocks of the cluster. Before a block's barriers are used by another, and before a block ends that
+// All threads of all blocks of the cluster, warps converged. Before a block's barriers are used by another, and before a block ends that
 // another may still reach.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
