@@ -39,7 +39,7 @@ from tinyforge.report import add_json_flag, check_before, publish
 
 MODELS = ("base", "124m", "large")
 CHUNK = 4096  # tokens whose logits are computed at a time (ops/cross_entropy_cuda.py)
-SILENCE = 30.0  # seconds after which a child that says nothing is given up
+SILENCE, STARTING = 30.0, 120.0  # seconds after which a child that says nothing is given up; with kernels to compile
 FINALISTS, ROUNDS, SHORT = 4, 7, 8
 # Relative errors, by norms, against sums in float32 by cuBLAS: one rounding to bf16; another order of the sum.
 TOLERANCE = {"bfloat16": 4e-3, "float32": 3e-5}
@@ -263,7 +263,7 @@ def measure(args: argparse.Namespace, wanted: list[Product], say: Callable[[str]
         trying: tuple[str, Any] | None = None
         try:
             while True:
-                if not pipe.poll(SILENCE):
+                if not pipe.poll(SILENCE if trying else STARTING):
                     raise EOFError
                 what, *rest = pipe.recv()
                 if what == "done":

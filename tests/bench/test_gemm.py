@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
+import os
+import time
 from collections import Counter
 from typing import Any
 
@@ -65,6 +68,39 @@ def test_the_table_holds_what_is_faster() -> None:
     (text,) = summary(found)
     assert "by cuBLAS 3.07 ms, by ours 2.86 (0.93), each by the faster 2.85 (0.93)" in text
     assert "0.78  a variant" in line(found["rows"][0])
+
+
+def some_child(pipe: Any, device: Any, wanted: list[Product], left_out: set[Any], until: float) -> None:
+    """Stands for the measuring process: of its three variants the first hangs and the second crashes."""
+    from tinyforge.backends.gemm import compiled
+
+    pipe.send(("device", "a GPU", "A GPU", 783.0))
+    for product in wanted:
+        for i, variant in enumerate(compiled()[:6:2]):
+            if gemm.tile(product.product, variant) in left_out:
+                continue
+            pipe.send(("trying", product.product, variant))
+            if i == 0:
+                time.sleep(60)
+            if i == 1:
+                os._exit(1)
+        pipe.send(("row", product, row(product, 64, 50)))
+    pipe.send(("done",))
+
+
+@needs_cupy
+@pytest.mark.slow
+def test_a_variant_that_hangs_or_crashes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "child", some_child)
+    monkeypatch.setattr(gemm, "SILENCE", 5.0)
+    args = argparse.Namespace(tokens=16384, device=None, seconds=100)
+    said: list[str] = []
+    wanted = [p for p in products("base", 16384) if p.product == "WEIGHT"]
+    found = gemm.measure(args, list(wanted), said.append)
+    assert [r["name"] for r in found["rows"]] == [p.name for p in wanted] and found["gpu"] == "A GPU"
+    assert [text.split(",")[0] for text in found["left_out"]] == [
+        "WEIGHT 128 x 256 cooperative", "WEIGHT 256 x 128 cooperative"]  # fmt: skip
+    assert sum("left out, it hung or crashed" in text for text in said) == 2
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

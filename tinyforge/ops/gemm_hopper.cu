@@ -145,8 +145,9 @@ struct Products {
         }
     }
 
-    // The sums of a unit of so many steps.
-    __device__ __forceinline__ void multiply(int steps) {
+    // The sums of a unit of so many steps. `meanwhile` runs while the tensor cores have the first buffer.
+    template <class Function>
+    __device__ __forceinline__ void multiply(int steps, Function meanwhile) {
         u32 last = 0;  // the barrier of the buffer that is being read
         for (int step = 0; step < steps; step++) {
             barrier_wait(ring.full(), ring.phase);
@@ -164,12 +165,14 @@ struct Products {
                 }
             }
             multiply_commit();
+            if (step == 0) meanwhile();
             multiply_wait<1>();
             if (last) release(last);
             last = ring.empty();
             ring.next();
         }
-        if (PINGPONG && lane == 0) barrier_arrive(ring.turn(group ^ 1));  // all its buffers are full: the next are the other's
+        // The last of its buffers was full: those that come next are the other's.
+        if (PINGPONG && lane == 0) barrier_arrive(ring.turn(group ^ 1));
         multiply_wait<0>();
         release(last);
 #pragma unroll
@@ -218,21 +221,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
         Products products;
         u32 parity = products.group == 0;  // the first tile is warpgroup 0's
         bool mine = products.group == 0;
-        for (int number = blockIdx.x / CLUSTER; number < units; number += stride_of_units, mine = !mine) {
-            const Unit unit = tiling.unit(number);
+        int number = blockIdx.x / CLUSTER;
+        Unit unit = tiling.unit(number);
+        while (number < units) {
             const int steps = unit.stop - unit.first;
+            const bool others = PINGPONG && !mine;
+            mine = !mine;
+            if (others) {
+                products.ring.skip(steps);
+                unit = tiling.unit(number += stride_of_units);
+                continue;
+            }
             if constexpr (PINGPONG) {
-                if (!mine) {
-                    products.ring.skip(steps);
-                    continue;
-                }
                 barrier_wait(products.ring.turn(products.group), parity);
                 parity ^= 1;
             }
-            products.multiply(steps);
-            const int row = (unit.down * CLUSTER + rank) * ROWS, column = unit.across * COLUMNS;
-            Result *to = out + (i64(unit.split) * rows + row) * stride + column;
-            products.write(to, stride, rows - row, columns - column, accumulate);
+            Result *to;
+            int below, beside;
+            // Where the tile lies, and which unit comes next. Divisions take some hundred clocks; the empty instruction
+            // keeps the compiler from putting them off.
+            products.multiply(steps, [&] {
+                const int row = (unit.down * CLUSTER + rank) * ROWS, column = unit.across * COLUMNS;
+                to = out + (i64(unit.split) * rows + row) * stride + column;
+                below = rows - row, beside = columns - column;
+                unit = tiling.unit(number += stride_of_units);
+                asm volatile("" : "+l"(to), "+r"(below), "+r"(beside), "+r"(unit.down), "+r"(unit.across));
+                asm volatile("" : "+r"(unit.split), "+r"(unit.first), "+r"(unit.stop));
+            });
+            products.write(to, stride, below, beside, accumulate);
         }
     }
     if constexpr (CLUSTER > 1) {  // the other block's copies and arrivals come here until it is done too
