@@ -460,6 +460,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seq-len", type=int, help="tokens a sequence (default: the config's context, which a longer one lengthens)"
     )
     p.add_argument("--recompute", default="", choices=("norms", "blocks"), help="in ours, as of recipes/pretrain.py")
+    p.add_argument("--verbose", action="store_true", help="on a GPU, say which kernel makes each product of bf16")
     p.add_argument("--steps", type=int, default=30, help="counted steps for each contender (default: 30)")
     p.add_argument("--peer", choices=tuple(PEERS), help="time PyTorch too, all it has, or eager alone")
     p.add_argument("--beside", metavar="MODEL:PRESET", help="time another of our models too, such as nanoeuler:base")
@@ -478,6 +479,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.gpus is not None:
         return several_gpus(args, argv)
     options = replace(options_of(args), recompute=args.recompute)
+    if args.verbose and options.backend == "cupy":
+        from tinyforge.backends import gemm
+
+        gemm.announce(lambda text: print(text, file=sys.stderr))
     find_model(args.model).check_recompute(options.recompute)
     found = measure(options, args.peer)
     publish(found, table(found), args.json)

@@ -23,6 +23,7 @@
 #define INFINITY HUGE_VALF
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(n) alignas(n)
 using std::abs;
 using std::max;
@@ -33,19 +34,28 @@ struct uint4 { unsigned x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 struct Index { int x = 0, y = 0, z = 0; };
 static Index threadIdx, blockIdx, blockDim, gridDim;
-alignas(1024) static unsigned char host_shared[232448];
+constexpr int HOST_ROOM = 232448, HOST_BLOCKS = 2;  // shared memory of a block; blocks of a cluster
+alignas(1024) static unsigned char host_shared[HOST_BLOCKS * HOST_ROOM];
 
 // --- coroutines
 
 static std::vector<ucontext_t> contexts;
 static std::vector<char> done;
 static ucontext_t scheduler;
-static int current;
-static long long turns;
+static int current, first_block;
+static long long turns, host_limit = 20000000;
+static bool host_jitter = false;          // warps fall behind each other at random
+static std::function<void()> host_tick;   // what goes on beside the threads
+static std::mt19937 host_random(7);
+static int host_rank() { return current / blockDim.x; }
+static unsigned char *host_at(unsigned address) { return host_shared + host_rank() * HOST_ROOM + address; }
+static void host_resume(int i) {
+    current = i, threadIdx.x = i % blockDim.x, blockIdx.x = first_block + i / blockDim.x;
+}
 static void host_yield() {
     const int me = current;
     swapcontext(&contexts[me], &scheduler);
-    current = me, threadIdx.x = me;
+    host_resume(me);
 }
 static std::function<void()> host_work;
 static void host_entry() {
@@ -53,7 +63,7 @@ static void host_entry() {
     done[current] = 1;
     swapcontext(&contexts[current], &scheduler);
 }
-// A block of `threads`; aborts where they wait for ever.
+// The threads of a block, or of the blocks of a cluster; aborts where they wait for ever.
 static void host_block(int threads, std::function<void()> work) {
     static std::vector<std::vector<char>> stacks;
     contexts.assign(threads, {}), done.assign(threads, 0), stacks.resize(threads);
@@ -68,20 +78,25 @@ static void host_block(int threads, std::function<void()> work) {
     turns = 0;
     for (bool any = true; any; ) {
         any = false;
+        bool late = false;
         for (int i = 0; i < threads; i++) {
+            if (i % 32 == 0) late = host_jitter && host_random() % 4 == 0;
             if (done[i]) continue;
-            any = true, current = i, threadIdx.x = i;
+            any = true;
+            if (late) continue;
+            host_resume(i);
             swapcontext(&scheduler, &contexts[i]);
         }
-        if (++turns > 20000000) { printf("threads wait for ever\n"); exit(1); }
+        if (host_tick) host_tick();
+        if (++turns > host_limit) { printf("threads wait for ever\n"); exit(1); }
     }
 }
-template <class Kernel> static void host_launch(int grid_x, int grid_y, int threads, Kernel kernel) {
+template <class Kernel> static void host_launch(int grid_x, int grid_y, int threads, Kernel kernel, int cluster = 1) {
     gridDim.x = grid_x, gridDim.y = grid_y, blockDim.x = threads;
     for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y++)
-        for (blockIdx.x = 0; blockIdx.x < grid_x; blockIdx.x++) {
+        for (first_block = 0; first_block < grid_x; first_block += cluster) {
             memset(host_shared, 0xff, sizeof host_shared);  // NaN
-            host_block(threads, kernel);
+            host_block(threads * cluster, kernel);
         }
 }
 
@@ -95,12 +110,12 @@ struct Meeting {
         while (round == mine) host_yield();
     }
 };
-static Meeting whole_block, warps[32];
-static unsigned long long exchanged[32][32];
-inline void __syncthreads() { whole_block.wait(blockDim.x); }
+static Meeting whole_block[HOST_BLOCKS], warps[64];
+static unsigned long long exchanged[64][32];
+inline void __syncthreads() { whole_block[host_rank()].wait(blockDim.x); }
 template <class V> static V host_from(V value, int lane) {
     static_assert(sizeof(V) <= 8, "");
-    const int warp = threadIdx.x / 32, from = (lane + 32) % 32;
+    const int warp = current / 32, from = (lane + 32) % 32;
     memcpy(&exchanged[warp][threadIdx.x % 32], &value, sizeof value);
     warps[warp].wait(32);
     V found;
@@ -126,6 +141,7 @@ static unsigned __ballot_sync(unsigned, bool yes) {
     for (int i = 0; i < 32; i++) votes |= unsigned(host_from(int(yes), i)) << i;
     return votes;
 }
+inline void __syncwarp() { warps[current / 32].wait(32); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 
 // --- arithmetic
@@ -145,5 +161,4 @@ inline unsigned short host_bf16(float x) {  // to nearest, ties to even
     memcpy(&bits, &x, 4);
     return (unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
-static std::mt19937 host_random(7);
 static double host_normal() { static std::normal_distribution<double> d; return d(host_random); }

@@ -52,3 +52,32 @@ def run_on_host(
     done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def hopper() -> str:
+    """The stand-ins that HOPPER_BODIES call."""
+    return Path(__file__).with_name("on_hopper.hpp").read_text(encoding="utf-8")
+
+
+INLINE = "__device__ __forceinline__ "
+HOPPER_BODIES = {
+    f"{INLINE}void narrow(float x, bf16 &to)": "to.bits = host_bf16(x);",
+    f"{INLINE}void copy_async(u32 to, const void *from, bool valid)": "host_copy(to, from, valid);",
+    f"{INLINE}void copy_commit()": "host_commit();",
+    f"{INLINE}void copy_wait()": "host_wait(pending);",
+    f"{INLINE}void barrier_make(": "host_barrier(barrier) = {int(count), int(count), 0, 0};",
+    f"{INLINE}void barrier_arrive(": "host_arrive(barrier);",
+    f"{INLINE}void barrier_arrive_at(": "host_arrive(barrier, rank);",
+    f"{INLINE}void barrier_expect(": "host_barrier(barrier).bytes += bytes;",
+    f"{INLINE}void barrier_wait(": "while (host_barrier(barrier).phase == parity) host_yield();",
+    f"{INLINE}void cluster_sync(": "host_cluster_wait();",
+    f"{INLINE}void copy_box(": "host_box(to, map->words, x, y, z, barrier);",
+    f"{INLINE}void copy_box_to(": "host_box(to, map->words, x, y, z, barrier, blocks);",
+    f"{INLINE}void multiply_commit(": "host_multiply_commit();",
+    f"{INLINE}void multiply_wait(": "host_multiply_wait(PENDING);",
+    **{
+        f"{INLINE}void multiply_wide(float (&d)[{n}][4]": f"host_multiply(d, {n}, a, b, add, A_ACROSS, B_ACROSS);"
+        for n in (16, 24, 32)
+    },
+    f"{INLINE}u32 pair(": "return host_bf16(x) | u32(host_bf16(y)) << 16;",
+}

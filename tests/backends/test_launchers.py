@@ -8,8 +8,10 @@ is compared with the entry's parameters: how many, which element type a pointer 
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +118,8 @@ class Launches:
             kind = scalar
         elif kind == "A":
             kind = "double" if scalar == "double" else "float"
+        elif kind == "Result":
+            kind = "float" if macros["PRODUCT"] == "WEIGHT" else scalar
         elif kind in ("REAL", "float2"):
             kind = scalar if kind == "REAL" else "float"
         where = f"{entry}: {parameter}"
@@ -163,13 +167,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         concatenate=lambda arrays: np.concatenate(arrays).view(OnDevice),
         arange=lambda count, dtype: np.arange(count, dtype=dtype).view(OnDevice),
     )  # fmt: skip
-    from tinyforge.backends import cupy_backend
+    from tinyforge.backends import cupy_backend, gemm
     from tinyforge.ops import attention_cuda
 
     caches = (cupy_backend.has_wgmma, cupy_backend.processors, cupy_backend.shared_limit, attention_cuda.plain,
-              attention_cuda.tensor_core)  # fmt: skip
+              attention_cuda.tensor_core, gemm._plan)  # fmt: skip
     monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
-    for module in (cupy_backend, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
+    for module in (cupy_backend, gemm, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
         stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_bias": no_gemm_bias, "cupy": cupy, "cp": cupy}
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
@@ -283,6 +287,82 @@ def test_grouped_products_take_tensor_cores_where_they_can(
     k.grouped_bwd_weight(backend.zeros(weight.shape, backend.master_dtype), y, x, rows, rows, starts)
     fast = precision == "bf16" and width % 8 == 0
     assert files == [f"ops/grouped{('_hopper' if hopper else '_mma') if fast else ''}.cu"] * 3
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("product", ["FORWARD", "INPUT", "WEIGHT"])
+def test_products_of_our_own_get_what_they_declare(product: str, splits: int, launches: Launches) -> None:
+    from tinyforge.backends import gemm
+
+    backend, (m, n, k) = FakeCupy("bf16"), (40, 24, 200)
+    for variant in gemm.compiled():
+        a = backend.zeros((k, m) if product == "WEIGHT" else (m, k))
+        b = backend.zeros((n, k) if product == "FORWARD" else (k, n))
+        out = backend.zeros((m, n), backend.master_dtype if product == "WEIGHT" else None)
+        launches.seen.clear()
+        assert gemm.hopper(replace(variant, splits=splits), a, b, out, product) is out
+        parts = product == "WEIGHT" and splits > 1
+        assert launches.seen == ["gemm_hopper", *["gemm_sum"] * parts]
+        gemm.gemm_naive(a, b, out, product, splits=splits)
+        # Refused: rows that do not begin at 16 bytes, another type of result, bf16 that would be added to.
+        launches.seen.clear()
+        odd = backend.zeros((n - 1, k) if product == "FORWARD" else (k, n - 1))
+        assert gemm.hopper(variant, a, odd, OnDevice((m, n - 1), out.dtype), product) is None
+        assert gemm.hopper(variant, a, b, OnDevice((m, n), np.dtype(np.float64)), product) is None
+        if product != "WEIGHT":
+            assert gemm.hopper(variant, a, b, out, product, accumulate=True) is None
+        assert not launches.seen
+
+
+def test_a_product_goes_where_the_table_says(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By shape and layout, to our kernel if it can take it; all else, and everything without a table, to cuBLAS."""
+    from tinyforge.backends import cublas, gemm
+
+    monkeypatch.undo()
+    gemm._plan.cache_clear()
+    found = Launches()
+    monkeypatch.setattr(gemm, "load", found.load)
+    monkeypatch.setattr(gemm, "processors", lambda: 132)
+    monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
+    monkeypatch.setattr(gemm, "new", OnDevice)
+    by_cublas: list[Any] = []
+    monkeypatch.setattr(cublas, "gemm", lambda *arrays, **_: by_cublas.append(arrays))
+    said: list[str] = []
+    monkeypatch.setattr(gemm, "on_choice", None)
+    gemm.announce(said.append)
+    table: dict[str, list[int]] = {}
+    monkeypatch.setattr(gemm, "_table", lambda: gemm.parsed(table))
+    backend = FakeCupy("bf16")
+    x, weight = backend.zeros((40, 64)), backend.zeros((24, 64))
+
+    def forward(**options: Any) -> tuple[int, int]:
+        found.seen.clear(), by_cublas.clear()
+        gemm.gemm(x, weight, transpose_b=True, **options)
+        return len(found.seen), len(by_cublas)
+
+    assert forward() == (0, 1)
+    table["FORWARD 40 24 64"] = [128, 256, 4, 0, 2, 4]
+    assert forward() == (1, 0)
+    assert forward(scale=0.5) == (0, 1)
+    assert forward(accumulate=True, out=backend.zeros((40, 24))) == (0, 1)  # bf16 is not added to
+    x = FakeCupy("fp32").zeros((40, 64))
+    weight = FakeCupy("fp32").zeros((24, 64))
+    assert forward() == (0, 1)
+    assert said == ["FORWARD 40 x 24 over 64: cuBLAS"]  # once for each shape
+    gemm.announce(said.append)
+    backend = FakeCupy("bf16")
+    x, weight = backend.zeros((40, 64)), backend.zeros((24, 64))
+    assert forward() == (1, 0)
+    assert said[1].endswith("64: 128 x 256 cooperative, 4 stages, cluster 2, band 4, splits 1")
+
+
+def test_the_measured_table_names_variants_that_are_compiled() -> None:
+    from tinyforge.backends import gemm
+
+    table = json.loads((files("tinyforge.backends") / gemm.TABLE).read_text("utf-8"))
+    for gpu in table.values():
+        for (product, *_), variant in gemm.parsed(gpu).items():
+            assert product in gemm.PRODUCTS.values() and replace(variant, band=8, splits=1) in gemm.compiled()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.backends.on_host import run_on_host
+from tests.backends.on_host import HOPPER_BODIES, hopper, run_on_host
 from tinyforge.infer.cuda.batch_plan import BatchPlan, samplers
 from tinyforge.infer.sampling import Sampling, probabilities
 from tinyforge.rng import Stream
@@ -115,87 +115,6 @@ def test_faults_of_the_scan_show(fault: tuple[str, str], tmp_path: Path) -> None
     assert not found <= 1e-9, found
 
 
-# hopper.cuh's instructions, and cp.async. A copy arrives when it is waited for, and no earlier.
-HOPPER = r"""
-typedef unsigned int u32;
-typedef unsigned long long u64;
-struct Barrier { u32 count, pending; int bytes; u32 phase; };
-static Barrier &host_barrier(u32 at) {
-    static Barrier all[64];
-    return all[at / 8 % 64];
-}
-static void host_check(Barrier &b) {
-    if (!b.pending && !b.bytes) b.pending = b.count, b.phase ^= 1;
-}
-struct Copy { u32 to; const void *from; bool valid; };
-static std::vector<std::vector<Copy>> host_copies[1024];
-static void host_commit() { host_copies[threadIdx.x].emplace_back(); }
-static void host_copy(u32 to, const void *from, bool valid) {
-    auto &groups = host_copies[threadIdx.x];
-    if (groups.empty()) host_commit();
-    groups.back().push_back({to, from, valid});
-}
-static void host_wait(int pending) {  // the last group is the one that is open
-    auto &groups = host_copies[threadIdx.x];
-    while (int(groups.size()) > pending + 1) {
-        for (const Copy &c : groups[0]) {
-            if (c.valid) memcpy(host_shared + c.to, c.from, 16);
-            else memset(host_shared + c.to, 0, 16);
-        }
-        groups.erase(groups.begin());
-    }
-}
-static u32 host_swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }
-static void host_box(u32 to, const u64 *map, int x, int y, int z, u32 barrier) {
-    const unsigned short *from = (const unsigned short *)map[0];
-    const int wide = map[1], high = map[2], deep = map[3], columns = map[4], lines = map[5];
-    for (int line = 0; line < lines; line++)
-        for (int c = 0; c < columns; c++) {
-            const bool there = x + c < wide && y + line < high && z < deep;
-            const unsigned short value = there ? from[((long long)z * high + y + line) * wide + x + c] : 0;
-            memcpy(host_shared + host_swizzled(to + line * 128 + c * 2), &value, 2);
-        }
-    Barrier &b = host_barrier(barrier);
-    b.bytes -= columns * lines * 2;
-    host_check(b);
-}
-// Number n of the direction that stays, step k of the sum.
-static float host_factor(u64 matrix, bool across, int n, int k) {
-    const u32 base = (matrix & 0x3fff) << 4, chunk = (matrix >> 16 & 0x3fff) << 4;
-    const u32 at = across ? base + n / 64 * chunk + k / 8 * 1024 + k % 8 * 128 + n % 64 * 2
-                          : base + n / 8 * 1024 + n % 8 * 128 + k * 2;
-    unsigned short bits;
-    memcpy(&bits, host_shared + host_swizzled(at), 2);
-    return __uint_as_float(unsigned(bits) << 16);
-}
-static void host_multiply(float (&d)[32][4], u64 a, u64 b, int add, bool a_across, bool b_across) {
-    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-    for (int half = 0; half < 2; half++) {
-        float left[16];
-        for (int k = 0; k < 16; k++) left[k] = host_factor(a, a_across, row + 8 * half, k);
-        for (int n = 0; n < 32; n++)
-            for (int i = 0; i < 2; i++) {
-                float &sum = d[n][2 * half + i], s = add ? sum : 0;
-                for (int k = 0; k < 16; k++) s += left[k] * host_factor(b, b_across, 8 * n + column + i, k);
-                sum = s;
-            }
-    }
-}
-"""
-INLINE = "__device__ __forceinline__ "
-BODIES = {
-    f"{INLINE}void narrow(float x, bf16 &to)": "to.bits = host_bf16(x);",
-    f"{INLINE}void copy_async(u32 to, const void *from, bool valid)": "host_copy(to, from, valid);",
-    f"{INLINE}void copy_commit()": "host_commit();",
-    f"{INLINE}void copy_wait()": "host_wait(pending);",
-    f"{INLINE}void barrier_make(": "host_barrier(barrier) = {count, count, 0, 0};",
-    f"{INLINE}void barrier_arrive(": "Barrier &b = host_barrier(barrier); b.pending--; host_check(b);",
-    f"{INLINE}void barrier_expect(": "host_barrier(barrier).bytes += bytes;",
-    f"{INLINE}void barrier_wait(": "while (host_barrier(barrier).phase == parity) host_yield();",
-    f"{INLINE}void copy_box(": "host_box(to, map->words, x, y, z, barrier);",
-    f"{INLINE}void multiply_wide(": "host_multiply(d, a, b, add, A_ACROSS, B_ACROSS);",
-    f"{INLINE}static u32 pair(": "return host_bf16(x) | u32(host_bf16(y)) << 16;",
-}
 GROUPED = r"""
 int main() {
     const int counts[] = {COUNTS}, experts = sizeof counts / sizeof counts[0], outs = OUTS, ins = INS, tokens = 50;
@@ -286,7 +205,8 @@ def grouped(counts: str, outs: int, ins: int, folder: Path, fault: tuple[str, st
     """The worst difference from sums in float64: of results in bf16, in parts of a rounding of the largest."""
     main = GROUPED.replace("COUNTS", counts).replace("OUTS", str(outs)).replace("INS", str(ins))
     macros: dict[str, int | str] = {"SCALAR": "bf16"}
-    return float(run_on_host("ops/grouped_hopper.cu", macros, BODIES, main, folder, before=HOPPER, fault=fault))
+    file = "ops/grouped_hopper.cu"
+    return float(run_on_host(file, macros, HOPPER_BODIES, main, folder, before=hopper(), fault=fault))
 
 
 @pytest.mark.parametrize(

@@ -139,3 +139,21 @@ def test_every_kernel_that_a_page_names_exists() -> None:
     for path in FOLDER.glob("*.md"):
         for name in re.findall(r"`([a-z]+(?:_[a-z]+)+)`", path.read_text(encoding="utf-8")):
             assert re.search(rf"\b{name}\b|\b\w+_{name}(_\w+)?\b", code), (path.name, name)
+
+
+def test_the_table_of_waves_is_the_benchmarks_own() -> None:
+    """Each product of a step of `base`, and the share of the multiprocessors' time that four tiles use."""
+    pytest.importorskip("cupy", reason="the variants are read by the launcher, which needs CuPy, not a GPU")
+    from bench.gemm import busy, products, splits_for
+    from tinyforge.backends.gemm import Variant
+
+    text = page("gemm.md")
+    for p in products("base", 16384):
+        cells = []
+        for rows, columns in ((128, 256), (128, 192), (256, 192), (128, 128)):
+            variant = Variant(rows, columns, 4, 0, 1)
+            splits = splits_for(p, variant, 132)[0] if p.product == "WEIGHT" else 1
+            share = f"{100 * busy(p, variant, splits, 132):.0f} %"
+            cells.append(f"{share} ({splits})" if splits > 1 else share)
+        name = p.name.replace("|", "\\|")
+        assert f"| {name} | {p.m:,} x {p.n:,} over {p.k:,} | {' | '.join(cells)} |" in text, p.name

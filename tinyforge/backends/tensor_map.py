@@ -21,27 +21,41 @@ _MAP = np.dtype((np.void, 8 * _WORDS))
 
 
 def tensor_map(x: Array, box: tuple[int, int, int]) -> np.ndarray:
-    """The map of x, bf16 with three axes and no gaps, for copies of boxes of this shape under the 128-byte swizzle.
+    """The map of x, bf16 with three axes, for copies of boxes of this shape under the 128-byte swizzle.
 
-    A box has at most 64 numbers in its last axis and 256 in the others. What a box has outside the array becomes 0.
+    The last axis has no gaps; rows may have some, and begin at multiples of 16 bytes. A box has at most 64 numbers in
+    its last axis and 256 in the others. What a box has outside the array becomes 0.
     """
-    if x.dtype.name != "bfloat16" or x.ndim != 3 or not x.flags.c_contiguous or x.data.ptr % 16 or x.shape[2] % 8:
-        raise ValueError(f"tensor_map: {x.dtype} of shape {x.shape} at {x.data.ptr:#x}, wanted bfloat16 with three "
-                         "axes and no gaps, the last a multiple of 8, at a multiple of 16 bytes")  # fmt: skip
-    return _encoded(x.data.ptr, x.shape, box)
+    steps = distances(x.shape, x.strides, x.itemsize)
+    if x.dtype.name != "bfloat16" or steps is None or x.data.ptr % 16:
+        raise ValueError(f"tensor_map: {x.dtype} of shape {x.shape}, strides {x.strides}, at {x.data.ptr:#x}; wanted "
+                         "bfloat16, three axes, no gaps in the last, all else at multiples of 16 bytes")  # fmt: skip
+    return encoded(x.data.ptr, x.shape, steps, box)
+
+
+def distances(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int] | None:
+    """Bytes from one row to the next and from one matrix to the next, or None where TMA cannot take such an array."""
+    if len(shape) != 3 or (shape[2] > 1 and strides[2] != itemsize):
+        return None
+    row = strides[1] if shape[1] > 1 else -(-shape[2] * itemsize // 16) * 16  # a single row has no next one
+    plane = strides[0] if shape[0] > 1 else row * shape[1]
+    return (row, plane) if row >= shape[2] * itemsize and row % 16 == 0 and plane % 16 == 0 else None
 
 
 @lru_cache(4096)  # weights stay where they are: a map for each is made once
-def _encoded(address: int, shape: tuple[int, int, int], box: tuple[int, int, int]) -> np.ndarray:
+def encoded(
+    address: int, shape: tuple[int, int, int], steps: tuple[int, int], box: tuple[int, int, int]
+) -> np.ndarray:
+    """As tensor_map, for an array at `address` with these `distances`."""
     room = np.zeros(_WORDS + _ALIGNED // 8, np.uint64)
     skip = -room.ctypes.data % _ALIGNED // 8
     found = room[skip : skip + _WORDS].view(_MAP)  # of one element, as CuPy passes by value; keeps `room` alive
     sizes = (ctypes.c_uint64 * 3)(*shape[::-1])
-    strides = (ctypes.c_uint64 * 2)(2 * shape[2], 2 * shape[2] * shape[1])  # bytes; the innermost is 2
-    boxes, steps = (ctypes.c_uint32 * 3)(*box[::-1]), (ctypes.c_uint32 * 3)(1, 1, 1)
+    boxes, every = (ctypes.c_uint32 * 3)(*box[::-1]), (ctypes.c_uint32 * 3)(1, 1, 1)
     status = _driver().cuTensorMapEncodeTiled(
-        found.ctypes.data, _BFLOAT16, 3, address, sizes, strides, boxes, steps, 0, _SWIZZLE_128B, _L2_256B, 0
-    )
+        found.ctypes.data, _BFLOAT16, 3, address, sizes, (ctypes.c_uint64 * 2)(*steps), boxes, every, 0, _SWIZZLE_128B,
+        _L2_256B, 0,
+    )  # fmt: skip
     if status:
         raise RuntimeError(f"cuTensorMapEncodeTiled: CUDA error {status} for shape {shape}, boxes of {box}")
     return found

@@ -9,7 +9,6 @@ import numpy as np
 
 from tinyforge.backends import wide
 from tinyforge.backends.compile import constant, load
-from tinyforge.backends.cublas import gemm
 from tinyforge.backends.cupy_backend import (
     FLOAT64,
     CupyBackend,
@@ -20,6 +19,7 @@ from tinyforge.backends.cupy_backend import (
     shared_limit,
     vector,
 )
+from tinyforge.backends.gemm import gemm
 from tinyforge.kernel import Array
 from tinyforge.ops import cross_entropy
 from tinyforge.ops.cross_entropy import row_pitch

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tinyforge.backends.cublas import gemm
 from tinyforge.backends.cupy_backend import CupyBackend, contiguous, new
+from tinyforge.backends.gemm import gemm
 from tinyforge.kernel import Array
 from tinyforge.ops import gelu_linear
 from tinyforge.ops.gelu_cuda import gelu_bwd, gelu_fwd

@@ -120,61 +120,6 @@ struct Products {
         if (lane == 0) barrier_arrive(last);
         settled(sum);
     }
-
-    // Rounded. out: the tile's first number; rows, columns: how many there are from there on.
-    __device__ __forceinline__ void write(T *out, int stride, int rows, int columns) const {
-        const int quarter = lane % 4;
-        const bool odd = quarter & 1, high = quarter & 2;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            T *to = out + i64(row + 8 * half) * stride;
-            const bool there = row + 8 * half < rows;
-#pragma unroll
-            for (int n = 0; n < 32; n += 4) {
-                u32 p[4];  // of tiles n to n + 3, columns 2 quarter and 2 quarter + 1
-#pragma unroll
-                for (int j = 0; j < 4; j++) p[j] = pair(sum[n + j][2 * half], sum[n + j][2 * half + 1]);
-                // Four by four, turned: tile n + quarter, columns 0 to 7.
-                const u32 x = __shfl_xor_sync(~0u, odd ? p[0] : p[1], 1), y = __shfl_xor_sync(~0u, odd ? p[2] : p[3], 1);
-                const u32 a0 = odd ? x : p[0], a1 = odd ? p[1] : x, b0 = odd ? y : p[2], b1 = odd ? p[3] : y;
-                const u32 c0 = __shfl_xor_sync(~0u, high ? a0 : b0, 2), c1 = __shfl_xor_sync(~0u, high ? a1 : b1, 2);
-                const int column = 8 * (n + quarter);
-                if (there && column < columns) {
-                    *reinterpret_cast<uint4 *>(to + column) =
-                        high ? make_uint4(c0, c1, b0, b1) : make_uint4(a0, a1, c0, c1);
-                }
-            }
-        }
-    }
-
-    // Added to what is there.
-    __device__ __forceinline__ void add(float *out, int stride, int rows, int columns) const {
-        const int first = lane % 4 * 2;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            if (row + 8 * half >= rows) continue;
-            float *to = out + i64(row + 8 * half) * stride + first;
-#pragma unroll
-            for (int n = 0; n < 32; n += 4) {
-                Pack<float, 2> there[4];
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    if (8 * (n + j) < columns) there[j] = load<2>(to + 8 * (n + j));
-                }
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    there[j].v[0] += sum[n + j][2 * half], there[j].v[1] += sum[n + j][2 * half + 1];
-                    if (8 * (n + j) < columns) store(to + 8 * (n + j), there[j]);
-                }
-            }
-        }
-    }
-
-    __device__ __forceinline__ static u32 pair(float x, float y) {
-        u32 two;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(y), "f"(x));  // the first named is the upper half
-        return two;
-    }
 };
 
 // out (R, columns): row r is the row t(r) of x, (., depth), times the matrix of its expert, which has `depth` as its
@@ -228,7 +173,9 @@ __device__ __forceinline__ void multiply(
         for (; find_tile(tile / across, starts, experts, ROWS, expert, first, stop); tile += gridDim.x) {
             products.multiply<0, ACROSS>(ceil_div(depth, DEPTH));
             const int column = tile % across * COLUMNS;
-            products.write(out + i64(first) * columns + column, columns, stop - first, columns - column);
+            write_sums(
+                out + i64(first) * columns + column, products.sum, products.row, columns, stop - first, columns - column
+            );
         }
     }
 }
@@ -333,7 +280,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_bwd_weight(
             if (steps == 0) continue;
             products.multiply<1, 1>(steps);
             const int out = tile / across % down * ROWS, in = tile % across * COLUMNS;
-            products.add(dweight + (i64(expert) * outs + out) * ins + in, ins, outs - out, ins - in);
+            float *to = dweight + (i64(expert) * outs + out) * ins + in;
+            write_sums<4>(to, products.sum, products.row, ins, outs - out, ins - in, true);
         }
     }
 }

@@ -1,5 +1,6 @@
 // Hopper's instructions (sm_90a): products by a warpgroup (wgmma), barriers in shared memory, copies by the tensor copy
-// engine (TMA). Needs common.cuh, pasted in before it. Who uses it: attention_hopper.cu, grouped_hopper.cu.
+// engine (TMA), pairs of blocks that share their copies (clusters). Needs common.cuh, pasted in before it. Who uses it:
+// attention_hopper.cu, gemm_hopper.cu, grouped_hopper.cu.
 //
 // wgmma takes both factors from shared memory, in lines of 128 bytes, 64 numbers of bf16, under the 128-byte swizzle: the
 // 16-byte column c of line r lies at r * 128 + (c ^ r % 8) * 16 from a multiple of 1024. TMA writes this layout; copies
@@ -45,7 +46,8 @@ __device__ __forceinline__ void shared_fence() { asm volatile("fence.proxy.async
 #define FOUR(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define SIXTEEN(n) FOUR(n), FOUR(n + 1), FOUR(n + 2), FOUR(n + 3)
 
-// d (+)= a b for one warpgroup: d 64 x 256, 16 steps of k. `add` 0 overwrites d. A_ACROSS, B_ACROSS: how the factors lie.
+// d (+)= a b for one warpgroup: d 64 x 256, 64 x 192 or 64 x 128, 16 steps of k. `add` 0 overwrites d. A_ACROSS, B_ACROSS:
+// how the factors lie.
 template <int A_ACROSS, int B_ACROSS>
 __device__ __forceinline__ void multiply_wide(float (&d)[32][4], u64 a, u64 b, int add) {
     asm volatile(
@@ -63,6 +65,111 @@ __device__ __forceinline__ void multiply_wide(float (&d)[32][4], u64 a, u64 b, i
         "}, %128, %129, p, 1, 1, %131, %132;}"
         : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12), SIXTEEN(16), SIXTEEN(20), SIXTEEN(24), SIXTEEN(28)
         : "l"(a), "l"(b), "r"(add), "n"(A_ACROSS), "n"(B_ACROSS));
+}
+template <int A_ACROSS, int B_ACROSS>
+__device__ __forceinline__ void multiply_wide(float (&d)[24][4], u64 a, u64 b, int add) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "setp.ne.b32 p, %98, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+        "}, %96, %97, p, 1, 1, %99, %100;}"
+        : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12), SIXTEEN(16), SIXTEEN(20)
+        : "l"(a), "l"(b), "r"(add), "n"(A_ACROSS), "n"(B_ACROSS));
+}
+template <int A_ACROSS, int B_ACROSS>
+__device__ __forceinline__ void multiply_wide(float (&d)[16][4], u64 a, u64 b, int add) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "setp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, p, 1, 1, %67, %68;}"
+        : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12)
+        : "l"(a), "l"(b), "r"(add), "n"(A_ACROSS), "n"(B_ACROSS));
+}
+
+// Sums on their way to memory. row: of the tile, what this thread holds with row + 8; out: the tile's first number; rows,
+// columns: how many there are from there on, columns by eights.
+
+// Two numbers in bf16.
+__device__ __forceinline__ u32 pair(float x, float y) {
+    u32 two;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(y), "f"(x));  // the first named is the upper half
+    return two;
+}
+
+// Rounded to bf16. Four threads hold a row of 8 columns; they exchange pairs, so that each writes 16 bytes.
+template <int N>
+__device__ __forceinline__ void write_sums(
+    bf16 *out, const float (&sum)[N][4], int row, int stride, int rows, int columns
+) {
+    const int quarter = threadIdx.x % 4;
+    const bool odd = quarter & 1, high = quarter & 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        bf16 *to = out + i64(row + 8 * half) * stride;
+        const bool there = row + 8 * half < rows;
+#pragma unroll
+        for (int n = 0; n < N; n += 4) {
+            u32 p[4];  // of tiles n to n + 3, columns 2 quarter and 2 quarter + 1
+#pragma unroll
+            for (int j = 0; j < 4; j++) p[j] = pair(sum[n + j][2 * half], sum[n + j][2 * half + 1]);
+            // Four by four, turned: tile n + quarter, columns 0 to 7.
+            const u32 x = __shfl_xor_sync(~0u, odd ? p[0] : p[1], 1), y = __shfl_xor_sync(~0u, odd ? p[2] : p[3], 1);
+            const u32 a0 = odd ? x : p[0], a1 = odd ? p[1] : x, b0 = odd ? y : p[2], b1 = odd ? p[3] : y;
+            const u32 c0 = __shfl_xor_sync(~0u, high ? a0 : b0, 2), c1 = __shfl_xor_sync(~0u, high ? a1 : b1, 2);
+            const int column = 8 * (n + quarter);
+            if (there && column < columns) {
+                *reinterpret_cast<uint4 *>(to + column) = high ? make_uint4(c0, c1, b0, b1) : make_uint4(a0, a1, c0, c1);
+            }
+        }
+    }
+}
+
+// In float32; with `accumulate`, added to what is there, of which BATCH accesses are under way at a time.
+template <int BATCH, int N>
+__device__ __forceinline__ void write_sums(
+    float *out, const float (&sum)[N][4], int row, int stride, int rows, int columns, bool accumulate
+) {
+    const int first = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (row + 8 * half >= rows) continue;
+        float *to = out + i64(row + 8 * half) * stride + first;
+#pragma unroll
+        for (int n = 0; n < N; n += BATCH) {
+            Pack<float, 2> there[BATCH] = {};
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                if (accumulate && 8 * (n + j) < columns) there[j] = load<2>(to + 8 * (n + j));
+            }
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                there[j].v[0] += sum[n + j][2 * half], there[j].v[1] += sum[n + j][2 * half + 1];
+                if (8 * (n + j) < columns) store(to + 8 * (n + j), there[j]);
+            }
+        }
+    }
+}
+
+// A warpgroup that copies needs few registers, those that multiply need many: a kernel starts with the same for all. N: a
+// multiple of 8. By all threads of the warpgroup.
+template <int N>
+__device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
 // A barrier in shared memory, 8 bytes: a phase ends after `count` arrivals and as many bytes of TMA as were expected. The
@@ -104,5 +211,31 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap *map, int x, in
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
             "r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+        : "memory");
+}
+
+// A cluster: blocks that run at the same time on neighbouring multiprocessors and reach each other's shared memory.
+
+// All threads of all blocks of the cluster, warps converged. Before a block's barriers are used by another, and before a block ends that
+// another may still reach.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// Arrives at the barrier that lies at this place in block `rank`.
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
+    asm volatile(
+        "{.reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(rank)
+        : "memory");
+}
+// copy_box to the same place in each block whose bit is set in `blocks`; the bytes count at each one's own barrier.
+__device__ __forceinline__ void copy_box_to(
+    u32 to, const TensorMap *map, int x, int y, int z, u32 barrier, unsigned short blocks
+) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::
+            "r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(blocks)
         : "memory");
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from tinyforge.backends.compile import load
-from tinyforge.backends.cublas import gemm
 from tinyforge.backends.cublaslt import gemm_bias
 from tinyforge.backends.cupy_backend import (
     CupyBackend,
@@ -17,6 +16,7 @@ from tinyforge.backends.cupy_backend import (
     scalar,
     vector,
 )
+from tinyforge.backends.gemm import gemm
 from tinyforge.kernel import Array
 from tinyforge.ops import linear
 

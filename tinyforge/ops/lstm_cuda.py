@@ -6,8 +6,8 @@ import numpy as np
 
 from tinyforge.backends import wide
 from tinyforge.backends.compile import load
-from tinyforge.backends.cublas import gemm
 from tinyforge.backends.cupy_backend import CupyBackend, blocks, contiguous, new, or_null, scalar
+from tinyforge.backends.gemm import gemm
 from tinyforge.kernel import Array
 from tinyforge.ops import lstm
 

@@ -1,0 +1,381 @@
+"""Time the matrix products of a training step on a GPU, by every variant of our kernel and by cuBLAS, and choose.
+
+    python bench/gemm.py                                               base, GPT-2 124M and large at 16,384 tokens
+    python bench/gemm.py --models base --json result.json
+    python bench/gemm.py --table tinyforge/backends/gemm_table.json    and write what the backend will use
+
+A variant must first be right: against cuBLAS with results in float32, over poisoned memory, the same bits twice. All
+that are right take a short turn. The best of them then take long turns with cuBLAS, one after the other, so that a
+clock that changes does so for both. Inputs are random and rotate, so that none is in the L2 cache from the launch
+before; times are the device's, the median of rounds (gpu_clock.py).
+
+The measuring is done by a child process. One that dies, or says nothing for half a minute, is replaced, and the variant
+that it was busy with is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.gpu_clock import CACHE_BYTES, event_ms
+from models.gpt2.config import PRESETS as GPT2
+from models.nanoeuler.config import PRESETS as NANOEULER
+from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.ops.cross_entropy import row_pitch
+from tinyforge.report import add_json_flag, check_before, publish
+
+MODELS = ("base", "124m", "large")
+CHUNK = 4096  # tokens whose logits are computed at a time (ops/cross_entropy_cuda.py)
+SILENCE, STARTING = 30.0, 120.0  # seconds after which a child that says nothing is given up; with kernels to compile
+FINALISTS, ROUNDS, SHORT = 4, 7, 8
+# Relative errors, by norms, against sums in float32 by cuBLAS: one rounding to bf16; another order of the sum.
+TOLERANCE = {"bfloat16": 4e-3, "float32": 3e-5}
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of a step's matrix products: m x n results, each a sum over k; `count` of them in a step."""
+
+    model: str
+    name: str
+    product: str  # FORWARD, INPUT or WEIGHT, as of backends/gemm.py
+    m: int
+    n: int
+    k: int
+    count: int
+    accumulate: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.product} {self.m} {self.n} {self.k}"
+
+    @property
+    def flop(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+
+def linears(model: str) -> tuple[list[tuple[str, int, int]], int, tuple[int, int]]:
+    """(name, outs, ins) of a block's linear maps, the number of blocks, and outs and ins of the output heads."""
+    if model == "124m":
+        g = GPT2[model]
+        maps = [("out", g.dim, g.dim), ("up", 4 * g.dim, g.dim), ("down", g.dim, 4 * g.dim)]
+        # qkv's forward has a bias, which cuBLASLt adds: it stays there.
+        return [("qkv", 3 * g.dim, g.dim), *maps], g.layers, (row_pitch(1, g.vocab, 2), g.dim)
+    c = NANOEULER[model]
+    qkv = (c.heads + 2 * c.kv_heads) * c.head_dim
+    maps = [("qkv", qkv, c.dim), ("out", c.dim, c.dim), ("gate|up", 2 * c.hidden, c.dim), ("down", c.dim, c.hidden)]
+    return maps, c.layers, (row_pitch(c.mtp_heads, c.vocab, 2), c.dim)
+
+
+def products(model: str, tokens: int) -> Iterator[Product]:
+    """As a step's ops ask for them."""
+    maps, layers, (outs, ins) = linears(model)
+    for name, o, i in maps:
+        if (model, name) != ("124m", "qkv"):
+            yield Product(model, f"{name} forward", "FORWARD", tokens, o, i, layers)
+        yield Product(model, f"{name} dX", "INPUT", tokens, i, o, layers)
+        yield Product(model, f"{name} dW", "WEIGHT", o, i, tokens, layers, accumulate=True)
+    chunk = min(CHUNK, tokens)
+    yield Product(model, "head forward", "FORWARD", chunk, outs, ins, tokens // chunk)
+    yield Product(model, "head dX", "INPUT", tokens, ins, outs, 1)
+    yield Product(model, "head dW", "WEIGHT", outs, ins, tokens, 1)
+
+
+def busy(product: Product, variant: Any, splits: int, slots: int) -> float:
+    """The share of the multiprocessors' time that goes into results, if all tiles take the same time: less than 1 where
+    the last round is not full, and where tiles stand out of the result."""
+    down, across = -(-product.m // (variant.rows * variant.cluster)), -(-product.n // variant.columns)
+    clusters = slots // variant.cluster
+    rounds = -(-down * across * splits // clusters)
+    inside = product.m * product.n / (variant.rows * variant.cluster * variant.columns)
+    return inside * splits / (rounds * clusters)
+
+
+def splits_for(product: Product, variant: Any, slots: int) -> list[int]:
+    """The two best numbers of parts of a WEIGHT product; each part costs a pass over the result."""
+    return sorted(range(1, 13), key=lambda s: busy(product, variant, s, slots) - 0.02 * s, reverse=True)[:2]
+
+
+def candidates(product: Product, slots: int) -> list[Any]:
+    from tinyforge.backends.gemm import compiled
+
+    if product.product == "WEIGHT":
+        return [replace(v, splits=s) for v in compiled() for s in splits_for(product, v, slots)]
+    return [replace(v, band=b) for v in compiled() for b in (1, 8)]
+
+
+def tile(product: str, variant: Any) -> tuple[Any, ...]:
+    """What is compiled for a variant."""
+    return (product, *astuple(variant)[:5])
+
+
+def compile_one(product: str, numbers: tuple[int, ...]) -> tuple[str, str]:
+    """In a process of its own: the cubin is then in CuPy's cache on the disk."""
+    from tinyforge.backends.compile import load
+    from tinyforge.backends.gemm import FILE, Variant
+
+    v = Variant(*numbers)
+    try:
+        load(FILE, "gemm_hopper", v.shared_bytes, arch="sm_90a", SCALAR="bf16", PRODUCT=product, ROWS=v.rows,
+             COLUMNS=v.columns, STAGES=v.stages, PINGPONG=v.pingpong, CLUSTER=v.cluster)  # fmt: skip
+    except Exception as error:  # a variant less
+        return f"{product} {v}", str(error)
+    return f"{product} {v}", ""
+
+
+class Bench:
+    """One product: its inputs, its contenders."""
+
+    def __init__(self, backend: Any, product: Product) -> None:
+        from tinyforge.backends import cublas, gemm
+
+        self.xp, self.product, self.gemm, self.cublas = backend.xp, product, gemm, cublas.gemm
+        m, n, k = product.m, product.n, product.k
+        weight, forward = product.product == "WEIGHT", product.product == "FORWARD"
+        shapes = ((k, m) if weight else (m, k)), ((n, k) if forward else (k, n))
+        self.result = backend.master_dtype if weight else backend.dtype
+        bytes_of_a_set = 2 * (m * k + n * k) + m * n * self.result.itemsize
+        count = min(16, max(2, -(-CACHE_BYTES // bytes_of_a_set)))
+        random = self.xp.random.default_rng(0)
+
+        def normal(*shape: int) -> Any:
+            return random.standard_normal(shape, dtype="float32").astype(backend.dtype)
+
+        self.sets = [(normal(*shapes[0]), normal(*shapes[1]), self.xp.empty((m, n), self.result)) for _ in range(count)]
+        self.transposes = {"transpose_a": weight, "transpose_b": forward}
+
+    def by_cublas(self, i: int) -> None:
+        a, b, out = self.sets[i % len(self.sets)]
+        self.cublas(a, b, out, accumulate=self.product.accumulate, **self.transposes)
+
+    def by_ours(self, variant: Any) -> Callable[[int], None]:
+        def launch(i: int) -> None:
+            a, b, out = self.sets[i % len(self.sets)]
+            made = self.gemm.hopper(variant, a, b, out, self.product.product, accumulate=self.product.accumulate)
+            if made is None:
+                raise UserError(f"bench/gemm.py: the kernel refuses {self.product.key}")
+
+        return launch
+
+    def reference(self) -> tuple[Any, float]:
+        a, b, out = self.sets[0]
+        wide = self.xp.empty(out.shape, "float32")
+        self.cublas(a, b, wide, **self.transposes)
+        return wide, float(self.xp.linalg.norm(wide))
+
+    def error(self, variant: Any, reference: Any, size: float) -> float:
+        """Relative, or infinite where a second run has other bits."""
+        found = []
+        for _ in range(2):
+            out = self.sets[0][2]
+            if self.product.accumulate:
+                out.fill(1)
+            else:
+                out.data.memset(0xFF, out.nbytes)  # NaN
+            self.by_ours(variant)(0)
+            found.append(out.copy())
+        if not bool((found[0].view("uint8") == found[1].view("uint8")).all()):
+            return float("inf")
+        wide = found[0].astype("float32")
+        if self.product.accumulate:
+            wide -= 1
+        wide -= reference
+        return float(self.xp.linalg.norm(wide)) / size
+
+    def short(self, launch: Callable[[int], None]) -> float:
+        start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
+        launch(0)
+        start.record()
+        for i in range(SHORT):
+            launch(i)
+        stop.record()
+        stop.synchronize()
+        return float(self.xp.cuda.get_elapsed_time(start, stop)) / SHORT
+
+
+def child(pipe: Any, device: int | None, wanted: list[Product], left_out: set[tuple[Any, ...]], until: float) -> None:
+    from tinyforge.backends import get_backend
+    from tinyforge.backends.cupy_backend import processors
+
+    backend: Any = get_backend("cupy", "bf16", device=device)
+    pipe.send(("device", backend.describe(), backend.xp.cuda.runtime.getDeviceProperties(
+        backend.device.id)["name"].decode(), backend.matmul_peak() / 1e12))  # fmt: skip
+    for product in wanted:
+        if time.time() > until:
+            break
+        bench = Bench(backend, product)
+        reference, size = bench.reference()
+        times: list[tuple[float, Any]] = []
+        wrong = []
+        for variant in candidates(product, processors()):
+            if tile(product.product, variant) in left_out:
+                continue
+            pipe.send(("trying", product.product, variant))
+            error = bench.error(variant, reference, size)
+            if not error <= TOLERANCE[bench.result.name]:  # NaN is wrong
+                wrong.append({"variant": astuple(variant), "error": error})
+                continue
+            times.append((bench.short(bench.by_ours(variant)), variant))
+        times.sort(key=lambda found: found[0])
+        finalists = [variant for _, variant in times[:FINALISTS]]
+        contenders = [bench.by_cublas, *map(bench.by_ours, finalists)]
+        rounds: list[list[tuple[float, float]]] = [[] for _ in contenders]
+        for launch in contenders:
+            launch(0)
+        for _ in range(ROUNDS):
+            for launch, found in zip(contenders, rounds, strict=True):
+                found.append(event_ms(bench.xp, launch))
+        us, host = ([1e3 * median(r[i] for r in found) for found in rounds] for i in range(2))
+        row = asdict(product) | {
+            "cublas_us": us[0], "cublas_host_us": host[0], "wrong": wrong,
+            "ours": [{"variant": astuple(v), "name": str(v), "us": t, "host_us": h}
+                     for v, t, h in sorted(zip(finalists, us[1:], host[1:], strict=True), key=lambda x: x[1])],
+            "short": [{"variant": astuple(v), "us": 1e3 * t} for t, v in times],
+        }  # fmt: skip
+        pipe.send(("row", product, row))
+        del bench, reference
+        backend.xp.get_default_memory_pool().free_all_blocks()
+    pipe.send(("done",))
+
+
+def measure(args: argparse.Namespace, wanted: list[Product], say: Callable[[str], None]) -> dict[str, Any]:
+    context, until = multiprocessing.get_context("spawn"), time.time() + args.seconds
+    left_out: set[tuple[Any, ...]] = set()
+    found: dict[str, Any] = {"tokens": args.tokens, "rows": [], "left_out": []}
+    while wanted and time.time() < until:
+        pipe, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=child, args=(theirs, args.device, wanted, left_out, until), daemon=True)
+        process.start()
+        theirs.close()
+        trying: tuple[str, Any] | None = None
+        try:
+            while True:
+                if not pipe.poll(SILENCE if trying else STARTING):
+                    raise EOFError
+                what, *rest = pipe.recv()
+                if what == "done":
+                    return found
+                if what == "device":
+                    found["device"], found["gpu"], found["tflop_per_second_of_a_large_product"] = rest
+                elif what == "trying":
+                    trying = rest[0], rest[1]
+                else:
+                    found["rows"].append(rest[1])
+                    wanted, trying = [p for p in wanted if p != rest[0]], None
+                    say(line(rest[1]))
+        except EOFError:
+            process.kill()
+            process.join()
+            if trying is None:
+                raise UserError("bench/gemm.py: the child process ended before any variant ran; see above") from None
+            left_out.add(tile(*trying))
+            found["left_out"].append(f"{trying[0]} {trying[1]}")
+            say(f"left out, it hung or crashed: {trying[0]} {trying[1]}")
+    return found
+
+
+def line(row: dict[str, Any]) -> str:
+    tflop = 2e-6 * row["m"] * row["n"] * row["k"]  # over us: TFLOP/s
+    text = f"{row['model']:<6}{row['name']:<17}{row['cublas_us']:>8.1f} {tflop / row['cublas_us']:>5.0f} "
+    if row["ours"]:
+        best = row["ours"][0]
+        text += f"{best['us']:>8.1f} {tflop / best['us']:>5.0f} {best['us'] / row['cublas_us']:>6.2f}  {best['name']}"
+    return text + (f"  ({len(row['wrong'])} wrong)" if row["wrong"] else "")
+
+
+def summary(found: dict[str, Any]) -> list[str]:
+    """The products of a step: all by cuBLAS, and each by the faster."""
+    text = []
+    for model in MODELS:
+        rows = [r for r in found["rows"] if r["model"] == model]
+        if not rows:
+            continue
+        both = [(r["count"], r["cublas_us"], r["ours"][0]["us"] if r["ours"] else r["cublas_us"]) for r in rows]
+        cublas, ours, best = (sum(c * f(t, u) for c, t, u in both) / 1e3
+                              for f in (lambda t, _: t, lambda _, u: u, min))  # fmt: skip
+        text.append(f"{model}: a step's products by cuBLAS {cublas:.2f} ms, by ours {ours:.2f} ({ours / cublas:.2f}), "
+                    f"each by the faster {best:.2f} ({best / cublas:.2f})")  # fmt: skip
+        found.setdefault("steps", {})[model] = {"cublas_ms": cublas, "ours_ms": ours, "chosen_ms": best}
+    return text
+
+
+def table(found: dict[str, Any]) -> dict[str, dict[str, list[int]]]:
+    """For the backend: the variants that beat cuBLAS, by the name of the GPU and the product."""
+    faster = [r for r in found["rows"] if r["ours"] and r["ours"][0]["us"] < r["cublas_us"]]
+    return {
+        found["gpu"]: {f"{r['product']} {r['m']} {r['n']} {r['k']}": list(r["ours"][0]["variant"]) for r in faster}
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--models", default=",".join(MODELS), help="of whose steps (default: %(default)s)")
+    p.add_argument("--tokens", type=int, default=16384, help="(default: %(default)s)")
+    p.add_argument("--seconds", type=float, default=150, help="start no further product then (default: %(default)s)")
+    p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
+    p.add_argument("--table", metavar="FILE", help="write the table of backends/gemm.py there")
+    add_json_flag(p)
+    args = p.parse_args(argv)
+    names = args.models.split(",")
+    if unknown := set(names) - set(MODELS):
+        raise UserError(f"--models: {', '.join(sorted(unknown))} not among {', '.join(MODELS)}")
+    if args.tokens < 1 or (args.tokens > CHUNK and args.tokens % CHUNK):
+        raise UserError(f"--tokens is {args.tokens}, wants at most {CHUNK}, or a multiple of it")
+    check_before(args.json)
+    check_before(args.table)
+    from tinyforge.backends import gpu_is_there
+    from tinyforge.backends.gemm import compiled
+
+    if not gpu_is_there():
+        raise UserError("bench/gemm.py: CuPy finds no GPU here; run it on a machine with a Hopper")
+    log = sys.stderr if args.json == "-" else sys.stdout
+
+    def say(text: str) -> None:
+        print(text, file=log, flush=True)
+
+    start = time.perf_counter()
+    jobs = [(product, astuple(v)) for product in ("FORWARD", "INPUT", "WEIGHT") for v in compiled()]
+    workers = min(16, os.cpu_count() or 1, len(jobs))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        failed = {name: error for name, error in pool.map(compile_one, *zip(*jobs, strict=True)) if error}
+    say(f"{len(jobs)} kernels compiled in {time.perf_counter() - start:.1f} s by {workers} processes")
+    for name, error in failed.items():
+        say(f"not compiled: {name}: {error}")
+    say(f"{'':<23}{'cuBLAS us':>9} {'TFL/s':>5} {'ours us':>7} {'TFL/s':>5} {'ratio':>6}  variant")
+    wanted = list(dict.fromkeys(p for name in names for p in products(name, args.tokens)))
+    found = measure(args, wanted, say)
+    found["seconds"] = time.perf_counter() - start
+    found["not_compiled"] = failed
+    text = [*summary(found), f"{found['seconds']:.0f} s; {found.get('device', 'no device')}"]
+    if missing := len(wanted) - len(found["rows"]):
+        text.append(f"{missing} products were not measured: the time was up (--seconds)")
+    publish(found, "\n".join(text), args.json)
+    if args.table:
+        Path(args.table).write_text(written(table(found)), encoding="utf-8")
+    return 0
+
+
+def written(found: dict[str, dict[str, list[int]]]) -> str:
+    """JSON with a line for each product."""
+    gpus = []
+    for gpu, rows in found.items():
+        lines = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(rows.items()))
+        gpus.append(f"  {json.dumps(gpu)}: {{\n{lines}\n  }}")
+    return "{\n" + ",\n".join(gpus) + "\n}\n"
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,215 @@
+"""Our matrix products, run on the host from the text that the GPU gets: the units of work, the plain kernel, and the
+one for Hopper with stand-ins for its instructions. Whether the GPU does what its manual says is seen in tests/gpu."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.backends.on_host import HOPPER_BODIES, INLINE, hopper, run_on_host
+
+pytestmark = pytest.mark.slow
+
+UNITS = r"""
+int main() {
+    long long units = 0;
+    for (int down = 1; down <= 9; down++) for (int across = 1; across <= 5; across++)
+    for (int band = 1; band <= 10; band++)
+    for (int steps = 1; steps <= 7; steps++) for (int splits = 1; splits <= steps; splits++) {
+        const Tiling tiling{down, across, band, splits, steps};
+        std::vector<int> seen(down * across * steps);
+        int before = 0;
+        for (int number = 0; number < tiling.units(); number++, units++) {
+            const Unit u = tiling.unit(number);
+            if (u.down < 0 || u.down >= down || u.across < 0 || u.across >= across || u.split < before) return 1;
+            if (u.first >= u.stop || u.first < 0 || u.stop > steps) return 2;  // no part is empty
+            before = u.split;
+            for (int step = u.first; step < u.stop; step++) seen[(u.down * across + u.across) * steps + step]++;
+        }
+        for (int count : seen) if (count != 1) return 3;
+    }
+    printf("%lld\n", units);
+}
+"""
+
+
+def units(folder: Path, fault: tuple[str, str] | None = None) -> int:
+    macros: dict[str, int | str] = {"SCALAR": "double", "RESULT": "double", "VEC": 1}
+    return int(run_on_host("ops/gemm.cu", macros, NARROW, UNITS, folder, fault=fault))
+
+
+NARROW = {f"{INLINE}void narrow(float x, bf16 &to)": "to.bits = host_bf16(x);"}
+
+
+def test_every_step_of_every_tile_is_in_one_unit(tmp_path: Path) -> None:
+    assert units(tmp_path) > 100_000
+
+
+@pytest.mark.parametrize(
+    "fault", [("min(band, down - top)", "band"), ("(split + 1) * steps / splits", "steps / splits * (split + 1)")]
+)
+def test_faults_of_the_units_show(fault: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        units(tmp_path, fault)
+
+
+PLAIN = r"""
+int main() {
+    double worst = 0;
+    const int shapes[][5] = {{1, 1, 1, 1, 1}, {17, 33, 70, 1, 2}, {40, 20, 200, 3, 1}, {16, 16, 65, 2, 4}};
+    for (auto &[rows, columns, depth, splits, band] : shapes)
+        for (int across = 0; across < 4; across++) for (int accumulate = 0; accumulate < 2; accumulate++) {
+            const int pitch = columns + 3;
+            std::vector<double> a(rows * depth), b(columns * depth), out(rows * pitch, 0.0 / 0.0);
+            std::vector<double> parts(splits * rows * columns, 0.0 / 0.0);
+            for (double &v : a) v = host_normal();
+            for (double &v : b) v = host_normal();
+            auto before = out;
+            if (accumulate) for (int r = 0; r < rows; r++) for (int c = 0; c < columns; c++)
+                out[r * pitch + c] = before[r * pitch + c] = host_normal();
+            const int row_a = across & 1 ? 1 : depth, step_a = across & 1 ? rows : 1;
+            const int row_b = across & 2 ? 1 : depth, step_b = across & 2 ? columns : 1;
+            host_launch(2, 1, SIDE * SIDE, [&] {
+                gemm_naive(out.data(), parts.data(), a.data(), b.data(), row_a, step_a, row_b, step_b, rows, columns,
+                           depth, pitch, band, splits, 64, accumulate);
+            });
+            if (splits > 1) host_launch((rows * columns + 255) / 256, 1, 256, [&] {
+                gemm_sum(out.data(), parts.data(), rows * columns, columns, pitch, splits, accumulate);
+            });
+            for (int r = 0; r < rows; r++) for (int c = 0; c < pitch; c++) {
+                const double got = out[r * pitch + c];
+                double wanted = accumulate ? before[r * pitch + c] : 0;
+                if (c >= columns) { if (!std::isnan(got)) return 1; continue; }
+                for (int k = 0; k < depth; k++) wanted += a[r * row_a + k * step_a] * b[c * row_b + k * step_b];
+                if (!(std::abs(got - wanted) <= worst)) worst = std::abs(got - wanted);
+            }
+        }
+    printf("%g\n", worst);
+}
+"""
+
+
+def test_the_plain_product_is_the_product(tmp_path: Path) -> None:
+    macros: dict[str, int | str] = {"SCALAR": "double", "RESULT": "double", "VEC": 1}
+    assert float(run_on_host("ops/gemm.cu", macros, NARROW, PLAIN, tmp_path)) < 1e-12
+
+
+FAST = r"""
+typedef SCALAR T;
+static void put(float &to, float x) { to = x; }
+static void put(bf16 &to, float x) { to.bits = host_bf16(x); }
+static bool is_poison(float x) { return std::isnan(x); }
+static bool is_poison(bf16 x) { return x.bits == 0xffff; }
+int main() {
+    const int rows = M, columns = N, depth = K, splits = SPLITS, blocks = BLOCKS_OF_GRID, gap = SPLITS > 1 ? 0 : 8;
+    const int pitch = columns + gap;
+    const int a_pitch = (ACROSS_A ? rows : depth) + 16, b_pitch = (ACROSS_B ? columns : depth) + 8;
+    host_jitter = true, host_limit = 100000;
+    auto drawn = [](int n) { std::vector<T> x(n); for (T &v : x) v.bits = host_bf16(host_normal()); return x; };
+    auto a = drawn((ACROSS_A ? depth : rows) * a_pitch), b = drawn((ACROSS_B ? depth : columns) * b_pitch);
+    auto map = [&](const std::vector<T> &x, bool across, int lines, int pitch, int box) {
+        TensorMap m{};
+        const u64 words[] = {u64(x.data()), u64(across ? lines : depth), u64(across ? depth : lines), 1, 64, u64(box),
+                             u64(pitch)};
+        memcpy(m.words, words, sizeof words);
+        return m;
+    };
+    const TensorMap a_map = map(a, ACROSS_A, rows, a_pitch, ACROSS_A ? 64 : ROWS);
+    const TensorMap b_map = map(b, ACROSS_B, columns, b_pitch, (ACROSS_B ? 64 : COLUMNS) / CLUSTER);
+    double worst = 0;
+    for (int accumulate = 0; accumulate <= (sizeof(Result) == 4 && splits == 1); accumulate++) {
+        Result poison, start;
+        memset(&poison, 0xff, sizeof poison), put(start, 0.5f);
+        std::vector<Result> out(splits * rows * pitch + 300 * pitch, poison);
+        if (accumulate) for (int r = 0; r < rows; r++) for (int c = 0; c < columns; c++) out[r * pitch + c] = start;
+        host_launch(blocks, 1, THREADS, [&] {
+            gemm_hopper(out.data(), a_map, b_map, rows, columns, depth, pitch, BAND, splits, accumulate);
+        }, CLUSTER);
+        if (!host_boxes.empty()) host_fault("a box was never waited for");
+        for (size_t i = 0; i < out.size(); i++) {
+            const int r = i / pitch % rows, c = i % pitch, split = i / pitch / rows;
+            if (split >= splits || c >= columns) {
+                if (!is_poison(out[i])) host_fault("a number outside of the result was written");
+                continue;
+            }
+            const int steps = ceil_div(depth, DEPTH);
+            double wanted = accumulate ? 0.5 : 0;
+            for (int k = split * steps / splits * DEPTH; k < min((split + 1) * steps / splits * DEPTH, depth); k++)
+                wanted += double(widen(ACROSS_A ? a[k * a_pitch + r] : a[r * a_pitch + k])) *
+                          widen(ACROSS_B ? b[k * b_pitch + c] : b[c * b_pitch + k]);
+            const double scale = sizeof(Result) == 4 ? 1 : 256 * std::sqrt(depth);  // of a rounding to bf16
+            const double error = std::abs(widen(out[i]) - wanted) / scale;
+            if (!(error <= worst)) worst = error;
+        }
+    }
+    printf("%g\n", worst);
+}
+"""
+PRODUCTS = ("FORWARD", "INPUT", "WEIGHT")
+
+
+def product(
+    which: str, tile: tuple[int, int, int, int, int], shape: tuple[int, int, int], folder: Path, *, splits: int = 1,
+    blocks: int = 2, band: int = 2, fault: tuple[str, str] | None = None,
+) -> float:  # fmt: skip
+    """The worst difference from sums in float64: of results in bf16, in parts of a rounding of the largest."""
+    macros: dict[str, int | str] = {"SCALAR": "bf16", "PRODUCT": which}
+    macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER"), tile, strict=True))
+    main = FAST
+    for name, value in zip(("M", "N", "K"), shape, strict=True):
+        main = main.replace(f" {name},", f" {value},", 1)
+    main = main.replace("SPLITS", str(splits)).replace("BLOCKS_OF_GRID", str(blocks)).replace("BAND", str(band))
+    return float(
+        run_on_host("ops/gemm_hopper.cu", macros, HOPPER_BODIES, main, folder, before=hopper(), fault=fault)
+    )
+
+
+@pytest.mark.parametrize("which", PRODUCTS)
+@pytest.mark.parametrize(
+    ("tile", "shape", "splits", "blocks"),
+    [
+        ((128, 256, 4, 0, 1), (136, 264, 136), 1, 2), ((128, 256, 4, 0, 2), (392, 24, 328), 1, 2),
+        ((256, 128, 4, 0, 1), (264, 72, 200), 1, 1), ((256, 192, 4, 0, 2), (520, 200, 72), 1, 2),
+        ((128, 192, 5, 0, 2), (264, 208, 136), 1, 4), ((128, 128, 6, 1, 1), (264, 136, 200), 1, 2),
+        ((128, 192, 5, 1, 2), (520, 200, 392), 1, 2), ((64, 256, 5, 1, 2), (136, 264, 456), 1, 2),
+    ],
+)  # fmt: skip
+def test_the_product_for_hopper_is_the_product(
+    which: str, tile: tuple[int, int, int, int, int], shape: tuple[int, int, int], splits: int, blocks: int,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Tiles that stand out of the result on both sides, a last step that is not whole, more units than blocks."""
+    found = product(which, tile, shape, tmp_path, splits=splits, blocks=blocks)
+    assert found < 1e-4, found
+
+
+@pytest.mark.parametrize("tile", [(128, 256, 4, 0, 1), (128, 256, 4, 0, 2), (128, 128, 6, 1, 2)])
+def test_parts_of_the_sum(tile: tuple[int, int, int, int, int], tmp_path: Path) -> None:
+    """Five parts of 13 steps, in planes of their own."""
+    found = product("WEIGHT", tile, (136, 72, 13 * 64 - 8), tmp_path, splits=5, blocks=2)
+    assert found < 1e-4, found
+
+
+@pytest.mark.parametrize(
+    ("fault", "tile"),
+    [
+        (("ring.left() + top * LINE", "ring.left()"), (128, 256, 4, 0, 1)),  # both warpgroups on the same rows
+        (("multiply_wait<1>();", ""), (128, 192, 3, 0, 1)),  # a buffer is given back before it was read
+        (("barrier_wait(ring.empty(), ring.phase ^ 1);", ""), (128, 192, 3, 0, 1)),  # nobody waits for that
+        (("barrier_wait(ring.full(), ring.phase);", ""), (128, 192, 3, 0, 1)),  # nor for the copies
+        (("4 * SHARERS * CLUSTER", "4 * SHARERS"), (128, 192, 3, 0, 2)),  # one block of the cluster is enough
+        (("const int first = rank * LINES;", "const int first = 0;"), (128, 192, 3, 0, 2)),  # the same half twice
+        (("barrier_wait(products.ring.turn(products.group), parity);", ""), (128, 128, 3, 1, 1)),  # out of turn
+        (("phase ^= slot / STAGES & 1;", ""), (128, 128, 3, 1, 1)),  # the other's rounds are not counted
+    ],
+    ids=lambda x: x[0] if isinstance(x[0], str) else "",
+)  # fmt: skip
+def test_faults_of_the_product_show(
+    fault: tuple[str, str], tile: tuple[int, int, int, int, int], tmp_path: Path
+) -> None:
+    try:
+        found = product("FORWARD", tile, (520, 136, 568), tmp_path, blocks=2, fault=fault)
+    except AssertionError:  # it said what was wrong, or waited for ever
+        return
+    assert not found < 1e-4, found

@@ -1,0 +1,143 @@
+"""Our matrix products on a GPU: every variant of the Hopper kernel, and the plain one, against NumPy in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinyforge.backends import dtype_of, get_backend
+from tinyforge.kernel import bind
+from tinyforge.ops import Linear
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+cp = pytest.importorskip("cupy", reason="needs CuPy")
+gemm = pytest.importorskip("tinyforge.backends.gemm", reason="needs CuPy")
+
+# (m, n, k): less than a tile, tiles that stand out on both sides, a last step that is not whole, many units a block.
+SHAPES = ((8, 8, 1), (1, 264, 64), (200, 8, 72), (130, 1096, 200), (777, 520, 328), (2100, 1032, 136), (768, 768, 4104))
+BF16 = "bfloat16"
+
+
+@pytest.fixture
+def hopper() -> None:
+    from tinyforge.backends.cupy_backend import has_wgmma
+
+    if not has_wgmma():
+        pytest.skip("needs a Hopper GPU")
+
+
+def drawn(rng: np.random.Generator, rows: int, columns: int, dtype: Any, gap: int = 8) -> Any:
+    """An array whose rows have a gap behind them, of NaN."""
+    whole = np.full((rows, -(-columns // 8) * 8 + gap), np.nan)
+    whole[:, :columns] = rng.normal(size=(rows, columns))
+    return cp.asarray(whole.astype(dtype))[:, :columns]
+
+
+def wide(x: Any) -> np.ndarray:
+    found: np.ndarray = cp.asnumpy(x).astype(np.float64)
+    return found
+
+
+@lru_cache(64)
+def factors(product: str, shape: tuple[int, int, int], dtype: Any, seed: int) -> tuple[Any, Any, np.ndarray]:
+    """a, b, and their product in float64."""
+    m, n, k = shape
+    rng = np.random.default_rng(seed)
+    a = drawn(rng, *((k, m) if product == "WEIGHT" else (m, k)), dtype)
+    b = drawn(rng, *((n, k) if product == "FORWARD" else (k, n)), dtype)
+    left, right = wide(a), wide(b)
+    return a, b, (left.T if product == "WEIGHT" else left) @ (right.T if product == "FORWARD" else right)
+
+
+def outputs(product: str, shape: tuple[int, int, int], accumulate: bool) -> Any:
+    """Poison, a gap of it behind each row; where the product is added, ones."""
+    m, n, _ = shape
+    whole = np.full((m, -(-n // 8) * 8 + 8), np.nan)
+    whole[:, :n] = 1 if accumulate else np.nan
+    return cp.asarray(whole.astype(np.float32 if product == "WEIGHT" else dtype_of(BF16)))[:, :n]
+
+
+def assert_right(out: Any, wanted: np.ndarray, factor_size: float) -> None:
+    got = wide(out)
+    assert np.isfinite(got).all()
+    if out.dtype == np.float32:
+        assert np.linalg.norm(got - wanted) <= 2e-6 * np.sqrt(factor_size) * np.linalg.norm(wanted) + 1e-6
+    else:  # at most twice the error of sums in float32 that are rounded once
+        best = wanted.astype(np.float32).astype(dtype_of(BF16)).astype(np.float64)
+        assert np.linalg.norm(got - wanted) <= 2 * np.linalg.norm(best - wanted) + 1e-6
+    whole = cp.asnumpy(out.base).astype(np.float64)
+    assert np.isnan(whole[:, out.shape[1] :]).all(), "written behind the end of a row"
+
+
+def cases() -> Iterator[Any]:
+    for variant in gemm.compiled():
+        for product in gemm.PRODUCTS.values():
+            yield pytest.param(variant, product, id=f"{product}-{variant}".replace(" ", ""))
+
+
+@pytest.mark.parametrize(("variant", "product"), list(cases()))
+def test_every_variant_is_the_product(variant: Any, product: str, hopper: None) -> None:
+    for seed, shape in enumerate(SHAPES):
+        ways = ((8, 1, False), (1, 1, True), (3, 2, False), (8, 5, True))
+        for band, splits, accumulate in ways if product == "WEIGHT" else ((8, 1, False), (1, 1, False)):
+            a, b, wanted = factors(product, shape, dtype_of(BF16), seed)
+            chosen = replace(variant, band=band, splits=splits)
+            found = []
+            for _ in range(2):
+                out = outputs(product, shape, accumulate)
+                assert gemm.hopper(chosen, a, b, out, product, accumulate=accumulate) is out
+                found.append(out)
+            assert_right(found[0], wanted + accumulate, shape[2])
+            assert np.array_equal(wide(found[0]), wide(found[1])), "not the same bits twice"
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", BF16])
+@pytest.mark.parametrize("product", ["FORWARD", "INPUT", "WEIGHT"])
+def test_the_plain_kernel_is_the_product(product: str, precision: str) -> None:
+    tolerance = {"float64": 1e-13, "float32": 1e-5, BF16: 2**-7}[precision]
+    for seed, shape in enumerate(((1, 1, 1), (17, 33, 70), (200, 9, 300))):
+        for splits, accumulate in ((1, False), (3, True)):
+            a, b, wanted = factors(product, shape, dtype_of(precision), seed)
+            kind = np.dtype(np.float32) if precision == BF16 and product == "WEIGHT" else dtype_of(precision)
+            out = cp.asarray(np.ones(shape[:2]).astype(kind))
+            gemm.gemm_naive(a, b, out, product, accumulate=accumulate, splits=splits)
+            assert np.abs(wide(out) - wanted - accumulate).max() <= tolerance * np.abs(wanted).max() + tolerance
+
+
+def test_the_fast_kernel_is_its_naive_sibling(hopper: None) -> None:
+    """The same parts of the sum in the same order: float32 results differ by the order inside a part alone."""
+    for splits in (1, 4):
+        a, b, _ = factors("WEIGHT", (264, 136, 1000), dtype_of(BF16), 3)
+        fast, plain = (cp.full((264, 136), cp.nan, np.float32) for _ in range(2))
+        gemm.hopper(replace(gemm.compiled()[0], splits=splits), a, b, fast, "WEIGHT")
+        gemm.gemm_naive(a, b, plain, "WEIGHT", splits=splits)
+        assert np.abs(wide(fast) - wide(plain)).max() <= 1e-5 * np.abs(wide(plain)).max()
+
+
+def test_a_table_sends_products_to_the_kernel(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear, forward and backward, by our kernel for all three products and by cuBLAS: the same up to rounding."""
+    backend, rows, ins, outs = get_backend("cupy", "bf16"), 512, 256, 384
+    k = bind(Linear.kernels, backend, "test")
+    rng = np.random.default_rng(0)
+    x, dy, weight = (backend.asarray(rng.normal(size=s)) for s in ((rows, ins), (rows, outs), (outs, ins)))
+    found, said = [], []
+    monkeypatch.setattr(gemm, "on_choice", lambda *what: said.append(what))
+    for table in (
+        {},
+        {f"FORWARD {rows} {outs} {ins}": [128, 256, 4, 0, 2], f"INPUT {rows} {ins} {outs}": [128, 128, 6, 1, 1],
+         f"WEIGHT {outs} {ins} {rows}": [128, 192, 5, 1, 2, 8, 3]},
+    ):  # fmt: skip
+        monkeypatch.setattr(gemm, "_table", lambda table=table: gemm.parsed(table))
+        dweight = backend.zeros(weight.shape, backend.master_dtype)
+        y = k.linear_fwd(x, weight, None)
+        dx = k.linear_bwd(dweight, None, dy, x, weight)
+        found.append([wide(array) for array in (y, dx, dweight)])
+    assert [what[4] is None for what in said] == [True] * 3 + [False] * 3
+    for ours, cublas in zip(*found, strict=True):
+        assert np.linalg.norm(ours - cublas) <= 2**-8 * np.linalg.norm(cublas)

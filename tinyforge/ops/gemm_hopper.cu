@@ -1,0 +1,258 @@
+// gemm_hopper: matrix products of bf16, summed in float32, with Hopper's wgmma and TMA (sm_90a). docs/kernels/gemm.md
+// builds it up step by step.
+//
+// Kernels:  gemm_hopper    out = a b^T, or with float32 results out += a b^T
+//
+// Idea. A block stays on its multiprocessor and takes unit after unit (gemm.cuh): a tile of ROWS x COLUMNS, over all
+// steps of the sum or a part of them. It has three warpgroups. Of the first, one thread copies: pieces of both factors,
+// DEPTH steps of the sum long, go by TMA round a ring of STAGES buffers, and the copies run on into the next unit. The
+// other two multiply, in one of two schedules:
+//   PINGPONG=0   both work on one tile, ROWS / 2 of its rows each
+//   PINGPONG=1   each has tiles of its own, every second one; while one writes its tile, the other multiplies. A barrier
+//                for each of the two says whose turn it is to multiply. It is needed: parities tell neighbouring rounds
+//                of the ring apart, and a warpgroup that waited for its next tile early could be two rounds ahead.
+// With CLUSTER=2 two blocks, on neighbouring multiprocessors, take tiles above each other. Each copies its own rows of a,
+// and half of the piece of b that both need, to both: a third less to fetch from the L2 cache at 128 x 256. A buffer is
+// then empty when the consumers of both blocks have read it.
+//   A factor lies along, steps of the sum next to each other in memory, or across (hopper.cuh); it is copied as it lies and
+// transposed on its way into the tensor cores:
+//   PRODUCT=FORWARD    y = x W^T       both along
+//   PRODUCT=INPUT      dx = dy W       dy along, W across
+//   PRODUCT=WEIGHT     dW += dy^T x    both across; in float32
+// What a box has outside its array is 0, so a last
+// piece of the sum and last tiles need no other code; what lies outside of `out` is not written.
+//   With `splits` parts of the sum, `out` has a plane in float32 for each, which gemm_sum (gemm.cu) adds up in their order.
+// Grid: a multiple of CLUSTER blocks, one for each multiprocessor. Block: THREADS. Shared memory: STAGES x (ROWS +
+// COLUMNS) x 128 bytes, and the barriers. Bound by tensor cores.
+//
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=256 COLUMNS=128 STAGES=4 PINGPONG=0 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=0 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=256 COLUMNS=192 STAGES=4 PINGPONG=0 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=64 COLUMNS=256 STAGES=5 PINGPONG=1 CLUSTER=1|2
+// spills: none
+
+#include "ops/gemm.cuh"
+#include "ops/hopper.cuh"
+
+#define DEPTH 64
+#define THREADS 384
+#define LINE 128      // bytes of a line: 64 numbers, steps of the sum or what stays
+#define BARRIERS 128  // bytes: full and empty of each stage, and the turns
+
+#define FORWARD 0
+#define INPUT 1
+#define WEIGHT 2
+#if PRODUCT == WEIGHT
+typedef float Result;
+#else
+typedef SCALAR Result;
+#endif
+
+constexpr bool ACROSS_A = PRODUCT == WEIGHT, ACROSS_B = PRODUCT != FORWARD;
+constexpr int LEFT = ROWS * LINE, RIGHT = COLUMNS * LINE;  // bytes of a piece of a factor, 64 numbers by so many
+constexpr int SHARERS = PINGPONG ? 1 : 2;                  // warpgroups that work on one tile
+constexpr int BLOCKS = ROWS / SHARERS / 64;                // products of 64 rows that each of them does
+
+static_assert(ROWS % (64 * SHARERS) == 0 && (CLUSTER == 1 || CLUSTER == 2) && (2 * STAGES + 2) * 8 <= BARRIERS, "");
+
+extern __shared__ __align__(1024) unsigned char room[];  // the stages, then the barriers
+
+// Where in the ring of buffers a warp stands. Phases alternate each time round.
+struct Ring {
+    u32 base, slot = 0, phase = 0;
+
+    __device__ Ring() : base(shared_address(room)) {}
+    __device__ __forceinline__ u32 left() const { return base + slot * (LEFT + RIGHT); }
+    __device__ __forceinline__ u32 right() const { return left() + LEFT; }
+    __device__ __forceinline__ u32 full() const { return base + STAGES * (LEFT + RIGHT) + slot * 8; }
+    __device__ __forceinline__ u32 empty() const { return full() + STAGES * 8; }
+    // Says that warpgroup 0 or 1 may multiply.
+    __device__ __forceinline__ u32 turn(int group) const { return base + STAGES * (LEFT + RIGHT) + (2 * STAGES + group) * 8; }
+    __device__ __forceinline__ void next() {
+        if (++slot == STAGES) slot = 0, phase ^= 1;
+    }
+    __device__ __forceinline__ void skip(int steps) {
+        slot += steps;
+        phase ^= slot / STAGES & 1;
+        slot %= STAGES;
+    }
+};
+
+// Full: the copying thread has arrived, and TMA's bytes. Empty: the four warps of each warpgroup that reads the buffer,
+// in each block. A turn: the four warps of the other warpgroup.
+__device__ __forceinline__ void make_barriers() {
+    if (threadIdx.x == 0) {
+        Ring ring;
+        for (int s = 0; s < STAGES; s++, ring.next()) {
+            barrier_make(ring.full(), 1);
+            barrier_make(ring.empty(), 4 * SHARERS * CLUSTER);
+        }
+        for (int group = 0; group < 2; group++) barrier_make(ring.turn(group), 4);
+        barriers_made();
+    }
+    if constexpr (CLUSTER > 1) cluster_sync();
+    else __syncthreads();
+}
+
+// Starts the copies of a buffer: DEPTH steps of the sum from k on, of a tile's rows and columns.
+__device__ __forceinline__ void copy_pieces(
+    const Ring &ring, const TensorMap *a, const TensorMap *b, int row, int column, int k, u32 rank
+) {
+    const u32 full = ring.full();
+    barrier_expect(full, LEFT + RIGHT);
+    if constexpr (ACROSS_A) {
+#pragma unroll
+        for (int c = 0; c < ROWS; c += 64) copy_box(ring.left() + c * LINE, a, row + c, k, 0, full);
+    } else {
+        copy_box(ring.left(), a, k, row, 0, full);
+    }
+    if constexpr (CLUSTER == 1) {
+        if constexpr (ACROSS_B) {
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c += 64) copy_box(ring.right() + c * LINE, b, column + c, k, 0, full);
+        } else {
+            copy_box(ring.right(), b, k, column, 0, full);
+        }
+    } else {  // this block's half, to both
+        constexpr int LINES = (ACROSS_B ? DEPTH : COLUMNS) / CLUSTER;
+        const int first = rank * LINES;
+        const u32 to = ring.right() + first * LINE;
+        if constexpr (ACROSS_B) {
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c += 64) copy_box_to(to + c * LINE, b, column + c, k + first, 0, full, 3);
+        } else {
+            copy_box_to(to, b, k, column + first, 0, full, 3);
+        }
+    }
+    barrier_arrive(full);
+}
+
+// The side of a warpgroup that multiplies.
+struct Products {
+    Ring ring;
+    float sum[BLOCKS][COLUMNS / 8][4] = {};
+    int group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
+    int top = PINGPONG ? 0 : group * (ROWS / 2);  // of the tile: this warpgroup's first row
+
+    __device__ __forceinline__ void release(u32 empty) const {
+        if constexpr (CLUSTER > 1) {
+            if (lane < CLUSTER) barrier_arrive_at(empty, lane);
+        } else {
+            if (lane == 0) barrier_arrive(empty);
+        }
+    }
+
+    // The sums of a unit of so many steps. `meanwhile` runs while the tensor cores have the first buffer.
+    template <class Function>
+    __device__ __forceinline__ void multiply(int steps, Function meanwhile) {
+        u32 last = 0;  // the barrier of the buffer that is being read
+        for (int step = 0; step < steps; step++) {
+            barrier_wait(ring.full(), ring.phase);
+            const u64 a = matrix(ring.left() + top * LINE), b = matrix(ring.right(), ACROSS_B ? 64 * LINE : 1024);
+            multiply_fence();
+#pragma unroll
+            for (int k = 0; k < DEPTH / 16; k++) {
+#pragma unroll
+                for (int i = 0; i < BLOCKS; i++) {
+                    const u64 part = a + i * (64 * LINE >> 4);
+                    multiply_wide<ACROSS_A, ACROSS_B>(
+                        sum[i], ACROSS_A ? rows(part, k) : columns(part, k), ACROSS_B ? rows(b, k) : columns(b, k),
+                        step > 0 || k > 0
+                    );
+                }
+            }
+            multiply_commit();
+            if (step == 0) meanwhile();
+            multiply_wait<1>();
+            if (last) release(last);
+            last = ring.empty();
+            ring.next();
+        }
+        // The last of its buffers was full: those that come next are the other's.
+        if (PINGPONG && lane == 0) barrier_arrive(ring.turn(group ^ 1));
+        multiply_wait<0>();
+        release(last);
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) settled(sum[i]);
+    }
+
+    // out: the tile's first number; rows, columns: how many there are from there on.
+    template <class R>
+    __device__ __forceinline__ void write(R *out, int stride, int rows, int columns, bool accumulate) const {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+            const int row = top + i * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+            if constexpr (sizeof(R) == 4) write_sums<8>(out, sum[i], row, stride, rows, columns, accumulate);
+            else write_sums(out, sum[i], row, stride, rows, columns);
+        }
+    }
+};
+
+#define IN_CLUSTERS(n) __cluster_dims__(n, 1, 1)
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) gemm_hopper(
+    Result *out, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int rows, int columns, int depth,
+    int stride, int band, int splits, int accumulate
+) {
+    make_barriers();
+    const Tiling tiling{
+        ceil_div(rows, ROWS * CLUSTER), ceil_div(columns, COLUMNS), band, splits, ceil_div(depth, DEPTH)
+    };
+    const int units = tiling.units(), stride_of_units = gridDim.x / CLUSTER;
+    const u32 rank = blockIdx.x % CLUSTER;
+    if (threadIdx.x < 128) {
+        fewer_registers<40>();
+        if (threadIdx.x == 0) {
+            Ring ring;
+            for (int number = blockIdx.x / CLUSTER; number < units; number += stride_of_units) {
+                const Unit unit = tiling.unit(number);
+                const int row = (unit.down * CLUSTER + rank) * ROWS, column = unit.across * COLUMNS;
+                for (int step = unit.first; step < unit.stop; step++, ring.next()) {
+                    barrier_wait(ring.empty(), ring.phase ^ 1);
+                    copy_pieces(ring, &a, &b, row, column, step * DEPTH, rank);
+                }
+            }
+        }
+    } else {
+        more_registers<232>();
+        Products products;
+        u32 parity = products.group == 0;  // the first tile is warpgroup 0's
+        bool mine = products.group == 0;
+        int number = blockIdx.x / CLUSTER;
+        Unit unit = tiling.unit(number);
+        while (number < units) {
+            const int steps = unit.stop - unit.first;
+            const bool others = PINGPONG && !mine;
+            mine = !mine;
+            if (others) {
+                products.ring.skip(steps);
+                unit = tiling.unit(number += stride_of_units);
+                continue;
+            }
+            if constexpr (PINGPONG) {
+                barrier_wait(products.ring.turn(products.group), parity);
+                parity ^= 1;
+            }
+            Result *to;
+            int below, beside;
+            // Where the tile lies, and which unit comes next. Divisions take some hundred clocks; the empty instruction
+            // keeps the compiler from putting them off.
+            products.multiply(steps, [&] {
+                const int row = (unit.down * CLUSTER + rank) * ROWS, column = unit.across * COLUMNS;
+                to = out + (i64(unit.split) * rows + row) * stride + column;
+                below = rows - row, beside = columns - column;
+                unit = tiling.unit(number += stride_of_units);
+                asm volatile("" : "+l"(to), "+r"(below), "+r"(beside), "+r"(unit.down), "+r"(unit.across));
+                asm volatile("" : "+r"(unit.split), "+r"(unit.first), "+r"(unit.stop));
+            });
+            products.write(to, stride, below, beside, accumulate);
+        }
+    }
+    if constexpr (CLUSTER > 1) {  // the other block's copies and arrivals come here until it is done too
+        __syncwarp();
+        cluster_sync();
+    }
+}
