@@ -231,6 +231,8 @@ def test_an_image_model_neither_chats_nor_continues(here: Path) -> None:
         sft.main("--base run --out tuned".split())
     with pytest.raises(UserError, match="ViT learns images, it continues no text"):
         pretrain.main("--model vit --out other".split())
+    with pytest.raises(UserError, match="run: its model is a vit, wanted a bert; give another --base or --model"):
+        classify.main("--base run --backend numpy --workers 1 --out tuned".split())
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------
