@@ -88,6 +88,7 @@ def test_images_learned_resumed_and_given_away(here: Path, capsys: pytest.Captur
     assert "new: none" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_it_learns_and_draws_its_mistakes(here: Path) -> None:
     images, labels = pictures(11, 1)
     labels[:3] = 1 - labels[:3]  # wrong on purpose
