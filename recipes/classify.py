@@ -32,6 +32,7 @@ from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import load
+from tinyforge.hub.foreign import spec_of_model
 from tinyforge.parallel.launch import Ranks
 from tinyforge.params import load_named, named
 from tinyforge.registry import ModelSpec, find_model
@@ -202,6 +203,8 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: R
     split = Split.of(settings, ranks.size)
     start_from = Path(settings.out) if resume else Path(settings.base) if settings.base else None
     base = load(start_from, backend) if start_from else None
+    if base and (kind := spec_of_model(base.model).name) != spec.name:  # before the data are read, which takes seconds
+        raise UserError(f"{start_from}: its model is a {kind}, wanted a {spec.name}; give another --base or --model")
     names = base.meta.get("classes", ()) if base else ()
     shape = base.model.config if base else config_of(settings)
     length = sequence_length(shape, settings.seq_len)

@@ -260,6 +260,7 @@ def test_equal_words_are_one_document_and_the_first_stays(tmp_path: Path) -> Non
     assert dropped == [(None, None), (None, 1), (same, 1), (same, 1), (None, None)]
 
 
+@pytest.mark.slow
 def test_the_join_over_bands_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As few bands, and as few of their keys, at a time as fit: the same pairs."""
     rng, texts = random.Random(6), []
@@ -364,6 +365,7 @@ def test_a_small_corpus_always_has_something_held_out(
     assert "No document for val" not in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_what_the_report_advises_gives_a_source_something_in_val(tmp_path: Path) -> None:
     rng = random.Random(21)
     sources = [write_source(tmp_path / name, [prose(rng, 300) for _ in range(n)]) for name, n in (("a", 9), ("b", 9))]
@@ -457,6 +459,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Mixed:
 
 
 
+@pytest.mark.slow
 def test_workers_and_memory_change_no_byte(
     mixed: Mixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -320,6 +320,7 @@ def test_an_extension_that_cannot_be_loaded(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_leaves_no_source(
     tmp_path: Path, host: Any, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

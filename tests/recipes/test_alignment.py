@@ -67,7 +67,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("recipe", FIRST)
+@pytest.mark.parametrize("recipe", [pytest.param("dpo", marks=pytest.mark.slow), "grpo"])
 def test_it_resumes_to_the_same_bytes(folder: Path, recipe: str) -> None:
     """From its first checkpoint, with the reference computed anew; grpo in the middle of replies it learns twice."""
     shutil.copytree(recipe, "again")

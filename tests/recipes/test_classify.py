@@ -88,6 +88,7 @@ def test_images_learned_resumed_and_given_away(here: Path, capsys: pytest.Captur
     assert "new: none" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_it_learns_and_draws_its_mistakes(here: Path) -> None:
     images, labels = pictures(11, 1)
     labels[:3] = 1 - labels[:3]  # wrong on purpose
@@ -231,6 +232,8 @@ def test_an_image_model_neither_chats_nor_continues(here: Path) -> None:
         sft.main("--base run --out tuned".split())
     with pytest.raises(UserError, match="ViT learns images, it continues no text"):
         pretrain.main("--model vit --out other".split())
+    with pytest.raises(UserError, match="run: its model is a vit, wanted a bert; give another --base or --model"):
+        classify.main("--base run --backend numpy --workers 1 --out tuned".split())
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------

@@ -325,6 +325,7 @@ def test_scores_are_of_one_step(tmp_path: Path) -> None:
     assert metrics.read_scores(tmp_path, 8) == {"c": 3.0} and metrics.read_scores(tmp_path, 6) == {}
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_leaves_its_scores_behind(folder: Path) -> None:
     """Measured when it was stopped, on what its end does not measure again: neither file nor card has that."""
     pretrain.main(f"{SHAPE} --data shards --steps 4 --save-every 2 --out half".split())

@@ -43,10 +43,10 @@ def test_every_registered_model_is_tried() -> None:
     assert set(SHAPES) == {name for name, spec in models().items() if spec.learns == "text"}
 
 
-IN_SECONDS = ("nanoeuler", "lstm", "char_mlp")  # the shapes of models that there are; the others follow with the slow
+QUICK = ("nanoeuler", "char_mlp")  # the default, and the one whose forward is unlike the others
 
 
-@pytest.mark.parametrize("model", [m if m in IN_SECONDS else pytest.param(m, marks=pytest.mark.slow) for m in SHAPES])
+@pytest.mark.parametrize("model", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in SHAPES])
 def test_a_model_of_the_zoo(model: str, here: None, capsys: pytest.CaptureFixture[str]) -> None:
     shape = f"--model {model} --set {SHAPES[model]} context=96 vocab=300 --workers 2 --backend numpy"
     assert pretrain.main([*COMMON.split(), *shape.split(), "--out", "base", "--card"]) == 0
@@ -72,6 +72,7 @@ def test_a_model_of_the_zoo(model: str, here: None, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.slow
 def test_documents_are_kept_apart_from_pretraining_to_evaluation(here: None) -> None:
     """Resumed to the same bytes, and measured as it was trained."""
     for number, text in enumerate(documents("train", 60)):

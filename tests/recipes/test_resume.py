@@ -99,11 +99,10 @@ def assert_same_run(out: Path, whole: Path) -> None:
     assert not list(out.glob(".partial-*"))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "kills"), [("pretrain.py", 2), *(pytest.param(r, 5, marks=pytest.mark.slow) for r in FIRST)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "kills"), [("pretrain.py", 5), ("sft.py", 5)])
 def test_kill_9_at_random_moments(recipe: str, kills: int, folder: Path, uninterrupted: Callable[[str], Path]) -> None:
-    whole, out, random_ = uninterrupted(recipe), folder / f"killed-{recipe}-{kills}", random.Random(kills)
+    whole, out, random_ = uninterrupted(recipe), folder / f"killed-{recipe}", random.Random(kills)
     process = start(recipe, folder, *FIRST[recipe], "--out", out)
     time.sleep(random_.uniform(0.1, 0.6))  # while it prepares
     process.kill()
