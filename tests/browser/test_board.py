@@ -164,6 +164,8 @@ def test_an_exported_page_needs_no_server_and_no_network(
     assert HOSTILE in page.locator("#samples-list").inner_text() and page.evaluate("window.broken") is None
     assert page.locator("#samples-list img, #samples-list script").count() == 0
     page.wait_for_selector("#state:has-text('exported')")
+    # What was live then is not when somebody opens the file.
+    assert page.locator(".run .live").count() == 0 and page.locator(".run:has-text('not finished')").count() == 1
 
 
 def test_texts_of_a_run_are_shown_as_text(runs: Path, open_page: Open, serve: Callable[..., str]) -> None:
