@@ -175,6 +175,8 @@ def test_an_exported_page_needs_no_server_and_no_network(
     page.locator("#texts-name").select_option("sft.log")
     page.wait_for_selector("#texts-body:has-text('=== sft')")
     assert HOSTILE in card.inner_text() and page.evaluate("window.broken") is None
+    # What was live then is not when somebody opens the file.
+    assert page.locator(".run .live").count() == 0 and page.locator(".run:has-text('not finished')").count() == 1
 
 
 def test_texts_of_a_run_are_shown_as_text(runs: Path, open_page: Open, serve: Callable[..., str]) -> None:

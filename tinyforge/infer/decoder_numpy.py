@@ -180,11 +180,14 @@ class NumpyDecoder(Decoder):
         lengths = [self.lengths[row] for row in rows]
         seen = s.seen(max(lengths) + n)
         self._put_ones(seen.keys)
-        places = np.array(lengths)[:, None] + np.arange(n)
         s.ids[:] = tokens
-        s.turn[:, :, 0] = self.turns[places]
-        s.mask[:, :, : seen.keys] = self.masks[places, : seen.keys]
-        one_each = (np.array(rows), places[:, 0]) if n == 1 and batch > MIN_ROWS else None
+        one_each = (np.array(rows), np.array(lengths)) if n == 1 and batch > MIN_ROWS else None
+        if one_each is not None:  # one place in each row
+            s.turn[:, 0, 0], s.mask[:, 0, : seen.keys] = self.turns[one_each[1]], self.masks[one_each[1], : seen.keys]
+        else:
+            for b, past in enumerate(lengths):
+                s.turn[b, :, 0] = self.turns[past : past + n]
+                s.mask[b, :, : seen.keys] = self.masks[past : past + n, : seen.keys]
         runs = self._runs(rows, lengths, n)
 
         matmul, add, multiply, subtract, divide = np.matmul, np.add, np.multiply, np.subtract, np.divide
@@ -195,7 +198,7 @@ class NumpyDecoder(Decoder):
             self._norm(s)
             matmul(s.h_by_group, w_qkv, out=s.qkv)
             multiply(s.qk_flat, s.turn, out=s.qk_turned)
-            if one_each is not None:  # one place in each row
+            if one_each is not None:
                 keys[one_each[0], :, :, one_each[1]] = s.k[..., 0]
                 values[one_each[0], :, one_each[1], : c.head_dim] = s.v[:, :, 0]
             else:

@@ -339,7 +339,7 @@
       box.addEventListener("change", () => { box.checked ? state.chosen.add(run.name) : state.chosen.delete(run.name); remember(); update(); });
       const settings = run.about.settings || {}, steps = settings.steps, key = run.keys.find((k) => k === "val_bits_per_byte") || run.keys.find((k) => k.startsWith("val_"));
       const facts = [number(run.last.step) ? `step ${run.last.step.toLocaleString("en")}${steps ? ` of ${steps.toLocaleString("en")}` : ""}` : "", key && number(run.last[key]) ? `${key.replace("val_", "held out ").replace(/_/g, " ").replace("bits per byte", "")} ${short(run.last[key])}`.replace("  ", " ") : ""].filter(Boolean).join(" \u00b7 ");
-      const label = element("label", { className: "run", colour: colour(run) }, box, element("b", { textContent: run.name }), element("small", {}, ...(run.live ? [element("span", { className: "live", textContent: "live" }), facts ? " \u00b7 " : ""] : []), facts,
+      const label = element("label", { className: "run", colour: colour(run) }, box, element("b", { textContent: run.name }), element("small", {}, ...(run.live ? [element("span", embedded ? { textContent: "not finished" } : { className: "live", textContent: "live" }), facts ? " \u00b7 " : ""] : []), facts,
         ...(run.read < 1 ? [` \u00b7 reading, ${Math.round(100 * run.read)} %`] : []), ...(run.damaged ? [` \u00b7 ${run.damaged} damaged lines left out`] : []), ...(run.left_out ? [` \u00b7 ${run.left_out} rows with too many keys left out`] : [])));
       if (run.live && steps) { const bar = element("i"); bar.style.width = `${Math.min(100, 100 * run.last.step / steps)}%`; label.append(element("div", { className: "progress" }, bar)); }
       return element("li", {}, label);
