@@ -37,15 +37,25 @@ def soft(
         if isinstance(make, str):
             left_out[name] = make
             continue
+        skipped = graphs_skipped()
         try:
             contender = make()
             results[name] = first(contender)
+            if name == GRAPH and graphs_skipped() > skipped:
+                del results[name]
+                raise RuntimeError("PyTorch compiled it, and skipped its CUDA graphs")
             contenders[name] = contender
         except Exception as error:
             if name not in (COMPILED, GRAPH) or isinstance(error, UserError):
                 raise
             left_out[name] = reason(error)
     return contenders, results, left_out
+
+
+def graphs_skipped() -> int:
+    """CUDA graphs that torch.compile has given up, of all that it has compiled: it warns, and goes on without them."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return int(counters.get("inductor", {}).get("cudagraph_skips", 0))
 
 
 def reason(error: BaseException) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,21 @@ def test_what_cannot_be_made_or_started_is_left_out_with_its_reason() -> None:
     assert left_out == {COMPILED: "RuntimeError: no Triton", GRAPH: "ValueError: out of graphs",
                         "other": "does not apply: no GPU"}  # fmt: skip
     assert left_out_table(left_out)[0].endswith("left out: RuntimeError: no Triton")
+
+
+def test_cuda_graphs_that_pytorch_skipped_are_no_contender(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = {"inductor": {"cudagraph_skips": 2}}
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace(counters=counters))
+
+    def skip(contender: str) -> str:
+        counters["inductor"]["cudagraph_skips"] += 1
+        return contender
+
+    makers = {OURS: lambda: "ours", COMPILED: lambda: "compiled", GRAPH: lambda: "graph"}
+    contenders, results, left_out = soft(makers, skip)
+    assert list(contenders) == list(results) == [OURS, COMPILED]
+    assert left_out == {GRAPH: "RuntimeError: PyTorch compiled it, and skipped its CUDA graphs"}
+    assert list(soft({GRAPH: lambda: "graph"}, str)[0]) == [GRAPH]
 
 
 @pytest.mark.parametrize("name", [OURS, EAGER])

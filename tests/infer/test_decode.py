@@ -68,6 +68,7 @@ def test_a_prompt_leaves_the_keys_and_values_of_the_whole_sequence(
     """However it is cut, in blocks and tiles with and without a rest, on both sides of SAFE_SCORE."""
     monkeypatch.setattr("tinyforge.infer.decoder_numpy.PREFILL_ROWS", 32)
     monkeypatch.setattr("tinyforge.infer.decoder_numpy.QUERY_TILE", 12)
+    monkeypatch.setattr("tinyforge.infer.decoder_numpy.KEY_TILE", 20)
     model, tokens = model_of(config), tokens_of(config, 1, 150)
     model.buffer.values[: model.buffer.decay_end] *= scale
     decoder, end = NumpyDecoder(model), sum(chunks)

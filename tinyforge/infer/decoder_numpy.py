@@ -13,9 +13,9 @@ from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.decoder import Decoder
 
-PREFILL_ROWS, QUERY_TILE = 256, 64
-"""Positions of a prompt in one product of `NumpyDecoder`; and queries that are scored together: fewer, so that less is
-computed above the diagonal."""
+PREFILL_ROWS, QUERY_TILE, KEY_TILE = 256, 64, 256
+"""Of a prompt in `NumpyDecoder`: positions in one product; queries that are scored together, fewer, so that less is
+computed above the diagonal; and the keys that they are scored with at a time."""
 SAFE_SCORE = 60.0
 """Attention of a prompt leaves out the softmax's shift where no score can be beyond this: exp does not overflow."""
 MIN_ROWS = 4
@@ -344,13 +344,22 @@ class _Prompt:
             tile = queries.shape[2]
             before = self.past + start + i
             seen = before + tile
-            s = _parts(scores, (c.kv_heads, group, tile, seen))[0]
-            np.matmul(queries, keys[:, None, :, :seen], out=s)
-            s[..., before:] += d.masks[:tile, :tile]
-            if not safe:
-                s -= s.max(axis=-1, keepdims=True)
-            np.exp(s, out=s)
-            mixed = np.matmul(s, values[:, None, :seen])
+            mixed: np.ndarray | None = None
+            # Without a shift sums over tiles of keys add up, and a tile of scores stays in the cache.
+            step = KEY_TILE if safe else seen
+            for first in range(0, seen, step):
+                last = min(first + step, seen)
+                s = _parts(scores, (c.kv_heads, group, tile, last - first))[0]
+                np.matmul(queries, keys[:, None, :, first:last], out=s)
+                if last > before:
+                    ahead = max(first, before)
+                    s[..., ahead - first :] += d.masks[:tile, ahead - before : last - before]
+                if not safe:
+                    s -= s.max(axis=-1, keepdims=True)
+                np.exp(s, out=s)
+                part = np.matmul(s, values[:, None, first:last])
+                mixed = part if mixed is None else np.add(mixed, part, out=mixed)
+            assert mixed is not None
             np.divide(mixed[..., : c.head_dim], mixed[..., -1:], out=by_head[:, :, i : i + tile])
         self.x[rows] += self._times(attended, d.layers[layer][1], delta)
 
