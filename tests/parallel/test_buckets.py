@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -186,6 +188,17 @@ def test_the_plan_of_a_rank() -> None:
     assert 0.4 * (4 * count / 2) < sharded.peak - both.peak < 4 * count / 2
     trees = plan_step(spec, config, "bf16", 64, 512, split=Split(2, shards=8))
     assert trees.peak < plan_step(spec, config, "bf16", 64, 512).peak
+
+
+def test_the_page_has_the_forecasts_of_what_is_shared_out() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/parallel.md").read_text(encoding="utf-8")
+    rows = re.findall(r"\| `(\w+)`, (\d+) x (\d+) a GPU, (\d+) GPUs \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", page)
+    assert len(rows) == 3
+    for name, *numbers in rows:
+        a_gpu, seq_len, ranks = map(int, numbers[:3])
+        plans = [plan_step(models()["nanoeuler"], PRESETS[name], "bf16", a_gpu * ranks, seq_len,
+                           split=Split(ranks, zero=zero)) for zero in (0, 1, 2)]  # fmt: skip
+        assert [f"{plan.peak / 2**30:.2f}" for plan in plans] == numbers[3:], name
 
 
 def test_parts_in_units() -> None:
