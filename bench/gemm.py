@@ -30,6 +30,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
+
 from bench.gpu_clock import CACHE_BYTES, event_ms
 from models.gpt2.config import PRESETS as GPT2
 from models.nanoeuler.config import PRESETS as NANOEULER
@@ -152,7 +154,7 @@ class Bench:
         random = self.xp.random.default_rng(0)
 
         def normal(*shape: int) -> Any:
-            return random.standard_normal(shape, dtype="float32").astype(backend.dtype)
+            return random.standard_normal(shape, np.float32).astype(backend.dtype)
 
         self.sets = [(normal(*shapes[0]), normal(*shapes[1]), self.xp.empty((m, n), self.result)) for _ in range(count)]
         self.transposes = {"transpose_a": weight, "transpose_b": forward}

@@ -208,8 +208,10 @@ def test_parts_of_the_sum(tile: tuple[int, int, int, int, int], tmp_path: Path) 
 def test_faults_of_the_product_show(
     fault: tuple[str, str], tile: tuple[int, int, int, int, int], tmp_path: Path
 ) -> None:
+    # Sums of 9 steps, three rounds of the ring; where a turn is not waited for, of four: then the parity is the same.
+    depth = 712 if "turn" in fault[0] else 568
     try:
-        found = product("FORWARD", tile, (520, 136, 568), tmp_path, blocks=2, fault=fault)
+        found = product("FORWARD", tile, (520, 136, depth), tmp_path, blocks=2, fault=fault)
     except AssertionError:  # it said what was wrong, or waited for ever
         return
     assert not found < 1e-4, found

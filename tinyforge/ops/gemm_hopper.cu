@@ -19,8 +19,8 @@
 //   PRODUCT=FORWARD    y = x W^T       both along
 //   PRODUCT=INPUT      dx = dy W       dy along, W across
 //   PRODUCT=WEIGHT     dW += dy^T x    both across; in float32
-// What a box has outside its array is 0, so a last
-// piece of the sum and last tiles need no other code; what lies outside of `out` is not written.
+// What a box has outside its array is 0, so a last piece of the sum and last tiles need no other code; what lies outside of
+// `out` is not written.
 //   With `splits` parts of the sum, `out` has a plane in float32 for each, which gemm_sum (gemm.cu) adds up in their order.
 // Grid: a multiple of CLUSTER blocks, one for each multiprocessor. Block: THREADS. Shared memory: STAGES x (ROWS +
 // COLUMNS) x 128 bytes, and the barriers. Bound by tensor cores.
