@@ -339,10 +339,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_before(args.json)
     check_before(args.table)
     from tinyforge.backends import gpu_is_there
-    from tinyforge.backends.gemm import compiled
 
     if not gpu_is_there():
         raise UserError("bench/gemm.py: CuPy finds no GPU here; run it on a machine with a Hopper")
+    from tinyforge.backends.gemm import compiled
+
     log = sys.stderr if args.json == "-" else sys.stdout
 
     def say(text: str) -> None:

@@ -82,7 +82,7 @@ error: file'
     pretrain --gpus 3
     pretrain --gpus 1000000
     pretrain --elastic
-    pretrain --zero 2
+    pretrain --zero 3
     pretrain --shards-per-step 3
     pretrain --shards-per-step 0
     pretrain --shards-per-step 4 --workers 3
