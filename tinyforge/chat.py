@@ -1,6 +1,6 @@
 '''Talk to a trained model, any that predicts tokens from left to right.
 
-    python -m tinyforge.chat                            the newest run under runs/, else the model that is here
+    python -m tinyforge.chat                            the newest run under runs/, else the storyteller
     python -m tinyforge.chat --prompt "What is 3 plus 4?"
     echo "What is 3 plus 4?" | python -m tinyforge.chat
     python -m tinyforge.chat --checkpoint runs/pretrain         a base model continues the text

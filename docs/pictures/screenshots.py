@@ -34,7 +34,7 @@ def server(*words: str) -> Iterator[str]:
 
 
 def chat(browser: Any) -> bytes:
-    with server("tinyforge.serve", "--port", "0") as url:
+    with server("tinyforge.serve", "--checkpoint", "small", "--port", "0") as url:
         page = browser.new_page(viewport={"width": 1360, "height": 1010})
         page.goto(url)
         page.wait_for_selector("html[data-ready]")

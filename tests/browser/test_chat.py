@@ -353,7 +353,7 @@ def test_with_the_real_server_and_model(open_page: Open, tmp_path: Path) -> None
     """The shipped model answers, drafts are accepted, and its attention is drawn."""
     if importlib.util.find_spec("tinyforge.serve.__main__") is None:
         pytest.skip("tinyforge.serve has no server here")
-    command = [sys.executable, "-m", "tinyforge.serve", "--port", "0"]
+    command = [sys.executable, "-m", "tinyforge.serve", "--checkpoint", "small", "--port", "0"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
     ) as process:

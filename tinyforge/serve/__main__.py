@@ -1,6 +1,6 @@
 """Serve a model over HTTP, in OpenAI's protocol, with a page to chat in at /.
 
-    python -m tinyforge.serve                                     the newest run, else the model that is here
+    python -m tinyforge.serve                                     the newest run, else the storyteller
     python -m tinyforge.serve --checkpoint SmolLM2-135M-Instruct  a run, a Hugging Face directory, a .gguf file
     python -m tinyforge.serve --checkpoint base --adapter lora    a base with its adapter
     TINYFORGE_API_KEY=secret python -m tinyforge.serve --host 0.0.0.0 --allow-host my.name
@@ -106,7 +106,7 @@ def check(args: argparse.Namespace) -> None:
 
 def loaded_model(args: argparse.Namespace) -> tuple[Loaded, str]:
     """The model, and the name of its registered kind."""
-    path = trained_model(args.checkpoint) if args.checkpoint or not args.adapter else None
+    path = trained_model(args.checkpoint, for_chat=True) if args.checkpoint or not args.adapter else None
     backend = get_backend(args.backend, args.precision, workers=1)
     opened = open_model(Path(args.adapter), base=path) if args.adapter else open_model(path or Path())
     loaded = opened.build(backend)

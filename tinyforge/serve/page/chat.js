@@ -10,7 +10,7 @@ const options = settings(), attention = new Attention();
 const seen = new WeakMap();  // what was looked at inside a reply, {tokens, stats, sent}; as long as the page is open
 let talk = new Talk(), model = null, about = {}, running = null, editing = null, looked = null, said = null;
 
-const TRIES = ["How much is 13 plus 2?", "Which day is next after Sunday?", "What is the opposite of cold?"];
+const TRIES = ["Tell me a story about a dog named Max.", "Who are you?", "What is the opposite of cold?"];
 
 // --- the list of conversations
 
