@@ -347,7 +347,7 @@ def mend_slice(raw: Path) -> None:
     """The SHA-256 of the slice in its record."""
     record = raw / "slice-00000.json"
     if isinstance(content := _as_object(record), dict):
-        _write_json(record, content | {"slice_sha256": _sha256(record.with_suffix(".parquet"))})
+        _rewrite_json(record, content | {"slice_sha256": _sha256(record.with_suffix(".parquet"))})
 
 
 def _gpt2_files(folder: Path, tokenizer: Tokenizer) -> None:
@@ -398,13 +398,17 @@ def _as_object(path: Path) -> Any:
         return {}
 
 
+def _rewrite_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")  # in ASCII: what was read may have half a surrogate pair
+
+
 def mend_checkpoint(run: Path) -> None:
     """hashes.json as the files are, and the hash of the tokenizer in meta.json."""
     for hashes in run.glob("**/hashes.json"):
         folder = hashes.parent
         if isinstance(content := _as_object(hashes), dict):
-            _write_json(hashes, {name: _sha256(folder / name) if (folder / name).is_file() else value
-                                 for name, value in content.items()})  # fmt: skip
+            _rewrite_json(hashes, {name: _sha256(folder / name) if (folder / name).is_file() else value
+                                   for name, value in content.items()})  # fmt: skip
 
 
 def mend_list(path: Path, key: str) -> None:
@@ -417,7 +421,7 @@ def mend_list(path: Path, key: str) -> None:
             file = path.parent / entry["file"]
             if file.is_file():
                 entry |= {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-    path.write_text(json.dumps(content), encoding="utf-8")
+    _rewrite_json(path, content)
 
 
 def mend_shards(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.mutate import MOST, mutate
+from tests.fuzz.seeds import mend_slice
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="commands are forked, and /proc is read")
@@ -74,6 +76,15 @@ def test_wrong_files_are_of_all_kinds() -> None:
             continue
     assert 200 < len(values) < 950  # some are read as far as their meaning, some are not
     assert {type(value) for value in values} > {dict, list}
+
+
+def test_half_a_character_in_a_record_is_no_obstacle_to_mending_its_hash(tmp_path: Path) -> None:
+    (tmp_path / "slice-00000.parquet").write_bytes(b"rows")
+    record = tmp_path / "slice-00000.json"
+    record.write_text('{"url": "\\udcff"}', encoding="utf-8")
+    mend_slice(tmp_path)
+    assert json.loads(record.read_text(encoding="utf-8")) == {
+        "url": "\udcff", "slice_sha256": hashlib.sha256(b"rows").hexdigest()}  # fmt: skip
 
 
 def test_each_kind_of_fault_is_noticed() -> None:
