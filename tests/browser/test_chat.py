@@ -361,6 +361,7 @@ def test_with_the_real_server_and_model(open_page: Open, tmp_path: Path) -> None
             assert process.stdout is not None
             url = process.stdout.readline().split()[-1]
             page = open_page(url + "/", width=1500)
+            assert page.locator(".tries button").first.inner_text() == "How much is 13 plus 2?"
             page.click("#settings-switch")
             page.fill("[name=drafts]", "3")
             slide(page, "temperature", 0)

@@ -10,7 +10,9 @@ const options = settings(), attention = new Attention();
 const seen = new WeakMap();  // what was looked at inside a reply, {tokens, stats, sent}; as long as the page is open
 let talk = new Talk(), model = null, about = {}, running = null, editing = null, looked = null, said = null;
 
-const TRIES = ["Tell me a story about a dog named Max.", "Who are you?", "What is the opposite of cold?"];
+// First questions: for the model that tells stories, and for those that know the built-in world.
+const STORIES = ["Tell me a story about a dog named Max.", "Tell me a story about a girl who lost her ball.", "Who are you?"];
+const WORLD = ["How much is 13 plus 2?", "Which day is next after Sunday?", "What is the opposite of cold?"];
 
 // --- the list of conversations
 
@@ -68,7 +70,7 @@ function welcome() {
   const base = about.chat === false;
   $("welcome").replaceChildren(element("h2", { textContent: base ? "Begin a text, the model continues it" : "Ask the model something" }),
     element("p", { textContent: base ? "This is a base model: it was trained to continue text, not to answer." : "It runs on this server, and nothing you write goes anywhere else. Conversations stay in this browser." }),
-    ...(about.template === "alpaca" ? [element("div", { className: "tries" }, ...TRIES.map((text) => {
+    ...(about.template === "alpaca" ? [element("div", { className: "tries" }, ...(model.id === "storyteller" ? STORIES : WORLD).map((text) => {
       const button = element("button", { type: "button", textContent: text });
       button.addEventListener("click", () => ask(text));
       return button;
