@@ -33,7 +33,7 @@ from tinyforge.rng import Stream
 
 IDX_PAIRS = {"train": ("train-images", "train-labels"), "test": ("t10k-images", "t10k-labels")}
 TEXT_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".csv")
-MOST_CLASSES = 1 << 16
+FEW_CLASSES = 100  # so many may be numbered however few examples there are; above, not more than examples
 MOST_UNPACKED = 1 << 30  # bytes of a gzipped file; the largest of idx, EMNIST's, has half of it
 Text = tuple[str, str]
 """A text and the one it is compared with, often ""."""
@@ -71,10 +71,10 @@ def numbered(raw: Sequence[Any], names: Sequence[str], place: str) -> tuple[np.n
     """Labels as class numbers, and the classes' names: those given, else what the labels say."""
     known = tuple(names)
     if all(isinstance(label, int | np.integer) and not isinstance(label, bool) for label in raw):
-        count = len(known) or min(max((0, *raw)) + 1, MOST_CLASSES)
+        count = len(known) or min(max((0, *raw)) + 1, max(len(raw), FEW_CLASSES))
         bad = next((number for number, label in enumerate(raw) if not 0 <= label < count), None)
         if bad is not None:
-            there = f"there are {count} classes" if known else "classes are numbered from 0"
+            there = f"there are {count} classes" if known else "classes are numbered from 0, and each has examples"
             raise UserError(f"{place}: label {shown(raw[bad])} of example {bad}, wanted 0 to {count - 1}: {there}")
         return np.array(raw, np.int32), known or tuple(map(str, range(count)))
     known = known or tuple(sorted({str(label) for label in raw}))

@@ -161,6 +161,26 @@ def test_the_fingerprint_is_of_the_weights_not_of_their_files(tmp_path: Path) ->
     assert prints[0] == prints[1] == prints[2] != prints[3]
 
 
+def test_adapters_of_ours_that_make_no_pair_or_do_not_fit(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, "llama")
+    found = checkpoint.load(run)
+    a, b = "blocks.0.down.lora_a", "blocks.0.down.lora_b"
+
+    def merged(name: str, change: dict[str, np.ndarray | None]) -> None:
+        weights = {key: value for key, value in (dict(found.weights) | change).items() if value is not None}
+        checkpoint.save(tmp_path / name, 1, weights, {"m": np.zeros(1)}, TOKENIZER, found.meta, 0)
+        open_model(tmp_path / name).build(FP64)
+
+    with pytest.raises(UserError, match=r"A and B of blocks.0.down have the shapes \(3, 20\) and None, wanted"):
+        merged("one", {b: None})
+    with pytest.raises(UserError, match=r"shapes None and \(24, 3\)"):
+        merged("other", {a: None})
+    with pytest.raises(UserError, match=r"shapes \(20, 3\) and \(24, 3\)"):
+        merged("turned", {a: found.weights[a].T.copy()})
+    with pytest.raises(UserError, match=r"an adapter of 23 x 20 on a weight of \(24, 20\)"):
+        merged("short", {b: found.weights[b][1:].copy()})
+
+
 def another_base(folder: Path) -> None:
     """The base's weights, one of them changed in its last bit."""
     found = load(folder / "base", FP64)

@@ -101,13 +101,24 @@ def merged_run(found: checkpoint.Checkpoint, base: Opened) -> Opened:
 
 
 def _pairs(found: checkpoint.Checkpoint) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """A and B of a run's checkpoint by the name of the linear map."""
-    names = [name.removesuffix(".lora_a") for name in found.weights if name.endswith(".lora_a")]
-    return {name: (found.weights[f"{name}.lora_a"], found.weights[f"{name}.lora_b"]) for name in names}
+    """A and B of a run's checkpoint by the name of the linear map. Raises UserError where they make no pair."""
+    pairs = {}
+    for name in dict.fromkeys(name.rpartition(".lora_")[0] for name in found.weights if ".lora_" in name):
+        a, b = (found.weights.get(f"{name}.lora_{which}") for which in "ab")
+        if a is None or b is None or not a.ndim == b.ndim == 2 or len(a) != b.shape[1]:
+            shapes = " and ".join("None" if x is None else str(x.shape) for x in (a, b))
+            raise UserError(
+                f"checkpoint {found.path}: A and B of {name} have the shapes {shapes}, wanted (rank, inputs) and "
+                f"(outputs, rank); use another checkpoint"
+            )
+        pairs[name] = a, b
+    return pairs
 
 
 def _merge(a: np.ndarray, b: np.ndarray, scale: float, weight: np.ndarray) -> np.ndarray:
-    """In float64: the sum is rounded once, to what the model is built in."""
+    """In float64: the sum is rounded once, to what the model is built in. Raises UserError where they do not fit."""
+    if (len(b), a.shape[1]) != weight.shape:
+        raise UserError(f"an adapter of {len(b)} x {a.shape[1]} on a weight of {weight.shape}; give its own base")
     weight, a, b = (x.astype(np.float64) for x in (weight, a, b))
     return lora_merge(weight, a, b, scale)
 
