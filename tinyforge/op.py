@@ -19,6 +19,10 @@ from tinyforge.kernel import Array, Kernel, bind
 from tinyforge.rng import Stream
 
 
+Key = Any
+"""Of a stream that dropout draws from: two numbers, or an array of two uint32 where the kernels are to read them."""
+
+
 class Param:
     """A named tensor to be learned: `value` and its `grad`, views into the flat buffer of the model's `ParamBuffer`.
 
@@ -103,7 +107,7 @@ class Stash:
         """Let go of all records but the first `length`: their forward is run again before their backward."""
         del self._records[length:]
 
-    def key(self, owner: Op, rate: float) -> tuple[int, int] | None:
+    def key(self, owner: Op, rate: float) -> Key | None:
         """The key of the stream of what `owner` drops at `rate`; None if it drops nothing."""
         return self.noise.fork(owner.name).key if self.noise and rate else None
 

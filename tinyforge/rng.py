@@ -23,13 +23,13 @@ PAIRS = 1 << 14
 """Pairs of normals that are drawn together: what stays in a core's cache between the rounds."""
 
 
-def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
+def philox(counter: np.ndarray, key: tuple[int, int] | np.ndarray) -> np.ndarray:
     """Ten rounds of Philox 4x32 over counter: (n, 4) uint32; returns (n, 4) uint32, uniform bits.
 
     A round multiplies two of the four words by constants, and mixes the high halves with the others and the key.
     """
     c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
-    k0, k1 = key
+    k0, k1 = map(int, key)
     for _ in range(10):
         p0, p1 = c0 * _M0, c2 * _M1
         c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ np.uint64(k0), p1 & _LOW, (p0 >> _32) ^ c3 ^ np.uint64(k1), p0 & _LOW

@@ -24,7 +24,7 @@ from tinyforge.parallel.nccl import NCCLGroup
 from tinyforge.parallel.star import Lost, Star
 from tinyforge.parallel.watch import Watch
 from tinyforge.train.batches import PackedTokens
-from tinyforge.train.data_parallel import Sharded, _gradients, clip, update
+from tinyforge.train.data_parallel import Sharded, clip, gradients_of, update
 from tinyforge.train.objectives import NextTokens
 
 TINY = Config(dim=32, heads=4, kv_heads=2, layers=2, context=16, vocab=128, mtp_heads=2, hidden=64,
@@ -156,7 +156,7 @@ def trained(group: Any, zero: int, micro_batches: int = 1, shards: int = 0) -> d
     optimizer = rank.make_optimizer(None, zero, micro_batches)
     for step in range(6):
         counts = sum(objective.count(batch) for batch in batches(step))
-        _gradients(rank, step, counts, None)
+        gradients_of(rank, step, counts, None)
         clip(rank, 1.0)
         update(rank, 1e-2)
     loss = rank.model.forward(*batches(0)[0].inputs(backend)).sum()  # reads weights that are still on their way

@@ -120,6 +120,10 @@ class Backend:
         """Joules that the device has used since some moment long ago; None where nobody counts them."""
         return None
 
+    def graphs(self) -> Any:
+        """What captures a function's launches, see `backends/graphs.py`. Raises UserError where nothing is launched."""
+        raise UserError(f"--capture makes a CUDA graph of the step, and the backend is {self.name}; drop --capture")
+
     def matmul_peak(self) -> float:
         """FLOP/s of the best of some rounds of large matrix products of random numbers: measured, not looked up."""
         raise NotImplementedError

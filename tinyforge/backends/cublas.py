@@ -3,11 +3,19 @@
 cupy.matmul does not take bf16 with more than two axes, cannot accumulate, and cannot write float32 from bf16 factors;
 gemmEx does all of it. float64, float32, float32 by TF32 tensor cores (`tf32=True`), and bf16: products of bf16 are
 exact in float32, and are summed in float32.
+
+CuPy refuses its own call while a stream is being captured in a graph; the library does not. `Products` calls the same
+function of the same library by ctypes, on a handle and with a workspace of its own, whose size is cuBLAS's default: the
+library then chooses the same algorithms, and the bits are the same.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import cupy
 import numpy as np
@@ -35,6 +43,67 @@ _DEFAULT_ALGORITHM = -1
 _NUMBERS = np.array([0.0, 1.0], np.float32), np.array([0.0, 1.0], np.float64)
 FLOAT32, FLOAT64 = (numbers.dtype for numbers in _NUMBERS)
 ZERO, ONE = ({n.dtype: n[i:].ctypes.data for n in _NUMBERS} for i in range(2))
+
+
+_gemm_ex: Callable[..., object] = cublas.gemmEx  # or that of the `Products` in use
+
+
+class Products:
+    """cublasGemmEx on a stream that may be capturing, with a handle and a workspace of its own.
+
+    Source: the cuBLAS manual, "CUDA Graphs Support" and "cublasSetWorkspace()": while capturing, a library without a
+    workspace from the caller would allocate one in the graph.
+    """
+
+    def __init__(self) -> None:
+        self.handle: int = cublas.create()
+        major = int(cupy.cuda.Device().compute_capability[:-1])
+        # Not from a pool: like the workspace of CuPy's handle, nothing that the memory forecast knows of.
+        self.workspace = cupy.cuda.Memory(32 << 20 if major >= 9 else 4 << 20)
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            cublas.destroy(self.handle)
+
+    def __call__(self, other_handle: int, *arguments: Any) -> None:
+        """As cublas.gemmEx; the handle is this one's own."""
+        _check("cublasGemmEx", _library().cublasGemmEx(self.handle, *arguments))
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """All products in here are made by this, on the stream that is current now."""
+        global _gemm_ex
+        library, before = _library(), _gemm_ex
+        _check("cublasSetStream", library.cublasSetStream_v2(self.handle, cupy.cuda.get_current_stream().ptr))
+        # After the stream: setting that takes the workspace away.
+        _check("cublasSetWorkspace",
+               library.cublasSetWorkspace_v2(self.handle, self.workspace.ptr, self.workspace.size))  # fmt: skip
+        _gemm_ex = self
+        try:
+            yield
+        finally:
+            _gemm_ex = before
+
+
+@cache
+def _library() -> Any:
+    from cuda.pathfinder import load_nvidia_dynamic_lib  # which CuPy finds its own libraries by
+
+    library = ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
+    integer, pointer = ctypes.c_int, ctypes.c_void_p
+    for name, arguments in {
+        "cublasSetStream_v2": (pointer, pointer),
+        "cublasSetWorkspace_v2": (pointer, pointer, ctypes.c_size_t),
+        "cublasGemmEx": (pointer, *(integer,) * 5, *(pointer, pointer, integer, integer), *(pointer, integer, integer),
+                         *(pointer, pointer, integer, integer), integer, integer),
+    }.items():  # fmt: skip
+        getattr(library, name).argtypes = arguments
+    return library
+
+
+def _check(name: str, status: int) -> None:
+    if status:
+        raise RuntimeError(f"{name} returned status {status}; cublasStatus_t in cublas_api.h says what it means")
 
 
 def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = False, transpose_b: bool = False,
@@ -72,7 +141,7 @@ def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = Fa
         factor = number.ctypes.data
     # cuBLAS counts down columns. A row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors change
     # places and each keeps its own flag.
-    cublas.gemmEx(
+    _gemm_ex(
         device.get_cublas_handle(), TRANSPOSE if transpose_b else NO, TRANSPOSE if transpose_a else NO, n, m, k,
         factor, b.data.ptr, type_code(b.dtype), leading(b), a.data.ptr, type_code(a.dtype),
         leading(a), (ONE if accumulate else ZERO)[kind], out.data.ptr, type_code(out.dtype),

@@ -13,7 +13,7 @@ import importlib.util
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cupy
 import numpy as np
@@ -23,6 +23,9 @@ from tinyforge.backends.compile import INSTALL, load, warm_up, warm_up_wanted
 from tinyforge.backends.cublas import gemm
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
+
+if TYPE_CHECKING:
+    from tinyforge.backends.graphs import Graphs
 
 FLOAT64 = np.dtype(np.float64)
 _SCALARS = {"float64": "double", "float32": "float", "bfloat16": "bf16"}
@@ -52,6 +55,13 @@ def contiguous(x: Array) -> Array:
 def or_null(x: Array | None) -> Any:
     """x, or the null pointer."""
     return np.uintp(0) if x is None else x
+
+
+def key_arguments(key: Any) -> tuple[Any, np.uint32, np.uint32]:
+    """Of a kernel that draws: where the words of the key lie, and the words where that is null."""
+    if isinstance(key, tuple):
+        return np.uintp(0), np.uint32(key[0]), np.uint32(key[1])
+    return key, np.uint32(0), np.uint32(0)
 
 
 def vector(width: int, *arrays: Array) -> int:
@@ -110,6 +120,7 @@ class CupyBackend(Backend):
     name = "cupy"
     xp = cupy
     read_every = 10
+    repeats = False  # set by `graphs.Graphs` while what is launched is to be launched again with other data
 
     def __init__(self, precision: str = "fp32", device: int | None = None) -> None:
         super().__init__(precision, workers=1)
@@ -130,6 +141,11 @@ class CupyBackend(Backend):
         """As on any backend; a NumPy array is copied by way of pinned memory, without waiting for the device."""
         if not isinstance(array, cupy.ndarray):
             array = np.asarray(array)
+            if self.repeats:
+                raise UserError(
+                    f"--capture: the step uploads {array.dtype} of shape {array.shape}, which a graph would not do "
+                    "again; train without --capture"
+                )
         if dtype is None:
             dtype = self.dtype if array.dtype.kind in "fV" else np.dtype(np.int32)  # bf16 is of kind V
         return cupy.asarray(array.astype(dtype, copy=False))
@@ -180,11 +196,29 @@ class CupyBackend(Backend):
         )
         return None if faults else millijoules.value / 1e3
 
+    def graphs(self) -> Graphs:
+        from tinyforge.backends.graphs import Graphs
+
+        return Graphs(self)
+
     def memory(self) -> dict[str, int]:
-        """Bytes: `used` by arrays now, `held` by CuPy's pool (the most ever used, and gaps), `free` and `total`."""
-        pool = cupy.get_default_memory_pool()
+        """Bytes: `used` by arrays now, `held` by the pools (the most ever used, and gaps), `free` and `total`."""
         free, total = cupy.cuda.runtime.memGetInfo()
-        return {"used": pool.used_bytes(), "held": pool.total_bytes(), "free": free, "total": total}
+        held = sum(pool.total_bytes() for pool in pools())
+        return {"used": used_bytes(), "held": held, "free": free, "total": total}
+
+
+graph_pools: list[Any] = []
+"""Memory of captured graphs, beside CuPy's own pool."""
+
+
+def pools() -> list[Any]:
+    return [cupy.get_default_memory_pool(), *graph_pools]
+
+
+def used_bytes() -> int:
+    """By arrays now, in all pools."""
+    return sum(pool.used_bytes() for pool in pools())
 
 
 class PeakMemory(cupy.cuda.MemoryHook):
@@ -194,11 +228,10 @@ class PeakMemory(cupy.cuda.MemoryHook):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = cupy.get_default_memory_pool()
-        self.bytes = self.pool.used_bytes()
+        self.bytes = used_bytes()
 
     def malloc_postprocess(self, **of_the_allocation: Any) -> None:
-        self.bytes = max(self.bytes, self.pool.used_bytes())
+        self.bytes = max(self.bytes, used_bytes())
 
 
 def _usable_device(wanted: int | None) -> int:

@@ -4,6 +4,7 @@
 //
 // Idea. Philox is a function of a counter and a key, not a state that moves on: block b of four words is philox(b).
 // A thread makes the words of its own elements, the same bits as tinyforge/rng.py, and nothing is stored.
+// key: where its words lie; null: they are key0 and key1. A graph of launches reads them, to draw others each time.
 // Grid: a thread for each vector of VEC elements. Block: 256 threads. No shared memory.
 // Bound by memory for bf16 (ten rounds for four elements stay just below it).
 //
@@ -21,10 +22,11 @@ typedef SCALAR T;
 typedef Wide<T> A;
 
 extern "C" __global__ void __launch_bounds__(256) dropout(
-    T *y, const T *x, u32 total, u32 key0, u32 key1, u32 threshold, A scale
+    T *y, const T *x, const u32 *key, u32 total, u32 key0, u32 key1, u32 threshold, A scale
 ) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;
+    if (key) key0 = key[0], key1 = key[1];
     Pack<T, VEC> p = load<VEC>(x + i64(i) * VEC);
 #pragma unroll
     for (int first = 0; first < VEC; first += 4) {

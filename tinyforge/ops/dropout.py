@@ -10,12 +10,12 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Key, Op, Stash
 from tinyforge.rng import philox
 
 
 @kernel
-def dropout(x: Array, key: tuple[int, int], rate: float) -> Array:
+def dropout(x: Array, key: Key, rate: float) -> Array:
     blocks = -(-x.size // 4)
     counter = np.zeros((blocks, 4), np.uint32)
     counter[:, 0] = np.arange(blocks)
@@ -24,7 +24,7 @@ def dropout(x: Array, key: tuple[int, int], rate: float) -> Array:
 
 
 @dropout.on("phantom")
-def dropout_memory(x: Array, key: tuple[int, int], rate: float) -> Array:
+def dropout_memory(x: Array, key: Key, rate: float) -> Array:
     return empty(x.shape, x.dtype)
 
 

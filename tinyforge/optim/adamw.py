@@ -175,14 +175,22 @@ class AdamW:
     def _flat(self, what: str) -> Array:
         return self.buffer.masters if what == "masters" else getattr(self, what)
 
-    def next_rates(self, lr: float) -> Array:
-        """Count a step, and give its `step_rates` on the backend."""
+    def count_step(self, lr: float) -> np.ndarray:
+        """Count a step, and give its `step_rates`."""
         self.step_count += 1
-        return self.backend.asarray(step_rates(self.step_count, lr, self.config), self.backend.master_dtype)
+        return step_rates(self.step_count, lr, self.config)
+
+    def next_rates(self, lr: float) -> Array:
+        """As `count_step`, on the backend."""
+        return self.backend.asarray(self.count_step(lr), self.backend.master_dtype)
 
     def step(self, lr: float, grad_scale: Any = 1.0) -> None:
+        self.apply(self.next_rates(lr), grad_scale)
+
+    def apply(self, rates: Array, grad_scale: Any) -> None:
+        """A step with the rates of `next_rates`."""
         cut, size = self.buffer.decay_end, self.buffer.values.size
-        decayed, plain = self.next_rates(lr)
+        decayed, plain = rates
 
         def update(where: slice, rates: Array = decayed) -> None:
             flat = (self.buffer.values, self.buffer.masters, self.m, self.v, self.buffer.grads)

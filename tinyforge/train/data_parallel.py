@@ -143,9 +143,9 @@ class Sharded:
         assert self.objective is not None, "Sharded was made without an objective"
         counts = sum((self.objective.count(batch) for batch in batches[1:]), self.objective.count(batches[0]))
         if self.alone or self.rank.batches is None or number is None:
-            return Totals(self.on_all_ranks(_gradients, tuple(batches), counts, noise), counts)
-        self.group.send_object((_gradients, (number, counts, noise)))
-        return Totals(_gradients(self.rank, tuple(batches), counts, noise), counts)
+            return Totals(self.on_all_ranks(gradients_of, tuple(batches), counts, noise), counts)
+        self.group.send_object((gradients_of, (number, counts, noise)))
+        return Totals(gradients_of(self.rank, tuple(batches), counts, noise), counts)
 
     def clip(self, limit: float) -> tuple[Any, Any]:
         """`AdamW.clip` of the gradients that `gradients` has left."""
@@ -213,9 +213,9 @@ def _fork_follows(model: Model, backend: Backend, objective: Objective | None, s
         work(rank, *arguments)
 
 
-def _gradients(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray, noise: Stream | None) -> Array:
+def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray, noise: Any) -> Array:
     """Leave the sum of all ranks' gradients in the model's, or with a sharded optimizer each rank's part of it; returns
-    the sums."""
+    the sums. noise: a Stream, what stands for one, or None."""
     if isinstance(batches, int):
         assert rank.batches is not None
         batches = rank.batches(batches)
@@ -262,7 +262,7 @@ def _begin(rank: Rank, number: int) -> None:
 
 
 def _gradients_of_part(
-    rank: Rank, batches: Sequence[Batch], number: int, counts: np.ndarray, noise: Stream | None,
+    rank: Rank, batches: Sequence[Batch], number: int, counts: np.ndarray, noise: Any,
     stash_of: Callable[[int], Stash],
 ) -> Array:  # fmt: skip
     """The model's gradients become those of one part of every batch, each with a stash of its own."""

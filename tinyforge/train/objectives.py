@@ -18,8 +18,8 @@ and forward gives (nll, terms). `WithTerms` puts an objective and such terms tog
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class Batch:
     stream: the rows continue those of the batch before, the first being row number `stream` of the model's carried
     state; None for rows of their own. anew: they begin again, with a state of zeros. given: what the objective alone
     takes, B rows each. together: rows that follow one another and are weighed with one another, such as a preference
-    pair: a rank takes all of them.
+    pair: a rank takes all of them. factors: what the objective's `factors` gives, where it is on the device already.
     """
 
     ids: np.ndarray
@@ -55,6 +55,7 @@ class Batch:
     anew: bool = False
     given: tuple[np.ndarray, ...] = ()
     together: int = 1
+    factors: Array | None = None
 
     def __getitem__(self, rows: slice) -> Batch:
         weights = None if self.weights is None else self.weights[rows]
@@ -63,7 +64,7 @@ class Batch:
         stream = None if self.stream is None else self.stream + rows.indices(len(self.ids))[0]
         given = tuple(array[rows] for array in self.given)
         return Batch(self.ids[rows], self.targets[rows], weights, more, documents, stream, self.anew, given,
-                     self.together)  # fmt: skip
+                     self.together, self.factors)  # fmt: skip
 
     def inputs(self, backend: Backend) -> tuple[Array, ...]:
         """What the model's forward takes, on its backend; `documents` and a carried state come as keywords."""
@@ -71,7 +72,11 @@ class Batch:
 
 
 class Objective(Protocol):
-    """See the module's text. `weigh` runs on the model's backend and waits for no device."""
+    """See the module's text. `weigh` runs on the model's backend and waits for no device.
+
+    A step can be captured in a graph if the objective also has `factors(counts)`: a float64 vector, all that `weigh`
+    takes from the counts. Then `Batch.factors` has it, and `weigh` does not look at the counts.
+    """
 
     def count(self, batch: Batch) -> np.ndarray:
         """What the loss is divided by, as a vector; added up over the step."""
@@ -117,9 +122,12 @@ class NextTokens:
         weights = np.asarray(self.head_weights)
         return weights / sum(self.head_weights) / np.maximum(targets, 1) * (targets > 0)
 
+    factors = scale
+
     def weigh(self, nll: Array, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Array, Array]:
         """sums: (2 K,), of a nll and of nll, each by head."""
-        scale, summed = backend.asarray(self.scale(counts), backend.master_dtype), sum_tokens.bind(backend)
+        factors, summed = self.scale(counts) if batch.factors is None else batch.factors, sum_tokens.bind(backend)
+        scale = backend.asarray(factors, backend.master_dtype)
         plain = summed(nll)
         if batch.weights is None:
             return backend.xp.concatenate([plain, plain]), scale
@@ -179,12 +187,24 @@ class WithTerms:
         """The objective's counts, and behind them the tokens."""
         return np.append(self.objective.count(batch), batch.ids.size)
 
+    def factors(self, counts: np.ndarray) -> np.ndarray:
+        """Those of the objective, the tokens, and the terms' weights."""
+        inner = cast(Any, self.objective).factors(counts[:-1])
+        return np.concatenate([inner, counts[-1:], list(self.term_weights.values())])
+
     def weigh(self, nll: Any, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Array, Any]:
         """nll: what the model's forward gives, (nll, terms). sums: the objective's, and the terms times their share."""
         likelihoods, terms = nll
-        share = batch.ids.size / counts[-1]
-        sums, dnll = self.objective.weigh(likelihoods, batch, counts[:-1], backend)
-        dterms = backend.asarray(share * np.array(list(self.term_weights.values())), backend.master_dtype)
+        if batch.factors is None:
+            tokens, weights = counts[-1], np.array(list(self.term_weights.values()))
+            sums, dnll = self.objective.weigh(likelihoods, batch, counts[:-1], backend)
+        else:
+            last = len(batch.factors) - len(self.term_weights)
+            tokens, weights = batch.factors[last - 1 : last], batch.factors[last:]
+            sums, dnll = self.objective.weigh(likelihoods, replace(batch, factors=batch.factors[: last - 1]), counts,
+                                              backend)  # fmt: skip
+        share = batch.ids.size / tokens
+        dterms = backend.asarray(share * weights, backend.master_dtype)
         return backend.xp.concatenate([sums, share * terms.astype(sums.dtype)]), (dnll, dterms)
 
     def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
@@ -193,6 +213,11 @@ class WithTerms:
         terms = dict(zip(self.term_weights, sums[last:].tolist(), strict=True))
         found["loss"] += sum(weight * terms[name] for name, weight in self.term_weights.items())
         return found | terms
+
+
+def of_tokens(objective: Any) -> Any:
+    """The objective without a model's own terms."""
+    return objective.objective if isinstance(objective, WithTerms) else objective
 
 
 def with_terms(objective: Objective, config: ModelConfig) -> Objective:

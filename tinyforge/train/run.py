@@ -36,6 +36,7 @@ from tinyforge.rng import Stream
 from tinyforge.terminal import printable
 from tinyforge.train import diagnose, metrics
 from tinyforge.train import state as state_of_run
+from tinyforge.train.captured import Captured
 from tinyforge.train.data_parallel import Model, Sharded, Totals
 from tinyforge.train.diagnose import first_nonfinite
 from tinyforge.train.objectives import Batch, Objective, with_terms
@@ -181,6 +182,7 @@ class Run:
         self._before, self._joules_before = 0.0, 0.0  # seconds and joules of earlier processes
         same(self.group, {key: task.meta.get(key) for key in ("model", "config", "tokenizer_hash", "data_hash")})
         self._begin(checkpoint.load(self.out) if resume and self.group.rank == 0 else None)
+        self.captured = Captured(self.sharded, self.optimizer, settings.clip) if settings.capture else None
         if self.group.rank:
             return
         self.log = metrics.Metrics(self.out, self.step)
@@ -327,16 +329,20 @@ class Run:
     def take_step(self) -> None:
         """One optimizer step. On a device nothing here waits for it."""
         task, settings = self.task, self.settings
-        batches = task.batches(self.step)
-        totals = self.sharded.gradients(batches, self.noise.fork(str(self.step)), self.step)
-        norm, _ = self.sharded.clip(settings.clip)
+        batches, noise = task.batches(self.step), self.noise.fork(str(self.step))
         lr = learning_rate(
             settings.schedule, self.progress(), settings.lr, decay=settings.lr_decay, warmup=settings.warmup
         )
+        if self.captured:
+            totals, norm = self.captured.step(batches, noise, lr)
+        else:
+            totals = self.sharded.gradients(batches, noise, self.step)
+            norm, _ = self.sharded.clip(settings.clip)
         self.unread.append(Step(self.step, batches, totals, norm, lr, task.figures()))
         if self.backend.read_every == 1:
             self._figures(self.unread[-1])  # before the weights change; a device keeps them by itself, see AdamW.clip
-        self.sharded.update(lr)
+        if not self.captured:
+            self.sharded.update(lr)
         self.step += 1
         if self._bar is not None:
             self._bar.update(1)

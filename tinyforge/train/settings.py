@@ -125,6 +125,8 @@ class Settings:
                                    "slower; or blocks, of which only the input is kept, a third slower; the same "
                                    "bits (given alone: norms)", choices=("norms", "blocks"), bare="norms",
                                    changes=NOTHING, card=NEVER)  # fmt: skip
+    capture: bool = setting(False, "on a GPU, launch each step as one CUDA graph: faster where the model is small, the "
+                            "same bits; one GPU alone", changes=NOTHING, card=NEVER)  # fmt: skip
     precision: str = setting("fp32", "fp32, fp64, and on a GPU tf32 or bf16")
     data: tuple[str, ...] = setting((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
     encoding: str = setting("utf-8", "encoding of text files")
@@ -183,6 +185,8 @@ class Settings:
             raise UserError(f"--batch-size is {self.batch_size}, --gpus {self.gpus}; use a multiple of the GPUs")
         if self.gpus and self.device is not None:
             raise UserError("--device chooses one GPU and --gpus takes several; drop one of them")
+        if self.capture and self.gpus:
+            raise UserError("--capture: a step of several ranks is not captured; drop --capture or --gpus")
         if self.elastic and not self.gpus:
             raise UserError("--elastic starts ranks again, which whoever started them must do; give --gpus too")
         if self.steps is None and self.minutes is None:

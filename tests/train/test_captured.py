@@ -1,0 +1,183 @@
+"""A captured step beside a plain one, where nothing is captured: what a graph would repeat is a function called again.
+
+`AsGraphs` keeps the function that it is given for the third step and calls it for all that follow. Whatever a step takes
+from the host other than through the fixed arrays is then that of the third step, and the bits differ. What the launches
+themselves are given is compared in tests/backends/test_launchers.py, graphs on a GPU in tests/gpu/test_captured.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.gpt2 import GPT2
+from models.gpt2 import Config as GPT2Config
+from models.moe import Config as MoEConfig
+from models.moe import MoE
+from models.nanoeuler import Config, NanoEuler
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError
+from tinyforge.ops.attention import Documents
+from tinyforge.optim import AdamW
+from tinyforge.rng import Stream
+from tinyforge.train import captured
+from tinyforge.train.captured import MOST, Captured, Inputs
+from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.objectives import Batch, NextTokens
+from tinyforge.train.preferences import DPO
+from tinyforge.train.settings import Settings
+
+VOCAB = 11
+MODELS: dict[str, tuple[Any, Any]] = {
+    "nanoeuler": (NanoEuler, Config(dim=8, heads=2, kv_heads=1, layers=2, context=6, vocab=VOCAB, mtp_heads=2, hidden=6,
+                                    mtp_weights=(1, 0.5))),
+    "gpt2": (GPT2, GPT2Config(dim=8, heads=2, layers=2, context=6, vocab=VOCAB, dropout=0.3)),
+    "moe": (MoE, MoEConfig(dim=8, heads=2, kv_heads=1, layers=2, context=6, vocab=VOCAB, mtp_heads=2, hidden=6,
+                           experts=3, active=2, mtp_weights=(1, 0.5))),
+}  # fmt: skip
+
+
+class AsGraphs:
+    """Stands for `backends.graphs.Graphs`."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.products = self
+
+    def in_use(self) -> Any:
+        return nullcontext()
+
+    def run(self, work: Callable[[], None]) -> None:
+        self.done.append("run")
+        work()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.done.append("capture")
+
+        def replay() -> None:
+            self.done.append("replay")
+            work()
+
+        return replay
+
+
+def batch(number: int, heads: int, rows: int = 3, **more: Any) -> Batch:
+    rng = np.random.default_rng(number)
+    ids = rng.integers(0, VOCAB, (rows, 6), dtype=np.int32)
+    return Batch(ids, rng.integers(-5, VOCAB, (rows, 6, heads), dtype=np.int32).clip(-1), **more)
+
+
+class Trained:
+    """A few steps of a model; with_graph: by `Captured`."""
+
+    def __init__(self, model: str, with_graph: bool, precision: str = "fp32") -> None:
+        kind, self.config = MODELS[model]
+        self.backend = get_backend("numpy", precision, workers=1)
+        self.graphs = AsGraphs()
+        self.backend.graphs = lambda: self.graphs  # type: ignore[method-assign]
+        self.model = kind(self.config, self.backend)
+        self.model.initialise(0)
+        self.sharded = Sharded(self.model, self.backend, NextTokens(self.config.head_weights))
+        self.optimizer = self.sharded.rank.make_optimizer(None)
+        self.captured = Captured(self.sharded, self.optimizer, 0.5) if with_graph else None
+        self.figures: list[tuple[bytes, float]] = []
+
+    def step(self, number: int, batches: Sequence[Batch]) -> None:
+        noise, lr = Stream(7, f"dropout/{number}"), 1e-2 / (1 + number)
+        if self.captured:
+            totals, norm = self.captured.step(batches, noise, lr)
+        else:
+            totals = self.sharded.gradients(batches, noise)
+            norm, factor = self.optimizer.clip(0.5)
+            self.optimizer.step(lr, factor)
+        self.figures.append((totals.sums.tobytes(), float(norm)))
+
+    def bits(self) -> list[Any]:
+        buffer, optimizer = self.model.buffer, self.optimizer
+        arrays = (buffer.masters, buffer.grads, optimizer.m, optimizer.v)
+        return [*(a.tobytes() for a in arrays), optimizer.step_count, self.figures]
+
+
+def assert_same_bits(model: str, steps: Sequence[Sequence[Batch]], precision: str = "fp32") -> AsGraphs:
+    plain, graph = Trained(model, False, precision), Trained(model, True, precision)
+    for number, batches in enumerate(steps):
+        for trained in (plain, graph):
+            trained.step(number, batches)
+    assert plain.bits() == graph.bits()
+    return graph.graphs
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_the_bits_are_those_of_plain_steps(model: str, precision: str) -> None:
+    heads = MODELS[model][1].prediction_heads
+    graphs = assert_same_bits(model, [[batch(n, heads), batch(n + 50, heads)] for n in range(6)], precision)
+    assert graphs.done == ["run", "capture", *["replay"] * 4]
+
+
+def test_weights_and_documents_are_read_anew() -> None:
+    def documents(number: int) -> Documents:
+        return Documents(np.array([[0, 0, 2, 2, 2, 5], [0] * 6, [0, 1, 1, 1, 1, 1]])[[number % 3, 1, 2]], restart=True)
+
+    weights = [np.random.default_rng(n).random((3, 6, 2)) for n in range(5)]
+    assert_same_bits("nanoeuler", [[batch(n, 2, weights=weights[n], documents=documents(n))] for n in range(5)])
+
+
+def test_each_kind_of_step_has_a_graph_and_the_last_ones_none() -> None:
+    """Rows of other numbers, in turns, and more kinds than get a graph."""
+    kinds = MOST + 1
+    steps = [[batch(n, 2, rows=1 + n % kinds)] for n in range(4 * kinds)]
+    graphs = assert_same_bits("nanoeuler", steps)
+    assert [graphs.done.count(what) for what in ("run", "capture", "replay")] == [MOST, MOST, 2 * MOST]
+
+
+@pytest.mark.parametrize("frozen", ["lr", "keys", "factors", "ids"])
+def test_what_would_be_frozen_in_a_graph_shows(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, places = Inputs.put, {"ids": 0, "factors": 2, "lr": 3, "keys": 4}
+    first: dict[int, Any] = {}
+
+    def stale(self: Inputs, values: Sequence[np.ndarray]) -> None:
+        kept = first.setdefault(id(self), values[places[frozen]].copy())
+        put(self, [kept if n == places[frozen] else v for n, v in enumerate(values)])
+
+    monkeypatch.setattr(captured.Inputs, "put", stale)
+    with pytest.raises(AssertionError):
+        assert_same_bits("gpt2", [[batch(n, 1)] for n in range(5)])
+
+
+def test_after_a_norm_that_is_not_finite_the_factor_stays_where_graphs_read_it() -> None:
+    trained = Trained("nanoeuler", True)
+    assert trained.captured is not None
+    for number in range(3):
+        trained.step(number, [batch(number, 2)])
+    assert trained.optimizer.factor is trained.captured.factor and 0 < float(trained.captured.factor) <= 1
+
+
+def test_what_cannot_be_captured_is_one_line() -> None:
+    backend = get_backend("numpy", "fp32", workers=1)
+    model = NanoEuler(MODELS["nanoeuler"][1], backend)
+    with pytest.raises(UserError, match="--capture makes a CUDA graph of the step, and the backend is numpy; drop"):
+        Captured(Sharded(model, backend, NextTokens((1, 0.5))), AdamW(model.buffer, backend), 1.0)
+    backend.graphs = AsGraphs  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="--capture: the objective DPO is not one that a graph can repeat"):
+        Captured(Sharded(model, backend, DPO()), AdamW(model.buffer, backend), 1.0)
+    with pytest.raises(UserError, match="--capture: a step of several ranks is not captured; drop --capture or --gpus"):
+        replace(Settings(steps=1), capture=True, gpus=2).check()
+
+
+def test_inputs_keep_their_places() -> None:
+    backend = get_backend("numpy", "fp32", workers=1)
+    values = [np.arange(5, dtype=np.int32), np.ones((2, 3)), np.array([[1, 2]], np.uint32)]
+    inputs = Inputs(values, backend)
+    places = [a.ctypes.data for a in inputs.arrays]
+    for sign in (1, 2):
+        inputs.put([v * v.dtype.type(sign) for v in values])
+        assert [a.ctypes.data for a in inputs.arrays] == places
+        assert all(np.array_equal(a, sign * v) and a.dtype == v.dtype for a, v in zip(inputs.arrays, values, strict=True))
+    with pytest.raises(ValueError, match=r"Inputs: int32 \(4,\), wants int32 \(5,\)"):
+        inputs.put([values[0][:4], *values[1:]])

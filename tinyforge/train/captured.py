@@ -1,0 +1,222 @@
+"""The training step as a CUDA graph (--capture): for small models, which on a GPU wait for Python.
+
+    step 1 of a kind   as without a graph; notes which keys dropout asks for
+    step 2             from arrays that stay where they are, in the graph's memory: its kernels are compiled
+    step 3             is captured, and the graph launched
+    from then on       one upload of what changes, one launch, one copy of the results
+
+A kind of step is the shapes of its batches; each has a graph of its own. What changes from step to step lies in one
+array: ids and targets, the objective's factors, AdamW's rates, the keys of dropout. The bits are those of a step
+without a graph: the same kernels with the same arguments, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.errors import UserError
+from tinyforge.kernel import Array
+from tinyforge.ops.attention import Documents
+from tinyforge.optim import AdamW
+from tinyforge.rng import Stream
+from tinyforge.train.data_parallel import Sharded, Totals, gradients_of
+from tinyforge.train.objectives import Batch, of_tokens
+
+MOST = 4
+"""Kinds of steps that get a graph; what comes after them runs without."""
+_ALIGNED = 256  # bytes: what kernels may take for granted of an array that begins in memory of its own
+
+
+class Captured:
+    """Steps of `sharded` with `optimizer`. limit: of the gradient's norm, see `AdamW.clip`.
+
+    Raises UserError where the step cannot be captured: on a CPU, on several ranks, with an objective that is weighed
+    on the host.
+    """
+
+    def __init__(self, sharded: Sharded, optimizer: AdamW, limit: float) -> None:
+        if not sharded.alone:
+            raise UserError("--capture: a step of several ranks is not captured; drop --capture, or use one GPU")
+        if not hasattr(of_tokens(sharded.objective), "factors"):
+            raise UserError(f"--capture: the objective {type(of_tokens(sharded.objective)).__name__} is not one that a "
+                            "graph can repeat; train without --capture")  # fmt: skip
+        self.sharded, self.optimizer, self.limit = sharded, optimizer, limit
+        self.backend = sharded.backend
+        self.graphs = self.backend.graphs()
+        # The last step's clipping factor: all graphs read and write it here.
+        self.factor = self.backend.zeros((), np.dtype(np.float64))
+        self.factor.fill(1)
+        self._kinds: dict[Any, _Kind] = {}
+
+    def step(self, batches: Sequence[Batch], noise: Stream, lr: float) -> tuple[Totals, Any]:
+        """`Sharded.gradients`, `clip` and `update`: the sums, and the gradient's norm."""
+        objective = self.sharded.objective
+        assert objective is not None
+        counts = sum((objective.count(batch) for batch in batches[1:]), objective.count(batches[0]))
+        shapes = tuple(_shape(batch) for batch in batches)
+        if shapes not in self._kinds and len(self._kinds) < MOST:
+            self._kinds[shapes] = _Kind(self)
+        known = self._kinds.get(shapes)
+        if known is None:
+            return self.plain(batches, counts, noise, lr)
+        return known.step(batches, counts, noise, lr)
+
+    def plain(self, batches: Sequence[Batch], counts: np.ndarray, noise: Any, lr: float) -> tuple[Totals, Any]:
+        """A step without a graph. Its products are made as those in graphs are."""
+        with self.graphs.products.in_use():
+            sums = gradients_of(self.sharded.rank, batches, counts, noise)
+            norm, factor = self.optimizer.clip(self.limit)
+            self.optimizer.step(lr, factor)
+        self.factor[...] = factor
+        return Totals(sums, counts), norm
+
+
+class _Kind:
+    """Steps whose arrays have the same shapes."""
+
+    def __init__(self, owner: Captured) -> None:
+        self.owner, self.backend = owner, owner.backend
+        self.names: list[str] = []
+        self.inputs: Inputs | None = None
+        self.warm = False
+        self.replay: Callable[[], None] | None = None
+
+    def step(self, batches: Sequence[Batch], counts: np.ndarray, noise: Stream, lr: float) -> tuple[Totals, Any]:
+        owner, objective = self.owner, cast(Any, self.owner.sharded.objective)
+        factors = objective.factors(counts)
+        if self.inputs is None:
+            asked: dict[str, Any] = {}
+            totals, norm = owner.plain(batches, counts, _Asked(noise, asked), lr)
+            self.names = list(asked)
+            self.inputs = Inputs([*self._arrays(batches), factors, self._rates(np.zeros((2, 3))), self._keys(noise)],
+                                 self.backend)  # fmt: skip
+            self.out = self.backend.zeros((len(totals.sums) + 1,), np.dtype(np.float64))
+            self._work = self._step_on(batches)
+            return totals, norm
+        rates = self._rates(owner.optimizer.count_step(lr))
+        self.inputs.put([*self._arrays(batches), factors, rates, self._keys(noise)])
+        if self.replay is None and self.warm:
+            self.replay = owner.graphs.capture(self._work)
+        if self.replay is None:
+            owner.graphs.run(self._work)
+            self.warm = True
+        else:
+            self.replay()
+        owner.optimizer.factor = owner.factor
+        out = self.out.copy()  # the next step writes over it
+        return Totals(out[:-1], counts), out[-1]
+
+    def _rates(self, rates: np.ndarray) -> np.ndarray:
+        return rates.astype(self.backend.master_dtype)
+
+    def _keys(self, noise: Stream) -> np.ndarray:
+        """One more than there are names: an array without elements has no place."""
+        return np.array([*(_named(noise, name).key for name in self.names), (0, 0)], np.uint32)
+
+    def _arrays(self, batches: Sequence[Batch]) -> list[np.ndarray]:
+        """Of the batches, as the backend would have them."""
+        found: list[np.ndarray] = []
+        for batch in batches:
+            starts = () if batch.documents is None else (batch.documents.starts,)
+            found += [np.asarray(a, np.int32) for a in (batch.ids, batch.targets, *batch.more, *starts)]
+            if batch.weights is not None:
+                found.append(batch.weights.astype(self.backend.master_dtype))
+        return found
+
+    def _step_on(self, batches: Sequence[Batch]) -> Callable[[], None]:
+        """The step on the fixed arrays, for `Graphs`. batches: of which the arrays have the shapes."""
+        assert self.inputs is not None
+        places = iter(self.inputs.arrays)
+        moved = []
+        for batch in batches:
+            ids, targets, *more = (next(places) for _ in range(2 + len(batch.more)))
+            documents, weights = batch.documents, batch.weights
+            if documents is not None:
+                documents = Documents(next(places), documents.restart)
+            if weights is not None:
+                weights = next(places)
+            moved.append(replace(batch, ids=ids, targets=targets, more=tuple(more), documents=documents,
+                                 weights=weights))  # fmt: skip
+        factors, rates, keys = places
+        moved = [replace(batch, factors=factors) for batch in moved]
+        noise = _Fixed("", {name: keys[place] for place, name in enumerate(self.names)})
+        owner, nothing = self.owner, np.zeros(0)
+
+        def work() -> None:
+            sums = gradients_of(owner.sharded.rank, moved, nothing, noise)
+            owner.optimizer.factor = owner.factor
+            norm, factor = owner.optimizer.clip(owner.limit)
+            owner.optimizer.apply(rates, factor)
+            self.out[:-1] = sums
+            self.out[-1] = norm
+            owner.factor[...] = factor
+
+        return work
+
+
+class Inputs:
+    """Arrays with the shapes and dtypes of those given, one behind the other in one: `put` fills all in one upload."""
+
+    def __init__(self, like: Sequence[np.ndarray], backend: Backend) -> None:
+        ends = np.cumsum([-(-a.nbytes // _ALIGNED) * _ALIGNED for a in like])
+        byte = np.dtype(np.uint8)
+        self._host, self._backend = np.zeros(int(ends[-1]), byte), backend
+        self._device = backend.zeros(self._host.shape, byte)
+        starts = [0, *ends[:-1].tolist()]
+        self._places, self.arrays = (
+            [flat[at : at + a.nbytes].view(a.dtype).reshape(a.shape) for at, a in zip(starts, like, strict=True)]
+            for flat in (self._host, self._device)
+        )
+
+    def put(self, values: Sequence[np.ndarray]) -> None:
+        for place, value in zip(self._places, values, strict=True):
+            if (place.shape, place.dtype) != (value.shape, value.dtype):
+                raise ValueError(f"Inputs: {value.dtype} {value.shape}, wants {place.dtype} {place.shape}")
+            place[...] = value
+        self._device[...] = self._backend.asarray(self._host, self._host.dtype)
+
+
+def _shape(batch: Batch) -> Any:
+    """What is the same in all steps of a graph."""
+    arrays = (batch.ids, batch.targets, batch.weights, *batch.more, *batch.given)
+    documents = batch.documents and (batch.documents.starts.shape, batch.documents.restart)
+    return (*(None if a is None else a.shape for a in arrays), documents, batch.stream, batch.anew, batch.together)
+
+
+class _Asked:
+    """A stream that notes under which names below it keys are asked for."""
+
+    def __init__(self, stream: Stream, asked: dict[str, Any], name: str = "") -> None:
+        self._stream, self._asked, self._name = stream, asked, name
+
+    def fork(self, name: str) -> _Asked:
+        return _Asked(self._stream.fork(name), self._asked, f"{self._name}/{name}")
+
+    @property
+    def key(self) -> tuple[int, int]:
+        self._asked[self._name] = None
+        return self._stream.key
+
+
+def _named(stream: Stream, name: str) -> Stream:
+    """What forks lead to, by a name of `_Asked`: streams join their names in the same way."""
+    return stream.fork(name.removeprefix("/"))
+
+
+class _Fixed:
+    """Stands for a stream whose keys are on the device: by the names of `_Asked`, arrays of two words."""
+
+    def __init__(self, name: str, keys: dict[str, Array]) -> None:
+        self._name, self._keys = name, keys
+
+    def fork(self, name: str) -> _Fixed:
+        return _Fixed(f"{self._name}/{name}", self._keys)
+
+    @property
+    def key(self) -> Array:
+        return self._keys[self._name]
