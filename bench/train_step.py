@@ -25,6 +25,9 @@ others repeat a few: the difference is what loading costs.
 With --documents N our step is timed again as with --document-mask restart, on the same tokens in documents of N tokens
 on average: what keeping documents apart costs, or saves.
 
+With --capture our step is timed again as a CUDA graph, as with --capture in training; its losses must be those of
+ours to the last bit.
+
 With --gpus N the processes of bench/ranks.py take turns instead: one GPU, N of them, N with the optimizer's state and
 then the gradients too shared out, and with --peer torch compiled PyTorch's DistributedDataParallel, each GPU with
 --batch-size sequences.
@@ -80,15 +83,16 @@ from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.rng import Stream
 from tinyforge.text.shards import Shards
 from tinyforge.train.batches import MixedTokens, PackedTokens, starts_of
+from tinyforge.train.captured import Captured
 from tinyforge.train.corpus import mix_weights
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import Sharded, Totals
 from tinyforge.train.metrics import peak_memory_mib
-from tinyforge.train.objectives import Batch, NextTokens
+from tinyforge.train.objectives import Batch, NextTokens, with_terms
 from tinyforge.train.plan import plan_step
 from tinyforge.train.run import FLOP_CONVENTION
 from tinyforge.train.settings import PretrainSettings, config_of, restarts
 
-READING, MASKED = "tinyforge, data", "tinyforge, mask"
+READING, MASKED, CAPTURED = "tinyforge, data", "tinyforge, mask", "tinyforge, graph"
 PEERS = {"torch": (EAGER, COMPILED, GRAPH), "torch-eager": (EAGER,)}
 LR, CLIP = 1e-3, 1.0
 BATCHES = 8  # distinct ones, visited in turn
@@ -118,6 +122,7 @@ class Options:
     documents: int | None = None
     beside: tuple[str, str] | None = None
     recompute: Recompute = ""
+    capture: bool = False
 
     def make_backend(self) -> Backend:
         return get_backend(self.backend, self.precision, self.workers, self.device)
@@ -165,17 +170,47 @@ class Ours:
         self.noise = Stream(0, "dropout")
         self.backend = backend
 
-    def step(self, index: int) -> Any:
-        batch = self.batch(index)
-        totals = self.sharded.gradients([batch], self.noise.fork(str(index)))
+    def step(self, index: int) -> Loss:
+        totals = self.sharded.gradients([self.batch(index)], self.noise.fork(str(index)))
         _, factor = self.optimizer.clip(CLIP)
         self.optimizer.step(LR, factor)
-        # The loss without waiting for a device: the heads' weighted sums come first, a model's own terms last.
-        heads, terms = self.objective.head_weights, list(self.model.config.term_weights.values())
-        scale = np.zeros(2 * len(heads) + len(terms))
-        scale[: len(heads)] = self.objective.scale(totals.counts[: len(heads) + 1])
-        scale[2 * len(heads) :] = terms
-        return (totals.sums * self.backend.asarray(scale, np.dtype(np.float64))).sum()
+        return Loss(self, totals)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Of a step of ours: asking for the number waits for the device, as a run does every ten steps."""
+
+    of: Ours
+    totals: Totals
+
+    def __float__(self) -> float:
+        objective, totals = with_terms(self.of.objective, self.of.model.config), self.totals
+        return objective.figures(self.of.backend.to_numpy(totals.sums), totals.counts)["loss"]
+
+
+class Graph(Ours):
+    """The same as a CUDA graph, from the third step on."""
+
+    def __init__(self, options: Options, backend: Backend) -> None:
+        super().__init__(options, backend)
+        self.captured = Captured(self.sharded, self.optimizer, CLIP)
+
+    def step(self, index: int) -> Loss:
+        totals, _ = self.captured.step([self.batch(index)], self.noise.fork(str(index)), LR)
+        return Loss(self, totals)
+
+
+def check_bits(options: Options, backend: Backend) -> list[float]:
+    """The losses of some steps, replays of a graph the last of them. Raises UserError unless plain steps have the same.
+    """
+    losses = []
+    for kind in (Ours, Graph):
+        contender = kind(options, backend)
+        losses.append([float(contender.step(i)) for i in range(PARITY_STEPS + 3)])
+    if losses[0] != losses[1]:
+        raise UserError(f"--capture: losses of plain steps {losses[0]}, of captured ones {losses[1]}; wanted the same")
+    return losses[1]
 
 
 class Reading(Ours):
@@ -223,12 +258,12 @@ def _steps_only(name: str, options: Options) -> float:
         contender = Ours(options, options.make_backend()) if name == OURS else torch_peer(options, None)
         take_steps(contender)
         return peak_memory_mib()  # before the contender goes, and its workers with it
-    if name == OURS:
+    if name in (OURS, CAPTURED):
         backend = options.make_backend()
         from tinyforge.backends.cupy_backend import PeakMemory
 
         with PeakMemory() as peak:
-            take_steps(Ours(options, backend))
+            take_steps((Ours if name == OURS else Graph)(options, backend))
         return peak.bytes / 2**20
     take_steps(torch_peer(options, MODES[name]))
     return sys.modules["torch"].cuda.max_memory_allocated() / 2**20
@@ -289,7 +324,8 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     load_average = os.getloadavg()[0]
     # First, while this process is small: Linux counts a parent's peak at the start of a child as the child's own.
     peers = PEERS[peer] if peer else ()
-    measured = [name for name in (OURS, *peers) if options.backend == "cupy" or name not in (COMPILED, GRAPH)]
+    own = (OURS, CAPTURED) if options.capture else (OURS,)
+    measured = [name for name in (*own, *peers) if options.backend == "cupy" or name not in (COMPILED, GRAPH)]
     _, memory, _ = soft({name: partial(str, name) for name in measured}, lambda name: peak_memory(name, options))
     backend = options.make_backend()
     versions = {"python": platform.python_version(), "numpy": np.__version__}
@@ -300,6 +336,9 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     ours = contenders[OURS]
     if peer:
         versions["torch"] = sys.modules["torch"].__version__
+    if options.capture:
+        check_bits(options, backend)
+        contenders[CAPTURED] = Graph(options, backend)
     if options.data:
         contenders[READING] = Reading(options, backend)
     if options.documents:
@@ -394,6 +433,9 @@ def table(found: dict[str, Any]) -> str:
             f"{name:<27} {r['median_ms']:>9.1f} {r['min_ms']:>8.1f} {r['tokens_per_second']:>9,.0f} "
             f"{r['gflop_per_second']:>8.1f} {r['of_matmul_peak']:>8.0%} {r['ours_over_this']:>9.2f} {memory:>9}"
         )
+    if graph := found["results"].get(CAPTURED):
+        others = {name: graph["median_ms"] / r["median_ms"] for name, r in found["results"].items() if name != CAPTURED}
+        lines.append(f"{CAPTURED} over " + ", ".join(f"{name}: {ratio:.2f}" for name, ratio in others.items()))
     lines += left_out_table(found["left_out"])
     return "\n".join(lines)
 
@@ -460,6 +502,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seq-len", type=int, help="tokens a sequence (default: the config's context, which a longer one lengthens)"
     )
     p.add_argument("--recompute", default="", choices=("norms", "blocks"), help="in ours, as of recipes/pretrain.py")
+    p.add_argument("--capture", action="store_true", help="on a GPU, time our step as a CUDA graph too")
     p.add_argument("--verbose", action="store_true", help="on a GPU, say which kernel makes each product of bf16")
     p.add_argument("--steps", type=int, default=30, help="counted steps for each contender (default: 30)")
     p.add_argument("--peer", choices=tuple(PEERS), help="time PyTorch too, all it has, or eager alone")
@@ -478,7 +521,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     if args.gpus is not None:
         return several_gpus(args, argv)
-    options = replace(options_of(args), recompute=args.recompute)
+    options = replace(options_of(args), recompute=args.recompute, capture=args.capture)
+    if options.capture and options.backend != "cupy":
+        raise UserError(f"--capture makes a CUDA graph of the step, the backend is {options.backend}; drop --capture")
     if args.verbose and options.backend == "cupy":
         from tinyforge.backends import gemm
 

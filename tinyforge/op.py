@@ -18,7 +18,6 @@ from tinyforge.backends import Backend
 from tinyforge.kernel import Array, Kernel, bind
 from tinyforge.rng import Stream
 
-
 Key = Any
 """Of a stream that dropout draws from: two numbers, or an array of two uint32 where the kernels are to read them."""
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from bisect import bisect, insort
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from importlib.resources import files
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,11 +30,15 @@ from tinyforge.op import Op, Stash
 from tinyforge.ops.attention import attention_bwd, attention_fwd
 from tinyforge.ops.cross_entropy import linear_cross_entropy_fwd, sum_tokens
 from tinyforge.ops.mixture import grouped_bwd_input, grouped_bwd_weight, grouped_fwd
-from tinyforge.optim import AdamWConfig
+from tinyforge.optim import AdamW, AdamWConfig
 from tinyforge.optim.adamw import adamw_, clip_factor, square_sums, step_rates
 from tinyforge.parallel.sums import add_
 from tinyforge.params import ParamBuffer
+from tinyforge.registry import find_model
 from tinyforge.rng import Stream
+from tinyforge.train.captured import Captured
+from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.objectives import Batch, NextTokens
 
 pytest.importorskip("cupy", reason="launchers need CuPy, not a GPU")
 pytest.importorskip("ml_dtypes")
@@ -61,6 +68,7 @@ class FakeCupy(Backend):
     name = "cupy"
     xp = np
     tf32 = False
+    repeats = False
 
     def __init__(self, precision: str) -> None:
         super().__init__(precision, workers=1)
@@ -419,3 +427,231 @@ def test_a_wrong_argument_shows(launches: Launches) -> None:
     for wrong in ((y, x, rows), (y, single, rows, rows), (y, x, 2, rows), (y, x, rows, 64.0)):
         with pytest.raises(AssertionError, match="softmax_fwd"):
             kernel((1,), (32, 8), wrong)
+
+
+# --- a step that is captured in a graph: the launches of two steps with other data ------------------------------------
+
+
+class Recorder:
+    """The launches of a step: which kernel, with which numbers and addresses. An array made in the step has the place
+    in the order of those made instead of its address: a graph has memory of its own."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int, int, Any]] = []  # address, number, the array
+        self.seen: list[tuple[Any, ...]] = []
+
+    def make(self, array: Any) -> None:
+        insort(self.made, (array.ctypes.data, len(self.made), array))
+
+    def of(self, value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return type(value).__name__, repr(value)
+        if value.dtype.kind == "V" and value.dtype.names is None and not isinstance(value, OnDevice):
+            return "map", value.nbytes
+        address = value.ctypes.data
+        below = bisect(self.made, address, key=lambda made: made[0])
+        if below:
+            start, place, array = self.made[below - 1]
+            if address < start + array.nbytes:
+                return "made", place, address - start, value.shape, value.strides
+        return "fixed", address, value.shape, value.strides
+
+
+recorder: Recorder | None = None
+
+
+class InStep(OnDevice):
+    """An array whose arithmetic is recorded too, as launches are; an element is an array without axes, as in CuPy."""
+
+    def __array_finalize__(self, source: Any) -> None:
+        if recorder is not None and (self.flags.owndata or not isinstance(source, InStep)) and self.nbytes:
+            recorder.make(self)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
+        if recorder is not None:
+            recorder.seen.append((ufunc.__name__, method, *map(recorder.of, inputs)))
+        plain = [np.asarray(x) for x in inputs]
+        if out is not None:
+            options["out"] = tuple(np.asarray(x) for x in out)
+        result = getattr(ufunc, method)(*plain, **options)
+        return out[0] if out is not None else np.asarray(result).view(InStep)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int) and self.ndim == 1:
+            key = key % len(self)
+            return super().__getitem__(slice(key, key + 1)).reshape(())
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if recorder is not None:
+            recorder.seen.append(("copy", recorder.of(self), repr(key), recorder.of(value)))
+        super().__setitem__(key, value)
+
+    def fill(self, value: Any) -> None:
+        if recorder is not None:
+            recorder.seen.append(("fill", recorder.of(self), recorder.of(value)))
+        super().fill(value)
+
+
+class Recording(FakeCupy):
+    """Refuses uploads while launches are recorded, as the backend does while they are captured."""
+
+    def empty(self, shape: tuple[int, ...]) -> OnDevice:
+        return super().empty(shape).view(InStep)
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype | None = None) -> OnDevice:
+        return super().zeros(shape, dtype).view(InStep)
+
+    def asarray(self, array: Any, dtype: np.dtype | None = None) -> OnDevice:
+        if isinstance(array, InStep):
+            return array.astype(dtype or array.dtype, copy=False)  # type: ignore[return-value]
+        assert recorder is None, f"the step uploads {np.asarray(array).dtype} of shape {np.shape(array)}"
+        return super().asarray(array, dtype).view(InStep)
+
+    def graphs(self) -> Recording:
+        self.products, self.steps = self, cast("list[list[Any]]", [])
+        return self
+
+    def in_use(self) -> Any:
+        return nullcontext()
+
+    def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
+        return [function(item) for item in items]
+
+    def run(self, work: Callable[[], None]) -> None:
+        global recorder
+        self.repeats, recorder = True, Recorder()
+        try:
+            work()
+        finally:
+            self.repeats, found, recorder = False, recorder, None
+        self.steps.append(found.seen)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.run(work)
+        return lambda: None
+
+
+CAPTURED: dict[str, tuple[str, dict[str, Any]]] = {
+    "nanoeuler": ("nanoeuler", {"dim": 64, "heads": 2, "kv_heads": 1, "mtp_heads": 2, "hidden": 48}),
+    "gpt2": ("gpt2", {"dim": 64, "heads": 2, "dropout": 0.0}),
+    "gpt2, dropout": ("gpt2", {"dim": 64, "heads": 2, "dropout": 0.1}),
+    # More layers than CuPy concatenates without an upload.
+    "moe": ("moe", {"dim": 64, "heads": 2, "kv_heads": 1, "mtp_heads": 2, "hidden": 48, "experts": 4, "layers": 9}),
+}
+
+
+def recorded(name: str, precision: str, monkeypatch: pytest.MonkeyPatch, launches: Launches, fault: str = "") -> Any:
+    """The launches of two steps of `Captured` with other data."""
+    from tinyforge.backends import cupy_backend
+
+    @cache
+    def load(file: str, entry: str, shared_bytes: int = 0, **macros: Any) -> Callable[..., None]:
+        checked = launches.load(file, entry, shared_bytes, **macros)
+
+        def launch(grid: Any, block: Any, args: tuple[Any, ...], shared_mem: int = 0) -> None:
+            checked(grid, block, args, shared_mem=shared_mem)
+            if recorder is not None:
+                recorder.seen.append((file, entry, sorted(macros.items()), grid, block, *map(recorder.of, args)))
+
+        return launch
+
+    def gemm(a: Any, b: Any, out: Any = None, **options: Any) -> Any:
+        if out is None:
+            rows, columns = a.shape[bool(options.get("transpose_a"))], b.shape[not options.get("transpose_b")]
+            out = InStep((rows, columns), a.dtype)
+        fake_gemm(a, b, out, **options)
+        if recorder is not None:
+            recorder.seen.append(("gemm", sorted(options.items()), *map(recorder.of, (a, b, out))))
+        return out
+
+    def joined(arrays: Any) -> Any:
+        assert recorder is None or len(arrays) <= 8, "CuPy uploads the addresses of more than eight arrays"
+        result = np.concatenate([np.asarray(a) for a in arrays]).view(InStep)
+        if recorder is not None:
+            recorder.seen.append(("concatenate", *map(recorder.of, arrays)))
+        return result
+
+    device = cupy_backend.cupy.cuda  # the fixture's
+    cupy = SimpleNamespace(
+        ndarray=InStep, cuda=device, ascontiguousarray=lambda x: np.ascontiguousarray(x).view(InStep), empty=InStep,
+        concatenate=joined, arange=lambda count, dtype: np.arange(count, dtype=dtype).view(InStep),
+        asarray=lambda x: pytest.fail(f"the step uploads {x!r}"),
+    )  # fmt: skip
+    for module in (cupy_backend, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
+        for attribute, stand_in in {"load": load, "gemm": gemm, "cupy": cupy, "cp": cupy}.items():
+            if hasattr(module, attribute):
+                monkeypatch.setattr(module, attribute, stand_in)
+    kind, changes = CAPTURED[name]
+    spec, backend = find_model(kind), Recording(precision)
+    monkeypatch.setattr(backend, "xp", SimpleNamespace(concatenate=joined, arange=cupy.arange))
+    config = next(iter(spec.presets.values())).override({"layers": 2, "vocab": 64, "context": 16, **changes})
+    model = spec.build(config, backend)
+    sharded = Sharded(model, backend, NextTokens(config.head_weights))
+    optimizer = sharded.rank.make_optimizer(None)
+    captured = Captured(sharded, optimizer, 1.0)
+    if fault:
+        FAULTS[fault](backend, optimizer, monkeypatch)
+    rng = np.random.default_rng(0)
+    for step in range(3):
+        batches = []
+        for _ in range(2):
+            ids = rng.integers(0, 64, (4, 16), dtype=np.int32)
+            targets = rng.integers(-9, 64, (4, 16, config.prediction_heads), dtype=np.int32).clip(-1)
+            batches.append(Batch(ids, targets))
+        captured.step(batches, Stream(step, "dropout"), 1e-2 / (step + 1))
+    return backend.steps
+
+
+def rates_from_the_host(backend: Recording, optimizer: AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer, "apply", lambda _, factor: AdamW.apply(
+        optimizer, optimizer.next_rates(1e-3), factor))  # fmt: skip
+
+
+def weights_from_the_host(backend: Recording, optimizer: AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = NextTokens.weigh
+
+    def weigh(*arguments: Any) -> Any:
+        sums, scale = right(*arguments)
+        return sums * (1.0 + len(backend.steps)), scale
+
+    monkeypatch.setattr(NextTokens, "weigh", weigh)
+
+
+def factor_elsewhere(backend: Recording, optimizer: AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
+    places, right = [backend.zeros((), np.dtype(np.float64)) for _ in range(4)], optimizer.clip
+
+    def clip(limit: float) -> Any:
+        optimizer.factor = places.pop()
+        return right(limit)
+
+    monkeypatch.setattr(optimizer, "clip", clip)
+
+
+FAULTS = {"uploads": rates_from_the_host, "number": weights_from_the_host, "address": factor_elsewhere}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_captured_step_launches_the_same_with_other_data(
+    name: str, precision: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No number and no address of a launch changes from step to step, and nothing is uploaded: else a graph would go
+    on with what it was captured with."""
+    first, second = recorded(name, precision, monkeypatch, launches)
+    assert len(first) > 60 and {"gemm", "copy", "fill"} <= {row[0] for row in first}
+    assert ("dropout" in name) == any(row[1] == "dropout" for row in first)
+    for one, other in zip(first, second, strict=True):
+        assert one == other
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_launch_that_would_be_frozen_shows(
+    fault: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault == "uploads":
+        with pytest.raises(AssertionError, match="the step uploads"):
+            recorded("gpt2", "fp32", monkeypatch, launches, fault)
+        return
+    first, second = recorded("gpt2", "fp32", monkeypatch, launches, fault)
+    assert len(first) == len(second) and sum(a != b for a, b in zip(first, second, strict=True)) in (1, 2)

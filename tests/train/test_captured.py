@@ -1,8 +1,8 @@
 """A captured step beside a plain one, where nothing is captured: what a graph would repeat is a function called again.
 
-`AsGraphs` keeps the function that it is given for the third step and calls it for all that follow. Whatever a step takes
-from the host other than through the fixed arrays is then that of the third step, and the bits differ. What the launches
-themselves are given is compared in tests/backends/test_launchers.py, graphs on a GPU in tests/gpu/test_captured.py.
+`AsGraphs` keeps the function that it is given for the third step and calls it for all that follow. Whatever a step
+takes from the host other than through the fixed arrays is then that of the third step, and the bits differ. What the
+launches themselves are given is compared in tests/backends/test_launchers.py, graphs on a GPU in tests/gpu/test_captured.py.
 """
 
 from __future__ import annotations
@@ -178,6 +178,7 @@ def test_inputs_keep_their_places() -> None:
     for sign in (1, 2):
         inputs.put([v * v.dtype.type(sign) for v in values])
         assert [a.ctypes.data for a in inputs.arrays] == places
-        assert all(np.array_equal(a, sign * v) and a.dtype == v.dtype for a, v in zip(inputs.arrays, values, strict=True))
+        for a, v in zip(inputs.arrays, values, strict=True):
+            assert np.array_equal(a, sign * v) and a.dtype == v.dtype
     with pytest.raises(ValueError, match=r"Inputs: int32 \(4,\), wants int32 \(5,\)"):
         inputs.put([values[0][:4], *values[1:]])

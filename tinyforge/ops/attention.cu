@@ -28,8 +28,9 @@
 // the first key that the block's first query sees. So another row may see no key of the first tiles: its maximum is
 // then still -inf, and 0 is used instead. The kernel that owns keys loads queries too far behind them, but skips their
 // products.
-// With the macro DROP=1 each probability is multiplied by a number of the dropout mask, 0 or 1 / (1 - rate): four more
-// arguments. Neither the log-sum-exp nor delta changes. The mask is computed where it is needed, from (sequence, head,
+// With the macro DROP=1 each probability is multiplied by a number of the dropout mask, 0 or 1 / (1 - rate): five more
+// arguments. With DROP=2 the key is read from `words`, for graphs, which draw another mask each time they are launched:
+// some 20 registers more, and a few spills in the plain kernels. Neither the log-sum-exp nor delta changes. The mask is computed where it is needed, from (sequence, head,
 // query, key) alone, by Philox: in every 16 x 16 square of scores one block of four words belongs to queries t and
 // t + 8 and keys s and s + 8. A lane of the tensor-core kernels holds all four, in P as in P^T.
 // With the macro DOCS=1 a row holds several documents, and `bounds` says of each row that is owned what it sees of the
@@ -135,10 +136,16 @@ typedef float A;
 #endif
 
 #ifdef DROP
-#define DROP_ARGUMENTS , u32 key0, u32 key1, u32 threshold, A drop_scale
+#define DROP_ARGUMENTS , const u32 *words, u32 key0, u32 key1, u32 threshold, A drop_scale
+#if DROP == 2
+#define DROP_KEY key0 = words[0], key1 = words[1];
+#else
+#define DROP_KEY
+#endif
 constexpr bool drop = true;
 #else
 #define DROP_ARGUMENTS
+#define DROP_KEY
 constexpr bool drop = false;
 constexpr u32 key0 = 0, key1 = 0, threshold = 0; // never read
 constexpr A drop_scale = 1;
@@ -268,6 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
 attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *lse, i64 q_batch, i64 q_token,
                     i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
                     i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
+    DROP_KEY
     extern __shared__ __align__(16) unsigned char shared[];
     A *const q_tile = reinterpret_cast<A *>(shared);
     A *const k_tile = q_tile + TILE, *const v_tile = k_tile + TILE, *const p_tile = v_tile + TILE;
@@ -337,6 +345,7 @@ attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *
                       A *stats, REAL *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
                       i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads,
                       i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
+    DROP_KEY
     extern __shared__ __align__(16) unsigned char shared[];
     A *const q_tile = reinterpret_cast<A *>(shared);
     A *const dy_tile = q_tile + TILE, *const k_tile = dy_tile + TILE, *const v_tile = k_tile + TILE;
@@ -404,6 +413,7 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
                        REAL *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
                        i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads,
                        i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
+    DROP_KEY
     extern __shared__ __align__(16) unsigned char shared[];
     A *const k_tile = reinterpret_cast<A *>(shared);
     A *const v_tile = k_tile + TILE, *const q_tile = v_tile + TILE, *const dy_tile = q_tile + TILE;
@@ -528,6 +538,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lse, i64 q_batch, i64 q_token,
                   i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
                   i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
+    DROP_KEY
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u32 base = shared_address(shared);
@@ -664,6 +675,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                     float2 *stats, bf16 *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
                     i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads,
                     i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
+    DROP_KEY
     extern __shared__ __align__(128) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u32 base = shared_address(shared);
@@ -808,6 +820,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                      bf16 *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
                      i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads,
                      i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
+    DROP_KEY
     extern __shared__ __align__(128) unsigned char shared[];
     constexpr int STAGE_BYTES = 2 * TILE_BYTES + TILE * 8;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;

@@ -19,9 +19,10 @@ import numpy as np
 
 from tinyforge.backends import wide
 from tinyforge.backends.compile import load, variants
-from tinyforge.backends.cupy_backend import CupyBackend, contiguous, has_wgmma, or_null, scalar
+from tinyforge.backends.cupy_backend import CupyBackend, contiguous, has_wgmma, key_arguments, or_null, scalar
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
+from tinyforge.op import Key
 from tinyforge.ops import attention
 
 FILE, WGMMA_FILE, TF32_FILE = "ops/attention.cu", "ops/attention_hopper.cu", "ops/attention_tf32.cu"
@@ -54,9 +55,9 @@ class Launch(NamedTuple):
 
 
 @cache
-def plain(entry: str, dtype: Any, dim: int, tiles: int, options: tuple[str, ...]) -> Launch:
+def plain(entry: str, dtype: Any, dim: int, tiles: int, options: tuple[str, ...], drop: int = 1) -> Launch:
     """tiles: of rows of q, k, v or dO that a block holds at a time; it holds one of scores besides. options: those of
-    OPTIONS that are on."""
+    OPTIONS that are on. drop: the macro DROP, where it is on."""
     if not 1 <= dim <= PLAIN_LIMIT:
         raise UserError(f"attention on cupy: head size {dim}, wanted 1 to {PLAIN_LIMIT}; use that, or --backend numpy")
     # 64 rows where they fit the 99 KB of shared memory of the smallest GPUs.
@@ -65,7 +66,8 @@ def plain(entry: str, dtype: Any, dim: int, tiles: int, options: tuple[str, ...]
     vector = 16 // itemsize
     line = -(-dim // 16) * 16 + vector
     shared = (tiles * rows * line + rows * (rows + vector)) * itemsize
-    kernel = load(FILE, entry, shared, REAL=scalar(dtype), HEAD_DIM=dim, ROWS=rows, **dict.fromkeys(options, 1))
+    on = {name: drop if name == "DROP" else 1 for name in options}
+    kernel = load(FILE, entry, shared, REAL=scalar(dtype), HEAD_DIM=dim, ROWS=rows, **on)
     return Launch(kernel, rows, 1, PLAIN_THREADS, shared)
 
 
@@ -80,11 +82,11 @@ def tensor_core_file(dtype: Any, dim: int, tf32: bool, options: tuple[str, ...])
 
 
 @cache
-def tensor_core(file: str, part: str, dim: int, options: tuple[str, ...]) -> Launch:
-    """The kernel of a part (a key of ENTRIES) in a file of `tensor_core_file`."""
+def tensor_core(file: str, part: str, dim: int, options: tuple[str, ...], drop: int = 1) -> Launch:
+    """The kernel of a part (a key of ENTRIES) in a file of `tensor_core_file`. drop: as of `plain`."""
     listed = (v for v in variants(file) if v.get("PART") == part and v["HEAD_DIM"] == str(dim))
     macros = next(v for v in listed if options == tuple(name for name in OPTIONS if name in v))
-    return tensor_core_launch(file, part, macros)
+    return tensor_core_launch(file, part, {**macros, "DROP": drop} if "DROP" in macros else macros)
 
 
 def tensor_core_launch(file: str, part: str, macros: Mapping[str, int | str]) -> Launch:
@@ -144,11 +146,16 @@ def document_bounds(starts: Array, window: int | None) -> Array:
     return bounds
 
 
-def drop_of(key: tuple[int, int] | None, rate: float, dtype: Any) -> tuple[Any, ...]:
-    """The arguments (key0, key1, threshold, scale) of the DROP kernels; none without a key."""
+def drop_of(key: Key | None, rate: float, dtype: Any) -> tuple[Any, ...]:
+    """The arguments (words, key0, key1, threshold, scale) of the DROP kernels; none without a key."""
     if key is None:
         return ()
-    return (*map(np.uint32, (*key, int(rate * 2**32))), wide(dtype).type(1.0 / (1.0 - rate)))
+    return (*key_arguments(key), np.uint32(int(rate * 2**32)), wide(dtype).type(1.0 / (1.0 - rate)))
+
+
+def drop_macro(key: Key | None) -> int:
+    """Of the DROP kernels: 2 where they read the key from memory. It takes registers, which others keep."""
+    return 1 if key is None or isinstance(key, tuple) else 2
 
 
 def options_of(band: tuple[Any, ...], docs: bool, drop: tuple[Any, ...]) -> tuple[str, ...]:
@@ -158,7 +165,7 @@ def options_of(band: tuple[Any, ...], docs: bool, drop: tuple[Any, ...]) -> tupl
 @attention.attention_fwd.on("cupy")
 def attention_fwd(
     q: Array, k: Array, v: Array, lengths: Array | None, starts: Array | None, causal: bool,
-    window: int | None, key: tuple[int, int] | None, rate: float, *, backend: CupyBackend,
+    window: int | None, key: Key | None, rate: float, *, backend: CupyBackend,
 ) -> tuple[Array, Array]:  # fmt: skip
     """q: (B, T, Hq, D); k, v: (B, S, Hkv, D), S >= T; starts: (B, T); returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
     batch, queries, heads, dim = q.shape
@@ -173,13 +180,13 @@ def attention_fwd(
         docs = (starts if window is None else document_bounds(starts, window)[0],)
     lengths = lengths if lengths is None else contiguous(lengths)
     band, drop = band_of(causal, window, keys, lengths, starts), drop_of(key, rate, q.dtype)
-    options = options_of(band, bool(docs), drop)
+    options, macro = options_of(band, bool(docs), drop), drop_macro(key)
     sizes = (queries, keys, heads, kv_heads, *band, *docs, *drop)
     args = (q, k, v, out, lse, *strides("q", q), *strides("k", k), *strides("v", v), *sizes)
     if file := tensor_core_file(q.dtype, dim, backend.tf32, options):
-        tensor_core(file, "FORWARD", dim, options)(batch * kv_heads, queries, heads // kv_heads, *args)
+        tensor_core(file, "FORWARD", dim, options, macro)(batch * kv_heads, queries, heads // kv_heads, *args)
     else:
-        plain("attention_fwd_plain", q.dtype, dim, 3, options)(batch * heads, queries, 1, *args)
+        plain("attention_fwd_plain", q.dtype, dim, 3, options, macro)(batch * heads, queries, 1, *args)
     return out, lse
 
 
@@ -206,15 +213,15 @@ def attention_bwd(
         of_queries, of_keys = (bounds[0],), (bounds[1],)
     lengths = lengths if lengths is None else contiguous(lengths)
     band, drop = band_of(causal, window, keys, lengths, starts), drop_of(key, rate, q.dtype)
-    options = options_of(band, starts is not None, drop)
+    options, macro = options_of(band, starts is not None, drop), drop_macro(key)
     sizes = (queries, heads, kv_heads, *band)
     q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *strides("dq", dq), *sizes, *of_queries, *drop)
     kv_args = (dy, q, k, v, stats, dk, dv, *inputs, *strides("dk", dk), *strides("dv", dv), *sizes, *of_keys, *drop)
     # In this order: the first writes the statistics that the second reads.
     if file := tensor_core_file(q.dtype, dim, backend.tf32, options):
         group = heads // kv_heads
-        tensor_core(file, "BACKWARD_Q", dim, options)(batch * kv_heads, queries, group, *q_args)
-        tensor_core(file, "BACKWARD_KV", dim, options)(batch * kv_heads, queries, 1, *kv_args)
+        tensor_core(file, "BACKWARD_Q", dim, options, macro)(batch * kv_heads, queries, group, *q_args)
+        tensor_core(file, "BACKWARD_KV", dim, options, macro)(batch * kv_heads, queries, 1, *kv_args)
     else:
-        plain("attention_bwd_q_plain", q.dtype, dim, 4, options)(batch * heads, queries, 1, *q_args)
-        plain("attention_bwd_kv_plain", q.dtype, dim, 4, options)(batch * kv_heads, queries, 1, *kv_args)
+        plain("attention_bwd_q_plain", q.dtype, dim, 4, options, macro)(batch * heads, queries, 1, *q_args)
+        plain("attention_bwd_kv_plain", q.dtype, dim, 4, options, macro)(batch * kv_heads, queries, 1, *kv_args)
