@@ -86,9 +86,10 @@ GPU = (
     Part("gpu-decode-base", DECODE, 150),
     Part("gpu-prefill-base", "bench/prefill.py --config base --backend cupy --precision bf16 --prompt 512 4096 "
          "--peer torch", 240),
-    Part("gpu-train-9m", f"{TRAIN} --config {{config}} --batch-size 32 --seq-len 512 --steps 100 --peer torch", 180,
-         config=NINE_MILLION),
-    Part("gpu-train-small", f"{TRAIN} --config small --batch-size 32 --seq-len 128 --steps 100 --peer torch", 150),
+    Part("gpu-train-9m", f"{TRAIN} --config {{config}} --batch-size 32 --seq-len 512 --steps 100 --capture "
+         "--peer torch", 190, config=NINE_MILLION),
+    Part("gpu-train-small", f"{TRAIN} --config small --batch-size 32 --seq-len 128 --steps 100 --capture "
+         "--peer torch", 160),
     Part("gpu-train-gpt2-124m", f"{TRAIN} --model gpt2 --config 124m --batch-size 16 --seq-len 1024 --peer torch", 240),
     Part("gpu-attention", "bench/attention.py --peer torch", 60),
     Part("gpu-decode-base-64", f"{DECODE} --batch-size 64 --rounds 10", 150),

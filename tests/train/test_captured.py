@@ -2,7 +2,7 @@
 
 `AsGraphs` keeps the function that it is given for the third step and calls it for all that follow. Whatever a step
 takes from the host other than through the fixed arrays is then that of the third step, and the bits differ. What the
-launches themselves are given is compared in tests/backends/test_launchers.py, graphs on a GPU in tests/gpu/test_captured.py.
+launches themselves are given is compared in tests/backends/test_launchers.py; graphs on a GPU are in tests/gpu.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from weakref import finalize
 
 import cupy
 import numpy as np
@@ -57,13 +58,10 @@ class Products:
 
     def __init__(self) -> None:
         self.handle: int = cublas.create()
+        finalize(self, cublas.destroy, self.handle)
         major = int(cupy.cuda.Device().compute_capability[:-1])
         # Not from a pool: like the workspace of CuPy's handle, nothing that the memory forecast knows of.
         self.workspace = cupy.cuda.Memory(32 << 20 if major >= 9 else 4 << 20)
-
-    def __del__(self) -> None:
-        if hasattr(self, "handle"):
-            cublas.destroy(self.handle)
 
     def __call__(self, other_handle: int, *arguments: Any) -> None:
         """As cublas.gemmEx; the handle is this one's own."""

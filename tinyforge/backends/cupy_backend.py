@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import cupy
 import numpy as np
@@ -208,12 +209,12 @@ class CupyBackend(Backend):
         return {"used": used_bytes(), "held": held, "free": free, "total": total}
 
 
-graph_pools: list[Any] = []
-"""Memory of captured graphs, beside CuPy's own pool."""
+graphs_in_use: WeakSet[Graphs] = WeakSet()
 
 
 def pools() -> list[Any]:
-    return [cupy.get_default_memory_pool(), *graph_pools]
+    """CuPy's own, and those of graphs."""
+    return [cupy.get_default_memory_pool(), *(graphs.pool for graphs in graphs_in_use)]
 
 
 def used_bytes() -> int:

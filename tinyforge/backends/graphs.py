@@ -18,7 +18,7 @@ from typing import Any
 import cupy
 
 from tinyforge.backends.cublas import Products
-from tinyforge.backends.cupy_backend import CupyBackend, graph_pools
+from tinyforge.backends.cupy_backend import CupyBackend, graphs_in_use
 from tinyforge.errors import UserError
 
 
@@ -33,7 +33,7 @@ class Graphs:
         # What others ask of the default stream meanwhile does not end a capture on such a stream.
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.pool = cupy.cuda.MemoryPool()
-        graph_pools.append(self.pool)
+        graphs_in_use.add(self)
         self.products = Products()
 
     def run(self, work: Callable[[], None]) -> None:

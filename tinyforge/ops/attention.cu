@@ -140,7 +140,7 @@ typedef float A;
 #if DROP == 2
 #define DROP_KEY key0 = words[0], key1 = words[1];
 #else
-#define DROP_KEY
+#define DROP_KEY (void)words;
 #endif
 constexpr bool drop = true;
 #else
