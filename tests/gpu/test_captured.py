@@ -176,7 +176,7 @@ TOKENS = np.array(TOKENIZER.encode("the cat sat on the mat and the dog sat on th
 
 
 class Trial:
-    def __init__(self, out: Path, capture: bool = True) -> None:
+    def __init__(self, out: Path, capture: str = "on") -> None:
         self.settings = Settings(steps=25, save_every=7, eval_every=6, batch_size=4, keep=0, lr=1e-2, out=str(out),
                                  backend="cupy", precision="bf16", capture=capture)  # fmt: skip
         self.backend = get_backend("cupy", "bf16")
@@ -196,15 +196,15 @@ class Trial:
 
 
 def test_a_run_resumes_bit_for_bit_with_and_without_graphs(tmp_path: Path) -> None:
-    whole, plain = Trial(tmp_path / "whole"), Trial(tmp_path / "plain", capture=False)
+    whole, plain = Trial(tmp_path / "whole"), Trial(tmp_path / "plain", capture="off")
     whole.train()
     plain.train()
     log = (tmp_path / "whole" / "metrics.jsonl").read_text(encoding="utf-8")
     resumed = []
-    for name, capture in (("cut", True), ("cut, plain", False)):
+    for name, capture in (("cut", "on"), ("cut, plain", "off")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(log, encoding="utf-8")
-        source = tmp_path / ("whole" if capture else "plain") / "step-00000014"
+        source = tmp_path / ("whole" if capture == "on" else "plain") / "step-00000014"
         source.rename(tmp_path / name / source.name)
         trial = Trial(tmp_path / name, capture)
         trial.train(resume=True)

@@ -30,7 +30,7 @@ from tinyforge.train.captured import MOST, Captured, Inputs
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.preferences import DPO
-from tinyforge.train.settings import Settings
+from tinyforge.train.settings import DpoSettings, GrpoSettings, Settings
 
 VOCAB = 11
 MODELS: dict[str, tuple[Any, Any]] = {
@@ -161,13 +161,16 @@ def test_after_a_norm_that_is_not_finite_the_factor_stays_where_graphs_read_it()
 def test_what_cannot_be_captured_is_one_line() -> None:
     backend = get_backend("numpy", "fp32", workers=1)
     model = NanoEuler(MODELS["nanoeuler"][1], backend)
-    with pytest.raises(UserError, match="--capture makes a CUDA graph of the step, and the backend is numpy; drop"):
+    with pytest.raises(UserError, match="--capture makes a CUDA graph of the step, and the backend is numpy; use"):
         Captured(Sharded(model, backend, NextTokens((1, 0.5))), AdamW(model.buffer, backend), 1.0)
     backend.graphs = AsGraphs  # type: ignore[method-assign]
     with pytest.raises(UserError, match="--capture: the objective DPO is not one that a graph can repeat"):
         Captured(Sharded(model, backend, DPO()), AdamW(model.buffer, backend), 1.0)
-    with pytest.raises(UserError, match="--capture: a step of several ranks is not captured; drop --capture or --gpus"):
-        replace(Settings(steps=1), capture=True, gpus=2).check()
+    for settings in (DpoSettings(capture="on"), GrpoSettings(capture="on")):
+        with pytest.raises(UserError, match="--capture: here the loss is weighed by numbers that a graph would not"):
+            settings.check()
+    with pytest.raises(UserError, match="--capture: a step of several ranks is not captured; use --capture off"):
+        replace(Settings(steps=1), capture="on", gpus=2).check()
 
 
 def test_inputs_keep_their_places() -> None:

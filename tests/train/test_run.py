@@ -7,13 +7,15 @@ import json
 import re
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ import pytest
 from models.nanoeuler import Config, NanoEuler
 from tinyforge import checkpoint
 from tinyforge.backends import compile, get_backend
+from tinyforge.backends.numpy_backend import NumpyBackend
 from tinyforge.errors import UserError
 from tinyforge.text import Tokenizer
 from tinyforge.train import metrics
@@ -103,6 +106,27 @@ def test_a_run_learns_and_leaves_what_it_should(tmp_path: Path, capsys: pytest.C
     assert rows[-1]["val_bits_per_byte"] < 0.6 * rows[0]["bits_per_byte"]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "a sample" in capsys.readouterr().out
+
+
+def test_a_run_with_captured_steps_has_the_same_bits_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Instead of a graph, the captured function is called again: see test_captured.py."""
+    graphs = SimpleNamespace(run=lambda work: work(), capture=lambda work: work,
+                             products=SimpleNamespace(in_use=nullcontext))  # fmt: skip
+    monkeypatch.setattr(NumpyBackend, "graphs", lambda self: graphs)
+    trials = {name: Trial(tmp_path / name, steps=10, save_every=5, capture=capture)
+              for name, capture in (("plain", "off"), ("captured", "on"))}  # fmt: skip
+    for trial in trials.values():
+        trial.train()
+    shutil.copytree(tmp_path / "captured", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "step-00000010")
+    trials["resumed"] = Trial(tmp_path / "resumed", steps=10, save_every=5, capture="on")
+    trials["resumed"].train(resume=True)
+    assert len({t.model.buffer.masters.tobytes() for t in trials.values()}) == 1
+    figures = [[(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in metrics.read(tmp_path / name /
+                "metrics.jsonl") if "loss" in row] for name in trials]  # fmt: skip
+    assert figures[0] == figures[1] == figures[2] and len(figures[0]) == 10
 
 
 def test_overfitting_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

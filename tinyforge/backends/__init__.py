@@ -122,7 +122,7 @@ class Backend:
 
     def graphs(self) -> Any:
         """What captures a function's launches, see `backends/graphs.py`. Raises UserError where nothing is launched."""
-        raise UserError(f"--capture makes a CUDA graph of the step, and the backend is {self.name}; drop --capture")
+        raise UserError(f"--capture makes a CUDA graph of the step, and the backend is {self.name}; use --capture off")
 
     def matmul_peak(self) -> float:
         """FLOP/s of the best of some rounds of large matrix products of random numbers: measured, not looked up."""

@@ -145,7 +145,7 @@ class CupyBackend(Backend):
             if self.repeats:
                 raise UserError(
                     f"--capture: the step uploads {array.dtype} of shape {array.shape}, which a graph would not do "
-                    "again; train without --capture"
+                    "again; use --capture off"
                 )
         if dtype is None:
             dtype = self.dtype if array.dtype.kind in "fV" else np.dtype(np.int32)  # bf16 is of kind V

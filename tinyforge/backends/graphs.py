@@ -58,7 +58,7 @@ class Graphs:
             try:
                 graph: Any = self.stream.end_capture()
             except RuntimeError as error:
-                raise UserError(f"--capture: CUDA cannot capture the step ({error}); train without it") from error
+                raise UserError(f"--capture: CUDA cannot capture the step ({error}); use --capture off") from error
         launch: Callable[[], None] = graph.launch
         return launch
 
@@ -76,4 +76,4 @@ class Graphs:
 
 def _refuse(size: int) -> Any:
     """In place of memory that CuPy uploads from, in functions of its own too: a graph would read it again later."""
-    raise UserError(f"--capture: the step uploads {size} bytes, which a graph would not do again; train without it")
+    raise UserError(f"--capture: the step uploads {size} bytes, which a graph would not do again; use --capture off")

@@ -41,10 +41,10 @@ class Captured:
 
     def __init__(self, sharded: Sharded, optimizer: AdamW, limit: float) -> None:
         if not sharded.alone:
-            raise UserError("--capture: a step of several ranks is not captured; drop --capture, or use one GPU")
+            raise UserError("--capture: a step of several ranks is not captured; use --capture off, or one GPU")
         if not hasattr(of_tokens(sharded.objective), "factors"):
             raise UserError(f"--capture: the objective {type(of_tokens(sharded.objective)).__name__} is not one that a "
-                            "graph can repeat; train without --capture")  # fmt: skip
+                            "graph can repeat; use --capture off")  # fmt: skip
         self.sharded, self.optimizer, self.limit = sharded, optimizer, limit
         self.backend = sharded.backend
         self.graphs = self.backend.graphs()
@@ -123,7 +123,8 @@ class _Kind:
         found: list[np.ndarray] = []
         for batch in batches:
             starts = () if batch.documents is None else (batch.documents.starts,)
-            found += [np.asarray(a, np.int32) for a in (batch.ids, batch.targets, *batch.more, *starts)]
+            numbers = (batch.ids, batch.targets, *batch.more, *starts)
+            found += [np.asarray(a).astype(np.int32, casting="same_kind", copy=False) for a in numbers]
             if batch.weights is not None:
                 found.append(batch.weights.astype(self.backend.master_dtype))
         return found

@@ -182,7 +182,7 @@ class Run:
         self._before, self._joules_before = 0.0, 0.0  # seconds and joules of earlier processes
         same(self.group, {key: task.meta.get(key) for key in ("model", "config", "tokenizer_hash", "data_hash")})
         self._begin(checkpoint.load(self.out) if resume and self.group.rank == 0 else None)
-        self.captured = Captured(self.sharded, self.optimizer, settings.clip) if settings.capture else None
+        self.captured = Captured(self.sharded, self.optimizer, settings.clip) if settings.capture == "on" else None
         if self.group.rank:
             return
         self.log = metrics.Metrics(self.out, self.step)

@@ -125,8 +125,9 @@ class Settings:
                                    "slower; or blocks, of which only the input is kept, a third slower; the same "
                                    "bits (given alone: norms)", choices=("norms", "blocks"), bare="norms",
                                    changes=NOTHING, card=NEVER)  # fmt: skip
-    capture: bool = setting(False, "on a GPU, launch each step as one CUDA graph: faster where the model is small, the "
-                            "same bits; one GPU alone", changes=NOTHING, card=NEVER)  # fmt: skip
+    capture: str = setting("off", "on: launch each step as one CUDA graph, on one GPU: faster where the model is "
+                           "small, the same bits (given alone: on)", choices=("on", "off"), bare="on", changes=NOTHING,
+                           card=NEVER)  # fmt: skip
     precision: str = setting("fp32", "fp32, fp64, and on a GPU tf32 or bf16")
     data: tuple[str, ...] = setting((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
     encoding: str = setting("utf-8", "encoding of text files")
@@ -185,8 +186,8 @@ class Settings:
             raise UserError(f"--batch-size is {self.batch_size}, --gpus {self.gpus}; use a multiple of the GPUs")
         if self.gpus and self.device is not None:
             raise UserError("--device chooses one GPU and --gpus takes several; drop one of them")
-        if self.capture and self.gpus:
-            raise UserError("--capture: a step of several ranks is not captured; drop --capture or --gpus")
+        if self.capture == "on" and self.gpus:
+            raise UserError("--capture: a step of several ranks is not captured; use --capture off, or drop --gpus")
         if self.elastic and not self.gpus:
             raise UserError("--elastic starts ranks again, which whoever started them must do; give --gpus too")
         if self.steps is None and self.minutes is None:
@@ -326,6 +327,9 @@ class AlignSettings(TuneSettings):
         super().check()
         if self.document_mask:
             raise UserError("--document-mask is for rows of several records, and here a row has one; leave it out")
+        if self.capture == "on":
+            raise UserError("--capture: here the loss is weighed by numbers that a graph would not see; use --capture "
+                            "off")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -576,6 +580,8 @@ def open_backend(settings: S, ranks: Ranks | None = None) -> tuple[Backend, S]:
     elif shards and workers is None:
         workers = min(shards, 1 << (cores().bit_length() - 1))
     backend = get_backend(settings.backend, settings.precision, workers, device)
+    if settings.capture == "on" and backend.name != "cupy":
+        backend.graphs()  # refused where there are none
     if ranks.size > 1:
         backend.group = ranks.group(backend)
         flags = settings.to_dict()
