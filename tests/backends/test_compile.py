@@ -37,12 +37,12 @@ def test_every_variant_compiles_and_keeps_its_promise(file: str, arch: str, comp
     listed = kernels.variants(file)
     assert listed, f"{file}: no line `// compile:` says how it is specialised"
     spilled = []
-    for macros in listed:
+    for macros in (*listed, *({**v, "DROP": "2"} for v in listed if "DROP" in v)):
         if macros.get("arch", arch).rstrip("a") != arch:  # made for another architecture
             continue
         log = kernels.compile_to_cubin(file, macros, arch)
         assert "Used" in log, f"no report on registers: {log}"
-        if any(map(int, re.findall(r"(\d+) bytes spill", log))):
+        if macros.get("DROP") != "2" and any(map(int, re.findall(r"(\d+) bytes spill", log))):
             spilled.append(kernels.describe(file, macros))
     assert not (kernels.promises_no_spills(file) and spilled)
 

@@ -12,9 +12,9 @@ import json
 import re
 from bisect import bisect, insort
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,6 +25,7 @@ import pytest
 from tinyforge import ops
 from tinyforge.backends import PRECISIONS, Backend, dtype_of, tensor_map, wide
 from tinyforge.backends import compile as kernels
+from tinyforge.errors import UserError
 from tinyforge.kernel import bind
 from tinyforge.op import Op, Stash
 from tinyforge.ops.attention import attention_bwd, attention_fwd
@@ -655,3 +656,79 @@ def test_a_launch_that_would_be_frozen_shows(
         return
     first, second = recorded("gpt2", "fp32", monkeypatch, launches, fault)
     assert len(first) == len(second) and sum(a != b for a, b in zip(first, second, strict=True)) in (1, 2)
+
+
+class FakeCuda:
+    """Of CuPy, what captures: notes what is asked for, in order."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.log: list[str] = []
+        self.pinned, self.fault = "pinned pool", fault
+        self.cuda = SimpleNamespace(
+            Stream=lambda non_blocking: self, MemoryPool=lambda: SimpleNamespace(malloc="graph's pool"),
+            using_allocator=self.inside, set_pinned_memory_allocator=partial(setattr, self, "pinned"),
+        )  # fmt: skip
+
+    @contextmanager
+    def inside(self, what: Any = "products") -> Iterator[None]:
+        self.log.append(f"in {what}")
+        yield
+        self.log.append(f"out of {what}")
+
+    def __enter__(self) -> FakeCuda:
+        self.log.append("in stream")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.log.append("out of stream")
+
+    def get_default_memory_pool(self) -> Any:
+        return SimpleNamespace(free_all_blocks=lambda: self.log.append("free"))
+
+    def get_default_pinned_memory_pool(self) -> Any:
+        return SimpleNamespace(malloc="pinned pool")
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+    def begin_capture(self) -> None:
+        self.log.append("begin")
+
+    def end_capture(self) -> Any:
+        self.log.append("end")
+        if self.fault == "CUDA":
+            raise RuntimeError("cudaErrorStreamCaptureInvalidated")
+        return SimpleNamespace(launch=lambda: self.log.append("launch"))
+
+
+@pytest.mark.parametrize("fault", ["", "CUDA", "work", "upload"])
+def test_a_capture_ends_whatever_happens_in_it(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinyforge.backends import graphs
+
+    fake = FakeCuda(fault)
+    monkeypatch.setattr(graphs, "cupy", fake)
+    monkeypatch.setattr(graphs, "Products", lambda: SimpleNamespace(in_use=fake.inside))
+    fake.repeats = False  # type: ignore[attr-defined]
+    made: Any = graphs.Graphs(fake)  # type: ignore[arg-type]
+    entered, left = ["in stream", "in graph's pool", "in products"], ["out of products", "out of graph's pool"]
+
+    def work() -> None:
+        assert fake.repeats and fake.pinned is graphs._refuse
+        fake.log.append("work")
+        if fault == "work":
+            raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
+        if fault == "upload":
+            fake.pinned(8)  # type: ignore[operator]
+
+    if not fault:
+        made.run(work)
+        assert fake.log == ["synchronize", "free", *entered, "work", *left, "out of stream", "synchronize"]
+        fake.log.clear()
+        made.capture(work)()
+        assert fake.log == ["synchronize", *entered, "begin", "work", "end", *left, "out of stream", "launch"]
+    else:
+        said = {"CUDA": r"captured \(cudaError", "work": r"captured \(calling cuBLAS", "upload": "uploads 8 bytes"}
+        with pytest.raises(UserError, match=f"--capture: the step .*{said[fault]}.*; use --capture off"):
+            made.capture(work)
+        assert "end" in fake.log and "out of stream" in fake.log and "launch" not in fake.log
+    assert not fake.repeats and fake.pinned == "pinned pool"

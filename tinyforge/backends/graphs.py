@@ -47,20 +47,23 @@ class Graphs:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """What launches all of work() again, on the stream that is current then; nothing is computed now."""
         self.backend.synchronize()
-        with self._inside():
-            self.stream.begin_capture()
-            try:
-                work()
-            except BaseException:
-                with suppress(Exception):
-                    self.stream.end_capture()
-                raise
-            try:
-                graph: Any = self.stream.end_capture()
-            except RuntimeError as error:
-                raise UserError(f"--capture: CUDA cannot capture the step ({error}); use --capture off") from error
+        try:
+            with self._inside():
+                graph = self._captured(work)
+        except RuntimeError as error:  # CUDA's, and CuPy's for what it cannot do meanwhile
+            raise UserError(f"--capture: the step cannot be captured ({error}); use --capture off") from error
         launch: Callable[[], None] = graph.launch
         return launch
+
+    def _captured(self, work: Callable[[], None]) -> Any:
+        self.stream.begin_capture()
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):
+                self.stream.end_capture()
+            raise
+        return self.stream.end_capture()
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

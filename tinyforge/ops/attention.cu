@@ -30,9 +30,10 @@
 // products.
 // With the macro DROP=1 each probability is multiplied by a number of the dropout mask, 0 or 1 / (1 - rate): five more
 // arguments. With DROP=2 the key is read from `words`, for graphs, which draw another mask each time they are launched:
-// some 20 registers more, and a few spills in the plain kernels. Neither the log-sum-exp nor delta changes. The mask is computed where it is needed, from (sequence, head,
-// query, key) alone, by Philox: in every 16 x 16 square of scores one block of four words belongs to queries t and
-// t + 8 and keys s and s + 8. A lane of the tensor-core kernels holds all four, in P as in P^T.
+// some 20 registers more, and a few spills in the plain kernels. Neither the log-sum-exp nor delta changes. The mask is
+// computed where it is needed, from (sequence, head, query, key) alone, by Philox: in every 16 x 16 square of scores
+// one block of four words belongs to queries t and t + 8 and keys s and s + 8. A lane of the tensor-core kernels holds
+// all four, in P as in P^T.
 // With the macro DOCS=1 a row holds several documents, and `bounds` says of each row that is owned what it sees of the
 // other side: attention.cuh. Tiles of other documents are skipped on both sides. As with a band, a row may see no key
 // of the first tiles.
