@@ -1,10 +1,11 @@
 """Attention on a CUDA GPU: chooses a kernel of attention.cu, its grid and its shared memory, and launches it.
 
 float64 and float32 run the plain kernels of attention.cu, float32 in precision tf32 those of attention_tf32.cu,
-bfloat16 on a Hopper those of attention_hopper.cu or attention_tma.cu, elsewhere attention.cu's with tensor cores, and at
-head sizes that none has the plain ones. Rows of several documents are in all of them. Windows, attention in both directions and
-dropout are in attention.cu alone, dropout together with one of the others in its plain kernels alone. In rows of
-several documents a window needs no other kernel: it moves their bounds. The heads of these files list the tile sizes.
+bfloat16 on a Hopper those of attention_hopper.cu or attention_tma.cu, elsewhere attention.cu's with tensor cores, and
+at head sizes that none has the plain ones. Rows of several documents are in all of them. Windows, attention in both
+directions and dropout are in attention.cu alone, dropout together with one of the others in its plain kernels alone.
+In rows of several documents a window needs no other kernel: it moves their bounds. The heads of these files list the
+tile sizes.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ OPTIONS = ("BAND", "DOCS", "DROP")
 BOUNDS_FILE, BOUNDS_THREADS = "ops/attention_documents.cu", 256
 LINE, BARRIERS = (constant(TMA_FILE, name) for name in ("LINE", "BARRIERS"))
 OWN = 64  # rows of a worker of TMA_FILE
-CACHED = 24 << 20  # bytes of keys and values, or of queries and gradients, that blocks stream at a time: half an L2 cache
+CACHED = 24 << 20  # bytes that all blocks stream at a time: half an L2 cache
 START = 2  # what starting and ending a unit of work takes, in tiles
+UNEVEN = 1.04  # how much more than the average a block may get to do, for the sake of the cache
 PLAIN_LIMIT = 128
 PLAIN_THREADS = 256
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -166,9 +168,11 @@ def unit_costs(part: str, queries: int, keys: int, group: int, workers: int, til
 def dealt(costs: Sequence[int], columns: int, at_once: int, blocks: int) -> np.ndarray:
     """Which block does which units, (rounds, blocks) int32, -1 for none.
 
-    Units of `at_once` columns come after one another, the longest first, each to the block that is free first.
+    Units of `at_once` columns come after one another, the longest first, each to the block that is free first. Of more
+    columns where some blocks would be done late.
     """
-    loads, mine = [(0, block) for block in range(blocks)], [[] for _ in range(blocks)]  # type: ignore[var-annotated]
+    loads: list[tuple[int, int]] = [(0, block) for block in range(blocks)]  # a heap
+    mine: list[list[int]] = [[] for _ in range(blocks)]
     longest_first = sorted(range(len(costs)), key=lambda row: -costs[row])
     for start in range(0, columns, at_once):
         for row in longest_first:
@@ -176,6 +180,8 @@ def dealt(costs: Sequence[int], columns: int, at_once: int, blocks: int) -> np.n
                 load, block = loads[0]
                 heapreplace(loads, (load + costs[row], block))
                 mine[block].append(column * len(costs) + row)
+    if at_once < columns and max(loads)[0] * blocks > UNEVEN * sum(costs) * columns:
+        return dealt(costs, columns, 2 * at_once, blocks)
     table = np.full((max(map(len, mine)), blocks), -1, np.int32)
     for block, units in enumerate(mine):
         table[: len(units), block] = units
