@@ -43,7 +43,7 @@ template <class T> static void to_file(const char *name, const std::vector<T> &x
 }
 int main() {
     const int padded = ceil_div(QUERIES, 64) * 64, pitch = (HEADS + 2 * KV_HEADS) * D + GAP;
-    host_jitter = true, host_limit = 400000;
+    host_jitter = true, host_limit = 150000;
     auto qkv = from_file<bf16>("qkv"), dy = from_file<bf16>("dy");
     auto schedule = from_file<int>("schedule");
     auto bounds = from_file<int>("bounds");

@@ -163,7 +163,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     device = SimpleNamespace(attributes=attributes, compute_capability="90", id=0)
     cupy = SimpleNamespace(
         ndarray=OnDevice, asarray=lambda x: np.asarray(x).view(OnDevice), cuda=SimpleNamespace(Device=lambda: device),
-        ascontiguousarray=lambda x: np.ascontiguousarray(x).view(OnDevice), empty=OnDevice,
+        ascontiguousarray=lambda x: np.ascontiguousarray(x).view(OnDevice), empty=OnDevice, zeros=OnDevice,
         concatenate=lambda arrays: np.concatenate(arrays).view(OnDevice),
         arange=lambda count, dtype: np.arange(count, dtype=dtype).view(OnDevice),
     )  # fmt: skip
@@ -241,7 +241,9 @@ def test_every_attention_kernel_gets_what_it_declares(
     starts = backend.asarray(np.zeros((2, 130), np.int32)) if documents else None
     out, lse = k.attention_fwd(q, key, v, lengths, starts, *seen, *dropped)
     k.attention_bwd(*dparts, out, q, key, v, lengths, starts, out, lse, *seen, *dropped)
-    band = not causal or (window is not None and not documents)  # the bounds of documents have the window in them
+    # The bounds of documents have the window in them, and Hopper's kernels have windows as documents.
+    documents = documents or (window is not None and precision == "bf16" and hopper and dim >= 64 and not dropped[0])
+    band = not causal or (window is not None and not documents)
     instructions, options = "plain", band + (dropped[0] is not None)
     if precision == "bf16" and hopper and dim >= 64 and not options:
         instructions = "wgmma" if dim == 64 else "tma"

@@ -4,8 +4,8 @@ float64 and float32 run the plain kernels of attention.cu, float32 in precision 
 bfloat16 on a Hopper those of attention_hopper.cu or attention_tma.cu, elsewhere attention.cu's with tensor cores, and
 at head sizes that none has the plain ones. Rows of several documents are in all of them. Windows, attention in both
 directions and dropout are in attention.cu alone, dropout together with one of the others in its plain kernels alone.
-In rows of several documents a window needs no other kernel: it moves their bounds. The heads of these files list the
-tile sizes.
+A window in rows of several documents moves their bounds, and on a Hopper every causal window without dropout is one in
+rows of a document each. The heads of these files list the tile sizes.
 """
 
 from __future__ import annotations
@@ -229,6 +229,17 @@ def band_of(
     return () if window is None or window >= keys or starts is not None else (window - 1, 0, or_null(None))
 
 
+def starts_for(
+    q: Array, keys: int, causal: bool, window: int | None, starts: Array | None, key: tuple[int, int] | None
+) -> Array | None:
+    """starts, or those of one document in each row where that lets Hopper's kernels have a window."""
+    batch, queries, _, dim = q.shape
+    alone = starts is None and causal and key is None and keys == queries and window is not None and window < keys
+    if alone and tensor_core_file(q.dtype, dim, False, ("DOCS",), keys) in (WGMMA_FILE, TMA_FILE):
+        return cp.zeros((batch, queries), np.int32)
+    return starts
+
+
 def checked_starts(starts: Array, batch: int, queries: int, keys: int) -> Array:
     """starts of documents, as the kernels read them."""
     if starts.dtype != np.int32 or starts.shape != (batch, queries) or keys != queries:
@@ -271,6 +282,7 @@ def attention_fwd(
     if not out.size:
         return out, lse
     docs: tuple[Array, ...] = ()
+    starts = starts_for(q, keys, causal, window, starts, key)
     if starts is not None:
         starts = checked_starts(starts, batch, queries, keys)
         docs = (starts if window is None else document_bounds(starts, window)[0],)
@@ -308,6 +320,7 @@ def attention_bwd(
     inputs = (*strides("q", q), *strides("k", k), *strides("v", v))
     of_queries: tuple[Array, ...] = ()
     of_keys: tuple[Array, ...] = ()
+    starts = starts_for(q, keys, causal, window, starts, key)
     if starts is not None:
         bounds = document_bounds(checked_starts(starts, batch, queries, keys), window)
         of_queries, of_keys = (bounds[0],), (bounds[1],)
