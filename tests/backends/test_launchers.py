@@ -160,10 +160,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     found = Launches()
     attributes = {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 227 << 10,
                   "MaxSharedMemoryPerMultiprocessor": 228 << 10, "ReservedSharedMemoryPerBlock": 1 << 10}  # fmt: skip
-    device = SimpleNamespace(attributes=attributes, compute_capability="90")
+    device = SimpleNamespace(attributes=attributes, compute_capability="90", id=0)
     cupy = SimpleNamespace(
         ndarray=OnDevice, asarray=lambda x: np.asarray(x).view(OnDevice), cuda=SimpleNamespace(Device=lambda: device),
-        ascontiguousarray=lambda x: np.ascontiguousarray(x).view(OnDevice), empty=OnDevice,
+        ascontiguousarray=lambda x: np.ascontiguousarray(x).view(OnDevice), empty=OnDevice, zeros=OnDevice,
         concatenate=lambda arrays: np.concatenate(arrays).view(OnDevice),
         arange=lambda count, dtype: np.arange(count, dtype=dtype).view(OnDevice),
     )  # fmt: skip
@@ -171,7 +171,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     from tinyforge.ops import attention_cuda
 
     caches = (cupy_backend.has_wgmma, cupy_backend.processors, cupy_backend.shared_limit, attention_cuda.plain,
-              attention_cuda.tensor_core, gemm._plan)  # fmt: skip
+              attention_cuda.tensor_core, attention_cuda.tma_kernel, attention_cuda.schedule, gemm._plan)  # fmt: skip
     monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
     for module in (cupy_backend, gemm, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
         stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_bias": no_gemm_bias, "cupy": cupy, "cp": cupy}
@@ -220,7 +220,7 @@ def test_launchers_pass_what_their_kernels_declare(
     [((True, None), False), ((True, 40), False), ((False, None), False), ((True, None), True), ((True, 40), True)],
 )
 @pytest.mark.parametrize("dropped", [(None, 0.0), ((1, 2), 0.3)], ids=["kept", "dropped"])
-@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_attention_kernel_gets_what_it_declares(
     precision: str, dim: int, dropped: Any, documents: bool, seen: Any, hopper: bool, launches: Launches,
@@ -241,11 +241,15 @@ def test_every_attention_kernel_gets_what_it_declares(
     starts = backend.asarray(np.zeros((2, 130), np.int32)) if documents else None
     out, lse = k.attention_fwd(q, key, v, lengths, starts, *seen, *dropped)
     k.attention_bwd(*dparts, out, q, key, v, lengths, starts, out, lse, *seen, *dropped)
-    band = not causal or (window is not None and not documents)  # the bounds of documents have the window in them
+    # The bounds of documents have the window in them, and Hopper's kernels have windows as documents.
+    documents = documents or (window is not None and precision == "bf16" and hopper and dim >= 64 and not dropped[0])
+    band = not causal or (window is not None and not documents)
     instructions, options = "plain", band + (dropped[0] is not None)
-    if precision == "bf16" and options < 2:
-        instructions = "wgmma" if hopper and dim == 64 and not options else "mma"
-    elif precision == "tf32" and not options:
+    if precision == "bf16" and hopper and dim >= 64 and not options:
+        instructions = "wgmma" if dim == 64 else "tma"
+    elif precision == "bf16" and options < 2 and dim != 96:
+        instructions = "mma"
+    elif precision == "tf32" and not options and dim != 96:
         instructions = "tf32"
     wanted = [f"attention_{part}_{instructions}" for part in ("fwd", "bwd_q", "bwd_kv")]
     if documents:
