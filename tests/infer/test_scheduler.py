@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from models.nanoeuler import Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.infer.decoder import Decoder, Drawn, ReferenceDecoder
+from tinyforge.infer.decoder import Decoder, ReferenceDecoder, Start
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling, choose
@@ -34,25 +34,29 @@ def tiny(precision: str = "fp32", config: Config = CONFIG) -> NanoEuler:
 
 
 class Drawing(ReferenceDecoder):
-    """Draws tokens itself, in blocks, as the decoders on a GPU do, and as they do fills idle rows with anything."""
+    """Draws tokens itself, as the decoders on a GPU do: what nobody waited for is read later, or never."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.last, self.how = [0] * self.batch, [(Sampling(temperature=0), Stream(0))] * self.batch
 
     def draws(self, sampling: Sampling) -> bool:
         return not (sampling.changes_logits or sampling.logprobs)
 
-    def stream(
-        self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
-    ) -> Iterator[Drawn]:
-        last = list(tokens)
-        for _ in range(min(count, self.capacity - min(self.lengths))):
-            for row, stream in enumerate(streams):
-                if self.lengths[row] == self.capacity:
-                    last[row] = 0
-                    continue
-                z = self.step_rows([row], [[last[row]]])[0, :, 0]
-                sampling = samplings[row]
-                number = 0.0 if sampling.temperature == 0 else float(stream.uniform((1,))[0])
-                (last[row],) = choose(z, sampling, [number])
-            yield Drawn(np.array(last)[:, None], None)
+    def queue(self, rows: Mapping[int, Start | None], count: int) -> Callable[[], np.ndarray]:
+        ids = np.full((self.batch, count), self.config.vocab - 1)  # where nothing is meant
+        for row, start in rows.items():
+            given = list(start.tokens) if start else []
+            assert len(given) <= count and (start is None or given)
+            if start:
+                self.how[row] = start.sampling, start.stream
+            sampling, stream = self.how[row]
+            for i in range(min(count, self.capacity - self.lengths[row])):
+                z = self.step_rows([row], [[given[i] if i < len(given) else self.last[row]]])[0, :, 0]
+                if i >= len(given) - 1:
+                    number = 0.0 if sampling.temperature == 0 else float(stream.uniform((1,))[0])
+                    (self.last[row],) = ids[row, i : i + 1] = choose(z, sampling, [number])
+        return lambda: ids
 
 
 def wishes(rng: random.Random, vocab: int, context: int, drafts: int, count: int = 24) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ backend, slow. The fused decoders, which compute one shape of model fast, are ch
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,15 @@ class Drawn(NamedTuple):
     ids: np.ndarray
     logprobs: np.ndarray | None
     passes: tuple[int, ...] | None = None
+
+
+class Start(NamedTuple):
+    """A row of `Decoder.queue`: the tokens that it takes first, one a pass, and how it draws those that follow; the
+    first of them with the next number of the stream."""
+
+    tokens: Sequence[int]
+    sampling: Sampling
+    stream: Stream
 
 
 class Decoder(ABC):
@@ -110,7 +119,7 @@ class Decoder(ABC):
         self.lengths = list(lengths)
 
     def draws(self, sampling: Sampling) -> bool:
-        """Whether `stream` is offered, for this kind of sampling."""
+        """Whether `stream` is offered, for this kind of sampling, and of many rows `queue`."""
         return False
 
     def stream(
@@ -123,6 +132,17 @@ class Decoder(ABC):
         from the same distributions as `sampling.choose`, not necessarily the same tokens, and the same ones every time,
         whatever the other rows have. A decoder of one row may use drafts, as many as its sampling allows at most. The
         caller stops when it likes, and rewinds.
+        """
+        raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
+
+    def queue(self, rows: Mapping[int, Start | None], count: int) -> Callable[[], np.ndarray]:
+        """For a decoder of many rows that draws: append `count` tokens to each of some rows, without a wait. Returns a
+        function that waits; it gives what was drawn behind each token, (batch, count).
+
+        None is a row that goes on from the last call, with what it drew there; else it starts, with at most `count`
+        tokens. What a row draws before the last token it was given means nothing, and so does all of the rows that take
+        no part, and what follows once a cache is full. Rows may be rewound, filled and started again before
+        the function is called. What a row draws does not depend on the others, nor on how passes are cut into calls.
         """
         raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
 

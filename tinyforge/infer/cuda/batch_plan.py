@@ -104,7 +104,7 @@ class BatchPlan(DecodePlan):
         attention = self.warps * group * (self.head_dim + 2) * wide
         columns = -(-self.dim // TILE // self.team) * TILE  # of the residual stream, that a block owns
         numbers = (TEAM_ROWS + 2 * self.layers + 1) * columns + TEAM_ROWS * (self.head_dim + 1)
-        return max(sums, attention, self.draw_bytes) + numbers * wide + TEAM_ROWS * 4
+        return max(sums, attention, self.draw_bytes) + numbers * wide + 2 * TEAM_ROWS * 4
 
     @property
     def exchange_bytes(self) -> int:
