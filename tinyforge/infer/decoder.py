@@ -95,10 +95,6 @@ class Decoder(ABC):
                      for row, (new, old) in enumerate(zip(self.lengths, lengths, strict=True))])  # fmt: skip
         return logits
 
-    def rewind_row(self, row: int, length: int) -> None:
-        """`rewind` of one row."""
-        self.rewind([length if i == row else held for i, held in enumerate(self.lengths)])
-
     def saved(self, row: int, start: int) -> Any:
         """Where `can_save`: a copy of what a row's cache holds from position `start` on, for `restore`; arrays in
         tuples and lists."""
@@ -110,13 +106,18 @@ class Decoder(ABC):
         raise NotImplementedError(f"{type(self).__name__} restores no part of its cache")
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Drop the positions of row i from lengths[i] on. Nothing is copied."""
-        for row, (new, old) in enumerate(zip(lengths, self.lengths, strict=True)):
-            if not 0 <= new <= old:
-                raise ValueError(f"rewind: row {row} holds {old} positions, cannot go to {new}")
-            if not (self.can_rewind or new in (0, old)):
-                raise ValueError(f"rewind: row {row} holds {old} positions, its cache goes to 0 only, not to {new}")
-        self.lengths = list(lengths)
+        """`rewind_row` of every row."""
+        for row, (length, _) in enumerate(zip(lengths, self.lengths, strict=True)):
+            self.rewind_row(row, length)
+
+    def rewind_row(self, row: int, length: int) -> None:
+        """Drop the positions of a row from `length` on. Nothing is copied."""
+        held = self.lengths[row]
+        if not 0 <= length <= held:
+            raise ValueError(f"rewind: row {row} holds {held} positions, cannot go to {length}")
+        if not (self.can_rewind or length in (0, held)):
+            raise ValueError(f"rewind: row {row} holds {held} positions, its cache goes to 0 only, not to {length}")
+        self.lengths[row] = length
 
     def draws(self, sampling: Sampling) -> bool:
         """Whether `stream` is offered, for this kind of sampling, and of many rows `queue`."""
@@ -183,13 +184,12 @@ class ReferenceDecoder(Decoder):
             parts.append(np.stack(logits, axis=2))
         return np.concatenate(parts).astype(model.backend.master_dtype, copy=False)
 
-    def rewind(self, lengths: Sequence[int]) -> None:
-        super().rewind(lengths)
-        for row, length in enumerate(lengths):
-            if self.can_rewind:
-                self.caches[row].rewind(length)
-            elif length < self.caches[row].length:
-                self.caches[row] = self.model.make_cache(1, self.capacity)
+    def rewind_row(self, row: int, length: int) -> None:
+        super().rewind_row(row, length)
+        if self.can_rewind:
+            self.caches[row].rewind(length)
+        elif length < self.caches[row].length:
+            self.caches[row] = self.model.make_cache(1, self.capacity)
 
     def _extend(self, row: int, tokens: Sequence[int]) -> Array:
         """Append to one row; returns the final stream of the new positions, (1, n, C)."""

@@ -179,7 +179,7 @@ class Scheduler:
         if alternatives and not sampling.logprobs:
             raise UserError("alternatives are asked for without log-probabilities; ask for logprobs too")
         drafts = min(sampling.drafts, self.most_drafts)
-        s = replace(sampling, drafts=drafts)
+        s = sampling if sampling.drafts == drafts else replace(sampling, drafts=drafts)
         return Request(
             ids, s, stop, min(alternatives, config.vocab), deadline, accept, list(ids),
             budget=min(s.max_tokens, self.decoder.capacity - len(ids)), device=self.decoder.draws(s),
@@ -279,24 +279,24 @@ class Scheduler:
     def _queued(self) -> _Block | None:
         """A block of passes over the rows for which the decoder draws, which nobody has waited for."""
         decoder, lengths = self.decoder, self.decoder.lengths
-        rows = [(row, r) for row, r in self.running.items() if r.device and lengths[row] < r.end]
-        if not rows:
+        left = {row: n for row, r in self.running.items() if r.device and (n := r.end - lengths[row]) > 0}
+        if not left:
             return None
-        count = min(BLOCK, max(r.end - lengths[row] for row, r in rows))
-        starts: dict[int, Start | None] = {}
+        count = min(BLOCK, max(left.values()))
+        starts: dict[int, Start | None] = dict.fromkeys(left)
         parts = []
-        for row, r in rows:
-            # What the cache has not of the prompt comes first. Behind the last of it the row draws, and goes on so.
-            tokens = r.prompt[lengths[row] : lengths[row] + count]
-            starts[row] = Start(tokens, r.sampling, Stream(r.sampling.seed, "sample")) if tokens else None
-            before = min(max(len(r.prompt) - 1 - lengths[row], 0), count)
-            r.stats.prefilled += before
+        for row in left:
+            r, before = self.running[row], 0
+            if lengths[row] < len(r.prompt):  # what the cache has not of it comes first; behind its last token r draws
+                tokens = r.prompt[lengths[row] : lengths[row] + count]
+                starts[row] = Start(tokens, r.sampling, Stream(r.sampling.seed, "sample"))
+                before = min(len(r.prompt) - 1 - lengths[row], count)
+                r.stats.prefilled += before
             parts.append((r, row, before))
         read = decoder.queue(starts, count)
-        lengths = list(decoder.lengths)
-        for row, r in rows:
-            lengths[row] = min(lengths[row], r.end)  # what a row draws behind its end nobody reads
-        decoder.rewind(lengths)
+        for row, n in left.items():
+            if n < count:  # what a row draws behind its end nobody reads
+                decoder.rewind_row(row, self.running[row].end)
         return _Block(read, parts)
 
     def _from_device(self) -> list[tuple[Request, list[Made]]]:
@@ -306,9 +306,9 @@ class Scheduler:
             parts = [part for part in parts if part[0].reason is None]
             if not parts:
                 continue
-            ids, found = read(), []
+            ids, found = read().tolist(), []
             for r, row, before in parts:
-                if new := list(map(_plain, ids[row, before:].tolist())):
+                if new := list(map(_plain, ids[row][before:])):
                     r.stats.passes += len(new)
                     found.append((r, self._take(r, new)))
             return found
