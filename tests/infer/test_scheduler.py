@@ -17,7 +17,7 @@ from tinyforge.infer.decoder import Decoder, ReferenceDecoder, Start
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling, choose
-from tinyforge.infer.scheduler import Made, Prefixes, QueueFull, Request, Scheduler
+from tinyforge.infer.scheduler import AHEAD, BLOCK, Made, Prefixes, QueueFull, Request, Scheduler
 from tinyforge.infer.session import Session
 from tinyforge.registry import models
 from tinyforge.rng import Stream
@@ -175,6 +175,69 @@ def test_a_text_is_that_of_a_session() -> None:
 
 def session_budget(wish: dict[str, Any], scheduler: Scheduler) -> int:
     return min(wish["sampling"].max_tokens, scheduler.decoder.capacity - len(wish["prompt"]))
+
+
+def drawn_alone(model: NanoEuler, prompt: list[int], sampling: Sampling) -> list[int]:
+    """The naive sibling of a decoder that draws: the whole prompt at once, then a number of the stream for each."""
+    decoder, text, numbers = ReferenceDecoder(model), list(prompt), Stream(sampling.seed, "sample")
+    decoder.prefill(0, prompt[:-1])
+    for _ in range(min(sampling.max_tokens, decoder.capacity - len(prompt))):
+        number = float(numbers.uniform()) if sampling.temperature else 0.0
+        text += choose(decoder.step([[text[-1]]])[0, :, 0], sampling, [number])
+    return text[len(prompt) :]
+
+
+def test_what_a_prompt_has_beyond_its_pieces_passes_beside_other_rows() -> None:
+    """Prompts of every length up to and beyond pieces of 32, in float64: the tokens that a prefilled prompt gives."""
+    model, rng = tiny("fp64"), random.Random(4)
+    decoder = Drawing(model, 4)
+    scheduler = Scheduler(model, 4, decoder=decoder)
+    lengths = [1, 2, 16, 17, 18, 31, 32, 33, 34, 64, 65, 66, 100, 149]
+    asked = [([rng.randrange(CONFIG.vocab) for _ in range(n)],
+              Sampling(temperature=n % 2, top_k=0, top_p=1, seed=n, max_tokens=20)) for n in lengths]  # fmt: skip
+    requests = [scheduler.submit(*wish) for wish in asked]
+    gone = scheduler.submit([7] * 31, Sampling(max_tokens=9))
+    while gone.row is None or not decoder.lengths[gone.row]:
+        scheduler.step()
+    assert decoder.lengths[gone.row] <= BLOCK * AHEAD and not gone.tokens
+    scheduler.cancel(gone)  # in the middle of its prompt
+    while scheduler.busy:
+        scheduler.step()
+    assert [request.tokens for request in requests] == [drawn_alone(model, *wish) for wish in asked]
+    assert [r.stats.prefilled for r in requests] == [n - 1 for n in lengths] and not gone.tokens
+    assert [r.stats.passes for r in requests] == [min(20, CONFIG.context - n) for n in lengths]
+
+
+def test_a_block_is_queued_before_the_one_before_it_is_read() -> None:
+    log: list[tuple[str, int]] = []
+
+    class Watched(Drawing):
+        def queue(self, rows: Mapping[int, Start | None], count: int) -> Callable[[], np.ndarray]:
+            read = super().queue(rows, count)
+            log.append(("queue", count))
+
+            def logged() -> np.ndarray:
+                log.append(("read", count))
+                return read()
+
+            return logged
+
+    model = tiny()
+    scheduler = Scheduler(model, 2, decoder=Watched(model, 2))
+    first = scheduler.submit(list(range(20)), Sampling(temperature=0, max_tokens=50))
+    got = [len(new) for _ in range(5) for _, new in scheduler.step()]
+    assert log == [("queue", 16), ("queue", 16), ("read", 16), ("queue", 16), ("read", 16), ("queue", 16),
+                   ("read", 16), ("queue", 5), ("read", 16), ("read", 5)]  # fmt: skip
+    assert got == [13, 16, 16, 5] and first.reason == "length"
+    # A stop shows when a block is read: one more was queued for the row, and nobody waits for it.
+    log.clear()
+    second = scheduler.submit([1], Sampling(temperature=0, max_tokens=50), frozenset(range(CONFIG.vocab)))
+    scheduler.step()
+    assert second.reason == "stop" and not scheduler.busy
+    third = scheduler.submit([1, 2], Sampling(temperature=0, max_tokens=3))
+    scheduler.step()
+    assert third.tokens == drawn_alone(model, [1, 2], third.sampling)
+    assert log == [("queue", 16), ("queue", 16), ("read", 16), ("queue", 4), ("read", 4)]
 
 
 def test_prompts_that_share_a_beginning_compute_it_once() -> None:

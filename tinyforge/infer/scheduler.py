@@ -308,7 +308,7 @@ class Scheduler:
                 continue
             ids, found = read().tolist(), []
             for r, row, before in parts:
-                if new := list(map(_plain, ids[row][before:])):
+                if new := list(map(_plain, ids[row][before : before + r.budget])):
                     r.stats.passes += len(new)
                     found.append((r, self._take(r, new)))
             return found

@@ -46,7 +46,7 @@ class BatchPlan(DecodePlan):
     resident: int = 1
 
     def __post_init__(self) -> None:
-        sizes = (32, 64, 128) if self.itemsize == 2 else (8, 16, 32, 64, 128)
+        sizes = [size for size in (8, 16, 32, 64, 128) if size >= {2: 32, 4: 16}.get(self.itemsize, 8)]
         if self.head_dim not in sizes:
             raise UserError(
                 f"decode of a batch on cupy: head size {self.head_dim} at {self.itemsize} bytes a number, wanted one "
