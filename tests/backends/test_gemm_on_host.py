@@ -124,7 +124,8 @@ int main() {
         std::vector<Result> out(splits * rows * pitch + 300 * pitch, poison);
         if (accumulate) for (int r = 0; r < rows; r++) for (int c = 0; c < columns; c++) out[r * pitch + c] = start;
         host_launch(blocks, 1, THREADS, [&] {
-            gemm_hopper(out.data(), a_map, b_map, rows, columns, depth, pitch, BAND, splits, accumulate, nullptr, nullptr);
+            gemm_hopper(out.data(), a_map, b_map, rows, columns, depth, pitch, BAND, splits, accumulate, nullptr,
+                        nullptr);
         }, CLUSTER);
         if (!host_boxes.empty()) host_fault("a box was never waited for");
         for (size_t i = 0; i < out.size(); i++) {
@@ -217,7 +218,7 @@ def test_faults_of_the_product_show(
     assert not found < 1e-4, found
 
 
-# Whole numbers, so that sums are exact in any order: what comes out is compared bit for bit with the formulas of swiglu.cuh.
+# Whole numbers, so that sums are exact in any order: what comes out is compared bit for bit with swiglu.cuh's formulas.
 GATED = r"""
 typedef SCALAR T;
 typedef Pack<T, 1> One;
@@ -228,7 +229,11 @@ int main() {
     const int lines = FORWARDS ? 2 * half : half;  // of the weight, columns of the product
     const int a_pitch = depth + 16, b_pitch = (ACROSS_B ? lines : depth) + 8;
     host_jitter = true, host_limit = 100000;
-    auto drawn = [](int n) { std::vector<T> x(n); for (T &v : x) v.bits = host_bf16(int(host_normal() * 1.5)); return x; };
+    auto drawn = [](int n) {
+        std::vector<T> x(n);
+        for (T &v : x) v.bits = host_bf16(int(host_normal() * 1.5));
+        return x;
+    };
     auto a = drawn(rows * a_pitch), b = drawn((ACROSS_B ? depth : lines) * b_pitch);
     std::vector<T> gates(rows * 2 * half);
     for (T &v : gates) v.bits = host_bf16(host_normal() * 2);
@@ -239,7 +244,8 @@ int main() {
         memcpy(m.words, words, sizeof words);
         return m;
     };
-    const TensorMap a_map = map(a, false, rows, a_pitch, ROWS), b_map = map(b, ACROSS_B, lines, b_pitch, ACROSS_B ? 64 : WIDE);
+    const TensorMap a_map = map(a, false, rows, a_pitch, ROWS);
+    const TensorMap b_map = map(b, ACROSS_B, lines, b_pitch, ACROSS_B ? 64 : WIDE);
     T poison;
     memset(&poison, 0xff, sizeof poison);
     std::vector<T> out(rows * 2 * half + 4096, poison), hidden(rows * half + 4096, poison);
@@ -316,7 +322,7 @@ def test_h_is_not_written_where_there_is_no_room_for_it(tmp_path: Path) -> None:
         ("SWIGLU_BACKWARD", ("gate[j] = load<8>(gu + line + column)", "gate[j] = load<8>(gu + line)")),
         ("SWIGLU_BACKWARD", ("turned(four), gate[j], up[j]", "turned(four), up[j], gate[j]")),
         ("SWIGLU_BACKWARD", ("column = 32 * (first + j)", "column = 32 * j")),  # of the first batch, always
-        ("SWIGLU_BACKWARD", ("store_streaming(dgu + line + half + column, dup)", "store_streaming(dgu + line + column, dup)")),
+        ("SWIGLU_BACKWARD", ("(dgu + line + half + column, dup)", "(dgu + line + column, dup)")),
         ("SWIGLU_BACKWARD", ("const i64 line = i64(row) * stride", "const i64 line = i64(row_of(i)) * stride")),
     ],
     ids=lambda x: x[0] if isinstance(x, tuple) else x,
