@@ -78,7 +78,7 @@ constexpr int BLOCKS = ROWS / SHARERS / 64;                // products of 64 row
 constexpr int WIDE = EPILOGUE == SWIGLU ? COLUMNS / 2 : COLUMNS;  // columns of the result from one tile to the next
 
 static_assert(ROWS % (64 * SHARERS) == 0 && (CLUSTER == 1 || CLUSTER == 2) && (2 * STAGES + 2) * 8 <= BARRIERS, "");
-static_assert(EPILOGUE == NONE || CLUSTER == 1, "clusters were slower at every shape that was measured");
+static_assert(EPILOGUE == NONE || CLUSTER == 1, "clusters were slower at the shapes that end with SwiGLU");
 
 extern __shared__ __align__(1024) unsigned char room[];  // the stages, then the barriers
 
