@@ -224,16 +224,16 @@ struct Products {
         for (int i = 0; i < BLOCKS; i++) {
 #pragma unroll
             for (int below = 0; below < 2; below++) {
-                const int row = row_of(i) + 8 * below;
+                const int row = row_of(i) + 8 * below, first = lane % 4 * 8;
+                R *to = gu + i64(row) * stride + first, *h = hidden + i64(row) * half + first;
 #pragma unroll
                 for (int n = 0; n < WIDE / 8; n += 4) {
                     const Pack<bf16, 8> gate = rounded_row(sum[i], n, below);
                     const Pack<bf16, 8> up = rounded_row(sum[i], n + WIDE / 8, below);
-                    const int column = 8 * (n + lane % 4);
-                    if (row < rows && column < columns) {
-                        store(gu + i64(row) * stride + column, gate);
-                        store(gu + i64(row) * stride + half + column, up);
-                        store(hidden + i64(row) * half + column, swiglu(gate, up));
+                    if (row < rows && 8 * n + first < columns) {
+                        store_streaming(to + 8 * n, gate);  // backward reads them
+                        store_streaming(to + half + 8 * n, up);
+                        store(h + 8 * n, swiglu(gate, up));
                     }
                 }
             }
@@ -371,10 +371,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
             if constexpr (EPILOGUE == NONE) {
                 products.write(to, stride, below, beside, accumulate);
             } else {
-                Result *h = hidden ? hidden + i64(row) * columns + column : nullptr;
-                const Result *from = gu + i64(row) * stride + column;
-                if constexpr (EPILOGUE == SWIGLU) products.write_swiglu(to, h, stride, columns, below, beside);
-                else products.write_swiglu_backward(to, h, from, stride, columns, below, beside);
+                const i64 at = i64(row) * columns + column;
+                if constexpr (EPILOGUE == SWIGLU) {
+                    products.write_swiglu(to, hidden + at, stride, columns, below, beside);
+                } else {
+                    const Result *from = gu + i64(row) * stride + column;
+                    products.write_swiglu_backward(to, hidden ? hidden + at : nullptr, from, stride, columns, below, beside);
+                }
             }
         }
     }
