@@ -150,6 +150,8 @@ def test_the_table_of_waves_is_the_benchmarks_own() -> None:
 
     text = page("gemm.md")
     for p in products("base", 16384):
+        if p.instead:  # the same tiles as of the product that it stands for
+            continue
         cells = []
         for rows, columns in ((128, 256), (128, 192), (256, 192), (128, 128)):
             variant = Variant(rows, columns, 4, 0, 1)

@@ -157,30 +157,40 @@ __device__ __forceinline__ u32 pair(float x, float y) {
     return two;
 }
 
-// Rounded to bf16. Four threads hold a row of 8 columns; they exchange pairs, so that each writes 16 bytes.
+// Four threads hold a row of 8 columns, two columns each, of four tiles that lie side by side, p[0] to p[3]. They exchange
+// pairs: what comes back is all 8 columns of tile t % 4.
+__device__ __forceinline__ Pack<bf16, 8> turned(const u32 (&p)[4]) {
+    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+    const u32 x = __shfl_xor_sync(~0u, odd ? p[0] : p[1], 1), y = __shfl_xor_sync(~0u, odd ? p[2] : p[3], 1);
+    const u32 a0 = odd ? x : p[0], a1 = odd ? p[1] : x, b0 = odd ? y : p[2], b1 = odd ? p[3] : y;
+    const u32 c0 = __shfl_xor_sync(~0u, high ? a0 : b0, 2), c1 = __shfl_xor_sync(~0u, high ? a1 : b1, 2);
+    const uint4 line = high ? make_uint4(c0, c1, b0, b1) : make_uint4(a0, a1, c0, c1);
+    return reinterpret_cast<const Pack<bf16, 8> &>(line);
+}
+
+// Tiles n to n + 3 of a row (half 0) or of the row 8 below (half 1), rounded to bf16 and turned.
+template <int N>
+__device__ __forceinline__ Pack<bf16, 8> rounded_row(const float (&sum)[N][4], int n, int half) {
+    u32 p[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) p[j] = pair(sum[n + j][2 * half], sum[n + j][2 * half + 1]);
+    return turned(p);
+}
+
+// Rounded to bf16; each thread writes 16 bytes at a time.
 template <int N>
 __device__ __forceinline__ void write_sums(
     bf16 *out, const float (&sum)[N][4], int row, int stride, int rows, int columns
 ) {
-    const int quarter = threadIdx.x % 4;
-    const bool odd = quarter & 1, high = quarter & 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         bf16 *to = out + i64(row + 8 * half) * stride;
         const bool there = row + 8 * half < rows;
 #pragma unroll
         for (int n = 0; n < N; n += 4) {
-            u32 p[4];  // of tiles n to n + 3, columns 2 quarter and 2 quarter + 1
-#pragma unroll
-            for (int j = 0; j < 4; j++) p[j] = pair(sum[n + j][2 * half], sum[n + j][2 * half + 1]);
-            // Four by four, turned: tile n + quarter, columns 0 to 7.
-            const u32 x = __shfl_xor_sync(~0u, odd ? p[0] : p[1], 1), y = __shfl_xor_sync(~0u, odd ? p[2] : p[3], 1);
-            const u32 a0 = odd ? x : p[0], a1 = odd ? p[1] : x, b0 = odd ? y : p[2], b1 = odd ? p[3] : y;
-            const u32 c0 = __shfl_xor_sync(~0u, high ? a0 : b0, 2), c1 = __shfl_xor_sync(~0u, high ? a1 : b1, 2);
-            const int column = 8 * (n + quarter);
-            if (there && column < columns) {
-                *reinterpret_cast<uint4 *>(to + column) = high ? make_uint4(c0, c1, b0, b1) : make_uint4(a0, a1, c0, c1);
-            }
+            const Pack<bf16, 8> line = rounded_row(sum, n, half);
+            const int column = 8 * (n + threadIdx.x % 4);
+            if (there && column < columns) store(to + column, line);
         }
     }
 }
