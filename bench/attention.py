@@ -1,9 +1,11 @@
 """Time attention on a GPU: forward and backward, ours next to PyTorch's fused attention.
 
     python bench/attention.py                                           ours alone, the shapes of NanoEuler
-    python bench/attention.py --peer torch                              next to SDPA's flash kernels
+    python bench/attention.py --peer torch                              next to SDPA's cuDNN and flash kernels
     python bench/attention.py --precision tf32 --peer torch             in TF32, next to SDPA's memory-efficient kernels
     python bench/attention.py --shapes 8x2048 --heads 16 --peer torch   other shapes: BATCHxTOKENS
+    python bench/attention.py --shapes 32x512,4x4096:16/16x128          with heads of their own: BATCHxTOKENS:Q/KVxDIM
+    python bench/attention.py --tma                                     both of our kernels for Hopper at head size 64
     python bench/attention.py --documents 300                           and as --document-mask has it
     python bench/attention.py --peer torch --json result.json           and everything as one JSON object
 
@@ -14,6 +16,9 @@ among sets of inputs that together exceed the cache, and the two take turns, a f
 
 PyTorch's kernels for float32 know no groups of heads: k and v are repeated for them, as a model has to do, and that is
 timed too. Each of their products is made of three in TF32, and so nearly as exact as float32's.
+
+cuDNN's and flash's kernels are timed where PyTorch has them. Both of ours are: attention_hopper.cu's and, with --tma,
+attention_tma.cu's, which run at other head sizes anyway.
 
 With --documents N the same rows are timed again as several documents of N tokens on average, which see themselves
 alone. FLOP then count as without: a document less to look at shows as more of them a second.
@@ -26,9 +31,11 @@ from __future__ import annotations
 
 import argparse
 import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -45,8 +52,11 @@ from tinyforge.ops import Attention
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.train.batches import starts_of
 
-OURS, MASKED = "tinyforge", "documents"
-PEERS = {"bf16": "torch flash", "tf32": "torch effic."}  # by precision
+OURS, BY_TMA, MASKED = "tinyforge", "by TMA", "documents"
+PEERS = {  # by precision: names, and PyTorch's names for them
+    "bf16": {"torch cuDNN": "CUDNN_ATTENTION", "torch flash": "FLASH_ATTENTION"},
+    "tf32": {"torch effic.": "EFFICIENT_ATTENTION"},
+}
 CACHE_BYTES = 512 << 20  # the sets of inputs together: several times the cache of any GPU
 TURN = 10  # timed calls before the other's turn
 WARM_UP = 3
@@ -75,6 +85,7 @@ class Shape:
         return self.batch * self.tokens * self.dim * 2 * (2 * self.heads + 2 * self.kv_heads)
 
 
+@lru_cache(4)  # contenders get the same; drawing them takes longer than all that is timed
 def random_set(shape: Shape, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """A packed qkv and the gradient of the output."""
     rng = np.random.default_rng(seed)
@@ -99,10 +110,19 @@ class Contender(Protocol):
 class Ours:
     """The two kernels as the op calls them: gradients go into one packed array that is there already."""
 
-    def __init__(self, shape: Shape, backend: Backend, sets: int, documents: int | None = None) -> None:
-        """documents: tokens of one on average; None for rows that see all of themselves."""
+    def __init__(
+        self, shape: Shape, backend: Backend, sets: int, documents: int | None = None, tma: bool | None = None
+    ) -> None:
+        """documents: tokens of one on average; None for rows that see all of themselves. tma: whether to run
+        attention_tma.cu, None for what runs without asking."""
         import cupy
 
+        from tinyforge.ops import attention_cuda
+
+        self.tma_from = attention_cuda.TMA_FROM
+        self.wanted = dict(self.tma_from)
+        if tma is not None:
+            self.wanted[shape.dim] = 0 if tma else sys.maxsize
         self.cupy = cupy
         self.k = bind(Attention.kernels, backend, "bench")
         self.saved = []
@@ -113,7 +133,7 @@ class Ours:
             if documents:
                 begins = np.random.default_rng(i).random((shape.batch, shape.tokens)) * documents < 1
                 starts = backend.asarray(starts_of(begins))
-            results = self.k.attention_fwd(*parts, None, starts, *CAUSAL)
+            results = self._choose().attention_fwd(*parts, None, starts, *CAUSAL)
             self.saved.append((*self._split(dqkv, shape), dy, *parts, None, starts, *results))
 
     @staticmethod
@@ -121,11 +141,17 @@ class Ours:
         kv = shape.heads + shape.kv_heads
         return x[:, :, : shape.heads], x[:, :, shape.heads : kv], x[:, :, kv:]
 
+    def _choose(self) -> Any:
+        """The kernels, and which of them are to run from here on."""
+        self.tma_from.clear()
+        self.tma_from.update(self.wanted)
+        return self.k
+
     def forward(self, i: int) -> Any:
-        return self.k.attention_fwd(*self.saved[i][4:9], *CAUSAL)[0]
+        return self._choose().attention_fwd(*self.saved[i][4:9], *CAUSAL)[0]
 
     def backward(self, i: int) -> Any:
-        self.k.attention_bwd(*self.saved[i], *CAUSAL)
+        self._choose().attention_bwd(*self.saved[i], *CAUSAL)
         return self.saved[i][:3]
 
     def timed(self, call: Callable[[int], Any], calls: Sequence[int]) -> list[float]:
@@ -145,15 +171,15 @@ class Ours:
 
 
 class Torch:
-    """torch.nn.functional.scaled_dot_product_attention: its flash kernels, in TF32 its memory-efficient ones."""
+    """torch.nn.functional.scaled_dot_product_attention with the kernels of this name."""
 
-    def __init__(self, shape: Shape, precision: str, sets: int) -> None:
+    def __init__(self, shape: Shape, precision: str, sets: int, kernels: str) -> None:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         self.torch = torch
-        self.flash = precision == "bf16"
-        self.kernels = lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION if self.flash else SDPBackend.EFFICIENT_ATTENTION)
+        self.flash = precision == "bf16"  # knows groups of heads
+        self.kernels = lambda: sdpa_kernel(getattr(SDPBackend, kernels))
         torch.backends.cuda.matmul.allow_tf32 = True
         self.group = shape.heads // shape.kv_heads
         self.saved = []
@@ -197,12 +223,17 @@ class Torch:
 
 
 def check_parity(contenders: dict[str, Contender], tolerance: float) -> float:
-    """The largest relative difference between the contenders' outputs and gradients; raises if that is too much."""
-    results = [[c.to_numpy(x) for x in (c.forward(0), *c.backward(0))] for c in contenders.values()]
-    differences = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(*results, strict=True)]
-    worst = float(np.max(differences))  # hands on a NaN, which is then not within the tolerance
-    if not worst <= tolerance:
-        raise RuntimeError(f"parity: out, dq, dk, dv differ by {differences}, wanted {tolerance:g}")
+    """The largest relative difference of a contender's output and gradients from the first's; raises if that is too
+    much."""
+    (_, first), *others = contenders.items()
+    ours = [first.to_numpy(x) for x in (first.forward(0), *first.backward(0))]
+    worst = 0.0
+    for name, c in others:
+        theirs = [c.to_numpy(x) for x in (c.forward(0), *c.backward(0))]
+        differences = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(ours, theirs, strict=True)]
+        worst = float(np.max([worst, *differences]))  # hands on a NaN, which is then not within the tolerance
+        if not worst <= tolerance:
+            raise RuntimeError(f"parity: out, dq, dk, dv differ by {differences} from {name}'s, wanted {tolerance:g}")
     return worst
 
 
@@ -218,8 +249,9 @@ def take_turns(contenders: dict[str, Contender], what: str, sets: int, repeats: 
 
 
 def measure(
-    shapes: Sequence[Shape], backend: Backend, peer: str | None, repeats: int, documents: int | None = None
-) -> dict[str, Any]:
+    shapes: Sequence[Shape], backend: Backend, peer: str | None, repeats: int, documents: int | None = None,
+    tma: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Everything that is printed, as a JSON object. Times in microseconds."""
     import cupy
 
@@ -230,11 +262,14 @@ def measure(
     for shape in shapes:
         sets = max(2, -(-CACHE_BYTES // (shape.elements * backend.dtype.itemsize)))
         contenders: dict[str, Contender] = {OURS: Ours(shape, backend, sets)}
-        if peer:
-            contenders[PEERS[precision]] = Torch(shape, precision, sets)
+        if tma and shape.dim == 64:
+            contenders[BY_TMA] = Ours(shape, backend, sets, tma=True)
+        peers = [name for name in PEERS.get(precision, ()) if peer]
+        for name in peers:
+            contenders[name] = Torch(shape, precision, sets, PEERS[precision][name])
             versions["torch"] = sys.modules["torch"].__version__
         found: dict[str, Any] = {"shape": asdict(shape), "sets": sets}
-        found["worst_difference"] = check_parity(contenders, TOLERANCE[precision]) if peer else None
+        found["worst_difference"] = check_parity(contenders, TOLERANCE[precision]) if len(contenders) > 1 else None
         if documents:
             contenders[MASKED] = Ours(shape, backend, sets, documents)
         flop = {"forward": shape.forward_flop, "backward": 2.5 * shape.forward_flop}
@@ -250,11 +285,10 @@ def measure(
         for name in contenders:
             total = sum(found[name][what]["median_us"] for what in flop)
             found[name]["both"] = {"median_us": total, "tflop_per_second": sum(flop.values()) / total / 1e6}
-        if peer:
-            found["ours_over_peer"] = {
-                what: found[OURS][what]["median_us"] / found[PEERS[precision]][what]["median_us"]
-                for what in (*flop, "both")
-            }
+        found["ours_over"] = {
+            name: {what: found[OURS][what]["median_us"] / found[name][what]["median_us"] for what in (*flop, "both")}
+            for name in peers
+        }
         results.append(found)
         del contenders
         cupy.get_default_memory_pool().free_all_blocks()
@@ -279,54 +313,63 @@ def table(found: dict[str, Any]) -> str:
         f"calls        {found['repeats']} timed each, in turns of {TURN}, medians",
         f"FLOP         {found['flop_convention']}",
         "",
-        f"{'batch x tokens, heads':<24} {'':<12} {'forward us':>10} {'TFLOP/s':>8} {'backward us':>12} {'TFLOP/s':>8} "
+        f"{'batch x tokens, heads':<24} {'':<13} {'forward us':>10} {'TFLOP/s':>8} {'backward us':>12} {'TFLOP/s':>8} "
         f"{'both us':>9} {'TFLOP/s':>8}",
     ]
     for result in found["results"]:
         shape = Shape(**result["shape"])
         label = f"{shape.batch} x {shape.tokens}, {shape.heads}/{shape.kv_heads} of {shape.dim}"
-        for name in (n for n in (OURS, MASKED, *PEERS.values()) if n in result):
+        for name in (n for n in (OURS, BY_TMA, MASKED, *PEERS.get(found["precision"], ())) if n in result):
             cells = [
                 (result[name][what]["median_us"], result[name][what]["tflop_per_second"])
                 for what in ("forward", "backward", "both")
             ]
             (f, f_rate), (b, b_rate), (both, rate) = cells
             lines.append(
-                f"{label:<24} {name:<12} {f:>10.1f} {f_rate:>8.0f} {b:>12.1f} {b_rate:>8.0f} {both:>9.1f} {rate:>8.0f}"
+                f"{label:<24} {name:<13} {f:>10.1f} {f_rate:>8.0f} {b:>12.1f} {b_rate:>8.0f} {both:>9.1f} {rate:>8.0f}"
             )
-        if "ours_over_peer" in result:
-            r = result["ours_over_peer"]
+        for name, r in result["ours_over"].items():
+            ours = f"ours / {name.split()[1]}"
             lines.append(
-                f"{'':<24} {'ours/torch':<12} {r['forward']:>10.2f} {'':>8} {r['backward']:>12.2f} {'':>8} "
-                f"{r['both']:>9.2f}   (results differ by {result['worst_difference']:.1e})"
+                f"{'':<24} {ours:<13} {r['forward']:>10.2f} {'':>8} {r['backward']:>12.2f} {'':>8} {r['both']:>9.2f}"
             )
+        if result["worst_difference"] is not None:
+            lines.append(f"{'':<24} results differ by {result['worst_difference']:.1e}")
     return "\n".join(lines)
+
+
+SHAPE = re.compile(r"([1-9]\d*)x([1-9]\d*)(?::([1-9]\d*)/([1-9]\d*)x([1-9]\d*))?")
 
 
 def shapes_of(args: argparse.Namespace) -> list[Shape]:
     for name in ("heads", "kv_heads", "head_dim", "repeats", "documents"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants a number above 0")
-    if args.heads % args.kv_heads:
-        raise UserError(f"--heads {args.heads} does not divide among --kv-heads {args.kv_heads}; use a multiple")
     shapes = []
     for text in args.shapes.split(","):
-        batch, _, tokens = text.partition("x")
-        if not (batch.isdigit() and tokens.isdigit() and int(batch) and int(tokens)):
-            raise UserError(f"--shapes: {text!r} is no shape, wants BATCHxTOKENS such as 32x512, several with commas")
-        shapes.append(Shape(int(batch), int(tokens), args.heads, args.kv_heads, args.head_dim))
+        found = SHAPE.fullmatch(text)
+        if found is None:
+            raise UserError(f"--shapes: {text!r} is no shape, wants BATCHxTOKENS such as 32x512, or with heads of its "
+                            "own such as 4x4096:16/16x128; several with commas")  # fmt: skip
+        batch, tokens, *own = (int(x) for x in found.groups() if x is not None)
+        heads, kv_heads, dim = own or (args.heads, args.kv_heads, args.head_dim)
+        if heads % kv_heads:
+            raise UserError(f"--shapes, --heads: {heads} heads do not divide among {kv_heads} kv heads; use a multiple")
+        shapes.append(Shape(batch, tokens, heads, kv_heads, dim))
     return shapes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--shapes", default="32x512,16x1024", help="BATCHxTOKENS, with commas (default: %(default)s)")
+    p.add_argument("--shapes", default="32x512,16x1024",
+                   help="BATCHxTOKENS or BATCHxTOKENS:HEADS/KV_HEADSxHEAD_DIM, with commas (default: %(default)s)")
     p.add_argument("--heads", type=int, default=12, help="query heads (default: %(default)s)")
     p.add_argument("--kv-heads", type=int, default=4, help="key and value heads (default: %(default)s)")
     p.add_argument("--head-dim", type=int, default=64, help="size of a head (default: %(default)s)")
     p.add_argument("--precision", default="bf16", help="bf16, tf32, fp32 or fp64 (default: %(default)s)")
     p.add_argument("--repeats", type=int, default=50, help="timed calls of each (default: %(default)s)")
     p.add_argument("--documents", type=int, metavar="N", help="time rows of documents of N tokens on average too")
+    p.add_argument("--tma", action="store_true", help="time attention_tma.cu at head size 64 too")
     p.add_argument("--peer", choices=("torch",), help="time PyTorch too, in bf16 or tf32")
     add_json_flag(p)
     args = p.parse_args(argv)
@@ -334,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.peer and args.precision not in PEERS:
         raise UserError(f"--peer torch is for --precision {' or '.join(PEERS)}, not {args.precision}; leave out --peer")
     check_before(args.json, args.peer)
-    found = measure(shapes, get_backend("cupy", args.precision), args.peer, args.repeats, args.documents)
+    found = measure(shapes, get_backend("cupy", args.precision), args.peer, args.repeats, args.documents, args.tma)
     publish(found, table(found), args.json)
     return 0
 

@@ -328,17 +328,16 @@ def alone(args: argparse.Namespace) -> dict[str, Any]:
 
     def scheduled(seconds: float) -> tuple[float, list[float]]:
         """Tokens a second with `rows` requests at every time, and each one's time to its first token."""
-        scheduler, count, tokens, first = Scheduler(model, rows, decoder=decoder), 0, 0, []
+        scheduler, count, alive, tokens, first = Scheduler(model, rows, decoder=decoder), 0, 0, 0, []
         begun = time.monotonic()
         while (now := time.monotonic()) < begun + seconds or scheduler.busy:
-            while now < begun + seconds and len(scheduler.running) + len(scheduler.filling) + len(
-                scheduler.waiting
-            ) < rows:
+            while now < begun + seconds and alive < rows:
                 scheduler.submit(prompts[count % len(prompts)], sampling)
-                count += 1
+                count, alive = count + 1, alive + 1
             for request, new in scheduler.step():
                 tokens += len(new)
                 if request.reason and request.first_token:
+                    alive -= 1
                     first.append(request.first_token - request.submitted)
         return tokens / (time.monotonic() - begun), sorted(first)
 

@@ -79,8 +79,9 @@ class ModelConfig:
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise UserError(f"config: unknown key {unknown[0]!r}; known: {', '.join(known)}")
+        usual = type(self)()  # not this one, where a float may have been given as a whole number
         for name, value in values.items():
-            default = getattr(self, name)
+            default = getattr(usual, name)
             if not _fits(value, default):
                 raise UserError(f"config: {name} is {value!r}, wants {_WANTED[type(default)]}")
         changes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}

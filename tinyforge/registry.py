@@ -37,7 +37,8 @@ class ModelSpec:
     that comes with the model's code, a small trained model, for commands that want one where nothing has been trained;
     storyteller: another, which chat takes there. learns: what it is trained on: "text", next tokens; "masked text",
     tokens that are hidden from it, and classes of texts; "images", classes of images. The first is for
-    recipes/pretrain.py, classes are for recipes/classify.py.
+    recipes/pretrain.py, classes are for recipes/classify.py. pretraining: settings of recipes/pretrain.py whose default
+    is another for this model, e.g. {"lr": 5e-4}.
 
     For docs/models.md, which the tests ask of every model in the checkout: source, the paper; backward, what is new in
     its gradients, a sentence or two. trained: figures of training by what they are, each "FILE#a/b/c", a place in a
@@ -57,6 +58,7 @@ class ModelSpec:
     bundled: Path | None = None
     storyteller: Path | None = None
     learns: str = "text"
+    pretraining: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
     backward: str = ""
     trained: Mapping[str, str] = field(default_factory=dict)

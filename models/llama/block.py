@@ -19,8 +19,9 @@ from tinyforge.backends import Backend
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops import AddRMSNorm, Attention, Dropout, Linear, RMSNorm, RoPE, RopeScaling, SwiGLULinear
+from tinyforge.ops import AddRMSNorm, Attention, Dropout, Linear, LinearSwiGLU, RMSNorm, RoPE, RopeScaling, SwiGLULinear
 from tinyforge.ops.attention import LayerCache
+from tinyforge.ops.swiglu_linear import swiglu_mlp
 
 STD = 0.02
 """Of all matrices' initial values, but those of `residual_std`."""
@@ -106,7 +107,7 @@ class Block(AttentionHalf):
         c, at = config, f"blocks.{layer}"
         gate_up = Param(f"{at}.gate_up.weight", (2 * c.hidden, c.dim), std=STD)
         down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers))
-        self.gate_up = Linear(gate_up, backend, f"{at}.gate_up")
+        self.gate_up = LinearSwiGLU(gate_up, backend, f"{at}.gate_up")
         self.down = SwiGLULinear(down, backend, f"{at}.down")
 
     def forward(
@@ -117,8 +118,7 @@ class Block(AttentionHalf):
         cache holds. starts: of each token's document, (B, T); RoPE needs none, its scores depend on distances alone."""
         x, h = self.attend(x, h, stash, normed=normed, cache=cache, offset=offset, starts=starts)
         again = partial(self.norm2.normed, x) if normed else None
-        gu = self.gate_up.forward(h, stash, recompute=again)  # (B, T, 2 hidden)
-        f = self.down.forward(gu, stash)  # (B, T, C)
+        f = swiglu_mlp(self.gate_up, self.down, h, stash, recompute=again)  # (B, T, C), by way of (B, T, 2 hidden)
         return self.next_norm.forward(x, self.down_dropout.forward(f, stash), stash)
 
     def backward(self, dx: Array | None, dh: Array, stash: Stash) -> tuple[Array, Array]:

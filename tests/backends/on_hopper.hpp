@@ -64,11 +64,23 @@ static void host_box(u32 to, const u64 *map, int x, int y, int z, u32 barrier, u
     for (int rank = 0; rank < HOST_BLOCKS; rank++)
         if (blocks >> rank & 1) host_boxes.push_back({to, barrier, map, x, y, z, rank, host_random() % 8});
 }
+static void host_line(u32 to, const void *from, u32 bytes, u32 barrier) {
+    if (to % 16 || (size_t)from % 16 || bytes % 16) host_fault("a copy does not begin at 16 bytes");
+    host_boxes.push_back({to, barrier, (const u64 *)from, int(bytes), 0, -1, host_rank(), host_random() % 8});
+}
 static void host_boxes_arrive() {
     for (size_t i = 0; i < host_boxes.size();) {
         Box &box = host_boxes[i];
         if (box.due) {
             box.due--, i++;
+            continue;
+        }
+        if (box.z < 0) { // a line
+            memcpy(host_shared + box.rank * HOST_ROOM + box.to, box.map, box.x);
+            Barrier &b = host_barrier(box.barrier, box.rank);
+            b.bytes -= box.x;
+            host_check(b);
+            host_boxes.erase(host_boxes.begin() + i);
             continue;
         }
         const unsigned short *from = (const unsigned short *)box.map[0];
@@ -100,12 +112,24 @@ static float host_factor(u64 matrix, bool across, int n, int k) {
     memcpy(&bits, host_at(host_swizzled(at)), 2);
     return __uint_as_float(unsigned(bits) << 16);
 }
-struct Product { float (*d)[4]; int tiles; u64 a, b; int add; bool a_across, b_across; };
+struct Product { float (*d)[4]; int tiles; u64 a, b; int add; bool a_across, b_across, held; float left[2][16]; };
 static std::vector<std::vector<Product>> host_products[1024];  // of a thread, by group; the last one is open
 static void host_multiply(float (*d)[4], int tiles, u64 a, u64 b, int add, bool a_across, bool b_across) {
     auto &groups = host_products[current];
     if (groups.empty()) groups.emplace_back();
     groups.back().push_back({d, tiles, a, b, add, a_across, b_across});
+}
+// The left factor in registers: four lanes hold a row of it. What they hold counts when the product begins.
+static void host_multiply_held(float (*d)[4], int tiles, const u32 (&a)[4], u64 b) {
+    host_multiply(d, tiles, 0, b, 1, false, true);
+    Product &p = host_products[current].back().back();
+    p.held = true;
+    for (int i = 0; i < 4; i++)
+        for (int c = 0; c < 4; c++) {
+            const u32 pair = host_from(a[i], threadIdx.x % 32 / 4 * 4 + c);
+            p.left[i % 2][i / 2 * 8 + 2 * c] = __uint_as_float(pair << 16);
+            p.left[i % 2][i / 2 * 8 + 2 * c + 1] = __uint_as_float(pair & 0xffff0000u);
+        }
 }
 static void host_multiply_commit() { host_products[current].emplace_back(); }
 static void host_multiply_wait(int pending) {
@@ -114,7 +138,8 @@ static void host_multiply_wait(int pending) {
     while (int(groups.size()) > pending + 1) {
         for (const Product &p : groups[0]) {
             float left[2][16];
-            for (int half = 0; half < 2; half++)
+            memcpy(left, p.left, sizeof left);
+            for (int half = 0; half < 2 && !p.held; half++)
                 for (int k = 0; k < 16; k++) left[half][k] = host_factor(p.a, p.a_across, row + 8 * half, k);
             for (int n = 0; n < p.tiles; n++)
                 for (int i = 0; i < 2; i++) {

@@ -77,7 +77,12 @@ HOPPER_BODIES = {
     f"{INLINE}void multiply_wait(": "host_multiply_wait(PENDING);",
     **{
         f"{INLINE}void multiply_wide(float (&d)[{n}][4]": f"host_multiply(d, {n}, a, b, add, A_ACROSS, B_ACROSS);"
-        for n in (16, 24, 32)
+        for n in (8, 16, 24, 32)
     },
+    **{
+        f"{INLINE}void multiply_held(float (&d)[{n}][4]": f"host_multiply_held(d, {n}, a, b);"
+        for n in (8, 16)
+    },
+    f"{INLINE}void copy_line(": "host_line(to, from, bytes, barrier);",
     f"{INLINE}u32 pair(": "return host_bf16(x) | u32(host_bf16(y)) << 16;",
 }

@@ -124,7 +124,8 @@ int main() {
         std::vector<Result> out(splits * rows * pitch + 300 * pitch, poison);
         if (accumulate) for (int r = 0; r < rows; r++) for (int c = 0; c < columns; c++) out[r * pitch + c] = start;
         host_launch(blocks, 1, THREADS, [&] {
-            gemm_hopper(out.data(), a_map, b_map, rows, columns, depth, pitch, BAND, splits, accumulate);
+            gemm_hopper(out.data(), a_map, b_map, rows, columns, depth, pitch, BAND, splits, accumulate, nullptr,
+                        nullptr);
         }, CLUSTER);
         if (!host_boxes.empty()) host_fault("a box was never waited for");
         for (size_t i = 0; i < out.size(); i++) {
@@ -215,3 +216,120 @@ def test_faults_of_the_product_show(
     except AssertionError:  # it said what was wrong, or waited for ever
         return
     assert not found < 1e-4, found
+
+
+# Whole numbers, so that sums are exact in any order: what comes out is compared bit for bit with swiglu.cuh's formulas.
+GATED = r"""
+typedef SCALAR T;
+typedef Pack<T, 1> One;
+static One one(double x) { One found; found.v[0].bits = host_bf16(x); return found; }
+int main() {
+    const int rows = M, half = N, depth = K, again = AGAIN;
+    constexpr bool FORWARDS = EPILOGUE == SWIGLU;
+    const int lines = FORWARDS ? 2 * half : half;  // of the weight, columns of the product
+    const int a_pitch = depth + 16, b_pitch = (ACROSS_B ? lines : depth) + 8;
+    host_jitter = true, host_limit = 100000;
+    auto drawn = [](int n) {
+        std::vector<T> x(n);
+        for (T &v : x) v.bits = host_bf16(int(host_normal() * 1.5));
+        return x;
+    };
+    auto a = drawn(rows * a_pitch), b = drawn((ACROSS_B ? depth : lines) * b_pitch);
+    std::vector<T> gates(rows * 2 * half);
+    for (T &v : gates) v.bits = host_bf16(host_normal() * 2);
+    auto map = [&](const std::vector<T> &x, bool across, int lines, int pitch, int box) {
+        TensorMap m{};
+        const u64 words[] = {u64(x.data()), u64(across ? lines : depth), u64(across ? depth : lines), 1, 64, u64(box),
+                             u64(pitch)};
+        memcpy(m.words, words, sizeof words);
+        return m;
+    };
+    const TensorMap a_map = map(a, false, rows, a_pitch, ROWS);
+    const TensorMap b_map = map(b, ACROSS_B, lines, b_pitch, ACROSS_B ? 64 : WIDE);
+    T poison;
+    memset(&poison, 0xff, sizeof poison);
+    std::vector<T> out(rows * 2 * half + 4096, poison), hidden(rows * half + 4096, poison);
+    host_launch(2, 1, THREADS, [&] {
+        gemm_hopper(out.data(), a_map, b_map, rows, half, depth, 2 * half, BAND, 1, 0, again ? hidden.data() : nullptr,
+                    FORWARDS ? nullptr : gates.data());
+    });
+    if (!host_boxes.empty()) host_fault("a box was never waited for");
+    auto sum = [&](int r, int c) {
+        double s = 0;
+        for (int k = 0; k < depth; k++)
+            s += double(widen(a[r * a_pitch + k])) * widen(ACROSS_B ? b[k * b_pitch + c] : b[c * b_pitch + k]);
+        return one(s);
+    };
+    int wrong = 0;
+    for (int r = 0; r < rows; r++) for (int c = 0; c < half; c++) {
+        One first, second, h;
+        if constexpr (FORWARDS) {
+            first = sum(r, c), second = sum(r, half + c), h = swiglu(first, second);
+        } else {
+            const One gate{gates[r * 2 * half + c]}, up{gates[r * 2 * half + half + c]};
+            swiglu_gradient(first, second, h, sum(r, c), gate, up);
+        }
+        wrong += out[r * 2 * half + c].bits != first.v[0].bits;
+        wrong += out[r * 2 * half + half + c].bits != second.v[0].bits;
+        wrong += hidden[r * half + c].bits != (again ? h.v[0].bits : 0xffff);
+    }
+    for (size_t i = rows * 2 * half; i < out.size(); i++) wrong += out[i].bits != 0xffff;
+    for (size_t i = rows * half; i < hidden.size(); i++) wrong += hidden[i].bits != 0xffff;
+    printf("%d\n", wrong);
+}
+"""
+GATED_TILES = {
+    "SWIGLU": ((128, 192, 5, 1), (128, 128, 6, 1), (256, 192, 4, 0), (128, 256, 4, 0)),
+    "SWIGLU_BACKWARD": ((128, 128, 6, 1), (64, 256, 5, 1), (128, 256, 4, 0)),
+}
+
+
+def gated(
+    epilogue: str, tile: tuple[int, int, int, int], folder: Path, *, shape: tuple[int, int, int] = (264, 136, 200),
+    again: bool = True, fault: tuple[str, str] | None = None,
+) -> int:  # fmt: skip
+    """How many numbers are not what the product and SwiGLU's own formulas give."""
+    macros: dict[str, int | str] = {"SCALAR": "bf16", "EPILOGUE": epilogue, "CLUSTER": 1}
+    macros["PRODUCT"] = "FORWARD" if epilogue == "SWIGLU" else "INPUT"
+    macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG"), tile, strict=True))
+    main = GATED.replace("AGAIN", str(int(again))).replace("BAND", "2")
+    for name, value in zip(("M", "N", "K"), shape, strict=True):
+        main = main.replace(f" {name},", f" {value},", 1)
+    return int(run_on_host("ops/gemm_hopper.cu", macros, HOPPER_BODIES, main, folder, before=hopper(), fault=fault))
+
+
+@pytest.mark.parametrize(("epilogue", "tile"), [(e, tile) for e, tiles in GATED_TILES.items() for tile in tiles])
+def test_swiglu_at_the_end_of_a_product_is_swiglu(
+    epilogue: str, tile: tuple[int, int, int, int], tmp_path: Path
+) -> None:
+    """Bit for bit. Tiles stand out on both sides; the gate's last one reaches into what is up's."""
+    assert gated(epilogue, tile, tmp_path) == 0
+
+
+def test_h_is_not_written_where_there_is_no_room_for_it(tmp_path: Path) -> None:
+    assert gated("SWIGLU_BACKWARD", (128, 128, 6, 1), tmp_path, shape=(72, 40, 72), again=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "fault"),
+    [
+        ("SWIGLU", ("half + column, 0, full", "column, 0, full")),  # the gate twice
+        ("SWIGLU", ("ring.right() + WIDE * LINE", "ring.right()")),  # up in the place of the gate
+        ("SWIGLU", ("rounded_row(sum[i], n + WIDE / 8, below)", "rounded_row(sum[i], n + WIDE / 8, 0)")),
+        ("SWIGLU", ("swiglu(gate, up));", "swiglu(up, gate));")),
+        ("SWIGLU", ("row < rows && 8 * n + first < columns", "row < rows")),
+        ("SWIGLU_BACKWARD", ("gate[j] = load<8>(gu + line + column)", "gate[j] = load<8>(gu + line)")),
+        ("SWIGLU_BACKWARD", ("turned(four), gate[j], up[j]", "turned(four), up[j], gate[j]")),
+        ("SWIGLU_BACKWARD", ("column = 32 * (first + j)", "column = 32 * j")),  # of the first batch, always
+        ("SWIGLU_BACKWARD", ("(dgu + line + half + column, dup)", "(dgu + line + column, dup)")),
+        ("SWIGLU_BACKWARD", ("const i64 line = i64(row) * stride", "const i64 line = i64(row_of(i)) * stride")),
+    ],
+    ids=lambda x: x[0] if isinstance(x, tuple) else x,
+)  # fmt: skip
+def test_faults_of_the_epilogues_show(epilogue: str, fault: tuple[str, str], tmp_path: Path) -> None:
+    tile = (128, 128, 4, 1) if epilogue == "SWIGLU" else (64, 256, 4, 1)
+    try:
+        wrong = gated(epilogue, tile, tmp_path, shape=(136, 264, 72), fault=fault)
+    except AssertionError:  # it said what was wrong
+        return
+    assert wrong

@@ -31,6 +31,7 @@ from tinyforge.op import Op, Stash
 from tinyforge.ops.attention import attention_bwd, attention_fwd
 from tinyforge.ops.cross_entropy import linear_cross_entropy_fwd, sum_tokens
 from tinyforge.ops.mixture import grouped_bwd_input, grouped_bwd_weight, grouped_fwd
+from tinyforge.ops.swiglu_linear import linear_swiglu_fwd, swiglu_linear_bwd
 from tinyforge.optim import AdamW, AdamWConfig
 from tinyforge.optim.adamw import adamw_, clip_factor, square_sums, step_rates
 from tinyforge.parallel.sums import add_
@@ -169,10 +170,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     found = Launches()
     attributes = {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 227 << 10,
                   "MaxSharedMemoryPerMultiprocessor": 228 << 10, "ReservedSharedMemoryPerBlock": 1 << 10}  # fmt: skip
-    device = SimpleNamespace(attributes=attributes, compute_capability="90")
+    device = SimpleNamespace(attributes=attributes, compute_capability="90", id=0)
     cupy = SimpleNamespace(
         ndarray=OnDevice, asarray=lambda x: np.asarray(x).view(OnDevice), cuda=SimpleNamespace(Device=lambda: device),
-        ascontiguousarray=lambda x: np.ascontiguousarray(x).view(OnDevice), empty=OnDevice,
+        ascontiguousarray=lambda x: np.ascontiguousarray(x).view(OnDevice), empty=OnDevice, zeros=OnDevice,
         concatenate=lambda arrays: np.concatenate(arrays).view(OnDevice),
         arange=lambda count, dtype: np.arange(count, dtype=dtype).view(OnDevice),
     )  # fmt: skip
@@ -180,10 +181,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     from tinyforge.ops import attention_cuda
 
     caches = (cupy_backend.has_wgmma, cupy_backend.processors, cupy_backend.shared_limit, attention_cuda.plain,
-              attention_cuda.tensor_core, gemm._plan)  # fmt: skip
+              attention_cuda.tensor_core, attention_cuda.tma_kernel, attention_cuda.schedule, gemm._plan)  # fmt: skip
     monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
     for module in (cupy_backend, gemm, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
-        stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_bias": no_gemm_bias, "cupy": cupy, "cp": cupy}
+        stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_bias": no_gemm_bias, "cupy": cupy, "cp": cupy,
+                     "_table": dict}  # fmt: skip
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
@@ -229,7 +231,7 @@ def test_launchers_pass_what_their_kernels_declare(
     [((True, None), False), ((True, 40), False), ((False, None), False), ((True, None), True), ((True, 40), True)],
 )
 @pytest.mark.parametrize("dropped", [(None, 0.0), ((1, 2), 0.3)], ids=["kept", "dropped"])
-@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_attention_kernel_gets_what_it_declares(
     precision: str, dim: int, dropped: Any, documents: bool, seen: Any, hopper: bool, launches: Launches,
@@ -250,11 +252,15 @@ def test_every_attention_kernel_gets_what_it_declares(
     starts = backend.asarray(np.zeros((2, 130), np.int32)) if documents else None
     out, lse = k.attention_fwd(q, key, v, lengths, starts, *seen, *dropped)
     k.attention_bwd(*dparts, out, q, key, v, lengths, starts, out, lse, *seen, *dropped)
-    band = not causal or (window is not None and not documents)  # the bounds of documents have the window in them
+    # The bounds of documents have the window in them, and Hopper's kernels have windows as documents.
+    documents = documents or (window is not None and precision == "bf16" and hopper and dim >= 64 and not dropped[0])
+    band = not causal or (window is not None and not documents)
     instructions, options = "plain", band + (dropped[0] is not None)
-    if precision == "bf16" and options < 2:
-        instructions = "wgmma" if hopper and dim == 64 and not options else "mma"
-    elif precision == "tf32" and not options:
+    if precision == "bf16" and hopper and dim >= 64 and not options:
+        instructions = "wgmma" if dim == 64 else "tma"
+    elif precision == "bf16" and options < 2 and dim != 96:
+        instructions = "mma"
+    elif precision == "tf32" and not options and dim != 96:
         instructions = "tf32"
     wanted = [f"attention_{part}_{instructions}" for part in ("fwd", "bwd_q", "bwd_kv")]
     if documents:
@@ -304,7 +310,7 @@ def test_products_of_our_own_get_what_they_declare(product: str, splits: int, la
     from tinyforge.backends import gemm
 
     backend, (m, n, k) = FakeCupy("bf16"), (40, 24, 200)
-    for variant in gemm.compiled():
+    for variant in gemm.compiled(product):
         a = backend.zeros((k, m) if product == "WEIGHT" else (m, k))
         b = backend.zeros((n, k) if product == "FORWARD" else (k, n))
         out = backend.zeros((m, n), backend.master_dtype if product == "WEIGHT" else None)
@@ -365,13 +371,49 @@ def test_a_product_goes_where_the_table_says(launches: Launches, monkeypatch: py
     assert said[1].endswith("64: 128 x 256 cooperative, 4 stages, cluster 2, band 4, splits 1")
 
 
+@pytest.mark.parametrize("in_table", [True, False])
+def test_swiglu_is_at_the_end_of_a_product_where_the_table_says(
+    in_table: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel each way; else, or where the kernel cannot take the arrays, a product and a pass."""
+    from tinyforge.backends import gemm
+
+    backend = FakeCupy("bf16")
+    k = bind((linear_swiglu_fwd, swiglu_linear_bwd), backend, "test")
+    monkeypatch.setattr(gemm, "on_choice", None)
+
+    def both_ways(hidden: int, frozen: bool) -> tuple[list[str], list[str]]:
+        rows = {f"SWIGLU 40 {2 * hidden} 64": [128, 192, 5, 1, 1, 8, 1],
+                f"SWIGLU_BACKWARD 40 {hidden} 64": [128, 128, 6, 1, 1, 8, 1]}  # fmt: skip
+        monkeypatch.setattr(gemm, "_table", lambda: gemm.parsed(rows if in_table else {}))
+        launches.seen.clear()
+        gu, h = k.linear_swiglu_fwd(backend.zeros((2, 20, 64)), backend.zeros((2 * hidden, 64)))
+        assert gu.shape == (2, 20, 2 * hidden) and h.shape == (2, 20, hidden)
+        forward = list(launches.seen)
+        launches.seen.clear()
+        dweight = None if frozen else backend.zeros((64, hidden), backend.master_dtype)
+        dgu = k.swiglu_linear_bwd(dweight, backend.zeros((2, 20, 64)), gu, backend.zeros((64, hidden)))
+        assert dgu.shape == gu.shape
+        return forward, list(launches.seen)
+
+    passes = ["swiglu_fwd"], ["swiglu_bwd"]
+    for frozen in (False, True):
+        assert both_ways(24, frozen) == ((["gemm_hopper"], ["gemm_hopper"]) if in_table else passes)
+        assert both_ways(20, frozen) == passes  # not by eights
+    if in_table:
+        x, out = backend.zeros((40, 64)), backend.zeros((40, 48))
+        with pytest.raises(ValueError, match="gemm: bfloat16 .40, 16. beside .40, 48. of SWIGLU, wants .40, 24."):
+            gemm.hopper(gemm.compiled("SWIGLU")[0], x, backend.zeros((48, 64)), out, "SWIGLU",
+                        hidden=backend.zeros((40, 16)))  # fmt: skip
+
+
 def test_the_measured_table_names_variants_that_are_compiled() -> None:
     from tinyforge.backends import gemm
 
     table = json.loads((files("tinyforge.backends") / gemm.TABLE).read_text("utf-8"))
     for gpu in table.values():
         for (product, *_), variant in gemm.parsed(gpu).items():
-            assert product in gemm.PRODUCTS.values() and replace(variant, band=8, splits=1) in gemm.compiled()
+            assert replace(variant, band=8, splits=1) in gemm.compiled(product), product
 
 
 @pytest.mark.parametrize(

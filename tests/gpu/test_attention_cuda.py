@@ -40,12 +40,16 @@ def gpu() -> None:
         pytest.skip("needs a CUDA GPU")
 
 
-@pytest.fixture(params=("best", "mma.sync"))
+@pytest.fixture(params=("best", "tma", "mma.sync"))
 def tensor_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once with the kernels that this GPU gets, once with those that every GPU from sm_80 on can run."""
-    if request.param == "mma.sync":
-        if not kernels().has_wgmma():
-            pytest.skip("this GPU has no other")
+    """With the kernels that this GPU gets; with those by TMA wherever there are any, or nowhere; with those that every
+    GPU from sm_80 on can run."""
+    if request.param != "best" and not kernels().has_wgmma():
+        pytest.skip("this GPU has no other")
+    if request.param == "tma":
+        sizes = {} if 64 in kernels().TMA_FROM else {64: 0, 96: 0, 128: 0}
+        monkeypatch.setattr(kernels(), "TMA_FROM", sizes)
+    elif request.param == "mma.sync":
         monkeypatch.setattr(kernels(), "has_wgmma", lambda: False)
 
 
@@ -215,7 +219,7 @@ def test_plain_kernels_take_any_head_size_up_to_128(d: int) -> None:
 
 @pytest.mark.usefixtures("tensor_cores")
 @pytest.mark.parametrize("heads,kv_heads", HEADS)
-@pytest.mark.parametrize("d", (6, 8, 32, 48, 64, 80, 128))  # 32, 64 and 128 on tensor cores
+@pytest.mark.parametrize("d", (6, 8, 32, 48, 64, 80, 96, 128))  # 32, 64, 96 and 128 on tensor cores
 def test_bf16_is_no_worse_than_twice_unfused_bf16(d: int, heads: int, kv_heads: int) -> None:
     rng = np.random.default_rng()
     for t in LENGTHS:
@@ -381,7 +385,7 @@ def test_documents_match_numpy(
 @pytest.mark.parametrize("dropped", (KEPT, DROPPED), ids=("kept", "dropped"))
 @pytest.mark.parametrize("seen", (CAUSAL, (True, 33)))
 @pytest.mark.parametrize("heads,kv_heads", HEADS)
-@pytest.mark.parametrize("d", (32, 48, 64, 128))
+@pytest.mark.parametrize("d", (32, 48, 64, 96, 128))
 def test_documents_in_bf16(d: int, heads: int, kv_heads: int, seen: Seen, dropped: Dropped) -> None:
     rng = np.random.default_rng()
     for t in LENGTHS[1:]:
@@ -473,7 +477,7 @@ def test_only_tf32_rounds_and_only_where_it_has_kernels(d: int) -> None:
 
 @pytest.mark.usefixtures("tensor_cores")
 @pytest.mark.parametrize("dtype,tolerance", ((np.float64, 1e-13), (np.float32, 2e-6), (TF32, 1e-3), (BF16, 6e-3)))
-@pytest.mark.parametrize("d", (32, 64, 128))
+@pytest.mark.parametrize("d", (32, 64, 96, 128))
 def test_a_cache_longer_than_the_queries(d: int, dtype: Any, tolerance: float) -> None:
     rng = np.random.default_rng()
     for queries, keys in ((1, 1), (1, 100), (5, 64), (65, 200), (130, 131)):
@@ -489,18 +493,38 @@ def test_a_cache_longer_than_the_queries(d: int, dtype: Any, tolerance: float) -
 
 
 @pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("d", (64, 128))
 @pytest.mark.parametrize("dtype", (np.float64, np.float32, TF32, BF16))
-def test_two_runs_give_the_same_bits(dtype: Any) -> None:
-    qkv, dy = random_inputs(np.random.default_rng(), 3, 333, 6, 2, 64, dtype)
+def test_two_runs_give_the_same_bits(dtype: Any, d: int) -> None:
+    qkv, dy = random_inputs(np.random.default_rng(), 3, 333, 6, 2, d, dtype)
     first, second = (run(qkv, dy, 6, 2, dtype) for _ in range(2))
     for name in first:
         assert cp.asnumpy(first[name]).tobytes() == cp.asnumpy(second[name]).tobytes(), name
 
 
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "d"), [(4, 8, 8, 128), (3, 6, 2, 96), (4, 12, 4, 64)])
+def test_more_work_than_blocks(batch: int, heads: int, kv_heads: int, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that stay on their multiprocessors: several units of work for each, tiles many times round the ring."""
+    if not kernels().has_wgmma():
+        pytest.skip("needs a GPU of compute capability 9.0")
+    monkeypatch.setitem(kernels().TMA_FROM, 64, 0)
+    t = 1100
+    qkv, dy = random_inputs(np.random.default_rng(), batch, t, heads, kv_heads, d, BF16)
+    got, want = run(qkv, dy, heads, kv_heads, BF16), expected(qkv, dy, heads, kv_heads)
+    assert error(got["lse"], want["lse"]) <= 1e-5
+    assert error(got["out"], want["out"]) <= 6e-3 and error(got["dqkv"], want["dqkv"]) <= 6e-3
+    monkeypatch.setattr(kernels(), "has_wgmma", lambda: False)  # head by head beside the other kernels
+    other = run(qkv, dy, heads, kv_heads, BF16)
+    for name in ("out", "dqkv"):
+        a, b = download(got[name]), download(other[name])
+        assert (np.linalg.norm(a - b, axis=(1, 3)) <= 1e-2 * np.linalg.norm(b, axis=(1, 3))).all(), name
+
+
 @pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("d", (32, 128))
 @pytest.mark.parametrize("dtype", (np.float64, TF32, BF16))
-def test_the_future_changes_no_bit(dtype: Any) -> None:
-    qkv, dy = random_inputs(np.random.default_rng(), 1, 150, 4, 2, 32, dtype)
+def test_the_future_changes_no_bit(dtype: Any, d: int) -> None:
+    qkv, dy = random_inputs(np.random.default_rng(), 1, 150, 4, 2, d, dtype)
     changed = qkv.copy()
     changed[:, 100:] = rounded(5.0, dtype)
     first, second = run(qkv, dy, 4, 2, dtype), run(changed, dy, 4, 2, dtype)
@@ -519,9 +543,10 @@ def test_large_scores_do_not_overflow(dtype: Any) -> None:
 
 
 @pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("d", (32, 96, 128))
 @pytest.mark.parametrize("dtype,tolerance", ((np.float64, 1e-13), (TF32, 1e-3), (BF16, 6e-3)))
-def test_nothing_is_written_beside_the_gradients(dtype: Any, tolerance: float) -> None:
-    heads, kv_heads, t, d = 4, 2, 77, 32
+def test_nothing_is_written_beside_the_gradients(dtype: Any, tolerance: float, d: int) -> None:
+    heads, kv_heads, t = 4, 2, 77
     qkv, dy = random_inputs(np.random.default_rng(), 2, t, heads, kv_heads, d, dtype)
     wide = poisoned((2, t + 3, heads + 2 * kv_heads + 1, d), dtype)  # rows and a head beside the ones to fill
     parts = split(upload(qkv, dtype), heads, kv_heads)
@@ -535,9 +560,10 @@ def test_nothing_is_written_beside_the_gradients(dtype: Any, tolerance: float) -
 
 
 @pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("d", (64, 96, 128))
 @pytest.mark.parametrize("dtype", (np.float64, TF32, BF16))
-def test_nothing_is_read_beside_the_inputs(dtype: Any) -> None:
-    heads, kv_heads, t, d = 4, 2, 77, 64
+def test_nothing_is_read_beside_the_inputs(dtype: Any, d: int) -> None:
+    heads, kv_heads, t = 4, 2, 77
     qkv, dy = random_inputs(np.random.default_rng(), 2, t, heads, kv_heads, d, dtype)
     wide = np.full((2, t + 60, heads + 2 * kv_heads + 1, d), np.nan)
     wide[:, :t, : heads + 2 * kv_heads] = qkv
@@ -591,6 +617,9 @@ def test_hopper_runs_its_own_kernels() -> None:
     for d, name in ((64, "attention_fwd_wgmma"), (32, "attention_fwd_mma")):
         file = kernels().tensor_core_file(BF16, d, False, ())
         assert kernels().tensor_core(file, "FORWARD", d, ()).kernel.name == name
+    for d in (96, 128):
+        assert kernels().tensor_core_file(BF16, d, False, ()) == kernels().TMA_FILE
+        assert kernels().tma_kernel("FORWARD", d, ()).kernel.name == "attention_fwd_tma"
     for option in ("BAND", "DROP"):  # not its business
         assert kernels().tensor_core_file(BF16, 64, False, (option,)) == kernels().FILE
     assert kernels().tensor_core(kernels().WGMMA_FILE, "FORWARD", 64, ("DOCS",)).kernel.name == "attention_fwd_wgmma"

@@ -115,6 +115,8 @@ def test_teams_share_the_device_and_blocks_the_tiles(plan: BatchPlan) -> None:
 def test_shapes_that_the_kernel_cannot_take_are_refused() -> None:
     with pytest.raises(UserError, match="head size 48 at 2 bytes a number, wanted one of 32, 64, 128"):
         replace(BASE, dim=576)
+    with pytest.raises(UserError, match="head size 8 at 4 bytes a number, wanted one of 16, 32, 64, 128"):
+        replace(SMALL, heads=8)
     with pytest.raises(UserError, match="head size 16 at 2 bytes a number, wanted one of 32, 64, 128"):
         replace(BASE, dim=192)
     with pytest.raises(UserError, match="24 heads share 1 keys, wanted at most 16 to a key"):

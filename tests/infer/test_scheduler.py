@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,11 @@ import pytest
 from models.nanoeuler import Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.infer.decoder import Decoder, Drawn, ReferenceDecoder
+from tinyforge.infer.decoder import Decoder, ReferenceDecoder, Start
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling, choose
-from tinyforge.infer.scheduler import Made, Prefixes, QueueFull, Request, Scheduler
+from tinyforge.infer.scheduler import AHEAD, BLOCK, Made, Prefixes, QueueFull, Request, Scheduler
 from tinyforge.infer.session import Session
 from tinyforge.registry import models
 from tinyforge.rng import Stream
@@ -34,25 +34,29 @@ def tiny(precision: str = "fp32", config: Config = CONFIG) -> NanoEuler:
 
 
 class Drawing(ReferenceDecoder):
-    """Draws tokens itself, in blocks, as the decoders on a GPU do, and as they do fills idle rows with anything."""
+    """Draws tokens itself, as the decoders on a GPU do: what nobody waited for is read later, or never."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.last, self.how = [0] * self.batch, [(Sampling(temperature=0), Stream(0))] * self.batch
 
     def draws(self, sampling: Sampling) -> bool:
         return not (sampling.changes_logits or sampling.logprobs)
 
-    def stream(
-        self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
-    ) -> Iterator[Drawn]:
-        last = list(tokens)
-        for _ in range(min(count, self.capacity - min(self.lengths))):
-            for row, stream in enumerate(streams):
-                if self.lengths[row] == self.capacity:
-                    last[row] = 0
-                    continue
-                z = self.step_rows([row], [[last[row]]])[0, :, 0]
-                sampling = samplings[row]
-                number = 0.0 if sampling.temperature == 0 else float(stream.uniform((1,))[0])
-                (last[row],) = choose(z, sampling, [number])
-            yield Drawn(np.array(last)[:, None], None)
+    def queue(self, rows: Mapping[int, Start | None], count: int) -> Callable[[], np.ndarray]:
+        ids = np.full((self.batch, count), self.config.vocab - 1)  # where nothing is meant
+        for row, start in rows.items():
+            given = list(start.tokens) if start else []
+            assert len(given) <= count and (start is None or given)
+            if start:
+                self.how[row] = start.sampling, start.stream
+            sampling, stream = self.how[row]
+            for i in range(min(count, self.capacity - self.lengths[row])):
+                z = self.step_rows([row], [[given[i] if i < len(given) else self.last[row]]])[0, :, 0]
+                if i >= len(given) - 1:
+                    number = 0.0 if sampling.temperature == 0 else float(stream.uniform((1,))[0])
+                    (self.last[row],) = ids[row, i : i + 1] = choose(z, sampling, [number])
+        return lambda: ids
 
 
 def wishes(rng: random.Random, vocab: int, context: int, drafts: int, count: int = 24) -> list[dict[str, Any]]:
@@ -171,6 +175,69 @@ def test_a_text_is_that_of_a_session() -> None:
 
 def session_budget(wish: dict[str, Any], scheduler: Scheduler) -> int:
     return min(wish["sampling"].max_tokens, scheduler.decoder.capacity - len(wish["prompt"]))
+
+
+def drawn_alone(model: NanoEuler, prompt: list[int], sampling: Sampling) -> list[int]:
+    """The naive sibling of a decoder that draws: the whole prompt at once, then a number of the stream for each."""
+    decoder, text, numbers = ReferenceDecoder(model), list(prompt), Stream(sampling.seed, "sample")
+    decoder.prefill(0, prompt[:-1])
+    for _ in range(min(sampling.max_tokens, decoder.capacity - len(prompt))):
+        number = float(numbers.uniform()) if sampling.temperature else 0.0
+        text += choose(decoder.step([[text[-1]]])[0, :, 0], sampling, [number])
+    return text[len(prompt) :]
+
+
+def test_what_a_prompt_has_beyond_its_pieces_passes_beside_other_rows() -> None:
+    """Prompts of every length up to and beyond pieces of 32, in float64: the tokens that a prefilled prompt gives."""
+    model, rng = tiny("fp64"), random.Random(4)
+    decoder = Drawing(model, 4)
+    scheduler = Scheduler(model, 4, decoder=decoder)
+    lengths = [1, 2, 16, 17, 18, 31, 32, 33, 34, 64, 65, 66, 100, 149]
+    asked = [([rng.randrange(CONFIG.vocab) for _ in range(n)],
+              Sampling(temperature=n % 2, top_k=0, top_p=1, seed=n, max_tokens=20)) for n in lengths]  # fmt: skip
+    requests = [scheduler.submit(*wish) for wish in asked]
+    gone = scheduler.submit([7] * 31, Sampling(max_tokens=9))
+    while gone.row is None or not decoder.lengths[gone.row]:
+        scheduler.step()
+    assert decoder.lengths[gone.row] <= BLOCK * AHEAD and not gone.tokens
+    scheduler.cancel(gone)  # in the middle of its prompt
+    while scheduler.busy:
+        scheduler.step()
+    assert [request.tokens for request in requests] == [drawn_alone(model, *wish) for wish in asked]
+    assert [r.stats.prefilled for r in requests] == [n - 1 for n in lengths] and not gone.tokens
+    assert [r.stats.passes for r in requests] == [min(20, CONFIG.context - n) for n in lengths]
+
+
+def test_a_block_is_queued_before_the_one_before_it_is_read() -> None:
+    log: list[tuple[str, int]] = []
+
+    class Watched(Drawing):
+        def queue(self, rows: Mapping[int, Start | None], count: int) -> Callable[[], np.ndarray]:
+            read = super().queue(rows, count)
+            log.append(("queue", count))
+
+            def logged() -> np.ndarray:
+                log.append(("read", count))
+                return read()
+
+            return logged
+
+    model = tiny()
+    scheduler = Scheduler(model, 2, decoder=Watched(model, 2))
+    first = scheduler.submit(list(range(20)), Sampling(temperature=0, max_tokens=50))
+    got = [len(new) for _ in range(5) for _, new in scheduler.step()]
+    assert log == [("queue", 16), ("queue", 16), ("read", 16), ("queue", 16), ("read", 16), ("queue", 16),
+                   ("read", 16), ("queue", 5), ("read", 16), ("read", 5)]  # fmt: skip
+    assert got == [13, 16, 16, 5] and first.reason == "length"
+    # A stop shows when a block is read: one more was queued for the row, and nobody waits for it.
+    log.clear()
+    second = scheduler.submit([1], Sampling(temperature=0, max_tokens=50), frozenset(range(CONFIG.vocab)))
+    scheduler.step()
+    assert second.reason == "stop" and not scheduler.busy
+    third = scheduler.submit([1, 2], Sampling(temperature=0, max_tokens=3))
+    scheduler.step()
+    assert third.tokens == drawn_alone(model, [1, 2], third.sampling)
+    assert log == [("queue", 16), ("queue", 16), ("read", 16), ("queue", 4), ("read", 4)]
 
 
 def test_prompts_that_share_a_beginning_compute_it_once() -> None:

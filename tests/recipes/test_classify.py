@@ -23,6 +23,7 @@ from tinyforge.hub import convert, load
 from tinyforge.registry import models
 from tinyforge.rng import Stream
 from tinyforge.text import WordPiece
+from tinyforge.train.batches import PackedTokens
 from tinyforge.train.masked import MaskedWords, framed, padded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -260,6 +261,7 @@ def test_texts_pretrained_fine_tuned_resumed_and_given_away(here: Path, capsys: 
     shape = f"--model bert {TEXT_SHAPE} --data text.txt --keep 0".split()
     assert pretrain.main([*shape, *"--set vocab=80 --steps 4 --save-every 2 --eval-every 2 --out bert".split()]) == 0
     said = capsys.readouterr().out
+    assert "to beat: loss " in said
     assert "val perplexity" in said and "|" in said and "next: python recipes/classify.py --base bert" in said
     shutil.copytree("bert", "cut")
     shutil.rmtree("cut/step-00000004")
@@ -323,6 +325,14 @@ def test_hidden_words_are_drawn_as_in_the_paper() -> None:
     assert 0.76 < masked < 0.84 and 0.07 < kept < 0.13
     short = words.hide(np.full((2, 3), 3, np.int32), Stream(1, "test"))  # nothing that could be hidden
     assert (short.more[2] == -1).all() and (short.targets == -1).all()
+
+
+def test_what_frequencies_alone_are_worth() -> None:
+    tokenizer = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"])
+    text = PackedTokens(np.tile(np.array([5, 5, 6, 3], np.int32), 50), 16, 1, 0)
+    words = MaskedWords(text, tokenizer, models()["bert"].config(vocab=8, context=18), 18, 0)
+    wanted = -(2 * np.log(2 / 3) + np.log(1 / 3)) / 3  # [SEP] is never hidden
+    assert words.frequency_loss(1000) == pytest.approx(wanted)
 
 
 def test_the_bag_of_words_learns_what_words_say() -> None:

@@ -73,6 +73,20 @@ def test_the_defaults_are_the_recipes() -> None:
     assert (SftSettings().lr, SftSettings().out) == (2e-3, "runs/sft")
 
 
+def test_a_model_may_have_defaults_of_its_own() -> None:
+    usual = parse(PretrainSettings, "", ["--model", "bert"]).settings
+    assert (usual.lr, usual.warmup, usual.steps) == (5e-4, 0.1, 2800)
+    assert usual.usual() == replace(usual, model="nanoeuler")
+    assert not any(flag.startswith("--warmup") for flag in usual.flags())
+    given = parse(PretrainSettings, "", "--model bert --lr 1e-3 --warmup 0.02".split()).settings
+    assert (given.lr, given.warmup) == (1e-3, 0.02) and "--warmup 0.02" in given.flags()
+
+
+def test_a_float_that_was_given_as_a_whole_number_may_become_another() -> None:
+    config = config_of(PretrainSettings(model="bert", set=("dropout=0",)))
+    assert config.override({"dropout": 0.1}).to_dict()["dropout"] == 0.1
+
+
 def test_what_makes_two_runs_comparable() -> None:
     run = PretrainSettings()
     same = replace(run, out="x", workers=3, device=1, backend="numpy", eval_every=1, save_every=1, recompute="blocks")

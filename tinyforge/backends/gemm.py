@@ -4,6 +4,9 @@ Ours (ops/gemm_hopper.cu) takes bf16 on a Hopper. Which of its variants to use f
 faster, was measured once for each shape by bench/gemm.py, and lies in gemm_table.json by the name of the GPU. A product
 that is not in the table goes to cuBLAS: another GPU, another shape, another precision. So the choice depends on the
 shape alone, and a run gives the same bits every time.
+
+Some products of ours end with an op's whole pass over memory (EPILOGUES): `gemm_swiglu` and `gemm_swiglu_backward` give
+None where the table has none of these for a shape, and the op takes its passes one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import numpy as np
 from tinyforge.backends import cublas
 from tinyforge.backends.compile import constant, load, variants
 from tinyforge.backends.cublas import FLOAT32, leading
-from tinyforge.backends.cupy_backend import blocks, new, processors, scalar, vector
+from tinyforge.backends.cupy_backend import blocks, new, or_null, processors, scalar, vector
 from tinyforge.backends.tensor_map import distances, encoded
 from tinyforge.kernel import Array
 
@@ -32,6 +35,9 @@ MOST_BLOCKS = 1024  # of the plain kernel
 
 # Whether a product transposes its factors, for those that a model and its gradient have: x W^T, dy W, dy^T x.
 PRODUCTS = {(False, True): "FORWARD", (False, False): "INPUT", (True, False): "WEIGHT"}
+
+# What may stand in the table beside them: a product, and the epilogue of its kernel.
+EPILOGUES = {"SWIGLU": "FORWARD", "SWIGLU_BACKWARD": "INPUT"}
 
 on_choice: Callable[[str, int, int, int, Variant | None], None] | None = None
 """Called with every product of bf16: (product, m, n, k) and the variant, None being cuBLAS."""
@@ -77,10 +83,20 @@ class Variant:
         return self.stages * (self.rows + self.columns) * LINE + BARRIERS
 
 
-def compiled() -> list[Variant]:
-    """The variants that the head of the kernel's file lists, each once, with the default band and splits."""
+def compiled(product: str = "FORWARD") -> list[Variant]:
+    """The variants that the head of the kernel's file lists for a product or an epilogue, with the default band and
+    splits."""
     names = ("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER")
-    return list(dict.fromkeys(Variant(*(int(macros[n]) for n in names)) for macros in variants(FILE)))
+    wanted = macros_of(product)
+    return [
+        Variant(*(int(macros[n]) for n in names)) for macros in variants(FILE)
+        if all(macros.get(name, "NONE") == wanted.get(name, "NONE") for name in ("PRODUCT", "EPILOGUE"))
+    ]  # fmt: skip
+
+
+def macros_of(product: str) -> dict[str, str]:
+    """What the kernel's text says of a product or an epilogue."""
+    return {"PRODUCT": EPILOGUES[product], "EPILOGUE": product} if product in EPILOGUES else {"PRODUCT": product}
 
 
 def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = False, transpose_b: bool = False,
@@ -99,22 +115,62 @@ def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = Fa
                        scale=scale)  # fmt: skip
 
 
+def gemm_swiglu(x: Array, weight: Array) -> tuple[Array, Array] | None:
+    """gu = x weight^T and h = swiglu(gu) by one kernel, or None, with nothing done, where the table has none for it.
+
+    x: (m, k), weight: (2 n, k), the gate first; gu: (m, 2 n); h: (m, n). The bits are those of our product of the same
+    tile followed by the op."""
+    variant = _chosen("SWIGLU", x, (len(x), *weight.shape))
+    if variant is None:
+        return None
+    gu, hidden = new((len(x), len(weight)), x.dtype), new((len(x), len(weight) // 2), x.dtype)
+    return None if hopper(variant, x, weight, gu, "SWIGLU", hidden=hidden) is None else (gu, hidden)
+
+
+def gemm_swiglu_backward(dy: Array, weight: Array, gu: Array, *, again: bool) -> tuple[Array, Array | None] | None:
+    """dgu = swiglu_bwd(dh, gu) of dh = dy weight, and with `again` h = swiglu(gu), by one kernel; or None, as above.
+
+    dy: (m, k), weight: (k, n), gu and dgu: (m, 2 n), h: (m, n)."""
+    n = weight.shape[1]
+    variant = _chosen("SWIGLU_BACKWARD", dy, (len(dy), n, len(weight)))
+    if variant is None:
+        return None
+    dgu, hidden = new(gu.shape, gu.dtype), new((len(dy), n), gu.dtype) if again else None
+    made = hopper(variant, dy, weight, dgu, "SWIGLU_BACKWARD", hidden=hidden, gu=gu)
+    return None if made is None else (dgu, hidden)
+
+
+def _chosen(epilogue: str, a: Array, size: tuple[int, int, int]) -> Variant | None:
+    variant = _table().get((epilogue, *size)) if a.dtype.name == "bfloat16" else None
+    if on_choice is not None and variant is not None:
+        on_choice(epilogue, *size, variant)
+    return variant
+
+
 def hopper(
-    variant: Variant, a: Array, b: Array, out: Array | None, product: str, *, accumulate: bool = False
-) -> Array | None:
+    variant: Variant, a: Array, b: Array, out: Array | None, product: str, *, accumulate: bool = False,
+    hidden: Array | None = None, gu: Array | None = None,
+) -> Array | None:  # fmt: skip
     """out = a b^T, the factors lying as `product` has them, or None, with nothing done, where the kernel cannot take
-    them: it wants bf16, rows that begin at 16 bytes, columns by eights, and adds in float32 alone."""
+    them: it wants bf16, rows that begin at 16 bytes, columns by eights, and adds in float32 alone. hidden, gu: of the
+    epilogues; they have no gaps, nor has out then."""
     if out is None:
         if product == "WEIGHT":  # it would be in bf16
             return None
         out = new((len(a), b.shape[product == "INPUT"]), a.dtype)
     plan = _plan(variant, product, accumulate, *((x.dtype, x.shape, x.strides) for x in (a, b, out)))
-    places = a.data.ptr, b.data.ptr, out.data.ptr
+    beside = [x for x in (hidden, gu) if x is not None]
+    places = a.data.ptr, b.data.ptr, out.data.ptr, *(x.data.ptr for x in beside)
     if plan is None or any(place % 16 for place in places):
         return None
+    m, n = out.shape[0], out.shape[1] // 2
+    for x, shape in ((hidden, (m, n)), (gu, (m, 2 * n))):
+        if x is not None and (x.shape != shape or not x.flags.c_contiguous or x.dtype != a.dtype):
+            raise ValueError(f"gemm: {x.dtype} {x.shape} beside {out.shape} of {product}, wants {shape} of {a.dtype}")
     maps = (encoded(place, *known) for place, known in zip(places, plan.maps, strict=False))
     parts = out if plan.splits == 1 else new((plan.splits, *out.shape), FLOAT32)
-    plan.kernel(plan.grid, (THREADS,), (parts, *maps, *plan.numbers), shared_mem=variant.shared_bytes)
+    arguments = (parts, *maps, *plan.numbers, or_null(hidden), or_null(gu))
+    plan.kernel(plan.grid, (THREADS,), arguments, shared_mem=variant.shared_bytes)
     if parts is not out:
         _add_parts(out, parts, accumulate)
     return out
@@ -138,27 +194,32 @@ Described = tuple[np.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, s
 def _plan(variant: Variant, product: str, accumulate: bool, *arrays: Described) -> Plan | None:
     """None where the kernel cannot take them."""
     (kind, a, a_strides), (b_kind, b, b_strides), (result, out, out_strides) = arrays
-    across_a, across_b = product == "WEIGHT", product != "FORWARD"
+    macros = macros_of(product)
+    across_a, across_b = macros["PRODUCT"] == "WEIGHT", macros["PRODUCT"] != "FORWARD"
     (m, k), n = a[::-1] if across_a else a, b[1 if across_b else 0]
-    if out != (m, n) or b != ((k, n) if across_b else (n, k)):
+    wide = 2 * n if product == "SWIGLU_BACKWARD" else n  # columns of out
+    if out != (m, wide) or b != ((k, n) if across_b else (n, k)):
         raise ValueError(f"gemm: {product} of {a} and {b} into {out}")
     rows = [distances((1, *shape), (0, *steps), 2) for shape, steps in ((a, a_strides), (b, b_strides))]
-    stride = out_strides[0] // result.itemsize if m > 1 else n
+    stride = out_strides[0] // result.itemsize if m > 1 else wide
     fits = (
         kind.name == b_kind.name == "bfloat16" and result == (FLOAT32 if across_a else kind) and min(m, n, k) > 0
-        and n % 8 == 0 and stride >= n and stride % 8 == 0 and out_strides[1] == result.itemsize
-        and (across_a or not accumulate) and None not in rows
+        and n % (16 if product == "SWIGLU" else 8) == 0 and stride >= wide and stride % 8 == 0
+        and out_strides[1] == result.itemsize and (across_a or not accumulate) and None not in rows
+        and (product not in EPILOGUES or stride == wide)
     )  # fmt: skip
     if not fits:
         return None
     splits = min(variant.splits, -(-k // DEPTH)) if across_a else 1
-    boxes = (DEPTH if across_a else variant.rows), (DEPTH if across_b else variant.columns) // variant.cluster
-    units = -(-m // (variant.rows * variant.cluster)) * -(-n // variant.columns) * splits
+    pairs = 2 if product == "SWIGLU" else 1  # a column of the gate, and one of up
+    width, columns = n // pairs, variant.columns // pairs  # of h, or the result; of a tile
+    boxes = (DEPTH if across_a else variant.rows), (DEPTH if across_b else columns) // variant.cluster
+    units = -(-m // (variant.rows * variant.cluster)) * -(-width // columns) * splits
     kernel = load(
-        FILE, "gemm_hopper", variant.shared_bytes, arch="sm_90a", SCALAR="bf16", PRODUCT=product, ROWS=variant.rows,
+        FILE, "gemm_hopper", variant.shared_bytes, arch="sm_90a", SCALAR="bf16", **macros, ROWS=variant.rows,
         COLUMNS=variant.columns, STAGES=variant.stages, PINGPONG=variant.pingpong, CLUSTER=variant.cluster,
     )  # fmt: skip
-    numbers = (m, n, k, stride if splits == 1 else n, variant.band, splits, accumulate and splits == 1)
+    numbers = (m, width, k, stride if splits == 1 else n, variant.band, splits, accumulate and splits == 1)
     return Plan(
         kernel, (variant.cluster * min(processors() // variant.cluster, units),), tuple(map(np.int32, numbers)),
         tuple(((1, *shape), row, (1, lines, DEPTH)) for shape, row, lines in zip((a, b), rows, boxes, strict=True)),

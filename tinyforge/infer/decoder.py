@@ -8,7 +8,7 @@ backend, slow. The fused decoders, which compute one shape of model fast, are ch
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,15 @@ class Drawn(NamedTuple):
     ids: np.ndarray
     logprobs: np.ndarray | None
     passes: tuple[int, ...] | None = None
+
+
+class Start(NamedTuple):
+    """A row of `Decoder.queue`: the tokens that it takes first, one a pass, and how it draws those that follow; the
+    first of them with the next number of the stream."""
+
+    tokens: Sequence[int]
+    sampling: Sampling
+    stream: Stream
 
 
 class Decoder(ABC):
@@ -86,10 +95,6 @@ class Decoder(ABC):
                      for row, (new, old) in enumerate(zip(self.lengths, lengths, strict=True))])  # fmt: skip
         return logits
 
-    def rewind_row(self, row: int, length: int) -> None:
-        """`rewind` of one row."""
-        self.rewind([length if i == row else held for i, held in enumerate(self.lengths)])
-
     def saved(self, row: int, start: int) -> Any:
         """Where `can_save`: a copy of what a row's cache holds from position `start` on, for `restore`; arrays in
         tuples and lists."""
@@ -101,16 +106,21 @@ class Decoder(ABC):
         raise NotImplementedError(f"{type(self).__name__} restores no part of its cache")
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Drop the positions of row i from lengths[i] on. Nothing is copied."""
-        for row, (new, old) in enumerate(zip(lengths, self.lengths, strict=True)):
-            if not 0 <= new <= old:
-                raise ValueError(f"rewind: row {row} holds {old} positions, cannot go to {new}")
-            if not (self.can_rewind or new in (0, old)):
-                raise ValueError(f"rewind: row {row} holds {old} positions, its cache goes to 0 only, not to {new}")
-        self.lengths = list(lengths)
+        """`rewind_row` of every row."""
+        for row, (length, _) in enumerate(zip(lengths, self.lengths, strict=True)):
+            self.rewind_row(row, length)
+
+    def rewind_row(self, row: int, length: int) -> None:
+        """Drop the positions of a row from `length` on. Nothing is copied."""
+        held = self.lengths[row]
+        if not 0 <= length <= held:
+            raise ValueError(f"rewind: row {row} holds {held} positions, cannot go to {length}")
+        if not (self.can_rewind or length in (0, held)):
+            raise ValueError(f"rewind: row {row} holds {held} positions, its cache goes to 0 only, not to {length}")
+        self.lengths[row] = length
 
     def draws(self, sampling: Sampling) -> bool:
-        """Whether `stream` is offered, for this kind of sampling."""
+        """Whether `stream` is offered, for this kind of sampling, and of many rows `queue`."""
         return False
 
     def stream(
@@ -123,6 +133,17 @@ class Decoder(ABC):
         from the same distributions as `sampling.choose`, not necessarily the same tokens, and the same ones every time,
         whatever the other rows have. A decoder of one row may use drafts, as many as its sampling allows at most. The
         caller stops when it likes, and rewinds.
+        """
+        raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
+
+    def queue(self, rows: Mapping[int, Start | None], count: int) -> Callable[[], np.ndarray]:
+        """For a decoder of many rows that draws: append `count` tokens to each of some rows, without a wait. Returns a
+        function that waits; it gives what was drawn behind each token, (batch, count).
+
+        None is a row that goes on from the last call, with what it drew there; else it starts, with at most `count`
+        tokens. What a row draws before the last token it was given means nothing, and so does all of the rows that take
+        no part, and what follows once a cache is full. Rows may be rewound, filled and started again before
+        the function is called. What a row draws does not depend on the others, nor on how passes are cut into calls.
         """
         raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
 
@@ -163,13 +184,12 @@ class ReferenceDecoder(Decoder):
             parts.append(np.stack(logits, axis=2))
         return np.concatenate(parts).astype(model.backend.master_dtype, copy=False)
 
-    def rewind(self, lengths: Sequence[int]) -> None:
-        super().rewind(lengths)
-        for row, length in enumerate(lengths):
-            if self.can_rewind:
-                self.caches[row].rewind(length)
-            elif length < self.caches[row].length:
-                self.caches[row] = self.model.make_cache(1, self.capacity)
+    def rewind_row(self, row: int, length: int) -> None:
+        super().rewind_row(row, length)
+        if self.can_rewind:
+            self.caches[row].rewind(length)
+        elif length < self.caches[row].length:
+            self.caches[row] = self.model.make_cache(1, self.capacity)
 
     def _extend(self, row: int, tokens: Sequence[int]) -> Array:
         """Append to one row; returns the final stream of the new positions, (1, n, C)."""

@@ -6,12 +6,15 @@
         for request, new in scheduler.step(): ...       # new: the tokens since the last time
 
 A step admits waiting requests to free rows, computes some pieces of their prompts, and then a block of tokens of every
-row that is ready: one token on a CPU, up to BLOCK where the decoder draws tokens itself. Rows are freed between blocks.
+row that is ready: one token on a CPU, up to BLOCK where the decoder draws tokens itself. Such blocks are queued ahead,
+so that the decoder computes the next one while the last one is read here. Rows are freed when a block has been read.
 
 A request's text depends on its prompt, its sampling and its seed alone, to the last bit, whatever happens beside it:
 
 - A prompt is computed in pieces of `Decoder.piece` positions, and what is less than two of them in one more; its last
   token is the first pass's. So the shape of each product is the prompt's own, whatever comes between two pieces.
+- Where the decoder draws, what is less than a piece is no piece: the row takes one of these tokens in each pass, beside
+  the tokens of the others, until it has the last one and draws.
 - Prompts share whole pieces: what is saved of one prompt's piece is what another one would compute, bit for bit.
 - `Decoder.step_rows` gives a row the same bits beside any others. Rows that speculate take passes of their own.
 - Numbers are drawn from the request's own stream. Whether a decoder draws itself is the request's choice of sampling.
@@ -26,6 +29,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,15 +37,17 @@ import numpy as np
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.choose import make_decoder
-from tinyforge.infer.decoder import Decoder
+from tinyforge.infer.decoder import Decoder, Start
 from tinyforge.infer.sampling import Sampling, choose, log_probability, penalise, uniforms
 from tinyforge.infer.session import Stats, check_prompt, checked_ids
 from tinyforge.infer.speculation import propose, verify
 from tinyforge.rng import Stream
 
-BLOCK = 64
+BLOCK = 16
 """Tokens of every row between two looks at what waits, where the decoder draws them itself."""
-HOST_PASSES = 8
+AHEAD = 2
+"""Blocks that are queued: one is computed while another is read."""
+HOST_PASSES = 2
 """Passes for the rows that are drawn here, after each block of those that the decoder draws."""
 PREFIX_BYTES = 256 << 20
 """Of prompts' pieces that are kept for other prompts, at most."""
@@ -69,6 +75,18 @@ class Made(NamedTuple):
     others: tuple[tuple[int, float], ...] = ()
     head: int = 0
     refused: Refused | None = None
+
+
+class _Block(NamedTuple):
+    """Tokens that are on their way from the decoder. read: waits for the ids, (rows, BLOCK or fewer). parts: requests,
+    their rows, and how many ids of each mean nothing, while it took its prompt."""
+
+    read: Callable[[], np.ndarray]
+    parts: list[tuple[Request, int, int]]
+
+
+_plain = cache(Made)
+"""A token of which no more is told than its id: one object for all of them, of which a step gives thousands."""
 
 
 @dataclass(eq=False)
@@ -103,6 +121,11 @@ class Request:
     def tokens(self) -> list[int]:
         return self.text[len(self.prompt) :]
 
+    @property
+    def end(self) -> int:
+        """The positions that its row holds when it has all its tokens: the last one is in no cache."""
+        return len(self.text) - 1 + self.budget
+
 
 class Scheduler:
     """Rows of one decoder, and the requests that wait for one.
@@ -126,6 +149,7 @@ class Scheduler:
         self.free = list(range(rows))
         self.prefixes = Prefixes(prefix_bytes if self.decoder.can_save else 0)
         self._ended: list[Request] = []  # without having had a token in this step
+        self._blocks: deque[_Block] = deque()  # queued and not read
 
     @property
     def most_drafts(self) -> int:
@@ -155,7 +179,7 @@ class Scheduler:
         if alternatives and not sampling.logprobs:
             raise UserError("alternatives are asked for without log-probabilities; ask for logprobs too")
         drafts = min(sampling.drafts, self.most_drafts)
-        s = replace(sampling, drafts=drafts)
+        s = sampling if sampling.drafts == drafts else replace(sampling, drafts=drafts)
         return Request(
             ids, s, stop, min(alternatives, config.vocab), deadline, accept, list(ids),
             budget=min(s.max_tokens, self.decoder.capacity - len(ids)), device=self.decoder.draws(s),
@@ -185,6 +209,7 @@ class Scheduler:
         self.filling.clear()
         self.running.clear()
         self._ended.clear()
+        self._blocks.clear()
         self.decoder.rewind([0] * self.decoder.batch)
         self.free = list(range(self.rows))
 
@@ -203,10 +228,13 @@ class Scheduler:
         while self.free and self.waiting:
             request = self.waiting.popleft()
             request.row = self.free.pop(0)
-            self.filling.append(request)
+            if not self._has_prompt(request):
+                self.filling.append(request)
         self._fill()
+        while len(self._blocks) < AHEAD and (block := self._queued()):
+            self._blocks.append(block)
         found = self._from_device()
-        for _ in range(HOST_PASSES if found else 1):
+        for _ in range(HOST_PASSES if self._blocks or found else 1):
             found += self._from_host()
         ended, self._ended = self._ended, []
         with_tokens = {id(request) for request, _ in found}
@@ -216,23 +244,25 @@ class Scheduler:
         """Compute pieces of prompts: about as many positions as the running rows take tokens, at least one piece."""
         room = max(self.decoder.piece, 2 * len(self.running))
         while self.filling and room > 0:
-            request = self.filling[0]
-            room -= self._fill_piece(request)
-            if self._held(request) == len(request.prompt) - 1:
+            room -= self._fill_piece(self.filling[0])
+            if self._has_prompt(self.filling[0]):
                 self.filling.popleft()
-                assert request.row is not None
-                self.running[request.row] = request
 
-    def _held(self, request: Request) -> int:
+    def _has_prompt(self, request: Request) -> bool:
+        """Whether a row has what its passes do not take of its prompt; then it is running."""
         assert request.row is not None
-        return self.decoder.lengths[request.row]
+        end, size = len(request.prompt) - 1, self.decoder.piece
+        ready = self.decoder.lengths[request.row] == (end // size * size if request.device else end)
+        if ready:
+            self.running[request.row] = request
+        return ready
 
     def _fill_piece(self, request: Request) -> int:
         """One piece of a prompt, from another's cache or computed; returns how many positions were computed."""
         decoder, row, size = self.decoder, request.row, self.decoder.piece
         assert row is not None
         start, end = decoder.lengths[row], len(request.prompt) - 1
-        whole = end - start >= 2 * size
+        whole = request.device or end - start >= 2 * size
         piece = request.prompt[start : start + size if whole else end]
         key = self.prefixes.key(request.prompt[: start + size]) if whole and self.prefixes.most_bytes else b""
         saved = self.prefixes.get(key) if key else None
@@ -246,24 +276,43 @@ class Scheduler:
             self.prefixes.put(key, decoder.saved(row, start))
         return len(piece)
 
+    def _queued(self) -> _Block | None:
+        """A block of passes over the rows for which the decoder draws, which nobody has waited for."""
+        decoder, lengths = self.decoder, self.decoder.lengths
+        left = {row: n for row, r in self.running.items() if r.device and (n := r.end - lengths[row]) > 0}
+        if not left:
+            return None
+        count = min(BLOCK, max(left.values()))
+        starts: dict[int, Start | None] = dict.fromkeys(left)
+        parts = []
+        for row in left:
+            r, before = self.running[row], 0
+            if lengths[row] < len(r.prompt):  # what the cache has not of it comes first; behind its last token r draws
+                tokens = r.prompt[lengths[row] : lengths[row] + count]
+                starts[row] = Start(tokens, r.sampling, Stream(r.sampling.seed, "sample"))
+                before = min(len(r.prompt) - 1 - lengths[row], count)
+                r.stats.prefilled += before
+            parts.append((r, row, before))
+        read = decoder.queue(starts, count)
+        for row, n in left.items():
+            if n < count:  # what a row draws behind its end nobody reads
+                decoder.rewind_row(row, self.running[row].end)
+        return _Block(read, parts)
+
     def _from_device(self) -> list[tuple[Request, list[Made]]]:
-        """A block of tokens of the rows for which the decoder draws, each by its own rule."""
-        decoder, drawn = self.decoder, [(row, r) for row, r in self.running.items() if r.device]
-        if not drawn:
-            return []
-        # The others compute as well, what nobody reads; they are set back to where they were.
-        lengths, batch = list(decoder.lengths), decoder.batch
-        last, samplings, streams = [0] * batch, [Sampling(temperature=0)] * batch, [Stream(0)] * batch
-        for row, r in drawn:
-            last[row], samplings[row] = r.text[-1], r.sampling
-            streams[row] = Stream(r.sampling.seed, "sample", len(r.text) - len(r.prompt))
-        count = min(BLOCK, max(r.budget for _, r in drawn))
-        ids = np.concatenate([block.ids for block in decoder.stream(last, samplings, streams, count)], axis=1)
-        for row, r in drawn:
-            lengths[row] += ids.shape[1]
-            r.stats.passes += ids.shape[1]
-        decoder.rewind([min(new, held) for new, held in zip(lengths, decoder.lengths, strict=True)])
-        return [(r, self._take(r, list(map(Made, ids[row].tolist())))) for row, r in drawn]
+        """The tokens of the block that was queued first, if someone still wants one."""
+        while self._blocks:
+            read, parts = self._blocks.popleft()
+            parts = [part for part in parts if part[0].reason is None]
+            if not parts:
+                continue
+            ids, found = read().tolist(), []
+            for r, row, before in parts:
+                if new := list(map(_plain, ids[row][before : before + r.budget])):
+                    r.stats.passes += len(new)
+                    found.append((r, self._take(r, new)))
+            return found
+        return []
 
     def _from_host(self) -> list[tuple[Request, list[Made]]]:
         """A token of each other row, or as many as a pass with drafts gives."""

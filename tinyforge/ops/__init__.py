@@ -26,7 +26,7 @@ from tinyforge.ops.router_losses import RouterLosses
 from tinyforge.ops.selective_scan import SelectiveScan
 from tinyforge.ops.softmax import Softmax
 from tinyforge.ops.swiglu import SwiGLU
-from tinyforge.ops.swiglu_linear import SwiGLULinear
+from tinyforge.ops.swiglu_linear import LinearSwiGLU, SwiGLULinear
 from tinyforge.ops.take import Take
 from tinyforge.ops.tanh import Tanh
 
@@ -40,6 +40,6 @@ ALL: tuple[type[Op], ...] = (
 __all__ = [
     "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CausalConv", "ClassToken", "CrossEntropy", "Dropout",
     "Embedding", "Fork", "GELU", "GELULinear", "LSTM", "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy",
-    "LoRA", "MixtureOfExperts", "Patches", "RMSNorm", "RoPE", "RopeScaling", "RouterLosses", "SelectiveScan", "Softmax",
-    "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter",
+    "LinearSwiGLU", "LoRA", "MixtureOfExperts", "Patches", "RMSNorm", "RoPE", "RopeScaling", "RouterLosses",
+    "SelectiveScan", "Softmax", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter",
 ]  # fmt: skip

@@ -1,12 +1,13 @@
-// What attention.cu, attention_hopper.cu and attention_tf32.cu share: the parts of FlashAttention on tensor cores.
+// What attention.cu, attention_hopper.cu, attention_tma.cu and attention_tf32.cu share: the parts of FlashAttention on
+// tensor cores.
 //
 // A worker is one warp (mma.sync) or a warpgroup of four warps (wgmma). It owns OWN rows, WARP_ROWS of them in each of
 // its warps, and streams the rows of the other side past them.
 //
 // Macros: PART (FORWARD, BACKWARD_Q, BACKWARD_KV); HEAD_DIM; WORKERS in a block; WORKER_WARPS; ROW_TILES, the tiles of
 // 16 rows that a warp owns; TILE, the rows streamed at a time; PIECE, the rows of a tile whose scores a warp holds at a
-// time, TILE if undefined; TF32 for float numbers instead of bf16; DOCS for rows of several documents. The plain
-// kernels define REAL and take only D and DOCS.
+// time, TILE if undefined; TF32 for float numbers instead of bf16; DOCS for rows of several documents; BY_TMA, no
+// function that copies rows. The plain kernels define REAL and take only D and DOCS.
 
 #include "ops/common.cuh"
 
@@ -124,6 +125,7 @@ __device__ inline u32 piece_of_rows(u32 tile, int row, int step, int lane) {
     return tile + row * ROW_BYTES + (swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ (step * 32));
 }
 
+#ifndef BY_TMA
 // Copies COUNT rows, from row `first` on, into a swizzled tile; zeros from row `stop` on. BY threads take part.
 template <int COUNT, int BY>
 __device__ inline void load_rows(u32 tile, const Number *from, int token, int first, int stop, int thread) {
@@ -169,6 +171,7 @@ struct Unit {
         idle = start + worker >= units;
     }
 };
+#endif
 
 // Minus infinity for keys (columns) that a query (row) must not see. The columns begin at key `key`, and the first row
 // sees `seen` keys.
@@ -241,6 +244,7 @@ __device__ inline float finish_row(float total, float top, float *lse, int first
     return 1 / total;
 }
 
+#ifndef BY_TMA
 // (lse in powers of two, delta) of each of a warp's rows, for this warp in shared memory (`mine`) and for the kernel
 // that owns keys in `stats`. delta_of(i, row, chunk): delta of a row, in all lanes that hold chunks of it.
 template <class Delta>
@@ -294,6 +298,7 @@ struct QueryTiles {
         if (query >= stop) query = start, ++head;
     }
 };
+#endif
 
 #ifndef TF32
 __device__ inline void load_matrix_transposed(u32 (&x)[4], u32 from) {
@@ -319,6 +324,7 @@ __device__ inline void pack_scores(u32 (&a)[4], const Scores &s, int m, int step
     }
 }
 
+#ifndef BY_TMA
 // Stores the sums of a warp's rows, scaled, as bf16: through the warp's own part of shared memory, so that every store
 // to global memory has 16 bytes.
 __device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, const float (&x)[ROW_TILES][D / 8][4],
@@ -362,5 +368,6 @@ __device__ inline float row_product(u32 place, uint4 y) {
     for (int lane = 1; lane < CHUNKS; lane *= 2) sum += __shfl_xor_sync(~0u, sum, lane);
     return sum;
 }
+#endif
 #endif
 #endif

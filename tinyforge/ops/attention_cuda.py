@@ -1,16 +1,18 @@
 """Attention on a CUDA GPU: chooses a kernel of attention.cu, its grid and its shared memory, and launches it.
 
 float64 and float32 run the plain kernels of attention.cu, float32 in precision tf32 those of attention_tf32.cu,
-bfloat16 those of attention_hopper.cu where they run, else attention.cu's with tensor cores, and at head sizes that
-neither has the plain ones. Rows of several documents are in all of them. Windows, attention in both directions and
-dropout are in attention.cu alone, dropout together with one of the others in its plain kernels alone. In rows of
-several documents a window needs no other kernel: it moves their bounds. The heads of these files list the tile sizes.
+bfloat16 on a Hopper those of attention_hopper.cu or attention_tma.cu, elsewhere attention.cu's with tensor cores, and
+at head sizes that none has the plain ones. Rows of several documents are in all of them. Windows, attention in both
+directions and dropout are in attention.cu alone, dropout together with one of the others in its plain kernels alone.
+A window in rows of several documents moves their bounds, and on a Hopper every causal window without dropout is one in
+rows of a document each. The heads of these files list the tile sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
+from heapq import heapreplace
 from typing import Any, NamedTuple
 
 import cupy as cp
@@ -18,19 +20,35 @@ import ml_dtypes
 import numpy as np
 
 from tinyforge.backends import wide
-from tinyforge.backends.compile import load, variants
-from tinyforge.backends.cupy_backend import CupyBackend, contiguous, has_wgmma, key_arguments, or_null, scalar
+from tinyforge.backends.compile import constant, load, variants
+from tinyforge.backends.cupy_backend import (
+    CupyBackend,
+    contiguous,
+    has_wgmma,
+    key_arguments,
+    or_null,
+    processors,
+    scalar,
+)
+from tinyforge.backends.tensor_map import distances, encoded
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.op import Key
 from tinyforge.ops import attention
 
 FILE, WGMMA_FILE, TF32_FILE = "ops/attention.cu", "ops/attention_hopper.cu", "ops/attention_tf32.cu"
+TMA_FILE = "ops/attention_tma.cu"
 INSTRUCTIONS = {FILE: "mma", WGMMA_FILE: "wgmma", TF32_FILE: "tf32"}
 ENTRIES = {"FORWARD": "attention_fwd", "BACKWARD_Q": "attention_bwd_q", "BACKWARD_KV": "attention_bwd_kv"}
 HEAD_SIZES, WGMMA_HEAD_SIZES = (32, 64, 128), (64,)
+TMA_FROM = {96: 0, 128: 0}  # head sizes of TMA_FILE, and from how many keys on
 OPTIONS = ("BAND", "DOCS", "DROP")
 BOUNDS_FILE, BOUNDS_THREADS = "ops/attention_documents.cu", 256
+LINE, BARRIERS = (constant(TMA_FILE, name) for name in ("LINE", "BARRIERS"))
+OWN = 64  # rows of a worker of TMA_FILE
+CACHED = 24 << 20  # bytes that all blocks stream at a time: half an L2 cache
+START = 2  # what starting and ending a unit of work takes, in tiles
+UNEVEN = 1.04  # how much more than the average a block may get to do, for the sake of the cache
 PLAIN_LIMIT = 128
 PLAIN_THREADS = 256
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -71,22 +89,32 @@ def plain(entry: str, dtype: Any, dim: int, tiles: int, options: tuple[str, ...]
     return Launch(kernel, rows, 1, PLAIN_THREADS, shared)
 
 
-def tensor_core_file(dtype: Any, dim: int, tf32: bool, options: tuple[str, ...]) -> str | None:
+def tensor_core_file(dtype: Any, dim: int, tf32: bool, options: tuple[str, ...], keys: int = 0) -> str | None:
     """The file whose tensor-core kernels are to run, None for the plain kernels."""
+    everywhere = set(options) <= {"DOCS"}
+    if dtype == BF16 and everywhere and has_wgmma():
+        if dim in TMA_FROM and keys >= TMA_FROM[dim]:
+            return TMA_FILE
+        if dim in WGMMA_HEAD_SIZES:
+            return WGMMA_FILE
     if dim not in HEAD_SIZES or {"BAND", "DROP"} <= set(options):
         return None
-    everywhere = set(options) <= {"DOCS"}
     if dtype == BF16:
-        return WGMMA_FILE if has_wgmma() and dim in WGMMA_HEAD_SIZES and everywhere else FILE
+        return FILE
     return TF32_FILE if tf32 and dtype.itemsize == 4 and everywhere else None
 
 
 @cache
 def tensor_core(file: str, part: str, dim: int, options: tuple[str, ...], drop: int = 1) -> Launch:
-    """The kernel of a part (a key of ENTRIES) in a file of `tensor_core_file`. drop: as of `plain`."""
-    listed = (v for v in variants(file) if v.get("PART") == part and v["HEAD_DIM"] == str(dim))
-    macros = next(v for v in listed if options == tuple(name for name in OPTIONS if name in v))
+    """The kernel of a part (a key of ENTRIES) in a file of `tensor_core_file` but TMA_FILE. drop: as of `plain`."""
+    macros = listed(file, part, dim, options)
     return tensor_core_launch(file, part, {**macros, "DROP": drop} if "DROP" in macros else macros)
+
+
+def listed(file: str, part: str, dim: int, options: tuple[str, ...]) -> dict[str, str]:
+    """The macros that the head of the file has for a kernel."""
+    found = (v for v in variants(file) if v.get("PART") == part and v["HEAD_DIM"] == str(dim))
+    return next(v for v in found if options == tuple(name for name in OPTIONS if name in v))
 
 
 def tensor_core_launch(file: str, part: str, macros: Mapping[str, int | str]) -> Launch:
@@ -101,6 +129,90 @@ def tensor_core_launch(file: str, part: str, macros: Mapping[str, int | str]) ->
     shared = rows * dim * itemsize + pairs * 8
     kernel = load(file, f"{ENTRIES[part]}_{INSTRUCTIONS[file]}", shared, **macros)
     return Launch(kernel, own, workers, workers * warps * 32, shared)
+
+
+class TmaKernel(NamedTuple):
+    """A kernel of TMA_FILE. workers: of a block; each owns OWN rows. docs: of rows of several documents."""
+
+    kernel: Callable[..., None]
+    part: str
+    workers: int
+    tile: int
+    shared: int
+    docs: bool
+
+    def __call__(self, k: Array, queries: int, heads: int, before: Sequence[Any], behind: Sequence[Any]) -> None:
+        """before, behind: the arguments before `schedule` and behind `rounds`."""
+        batch, keys, kv_heads, dim = k.shape
+        columns, group = batch * kv_heads, heads // kv_heads
+        streamed = 2 * dim * k.itemsize * (group * queries if self.part == "BACKWARD_KV" else keys)
+        costs = unit_costs(self.part, queries, keys, group, self.workers, self.tile)
+        # Documents decide how long a unit takes: then each is a block, and the hardware deals them out.
+        blocks = columns * len(costs) if self.docs else min(processors(), columns * len(costs))
+        table = schedule(costs, columns, max(1, CACHED // streamed), blocks, cp.cuda.Device().id)
+        args = (*before, table, len(table), *behind)
+        self.kernel((blocks,), ((self.workers + 1) * 128,), args, shared_mem=self.shared)
+
+
+@cache
+def tma_kernel(part: str, dim: int, options: tuple[str, ...]) -> TmaKernel:
+    macros = listed(TMA_FILE, part, dim, options)
+    workers, tile, stages = (int(macros[name]) for name in ("WORKERS", "TILE", "STAGES"))
+    lines = -(-dim // 64) * LINE  # of a row
+    pairs = tile * 8 if part == "BACKWARD_KV" else 0
+    shared = workers * (1 if part == "FORWARD" else 2) * OWN * lines + stages * (2 * tile * lines + pairs) + BARRIERS
+    kernel = load(TMA_FILE, f"{ENTRIES[part]}_tma", shared, **macros)
+    return TmaKernel(kernel, part, workers, tile, shared, "DOCS" in options)
+
+
+@lru_cache(1024)
+def unit_costs(part: str, queries: int, keys: int, group: int, workers: int, tile: int) -> tuple[int, ...]:
+    """What each unit of work of a sequence and kv head takes, in tiles."""
+    if part == "BACKWARD_KV":
+        firsts = range(0, queries, workers * OWN)
+        return tuple(START + group * -(-(queries - first // tile * tile) // tile) for first in firsts)
+    items = -(-queries // OWN) * group
+    seen = (min(queries, (item + workers - 1) // group * OWN + OWN) for item in range(0, items, workers))
+    return tuple(START - (queries - keys - last) // tile for last in seen)
+
+
+def dealt(costs: Sequence[int], columns: int, at_once: int, blocks: int) -> np.ndarray:
+    """Which block does which units, (rounds, blocks) int32, -1 for none.
+
+    Units of `at_once` columns come after one another, the longest first, each to the block that is free first. Of more
+    columns where some blocks would be done late.
+    """
+    loads: list[tuple[int, int]] = [(0, block) for block in range(blocks)]  # a heap
+    mine: list[list[int]] = [[] for _ in range(blocks)]
+    longest_first = sorted(range(len(costs)), key=lambda row: -costs[row])
+    for start in range(0, columns, at_once):
+        for row in longest_first:
+            for column in range(start, min(start + at_once, columns)):
+                load, block = loads[0]
+                heapreplace(loads, (load + costs[row], block))
+                mine[block].append(column * len(costs) + row)
+    if at_once < columns and max(loads)[0] * blocks > UNEVEN * sum(costs) * columns:
+        return dealt(costs, columns, 2 * at_once, blocks)
+    table = np.full((max(map(len, mine)), blocks), -1, np.int32)
+    for block, units in enumerate(mine):
+        table[: len(units), block] = units
+    return table
+
+
+@lru_cache(1024)
+def schedule(costs: tuple[int, ...], columns: int, at_once: int, blocks: int, device: int) -> Array:
+    """`dealt`, on the device: made once for each shape."""
+    return cp.asarray(dealt(costs, columns, at_once, blocks))
+
+
+def rows_map(x: Array, rows: int) -> Any:
+    """The map of (B, T, H, D), heads side by side, for copies of `rows` rows and 64 of their numbers."""
+    batch, tokens, heads, dim = x.shape
+    shape = (batch, tokens, heads * dim)
+    steps = distances(shape, (*x.strides[:2], x.itemsize), x.itemsize)
+    if steps is None:
+        raise ValueError(f"attention: rows at strides {x.strides}, wanted some that do not overlap")
+    return encoded(x.data.ptr, shape, steps, (1, rows, 64))
 
 
 def strides(name: str, x: Array) -> tuple[int, int]:
@@ -126,6 +238,17 @@ def band_of(
     if not causal:
         return keys, keys, or_null(lengths)
     return () if window is None or window >= keys or starts is not None else (window - 1, 0, or_null(None))
+
+
+def starts_for(
+    q: Array, keys: int, causal: bool, window: int | None, starts: Array | None, key: tuple[int, int] | None
+) -> Array | None:
+    """starts, or those of one document in each row where that lets Hopper's kernels have a window."""
+    batch, queries, _, dim = q.shape
+    alone = starts is None and causal and key is None and keys == queries and window is not None and window < keys
+    if alone and tensor_core_file(q.dtype, dim, False, ("DOCS",), keys) in (WGMMA_FILE, TMA_FILE):
+        return cp.zeros((batch, queries), np.int32)
+    return starts
 
 
 def checked_starts(starts: Array, batch: int, queries: int, keys: int) -> Array:
@@ -175,6 +298,7 @@ def attention_fwd(
     if not out.size:
         return out, lse
     docs: tuple[Array, ...] = ()
+    starts = starts_for(q, keys, causal, window, starts, key)
     if starts is not None:
         starts = checked_starts(starts, batch, queries, keys)
         docs = (starts if window is None else document_bounds(starts, window)[0],)
@@ -183,7 +307,12 @@ def attention_fwd(
     options, macro = options_of(band, bool(docs), drop), drop_macro(key)
     sizes = (queries, keys, heads, kv_heads, *band, *docs, *drop)
     args = (q, k, v, out, lse, *strides("q", q), *strides("k", k), *strides("v", v), *sizes)
-    if file := tensor_core_file(q.dtype, dim, backend.tf32, options):
+    file = tensor_core_file(q.dtype, dim, backend.tf32, options, keys)
+    if file == TMA_FILE:
+        fwd = tma_kernel("FORWARD", dim, options)
+        maps = rows_map(q, OWN), rows_map(k, fwd.tile), rows_map(v, fwd.tile)
+        fwd(k, queries, heads, (*maps, out, lse), sizes)
+    elif file:
         tensor_core(file, "FORWARD", dim, options, macro)(batch * kv_heads, queries, heads // kv_heads, *args)
     else:
         plain("attention_fwd_plain", q.dtype, dim, 3, options, macro)(batch * heads, queries, 1, *args)
@@ -204,21 +333,34 @@ def attention_bwd(
     if not out.size:
         return
     dy = cp.ascontiguousarray(dy)
-    stats = cp.empty((batch, heads, queries, 2), lse.dtype)
     inputs = (*strides("q", q), *strides("k", k), *strides("v", v))
     of_queries: tuple[Array, ...] = ()
     of_keys: tuple[Array, ...] = ()
+    starts = starts_for(q, keys, causal, window, starts, key)
     if starts is not None:
         bounds = document_bounds(checked_starts(starts, batch, queries, keys), window)
         of_queries, of_keys = (bounds[0],), (bounds[1],)
     lengths = lengths if lengths is None else contiguous(lengths)
     band, drop = band_of(causal, window, keys, lengths, starts), drop_of(key, rate, q.dtype)
     options, macro = options_of(band, starts is not None, drop), drop_macro(key)
+    file = tensor_core_file(q.dtype, dim, backend.tf32, options, keys)
+    padded = -(-queries // OWN) * OWN if file == TMA_FILE else queries
+    stats = cp.empty((batch, heads, padded, 2), lse.dtype)
+    outputs = strides("dq", dq), strides("dk", dk), strides("dv", dv)
+    if file == TMA_FILE:
+        strides("dy", dy)
+        sizes = (queries, padded, heads, kv_heads)
+        of_q, of_kv = tma_kernel("BACKWARD_Q", dim, options), tma_kernel("BACKWARD_KV", dim, options)
+        maps = [rows_map(x, rows) for x, rows in ((dy, OWN), (q, OWN), (k, of_q.tile), (v, of_q.tile))]
+        of_q(k, queries, heads, (*maps, dy, out, lse, stats, dq), (*outputs[0], *sizes, *of_queries))
+        maps = [rows_map(x, rows) for x, rows in ((dy, of_kv.tile), (q, of_kv.tile), (k, OWN), (v, OWN))]
+        of_kv(k, queries, heads, (*maps, stats, dk, dv), (*outputs[1], *outputs[2], *sizes, *of_keys))
+        return
     sizes = (queries, heads, kv_heads, *band)
-    q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *strides("dq", dq), *sizes, *of_queries, *drop)
-    kv_args = (dy, q, k, v, stats, dk, dv, *inputs, *strides("dk", dk), *strides("dv", dv), *sizes, *of_keys, *drop)
+    q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *outputs[0], *sizes, *of_queries, *drop)
+    kv_args = (dy, q, k, v, stats, dk, dv, *inputs, *outputs[1], *outputs[2], *sizes, *of_keys, *drop)
     # In this order: the first writes the statistics that the second reads.
-    if file := tensor_core_file(q.dtype, dim, backend.tf32, options):
+    if file:
         group = heads // kv_heads
         tensor_core(file, "BACKWARD_Q", dim, options, macro)(batch * kv_heads, queries, group, *q_args)
         tensor_core(file, "BACKWARD_KV", dim, options, macro)(batch * kv_heads, queries, 1, *kv_args)

@@ -73,6 +73,9 @@ __device__ __forceinline__ void store_streaming(T *to, const Pack<T, N> &pack) {
     }
 }
 
+// Starts to bring the line of 128 bytes at `from` into the L2 cache.
+__device__ __forceinline__ void prefetch(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // Reads what another block of the same kernel has written: from the L2 cache, as the multiprocessor's own may be stale.
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> load_from_l2(const Pack<T, N> *from) {

@@ -1,7 +1,7 @@
 // gemm_hopper: matrix products of bf16, summed in float32, with Hopper's wgmma and TMA (sm_90a). docs/kernels/gemm.md
 // builds it up step by step.
 //
-// Kernels:  gemm_hopper    out = a b^T, or with float32 results out += a b^T
+// Kernels:  gemm_hopper    out = a b^T, or with float32 results out += a b^T, or what an epilogue makes of it
 //
 // Idea. A block stays on its multiprocessor and takes unit after unit (gemm.cuh): a tile of ROWS x COLUMNS, over all
 // steps of the sum or a part of them. It has three warpgroups. Of the first, one thread copies: pieces of both factors,
@@ -21,6 +21,11 @@
 //   PRODUCT=WEIGHT     dW += dy^T x    both across; in float32
 // What a box has outside its array is 0, so a last piece of the sum and last tiles need no other code; what lies outside of
 // `out` is not written.
+//   EPILOGUE: what would be a pass over memory of its own is done to a tile while it is in registers, and, with PINGPONG,
+// while the other warpgroup multiplies. Sums are rounded to bf16 first, so that the bits are those of the separate pass:
+//   SWIGLU             of gate|up = x W^T, with h = silu(gate) up beside it. A tile has COLUMNS / 2 columns of the gate and
+//                      the same of up: two boxes of W.
+//   SWIGLU_BACKWARD    of dh = dy W: dgate|dup and h, from gate|up; dh itself is not written
 //   With `splits` parts of the sum, `out` has a plane in float32 for each, which gemm_sum (gemm.cu) adds up in their order.
 // Grid: a multiple of CLUSTER blocks, one for each multiprocessor. Block: THREADS. Shared memory: STAGES x (ROWS +
 // COLUMNS) x 128 bytes, and the barriers. Bound by tensor cores.
@@ -32,10 +37,18 @@
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1|2
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1|2
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=64 COLUMNS=256 STAGES=5 PINGPONG=1 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=256 COLUMNS=192 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=64 COLUMNS=256 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
 // spills: none
 
 #include "ops/gemm.cuh"
 #include "ops/hopper.cuh"
+#include "ops/swiglu.cuh"
 
 #define DEPTH 64
 #define THREADS 384
@@ -45,6 +58,12 @@
 #define FORWARD 0
 #define INPUT 1
 #define WEIGHT 2
+#define NONE 0
+#define SWIGLU 1
+#define SWIGLU_BACKWARD 2
+#ifndef EPILOGUE
+#define EPILOGUE NONE
+#endif
 #if PRODUCT == WEIGHT
 typedef float Result;
 #else
@@ -52,11 +71,14 @@ typedef SCALAR Result;
 #endif
 
 constexpr bool ACROSS_A = PRODUCT == WEIGHT, ACROSS_B = PRODUCT != FORWARD;
+constexpr bool IN_PARTS = PRODUCT == WEIGHT;  // the sum may be cut: elsewhere there are tiles enough
 constexpr int LEFT = ROWS * LINE, RIGHT = COLUMNS * LINE;  // bytes of a piece of a factor, 64 numbers by so many
 constexpr int SHARERS = PINGPONG ? 1 : 2;                  // warpgroups that work on one tile
 constexpr int BLOCKS = ROWS / SHARERS / 64;                // products of 64 rows that each of them does
+constexpr int WIDE = EPILOGUE == SWIGLU ? COLUMNS / 2 : COLUMNS;  // columns of the result from one tile to the next
 
 static_assert(ROWS % (64 * SHARERS) == 0 && (CLUSTER == 1 || CLUSTER == 2) && (2 * STAGES + 2) * 8 <= BARRIERS, "");
+static_assert(EPILOGUE == NONE || CLUSTER == 1, "clusters were slower at the shapes that end with SwiGLU");
 
 extern __shared__ __align__(1024) unsigned char room[];  // the stages, then the barriers
 
@@ -97,9 +119,9 @@ __device__ __forceinline__ void make_barriers() {
     else __syncthreads();
 }
 
-// Starts the copies of a buffer: DEPTH steps of the sum from k on, of a tile's rows and columns.
+// Starts the copies of a buffer: DEPTH steps of the sum from k on, of a tile's rows and columns. half: columns of the gate.
 __device__ __forceinline__ void copy_pieces(
-    const Ring &ring, const TensorMap *a, const TensorMap *b, int row, int column, int k, u32 rank
+    const Ring &ring, const TensorMap *a, const TensorMap *b, int row, int column, int k, u32 rank, int half
 ) {
     const u32 full = ring.full();
     barrier_expect(full, LEFT + RIGHT);
@@ -115,6 +137,7 @@ __device__ __forceinline__ void copy_pieces(
             for (int c = 0; c < COLUMNS; c += 64) copy_box(ring.right() + c * LINE, b, column + c, k, 0, full);
         } else {
             copy_box(ring.right(), b, k, column, 0, full);
+            if constexpr (EPILOGUE == SWIGLU) copy_box(ring.right() + WIDE * LINE, b, k, half + column, 0, full);
         }
     } else {  // this block's half, to both
         constexpr int LINES = (ACROSS_B ? DEPTH : COLUMNS) / CLUSTER;
@@ -179,28 +202,120 @@ struct Products {
         for (int i = 0; i < BLOCKS; i++) settled(sum[i]);
     }
 
+    // Of the tile: the first of the rows of block i of which this thread has sums; the others are 8 below.
+    __device__ __forceinline__ int row_of(int i) const { return top + i * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4; }
+
     // out: the tile's first number; rows, columns: how many there are from there on.
     template <class R>
     __device__ __forceinline__ void write(R *out, int stride, int rows, int columns, bool accumulate) const {
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
-            const int row = top + i * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-            if constexpr (sizeof(R) == 4) write_sums<8>(out, sum[i], row, stride, rows, columns, accumulate);
-            else write_sums(out, sum[i], row, stride, rows, columns);
+            if constexpr (sizeof(R) == 4) write_sums<8>(out, sum[i], row_of(i), stride, rows, columns, accumulate);
+            else write_sums(out, sum[i], row_of(i), stride, rows, columns);
+        }
+    }
+
+    // gate|up, and h beside it. gu, hidden: the tile's first numbers; half: columns of the gate, of up, and of h.
+    template <class R>
+    __device__ __forceinline__ void write_swiglu(
+        R *gu, R *hidden, int stride, int half, int rows, int columns
+    ) const {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+#pragma unroll
+            for (int below = 0; below < 2; below++) {
+                const int row = row_of(i) + 8 * below, first = lane % 4 * 8;
+                R *to = gu + i64(row) * stride + first, *h = hidden + i64(row) * half + first;
+#pragma unroll
+                for (int n = 0; n < WIDE / 8; n += 4) {
+                    const Pack<bf16, 8> gate = rounded_row(sum[i], n, below);
+                    const Pack<bf16, 8> up = rounded_row(sum[i], n + WIDE / 8, below);
+                    if (row < rows && 8 * n + first < columns) {
+                        store_streaming(to + 8 * n, gate);  // backward reads them
+                        store_streaming(to + half + 8 * n, up);
+                        store(h + 8 * n, swiglu(gate, up));
+                    }
+                }
+            }
+        }
+    }
+
+    // Asks for the tile's gate|up, which write_swiglu_backward will read, to be brought into the L2 cache.
+    template <class R>
+    __device__ __forceinline__ void prefetch_gates(const R *gu, int stride, int half, int rows, int columns) const {
+        constexpr int ACROSS = WIDE / 64;  // lines of 128 bytes; they begin wherever the rows do
+        for (int i = threadIdx.x % 128; i < ROWS / SHARERS * ACROSS; i += 128) {
+            const int row = top + i / ACROSS, column = i % ACROSS * 64;
+            if (row < rows && column < columns) {
+                prefetch(gu + i64(row) * stride + column);
+                prefetch(gu + i64(row) * stride + half + column);
+            }
+        }
+    }
+
+    // dgate|dup, and h where there is room for it, from the sums dh and from gate|up. Arguments as above.
+    template <class R>
+    __device__ __forceinline__ void write_swiglu_backward(
+        R *dgu, R *hidden, const R *gu, int stride, int half, int rows, int columns
+    ) {
+        constexpr int BATCH = 4;  // twice as many loads of 16 bytes are under way at a time
+        // Rounded, the sums take half of their registers; loads take the others. The sums become 0, since the next product
+        // reads what is there even though it does not use it: they would be kept for that.
+        u32 dh[BLOCKS][2][COLUMNS / 8];
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+#pragma unroll
+            for (int n = 0; n < COLUMNS / 8; n++) {
+#pragma unroll
+                for (int below = 0; below < 2; below++) {
+                    dh[i][below][n] = pair(sum[i][n][2 * below], sum[i][n][2 * below + 1]);
+                    sum[i][n][2 * below] = sum[i][n][2 * below + 1] = 0;
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+#pragma unroll
+            for (int below = 0; below < 2; below++) {
+                const int row = row_of(i) + 8 * below;
+                const i64 line = i64(row) * stride;
+#pragma unroll
+                for (int first = 0; first < COLUMNS / 32; first += BATCH) {
+                    Pack<bf16, 8> gate[BATCH] = {}, up[BATCH] = {};
+#pragma unroll
+                    for (int j = 0; j < BATCH; j++) {
+                        const int column = 32 * (first + j) + lane % 4 * 8;
+                        if (row < rows && column < columns) {
+                            gate[j] = load<8>(gu + line + column), up[j] = load<8>(gu + line + half + column);
+                        }
+                    }
+#pragma unroll
+                    for (int j = 0; j < BATCH; j++) {
+                        const int n = 4 * (first + j), column = 8 * (n + lane % 4);
+                        const u32 four[4] = {dh[i][below][n], dh[i][below][n + 1], dh[i][below][n + 2], dh[i][below][n + 3]};
+                        Pack<bf16, 8> dgate, dup, y;
+                        swiglu_gradient(dgate, dup, y, turned(four), gate[j], up[j]);
+                        if (row < rows && column < columns) {
+                            store_streaming(dgu + line + column, dgate);
+                            store_streaming(dgu + line + half + column, dup);
+                            if (hidden) store(hidden + i64(row) * half + column, y);
+                        }
+                    }
+                }
+            }
         }
     }
 };
 
 #define IN_CLUSTERS(n) __cluster_dims__(n, 1, 1)
 
+// With an epilogue of SwiGLU `columns` are those of h, of which `hidden` has no gaps; out and gu have rows of 2 x columns.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) gemm_hopper(
     Result *out, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int rows, int columns, int depth,
-    int stride, int band, int splits, int accumulate
+    int stride, int band, int splits, int accumulate, Result *hidden, const Result *gu
 ) {
     make_barriers();
-    const Tiling tiling{
-        ceil_div(rows, ROWS * CLUSTER), ceil_div(columns, COLUMNS), band, splits, ceil_div(depth, DEPTH)
-    };
+    const Tiling tiling{ceil_div(rows, ROWS * CLUSTER), ceil_div(columns, WIDE), band, splits, ceil_div(depth, DEPTH)};
     const int units = tiling.units(), stride_of_units = gridDim.x / CLUSTER;
     const u32 rank = blockIdx.x % CLUSTER;
     if (threadIdx.x < 128) {
@@ -209,10 +324,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
             Ring ring;
             for (int number = blockIdx.x / CLUSTER; number < units; number += stride_of_units) {
                 const Unit unit = tiling.unit(number);
-                const int row = (unit.down * CLUSTER + rank) * ROWS, column = unit.across * COLUMNS;
+                const int row = (unit.down * CLUSTER + rank) * ROWS, column = unit.across * WIDE;
                 for (int step = unit.first; step < unit.stop; step++, ring.next()) {
                     barrier_wait(ring.empty(), ring.phase ^ 1);
-                    copy_pieces(ring, &a, &b, row, column, step * DEPTH, rank);
+                    copy_pieces(ring, &a, &b, row, column, step * DEPTH, rank, columns);
                 }
             }
         }
@@ -224,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
         int number = blockIdx.x / CLUSTER;
         Unit unit = tiling.unit(number);
         while (number < units) {
-            const int steps = unit.stop - unit.first;
+            const int steps = IN_PARTS ? unit.stop - unit.first : tiling.steps;
             const bool others = PINGPONG && !mine;
             mine = !mine;
             if (others) {
@@ -236,19 +351,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
                 barrier_wait(products.ring.turn(products.group), parity);
                 parity ^= 1;
             }
-            Result *to;
-            int below, beside;
+            int row, column, split = 0;
             // Where the tile lies, and which unit comes next. Divisions take some hundred clocks; the empty instruction
             // keeps the compiler from putting them off.
             products.multiply(steps, [&] {
-                const int row = (unit.down * CLUSTER + rank) * ROWS, column = unit.across * COLUMNS;
-                to = out + (i64(unit.split) * rows + row) * stride + column;
-                below = rows - row, beside = columns - column;
+                row = (unit.down * CLUSTER + rank) * ROWS, column = unit.across * WIDE;
+                if constexpr (IN_PARTS) split = unit.split;
+                if constexpr (EPILOGUE == SWIGLU_BACKWARD) {
+                    products.prefetch_gates(gu + i64(row) * stride + column, stride, columns, rows - row, columns - column);
+                }
                 unit = tiling.unit(number += stride_of_units);
-                asm volatile("" : "+l"(to), "+r"(below), "+r"(beside), "+r"(unit.down), "+r"(unit.across));
-                asm volatile("" : "+r"(unit.split), "+r"(unit.first), "+r"(unit.stop));
+                asm volatile("" : "+r"(row), "+r"(column), "+r"(unit.down), "+r"(unit.across));
+                if constexpr (IN_PARTS) {
+                    asm volatile("" : "+r"(split), "+r"(unit.split), "+r"(unit.first), "+r"(unit.stop));
+                }
             });
-            products.write(to, stride, below, beside, accumulate);
+            Result *to = out + (i64(split) * rows + row) * stride + column;
+            const int below = rows - row, beside = columns - column;
+            if constexpr (EPILOGUE == NONE) {
+                products.write(to, stride, below, beside, accumulate);
+            } else {
+                const i64 at = i64(row) * columns + column;
+                if constexpr (EPILOGUE == SWIGLU) {
+                    products.write_swiglu(to, hidden + at, stride, columns, below, beside);
+                } else {
+                    const Result *from = gu + i64(row) * stride + column;
+                    products.write_swiglu_backward(to, hidden ? hidden + at : nullptr, from, stride, columns, below, beside);
+                }
+            }
         }
     }
     if constexpr (CLUSTER > 1) {  // the other block's copies and arrivals come here until it is done too

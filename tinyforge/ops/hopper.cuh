@@ -1,6 +1,7 @@
 // Hopper's instructions (sm_90a): products by a warpgroup (wgmma), barriers in shared memory, copies by the tensor copy
 // engine (TMA), pairs of blocks that share their copies (clusters). Needs common.cuh, pasted in before it. Who uses it:
-// attention_hopper.cu, gemm_hopper.cu, grouped_hopper.cu.
+// attention_hopper.cu, attention_tma.cu, gemm_hopper.cu,
+// grouped_hopper.cu.
 //
 // wgmma takes both factors from shared memory, in lines of 128 bytes, 64 numbers of bf16, under the 128-byte swizzle: the
 // 16-byte column c of line r lies at r * 128 + (c ^ r % 8) * 16 from a multiple of 1024. TMA writes this layout; copies
@@ -46,7 +47,7 @@ __device__ __forceinline__ void shared_fence() { asm volatile("fence.proxy.async
 #define FOUR(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define SIXTEEN(n) FOUR(n), FOUR(n + 1), FOUR(n + 2), FOUR(n + 3)
 
-// d (+)= a b for one warpgroup: d 64 x 256, 64 x 192 or 64 x 128, 16 steps of k. `add` 0 overwrites d. A_ACROSS, B_ACROSS:
+// d (+)= a b for one warpgroup: d 64 x 256, 64 x 192, 64 x 128 or 64 x 64, 16 steps of k. `add` 0 overwrites d. A_ACROSS, B_ACROSS:
 // how the factors lie.
 template <int A_ACROSS, int B_ACROSS>
 __device__ __forceinline__ void multiply_wide(float (&d)[32][4], u64 a, u64 b, int add) {
@@ -97,6 +98,55 @@ __device__ __forceinline__ void multiply_wide(float (&d)[16][4], u64 a, u64 b, i
         : "l"(a), "l"(b), "r"(add), "n"(A_ACROSS), "n"(B_ACROSS));
 }
 
+template <int A_ACROSS, int B_ACROSS>
+__device__ __forceinline__ void multiply_wide(float (&d)[8][4], u64 a, u64 b, int add) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "setp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, %35, %36;}"
+        : SIXTEEN(0), SIXTEEN(4)
+        : "l"(a), "l"(b), "r"(add), "n"(A_ACROSS), "n"(B_ACROSS));
+}
+
+// d += a b: a 64 x 16 in registers, as sums that were rounded lie (pair(d[n][0], d[n][1]), pair(d[n][2], d[n][3]), then
+// those of n + 1); b across, 16 steps of 64 or 128.
+__device__ __forceinline__ void multiply_held(float (&d)[8][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "setp.eq.u32 p, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;}"
+        : SIXTEEN(0), SIXTEEN(4)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void multiply_held(float (&d)[16][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "setp.eq.u32 p, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;}"
+        : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// For the compiler: a's registers are in use up to here.
+template <int N>
+__device__ __forceinline__ void held(const u32 (&a)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) asm volatile("" ::"r"(a[n][i]) : "memory");
+    }
+}
+
 // Sums on their way to memory. row: of the tile, what this thread holds with row + 8; out: the tile's first number; rows,
 // columns: how many there are from there on, columns by eights.
 
@@ -107,30 +157,40 @@ __device__ __forceinline__ u32 pair(float x, float y) {
     return two;
 }
 
-// Rounded to bf16. Four threads hold a row of 8 columns; they exchange pairs, so that each writes 16 bytes.
+// Four threads hold a row of 8 columns, two columns each, of four tiles that lie side by side, p[0] to p[3]. They exchange
+// pairs: what comes back is all 8 columns of tile t % 4.
+__device__ __forceinline__ Pack<bf16, 8> turned(const u32 (&p)[4]) {
+    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+    const u32 x = __shfl_xor_sync(~0u, odd ? p[0] : p[1], 1), y = __shfl_xor_sync(~0u, odd ? p[2] : p[3], 1);
+    const u32 a0 = odd ? x : p[0], a1 = odd ? p[1] : x, b0 = odd ? y : p[2], b1 = odd ? p[3] : y;
+    const u32 c0 = __shfl_xor_sync(~0u, high ? a0 : b0, 2), c1 = __shfl_xor_sync(~0u, high ? a1 : b1, 2);
+    const uint4 line = high ? make_uint4(c0, c1, b0, b1) : make_uint4(a0, a1, c0, c1);
+    return reinterpret_cast<const Pack<bf16, 8> &>(line);
+}
+
+// Tiles n to n + 3 of a row (half 0) or of the row 8 below (half 1), rounded to bf16 and turned.
+template <int N>
+__device__ __forceinline__ Pack<bf16, 8> rounded_row(const float (&sum)[N][4], int n, int half) {
+    u32 p[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) p[j] = pair(sum[n + j][2 * half], sum[n + j][2 * half + 1]);
+    return turned(p);
+}
+
+// Rounded to bf16; each thread writes 16 bytes at a time.
 template <int N>
 __device__ __forceinline__ void write_sums(
     bf16 *out, const float (&sum)[N][4], int row, int stride, int rows, int columns
 ) {
-    const int quarter = threadIdx.x % 4;
-    const bool odd = quarter & 1, high = quarter & 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         bf16 *to = out + i64(row + 8 * half) * stride;
         const bool there = row + 8 * half < rows;
 #pragma unroll
         for (int n = 0; n < N; n += 4) {
-            u32 p[4];  // of tiles n to n + 3, columns 2 quarter and 2 quarter + 1
-#pragma unroll
-            for (int j = 0; j < 4; j++) p[j] = pair(sum[n + j][2 * half], sum[n + j][2 * half + 1]);
-            // Four by four, turned: tile n + quarter, columns 0 to 7.
-            const u32 x = __shfl_xor_sync(~0u, odd ? p[0] : p[1], 1), y = __shfl_xor_sync(~0u, odd ? p[2] : p[3], 1);
-            const u32 a0 = odd ? x : p[0], a1 = odd ? p[1] : x, b0 = odd ? y : p[2], b1 = odd ? p[3] : y;
-            const u32 c0 = __shfl_xor_sync(~0u, high ? a0 : b0, 2), c1 = __shfl_xor_sync(~0u, high ? a1 : b1, 2);
-            const int column = 8 * (n + quarter);
-            if (there && column < columns) {
-                *reinterpret_cast<uint4 *>(to + column) = high ? make_uint4(c0, c1, b0, b1) : make_uint4(a0, a1, c0, c1);
-            }
+            const Pack<bf16, 8> line = rounded_row(sum, n, half);
+            const int column = 8 * (n + threadIdx.x % 4);
+            if (there && column < columns) store(to + column, line);
         }
     }
 }
@@ -212,6 +272,13 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap *map, int x, in
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
             "r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
         : "memory");
+}
+
+// The same for bytes that lie side by side; both addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void copy_line(u32 to, const void *from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+                     "r"(to), "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
 }
 
 // A cluster: blocks that run at the same time on neighbouring multiprocessors and reach each other's shared memory.

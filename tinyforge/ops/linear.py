@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.phantom import empty
-from tinyforge.kernel import Array, kernel
+from tinyforge.kernel import Array, Kernel, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import with_buffer
 
@@ -66,7 +66,7 @@ class Linear(Op):
     backward: dx = dy W, dW += dy^T x, db += sum over rows of dy, with all leading axes folded into one.
     """
 
-    kernels = (linear_fwd, linear_bwd)
+    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (linear_fwd, linear_bwd)
 
     def __init__(self, weight: Param, backend: Backend, name: str = "", *, bias: Param | None = None) -> None:
         super().__init__(backend, name)
@@ -79,9 +79,12 @@ class Linear(Op):
     def forward(
         self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None
     ) -> Array:
+        self.keep(x, stash, recompute)
+        return self.k.linear_fwd(x, self.weight.value, self.bias.value if self.bias else None)
+
+    def keep(self, x: Array, stash: Stash | None, recompute: Callable[[], Array] | None) -> None:
         if stash is not None:
             stash.push(self, None if self.weight.frozen else recompute or (lambda: x))
-        return self.k.linear_fwd(x, self.weight.value, self.bias.value if self.bias else None)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (x,) = stash.pop(self)

@@ -1,8 +1,9 @@
-// swiglu: y = silu(g) u with silu(g) = g s, s = 1 / (1 + exp(-g)).
+// swiglu: y = silu(g) u, by the formulas of swiglu.cuh.
 //
 // Kernels:  swiglu_fwd     y from gate and up, the two halves of a row
 //           swiglu_bwd     dgate and dup from dy, gate and up; s is computed again and not kept; and y again, where
-//                          the caller gives room for it: the linear map behind needs it, and gate and up are at hand
+//                          the caller gives room for it: the linear map behind needs it, and gate and up are at hand;
+//                          the room may be that of dy
 //
 // Idea. One thread takes one vector of VEC elements: of the gate, and of up at the same place in the other half.
 // Nothing is shared between threads. Grid: a thread for each vector of y. Block: 256 threads. No shared memory.
@@ -19,12 +20,9 @@
 // spills: none
 
 #include "ops/common.cuh"
+#include "ops/swiglu.cuh"
 
 typedef SCALAR T;
-typedef Wide<T> A;
-
-// exp(-g) overflows to infinity for g far below 0, and 1 / infinity is the 0 that s tends to.
-__device__ __forceinline__ A sigmoid(A g) { return inverse_for<T>(A(1) + exp_for<T>(-g)); }
 
 extern "C" __global__ void __launch_bounds__(256) swiglu_fwd(T *y, const T *gu, u32 total, u32 half) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
@@ -32,13 +30,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_fwd(T *y, const T *gu, 
     const u32 row = i / half;  // total and half count vectors
     const T *at = gu + (i64(i) + i64(row) * half) * VEC;
     const Pack<T, VEC> gate = load<VEC>(at), up = load<VEC>(at + i64(half) * VEC);
-    Pack<T, VEC> out;
-#pragma unroll
-    for (int j = 0; j < VEC; j++) {
-        const A g = widen(gate.v[j]);
-        narrow(g * sigmoid(g) * widen(up.v[j]), out.v[j]);
-    }
-    store(y + i64(i) * VEC, out);
+    store(y + i64(i) * VEC, swiglu(gate, up));
 }
 
 extern "C" __global__ void __launch_bounds__(256) swiglu_bwd(
@@ -50,13 +42,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_bwd(
     const i64 at = (i64(i) + i64(row) * half) * VEC, beside = at + i64(half) * VEC;
     const Pack<T, VEC> gate = load<VEC>(gu + at), up = load<VEC>(gu + beside), d = load<VEC>(dy + i64(i) * VEC);
     Pack<T, VEC> dgate, dup, out;
-#pragma unroll
-    for (int j = 0; j < VEC; j++) {
-        const A g = widen(gate.v[j]), s = sigmoid(g), silu = g * s, upstream = widen(d.v[j]);
-        narrow(upstream * widen(up.v[j]) * (s + silu * (A(1) - s)), dgate.v[j]);
-        narrow(upstream * silu, dup.v[j]);
-        narrow(silu * widen(up.v[j]), out.v[j]);
-    }
+    swiglu_gradient(dgate, dup, out, d, gate, up);
     store_streaming(dgu + at, dgate);
     store_streaming(dgu + beside, dup);
     if (y) store(y + i64(i) * VEC, out);

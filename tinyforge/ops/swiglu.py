@@ -38,7 +38,7 @@ def swiglu_fwd_memory(gu: Array) -> Array:
 
 @kernel
 def swiglu_bwd(hidden: Array | None, dy: Array, gu: Array) -> Array:
-    """dgu; y is computed again and written to `hidden`, of its shape, where that is given."""
+    """dgu; y is computed again and written to `hidden`, of its shape, where that is given. It may be dy itself."""
     half = gu.shape[-1] // 2
     rows, dys = gu.reshape(-1, 2 * half), dy.reshape(-1, half)
     dgu = np.empty(rows.shape, gu.dtype)
@@ -48,8 +48,6 @@ def swiglu_bwd(hidden: Array | None, dy: Array, gu: Array) -> Array:
         s = np.tanh(silu)
         s += 1
         silu *= s
-        if hidden is not None:
-            np.multiply(silu, up, out=hidden[part])
         s *= gu.dtype.type(0.5)
         np.multiply(dys[part], silu, out=dup)
         # s (1 + g (1 - s)) = s - s silu + silu
@@ -57,6 +55,8 @@ def swiglu_bwd(hidden: Array | None, dy: Array, gu: Array) -> Array:
         s += silu
         s *= up
         np.multiply(dys[part], s, out=dgate)
+        if hidden is not None:
+            np.multiply(silu, up, out=hidden[part])
     return dgu.reshape(gu.shape)
 
 

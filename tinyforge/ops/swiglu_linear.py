@@ -1,8 +1,12 @@
-"""SwiGLU and the linear map behind it in one op, which keeps nothing but SwiGLU's input."""
+"""SwiGLU with the linear maps before and behind it: gate|up = x W^T, h = swiglu(gate|up), y = h D^T.
+
+The pass over memory that SwiGLU is belongs to one of the products. Forward, h is made where gate|up is, by the map
+before; it is handed on and not kept. Backward, the map behind takes dh to the gradient of gate|up, and makes h again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,27 +15,42 @@ from tinyforge.backends import Backend
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
+from tinyforge.ops.linear import Linear, linear_fwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.params import with_buffer
 
 
 @kernel
-def swiglu_linear_fwd(gu: Array, weight: Array) -> Array:
-    hidden = swiglu_fwd(gu).reshape(-1, weight.shape[1])
-    return (hidden @ weight.T).reshape(*gu.shape[:-1], weight.shape[0])
+def linear_swiglu_fwd(x: Array, weight: Array) -> tuple[Array, Array]:
+    """gu = x W^T, and swiglu(gu)."""
+    gu = linear_fwd(x, weight, None)
+    return gu, swiglu_fwd(gu)
+
+
+@linear_swiglu_fwd.on("phantom")
+def linear_swiglu_fwd_memory(x: Array, weight: Array) -> tuple[Array, Array]:
+    lead, width = x.shape[:-1], weight.shape[0]
+    return empty((*lead, width), x.dtype), empty((*lead, width // 2), x.dtype)
+
+
+@kernel
+def swiglu_linear_fwd(gu: Array, hidden: Array | None, weight: Array) -> Array:
+    """hidden: swiglu(gu), where it is there already; gu is not read then."""
+    rows = (swiglu_fwd(gu) if hidden is None else hidden).reshape(-1, weight.shape[1])
+    return (rows @ weight.T).reshape(*gu.shape[:-1], weight.shape[0])
 
 
 @swiglu_linear_fwd.on("phantom")
-def swiglu_linear_fwd_memory(gu: Array, weight: Array) -> Array:
-    hidden = empty((*gu.shape[:-1], weight.shape[1]), gu.dtype)
+def swiglu_linear_fwd_memory(gu: Array, hidden: Array | None, weight: Array) -> Array:
+    hidden = empty((*gu.shape[:-1], weight.shape[1]), gu.dtype) if hidden is None else hidden
     return empty((*gu.shape[:-1], weight.shape[0]), hidden.dtype)
 
 
 @kernel
 def swiglu_linear_bwd(dweight: Array | None, dy: Array, gu: Array, weight: Array) -> Array:
     rows = dy.reshape(-1, dy.shape[-1])
-    hidden = None if dweight is None else np.empty((len(rows), weight.shape[1]), gu.dtype)
-    dgu = swiglu_bwd(hidden, rows @ weight, gu)
+    hidden = rows @ weight  # dh, in whose place h comes
+    dgu = swiglu_bwd(None if dweight is None else hidden, hidden, gu)
     if dweight is not None:
         dweight += rows.T @ hidden
     return dgu
@@ -39,17 +58,34 @@ def swiglu_linear_bwd(dweight: Array | None, dy: Array, gu: Array, weight: Array
 
 @swiglu_linear_bwd.on("phantom")
 def swiglu_linear_bwd_memory(dweight: Array | None, dy: Array, gu: Array, weight: Array) -> Array:
-    shape = (*gu.shape[:-1], weight.shape[1])
-    _hidden = None if dweight is None else empty(shape, gu.dtype)
-    dhidden = empty(shape, gu.dtype)
-    return empty(gu.shape, dhidden.dtype)
+    hidden = empty((*gu.shape[:-1], weight.shape[1]), gu.dtype)
+    return empty(gu.shape, hidden.dtype)
+
+
+class LinearSwiGLU(Linear):
+    """gu = x W^T, and with `hidden=True` also h = swiglu(gu), for the SwiGLULinear behind: the same bits as there
+
+    x: (..., I); W: (2H, I), the gate in the first half; gu: (..., 2H); h: (..., H). Saves and backward as Linear; the
+    gradient by way of h is in dgu, as SwiGLULinear hands it back.
+    """
+
+    kernels = (*Linear.kernels, linear_swiglu_fwd)
+
+    def forward(
+        self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,
+        hidden: bool = False,
+    ) -> Any:  # fmt: skip
+        if not hidden:
+            return super().forward(x, stash, recompute=recompute)
+        self.keep(x, stash, recompute)
+        return self.k.linear_swiglu_fwd(x, self.weight.value)
 
 
 class SwiGLULinear(Op):
     """y = h W^T,  h = swiglu(gu): the reference is SwiGLU, then Linear
 
-    gu: (..., 2H), the gate in the first half; W: (O, H); y: (..., O). Saves gu: h, half as large again, is computed
-    again in the pass over gu that backward takes anyway:
+    gu: (..., 2H), the gate in the first half; W: (O, H); y: (..., O); `hidden`: h, where somebody has it. Saves gu: h,
+    half as large again, is computed again in the pass over gu that backward takes anyway:
 
         dh = dy W,   dgu = swiglu_bwd(dh, gu),   dW += dy^T h
     """
@@ -63,10 +99,10 @@ class SwiGLULinear(Op):
     def params(self) -> list[Param]:
         return [self.weight]
 
-    def forward(self, gu: Array, stash: Stash | None = None) -> Array:
+    def forward(self, gu: Array, stash: Stash | None = None, *, hidden: Array | None = None) -> Array:
         if stash is not None:
             stash.push(self, gu)
-        return self.k.swiglu_linear_fwd(gu, self.weight.value)
+        return self.k.swiglu_linear_fwd(gu, hidden, self.weight.value)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (gu,) = stash.pop(self)
@@ -77,3 +113,14 @@ class SwiGLULinear(Op):
         for (o, h), lead in (((5, 7), (2, 3)), ((1, 1), (1,)), ((6, 4), (9,)), ((3, 2), (0,))):
             op = with_buffer(cls(Param("weight", (o, h), std=1.0), backend), backend, rng)
             yield op, (backend.asarray(rng.normal(size=(*lead, 2 * h)) * 2),)
+
+
+def swiglu_mlp(
+    before: Any, behind: Any, x: Array, stash: Stash | None, *, recompute: Callable[[], Array] | None = None
+) -> Array:
+    """behind(before(x)), as LinearSwiGLU and SwiGLULinear do it together; an adapter in either's place takes gu."""
+    if isinstance(before, LinearSwiGLU) and isinstance(behind, SwiGLULinear):
+        gu, hidden = before.forward(x, stash, recompute=recompute, hidden=True)
+        return behind.forward(gu, stash, hidden=hidden)
+    y: Array = behind.forward(before.forward(x, stash=stash, recompute=recompute), stash=stash)
+    return y

@@ -1,29 +1,45 @@
-"""Launches of SwiGLULinear: matrix products around swiglu.cu."""
+"""Launches of SwiGLU with the linear maps around it: by one kernel each way where the table of backends/gemm.py has one
+for the shape, else matrix products around swiglu.cu."""
 
 from __future__ import annotations
 
-from tinyforge.backends.cupy_backend import CupyBackend, contiguous, new
-from tinyforge.backends.gemm import gemm
+from tinyforge.backends.cupy_backend import CupyBackend, contiguous
+from tinyforge.backends.gemm import gemm, gemm_swiglu, gemm_swiglu_backward
 from tinyforge.kernel import Array
 from tinyforge.ops import swiglu_linear
 from tinyforge.ops.linear_cuda import linear_fwd
 from tinyforge.ops.swiglu_cuda import swiglu_bwd, swiglu_fwd
 
 
+@swiglu_linear.linear_swiglu_fwd.on("cupy")
+def linear_swiglu_fwd(x: Array, weight: Array, *, backend: CupyBackend) -> tuple[Array, Array]:
+    x = contiguous(x)
+    made = gemm_swiglu(x.reshape(x.size // x.shape[-1], x.shape[-1]), weight)
+    if made is None:
+        gu = linear_fwd(x, weight, None, backend=backend)
+        return gu, swiglu_fwd(gu)
+    gu, hidden = made
+    return gu.reshape(*x.shape[:-1], -1), hidden.reshape(*x.shape[:-1], -1)
+
+
 @swiglu_linear.swiglu_linear_fwd.on("cupy")
-def swiglu_linear_fwd(gu: Array, weight: Array, *, backend: CupyBackend) -> Array:
-    return linear_fwd(swiglu_fwd(gu), weight, None, backend=backend)
+def swiglu_linear_fwd(gu: Array, hidden: Array | None, weight: Array, *, backend: CupyBackend) -> Array:
+    return linear_fwd(swiglu_fwd(gu) if hidden is None else hidden, weight, None, backend=backend)
 
 
 @swiglu_linear.swiglu_linear_bwd.on("cupy")
 def swiglu_linear_bwd(
     dweight: Array | None, dy: Array, gu: Array, weight: Array, *, backend: CupyBackend
 ) -> Array:
-    dy = contiguous(dy)
+    dy, gu = contiguous(dy), contiguous(gu)
     rows = dy.size // dy.shape[-1]
     up = dy.reshape(rows, dy.shape[-1])
-    hidden = None if dweight is None else new((rows, weight.shape[1]), gu.dtype)
-    dgu = swiglu_bwd(hidden, gemm(up, weight, tf32=backend.tf32), gu)
+    made = gemm_swiglu_backward(up, weight, gu.reshape(rows, gu.shape[-1]), again=dweight is not None)
+    if made is None:
+        hidden = gemm(up, weight, tf32=backend.tf32)  # dh, in whose place h comes
+        dgu = swiglu_bwd(None if dweight is None else hidden, hidden, gu)
+    else:
+        dgu, hidden = made
     if dweight is not None:
         gemm(up, hidden, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
-    return dgu
+    return dgu.reshape(gu.shape)

@@ -45,6 +45,16 @@ class MaskedWords:
         self.specials = np.array(sorted(tokenizer.specials.values()))
         self.words = np.setdiff1d(np.arange(tokenizer.vocab_size), self.specials)
 
+    def frequency_loss(self, tokens: int = 1 << 18) -> float:
+        """The loss of a model that knows how often each word comes and nothing else: the entropy of the shares p of the
+        words among so many tokens, -sum p log p."""
+        counts, index = np.zeros(len(self.words) + len(self.specials)), 0
+        while counts.sum() < tokens:
+            counts += np.bincount(self.windows.batch(index, 64).ids.reshape(-1), minlength=len(counts))
+            index += 1
+        share = counts[self.words] / max(1.0, counts[self.words].sum())
+        return float(-(share * np.log(np.maximum(share, 1e-300))).sum())
+
     def batch(self, index: int, size: int) -> Batch:
         return self.hide(self.windows.batch(index, size).ids, Stream(self.seed, f"hidden words/{index}"))
 

@@ -225,6 +225,11 @@ class Settings:
                 shown.append(" ".join([_flag(f), *(shlex.quote(str(v)) for v in values)]))
         return shown
 
+    @classmethod
+    def made(cls, given: Mapping[str, Any]) -> Self:
+        """What was given, and the defaults for the rest."""
+        return cls(**given)
+
     def usual(self) -> Self:
         """The recipe's defaults."""
         return type(self)()
@@ -245,8 +250,7 @@ class ModelSettings(Settings):
             object.__setattr__(self, "config", next(iter(find_model(self.model).presets)))
 
     def usual(self) -> Self:
-        usual = type(self)()
-        return replace(type(self)(model=self.model), model=usual.model)  # the model's first preset
+        return replace(self.made({"model": self.model}), model=type(self)().model)  # the model's first preset
 
     def check(self) -> None:
         super().check()
@@ -261,9 +265,16 @@ class PretrainSettings(ModelSettings):
 
     out: str = with_default("out", "runs/pretrain")
     steps: int | None = with_default("steps", 2800)
+    lr: float = with_default("lr", 4e-3, "peak learning rate; bert has a default of its own, 5e-4")
+    warmup: float = with_default("warmup", 0.02, "the first share of the run, 0 to 1, in which the rate rises; bert's "
+                                 "default is 0.1")  # fmt: skip
     mix: tuple[str, ...] = setting((), "shares of the shards' sources, e.g. --mix books=0.7 web=0.3 (default: by their "
                                    "tokens)", metavar="NAME=WEIGHT")  # fmt: skip
     carry: bool = setting(False, "rows continue those of the batch before, and a recurrent model keeps its state")
+
+    @classmethod
+    def made(cls, given: Mapping[str, Any]) -> Self:
+        return cls(**{**find_model(given.get("model", default_model())).pretraining, **given})
 
     def check(self) -> None:
         super().check()
@@ -448,7 +459,7 @@ def parse(
             raise UserError("--steps and --minutes are both given, and a run ends by one of them; drop the other")
         if "minutes" in given:
             given["steps"] = None
-        settings = kind(**given)
+        settings = kind.made(given)
     settings.check()
     return Command(settings, **wanted)
 

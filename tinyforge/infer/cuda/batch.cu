@@ -122,6 +122,7 @@ struct Shared {
     A *turns;       // of each row's position: HALF cosines, HALF sines
     A *scale;       // 1 / rms of each row
     int *position;  // of each row's new token
+    int *token;     // the new token itself
     unsigned char *scratch;  // the memory of `sums`, reused by attention and sampling
 };
 
@@ -457,16 +458,16 @@ __device__ __noinline__ int draw(unsigned char *scratch, const A *logits, Sample
 // weights: for each block of a team and each warp `stride` units of 32 pieces, in the order of use; lengths: how many
 // of them a pass uses, for each block. gains: (2 * layers + 1, DIM). cosines, sines: (positions, HEAD_DIM / 2). keys,
 // values: (layers, batch, KV_HEADS, capacity, HEAD_DIM). past: how many positions of a row were filled before the first
-// pass, less `offset`. A row whose cache is full stays at its last position, and its further tokens mean nothing. ids:
-// the next token of each row, (batch,); with `samplers`, the last token drawn when the launch ends, and all of them in
-// `drawn`, (passes, batch). memory: Exchange::BYTES for each team, zeros at first. counters: 32 words for each team,
-// zeros. logits: (teams * ROWS, heads, VOCAB_ROWS), of the last pass. samplers, (batch,), or null: how each
-// row's tokens are drawn. first, (batch,): the number of its random stream to begin with, less `offset`.
+// pass. A row whose cache is full stays at its last position, and its further tokens mean nothing. given, (passes,
+// batch): the token that a row takes in a pass, or -1 for what it drew last, also in the launch before: that is kept in
+// `ids`, (batch,). memory: Exchange::BYTES for each team, zeros at first. counters: 32 words for each team, zeros.
+// logits: (teams * ROWS, heads, VOCAB_ROWS), of the last pass. samplers, (batch,), or null: how each row's tokens are
+// drawn, into `drawn`, (passes, batch). first, (batch,): the number of its random stream that the first pass draws with.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
     const T *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
-    const int *past, int *ids, int *drawn, unsigned char *memory, u32 *counters, A *logits, const int *lengths,
-    int stride, int layers, int heads, int batch, int capacity, int offset, int passes, A eps, const Sampler *samplers,
-    const u32 *first
+    const int *past, const int *given, int *ids, int *drawn, unsigned char *memory, u32 *counters, A *logits,
+    const int *lengths, int stride, int layers, int heads, int batch, int capacity, int passes, A eps,
+    const Sampler *samplers, const u32 *first
 ) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, team = blockIdx.x / TEAM;
@@ -485,6 +486,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
     shared.turns = shared.gains + (2 * layers + 1) * OWN;
     shared.scale = shared.turns + ROWS * HEAD_DIM;
     shared.position = reinterpret_cast<int *>(shared.scale + ROWS);
+    shared.token = shared.position + ROWS;
     const Exchange exchange(memory + i64(team) * Exchange::BYTES);
 
     queue.slots = reinterpret_cast<Piece *>(shared_memory) + thread;
@@ -503,7 +505,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
     for (int pass = 0; pass < passes; pass++) {
         if (thread < ROWS) {
             const int row = first_row + thread;
-            shared.position[thread] = row < batch ? min(past[row] + offset + pass, capacity - 1) : 0;
+            int position = 0, token = 0;
+            if (row < batch) {
+                const int told = given[pass * batch + row], drawn_last = __ldcg(ids + row);
+                position = min(past[row] + pass, capacity - 1), token = told < 0 ? drawn_last : told;
+            }
+            shared.position[thread] = position, shared.token[thread] = token;
         }
         __syncthreads();
         for (int i = thread; i < ROWS * HALF; i += THREADS) {
@@ -512,8 +519,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
         }
         for (int task = thread; task < (dim_end - dim_begin) * 64; task += THREADS) {
             const int tile = dim_begin + task / 64, row = task % 64 / 4, c = task % 4;
-            const int id = first_row + row < batch ? __ldcg(ids + first_row + row) : 0;
-            const Pack<T, 2> x = load<2>(embedding + i64(id) * DIM + tile * 8 + c * 2);
+            const Pack<T, 2> x = load<2>(embedding + i64(shared.token[row]) * DIM + tile * 8 + c * 2);
             block.put(exchange, 0, tile, row, c, Pair{{widen(x.v[0]), widen(x.v[1])}});
         }
         block.arrive();
@@ -612,7 +618,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
         for (int row = block.rank; row < ROWS && first_row + row < batch; row += TEAM) {
             const int at = first_row + row;
             const A *const from = logits + i64(at) * heads * VOCAB_ROWS;
-            const int id = draw(shared.scratch, from, samplers[at], first[at] + offset + pass);
+            const int id = draw(shared.scratch, from, samplers[at], first[at] + pass);
             if (thread == 0) ids[at] = id, drawn[pass * batch + at] = id;
         }
         block.arrive();

@@ -5,8 +5,9 @@ The kernel is batch.cu; docs/kernels/decode-batch.md derives it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import cupy
@@ -16,9 +17,9 @@ from tinyforge.backends.compile import load
 from tinyforge.backends.cupy_backend import processors, scalar, shared_limit
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import CausalLM
-from tinyforge.infer.cuda.batch_plan import TEAM_ROWS, BatchPlan, samplers
+from tinyforge.infer.cuda.batch_plan import SAMPLER, TEAM_ROWS, BatchPlan, samplers
 from tinyforge.infer.cuda.device import BLOCK, DeviceDecoder, DeviceWeights
-from tinyforge.infer.decoder import Drawn
+from tinyforge.infer.decoder import Drawn, Start
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array
 from tinyforge.rng import Stream
@@ -27,27 +28,26 @@ from tinyforge.rng import Stream
 class BatchCache:
     """Keys and values of all layers, (layers, batch, kv_heads, capacity, head_dim).
 
-    tokens: the next one of each row, (batch,). positions: how many are filled, (batch,).
+    drawn: the last token that each row drew, (batch,).
     """
 
     def __init__(self, plan: BatchPlan, dtype: np.dtype, capacity: int) -> None:
         shape = (plan.layers, plan.batch, plan.kv_heads, capacity, plan.head_dim)
         self.capacity = capacity
         self.keys, self.values = (cupy.zeros(shape, dtype) for _ in range(2))
-        self.tokens, self.positions = (cupy.zeros(plan.batch, np.int32) for _ in range(2))
+        self.drawn = cupy.zeros(plan.batch, np.int32)
 
 
 class Draw(NamedTuple):
-    """How each row's tokens are drawn, on the device. samplers: `batch_plan.samplers`, as bytes. first: how many
-    numbers of each row's stream have been used, (batch,) uint32."""
+    """How each row's tokens are drawn. samplers: (batch,) SAMPLER. first: the number of each row's stream that the next
+    pass draws with, (batch,) uint32."""
 
-    samplers: Array
-    first: Array
+    samplers: np.ndarray
+    first: np.ndarray
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], streams: Sequence[Stream]) -> Draw:
-        first = np.array([stream.position for stream in streams], np.uint32)
-        return cls(cupy.asarray(samplers(samplings, streams).view(np.uint8)), cupy.asarray(first))
+        return cls(samplers(samplings, streams), np.array([stream.position for stream in streams], np.uint32))
 
 
 class BatchLauncher:
@@ -64,36 +64,43 @@ class BatchLauncher:
         self.exchange = cupy.zeros((plan.teams, plan.exchange_bytes), np.uint8)
         self.counters = cupy.empty((plan.teams, 32), np.uint32)
 
-    def logits(self, cache: BatchCache, outputs: int) -> Array:
-        """Take `cache.tokens` at `cache.positions`; (batch, outputs, vocab), on the device. Does not wait."""
-        rows = self.plan.teams * TEAM_ROWS
-        logits = cupy.empty((rows, outputs, self.plan.vocab_rows), self.weights.wide)
-        self._launch(cache, outputs, logits, cache.tokens, 0, 1, None)
-        return logits[: self.plan.batch, :, : self.plan.vocab]
+    def logits(self, cache: BatchCache, lengths: Sequence[int] | np.ndarray, tokens: np.ndarray, outputs: int) -> Array:
+        """A pass over a token of each row, (batch,), behind `lengths` positions of its cache; (batch, outputs, vocab),
+        on the device. Does not wait."""
+        return self._launch(cache, lengths, tokens[None], outputs, None)[0][: self.plan.batch, :, : self.plan.vocab]
 
-    def drawn(self, cache: BatchCache, passes: int, done: int, draw: Draw) -> Array:
-        """Draw `passes` tokens for each row, the last of which become `cache.tokens`; (passes, batch), on the device.
+    def drawn(self, cache: BatchCache, lengths: Sequence[int] | np.ndarray, given: np.ndarray, draw: Draw) -> Array:
+        """Passes behind `lengths` positions of each row's cache: the token that each draws, (passes, batch), on the
+        device. Does not wait.
 
-        done: tokens drawn since `cache.positions` and `draw.first` were right. Does not wait.
+        given: (passes, batch), the token that a row takes in a pass, -1 for what it drew last.
         """
-        logits = cupy.empty((self.plan.teams * TEAM_ROWS, 1, self.plan.vocab_rows), self.weights.wide)
-        ids = cupy.empty((passes, self.plan.batch), np.int32)
-        self._launch(cache, 1, logits, ids, done, passes, draw)
-        return ids
+        return self._launch(cache, lengths, given, 1, draw)[1]
 
-    def _launch(self, cache: BatchCache, outputs: int, logits: Array, ids: Array, done: int, passes: int,
-                draw: Draw | None) -> None:  # fmt: skip
-        plan, weights = self.plan, self.weights
+    def _launch(
+        self, cache: BatchCache, lengths: Sequence[int] | np.ndarray, given: np.ndarray, outputs: int, draw: Draw | None
+    ) -> tuple[Array, Array]:
+        """The logits of the last pass, and the tokens drawn."""
+        plan, weights, null = self.plan, self.weights, np.uintp(0)
+        passes, batch = given.shape
+        logits = cupy.empty((plan.teams * TEAM_ROWS, outputs, plan.vocab_rows), weights.wide)
+        ids = cupy.empty((passes, batch), np.int32)
+        # All that the host knows goes over in one copy, behind what is queued already.
+        parts = [np.array(lengths, np.int32), given.reshape(-1).astype(np.int32, copy=False)]
+        parts += [part.view(np.int32) for part in draw or ()]
+        told = cupy.asarray(np.concatenate(parts))
+        ends = np.cumsum([part.size for part in parts]).tolist()
+        past, tokens, *how = (told[start:end] for start, end in pairwise([0, *ends]))
         self.counters.data.memset_async(0, self.counters.nbytes)
         self.kernel(
             (plan.teams * plan.team,), (plan.warps * 32,),
             (weights.matrices, weights.embedding, weights.gains, weights.cos, weights.sin, cache.keys, cache.values,
-             cache.positions, cache.tokens, ids, self.exchange, self.counters, logits, weights.lengths[outputs - 1],
-             *map(np.int32, (weights.matrices.shape[2], plan.layers, outputs, plan.batch, cache.capacity, done,
-                             passes)),
-             weights.norm_eps, *(draw or (np.uintp(0), np.uintp(0)))),
+             past, tokens, cache.drawn, ids, self.exchange, self.counters, logits, weights.lengths[outputs - 1],
+             *map(np.int32, (weights.matrices.shape[2], plan.layers, outputs, batch, cache.capacity, passes)),
+             weights.norm_eps, *(how or (null, null))),
             shared_mem=plan.shared_bytes,
         )  # fmt: skip
+        return logits, ids
 
 
 class BatchDecoder(DeviceDecoder):
@@ -117,6 +124,7 @@ class BatchDecoder(DeviceDecoder):
         plan = plan or self._plan(**tuning)
         self.launcher = BatchLauncher(DeviceWeights(plan, self.fused))
         self.cache = BatchCache(plan, self.launcher.weights.dtype, self.capacity)
+        self._draw = Draw(np.zeros(batch, SAMPLER), np.zeros(batch, np.uint32))
 
     def _plan(self, resident: int = 1, **tuning: int) -> BatchPlan:
         given = {"blocks": resident * processors(), "shared": shared_limit(resident), **tuning}
@@ -133,8 +141,7 @@ class BatchDecoder(DeviceDecoder):
         self._check_room(range(self.batch), new.shape[1])
         found = []
         for column in new.T:
-            self._place(column)
-            found.append(self.launcher.logits(self.cache, heads).get())
+            found.append(self.launcher.logits(self.cache, self.lengths, column, heads).get())
             self.lengths = [length + 1 for length in self.lengths]
         return np.stack(found, axis=1)
 
@@ -154,23 +161,39 @@ class BatchDecoder(DeviceDecoder):
 
         A row whose cache is full gives tokens that mean nothing, while the others go on.
         """
-        past, done = list(self.lengths), 0
-        count = min(count, self.capacity - min(past))
-        self._place(np.asarray(tokens, np.int32))
-        draw = Draw.of(samplings, streams)
+        past, done = np.array(self.lengths), 0
+        count = min(count, self.capacity - int(past.min()))
+        rules, first = Draw.of(samplings, streams)
 
         def launch(passes: int, ahead: int) -> Array:
-            return self.launcher.drawn(self.cache, passes, done + ahead, draw)
+            given = np.full((passes, self.batch), -1, np.int32)
+            if not (behind := done + ahead):
+                given[0] = tokens
+            return self.launcher.drawn(self.cache, past + behind, given, Draw(rules, first + np.uint32(behind)))
 
         def left() -> int:
             return count - done
 
         for ids in self._two_under_way(launch, left, 2, BLOCK):
             done += len(ids)
-            self.lengths = [min(length + done, self.capacity) for length in past]
+            self.lengths = np.minimum(past + done, self.capacity).tolist()
             yield Drawn(ids.T, None)
 
-    def _place(self, tokens: np.ndarray) -> None:
-        """Tell the device where each row stands, and its next token."""
-        self.cache.tokens.set(tokens)
-        self.cache.positions.set(np.array(self.lengths, np.int32))
+    def queue(self, rows: Mapping[int, Start | None], count: int) -> Callable[[], np.ndarray]:
+        given, (rules, first) = np.full((count, self.batch), -1, np.int32), self._draw
+        for row, start in rows.items():
+            if start is not None:
+                tokens, sampling, stream = start
+                given[: len(tokens), row] = tokens
+                rules[row] = samplers([sampling], [stream])[0]
+                first[row] = (stream.position - len(tokens) + 1) % 2**32
+        host, arrived = self._copy_out(self.launcher.drawn(self.cache, self.lengths, given, self._draw))
+        first += np.uint32(count)
+        for row in rows:
+            self.lengths[row] = min(self.lengths[row] + count, self.capacity)
+
+        def found() -> np.ndarray:
+            self._wait(arrived)
+            return host.T
+
+        return found

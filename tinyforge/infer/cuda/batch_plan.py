@@ -46,7 +46,7 @@ class BatchPlan(DecodePlan):
     resident: int = 1
 
     def __post_init__(self) -> None:
-        sizes = (32, 64, 128) if self.itemsize == 2 else (8, 16, 32, 64, 128)
+        sizes = [size for size in (8, 16, 32, 64, 128) if size >= {2: 32, 4: 16}.get(self.itemsize, 8)]
         if self.head_dim not in sizes:
             raise UserError(
                 f"decode of a batch on cupy: head size {self.head_dim} at {self.itemsize} bytes a number, wanted one "
@@ -104,7 +104,7 @@ class BatchPlan(DecodePlan):
         attention = self.warps * group * (self.head_dim + 2) * wide
         columns = -(-self.dim // TILE // self.team) * TILE  # of the residual stream, that a block owns
         numbers = (TEAM_ROWS + 2 * self.layers + 1) * columns + TEAM_ROWS * (self.head_dim + 1)
-        return max(sums, attention, self.draw_bytes) + numbers * wide + TEAM_ROWS * 4
+        return max(sums, attention, self.draw_bytes) + numbers * wide + 2 * TEAM_ROWS * 4
 
     @property
     def exchange_bytes(self) -> int:
