@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -66,50 +67,48 @@ int main() {
 """
 
 
-class Launches:
-    """In the place of the launcher: keeps what a launch is told."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[np.ndarray, ...]] = []
-
-    def drawn(self, cache: Any, lengths: Any, given: np.ndarray, draw: Any) -> np.ndarray:
-        self.found.append((np.array(lengths, np.int32), given.copy(), draw.samplers.copy(), draw.first.copy()))
-        return given
-
-
-def without_a_device(model: NanoEuler, batch: int) -> tuple[Any, Launches]:
-    """A BatchDecoder whose launches are kept."""
-    pytest.importorskip("cupy", reason="the launcher imports CuPy")
-    from tinyforge.infer.cuda.batch import BatchDecoder, Draw
-
-    decoder: Any = BatchDecoder.__new__(BatchDecoder)
-    Decoder.__init__(decoder, model, batch)
-    decoder.launcher, decoder.cache = Launches(), None
-    decoder._draw = Draw(np.zeros(batch, SAMPLER), np.zeros(batch, np.uint32))
-    decoder._copy_out = lambda found: (found, None)
-    decoder._wait = lambda arrived: None
-    return decoder, decoder.launcher
-
-
-def drawn_by_the_kernel(model: NanoEuler, launches: Launches, folder: Path, **fault: Any) -> list[np.ndarray]:
-    """What each launch draws, (passes, rows)."""
+def without_a_device(model: NanoEuler, batch: int, patch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[Any, ...]]]:
+    """A BatchDecoder, and what its launches give the kernel."""
+    module = pytest.importorskip("tinyforge.infer.cuda.batch", reason="the launcher imports CuPy")
+    patch.setattr(module, "cupy", SimpleNamespace(empty=np.zeros, asarray=np.asarray))
     w = model.fused_weights()
     assert w is not None
     plan = BatchPlan(dim=w.dim, hidden=w.hidden, heads=w.heads, kv_heads=w.kv_heads, layers=len(w.layers),
-                     vocab=w.vocab, outputs=1, itemsize=4, batch=BATCH, blocks=2, warps=4, shared=1 << 17)  # fmt: skip
-    matrices = plan.arrange(w.layers, w.lm_heads, np)
-    sizes = [matrices.size, plan.layers, BATCH, CONFIG.context, len(launches.found), plan.teams, matrices.shape[2]]
-    parts: list[Any] = [np.array(sizes, np.int32), matrices, w.embedding, np.stack(w.gains), w.cos, w.sin,
-                        plan.lengths[0], np.float32(w.norm_eps)]  # fmt: skip
-    for launch in launches.found:
-        parts += [np.int32(len(launch[1])), *launch]
+                     vocab=w.vocab, outputs=1, itemsize=4, batch=batch, blocks=2, warps=4, shared=1 << 17)  # fmt: skip
+    launches: list[tuple[Any, ...]] = []
+    launcher: Any = module.BatchLauncher.__new__(module.BatchLauncher)
+    launcher.plan, launcher.exchange, memory = plan, None, SimpleNamespace(memset_async=lambda value, count: None)
+    launcher.counters = SimpleNamespace(data=memory, nbytes=0)
+    launcher.weights = SimpleNamespace(
+        matrices=plan.arrange(w.layers, w.lm_heads, np), embedding=w.embedding, gains=np.stack(w.gains), cos=w.cos,
+        sin=w.sin, lengths=plan.lengths, wide=np.dtype(np.float32), norm_eps=np.float32(w.norm_eps),
+    )  # fmt: skip
+    launcher.kernel = lambda grid, block, args, shared_mem: launches.append(args)
+    decoder: Any = module.BatchDecoder.__new__(module.BatchDecoder)
+    Decoder.__init__(decoder, model, batch)
+    decoder.launcher = launcher
+    decoder.cache = SimpleNamespace(keys=None, values=None, drawn=None, capacity=decoder.capacity)
+    decoder._draw = module.Draw(np.zeros(batch, SAMPLER), np.zeros(batch, np.uint32))
+    decoder._copy_out = lambda found: (found, None)
+    decoder._wait = lambda arrived: None
+    return decoder, launches
+
+
+def drawn_by_the_kernel(plan: BatchPlan, launches: list[tuple[Any, ...]], folder: Path, **fault: Any) -> Any:
+    """What each launch draws, (passes, rows)."""
+    matrices, embedding, gains, cosines, sines = launches[0][:5]
+    lengths, stride, layers, _, batch, capacity, _, eps = launches[0][14:22]
+    sizes = [matrices.size, layers, batch, capacity, len(launches), plan.teams, stride]
+    parts: list[Any] = [np.array(sizes, np.int32), matrices, embedding, gains, cosines, sines, lengths, eps]
+    for launch in launches:
+        past, given, samplers, first = (launch[i] for i in (7, 8, 22, 23))
+        parts += [launch[20], past, given, samplers, first]
     path = folder / "launches.bin"
     path.write_bytes(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
     main = MAIN.replace("PATH", str(path))
     found = run_on_host("infer/cuda/batch.cu", {"SCALAR": "float", **plan.macros}, BODIES, main, folder, **fault)
     ids = np.array(found.split(), int)
-    ends = np.cumsum([launch[1].size for launch in launches.found])[:-1]
-    return [part.reshape(-1, BATCH) for part in np.split(ids, ends)]
+    return [part.reshape(-1, batch) for part in np.split(ids, np.cumsum([launch[8].size for launch in launches])[:-1])]
 
 
 def alone(model: NanoEuler, prompt: list[int], sampling: Sampling, count: int) -> list[int]:
@@ -128,13 +127,15 @@ def alone(model: NanoEuler, prompt: list[int], sampling: Sampling, count: int) -
     return text[len(prompt) :]
 
 
-def served(folder: Path, config: Config = CONFIG, **fault: Any) -> tuple[list[list[int]], list[list[int]]]:
+def served(
+    folder: Path, patch: pytest.MonkeyPatch, config: Config = CONFIG, **fault: Any
+) -> tuple[list[list[int]], list[list[int]]]:
     """Texts from the kernel and alone: prompts of many lengths in three launches of 6 passes, row 5 with a second
     request from the third on, row 7 idle."""
     model = NanoEuler(config, get_backend("numpy", "fp32", workers=1))
     model.initialise(3)
     model.buffer.values[: model.buffer.decay_end] *= 8
-    decoder, launches = without_a_device(model, BATCH)
+    decoder, launches = without_a_device(model, BATCH, patch)
     rng = np.random.default_rng(0)
     rules = [Sampling(temperature=0), Sampling(1.5, top_k=0, top_p=1), Sampling(0.9, top_k=6), Sampling(2, top_p=0.8)]
 
@@ -153,7 +154,7 @@ def served(folder: Path, config: Config = CONFIG, **fault: Any) -> tuple[list[li
             left = prompt[decoder.lengths[row] :][:6]
             rows[row] = Start(left, sampling, Stream(sampling.seed, "sample")) if left else None
         decoder.queue(rows, 6)
-    found = drawn_by_the_kernel(model, launches, folder, **fault)
+    found = drawn_by_the_kernel(decoder.launcher.plan, launches, folder, **fault)
     got, wanted = [], []
     for row, (prompt, sampling) in requests.items():
         first = 2 if row == 5 else 0
@@ -165,8 +166,8 @@ def served(folder: Path, config: Config = CONFIG, **fault: Any) -> tuple[list[li
     return got, wanted
 
 
-def test_prompts_pass_beside_other_rows_tokens(tmp_path: Path) -> None:
-    got, wanted = served(tmp_path, replace(CONFIG, layers=2))
+def test_prompts_pass_beside_other_rows_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got, wanted = served(tmp_path, monkeypatch, replace(CONFIG, layers=2))
     assert got == wanted
     assert len({tuple(text) for text in got}) == len(got) and sum(map(len, got)) > 180
 
@@ -180,6 +181,6 @@ def test_prompts_pass_beside_other_rows_tokens(tmp_path: Path) -> None:
     ],
     ids=lambda fault: fault[0],
 )
-def test_faults_show(fault: tuple[str, str], tmp_path: Path) -> None:
-    got, wanted = served(tmp_path, fault=fault)
+def test_faults_show(fault: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got, wanted = served(tmp_path, monkeypatch, fault=fault)
     assert got != wanted

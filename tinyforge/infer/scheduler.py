@@ -29,7 +29,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -83,10 +82,6 @@ class _Block(NamedTuple):
 
     read: Callable[[], np.ndarray]
     parts: list[tuple[Request, int, int]]
-
-
-_plain = cache(Made)
-"""A token of which no more is told than its id: one object for all of them, of which a step gives thousands."""
 
 
 @dataclass(eq=False)
@@ -150,6 +145,8 @@ class Scheduler:
         self.prefixes = Prefixes(prefix_bytes if self.decoder.can_save else 0)
         self._ended: list[Request] = []  # without having had a token in this step
         self._blocks: deque[_Block] = deque()  # queued and not read
+        # A token of which no more is told than its id, by id: a block has thousands.
+        self._plain_tokens = list(map(Made, range(self.decoder.config.vocab if self.decoder.draws(Sampling()) else 0)))
 
     @property
     def most_drafts(self) -> int:
@@ -306,11 +303,11 @@ class Scheduler:
             parts = [part for part in parts if part[0].reason is None]
             if not parts:
                 continue
-            ids, found = read().tolist(), []
+            ids, found, plain = read().tolist(), [], self._plain_tokens
             for r, row, before in parts:
-                if new := list(map(_plain, ids[row][before : before + r.budget])):
+                if new := ids[row][before : before + r.budget]:
                     r.stats.passes += len(new)
-                    found.append((r, self._take(r, new)))
+                    found.append((r, self._take(r, [plain[i] for i in new], new)))
             return found
         return []
 
@@ -327,7 +324,8 @@ class Scheduler:
                 new = self._plain(group, logits[:, 0, 0])
             else:
                 new = [self._speculated(r, logits[i]) for i, r in enumerate(group)]
-            found += [(request, self._take(request, made)) for request, made in zip(group, new, strict=True)]
+            found += [(request, self._take(request, made, [token.id for token in made]))
+                      for request, made in zip(group, new, strict=True)]  # fmt: skip
         return found
 
     def _plain(self, group: Sequence[Request], logits: np.ndarray) -> list[list[Made]]:
@@ -364,14 +362,13 @@ class Scheduler:
 
     # --- ends
 
-    def _take(self, request: Request, made: list[Made]) -> list[Made]:
-        """New tokens into the request's text, up to a stop or the budget; returns those that are in it."""
+    def _take(self, request: Request, made: list[Made], ids: list[int]) -> list[Made]:
+        """New tokens, with their ids, into the text, up to a stop or the budget; returns those that are in it."""
         r = request
         if r.first_token is None:
             r.first_token = self.clock()
         reason: Reason | None = None
-        ids = [token.id for token in made]
-        if not r.stop.isdisjoint(ids):
+        if r.stop and not r.stop.isdisjoint(ids):
             stopped = next(i for i, token in enumerate(ids) if token in r.stop)
             made, reason = made[:stopped], "stop"
         if len(made) >= r.budget:
