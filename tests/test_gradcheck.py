@@ -437,6 +437,7 @@ FAULTS = [
           lambda right: lambda dw, dy, p: right(dw, dy, p) if p is None else lost_repeats(dw, dy, p)),
     Fault(ops.SwiGLU, "no slope of the sigmoid", swiglu_bwd, lambda _: swiglu_without_slope),
     Fault(ops.SwiGLU, "1 %", swiglu_bwd, scaled(1.01)),
+    Fault(ops.LinearSwiGLU, "dx 1 %", linear_bwd, scaled(1.01)),
     Fault(ops.SwiGLULinear, "sign", swiglu_linear_bwd, scaled(-1)),
     Fault(ops.SwiGLULinear, "dW 1 %", swiglu_linear_bwd, then(lambda dw, *_: times(dw, 1.01))),
     Fault(ops.GELU, "slope of the other formula", gelu_bwd, with_args(lambda *a: (*a[:-1], "tanh"))),

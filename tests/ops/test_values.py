@@ -19,6 +19,7 @@ from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd, dropout_
 from tinyforge.ops.cross_entropy import CHUNK_BYTES, masked_targets, sum_tokens
 from tinyforge.ops.mixture import sort_by_expert
 from tinyforge.ops.selective_scan import TILE as SCAN_TILE
+from tinyforge.ops.swiglu_linear import swiglu_mlp
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream, philox
 
@@ -710,6 +711,39 @@ def test_extreme_values_stay_finite(name: str, backend: Backend) -> None:
     assert np.isfinite(dx[0] if isinstance(dx, tuple) else dx).all()
     if name.endswith("CrossEntropy"):
         close(y, [[2e4 + math.log(2)], [2e4]], 1e-6)
+
+
+@pytest.mark.parametrize("adapted", ["", "before", "behind"])
+def test_h_is_handed_on_and_changes_no_bit(adapted: str, rng: np.random.Generator) -> None:
+    """Linear, SwiGLU, Linear with h from one to the other; with an adapter in either place gate|up alone is."""
+    x, dy = rng.normal(size=(2, 3, 6)), rng.normal(size=(2, 3, 4))
+    before = with_buffer(ops.LinearSwiGLU(Param("b", (10, 6), std=1.0), FP64), FP64, rng)
+    behind = with_buffer(ops.SwiGLULinear(Param("w", (4, 5), std=1.0), FP64), FP64, rng)
+    plain, right, handed = ops.Linear(before.weight, FP64), before.k.linear_swiglu_fwd, []
+    before.k.linear_swiglu_fwd = lambda *a: handed.append(right(*a)) or handed[0]
+    found = []
+    for first, second in (
+        (plain, None), (plain if adapted == "before" else before, _Adapter(behind) if adapted == "behind" else behind),
+    ):  # fmt: skip
+        stash, grads = Stash(), [op.weight.grad for op in (before, behind)]
+        for grad in grads:
+            grad[...] = 0
+        y = swiglu_mlp(first, second, x, stash) if second else behind.forward(first.forward(x, stash), stash)
+        dx = first.backward(behind.backward(dy, stash), stash)
+        found.append([y, dx, *(grad.copy() for grad in grads)])
+    assert len(handed) == (not adapted)
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class _Adapter:
+    """Takes gate|up, and knows of no h."""
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+
+    def forward(self, gu: Array, stash: Stash) -> Array:
+        return self.op.forward(gu, stash=stash)
 
 
 def test_swiglu_linear_is_swiglu_then_linear(rng: np.random.Generator) -> None:

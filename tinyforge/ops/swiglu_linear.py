@@ -71,6 +71,9 @@ class LinearSwiGLU(Linear):
 
     kernels = (*Linear.kernels, linear_swiglu_fwd)
 
+    def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
+        super().__init__(weight, backend, name)
+
     def forward(
         self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,
         hidden: bool = False,
@@ -79,6 +82,12 @@ class LinearSwiGLU(Linear):
             return super().forward(x, stash, recompute=recompute)
         self.keep(x, stash, recompute)
         return self.k.linear_swiglu_fwd(x, self.weight.value)
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for (o, i), lead in (((6, 7), (2, 3)), ((2, 1), (1,)), ((4, 2), (0,))):
+            op = with_buffer(cls(Param("weight", (o, i), std=1.0), backend), backend, rng)
+            yield op, (backend.asarray(rng.normal(size=(*lead, i))),)
 
 
 class SwiGLULinear(Op):
