@@ -15,7 +15,8 @@ behind work that keeps the GPU busy meanwhile, so that the host's launch time do
 among sets of inputs that together exceed the cache, and the two take turns, a few calls each.
 
 PyTorch's kernels for float32 know no groups of heads: k and v are repeated for them, as a model has to do, and that is
-timed too. Each of their products is made of three in TF32, and so nearly as exact as float32's.
+timed too. Each of their products is made of three in TF32, and so nearly as exact as float32's. Nor does cuDNN know
+groups in every version of PyTorch.
 
 cuDNN's and flash's kernels are timed where PyTorch has them. Both of ours are: attention_hopper.cu's and, with --tma,
 attention_tma.cu's, which run at other head sizes anyway.
@@ -178,24 +179,32 @@ class Torch:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         self.torch = torch
-        self.flash = precision == "bf16"  # knows groups of heads
+        self.groups = precision == "bf16"  # whether these kernels know groups of heads
         self.kernels = lambda: sdpa_kernel(getattr(SDPBackend, kernels))
         torch.backends.cuda.matmul.allow_tf32 = True
         self.group = shape.heads // shape.kv_heads
         self.saved = []
         for i in range(sets):
-            dtype = torch.bfloat16 if self.flash else torch.float32
+            dtype = torch.bfloat16 if precision == "bf16" else torch.float32
             qkv, dy = (torch.from_numpy(x).to("cuda", dtype) for x in random_set(shape, i))
             sizes = [shape.heads, shape.kv_heads, shape.kv_heads]
             parts = [x.transpose(1, 2).detach().requires_grad_() for x in qkv.split(sizes, dim=2)]
-            self.saved.append((parts, self._attention(parts), dy.transpose(1, 2)))
+            try:
+                out = self._attention(parts)
+            except RuntimeError:  # none of these kernels for groups: then as a model has to do without
+                if not self.groups:
+                    raise
+                self.groups = False
+                out = self._attention(parts)
+            self.saved.append((parts, out, dy.transpose(1, 2)))
 
     def _attention(self, parts: list[Any]) -> Any:
         q, k, v = parts
-        if not self.flash:
+        if not self.groups:
             k, v = (x.repeat_interleave(self.group, dim=1) for x in (k, v))
         with self.kernels():
-            return self.torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.flash)
+            attend = self.torch.nn.functional.scaled_dot_product_attention
+            return attend(q, k, v, is_causal=True, enable_gqa=self.groups)
 
     def forward(self, i: int) -> Any:
         with self.torch.no_grad():

@@ -210,8 +210,9 @@ def test_a_cache_longer_than_the_queries(queries: int, keys: int, tmp_path: Path
     ids=lambda x: x[0] if isinstance(x, tuple) else "",
 )  # fmt: skip
 def test_faults_of_attention_show(fault: tuple[str, str], part: str, tmp_path: Path) -> None:
+    heads = (2, 2, 64) if "skip" in fault[0] else (3, 1, 128)  # three workers: one has fewer tiles than the others
     try:
-        errors = attend((1, 530, 4, 2, 128), tmp_path, blocks=2, parts=PARTS[: PARTS.index(part) + 1], fault=fault)
+        errors = attend((1, 530, *heads), tmp_path, blocks=2, parts=PARTS[: PARTS.index(part) + 1], fault=fault)
     except AssertionError:  # it said what was wrong, or waited for ever
         return
     names = {"FORWARD": ("out", "lse"), "BACKWARD_Q": ("dq",), "BACKWARD_KV": ("dk", "dv")}[part]

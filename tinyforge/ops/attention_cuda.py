@@ -147,9 +147,12 @@ class TmaKernel(NamedTuple):
         columns, group = batch * kv_heads, heads // kv_heads
         streamed = 2 * dim * k.itemsize * (group * queries if self.part == "BACKWARD_KV" else keys)
         costs = unit_costs(self.part, queries, keys, group, self.workers, self.tile)
+        at_once, units = max(1, CACHED // streamed), columns * len(costs)
         # Documents decide how long a unit takes: then each is a block, and the hardware deals them out.
-        blocks = columns * len(costs) if self.docs else min(processors(), columns * len(costs))
-        table = schedule(costs, columns, max(1, CACHED // streamed), blocks, cp.cuda.Device().id)
+        blocks = units if self.docs else min(processors(), units)
+        if units <= processors() or len(set(costs)) == 1:  # nothing to choose: one schedule for every length of a cache
+            costs, at_once = (1,) * len(costs), columns
+        table = schedule(costs, columns, at_once, blocks, cp.cuda.Device().id)
         args = (*before, table, len(table), *behind)
         self.kernel((blocks,), ((self.workers + 1) * 128,), args, shared_mem=self.shared)
 
