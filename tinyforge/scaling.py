@@ -13,7 +13,7 @@ Seconds of a step of one GPU, on its own part of the batch:
     passes      k S / B              S: bytes saved for backward, k: how often they are read and written, B: of a copy
     optimizer   34 N / B             N parameters: gradients, masters, moments, weights, and the gradient's norm
 
-and for n GPUs what of the sum over them does not fit under backward.
+and for n GPUs the sum over those of a host, and what of the sum between hosts does not fit under backward.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from tinyforge.registry import ModelSpec, default_model, find_model, models
 from tinyforge.train.plan import OUTSIDE, Plan, gib, plan_step
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+BOUND = 0.05  # of a forecast's error
 CALIBRATION = "gpu-train-16x1024.json"  # the one step that `reached` is taken from
 PASSES = 4.3  # k: the elementwise kernels of that step take 5.0 ms, their bytes one pass over what is saved 1.16
 OPTIMIZER = 34  # bytes of memory traffic a parameter: 30 in AdamW, 4 in the norm
@@ -160,15 +161,20 @@ def all_reduce(count: float, gpus: int, machine: Machine) -> float:
     Within a host a ring: 2 (g - 1) / g of the bytes through each link. Between hosts every GPU sums its g-th part with
     its peers: as a ring of m, 2 (m - 1) / m of it and 2 (m - 1) hops; or as a tree, all of it twice and 2 log2 m hops.
     """
+    return sum(_near_and_far(count, gpus, machine))
+
+
+def _near_and_far(count: float, gpus: int, machine: Machine) -> tuple[float, float]:
+    """`all_reduce`: its time within a host, and between hosts."""
     near = min(gpus, machine.per_host)
     hosts = -(-gpus // near)
-    time = 2 * (near - 1) / near * count / machine.link + (2 * (near - 1) * machine.hop if near > 1 else 0.0)
-    if hosts > 1:
-        part = count / near / machine.network
-        ring = 2 * (hosts - 1) / hosts * part + 2 * (hosts - 1) * machine.far_hop
-        tree = 2 * part + 2 * math.ceil(math.log2(hosts)) * machine.far_hop
-        time += min(ring, tree)
-    return time
+    within = 2 * (near - 1) / near * count / machine.link + (2 * (near - 1) * machine.hop if near > 1 else 0.0)
+    if hosts == 1:
+        return within, 0.0
+    part = count / near / machine.network
+    ring = 2 * (hosts - 1) / hosts * part + 2 * (hosts - 1) * machine.far_hop
+    tree = 2 * part + 2 * math.ceil(math.log2(hosts)) * machine.far_hop
+    return within, min(ring, tree)
 
 
 def cost(job: Job, gpus: int, machine: Machine) -> Cost:
@@ -187,13 +193,12 @@ def cost(job: Job, gpus: int, machine: Machine) -> Cost:
     grads, weights = 4 * parameters, 2 * parameters
     exposed = 0.0
     if copies > 1:
-        whole = all_reduce(grads, copies, fewer)
-        last = all_reduce(min(grads, BUCKET), copies, fewer)
-        gather = 0.0
+        # What is summed within a host takes multiprocessors and memory from backward, and hid nothing when measured.
+        near, far = _near_and_far(grads, copies, fewer)
+        last = _near_and_far(min(grads, BUCKET), copies, fewer)[1]
+        exposed = near + max(last, far - in_backward)
         if job.zero:  # reduce-scatter is half of an all-reduce, and so is the all-gather of the weights, in bf16
-            whole, last = whole / 2, last / 2
-            gather = all_reduce(weights, copies, fewer) / 2
-        exposed = max(last, whole - in_backward) + gather
+            exposed = near / 2 + max(last / 2, far / 2 - in_backward) + all_reduce(weights, copies, fewer) / 2
     tensor = bubble = 0.0
     layers, dim = job.config.to_dict().get("layers", 1), job.config.to_dict().get("dim", 0)
     if job.tensor > 1:  # Megatron: two all-reduces of the stream a layer in forward, two in backward, all waited for
@@ -341,7 +346,8 @@ def table(job: Job, most: int, machine: Machine, batch: int = 0) -> str:
 
 def fastest(job: Job, gpus: int, machine: Machine) -> tuple[Job, Cost] | None:
     """The split of the model over up to a host's GPUs, and of its layers over up to 16 groups, that takes least time
-    among those that fit; None where none fits."""
+    among those that fit; None where none fits. No split, where it fits and none is faster by more than BOUND: what the
+    model leaves out could be as much."""
     found: list[tuple[float, int, Job, Cost]] = []
     values = job.config.to_dict()
     for tensor in (1, 2, 4, 8):
@@ -353,7 +359,11 @@ def fastest(job: Job, gpus: int, machine: Machine) -> tuple[Job, Cost] | None:
             c = cost(shape, gpus, machine)
             if c.memory <= machine.memory:
                 found.append((c.seconds, tensor * stages, shape, c))
-    return min(found, key=lambda entry: entry[:2])[2:] if found else None
+    if not found:
+        return None
+    best = min(found, key=lambda entry: entry[:2])
+    whole_model = found[0]  # the first one tried, if it fits
+    return (whole_model if whole_model[1] == 1 and whole_model[0] <= (1 + BOUND) * best[0] else best)[2:]
 
 
 def comparison(machine: Machine, results: Path = RESULTS) -> str:

@@ -28,7 +28,7 @@ from tinyforge.parallel import Alone, part_of
 from tinyforge.parallel.launch import joined, start, started_as_rank
 from tinyforge.rng import Stream
 from tinyforge.train.batches import PackedTokens
-from tinyforge.train.data_parallel import Sharded, _gradients, clip, update
+from tinyforge.train.data_parallel import Sharded, clip, gradients_of, update
 from tinyforge.train.objectives import NextTokens
 
 
@@ -89,7 +89,7 @@ class Trial:
         for step in range(self.done, self.done + steps):
             batches = self.batches(step)
             counts.append(sum(self.objective.count(batch) for batch in batches))
-            sums.append(_gradients(self.rank, step, counts[-1], Stream(0, f"noise/{step}")))
+            sums.append(gradients_of(self.rank, step, counts[-1], Stream(0, f"noise/{step}")))
             clip(self.rank, 1.0)
             update(self.rank, self.lr * min(1.0, (step + 1) / 20))
         self.done += steps

@@ -99,11 +99,18 @@ class Life:
             environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             return subprocess.Popen([*self.command, *more], stdout=log, stderr=log, env=environ, start_new_session=True)
 
-    seconds = 0.0  # that a run takes
+    seconds = 0.0  # that a run takes once it writes, which on GPUs is a small part of it
+
+    def writes(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait until it does, or has ended: the ranks have found each other."""
+        while process.poll() is None and not (self.out / "metrics.jsonl").exists():
+            time.sleep(0.02)
 
     def finish(self) -> None:
+        process = self.start()
+        self.writes(process)
         began = time.monotonic()
-        if self.start().wait() != 0:
+        if process.wait() != 0:
             raise SystemExit(f"a run ended badly: {self.said()}")
         Life.seconds = Life.seconds or time.monotonic() - began
 
@@ -115,14 +122,15 @@ class Life:
         began = time.monotonic()
         while process.poll() is None and len(pids := ranks_of(self.out)) < self.args.ranks:
             time.sleep(0.02)
-        while process.poll() is None and not self.out.exists():  # the ranks have found each other
-            time.sleep(0.02)
+        self.writes(process)
         time.sleep(rng.uniform(0, self.seconds))
-        if process.poll() is not None:
-            return "was done before"
         moment, step = time.monotonic() - began, saved(self.out)
         rank = rng.randrange(self.args.ranks)
-        os.kill(pids[rank], signal.SIGSTOP if self.args.stop else signal.SIGKILL)
+        try:
+            os.kill(pids[rank], signal.SIGSTOP if self.args.stop else signal.SIGKILL)
+        except ProcessLookupError:
+            process.wait()
+            return "was done before"
         began = time.monotonic()
         status = process.wait()
         while any(Path(f"/proc/{pid}").exists() for pid in pids.values()) and time.monotonic() - began < MOST:
@@ -179,6 +187,8 @@ def main() -> int:
                 raise SystemExit(f"life {number}: {sha(life.out)[:16]} or its metrics differ")
             note("shas", f"life {number}: {sha(life.out)[:16]}")
             shutil.rmtree(life.out)
+        if killed < args.lives:
+            raise SystemExit(f"{killed} kills in {args.lives} lives: the runs were over too soon; give more --steps")
         note("same_bytes", f"{killed} kills, {args.lives} lives, all of the same bytes")
     return 0
 
