@@ -183,7 +183,8 @@ def test_recomputation_gives_the_same_bits_from_less_memory(kind: str) -> None:
     assert np.array_equal(plain, again)
     config = KINDS[kind][1]
     norms = {"mamba": 1, "lstm": 0, "lstm-reset": 0}.get(kind, 2)  # a layer, whose results are not kept, in float64
-    assert kept - less == pytest.approx(config.layers * tokens * 8 * config.dim * norms, rel=0.03, abs=4000)  # Python's own objects come and go
+    # Python's own objects come and go.
+    assert kept - less == pytest.approx(config.layers * tokens * 8 * config.dim * norms, rel=0.03, abs=4000)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mamba", *RECURRENT)])
