@@ -89,6 +89,16 @@ def hold_out(records: Sequence[Record]) -> tuple[Sequence[Record], Sequence[Reco
     return records[:cut] or records, records[cut:]
 
 
+def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[list[Record], list[Record]]:
+    """Records of some files to train on, and those to evaluate on: the last 20th of each file, so that every file is
+    in both. A single record in all is both. Raises UserError, as read_records does."""
+    parts = [hold_out(_read_file(Path(path), encoding)) for path in paths]
+    held_out = [record for _, part in parts for record in part]
+    # A file of one record is held out, and is no lesson too beside other files.
+    training = [record for lessons, part in parts if lessons != part for record in lessons]
+    return training or held_out, held_out
+
+
 def encode_example(tokenizer: TextTokenizer, record: Record, seq_len: int) -> tuple[list[int], int] | None:
     """One example as token ids, `prompt + reply + </s>`, and the length of its prompt, which gets no loss. Where a
     published vocabulary has no `</s>`, its own end stands there (`end_of_reply`).

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.alpaca import end_of_reply, hold_out, read_records, render_prompt
+from data.alpaca import end_of_reply, read_split, render_prompt
 from data.evaluation import TASKS, TEXT_TASKS, Set, check_tasks, find_sets, first_of_each, read_set, text_set
 from data.local import read_documents
 from data.published import MODELS, PUBLISHED
@@ -194,7 +194,7 @@ def held_out_prompts(
 ) -> tuple[list[list[int]], int]:
     """Up to `count` prompts, evenly from the held-out instructions; and how many of these are too long to be asked."""
     if files:
-        records = hold_out(read_records(files, encoding))[1]
+        records = read_split(files, encoding)[1]
         asked = [render_prompt(r.instruction, r.input) for r in records]
     else:
         asked = [render_prompt(e.instruction, e.input) for e in instructions("val", count, tuning_of(loaded).seed)]
@@ -563,7 +563,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--data", nargs="+", default=[], metavar="PATH",
                    help="token shards, or text as given to pretrain.py (default: the built-in world)")  # fmt: skip
     p.add_argument("--instructions", nargs="+", default=[], metavar="FILE",
-                   help="records as given to sft.py; the last 20th of all is asked (default: the built-in "
+                   help="records as given to sft.py; the last 20th of each file is asked (default: the built-in "
                    "ones)")  # fmt: skip
     p.add_argument("--encoding", default="utf-8", help="encoding of text files (default: %(default)s)")
     p.add_argument("--kneser-ney", action="store_true",

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.alpaca import Record, encode_example, end_of_reply, hold_out, origin_of, read_records
+from data.alpaca import Record, encode_example, end_of_reply, origin_of, read_split
 from data.answers import exact_match
 from data.training import input_hashes
 from data.world import KINDS, instructions
@@ -107,9 +107,9 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool, ranks: Ranks) -
     model, tokenizer = loaded.model, loaded.tokenizer
 
     if settings.data:
-        records = read_records(settings.data, settings.encoding)
-        training, held_out = hold_out(records)
-        print(f"data: {len(records):,} records; the last {len(held_out):,} are held out")
+        training, held_out = read_split(settings.data, settings.encoding)
+        of_each = " of each file" if len(settings.data) > 1 else ""
+        print(f"data: {len(training):,} records to train on; {len(held_out):,}, the last 20th{of_each}, are held out")
     else:
         print(f"data: built in (no --data given), {BUILT_IN_RECORDS:,} instructions of {len(KINDS)} kinds")
         training, held_out = ([Record(e.instruction, e.input, e.output) for e in instructions(split, n, settings.seed)]

@@ -117,6 +117,7 @@ def test_the_parts_are_those_of_the_results() -> None:
     assert len(set(names)) == len(names)
     committed = {path.stem for path in Path("docs/results").glob("*.json")}
     trained = {"cpu-corpus", "cpu-grpo", "cpu-shakespeare-recurrent", "gpu-ablation-small", "gpu-all-reduce", "models",
+               "gpu-base-run-2", "gpu-evaluate-base-2", "gpu-evaluate-base-2-dpo", "gpu-evaluate-base-2-sft",
                "gpu-evaluate-base-sft", "gpu-loss-curve", "gpu-scan-groups-fp32", "gpu-sft-trials",
                "gpu-shakespeare-seeds", "all"}  # fmt: skip
     assert committed - set(names) <= trained

@@ -22,6 +22,7 @@ from data.alpaca import (
     make_instructions,
     origin_of,
     read_records,
+    read_split,
     render_prompt,
 )
 from data.download import Downloader, Patience
@@ -313,6 +314,19 @@ def test_the_last_20th_is_held_out(count: int, held: int) -> None:
 
 def test_one_record_alone_is_both() -> None:
     assert hold_out([Record(**ADD)]) == ([Record(**ADD)], [Record(**ADD)])
+
+
+def test_the_last_20th_of_each_file_is_held_out(tmp_path: Path) -> None:
+    """Of two files joined, the last 20th would be of the second alone."""
+    def named(name: str, count: int) -> Path:
+        return write(tmp_path / name, json.dumps([{**ADD, "instruction": f"{name} {i}"} for i in range(count)]))
+
+    paths = [named("large", 40), named("small", 20), named("one", 1)]
+    training, held_out = read_split(paths)
+    assert [r.instruction for r in held_out] == ["large 38", "large 39", "small 19", "one 0"]
+    assert sorted(r.instruction for r in training + held_out) == sorted(r.instruction for r in read_records(paths))
+    assert read_split(paths[:1]) == hold_out(read_records(paths[:1]))
+    assert read_split(paths[2:]) == hold_out(read_records(paths[2:]))
 
 
 def test_records_know_their_licence_where_they_were_made(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from tinyforge.backends.compile import compile_to_cubin, promises_no_spills, var
 from tinyforge.registry import models
 
 ROOT = Path(__file__).parents[2]
-GUIDES = [ROOT / f"docs/{name}.md" for name in ("gradcheck", "add-an-op", "train-your-own", "inference")]
+NAMES = ("gradcheck", "add-an-op", "train-your-own", "inference", "results/base-run-2")
+GUIDES = [ROOT / f"docs/{name}.md" for name in NAMES]
 LESSONS = sorted((ROOT / "docs/course").glob("[0-9]*.md"))
 PAGES = [*GUIDES, *LESSONS, *sorted((ROOT / "docs/ops").glob("[a-z]*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
