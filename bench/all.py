@@ -107,6 +107,10 @@ GPU = (
     Part("gpu-attention-tf32", "bench/attention.py --precision tf32 --peer torch", 60),
     Part("gpu-attention-documents", "bench/attention.py --documents 300", 40),
     Part("gpu-grouped", "bench/grouped.py", 40),
+    Part("gpu-gemm", "bench/gemm.py", 60),
+    Part("gpu-gemm-epilogues", "bench/gemm.py --epilogues", 20),
+    Part("gpu-serve-256", "bench/serve.py --no-http --config base --backend cupy --precision bf16 --streams 256 "
+         "--max-tokens 256 --seconds 15 --peer torch", 90),
     Part("gpu-grouped-mma", "bench/grouped.py --file ops/grouped_mma.cu", 40),
     Part("gpu-scan-bf16", "bench/scan.py --precision bf16 --peer torch", 90),
     Part("gpu-scan-fp32", "bench/scan.py --precision fp32 --peer torch", 90),

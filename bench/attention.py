@@ -5,7 +5,6 @@
     python bench/attention.py --precision tf32 --peer torch             in TF32, next to SDPA's memory-efficient kernels
     python bench/attention.py --shapes 8x2048 --heads 16 --peer torch   other shapes: BATCHxTOKENS
     python bench/attention.py --shapes 32x512,4x4096:16/16x128          with heads of their own: BATCHxTOKENS:Q/KVxDIM
-    python bench/attention.py --tma                                     both of our kernels for Hopper at head size 64
     python bench/attention.py --documents 300                           and as --document-mask has it
     python bench/attention.py --peer torch --json result.json           and everything as one JSON object
 
@@ -18,8 +17,7 @@ PyTorch's kernels for float32 know no groups of heads: k and v are repeated for 
 timed too. Each of their products is made of three in TF32, and so nearly as exact as float32's. Nor does cuDNN know
 groups in every version of PyTorch.
 
-cuDNN's and flash's kernels are timed where PyTorch has them. Both of ours are: attention_hopper.cu's and, with --tma,
-attention_tma.cu's, which run at other head sizes anyway.
+cuDNN's and flash's kernels are timed where PyTorch has them.
 
 With --documents N the same rows are timed again as several documents of N tokens on average, which see themselves
 alone. FLOP then count as without: a document less to look at shows as more of them a second.
@@ -53,7 +51,7 @@ from tinyforge.ops import Attention
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.train.batches import starts_of
 
-OURS, BY_TMA, MASKED = "tinyforge", "by TMA", "documents"
+OURS, MASKED = "tinyforge", "documents"
 PEERS = {  # by precision: names, and PyTorch's names for them
     "bf16": {"torch cuDNN": "CUDNN_ATTENTION", "torch flash": "FLASH_ATTENTION"},
     "tf32": {"torch effic.": "EFFICIENT_ATTENTION"},
@@ -111,19 +109,10 @@ class Contender(Protocol):
 class Ours:
     """The two kernels as the op calls them: gradients go into one packed array that is there already."""
 
-    def __init__(
-        self, shape: Shape, backend: Backend, sets: int, documents: int | None = None, tma: bool | None = None
-    ) -> None:
-        """documents: tokens of one on average; None for rows that see all of themselves. tma: whether to run
-        attention_tma.cu, None for what runs without asking."""
+    def __init__(self, shape: Shape, backend: Backend, sets: int, documents: int | None = None) -> None:
+        """documents: tokens of one on average; None for rows that see all of themselves."""
         import cupy
 
-        from tinyforge.ops import attention_cuda
-
-        self.tma_from = attention_cuda.TMA_FROM
-        self.wanted = dict(self.tma_from)
-        if tma is not None:
-            self.wanted[shape.dim] = 0 if tma else sys.maxsize
         self.cupy = cupy
         self.k = bind(Attention.kernels, backend, "bench")
         self.saved = []
@@ -134,7 +123,7 @@ class Ours:
             if documents:
                 begins = np.random.default_rng(i).random((shape.batch, shape.tokens)) * documents < 1
                 starts = backend.asarray(starts_of(begins))
-            results = self._choose().attention_fwd(*parts, None, starts, *CAUSAL)
+            results = self.k.attention_fwd(*parts, None, starts, *CAUSAL)
             self.saved.append((*self._split(dqkv, shape), dy, *parts, None, starts, *results))
 
     @staticmethod
@@ -142,17 +131,11 @@ class Ours:
         kv = shape.heads + shape.kv_heads
         return x[:, :, : shape.heads], x[:, :, shape.heads : kv], x[:, :, kv:]
 
-    def _choose(self) -> Any:
-        """The kernels, and which of them are to run from here on."""
-        self.tma_from.clear()
-        self.tma_from.update(self.wanted)
-        return self.k
-
     def forward(self, i: int) -> Any:
-        return self._choose().attention_fwd(*self.saved[i][4:9], *CAUSAL)[0]
+        return self.k.attention_fwd(*self.saved[i][4:9], *CAUSAL)[0]
 
     def backward(self, i: int) -> Any:
-        self._choose().attention_bwd(*self.saved[i], *CAUSAL)
+        self.k.attention_bwd(*self.saved[i], *CAUSAL)
         return self.saved[i][:3]
 
     def timed(self, call: Callable[[int], Any], calls: Sequence[int]) -> list[float]:
@@ -258,9 +241,8 @@ def take_turns(contenders: dict[str, Contender], what: str, sets: int, repeats: 
 
 
 def measure(
-    shapes: Sequence[Shape], backend: Backend, peer: str | None, repeats: int, documents: int | None = None,
-    tma: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    shapes: Sequence[Shape], backend: Backend, peer: str | None, repeats: int, documents: int | None = None
+) -> dict[str, Any]:
     """Everything that is printed, as a JSON object. Times in microseconds."""
     import cupy
 
@@ -271,8 +253,6 @@ def measure(
     for shape in shapes:
         sets = max(2, -(-CACHE_BYTES // (shape.elements * backend.dtype.itemsize)))
         contenders: dict[str, Contender] = {OURS: Ours(shape, backend, sets)}
-        if tma and shape.dim == 64:
-            contenders[BY_TMA] = Ours(shape, backend, sets, tma=True)
         peers = [name for name in PEERS.get(precision, ()) if peer]
         for name in peers:
             contenders[name] = Torch(shape, precision, sets, PEERS[precision][name])
@@ -328,7 +308,7 @@ def table(found: dict[str, Any]) -> str:
     for result in found["results"]:
         shape = Shape(**result["shape"])
         label = f"{shape.batch} x {shape.tokens}, {shape.heads}/{shape.kv_heads} of {shape.dim}"
-        for name in (n for n in (OURS, BY_TMA, MASKED, *PEERS.get(found["precision"], ())) if n in result):
+        for name in (n for n in (OURS, MASKED, *PEERS.get(found["precision"], ())) if n in result):
             cells = [
                 (result[name][what]["median_us"], result[name][what]["tflop_per_second"])
                 for what in ("forward", "backward", "both")
@@ -378,7 +358,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--precision", default="bf16", help="bf16, tf32, fp32 or fp64 (default: %(default)s)")
     p.add_argument("--repeats", type=int, default=50, help="timed calls of each (default: %(default)s)")
     p.add_argument("--documents", type=int, metavar="N", help="time rows of documents of N tokens on average too")
-    p.add_argument("--tma", action="store_true", help="time attention_tma.cu at head size 64 too")
     p.add_argument("--peer", choices=("torch",), help="time PyTorch too, in bf16 or tf32")
     add_json_flag(p)
     args = p.parse_args(argv)
@@ -386,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.peer and args.precision not in PEERS:
         raise UserError(f"--peer torch is for --precision {' or '.join(PEERS)}, not {args.precision}; leave out --peer")
     check_before(args.json, args.peer)
-    found = measure(shapes, get_backend("cupy", args.precision), args.peer, args.repeats, args.documents, args.tma)
+    found = measure(shapes, get_backend("cupy", args.precision), args.peer, args.repeats, args.documents)
     publish(found, table(found), args.json)
     return 0
 

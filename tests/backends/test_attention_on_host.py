@@ -164,7 +164,7 @@ def check(errors: dict[str, float]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sizes", [(1, 333, 2, 2, 128), (2, 197, 3, 1, 128), (1, 65, 4, 2, 96), (1, 270, 2, 2, 96), (2, 129, 6, 2, 64)]
+    "sizes", [(1, 333, 2, 2, 128), (2, 197, 3, 1, 128), (1, 65, 4, 2, 96), (1, 270, 2, 2, 96), (2, 129, 6, 2, 96)]
 )
 def test_attention_by_tma_is_attention(sizes: tuple[int, int, int, int, int], tmp_path: Path) -> None:
     """Odd lengths, groups of 1, 2 and 3 heads, more units than blocks, workers without rows, other numbers beside."""
@@ -173,7 +173,7 @@ def test_attention_by_tma_is_attention(sizes: tuple[int, int, int, int, int], tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("sizes", [(2, 300, 3, 1, 128), (1, 300, 2, 2, 96), (1, 200, 6, 2, 64)])
+@pytest.mark.parametrize("sizes", [(2, 300, 3, 1, 128), (1, 300, 2, 2, 96), (1, 200, 6, 2, 96)])
 def test_documents_and_windows(sizes: tuple[int, int, int, int, int], window: int | None, tmp_path: Path) -> None:
     """Documents of one token, within a tile, over several tiles; as many blocks as units."""
     begins = np.zeros(sizes[:2], np.int64)
@@ -210,9 +210,11 @@ def test_a_cache_longer_than_the_queries(queries: int, keys: int, tmp_path: Path
     ids=lambda x: x[0] if isinstance(x, tuple) else "",
 )  # fmt: skip
 def test_faults_of_attention_show(fault: tuple[str, str], part: str, tmp_path: Path) -> None:
-    heads = (2, 2, 64) if "skip" in fault[0] else (3, 1, 128)  # three workers: one has fewer tiles than the others
+    # With 64 keys before the queries, the first worker of a block has a tile less than the second.
+    heads, keys = ((2, 2, 128), 594) if "skip" in fault[0] else ((3, 1, 128), 530)
     try:
-        errors = attend((1, 530, *heads), tmp_path, blocks=2, parts=PARTS[: PARTS.index(part) + 1], fault=fault)
+        parts = PARTS[: PARTS.index(part) + 1]
+        errors = attend((1, 530, *heads), tmp_path, blocks=2, keys=keys, parts=parts, fault=fault)
     except AssertionError:  # it said what was wrong, or waited for ever
         return
     names = {"FORWARD": ("out", "lse"), "BACKWARD_Q": ("dq",), "BACKWARD_KV": ("dk", "dv")}[part]

@@ -66,15 +66,14 @@ def test_all_contenders_are_in_the_figures_and_the_table(monkeypatch: pytest.Mon
     monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda _: {"name": b"none"})
     monkeypatch.setattr(cupy.cuda, "Device", lambda: SimpleNamespace(id=0))
     monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: SimpleNamespace(free_all_blocks=lambda: None))
-    monkeypatch.setattr(bench, "Ours", lambda *_, tma=None: Fake(us=20.0 if tma is None else 10.0))
+    monkeypatch.setattr(bench, "Ours", lambda *_: Fake(us=20.0))
     kernels: list[str] = []
     monkeypatch.setattr(bench, "Torch", lambda *args: kernels.append(args[-1]) or Fake(us=40.0))  # type: ignore[func-returns-value]
     backend = SimpleNamespace(precision=SimpleNamespace(name="bf16"), dtype=np.dtype(np.float16))
     sizes = [bench.Shape(1, 64, 2, 1, 64), bench.Shape(1, 64, 2, 1, 128)]
-    found = bench.measure(sizes, backend, "torch", 3, tma=True)  # type: ignore[arg-type]
+    found = bench.measure(sizes, backend, "torch", 3)  # type: ignore[arg-type]
     assert kernels == ["CUDNN_ATTENTION", "FLASH_ATTENTION"] * 2 and found["versions"]["torch"] == torch.__version__
-    small, wide = found["results"]
-    assert small["by TMA"]["both"]["median_us"] == 20 and "by TMA" not in wide  # which has no other kernel
-    assert wide["ours_over"] == {name: {"forward": 0.5, "backward": 0.5, "both": 0.5} for name in bench.PEERS["bf16"]}
+    half = {"forward": 0.5, "backward": 0.5, "both": 0.5}
+    assert all(row["ours_over"] == dict.fromkeys(bench.PEERS["bf16"], half) for row in found["results"])
     text = bench.table(found)
-    assert text.count("torch cuDNN") == text.count("ours / flash") == 2 and text.count("by TMA") == 1
+    assert text.count("torch cuDNN") == text.count("ours / flash") == 2

@@ -40,16 +40,12 @@ def gpu() -> None:
         pytest.skip("needs a CUDA GPU")
 
 
-@pytest.fixture(params=("best", "tma", "mma.sync"))
+@pytest.fixture(params=("best", "mma.sync"))
 def tensor_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the kernels that this GPU gets; with those by TMA wherever there are any, or nowhere; with those that every
-    GPU from sm_80 on can run."""
+    """With the kernels that this GPU gets; with those that every GPU from sm_80 on can run."""
     if request.param != "best" and not kernels().has_wgmma():
         pytest.skip("this GPU has no other")
-    if request.param == "tma":
-        sizes = {} if 64 in kernels().TMA_FROM else {64: 0, 96: 0, 128: 0}
-        monkeypatch.setattr(kernels(), "TMA_FROM", sizes)
-    elif request.param == "mma.sync":
+    if request.param == "mma.sync":
         monkeypatch.setattr(kernels(), "has_wgmma", lambda: False)
 
 
@@ -502,12 +498,11 @@ def test_two_runs_give_the_same_bits(dtype: Any, d: int) -> None:
         assert cp.asnumpy(first[name]).tobytes() == cp.asnumpy(second[name]).tobytes(), name
 
 
-@pytest.mark.parametrize(("batch", "heads", "kv_heads", "d"), [(4, 8, 8, 128), (3, 6, 2, 96), (4, 12, 4, 64)])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "d"), [(4, 8, 8, 128), (3, 6, 2, 96)])
 def test_more_work_than_blocks(batch: int, heads: int, kv_heads: int, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that stay on their multiprocessors: several units of work for each, tiles many times round the ring."""
     if not kernels().has_wgmma():
         pytest.skip("needs a GPU of compute capability 9.0")
-    monkeypatch.setitem(kernels().TMA_FROM, 64, 0)
     t = 1100
     qkv, dy = random_inputs(np.random.default_rng(), batch, t, heads, kv_heads, d, BF16)
     got, want = run(qkv, dy, heads, kv_heads, BF16), expected(qkv, dy, heads, kv_heads)

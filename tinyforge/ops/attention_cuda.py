@@ -40,8 +40,7 @@ FILE, WGMMA_FILE, TF32_FILE = "ops/attention.cu", "ops/attention_hopper.cu", "op
 TMA_FILE = "ops/attention_tma.cu"
 INSTRUCTIONS = {FILE: "mma", WGMMA_FILE: "wgmma", TF32_FILE: "tf32"}
 ENTRIES = {"FORWARD": "attention_fwd", "BACKWARD_Q": "attention_bwd_q", "BACKWARD_KV": "attention_bwd_kv"}
-HEAD_SIZES, WGMMA_HEAD_SIZES = (32, 64, 128), (64,)
-TMA_FROM = {96: 0, 128: 0}  # head sizes of TMA_FILE, and from how many keys on
+HEAD_SIZES, WGMMA_HEAD_SIZES, TMA_HEAD_SIZES = (32, 64, 128), (64,), (96, 128)
 OPTIONS = ("BAND", "DOCS", "DROP")
 BOUNDS_FILE, BOUNDS_THREADS = "ops/attention_documents.cu", 256
 LINE, BARRIERS = (constant(TMA_FILE, name) for name in ("LINE", "BARRIERS"))
@@ -89,11 +88,11 @@ def plain(entry: str, dtype: Any, dim: int, tiles: int, options: tuple[str, ...]
     return Launch(kernel, rows, 1, PLAIN_THREADS, shared)
 
 
-def tensor_core_file(dtype: Any, dim: int, tf32: bool, options: tuple[str, ...], keys: int = 0) -> str | None:
+def tensor_core_file(dtype: Any, dim: int, tf32: bool, options: tuple[str, ...]) -> str | None:
     """The file whose tensor-core kernels are to run, None for the plain kernels."""
     everywhere = set(options) <= {"DOCS"}
     if dtype == BF16 and everywhere and has_wgmma():
-        if dim in TMA_FROM and keys >= TMA_FROM[dim]:
+        if dim in TMA_HEAD_SIZES:
             return TMA_FILE
         if dim in WGMMA_HEAD_SIZES:
             return WGMMA_FILE
@@ -249,7 +248,7 @@ def starts_for(
     """starts, or those of one document in each row where that lets Hopper's kernels have a window."""
     batch, queries, _, dim = q.shape
     alone = starts is None and causal and key is None and keys == queries and window is not None and window < keys
-    if alone and tensor_core_file(q.dtype, dim, False, ("DOCS",), keys) in (WGMMA_FILE, TMA_FILE):
+    if alone and tensor_core_file(q.dtype, dim, False, ("DOCS",)) in (WGMMA_FILE, TMA_FILE):
         return cp.zeros((batch, queries), np.int32)
     return starts
 
@@ -310,7 +309,7 @@ def attention_fwd(
     options, macro = options_of(band, bool(docs), drop), drop_macro(key)
     sizes = (queries, keys, heads, kv_heads, *band, *docs, *drop)
     args = (q, k, v, out, lse, *strides("q", q), *strides("k", k), *strides("v", v), *sizes)
-    file = tensor_core_file(q.dtype, dim, backend.tf32, options, keys)
+    file = tensor_core_file(q.dtype, dim, backend.tf32, options)
     if file == TMA_FILE:
         fwd = tma_kernel("FORWARD", dim, options)
         maps = rows_map(q, OWN), rows_map(k, fwd.tile), rows_map(v, fwd.tile)
@@ -346,7 +345,7 @@ def attention_bwd(
     lengths = lengths if lengths is None else contiguous(lengths)
     band, drop = band_of(causal, window, keys, lengths, starts), drop_of(key, rate, q.dtype)
     options, macro = options_of(band, starts is not None, drop), drop_macro(key)
-    file = tensor_core_file(q.dtype, dim, backend.tf32, options, keys)
+    file = tensor_core_file(q.dtype, dim, backend.tf32, options)
     padded = -(-queries // OWN) * OWN if file == TMA_FILE else queries
     stats = cp.empty((batch, heads, padded, 2), lse.dtype)
     outputs = strides("dq", dq), strides("dk", dk), strides("dv", dv)

@@ -29,20 +29,14 @@
 // come by TMA too.
 //
 // Grid: a block for each multiprocessor, or for each unit, where documents decide how long they take. Block: 128
-// (WORKERS + 1) threads. Shared memory: see Ring. Registers of a worker: 240 of two, 160 of three.
+// (WORKERS + 1) threads. Shared memory: see Ring. Registers of a worker: 240.
 //
 // compile: arch=sm_90a PART=FORWARD HEAD_DIM=96|128 WORKERS=2 TILE=128 STAGES=3
 // compile: arch=sm_90a PART=BACKWARD_Q HEAD_DIM=96|128 WORKERS=2 TILE=128 STAGES=2
 // compile: arch=sm_90a PART=BACKWARD_KV HEAD_DIM=96|128 WORKERS=2 TILE=64 STAGES=4
-// compile: arch=sm_90a PART=FORWARD HEAD_DIM=64 WORKERS=3 TILE=64 STAGES=6
-// compile: arch=sm_90a PART=BACKWARD_Q HEAD_DIM=64 WORKERS=3 TILE=64 STAGES=4
-// compile: arch=sm_90a PART=BACKWARD_KV HEAD_DIM=64 WORKERS=2 TILE=64 STAGES=6
 // compile: arch=sm_90a PART=FORWARD HEAD_DIM=96|128 WORKERS=2 TILE=128 STAGES=3 DOCS=1
 // compile: arch=sm_90a PART=BACKWARD_Q HEAD_DIM=96|128 WORKERS=2 TILE=128 STAGES=2 DOCS=1
 // compile: arch=sm_90a PART=BACKWARD_KV HEAD_DIM=96|128 WORKERS=2 TILE=64 STAGES=4 DOCS=1
-// compile: arch=sm_90a PART=FORWARD HEAD_DIM=64 WORKERS=3 TILE=64 STAGES=6 DOCS=1
-// compile: arch=sm_90a PART=BACKWARD_Q HEAD_DIM=64 WORKERS=3 TILE=64 STAGES=4 DOCS=1
-// compile: arch=sm_90a PART=BACKWARD_KV HEAD_DIM=64 WORKERS=2 TILE=64 STAGES=6 DOCS=1
 // spills: none
 
 #define WORKER_WARPS 4
@@ -59,9 +53,9 @@ constexpr int OWNED = PART == FORWARD ? 1 : 2;                  // tensors of wh
 constexpr int OWN_TILE = OWN * HALVES * LINE, STREAMED = TILE * HALVES * LINE;
 constexpr int PAIRS = PART == BACKWARD_KV ? TILE * 8 : 0;       // bytes of a tile's statistics
 constexpr int BLOCK_THREADS = THREADS + 128;
-constexpr int COPIER_REGISTERS = WORKERS == 3 ? 32 : 24, WORKER_REGISTERS = WORKERS == 3 ? 160 : 240;
+constexpr int COPIER_REGISTERS = 24, WORKER_REGISTERS = 240;
 
-static_assert(WORKERS == 2 || WORKERS == 3, "three or four warpgroups share the registers");
+static_assert(WORKERS == 2, "three warpgroups share the registers");
 static_assert((4 * STAGES + 2) * 8 <= BARRIERS, "");
 static_assert(PART != BACKWARD_KV || TILE == 64, "statistics are there for a multiple of 64 rows");
 
