@@ -17,7 +17,7 @@ than 2 %. Copy the files that you keep to docs/results, then `python -m models p
 `python docs/pictures/measured.py`.
 
 Not here: results of training runs (base-run, sft-trials, ablation, grpo, loss-curve, evaluate, seeds), and the corpus,
-whose commands stand in their pages.
+whose commands stand in their pages; and what takes two GPUs (tests/gpu/two_gpus.py).
 """
 
 from __future__ import annotations
