@@ -1,7 +1,6 @@
 // Hopper's instructions (sm_90a): products by a warpgroup (wgmma), barriers in shared memory, copies by the tensor copy
 // engine (TMA), pairs of blocks that share their copies (clusters). Needs common.cuh, pasted in before it. Who uses it:
-// attention_hopper.cu, attention_tma.cu, gemm_hopper.cu,
-// grouped_hopper.cu.
+// attention_hopper.cu, attention_tma.cu, gemm_hopper.cu, grouped_hopper.cu.
 //
 // wgmma takes both factors from shared memory, in lines of 128 bytes, 64 numbers of bf16, under the 128-byte swizzle: the
 // 16-byte column c of line r lies at r * 128 + (c ^ r % 8) * 16 from a multiple of 1024. TMA writes this layout; copies
@@ -46,24 +45,29 @@ __device__ __forceinline__ void shared_fence() { asm volatile("fence.proxy.async
 // d[n][0..1] = (r, 8 n + c..c+1) and d[n][2..3] = (r + 8, 8 n + c..c+1). As operands of an instruction:
 #define FOUR(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define SIXTEEN(n) FOUR(n), FOUR(n + 1), FOUR(n + 2), FOUR(n + 3)
+// and their names in it.
+#define NAMES_32 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64 \
+    NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_96 \
+    NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_128 \
+    NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// d (+)= a b for one warpgroup: d 64 x 256, 64 x 192, 64 x 128 or 64 x 64, 16 steps of k. `add` 0 overwrites d. A_ACROSS, B_ACROSS:
-// how the factors lie.
+// d (+)= a b for one warpgroup: d 64 x 256, 64 x 192, 64 x 128 or 64 x 64, 16 steps of k. `add` 0 overwrites d.
+// A_ACROSS, B_ACROSS: how the factors lie.
 template <int A_ACROSS, int B_ACROSS>
 __device__ __forceinline__ void multiply_wide(float (&d)[32][4], u64 a, u64 b, int add) {
     asm volatile(
         "{.reg .pred p;\n"
         "setp.ne.b32 p, %130, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, %128, %129, p, 1, 1, %131, %132;}"
+        NAMES_128 "}, %128, %129, p, 1, 1, %131, %132;}"
         : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12), SIXTEEN(16), SIXTEEN(20), SIXTEEN(24), SIXTEEN(28)
         : "l"(a), "l"(b), "r"(add), "n"(A_ACROSS), "n"(B_ACROSS));
 }
@@ -73,13 +77,7 @@ __device__ __forceinline__ void multiply_wide(float (&d)[24][4], u64 a, u64 b, i
         "{.reg .pred p;\n"
         "setp.ne.b32 p, %98, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-        "}, %96, %97, p, 1, 1, %99, %100;}"
+        NAMES_96 "}, %96, %97, p, 1, 1, %99, %100;}"
         : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12), SIXTEEN(16), SIXTEEN(20)
         : "l"(a), "l"(b), "r"(add), "n"(A_ACROSS), "n"(B_ACROSS));
 }
@@ -89,24 +87,17 @@ __device__ __forceinline__ void multiply_wide(float (&d)[16][4], u64 a, u64 b, i
         "{.reg .pred p;\n"
         "setp.ne.b32 p, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, %64, %65, p, 1, 1, %67, %68;}"
+        NAMES_64 "}, %64, %65, p, 1, 1, %67, %68;}"
         : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12)
         : "l"(a), "l"(b), "r"(add), "n"(A_ACROSS), "n"(B_ACROSS));
 }
-
 template <int A_ACROSS, int B_ACROSS>
 __device__ __forceinline__ void multiply_wide(float (&d)[8][4], u64 a, u64 b, int add) {
     asm volatile(
         "{.reg .pred p;\n"
         "setp.ne.b32 p, %34, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, %32, %33, p, 1, 1, %35, %36;}"
+        NAMES_32 "}, %32, %33, p, 1, 1, %35, %36;}"
         : SIXTEEN(0), SIXTEEN(4)
         : "l"(a), "l"(b), "r"(add), "n"(A_ACROSS), "n"(B_ACROSS));
 }
@@ -118,9 +109,7 @@ __device__ __forceinline__ void multiply_held(float (&d)[8][4], const u32 (&a)[4
         "{.reg .pred p;\n"
         "setp.eq.u32 p, 0, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;}"
+        NAMES_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;}"
         : SIXTEEN(0), SIXTEEN(4)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
@@ -129,11 +118,7 @@ __device__ __forceinline__ void multiply_held(float (&d)[16][4], const u32 (&a)[
         "{.reg .pred p;\n"
         "setp.eq.u32 p, 0, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;}"
+        NAMES_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;}"
         : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
