@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import cupy
 import numpy as np
@@ -209,12 +208,13 @@ class CupyBackend(Backend):
         return {"used": used_bytes(), "held": held, "free": free, "total": total}
 
 
-graphs_in_use: WeakSet[Graphs] = WeakSet()
+graph_pools: list[Any] = []
+"""Of the `Graphs` that there are. A plain list, because `PeakMemory` goes through it at every allocation."""
 
 
 def pools() -> list[Any]:
     """CuPy's own, and those of graphs."""
-    return [cupy.get_default_memory_pool(), *(graphs.pool for graphs in graphs_in_use)]
+    return [cupy.get_default_memory_pool(), *graph_pools]
 
 
 def used_bytes() -> int:

@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import finalize
 
 import cupy
 
 from tinyforge.backends.cublas import Products
-from tinyforge.backends.cupy_backend import CupyBackend, graphs_in_use
+from tinyforge.backends.cupy_backend import CupyBackend, graph_pools
 from tinyforge.errors import UserError
 
 
@@ -33,7 +34,8 @@ class Graphs:
         # What others ask of the default stream meanwhile does not end a capture on such a stream.
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.pool = cupy.cuda.MemoryPool()
-        graphs_in_use.add(self)
+        graph_pools.append(self.pool)
+        finalize(self, graph_pools.remove, self.pool)
         self.products = Products()
 
     def run(self, work: Callable[[], None]) -> None:
