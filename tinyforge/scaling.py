@@ -362,8 +362,10 @@ def fastest(job: Job, gpus: int, machine: Machine) -> tuple[Job, Cost] | None:
     if not found:
         return None
     best = min(found, key=lambda entry: entry[:2])
-    whole_model = found[0]  # the first one tried, if it fits
-    return (whole_model if whole_model[1] == 1 and whole_model[0] <= (1 + BOUND) * best[0] else best)[2:]
+    unsplit = next((entry for entry in found if entry[1] == 1), None)
+    if unsplit and unsplit[0] <= (1 + BOUND) * best[0]:
+        best = unsplit
+    return best[2:]
 
 
 def comparison(machine: Machine, results: Path = RESULTS) -> str:
