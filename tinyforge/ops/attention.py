@@ -13,7 +13,7 @@ from tinyforge.backends import Backend, wide
 from tinyforge.backends.numpy_backend import row_blocks
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash, WithKeywords
+from tinyforge.op import Key, Op, Stash, WithKeywords
 from tinyforge.rng import philox
 
 QUERY_TILE, TILE = 64, 128
@@ -144,7 +144,7 @@ def dropout_mask(
 @kernel
 def attention_fwd(
     q: Array, k: Array, v: Array, lengths: Array | None, starts: Array | None, causal: bool,
-    window: int | None, key: tuple[int, int] | None, rate: float,
+    window: int | None, key: Key | None, rate: float,
 ) -> tuple[Array, Array]:  # fmt: skip
     """q: (B, T, Hq, D), the last T of S positions; k, v: (B, S, Hkv, D); returns o: (B, T, Hq, D), lse: (B, Hq, T).
 
@@ -195,7 +195,7 @@ def attention_fwd(
 @attention_fwd.on("phantom")
 def attention_fwd_memory(
     q: Array, k: Array, v: Array, lengths: Array | None, starts: Array | None, causal: bool,
-    window: int | None, key: tuple[int, int] | None, rate: float,
+    window: int | None, key: Key | None, rate: float,
 ) -> tuple[Array, Array]:  # fmt: skip
     batch, queries, heads, _ = q.shape
     if starts is not None and window is not None:
@@ -206,7 +206,7 @@ def attention_fwd_memory(
 @kernel
 def attention_bwd(
     dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None,
-    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None,
+    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: Key | None,
     rate: float,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
@@ -248,7 +248,7 @@ def attention_bwd(
 @attention_bwd.on("phantom")
 def attention_bwd_memory(
     dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None,
-    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None,
+    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: Key | None,
     rate: float,
 ) -> None:  # fmt: skip
     _stats = empty((*lse.shape, 2), lse.dtype)  # a row's log-sum-exp and its sum of dO O

@@ -243,7 +243,7 @@ def band_of(
 
 
 def starts_for(
-    q: Array, keys: int, causal: bool, window: int | None, starts: Array | None, key: tuple[int, int] | None
+    q: Array, keys: int, causal: bool, window: int | None, starts: Array | None, key: Key | None
 ) -> Array | None:
     """starts, or those of one document in each row where that lets Hopper's kernels have a window."""
     batch, queries, _, dim = q.shape
@@ -324,7 +324,7 @@ def attention_fwd(
 @attention.attention_bwd.on("cupy")
 def attention_bwd(
     dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None,
-    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: tuple[int, int] | None,
+    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: Key | None,
     rate: float, *, backend: CupyBackend,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""

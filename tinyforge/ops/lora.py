@@ -11,19 +11,17 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Key, Op, Param, Stash
 from tinyforge.ops.dropout import dropout
 from tinyforge.ops.gelu import GELU
 from tinyforge.ops.linear import linear_fwd
 from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.params import with_buffer
 
-Key = tuple[int, int] | None
-
 
 @kernel
 def lora_fwd(
-    x: Array, weight: Array, bias: Array | None, a: Array, b: Array, scale: float, key: Key, rate: float
+    x: Array, weight: Array, bias: Array | None, a: Array, b: Array, scale: float, key: Key | None, rate: float
 ) -> tuple[Array, Array]:
     """y, and u = drop(x) a^T: (rows, R). key: of what is dropped; None: nothing is."""
     y = linear_fwd(x, weight, bias)
@@ -36,7 +34,7 @@ def lora_fwd(
 
 @lora_fwd.on("phantom")
 def lora_fwd_memory(
-    x: Array, weight: Array, bias: Array | None, a: Array, b: Array, scale: float, key: Key, rate: float
+    x: Array, weight: Array, bias: Array | None, a: Array, b: Array, scale: float, key: Key | None, rate: float
 ) -> tuple[Array, Array]:
     y = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
     _dropped = None if key is None else empty(x.shape, x.dtype)
@@ -46,7 +44,7 @@ def lora_fwd_memory(
 @kernel
 def lora_bwd(
     da: Array | None, db: Array | None, dy: Array, x: Array, u: Array, weight: Array, a: Array, b: Array, scale: float,
-    key: Key, rate: float,
+    key: Key | None, rate: float,
 ) -> Array:  # fmt: skip
     rows = dy.reshape(-1, dy.shape[-1])
     if db is not None:
@@ -66,7 +64,7 @@ def lora_bwd(
 @lora_bwd.on("phantom")
 def lora_bwd_memory(
     da: Array | None, db: Array | None, dy: Array, x: Array, u: Array, weight: Array, a: Array, b: Array, scale: float,
-    key: Key, rate: float,
+    key: Key | None, rate: float,
 ) -> Array:  # fmt: skip
     du = empty(u.shape, u.dtype)
     if key is not None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from tinyforge.backends.cupy_backend import CupyBackend, contiguous
 from tinyforge.backends.gemm import gemm
 from tinyforge.kernel import Array
+from tinyforge.op import Key
 from tinyforge.ops import lora
 from tinyforge.ops.dropout_cuda import dropout
 from tinyforge.ops.linear_cuda import linear_fwd
-from tinyforge.ops.lora import Key
 
 
 @lora.lora_fwd.on("cupy")
 def lora_fwd(
-    x: Array, weight: Array, bias: Array | None, a: Array, b: Array, scale: float, key: Key, rate: float, *,
+    x: Array, weight: Array, bias: Array | None, a: Array, b: Array, scale: float, key: Key | None, rate: float, *,
     backend: CupyBackend,
 ) -> tuple[Array, Array]:  # fmt: skip
     x = contiguous(x)
@@ -27,7 +27,7 @@ def lora_fwd(
 @lora.lora_bwd.on("cupy")
 def lora_bwd(
     da: Array | None, db: Array | None, dy: Array, x: Array, u: Array, weight: Array, a: Array, b: Array, scale: float,
-    key: Key, rate: float, *, backend: CupyBackend,
+    key: Key | None, rate: float, *, backend: CupyBackend,
 ) -> Array:  # fmt: skip
     dy, x = contiguous(dy), contiguous(x)
     up, width = dy.reshape(len(u), dy.shape[-1]), x.shape[-1]
