@@ -15,7 +15,7 @@ class Config(ModelConfig):
     dim: width C of the stream. heads: each of size dim / heads. layers: blocks. hidden: width of the MLP. segments:
     kinds of text in a row, 2 for a pair. classes: that it chooses among; 0 for a model that guesses hidden words.
     dropout: rate in training, after the embedding, on the attention probabilities, on what is added to the stream, and
-    before the classes.
+    before the classes. masked: share of a row's words that is hidden in pretraining; the paper's is 15 %.
     """
 
     dim: int = 128
@@ -27,6 +27,7 @@ class Config(ModelConfig):
     classes: int = 0
     dropout: float = 0.1
     norm_eps: float = 1e-12
+    masked: float = 0.15
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,6 +41,8 @@ class Config(ModelConfig):
             raise UserError(f"config: classes is {self.classes}, wants 0 or more")
         if not 0 <= self.dropout < 1:
             raise UserError(f"config: dropout is {self.dropout}, wants 0 to below 1")
+        if not 0 < self.masked < 1:
+            raise UserError(f"config: masked is {self.masked}, wants a share between 0 and 1")
 
     @property
     def head_dim(self) -> int:
@@ -48,13 +51,12 @@ class Config(ModelConfig):
     def input_shapes(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
         if self.classes:
             return (batch, length), (batch, 1, 1), (batch, length), (batch,)
-        hidden = hidden_words(length)
+        hidden = self.hidden_words(length)
         return (batch, length), (batch, hidden, 1), (batch, length), (batch,), (batch, hidden)
 
-
-def hidden_words(length: int) -> int:
-    """How many words of a row are hidden: 15 %, as in the paper."""
-    return max(1, round(0.15 * length))
+    def hidden_words(self, length: int) -> int:
+        """How many words of a row are hidden in pretraining."""
+        return max(1, round(self.masked * length))
 
 
 PRESETS = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from models.bert.config import Config, hidden_words
+from models.bert.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Recompute, Stash
@@ -188,7 +188,7 @@ class BERT(Op):
         those of the head, which sees the hidden words alone, and attention over all tokens."""
         c = self.config
         blocks = sum(p.size for block in self.blocks for op in block.ops() for p in op.params())
-        head = 0 if c.classes else hidden_words(seq_len) / seq_len * (c.vocab * c.dim + c.dim * c.dim)
+        head = 0 if c.classes else c.hidden_words(seq_len) / seq_len * (c.vocab * c.dim + c.dim * c.dim)
         return 6.0 * (blocks + head) + 12.0 * c.layers * c.dim * seq_len
 
     def ops(self) -> list[Op]:
