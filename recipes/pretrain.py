@@ -70,10 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     restart = restarts(settings, spec)
     shards = find_shards(settings)
     if shards:
-        config = config_for(shards, config, settings)
         if base and base.tokenizer.hash() != shards.tokenizer.hash():
             raise UserError(f"--base: {base.path} has another tokenizer than {settings.data[0]}; make the shards with "
                             f"python -m data.shards --tokenizer {base.path}/tokenizer.json")  # fmt: skip
+        config = config_for(shards, config, settings)
     if plan_only:
         seq_len = sequence_length(config, settings.seq_len)
         print_plan(spec, config, settings.precision, settings.batch_size, seq_len, settings.recompute, restart=restart,
