@@ -189,7 +189,7 @@ def hide_words(
     rows = settings.batch_size
     words = MaskedWords(corpus.batches, corpus.tokenizer, model.config, seq_len, settings.seed)
     print(f"to beat: loss {words.frequency_loss():.2f}, that of guessing by how often each word comes; a run that "
-          "stays there wants a lower --lr, or a longer --warmup")  # fmt: skip
+          "stays there wants a smaller --seq-len at first, or a lower --lr")  # fmt: skip
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         return evaluate_masked(sharded, words.held_out(corpus, rows, EVAL_TOKENS))

@@ -10,10 +10,17 @@ from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import AddLayerNorm, Attention, Dropout, Fork, GELULinear, Linear
 
 STD = 0.02
+"""Of all matrices' initial values, but those of `residual_std`."""
 
 
-def linear(name: str, rows: int, columns: int, backend: Backend, bias: bool = True) -> Linear:
-    weight = Param(f"{name}.weight", (rows, columns), std=STD)
+def residual_std(layers: int) -> float:
+    """As in GPT-2: 2 * layers projections add to the stream. With what they add small beside it, the norms behind the
+    sums pass the gradient on nearly whole."""
+    return STD / (2 * layers) ** 0.5
+
+
+def linear(name: str, rows: int, columns: int, backend: Backend, bias: bool = True, std: float = STD) -> Linear:
+    weight = Param(f"{name}.weight", (rows, columns), std=std)
     return Linear(weight, backend, name, bias=Param(f"{name}.bias", (rows,), decay=False) if bias else None)
 
 
@@ -27,16 +34,16 @@ class Block:
     """The ops of one layer."""
 
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
-        c, at = config, f"blocks.{layer}"
+        c, at, small = config, f"blocks.{layer}", residual_std(config.layers)
         self.fork1, self.fork2 = Fork(backend, f"{at}.fork1"), Fork(backend, f"{at}.fork2")
         self.qkv = linear(f"{at}.qkv", 3 * c.dim, c.dim, backend)
         self.attention = Attention(c.heads, c.heads, backend, f"{at}.attention", causal=False, dropout=c.dropout)
-        self.out = linear(f"{at}.out", c.dim, c.dim, backend)
+        self.out = linear(f"{at}.out", c.dim, c.dim, backend, std=small)
         self.out_dropout = Dropout(c.dropout, backend, f"{at}.out_dropout")
         self.norm1 = norm(f"{at}.norm1", c, backend)
         self.up = linear(f"{at}.up", c.hidden, c.dim, backend, bias=False)
         self.down = GELULinear(
-            Param(f"{at}.down.weight", (c.dim, c.hidden), std=STD), backend, f"{at}.down", approximate="erf",
+            Param(f"{at}.down.weight", (c.dim, c.hidden), std=small), backend, f"{at}.down", approximate="erf",
             bias=Param(f"{at}.down.bias", (c.dim,), decay=False),
             input_bias=Param(f"{at}.up.bias", (c.hidden,), decay=False),
         )  # fmt: skip

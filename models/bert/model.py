@@ -22,6 +22,18 @@ from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
 
+def sines(rows: int, columns: int) -> np.ndarray:
+    """Waves of rising length, of mean square STD^2: table[t, 2 i] and [t, 2 i + 1] are the sine and the cosine of
+    t / 10000^(2 i / columns). "So many places on" is one linear map for all t, which every place of a text teaches.
+
+    Source: Vaswani et al., "Attention Is All You Need" (2017), where they stay as they are. Here positions are learned,
+    as in BERT, and begin with them.
+    """
+    column = np.arange(columns)
+    angle = np.arange(rows)[:, None] * 10000.0 ** (-(column - column % 2) / columns)
+    return STD * 2**0.5 * np.where(column % 2, np.cos(angle), np.sin(angle))
+
+
 class BERT(Op):
     """nll[b, m, 0] = -log p(targets[b, m, 0] | text b, at its place places[b, m]), 0 where the target is -1; or with
     classes, nll[b, 0, 0] = -log p(targets[b, 0, 0] | text b)
@@ -68,6 +80,8 @@ class BERT(Op):
 
     def initialise(self, seed: int) -> None:
         self.buffer.initialise(Stream(seed, "init"))
+        self.buffer.set_master(self.positions.weight, sines(*self.positions.weight.shape))
+        self.buffer.publish()
 
     def replica(self) -> BERT:
         """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
