@@ -37,7 +37,8 @@ class Block:
         c, at, small = config, f"blocks.{layer}", residual_std(config.layers)
         self.fork1, self.fork2 = Fork(backend, f"{at}.fork1"), Fork(backend, f"{at}.fork2")
         self.qkv = linear(f"{at}.qkv", 3 * c.dim, c.dim, backend)
-        self.attention = Attention(c.heads, c.heads, backend, f"{at}.attention", causal=False, dropout=c.dropout)
+        self.attention = Attention(c.heads, c.heads, backend, f"{at}.attention", causal=False,
+                                   dropout=c.attention_dropout)  # fmt: skip
         self.out = linear(f"{at}.out", c.dim, c.dim, backend, std=small)
         self.out_dropout = Dropout(c.dropout, backend, f"{at}.out_dropout")
         self.norm1 = norm(f"{at}.norm1", c, backend)

@@ -151,8 +151,9 @@ class BERT(Op):
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         tiny = Config(dim=6, heads=2, layers=2, context=9, vocab=11, hidden=5, dropout=0.0)
         for config, batch, length in (
-            (tiny, 3, 7), (tiny.override({"dropout": 0.3}), 2, 5), (tiny.override({"layers": 1}), 1, 1),
-            (tiny.override({"classes": 3}), 3, 6), (tiny.override({"classes": 2, "dropout": 0.3, "layers": 1}), 2, 9),
+            (tiny, 3, 7), (tiny.override({"dropout": 0.3, "attention_dropout": 0.2}), 2, 5),
+            (tiny.override({"layers": 1}), 1, 1), (tiny.override({"classes": 3}), 3, 6),
+            (tiny.override({"classes": 2, "dropout": 0.3, "layers": 1}), 2, 9),
         ):  # fmt: skip
             model = with_buffer(cls(config, backend), backend, rng, std=0.3)
             ids, segments = rng.integers(0, config.vocab, (batch, length)), rng.integers(0, 2, (batch, length))
