@@ -13,5 +13,11 @@ SPEC = ModelSpec(
     backward="The norm stands in the stream: every gradient on its way down passes the Jacobian of each norm above, "
     "and a fork adds the branch's to it. Padding has no gradient, since no query sees its keys and nobody reads its "
     "queries.",
+    trained={
+        "IMDB's film reviews, 24 million parameters, pretrained on reviews for 129 s of an H200: test accuracy, mean "
+        "of 3 seeds": "gpu-bert-imdb.json#test/mean",
+        "a bag of words": "gpu-bert-imdb.json#test/bag_of_words",
+        "a bag of words with tf-idf": "gpu-bert-imdb.json#test/bag_of_words_tf_idf",
+    },
 )  # fmt: skip
 __all__ = ["BERT", "PRESETS", "SPEC", "Config"]
