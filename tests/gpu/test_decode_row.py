@@ -353,9 +353,10 @@ def test_chunks_of_a_prompt_are_one_prompt() -> None:
 def test_a_prompt_has_the_same_bits_by_a_graph(precision: str) -> None:
     """A first time without, a second in the graphs' memory, captured, launched again: of two prompts in turns, each
     in a piece from the beginning and one behind it."""
-    model = trained_like(BASE, precision)
+    config = replace(WIDER, context=320)
+    model = trained_like(config, precision)
     decoder = engine().RowDecoder(model)
-    prompts = [np.random.default_rng(i).integers(0, BASE.vocab, 300 - 9 * i).tolist() for i in range(2)]
+    prompts = [np.random.default_rng(i).integers(0, config.vocab, 300 - 9 * i).tolist() for i in range(2)]
     found: dict[int, list[bytes]] = {0: [], 1: []}
     for which in (0, 1, 0, 1, 0):
         decoder.rewind([0])
@@ -367,7 +368,7 @@ def test_a_prompt_has_the_same_bits_by_a_graph(precision: str) -> None:
     assert len(decoder.prompts._launch) == 2
     wanted = forward(model, np.array(prompts[0], np.int32))[-1]
     decoder.rewind([299])
-    got = decoder.step([prompts[0][-1:]], BASE.mtp_heads)[0, -1]
+    got = decoder.step([prompts[0][-1:]], config.mtp_heads)[0, -1]
     assert np.abs(got - wanted).max() <= TOLERANCE.get(precision, 0.02) * np.abs(wanted).max()
 
 

@@ -106,5 +106,5 @@ def test_what_has_no_graph(model: NanoEuler) -> None:
 
 def test_lengths() -> None:
     lengths = sorted({filled_up(n) for n in range(1, LONGEST + 1)})
-    assert lengths == [*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256)]
+    assert lengths == [*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512)]
     assert all(n <= filled_up(n) < max(n + 64, 1.25 * n) for n in range(1, LONGEST + 1))

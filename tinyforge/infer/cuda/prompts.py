@@ -23,7 +23,7 @@ from tinyforge.kernel import Array
 if TYPE_CHECKING:
     from tinyforge.backends.graphs import Graphs
 
-LONGEST = 2048
+LONGEST = 4096
 """The last position that a graph computes: beyond, the GPU takes longer than the launches."""
 STARTS = 256
 """A graph begins at a multiple of so many positions, as the pieces do that a scheduler cuts prompts into."""
@@ -62,7 +62,7 @@ class RowCache:
 
 
 def filled_up(tokens: int) -> int:
-    """The next length that has a graph: multiples of 64 up to 512, of 128 up to 1024, of 256 up to 2048."""
+    """The next length that has a graph: multiples of 64 up to 512, of 128 up to 1024, and so on."""
     step = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
     return -(-tokens // step) * step
 
