@@ -194,8 +194,8 @@ def held_out_prompts(
 ) -> tuple[list[list[int]], int]:
     """Up to `count` prompts, evenly from the held-out instructions; and how many of these are too long to be asked."""
     if files:
-        records = read_split(files, encoding)[1]
-        asked = [render_prompt(r.instruction, r.input) for r in records]
+        by_file = read_split(files, encoding)[1]
+        asked = [render_prompt(r.instruction, r.input) for records in by_file for r in records]
     else:
         asked = [render_prompt(e.instruction, e.input) for e in instructions("val", count, tuning_of(loaded).seed)]
     begins = start_ids(loaded.tokenizer)

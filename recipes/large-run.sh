@@ -119,13 +119,21 @@ data)
         esac
     done
     ((${#sources[@]})) || die "data wants text, as wikipedia=wikipedia.parquet"
+    if [[ -n ${given[instructions]-} ]]; then
+        # The records that sft trains on are read before too, as questions with their answers; none that it holds out.
+        sources+=("$out/sources/questions")
+        [[ -e $out/sources/questions/source.json ]] ||
+            run -m data.alpaca --out "$out/sources/questions" --as-text "$out"/instructions/*/alpaca.json
+        # What grpo goes on from: sums with small numbers, solved.
+        [[ -e $out/sums/source.json ]] || run -m data.rewards --out "$out/sums"
+    fi
     run -m data.corpus "${sources[@]}" --out "$out/corpus" --decontaminate "${evaluation[@]}"
     for ids in ${VOCABULARY:-8192}; do
         [[ $ids == "${VOCABULARY:-8192}" ]] && shards=$out/shards || shards=$out/shards-$ids
         run -m data.shards --corpus "$out/corpus" --out "$shards" --vocab-size "$ids" --at-most
     done
     ;;
-pack) pack shards shards-4096 shards-8192 shards-16384 instructions preferences.json eval ;;
+pack) pack shards shards-4096 shards-8192 shards-16384 instructions sums preferences.json eval ;;
 unpack) unpack ;;
 vocabulary)
     arms=()
@@ -147,7 +155,8 @@ sft)
     needs pretrain
     cd "$root"
     # shellcheck disable=SC2086
-    trained sft recipes/sft.py --base "$out/pretrain" --data "$out"/instructions/*/alpaca.json --batch-size 32 \
+    trained sft recipes/sft.py --base "$out/pretrain" --data "$out"/instructions/*/alpaca.json "$out/sums/alpaca.json" \
+        --batch-size 32 \
         --precision bf16 --card --eval-every 60 --save-every 120 ${SFT:---steps 240 --lr 2e-4 --max-reply 160} "$@"
     ;;
 dpo)
