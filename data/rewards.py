@@ -25,7 +25,7 @@ from tinyforge.train.batches import fingerprint
 TASKS = ("harder-sums", "one-step")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 ONE_STEP, LARGEST = 4_000, 100  # problems to learn from, and the largest number in them
-EASY, EASY_LARGEST = 8_000, 50  # of those that fine-tuning may show, solved
+EASY, EASY_LARGEST = 8_000, 50  # of those that fine-tuning may show, solved: any up to this, and single steps
 HELD_OUT = 200  # questions that the exact match is taken on, at most
 
 
@@ -108,25 +108,32 @@ STORIES = (
 )
 
 
+def parts_of(number: int) -> list[int]:
+    """Tens and ones, where there are any: 57 is 50 and 7."""
+    return [part for part in (number // 10 * 10, number % 10) if part]
+
+
 def worked(start: int, change: int) -> str:
     """A sum, the tens first: "38 + 50 = 88, 88 + 7 = 95"; below ten at once."""
-    parts = [part for part in (abs(change) // 10 * 10, abs(change) % 10) if part]
     said, sign = [], 1 if change > 0 else -1
-    for part in parts:
+    for part in parts_of(abs(change)):
         said.append(f"{start} {'+' if sign > 0 else '-'} {part} = {start + sign * part}")
         start += sign * part
     return ", ".join(said)
 
 
-def one_step_sums(split: str, count: int, largest: int = LARGEST) -> list[Instruction]:
-    """Problems of one addition or subtraction with no number above `largest`, the kind of GSM8K's single steps. A
-    quarter of all pairs of numbers belong to "val" alone."""
+def one_step_sums(split: str, count: int, easy: bool = False) -> list[Instruction]:
+    """Problems of one addition or subtraction with no number above LARGEST, the kind of GSM8K's single steps. A quarter
+    of all pairs of numbers belong to "val" alone. easy: those with no number above EASY_LARGEST, and those that are
+    solved in one step. So every number and every step is there, and two steps with large numbers are not."""
     found: list[Instruction] = []
-    for u in Stream(0, f"one-step/{split}").uniform((16 * count, 6)).tolist():  # more than are needed
+    for u in Stream(0, f"one-step/{split}").uniform((32 * count, 6)).tolist():  # more than are needed
         if len(found) == count:
             break
-        a, b = 1 + int(u[0] * (largest - 1)), 1 + int(u[1] * (largest - 1))
-        if a + b > largest or ((min(a, b) * 31 + max(a, b) * 17) % 4 == 0) != (split == "val"):
+        a, b = 1 + int(u[0] * (LARGEST - 1)), 1 + int(u[1] * (LARGEST - 1))
+        if easy and a + b > EASY_LARGEST and len(parts_of(b)) > 1:
+            continue
+        if a + b > LARGEST or ((min(a, b) * 31 + max(a, b) * 17) % 4 == 0) != (split == "val"):
             continue
         story, sign = STORIES[int(u[2] * len(STORIES))]
         p, q = NAMES[int(u[3] * len(NAMES))], NAMES[int(u[4] * len(NAMES))]
@@ -146,11 +153,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                "held out there.")  # fmt: skip
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for alpaca.json and source.json")
     p.add_argument("--count", type=int, default=EASY, help="problems (default: %(default)s)")
-    p.add_argument("--largest", type=int, default=EASY_LARGEST, help="largest number in them (default: %(default)s)")
     args = p.parse_args(arguments)
-    if args.count < 1 or args.largest < 5:
-        raise UserError(f"got --count {args.count} and --largest {args.largest}, wanted 1 and 5 or more")
-    sums = one_step_sums("train", args.count, args.largest)
+    if args.count < 1:
+        raise UserError(f"--count is {args.count}, wants 1 or more")
+    sums = one_step_sums("train", args.count, easy=True)
     records = [Record(example.instruction, example.input, example.output) for example in sums]
     with locked(args.out):
         print(f"{len(records):,} sums in {write_instructions(args.out, records, 'one-step sums', 'MIT')}")

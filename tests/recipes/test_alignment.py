@@ -225,6 +225,23 @@ def test_other_fields_of_a_pair_are_not_looked_at(tmp_path: Path) -> None:
     assert [pair.chosen for pair in read_pairs([path])] == ["3"] * 3
 
 
+def test_each_file_of_records_has_its_own_figure(folder: Path) -> None:
+    """Beside that of all, in which a file counts by its bytes: a file of easy records hides nothing."""
+    for name in ("hard", "easy"):
+        Path(name).mkdir()
+        records = [{"instruction": f"Say {i}.", "input": "", "output": f"{'no ' * (i % 3 * (name == 'easy'))}{i}"}
+                   for i in range(40)]  # fmt: skip
+        Path(name, "alpaca.json").write_text(json.dumps(records), encoding="utf-8")
+    files = ["hard/alpaca.json", "easy/alpaca.json", "sums.json"]
+    assert sft.names_of([*files, "sums.json"]) == ["hard", "easy", "sums.json", "sums.json"]
+    sft.main(["--base", "run", "--data", *files, *"--steps 2 --eval-every 1 --workers 1 --out several".split()])
+    last = [row for row in metrics.read(Path("several/metrics.jsonl")) if "val_bits_per_byte" in row][-1]
+    bits = {name: last[f"val_bits_per_byte_{name}"] for name in ("hard", "easy", "sums")}
+    sizes = {"hard": 2 + 2, "easy": 8 + 2, "sums": 1 + 1}  # bytes of the two replies of each that are held out
+    assert len(set(bits.values())) == 3
+    assert last["val_bits_per_byte"] == pytest.approx(sum(sizes[n] * bits[n] for n in bits) / sum(sizes.values()))
+
+
 def test_the_last_fifth_of_each_file_is_held_out(tmp_path: Path) -> None:
     """Of two files joined, the last fifth would be of the second alone."""
     paths = [tmp_path / name for name in ("large.json", "small.json")]
@@ -257,9 +274,13 @@ def numbers_of(example: Instruction) -> tuple[int, int]:
 
 def test_no_held_out_pair_of_numbers_is_in_fine_tuning(tmp_path: Path) -> None:
     held_out = {numbers_of(example) for example in one_step_sums("val", HELD_OUT)}
-    easy, harder = (one_step_sums("train", EASY, largest) for largest in (EASY_LARGEST, 100))
+    easy, harder = (one_step_sums("train", EASY, easy) for easy in (True, False))
+    assert len(easy) == len(harder) == EASY
     assert not held_out & ({numbers_of(e) for e in easy} | {numbers_of(e) for e in harder})
     assert sum(sum(pair) <= EASY_LARGEST for pair in held_out) > 10  # the easy ones could have had some of them
+    large = [e.output for e in easy if max(map(int, re.findall(r"\d+", e.output))) > EASY_LARGEST]
+    assert 1000 < len(large) and not any("," in solution for solution in large)
+    assert sum("," in e.output for e in easy) > 1000 and sum("," in e.output for e in harder) > 4000
     assert make_sums(["--out", str(tmp_path), "--count", "50"]) == 0
     written = read_records([tmp_path / "alpaca.json"])
     assert [(r.instruction, r.output) for r in written] == [(e.instruction, e.output) for e in easy[:50]]
