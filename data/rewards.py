@@ -26,6 +26,7 @@ TASKS = ("harder-sums", "one-step")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 ONE_STEP, LARGEST = 4_000, 100  # problems to learn from, and the largest number in them
 EASY, EASY_LARGEST = 8_000, 50  # of those that fine-tuning may show, solved: any up to this, and single steps
+BRIEF = 2 / 3  # share of these that has the answer alone, and not how it is found
 HELD_OUT = 200  # questions that the exact match is taken on, at most
 
 
@@ -144,6 +145,15 @@ def one_step_sums(split: str, count: int, easy: bool = False) -> list[Instructio
     return found
 
 
+def solved_sums(count: int) -> list[Record]:
+    """Easy sums to fine-tune on. Two in three are answered at once and one is worked out, whatever the sum: both ways
+    are known then, and which of them is right more often is for GRPO to find."""
+    sums = one_step_sums("train", count, easy=True)
+    brief = (Stream(0, "one-step/brief").uniform((count,)) < BRIEF).tolist()
+    return [Record(e.instruction, e.input, e.output.rpartition(" ")[2] if short else e.output)
+            for e, short in zip(sums, brief, strict=False)]  # fmt: skip
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -156,8 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = p.parse_args(arguments)
     if args.count < 1:
         raise UserError(f"--count is {args.count}, wants 1 or more")
-    sums = one_step_sums("train", args.count, easy=True)
-    records = [Record(example.instruction, example.input, example.output) for example in sums]
+    records = solved_sums(args.count)
     with locked(args.out):
         print(f"{len(records):,} sums in {write_instructions(args.out, records, 'one-step sums', 'MIT')}")
     return 0
