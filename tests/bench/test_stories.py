@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.stories import GRAM, Request, keeps_name, known_shares, requests, story_nats, tell
+from bench.stories import GRAM, Request, known_shares, requests, story_nats, tell
+from data.stories import keeps_name
 from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.hub import load
