@@ -568,7 +568,7 @@ def _continue(story: str, rng: random.Random) -> Record | None:
 
 def _question(story: str, hero: Hero | None, known: Sequence[Fact], rng: random.Random) -> Fact | None:
     """Something to ask about a story."""
-    fact = None if hero is None or rng.random() < 0.8 else unanswered(story, hero, rng)
+    fact = None if hero is None or rng.random() < 0.9 else unanswered(story, hero, rng)
     if fact is None and known:
         fact = by_kind(rng.choice(known), hero, rng)
     if fact is None:
