@@ -654,8 +654,8 @@ def records(stories: Sequence[str], others: Sequence[str], seed: int) -> Iterato
             told, typed = _tell(renamed, rng), _ask(*typed_story(rng), rng, typed=True)
             reply = rng.choice(UNKNOWN).format(a=with_article(rng.choice(HEROES)))
             turns = [*typed.history, (typed.instruction, typed.output)] if typed and not typed.input else []
-            before = rng.choice(((), (), ((told.instruction, told.output),), tuple(turns)))
-            yield Record(asked, "", reply, before)
+            earlier = rng.choice(([], [], [(told.instruction, told.output)], turns))
+            yield Record(asked, "", reply, tuple(earlier))
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
