@@ -247,16 +247,22 @@ constexpr u32 UNIT = THREADS * 16;
 
 struct Queue {
     const Piece *places;  // this thread's piece of the first place
+    volatile int *stop;   // set where the producer must not wait any more
     u32 full, empty;      // barriers of the places
     u32 taken;
 
     __device__ __forceinline__ Queue(unsigned char *memory)
-        : places(reinterpret_cast<const Piece *>(memory) + threadIdx.x), full(shared_address(memory + DEPTH * UNIT)),
-          empty(full + DEPTH * 8), taken(0) {}
+        : places(reinterpret_cast<const Piece *>(memory) + threadIdx.x),
+          stop(reinterpret_cast<volatile int *>(memory + DEPTH * (UNIT + 16))),
+          full(shared_address(memory + DEPTH * UNIT)), empty(full + DEPTH * 8), taken(0) {}
 
     __device__ __forceinline__ void make() const {
         for (int i = 0; i < DEPTH; i++) barrier_make(full + i * 8, 1), barrier_make(empty + i * 8, WARPS);
         barriers_made();
+        *stop = 0;
+    }
+    __device__ __forceinline__ void end() const {
+        if (threadIdx.x == 0) *stop = 1;
     }
 
     // The next `count` units, of which this thread has a piece each, as a warp.
@@ -266,7 +272,7 @@ struct Queue {
         for (int i = 0; i < MOST; i++) {
             if (i >= count) break;
             const u32 place = (taken + i) % DEPTH;
-            barrier_wait(full + place * 8, (taken + i) / DEPTH % 2);
+            for (u32 polls = 0; !barrier_passed(full + place * 8, (taken + i) / DEPTH % 2);) pause(polls);
             pieces[i] = places[place * THREADS];
         }
         __syncwarp();
@@ -275,8 +281,8 @@ struct Queue {
     }
 
     // By one thread: copies `length` units from `source` on, `passes` times, until `stop`.
-    __device__ __forceinline__ void fill(unsigned char *memory, const unsigned char *source, u32 length, int passes,
-                                         const volatile int *stop) const {
+    __device__ __forceinline__ void fill(unsigned char *memory, const unsigned char *source, u32 length,
+                                         int passes) const {
         const u32 places = shared_address(memory), units = length * passes;
         u32 next = 0, unit = 0, last = 0;
         for (; unit < units; unit++) {
@@ -900,18 +906,17 @@ extern "C" __global__ void __launch_bounds__((WARPS + PRODUCERS) * 32, 1) decode
     const int *begin, int *report
 ) {
     extern __shared__ __align__(128) unsigned char memory[];
-    __shared__ int stop;
     const int thread = threadIdx.x, warp = thread / 32;
     Block block{{}, Queue(memory)};
-    if (thread == 0) stop = 0, block.queue.make();
+    if (thread == 0) block.queue.make();
     __syncthreads();
     if (warp == WARPS) {
         const auto *const source = reinterpret_cast<const unsigned char *>(weights) + i64(blockIdx.x) * stride * UNIT;
-        if (thread % 32 == 0) block.queue.fill(memory, source, lengths[blockIdx.x], passes, &stop);
+        if (thread % 32 == 0) block.queue.fill(memory, source, lengths[blockIdx.x], passes);
         return;
     }
     Shared &shared = block.shared;
-    shared.by_dim = reinterpret_cast<T *>(memory + DEPTH * (UNIT + 16));
+    shared.by_dim = reinterpret_cast<T *>(memory + DEPTH * (UNIT + 16) + 16);
     shared.by_hidden = shared.by_dim + ROWS * pitch(DIM);
     shared.stream = reinterpret_cast<A *>(shared.by_hidden + ROWS * pitch(HIDDEN));
     shared.squares = shared.stream + ROWS * DIM;
@@ -1037,5 +1042,5 @@ extern "C" __global__ void __launch_bounds__((WARPS + PRODUCERS) * 32, 1) decode
 #pragma unroll
         for (int n = 0; n < ROWS; n++) report[1 + n] = ids[n];
     }
-    if (thread == 0) *const_cast<volatile int *>(&stop) = 1;
+    block.queue.end();
 }
