@@ -173,28 +173,37 @@ __device__ __forceinline__ bool arrived(const Pack<A, N> (&got)[COUNT], At at) {
     for (int i = 0; i < COUNT; i++) all = all && (!at(i) || there(got[i]));
     return all;
 }
-template <int COUNT, int N, class At>
-__device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at) {
-    clear(got);
-    if constexpr (STAGGER && COUNT == 1) {
-        if (!at(0)) return;
-        Pack<A, N> other;
-        peek(at(0), got[0]);
+// Polls until ask(got) has filled `got`: have(got).
+template <class Got, class Ask, class Have>
+__device__ __forceinline__ void poll_until(Got &got, Ask ask, Have have) {
+    if constexpr (STAGGER == 0) {
+        for (u32 polls = 0;; pause(polls)) {
+            ask(got);
+            if (have(got)) return;
+        }
+    } else {  // two polls in flight
+        Got other = got;
+        ask(got);
         for (const u32 start = clock(); u32(clock()) - start < STAGGER;) continue;
         for (u32 polls = 0;; pause(polls)) {
-            peek(at(0), other);
-            if (there(got[0])) return;
-            peek(at(0), got[0]);
-            if (there(other)) {
-                got[0] = other;
-                return;
-            }
+            ask(other);
+            if (have(got)) return;
+            ask(got);
+            if (!have(other)) continue;
+            got = other;
+            return;
         }
     }
-    for (u32 polls = 0;; pause(polls)) {
-        request(got, at);
-        if (arrived(got, at)) return;
-    }
+}
+template <int COUNT, int N, class At>
+__device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at) {
+    struct Got {
+        Pack<A, N> x[COUNT];
+    } all;
+    clear(all.x);
+    poll_until(all, [&](Got &some) { request(some.x, at); }, [&](const Got &some) { return arrived(some.x, at); });
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) got[i] = all.x[i];
 }
 
 // What the threads of a block share.
@@ -544,8 +553,10 @@ struct Block {
     // Merges the splits of attention: each split's output has the weight exp(log-sum-exp of its scores).
     __device__ __forceinline__ void take_attended(const A *parts, const A *stats) {
         using Mine = Share<DIM / SHARED_BY, slice(DIM) / SHARED_BY, PARCEL / SHARED_BY>;
-        Words x[Mine::EACH * SPLITS];
-        Pack<A, 1> lse[Mine::EACH * SPLITS];
+        struct Got {
+            Words x[Mine::EACH * SPLITS];
+            Pack<A, 1> lse[Mine::EACH * SPLITS];
+        } got;
         // Part i % SPLITS of number i / SPLITS.
         const auto at_x = [&](int i) {
             return Mine::at(parts + i % SPLITS * (4 * DIM / SHARED_BY), i / SPLITS);
@@ -554,13 +565,15 @@ struct Block {
             const int head = Mine::word(i / SPLITS) * SHARED_BY / HEAD_DIM;
             return Mine::mine(i / SPLITS) ? stats + place(Mine::row(), i % SPLITS * HEADS + head) : nullptr;
         };
-        clear(x);
-        clear(lse);
-        for (u32 polls = 0;; pause(polls)) {
-            request(lse, at_lse);
-            request(x, at_x);
-            if (__all_sync(~0u, arrived(lse, at_lse) && arrived(x, at_x))) break;
-        }
+        clear(got.x);
+        clear(got.lse);
+        poll_until(
+            got, [&](Got &some) { request(some.lse, at_lse), request(some.x, at_x); },
+            [&](const Got &some) { return arrived(some.lse, at_lse) && arrived(some.x, at_x); }
+        );
+        __syncwarp();
+        const auto &x = got.x;
+        const auto &lse = got.lse;
 #pragma unroll
         for (int i = 0; i < Mine::EACH * SPLITS; i += SPLITS) {
             if (!Mine::mine(i / SPLITS)) continue;
