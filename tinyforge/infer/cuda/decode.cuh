@@ -8,9 +8,6 @@
 #ifndef WARPS
 #define WARPS 8
 #endif
-#ifndef PRODUCERS
-#define PRODUCERS 0
-#endif
 #ifndef TILES  // at most so many tiles have their sums in shared memory at one time
 #define TILES 4
 #endif
@@ -51,16 +48,6 @@ __device__ __forceinline__ void pause(u32 &polls) {
     if (SPIN) __nanosleep(SPIN);
 }
 
-// The threads that compute.
-__device__ __forceinline__ void sync() {
-    if constexpr (PRODUCERS) {
-        asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
-    } else {
-        __syncthreads();
-    }
-}
-
-#if !PRODUCERS
 // The weights of this lane: DEPTH pieces in flight or in shared memory. A lane reads only what it copied itself, so no
 // barrier is needed. The place of a used piece takes the one that comes DEPTH pieces later.
 struct Queue {
@@ -111,7 +98,6 @@ struct Queue {
     }
 };
 static_assert((DEPTH & (DEPTH - 1)) == 0, "the queue's places are counted modulo a power of 2");
-#endif
 
 // Two numbers as one register of an operand.
 __device__ __forceinline__ u32 pair(T low, T high) {

@@ -31,10 +31,6 @@
 // compile: SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
 // spills: none
 
-#ifndef WARPS
-#define WARPS 8
-#endif
-#define PRODUCERS 1  // warps of a block that copy weights, behind the WARPS that compute
 #include "infer/cuda/decode.cuh"
 
 // How the work is spread, unless the launcher defines it.
@@ -44,12 +40,11 @@
 #ifndef SPLITS  // of the positions of a kv head
 #define SPLITS 3
 #endif
-// Cycles between two copies of weights, at least. Many copies in flight delay the numbers that blocks wait for.
-#ifndef PACE
-#define PACE 0
-#endif
-#ifndef STAGGER  // cycles between two polls in flight; 0: one at a time
-#define STAGGER 0
+// Pieces that a lane requests between two polls during attention. Used pieces are not replaced at once, because many
+// copies in flight delay the numbers that blocks wait for. What is still missing is requested after attention's
+// projection.
+#ifndef REFILL
+#define REFILL 4
 #endif
 
 constexpr int ATTENTION = KV_HEADS * SPLITS * 4;  // units dealt; with any ROWS, so that weights have one layout
@@ -173,37 +168,13 @@ __device__ __forceinline__ bool arrived(const Pack<A, N> (&got)[COUNT], At at) {
     for (int i = 0; i < COUNT; i++) all = all && (!at(i) || there(got[i]));
     return all;
 }
-// Polls until ask(got) has filled `got`: have(got).
-template <class Got, class Ask, class Have>
-__device__ __forceinline__ void poll_until(Got &got, Ask ask, Have have) {
-    if constexpr (STAGGER == 0) {
-        for (u32 polls = 0;; pause(polls)) {
-            ask(got);
-            if (have(got)) return;
-        }
-    } else {  // two polls in flight
-        Got other = got;
-        ask(got);
-        for (const u32 start = clock(); u32(clock()) - start < STAGGER;) continue;
-        for (u32 polls = 0;; pause(polls)) {
-            ask(other);
-            if (have(got)) return;
-            ask(got);
-            if (!have(other)) continue;
-            got = other;
-            return;
-        }
-    }
-}
 template <int COUNT, int N, class At>
 __device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at) {
-    struct Got {
-        Pack<A, N> x[COUNT];
-    } all;
-    clear(all.x);
-    poll_until(all, [&](Got &some) { request(some.x, at); }, [&](const Got &some) { return arrived(some.x, at); });
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) got[i] = all.x[i];
+    clear(got);
+    for (u32 polls = 0;; pause(polls)) {
+        request(got, at);
+        if (arrived(got, at)) return;
+    }
 }
 
 // What the threads of a block share.
@@ -216,101 +187,6 @@ struct Shared {
 };
 
 static_assert(TILES * ROWS * 8 <= THREADS, "a thread finishes one number at most");
-
-__device__ __forceinline__ void barrier_make(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barriers_made() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_expect_arrive(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
-    u32 done;
-    asm volatile(
-        "{.reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return done;
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    while (!barrier_passed(barrier, parity)) continue;
-}
-__device__ __forceinline__ void copy_line(u32 to, const void *from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-                     "r"(to), "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-
-// Weights. A unit is a piece for each thread that computes. The producer fills DEPTH places with units, in the order of
-// use, and each again when all warps have taken what lay there.
-constexpr u32 UNIT = THREADS * 16;
-
-struct Queue {
-    const Piece *places;  // this thread's piece of the first place
-    volatile int *stop;   // set where the producer must not wait any more
-    u32 full, empty;      // barriers of the places
-    u32 taken;
-
-    __device__ __forceinline__ Queue(unsigned char *memory)
-        : places(reinterpret_cast<const Piece *>(memory) + threadIdx.x),
-          stop(reinterpret_cast<volatile int *>(memory + DEPTH * (UNIT + 16))),
-          full(shared_address(memory + DEPTH * UNIT)), empty(full + DEPTH * 8), taken(0) {}
-
-    __device__ __forceinline__ void make() const {
-        for (int i = 0; i < DEPTH; i++) barrier_make(full + i * 8, 1), barrier_make(empty + i * 8, WARPS);
-        barriers_made();
-        *stop = 0;
-    }
-    __device__ __forceinline__ void end() const {
-        if (threadIdx.x == 0) *stop = 1;
-    }
-
-    // The next `count` units, of which this thread has a piece each, as a warp.
-    template <int MOST>
-    __device__ __forceinline__ void take(Piece (&pieces)[MOST], int count) {
-#pragma unroll
-        for (int i = 0; i < MOST; i++) {
-            if (i >= count) break;
-            const u32 place = (taken + i) % DEPTH;
-            for (u32 polls = 0; !barrier_passed(full + place * 8, (taken + i) / DEPTH % 2);) pause(polls);
-            pieces[i] = places[place * THREADS];
-        }
-        __syncwarp();
-        for (int i = threadIdx.x % 32; i < count; i += 32) barrier_arrive(empty + (taken + i) % DEPTH * 8);
-        taken += count;
-    }
-
-    // By one thread: copies `length` units from `source` on, `passes` times, until `stop`.
-    __device__ __forceinline__ void fill(unsigned char *memory, const unsigned char *source, u32 length,
-                                         int passes) const {
-        const u32 places = shared_address(memory), units = length * passes;
-        u32 next = 0, unit = 0, last = 0;
-        for (; unit < units; unit++) {
-            const u32 place = unit % DEPTH;
-            if (unit >= DEPTH) {
-                while (!barrier_passed(empty + place * 8, (unit / DEPTH + 1) % 2))
-                    if (*stop) goto end;
-                while (u32(clock()) - last < PACE) continue;
-                last = clock();
-            }
-            barrier_expect_arrive(full + place * 8, UNIT);
-            copy_line(places + place * UNIT, source + i64(next) * UNIT, UNIT, full + place * 8);
-            if (++next == length) next = 0;
-        }
-    end:  // no copy is under way when the block ends
-        for (u32 i = unit < DEPTH ? 0 : unit - DEPTH; i < unit; i++) barrier_wait(full + i % DEPTH * 8, i / DEPTH % 2);
-    }
-};
-static_assert((DEPTH & (DEPTH - 1)) == 0, "the queue's places are counted modulo a power of 2");
 
 struct Block {
     Shared shared;
@@ -331,9 +207,9 @@ struct Block {
     // product has a long latency and the next of its chain waits for it. A piece is a left operand as it lies in
     // memory: words 0 and 2 are row g, words 1 and 3 row g + 8. The right operand holds the columns of the first two in
     // its rows 0 to 3 (x has at most four), those of the other two in rows 4 to 7; half of the result is used. Fewer
-    // than MOST tiles are multiplied as MOST, with whatever was taken last; those sums are ignored.
+    // than MOST tiles are multiplied as MOST, with whatever lies in the queue; those sums are ignored.
     template <int STEPS, int MOST>
-    __device__ __forceinline__ void multiply(const Piece (&pieces)[MOST * STEPS], const T *part, int pitch, A *sums) {
+    __device__ __forceinline__ void multiply(const T *part, int pitch, A *sums) {
         constexpr int CHAINS = MOST == 1 ? 4 : MOST == 2 ? 2 : 1;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
         const u32 *const input = reinterpret_cast<const u32 *>(part + g % 4 * pitch) + g / 4;
@@ -344,7 +220,7 @@ struct Block {
             if (g % 4 < ROWS) x[0] = input[j * STEP / 2], x[1] = input[j * STEP / 2 + 2];
 #pragma unroll
             for (int i = 0; i < MOST; i++) {
-                const uint4 w = reinterpret_cast<const uint4 &>(pieces[i * STEPS + j]);
+                const uint4 w = reinterpret_cast<const uint4 &>(queue[i * STEPS + j]);
                 multiply_add(sum[i][j % CHAINS], w.x, w.y, w.z, w.w, x[0], x[1]);
             }
         }
@@ -367,38 +243,26 @@ struct Block {
     // may use the rms of the residual stream. Whole warps call it; row is -1 for threads without one.
     // One barrier: between the warps' sums and the total. What a warp leaves in shared memory for `finish` (`stream`,
     // `squares`) is overwritten only after numbers have arrived that depend on `finish`.
-    template <int COLUMNS, int COUNT, bool NORM, class Take, class Finish>
-    __device__ __forceinline__ void product(int first, const T *input, Take take, Finish finish) {
+    template <int COLUMNS, int COUNT, bool NORM, class Finish>
+    __device__ __forceinline__ void product(int first, const T *input, Finish finish) {
         constexpr int STEPS = steps(COLUMNS), PITCH = pitch(COLUMNS), EACH = ceil_div(COUNT, BLOCKS);
         constexpr int MOST = EACH < TILES ? EACH : TILES;
         const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
         const T *const part = input + warp * slice(COLUMNS) + lane % 4 * PIECE;
-        const auto tiles = [&](int tile) {
-            int count = 0;
-#pragma unroll
-            for (int i = 0; i < MOST; i++) count += tile + i * BLOCKS < COUNT;
-            return count;
-        };
-        Piece pieces[MOST * STEPS] = {};
-        int count = tiles(first);
-        queue.take(pieces, count * STEPS);  // weights first: they are in registers when the input comes
-        take();
         for (int tile = first; tile < COUNT; tile += MOST * BLOCKS) {
+            int count = 1;
+#pragma unroll
+            for (int i = 1; i < MOST; i++) count += tile + i * BLOCKS < COUNT;
             A *const sums = shared.sums + parity * (TILES * ROWS * 8 * WARPS);
-            if constexpr (EACH > MOST) {
-                if (tile != first) queue.take(pieces, (count = tiles(tile)) * STEPS);
-            }
-            if (NORM) share_squares();
+            if (int(queue.requested - queue.taken) < count * STEPS) queue.refill(DEPTH);
+            queue.wait(count * STEPS);
             if constexpr (TENSOR_CORES) {
-                multiply<STEPS, MOST>(pieces, part, PITCH, sums);
+                multiply<STEPS, MOST>(part, PITCH, sums);
             } else {
-#pragma unroll
-                for (int i = 0; i < MOST; i++) {
-                    if (i >= count) break;
+                for (int i = 0; i < count; i++) {
                     A sum[ROWS] = {};
-#pragma unroll
                     for (int j = 0; j < STEPS; j++) {
-                        const Piece w = pieces[i * STEPS + j];
+                        const Piece w = queue[i * STEPS + j];
 #pragma unroll
                         for (int n = 0; n < ROWS; n++) {
                             const Piece x = load<PIECE>(part + n * PITCH + j * STEP);
@@ -414,13 +278,15 @@ struct Block {
                     }
                 }
             }
-            sync();
+            if (NORM) share_squares();
+            __syncthreads();
             if (thread - lane < count * ROWS * 8) {
                 const bool mine = thread < count * ROWS * 8;
                 const int i = thread / (ROWS * 8), n = thread / 8 % ROWS;
                 const A sum = mine ? total(sums + thread * WARPS) : A(0);
                 finish(mine ? (tile + i * BLOCKS) * 8 + thread % 8 : -1, n, sum);
             }
+            queue.taken += count * STEPS;
             parity ^= 1;
         }
     }
@@ -446,6 +312,7 @@ struct Block {
         for (u32 polls = 0;; pause(polls)) {
             if (threadIdx.x % 32 == 0) peek(at, word[0]);
             if (__any_sync(~0u, there(word[0]))) return;
+            queue.refill(REFILL);
         }
     }
 
@@ -553,10 +420,8 @@ struct Block {
     // Merges the splits of attention: each split's output has the weight exp(log-sum-exp of its scores).
     __device__ __forceinline__ void take_attended(const A *parts, const A *stats) {
         using Mine = Share<DIM / SHARED_BY, slice(DIM) / SHARED_BY, PARCEL / SHARED_BY>;
-        struct Got {
-            Words x[Mine::EACH * SPLITS];
-            Pack<A, 1> lse[Mine::EACH * SPLITS];
-        } got;
+        Words x[Mine::EACH * SPLITS];
+        Pack<A, 1> lse[Mine::EACH * SPLITS];
         // Part i % SPLITS of number i / SPLITS.
         const auto at_x = [&](int i) {
             return Mine::at(parts + i % SPLITS * (4 * DIM / SHARED_BY), i / SPLITS);
@@ -565,15 +430,14 @@ struct Block {
             const int head = Mine::word(i / SPLITS) * SHARED_BY / HEAD_DIM;
             return Mine::mine(i / SPLITS) ? stats + place(Mine::row(), i % SPLITS * HEADS + head) : nullptr;
         };
-        clear(got.x);
-        clear(got.lse);
-        poll_until(
-            got, [&](Got &some) { request(some.lse, at_lse), request(some.x, at_x); },
-            [&](const Got &some) { return arrived(some.lse, at_lse) && arrived(some.x, at_x); }
-        );
-        __syncwarp();
-        const auto &x = got.x;
-        const auto &lse = got.lse;
+        clear(x);
+        clear(lse);
+        for (u32 polls = 0;; pause(polls)) {
+            request(lse, at_lse);
+            request(x, at_x);
+            if (__all_sync(~0u, arrived(lse, at_lse) && arrived(x, at_x))) break;
+            queue.refill(REFILL);
+        }
 #pragma unroll
         for (int i = 0; i < Mine::EACH * SPLITS; i += SPLITS) {
             if (!Mine::mine(i / SPLITS)) continue;
@@ -816,13 +680,13 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
             }
         }
     }
-    sync();
+    __syncthreads();
     if constexpr (TENSOR_CORES) {
         attend_slabs(scratch, slab, keys, values, split, first_row, past);
     } else {
         attend_keys(scratch, keys, values, split, first_row, past);
     }
-    sync();
+    __syncthreads();
     for (int task = thread; task < QUERIES * HEAD_DIM / PARCEL; task += THREADS) {
         const int query = task / (HEAD_DIM / PARCEL), d = task % (HEAD_DIM / PARCEL) * PARCEL;
         const int n = first_row + query / GROUP, head = kv_head * GROUP + query % GROUP;
@@ -892,13 +756,13 @@ __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (
         best[k] = warp_max(best[k]);
         if (lane == 0) of_warps[k * WARPS + warp] = best[k];
     }
-    sync();
+    __syncthreads();
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
         for (int w = 0; w < WARPS; w++) best[k] = largest(best[k], of_warps[k * WARPS + w]);
         ids[k] = id_of(best[k]);
     }
-    sync();
+    __syncthreads();
 }
 
 // weights: for each block and warp `stride` units of 32 pieces, in the order of use; lengths: how many of them a pass
@@ -912,31 +776,32 @@ __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (
 // chosen itself, and what it chooses after them; the other heads at the last of these positions give the next drafts.
 // report: (passes + 1, 1 + ROWS): for each pass the number of tokens it gave, 0 where the cache had no room for it, and
 // these; at last the next launch's `begin`.
-extern "C" __global__ void __launch_bounds__((WARPS + PRODUCERS) * 32, 1) decode(
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     const T *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
     int *tokens, A *exchange, const int *lengths, int stride, int layers, int heads, int capacity, int past, int passes,
     A eps, int sampled, float temperature, int top_k, float top_p, float min_p, u32 key0, u32 key1, u32 draw,
     const int *begin, int *report
 ) {
     extern __shared__ __align__(128) unsigned char memory[];
-    const int thread = threadIdx.x, warp = thread / 32;
-    Block block{{}, Queue(memory)};
-    if (thread == 0) block.queue.make();
-    __syncthreads();
-    if (warp == WARPS) {
-        const auto *const source = reinterpret_cast<const unsigned char *>(weights) + i64(blockIdx.x) * stride * UNIT;
-        if (thread % 32 == 0) block.queue.fill(memory, source, lengths[blockIdx.x], passes);
-        return;
-    }
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    Block block;
+    Queue &queue = block.queue;
     Shared &shared = block.shared;
-    shared.by_dim = reinterpret_cast<T *>(memory + DEPTH * (UNIT + 16) + 16);
+    shared.by_dim = reinterpret_cast<T *>(memory + DEPTH * THREADS * 16);
     shared.by_hidden = shared.by_dim + ROWS * pitch(DIM);
     shared.stream = reinterpret_cast<A *>(shared.by_hidden + ROWS * pitch(HIDDEN));
     shared.squares = shared.stream + ROWS * DIM;
     shared.sums = shared.squares + WARPS * ROWS;
     shared.scratch = reinterpret_cast<unsigned char *>(shared.sums + 2 * TILES * WARPS * ROWS * 8);
+
+    queue.slots = reinterpret_cast<Piece *>(memory) + thread;
+    queue.source = weights + (i64(blockIdx.x) * WARPS + warp) * stride * (32 * PIECE) + lane * PIECE;
+    queue.length = lengths[blockIdx.x];
+    queue.left = queue.length * passes;
+    queue.taken = queue.requested = queue.next = 0;
+    queue.refill(DEPTH);
     for (int i = thread; i < ROWS * (pitch(DIM) + pitch(HIDDEN)); i += THREADS) narrow(A(0), shared.by_dim[i]);
-    sync();
+    __syncthreads();
 
     int ids[ROWS];
     if (begin) past = begin[0];
@@ -951,8 +816,8 @@ extern "C" __global__ void __launch_bounds__((WARPS + PRODUCERS) * 32, 1) decode
         const A *gain = gains;
         for (int layer = 0; layer < layers; layer++, exchange += LAYER, gain += 2 * DIM) {
             const int qkv = block.deal(WIDTH / 8);
-            const auto take = [&] { block.take_stream(stream, embedding, ids, gain); };
-            block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, take, [&](int row, int n, A sum) {
+            block.take_stream(stream, embedding, ids, gain);
+            block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, [&](int row, int n, A sum) {
                 if (row >= 0) publish(exchange + QKV + place(n, row), sum * block.inverse_rms(n, eps));
             });
 
@@ -969,15 +834,16 @@ extern "C" __global__ void __launch_bounds__((WARPS + PRODUCERS) * 32, 1) decode
             // One row has little to poll: blocks that need it poll it directly.
             if (ROWS > 1 || out >= DIM / 8) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
             if (out < DIM / 8) {
-                const auto take = [&] { block.take_attended(exchange + PARTS, exchange + STATS); };
-                block.product<DIM, DIM / 8, false>(out, shared.by_dim, take, [&](int row, int n, A sum) {
+                block.take_attended(exchange + PARTS, exchange + STATS);
+                block.product<DIM, DIM / 8, false>(out, shared.by_dim, [&](int row, int n, A sum) {
                     if (row >= 0) publish(exchange + MIDDLE + place(n, row), shared.stream[n * DIM + row] + sum);
                 });
             }
+            queue.refill(DEPTH);
 
             const int gate_up = block.deal(HIDDEN_TILES);
-            const auto take_middle = [&] { block.take_stream(exchange + MIDDLE, embedding, ids, gain + DIM); };
-            block.product<DIM, HIDDEN_TILES, true>(gate_up, shared.by_dim, take_middle, [&](int row, int n, A sum) {
+            block.take_stream(exchange + MIDDLE, embedding, ids, gain + DIM);
+            block.product<DIM, HIDDEN_TILES, true>(gate_up, shared.by_dim, [&](int row, int n, A sum) {
                 const A scaled = sum * block.inverse_rms(n, eps), up = __shfl_down_sync(~0u, scaled, 4);
                 const A gated = scaled * inverse_for<T>(A(1) + exp_for<T>(-scaled)) * up;
                 const int unit = first_unit(row / 8) + row % 8;
@@ -988,8 +854,8 @@ extern "C" __global__ void __launch_bounds__((WARPS + PRODUCERS) * 32, 1) decode
             if (down >= DIM / 8) {
                 block.poll(exchange + GATED, HIDDEN_ROWS / SHARED_BY);
             } else {
-                const auto take = [&] { block.take_gated(exchange + GATED); };
-                block.product<HIDDEN, DIM / 8, false>(down, shared.by_hidden, take, [&](int row, int n, A sum) {
+                block.take_gated(exchange + GATED);
+                block.product<HIDDEN, DIM / 8, false>(down, shared.by_hidden, [&](int row, int n, A sum) {
                     if (row >= 0) publish(exchange + AFTER + place(n, row), shared.stream[n * DIM + row] + sum);
                 });
             }
@@ -999,11 +865,9 @@ extern "C" __global__ void __launch_bounds__((WARPS + PRODUCERS) * 32, 1) decode
         // Blocks of different rows of a split write the same keys and values, drafts included. What another block
         // writes there in the next pass must come later; it waits for the logits that follow this fence.
         if (begin && UNITS > KV_HEADS * SPLITS) __threadfence();
+        block.take_stream(stream, embedding, ids, gain);
         for (int head = 0; head < heads; head++) {
-            const auto take = [&] {
-                if (head == 0) block.take_stream(stream, embedding, ids, gain);
-            };
-            block.product<DIM, VOCAB_TILES, true>(block.deal(VOCAB_TILES), shared.by_dim, take, [&](int row, int n, A sum) {
+            block.product<DIM, VOCAB_TILES, true>(block.deal(VOCAB_TILES), shared.by_dim, [&](int row, int n, A sum) {
                 const A logit = sum * block.inverse_rms(n, eps);
                 if (!begin) {
                     if (row < 0) return;
@@ -1018,6 +882,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + PRODUCERS) * 32, 1) decode
                 publish(to, A(logit_of(best)));
                 publish(to + 1, A(id_of(best)));
             });
+            queue.refill(DEPTH);
         }
         if (ROWS == 1 && sampled) {
             ids[0] = sample(shared.scratch, exchange, how, draw + pass);
@@ -1047,7 +912,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + PRODUCERS) * 32, 1) decode
         }
         past += added;
         exchange += i64(heads) * ROWS * VOCAB_ROWS;
-        sync();  // the next pass overwrites what some thread may still read
+        __syncthreads();  // the next pass overwrites what some thread may still read
     }
     if (begin && blockIdx.x == 0 && thread == 0) {
         for (; pass < passes; pass++, report += 1 + ROWS) report[0] = 0;
@@ -1055,5 +920,5 @@ extern "C" __global__ void __launch_bounds__((WARPS + PRODUCERS) * 32, 1) decode
 #pragma unroll
         for (int n = 0; n < ROWS; n++) report[1 + n] = ids[n];
     }
-    block.queue.end();
+    copy_wait<0>();
 }

@@ -31,8 +31,7 @@ class RowPlan(DecodePlan):
 
     rows: int
     splits: int = 3
-    pace: int = 0
-    stagger: int = 0
+    refill: int = 4
     spin: int = 0
 
     def __post_init__(self) -> None:
@@ -87,14 +86,14 @@ class RowPlan(DecodePlan):
         sampling = self.draw_bytes if self.rows == 1 else 512
         inputs = self.rows * (self.pitch(self.dim) + self.pitch(self.hidden)) * self.itemsize
         sums = self.rows * (self.dim + self.warps + 2 * 4 * self.warps * TILE) * wide
-        return inputs + sums + max(attention, sampling) + 2048  # barriers
+        return inputs + sums + max(attention, sampling)
 
     @property
     def macros(self) -> dict[str, int]:
         return {
             "ROWS": self.rows, "DIM": self.dim, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
             "HEAD_DIM": self.head_dim, "VOCAB": self.vocab, "BLOCKS": self.blocks, "WARPS": self.warps,
-            "DEPTH": self.slots, "TILES": self.tiles, "SPLITS": self.splits, "PACE": self.pace, "STAGGER": self.stagger, "SPIN": self.spin,
+            "DEPTH": self.slots, "TILES": self.tiles, "SPLITS": self.splits, "REFILL": self.refill, "SPIN": self.spin,
         }  # fmt: skip
 
     def exchange(self, outputs: int) -> int:
@@ -126,7 +125,7 @@ class RowPlan(DecodePlan):
         return np.stack(found)
 
     def arrange(self, layers: Sequence[FusedLayer], heads: Array, xp: Any) -> Array:
-        """All matrices in the order in which lanes take them: (blocks, units, warps, 32 lanes, piece).
+        """All matrices in the order in which lanes take them: (blocks, warps, units, 32 lanes, piece).
 
         A unit is 8 rows by 4 pieces, a piece for each lane of a warp. Rows and columns are padded with zeros. heads:
         (outputs, vocab, dim). xp: numpy or cupy, whose arrays the matrices are.
@@ -134,7 +133,7 @@ class RowPlan(DecodePlan):
         bits = np.dtype(f"u{self.itemsize}")  # moved, never computed with: any 16-bit number will do for a bf16
         units = int(self.lengths[-1].max())
         layers = [FusedLayer(*(matrix.view(bits) for matrix in layer)) for layer in layers]
-        stream = xp.zeros((self.blocks, units, self.warps, 32 * self.piece), bits)
+        stream = xp.zeros((self.blocks, self.warps, units, 32 * self.piece), bits)
         taken, dealt = np.zeros(self.blocks, np.int64), 0
         warps = np.arange(self.warps)[None, :, None]
         for matrix, (count, columns) in zip(self._matrices(layers, heads.view(bits), xp), self.deals(), strict=True):
@@ -148,7 +147,7 @@ class RowPlan(DecodePlan):
                     some = tiles[start : start + self.blocks]
                     owners = (dealt + start + np.arange(len(some))) % self.blocks
                     at = taken[owners][:, None, None] + np.arange(steps)
-                    stream[xp.asarray(owners[:, None, None]), xp.asarray(at), xp.asarray(warps)] = some
+                    stream[xp.asarray(owners[:, None, None]), xp.asarray(warps), xp.asarray(at)] = some
                     taken[owners] += steps
             dealt += count
         return stream
