@@ -40,6 +40,10 @@
 #ifndef SPLITS  // of the positions of a kv head
 #define SPLITS 3
 #endif
+// Whether a product takes its weights into registers before its input comes. With several rows there is no room.
+#ifndef EARLY
+#define EARLY (ROWS == 1)
+#endif
 // Pieces that a lane requests between two polls during attention. Used pieces are not replaced at once, because many
 // copies in flight delay the numbers that blocks wait for. What is still missing is requested after attention's
 // projection.
@@ -47,7 +51,7 @@
 #define REFILL 4
 #endif
 
-constexpr int ATTENTION = KV_HEADS * SPLITS * 4;  // units dealt; with any ROWS, so that weights have one layout
+constexpr int ATTENTION = KV_HEADS * SPLITS * 3;  // units dealt; with any ROWS, so that weights have one layout
 constexpr int HIDDEN_TILES = (HIDDEN + 7) / 8 * 2, HIDDEN_ROWS = HIDDEN_TILES * 4;  // a tile: 4 rows of gate, 4 of up
 
 // Columns of a product per warp.
@@ -208,8 +212,8 @@ struct Block {
     // memory: words 0 and 2 are row g, words 1 and 3 row g + 8. The right operand holds the columns of the first two in
     // its rows 0 to 3 (x has at most four), those of the other two in rows 4 to 7; half of the result is used. Fewer
     // than MOST tiles are multiplied as MOST, with whatever lies in the queue; those sums are ignored.
-    template <int STEPS, int MOST>
-    __device__ __forceinline__ void multiply(const T *part, int pitch, A *sums) {
+    template <int STEPS, int MOST, class At>
+    __device__ __forceinline__ void multiply(At piece, const T *part, int pitch, A *sums) {
         constexpr int CHAINS = MOST == 1 ? 4 : MOST == 2 ? 2 : 1;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
         const u32 *const input = reinterpret_cast<const u32 *>(part + g % 4 * pitch) + g / 4;
@@ -220,7 +224,7 @@ struct Block {
             if (g % 4 < ROWS) x[0] = input[j * STEP / 2], x[1] = input[j * STEP / 2 + 2];
 #pragma unroll
             for (int i = 0; i < MOST; i++) {
-                const uint4 w = reinterpret_cast<const uint4 &>(queue[i * STEPS + j]);
+                const uint4 w = reinterpret_cast<const uint4 &>(piece(i * STEPS + j));
                 multiply_add(sum[i][j % CHAINS], w.x, w.y, w.z, w.w, x[0], x[1]);
             }
         }
@@ -239,25 +243,41 @@ struct Block {
         }
     }
 
-    // Calls finish(row, n, sum) for each row of this block's share of COUNT tiles and each row n of input; with NORM it
+    // Calls take(), which waits for the input, then finish(row, n, sum) for each row of this block's share of COUNT tiles and each row n of input; with NORM it
     // may use the rms of the residual stream. Whole warps call it; row is -1 for threads without one.
     // One barrier: between the warps' sums and the total. What a warp leaves in shared memory for `finish` (`stream`,
     // `squares`) is overwritten only after numbers have arrived that depend on `finish`.
-    template <int COLUMNS, int COUNT, bool NORM, class Finish>
-    __device__ __forceinline__ void product(int first, const T *input, Finish finish) {
+    template <int COLUMNS, int COUNT, bool NORM, class Take, class Finish>
+    __device__ __forceinline__ void product(int first, const T *input, Take take, Finish finish) {
         constexpr int STEPS = steps(COLUMNS), PITCH = pitch(COLUMNS), EACH = ceil_div(COUNT, BLOCKS);
         constexpr int MOST = EACH < TILES ? EACH : TILES;
         const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
         const T *const part = input + warp * slice(COLUMNS) + lane % 4 * PIECE;
-        for (int tile = first; tile < COUNT; tile += MOST * BLOCKS) {
-            int count = 1;
+        constexpr bool HELD = TENSOR_CORES && EARLY;
+        Piece held[HELD ? MOST * STEPS : 1];
+        int count = 0;
+        const auto weights = [&](int tile) {  // waits for those of the tiles that are multiplied at one time
+            count = 0;
 #pragma unroll
-            for (int i = 1; i < MOST; i++) count += tile + i * BLOCKS < COUNT;
-            A *const sums = shared.sums + parity * (TILES * ROWS * 8 * WARPS);
+            for (int i = 0; i < MOST; i++) count += tile + i * BLOCKS < COUNT;
             if (int(queue.requested - queue.taken) < count * STEPS) queue.refill(DEPTH);
             queue.wait(count * STEPS);
-            if constexpr (TENSOR_CORES) {
-                multiply<STEPS, MOST>(part, PITCH, sums);
+            if constexpr (HELD) {
+#pragma unroll
+                for (int i = 0; i < MOST * STEPS; i++) held[i] = queue[i];
+            }
+        };
+        weights(first);
+        take();
+        for (int tile = first; tile < COUNT; tile += MOST * BLOCKS) {
+            A *const sums = shared.sums + parity * (TILES * ROWS * 8 * WARPS);
+            if constexpr (EACH > MOST) {
+                if (tile != first) weights(tile);
+            }
+            if constexpr (HELD) {
+                multiply<STEPS, MOST>([&](int i) -> const Piece & { return held[i]; }, part, PITCH, sums);
+            } else if constexpr (TENSOR_CORES) {
+                multiply<STEPS, MOST>([&](int i) -> const Piece & { return queue[i]; }, part, PITCH, sums);
             } else {
                 for (int i = 0; i < count; i++) {
                     A sum[ROWS] = {};
@@ -490,26 +510,23 @@ struct SplitSlab : Slab {
     __device__ static int key(int u) { return u * 8 + threadIdx.x % 32 / 4; }
     __device__ static int value(int i) { return threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2; }
 
-    // Loads the positions before `past` from the cache.
+    // Loads the positions before `past` from the cache. The others are hidden by `attend_slabs`; what stands in for them
+    // is position 0, so that no load waits for a condition, and none for another.
     __device__ __forceinline__ void load_old(const T *cache_keys, const T *cache_values, int base, int split,
                                              int past) {
         const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
 #pragma unroll
         for (int u = 0; u < 2; u++) {
-            const int position = (base + key(u)) * SPLITS + split;
+            const int at = (base + key(u)) * SPLITS + split, position = at < past ? at : 0;
 #pragma unroll
             for (int s = 0; s < CHUNKS; s++) {
-                keys[u][s] = uint4{0, 0, 0, 0};
-                if (position < past) {
-                    keys[u][s] = *reinterpret_cast<const uint4 *>(cache_keys + position * HEAD_DIM + s * 32 + c * 8);
-                }
+                keys[u][s] = *reinterpret_cast<const uint4 *>(cache_keys + position * HEAD_DIM + s * 32 + c * 8);
             }
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int position = (base + value(i)) * SPLITS + split;
-            values[i] = Pack<T, WIDE>{};
-            if (position < past) values[i] = load<WIDE>(cache_values + position * HEAD_DIM + g * WIDE);
+            const int at = (base + value(i)) * SPLITS + split, position = at < past ? at : 0;
+            values[i] = load<WIDE>(cache_values + position * HEAD_DIM + g * WIDE);
         }
     }
 
@@ -533,6 +550,17 @@ struct SplitSlab : Slab {
         }
     }
 };
+
+// Starts to bring a split's keys and values of positions before `past` into the L2 cache.
+__device__ __forceinline__ void prefetch_old(const T *keys, const T *values, int split, int past) {
+    constexpr int LINE = 128 / sizeof(T);
+    const int lane = threadIdx.x % 32;
+    for (int number = threadIdx.x / 32 * 16 + lane % 16; number * SPLITS + split < past; number += WARPS * 16) {
+        const T *const from = (lane < 16 ? keys : values) + (number * SPLITS + split) * HEAD_DIM;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM; i += LINE) prefetch(from + i);
+    }
+}
 
 // This warp's partial result. slab: its first 16 positions, as far as they are before `past`.
 __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab slab, const T *keys, const T *values,
@@ -816,34 +844,41 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         const A *gain = gains;
         for (int layer = 0; layer < layers; layer++, exchange += LAYER, gain += 2 * DIM) {
             const int qkv = block.deal(WIDTH / 8);
-            block.take_stream(stream, embedding, ids, gain);
-            block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, [&](int row, int n, A sum) {
+            const int attends = block.deal(ATTENTION);
+            const auto cache_of = [&](int unit) {
+                return i64(layer * KV_HEADS + unit / SPLITS % KV_HEADS) * capacity * HEAD_DIM;
+            };
+            if (attends < UNITS) {
+                prefetch_old(keys + cache_of(attends), values + cache_of(attends), attends % SPLITS, past);
+            }
+            const auto take = [&] { block.take_stream(stream, embedding, ids, gain); };
+            block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, take, [&](int row, int n, A sum) {
                 if (row >= 0) publish(exchange + QKV + place(n, row), sum * block.inverse_rms(n, eps));
             });
 
-            for (int unit = block.deal(ATTENTION); unit < UNITS; unit += BLOCKS) {
+            for (int unit = attends; unit < UNITS; unit += BLOCKS) {
                 const int kv_head = unit / SPLITS % KV_HEADS;
-                const i64 cache = i64(layer * KV_HEADS + kv_head) * capacity * HEAD_DIM;
+                const i64 cache = cache_of(unit);
                 attend(Scratch(shared.scratch), exchange + QKV, cosines, sines, keys + cache, values + cache,
                        exchange + PARTS, exchange + STATS, kv_head, unit % SPLITS,
                        unit / (SPLITS * KV_HEADS) * UNIT_ROWS, past);
             }
 
             const int out = block.deal(DIM / 8);
-            block.poll(exchange + QKV, WIDTH);
+            if (attends >= UNITS) block.poll(exchange + QKV, WIDTH);
             // One row has little to poll: blocks that need it poll it directly.
             if (ROWS > 1 || out >= DIM / 8) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
             if (out < DIM / 8) {
-                block.take_attended(exchange + PARTS, exchange + STATS);
-                block.product<DIM, DIM / 8, false>(out, shared.by_dim, [&](int row, int n, A sum) {
+                const auto take = [&] { block.take_attended(exchange + PARTS, exchange + STATS); };
+                block.product<DIM, DIM / 8, false>(out, shared.by_dim, take, [&](int row, int n, A sum) {
                     if (row >= 0) publish(exchange + MIDDLE + place(n, row), shared.stream[n * DIM + row] + sum);
                 });
             }
             queue.refill(DEPTH);
 
             const int gate_up = block.deal(HIDDEN_TILES);
-            block.take_stream(exchange + MIDDLE, embedding, ids, gain + DIM);
-            block.product<DIM, HIDDEN_TILES, true>(gate_up, shared.by_dim, [&](int row, int n, A sum) {
+            const auto take_middle = [&] { block.take_stream(exchange + MIDDLE, embedding, ids, gain + DIM); };
+            block.product<DIM, HIDDEN_TILES, true>(gate_up, shared.by_dim, take_middle, [&](int row, int n, A sum) {
                 const A scaled = sum * block.inverse_rms(n, eps), up = __shfl_down_sync(~0u, scaled, 4);
                 const A gated = scaled * inverse_for<T>(A(1) + exp_for<T>(-scaled)) * up;
                 const int unit = first_unit(row / 8) + row % 8;
@@ -854,8 +889,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             if (down >= DIM / 8) {
                 block.poll(exchange + GATED, HIDDEN_ROWS / SHARED_BY);
             } else {
-                block.take_gated(exchange + GATED);
-                block.product<HIDDEN, DIM / 8, false>(down, shared.by_hidden, [&](int row, int n, A sum) {
+                const auto take = [&] { block.take_gated(exchange + GATED); };
+                block.product<HIDDEN, DIM / 8, false>(down, shared.by_hidden, take, [&](int row, int n, A sum) {
                     if (row >= 0) publish(exchange + AFTER + place(n, row), shared.stream[n * DIM + row] + sum);
                 });
             }
@@ -865,9 +900,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         // Blocks of different rows of a split write the same keys and values, drafts included. What another block
         // writes there in the next pass must come later; it waits for the logits that follow this fence.
         if (begin && UNITS > KV_HEADS * SPLITS) __threadfence();
-        block.take_stream(stream, embedding, ids, gain);
         for (int head = 0; head < heads; head++) {
-            block.product<DIM, VOCAB_TILES, true>(block.deal(VOCAB_TILES), shared.by_dim, [&](int row, int n, A sum) {
+            const auto take = [&] {
+                if (head == 0) block.take_stream(stream, embedding, ids, gain);
+            };
+            block.product<DIM, VOCAB_TILES, true>(block.deal(VOCAB_TILES), shared.by_dim, take, [&](int row, int n, A sum) {
                 const A logit = sum * block.inverse_rms(n, eps);
                 if (!begin) {
                     if (row < 0) return;
