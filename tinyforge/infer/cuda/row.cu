@@ -117,15 +117,6 @@ __device__ __forceinline__ void publish_narrow(A *array, int n, int index, A x, 
         if (mine && index % 2 == 0) publish(array + place(n, index / 2), *reinterpret_cast<const A *>(&pair));
     }
 }
-// PARCEL numbers from number `index` on.
-__device__ __forceinline__ void publish_narrow(A *array, int n, int index, const Parcel &x) {
-    Pack<T, PARCEL> rounded;
-#pragma unroll
-    for (int j = 0; j < PARCEL; j++) narrow(x.v[j], rounded.v[j]);
-    const Words words = reinterpret_cast<const Words &>(rounded);
-#pragma unroll
-    for (int j = 0; j < PARCEL / SHARED_BY; j++) publish(array + place(n, index / SHARED_BY) + j, words.v[j]);
-}
 __device__ __forceinline__ void peek(const float *from, Pack<float, 4> &to) {
     asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(to.v[0]), "=f"(to.v[1]), "=f"(to.v[2]), "=f"(to.v[3])
@@ -506,6 +497,24 @@ struct Scratch {
 
 // A slab of a split. Number i of the split is position i * SPLITS + split.
 struct SplitSlab : Slab {
+    // As Slab::scores, with two sums for each score: half as many products that wait for each other.
+    __device__ __forceinline__ void scores(const uint4 (&q)[2][CHUNKS], float (&score)[2][4]) const {
+        float other[2][4] = {};
+#pragma unroll
+        for (int s = 0; s < CHUNKS; s++) {
+#pragma unroll
+            for (int u = 0; u < 2; u++) {
+                const uint4 k = keys[u][s];
+                multiply_add(score[u], q[0][s].x, q[1][s].x, q[0][s].y, q[1][s].y, k.x, k.y);
+                multiply_add(other[u], q[0][s].z, q[1][s].z, q[0][s].w, q[1][s].w, k.z, k.w);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) score[u][i] += other[u][i];
+        }
+    }
     // The position of key u (0, 1) or value i (0 .. 3) among the 16.
     __device__ static int key(int u) { return u * 8 + threadIdx.x % 32 / 4; }
     __device__ static int value(int i) { return threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2; }
@@ -688,6 +697,8 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
         const Parcel c = load<PARCEL>(cosines + position * HALF + column);
         const Parcel s = load<PARCEL>(sines + position * HALF + column);
         const A *const from = qkv + place(n, line * HEAD_DIM + column);  // the other half is HALF / 8 lines further
+        T *const to = (is_query ? scratch.queries + head * Q_PITCH : scratch.fresh + (n * 2 + is_value) * HEAD_DIM) + column;
+        T *const kept = (is_value ? values : keys) + position * HEAD_DIM + column;
         Parcel x[2];
         await(x, [&](int i) { return from + i * (HALF * 4); });
         Pack<T, PARCEL> turned[2];
@@ -698,15 +709,10 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
             narrow(!is_query && is_value ? b : b * c.v[j] + a * s.v[j], turned[1].v[j]);
         }
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int at = half * HALF + column;
-            if (is_query) {
-                store(scratch.queries + head * Q_PITCH + at, turned[half]);
-            } else {
-                store(scratch.fresh + (n * 2 + is_value) * HEAD_DIM + at, turned[half]);
-                store((is_value ? values : keys) + position * HEAD_DIM + at, turned[half]);
-            }
-        }
+        for (int half = 0; half < 2; half++) store(to + half * HALF, turned[half]);
+        if (is_query) continue;
+#pragma unroll
+        for (int half = 0; half < 2; half++) store(kept + half * HALF, turned[half]);
     }
     __syncthreads();
     if constexpr (TENSOR_CORES) {
@@ -714,31 +720,39 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
     } else {
         attend_keys(scratch, keys, values, split, first_row, past);
     }
+    // A thread merges the warps' results for one word of `parts`.
+    int task = thread, query, d, n, head;
+    A *part, *stat;
+    const auto aim = [&] {
+        query = task / (HEAD_DIM / SHARED_BY), d = task % (HEAD_DIM / SHARED_BY) * SHARED_BY;
+        n = first_row + query / GROUP, head = kv_head * GROUP + query % GROUP;
+        part = parts + place(n, (split * DIM + head * HEAD_DIM + d) / SHARED_BY);
+        stat = stats + place(n, split * HEADS + head);
+    };
+    aim();
     __syncthreads();
-    for (int task = thread; task < QUERIES * HEAD_DIM / PARCEL; task += THREADS) {
-        const int query = task / (HEAD_DIM / PARCEL), d = task % (HEAD_DIM / PARCEL) * PARCEL;
-        const int n = first_row + query / GROUP, head = kv_head * GROUP + query % GROUP;
+    for (; task < QUERIES * HEAD_DIM / SHARED_BY; task += THREADS, aim()) {
         if (n >= ROWS) continue;
         const Pack<A, WARPS> tops = load<WARPS>(scratch.tops + query * WARPS);
         const Pack<A, WARPS> totals = load<WARPS>(scratch.totals + query * WARPS);
-        A all = LOWEST, weight = 0;
-        Parcel mean{};
+        A all = LOWEST, weight = 0, mean[SHARED_BY] = {};
 #pragma unroll
         for (int w = 0; w < WARPS; w++) all = largest(all, tops.v[w]);
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             const A share = exp_for<T>(tops.v[w] - all);
-            const Parcel output = load<PARCEL>(scratch.outputs + (w * QUERIES + query) * HEAD_DIM + d);
+            const auto output = load<SHARED_BY>(scratch.outputs + (w * QUERIES + query) * HEAD_DIM + d);
             weight += share * totals.v[w];
 #pragma unroll
-            for (int j = 0; j < PARCEL; j++) mean.v[j] += share * output.v[j];
+            for (int j = 0; j < SHARED_BY; j++) mean[j] += share * output.v[j];
         }
         const bool empty = weight == 0;  // no position of this split yet
         const A scale = empty ? A(0) : inverse_for<T>(weight);
+        Pack<T, SHARED_BY> word;
 #pragma unroll
-        for (int j = 0; j < PARCEL; j++) mean.v[j] *= scale;
-        publish_narrow(parts, n, split * DIM + head * HEAD_DIM + d, mean);
-        if (d == 0) publish(stats + place(n, split * HEADS + head), empty ? A(LOWEST) : all + log_for(weight));
+        for (int j = 0; j < SHARED_BY; j++) narrow(mean[j] * scale, word.v[j]);
+        publish(part, reinterpret_cast<const A &>(word));
+        if (d == 0) publish(stat, empty ? A(LOWEST) : all + log_for(weight));
     }
 }
 
