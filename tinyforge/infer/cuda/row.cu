@@ -44,6 +44,9 @@
 #ifndef EARLY
 #define EARLY (ROWS == 1)
 #endif
+#ifndef PREFETCH
+#define PREFETCH 1
+#endif
 // Pieces that a lane requests between two polls during attention. Used pieces are not replaced at once, because many
 // copies in flight delay the numbers that blocks wait for. What is still missing is requested after attention's
 // projection.
@@ -170,6 +173,13 @@ __device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at) {
         request(got, at);
         if (arrived(got, at)) return;
     }
+}
+
+// Starts to bring `lines` of 32 words into the L2 cache, of each the first FILLED times 8 words; a share by each block.
+template <int FILLED>
+__device__ __forceinline__ void prefetch_share(const A *from, int lines) {
+    const int i = blockIdx.x + threadIdx.x * BLOCKS;
+    if (PREFETCH && i < lines * FILLED) prefetch(from + i / FILLED * 32 + i % FILLED * 8);
 }
 
 // What the threads of a block share.
@@ -564,6 +574,7 @@ struct SplitSlab : Slab {
 __device__ __forceinline__ void prefetch_old(const T *keys, const T *values, int split, int past) {
     constexpr int LINE = 128 / sizeof(T);
     const int lane = threadIdx.x % 32;
+    if (!PREFETCH) return;
     for (int number = threadIdx.x / 32 * 16 + lane % 16; number * SPLITS + split < past; number += WARPS * 16) {
         const T *const from = (lane < 16 ? keys : values) + (number * SPLITS + split) * HEAD_DIM;
 #pragma unroll
@@ -879,6 +890,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             }
 
             const int out = block.deal(DIM / 8);
+            // A pass of weights has pushed out of the L2 cache what comes next: the first to poll a place, or to want a
+            // gain, would wait for memory.
+            if (layer + 1 < layers) {
+                prefetch_share<ROWS>(exchange + LAYER, LAYER / 32);
+                prefetch_share<4>(gain + 2 * DIM, 2 * DIM / 32);
+            } else {
+                prefetch_share<4>(exchange + LAYER, heads * ROWS * VOCAB_ROWS / 32);
+                prefetch_share<4>(gain + 2 * DIM, DIM / 32);
+                if (pass + 1 < passes) {
+                    prefetch_share<ROWS>(exchange + LAYER + heads * ROWS * VOCAB_ROWS, LAYER / 32);
+                    prefetch_share<4>(gains, 2 * DIM / 32);
+                }
+            }
             if (attends >= UNITS) block.poll(exchange + QKV, WIDTH);
             // One row has little to poll: blocks that need it poll it directly.
             if (ROWS > 1 || out >= DIM / 8) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
