@@ -198,6 +198,7 @@ struct Block {
     Queue queue;
     int dealt;   // tiles of all kinds dealt so far, modulo BLOCKS
     int parity;  // of the buffer for sums
+    A eps;
     A square;    // of this lane's part of the residual stream
 
     // This block's first tile of the next `count`; its others follow every BLOCKS tiles.
@@ -244,8 +245,9 @@ struct Block {
         }
     }
 
-    // Calls take(), which waits for the input, then finish(row, n, sum) for each row of this block's share of COUNT tiles and each row n of input; with NORM it
-    // may use the rms of the residual stream. Whole warps call it; row is -1 for threads without one.
+    // Calls take(), which waits for the input, then finish(row, n, sum) for each row of this block's share of COUNT tiles
+    // and each row n of input; with NORM the sum is divided by the rms of the residual stream. Whole warps call it; row
+    // is -1 for threads without one.
     // One barrier: between the warps' sums and the total. What a warp leaves in shared memory for `finish` (`stream`,
     // `squares`) is overwritten only after numbers have arrived that depend on `finish`.
     template <int COLUMNS, int COUNT, bool NORM, class Take, class Finish>
@@ -304,7 +306,8 @@ struct Block {
             if (thread - lane < count * ROWS * 8) {
                 const bool mine = thread < count * ROWS * 8;
                 const int i = thread / (ROWS * 8), n = thread / 8 % ROWS;
-                const A sum = mine ? total(sums + thread * WARPS) : A(0);
+                A sum = total(sums + thread * WARPS);
+                if (NORM) sum *= inverse_rms(n);
                 finish(mine ? (tile + i * BLOCKS) * 8 + thread % 8 : -1, n, sum);
             }
             queue.taken += count * STEPS;
@@ -421,7 +424,7 @@ struct Block {
     }
 
     // 1 / rms of row n of the residual stream.
-    __device__ __forceinline__ A inverse_rms(int n, A eps) const {
+    __device__ __forceinline__ A inverse_rms(int n) const {
         return inverse_root(total(shared.squares + n * WARPS) * (A(1) / A(DIM)) + eps);
     }
 
@@ -708,8 +711,8 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
         const Parcel c = load<PARCEL>(cosines + position * HALF + column);
         const Parcel s = load<PARCEL>(sines + position * HALF + column);
         const A *const from = qkv + place(n, line * HEAD_DIM + column);  // the other half is HALF / 8 lines further
-        T *const to = (is_query ? scratch.queries + head * Q_PITCH : scratch.fresh + (n * 2 + is_value) * HEAD_DIM) + column;
-        T *const kept = (is_value ? values : keys) + position * HEAD_DIM + column;
+        T *const line_of = is_query ? scratch.queries + head * Q_PITCH : scratch.fresh + (n * 2 + is_value) * HEAD_DIM;
+        T *const to = line_of + column, *const kept = (is_value ? values : keys) + position * HEAD_DIM + column;
         Parcel x[2];
         await(x, [&](int i) { return from + i * (HALF * 4); });
         Pack<T, PARCEL> turned[2];
@@ -861,6 +864,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 #pragma unroll
     for (int n = 0; n < ROWS; n++) ids[n] = begin ? begin[1 + n] : tokens[past + n];
     block.parity = 0;
+    block.eps = eps;
     const Sampler how = {temperature, top_p, min_p, top_k, key0, key1};
     int pass = 0;
     for (; pass < passes && past + ROWS <= capacity; pass++) {
@@ -878,7 +882,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             }
             const auto take = [&] { block.take_stream(stream, embedding, ids, gain); };
             block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, take, [&](int row, int n, A sum) {
-                if (row >= 0) publish(exchange + QKV + place(n, row), sum * block.inverse_rms(n, eps));
+                if (row >= 0) publish(exchange + QKV + place(n, row), sum);
             });
 
             for (int unit = attends; unit < UNITS; unit += BLOCKS) {
@@ -917,8 +921,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             const int gate_up = block.deal(HIDDEN_TILES);
             const auto take_middle = [&] { block.take_stream(exchange + MIDDLE, embedding, ids, gain + DIM); };
             block.product<DIM, HIDDEN_TILES, true>(gate_up, shared.by_dim, take_middle, [&](int row, int n, A sum) {
-                const A scaled = sum * block.inverse_rms(n, eps), up = __shfl_down_sync(~0u, scaled, 4);
-                const A gated = scaled * inverse_for<T>(A(1) + exp_for<T>(-scaled)) * up;
+                const A up = __shfl_down_sync(~0u, sum, 4);
+                const A gated = sum * inverse_for<T>(A(1) + exp_for<T>(-sum)) * up;
                 const int unit = first_unit(row / 8) + row % 8;
                 publish_narrow(exchange + GATED, n, unit, gated, row >= 0 && row % 8 < 4);
             });
@@ -942,8 +946,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             const auto take = [&] {
                 if (head == 0) block.take_stream(stream, embedding, ids, gain);
             };
-            block.product<DIM, VOCAB_TILES, true>(block.deal(VOCAB_TILES), shared.by_dim, take, [&](int row, int n, A sum) {
-                const A logit = sum * block.inverse_rms(n, eps);
+            block.product<DIM, VOCAB_TILES, true>(block.deal(VOCAB_TILES), shared.by_dim, take, [&](int row, int n, A logit) {
                 if (!begin) {
                     if (row < 0) return;
                     publish(exchange + (n * heads + head) * VOCAB_ROWS + row, row < VOCAB ? logit : A(-INFINITY));
