@@ -946,7 +946,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             const auto take = [&] {
                 if (head == 0) block.take_stream(stream, embedding, ids, gain);
             };
-            block.product<DIM, VOCAB_TILES, true>(block.deal(VOCAB_TILES), shared.by_dim, take, [&](int row, int n, A logit) {
+            const int tile = block.deal(VOCAB_TILES);
+            block.product<DIM, VOCAB_TILES, true>(tile, shared.by_dim, take, [&](int row, int n, A logit) {
                 if (!begin) {
                     if (row < 0) return;
                     publish(exchange + (n * heads + head) * VOCAB_ROWS + row, row < VOCAB ? logit : A(-INFINITY));
