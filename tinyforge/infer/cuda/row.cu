@@ -27,7 +27,7 @@
 // Tried and dropped: docs/kernels/decode.md, with times.
 // Grid: at most what fits at once (cooperative launch). Block: WARPS x 32 threads, one block per multiprocessor.
 //
-// compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32
+// compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
 // compile: SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
 // spills: none
 
