@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,26 +140,27 @@ def by_the_kernel(
                         *(np.array(launch, np.int32) for launch in launches)]  # fmt: skip
     path = folder / "launches.bin"
     path.write_bytes(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
-    main = MAIN.replace("PATH", str(path))
-    if fault:
-        main = main.replace(*fault)
-    before = hopper() + BEFORE
-    return run_on_host("infer/cuda/row.cu", {"SCALAR": "bf16" if bf16 else "float", **plan.macros}, BODIES, main, folder, before=before,
-                       fault=MEMORY).split()  # fmt: skip
+    return run_on_host("infer/cuda/row.cu", {"SCALAR": "bf16" if bf16 else "float", **plan.macros}, BODIES,
+                       MAIN.replace("PATH", str(path)), folder, before=hopper() + BEFORE, changes=(MEMORY,),
+                       fault=fault).split()  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model() -> NanoEuler:
-    model = NanoEuler(CONFIG, get_backend("numpy", "fp32", workers=1))
+def model_of(config: Config) -> NanoEuler:
+    model = NanoEuler(config, get_backend("numpy", "fp32", workers=1))
     model.initialise(3)
     model.buffer.values[: model.buffer.decay_end] *= 8
     return model
 
 
+@pytest.fixture(scope="module")
+def model() -> NanoEuler:
+    return model_of(CONFIG)
+
+
 def forward(model: NanoEuler, tokens: list[int]) -> np.ndarray:
     """The naive sibling, the model's own ops: (T, outputs, vocab)."""
     h = model.hidden(np.array([tokens], np.int32))
-    return np.stack([model.heads.logits(h, k)[0] for k in range(CONFIG.mtp_heads)], axis=1)
+    return np.stack([model.heads.logits(h, k)[0] for k in range(model.config.mtp_heads)], axis=1)
 
 
 def greedy(model: NanoEuler, token: int, count: int) -> list[int]:
@@ -170,21 +170,65 @@ def greedy(model: NanoEuler, token: int, count: int) -> list[int]:
     return text[1:]
 
 
-@pytest.mark.parametrize(("rows", "tuning"), [(1, {}), (2, {}), (1, {"refill": 0}), (2, {"depth": 4, "splits": 1})])
+def logits_of(model: NanoEuler, rows: int, tokens: list[int], folder: Path, **kinds: Any) -> np.ndarray:
+    """Of every position, `rows` of them a pass: (T, outputs, vocab)."""
+    launches = [(1, past, 0) for past in range(0, len(tokens), rows)]
+    found = by_the_kernel(model, rows, 2, tokens, launches, folder, **kinds)
+    return np.array(found, float).reshape(len(tokens), 2, -1)[..., : model.config.vocab]
+
+
+def some_tokens(count: int) -> list[int]:
+    return np.random.default_rng(1).integers(0, CONFIG.vocab, count).tolist()
+
+
+@pytest.mark.parametrize(("rows", "tuning"), [(1, {}), (2, {}), (1, {"refill": 0}), (4, {"depth": 4, "splits": 1})])
 def test_logits_are_those_of_the_model(model: NanoEuler, rows: int, tuning: dict[str, int], tmp_path: Path) -> None:
-    tokens = np.random.default_rng(1).integers(0, CONFIG.vocab, 12).tolist()
-    launches = [(1, past, 0) for past in range(0, 12, rows)]
-    found = by_the_kernel(model, rows, 2, tokens, launches, tmp_path, **tuning)
-    got = np.array(found, float).reshape(12, 2, -1)[..., : CONFIG.vocab]
-    wanted = forward(model, tokens)
+    tokens = some_tokens(12)
+    got, wanted = logits_of(model, rows, tokens, tmp_path, **tuning), forward(model, tokens)
     assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def bf16_model() -> NanoEuler:
+    """Three heads of 32 to a key; bf16 holds its weights."""
+    model = model_of(Config(dim=96, heads=3, kv_heads=1, layers=2, context=64, vocab=27, mtp_heads=2, hidden=44,
+                            mtp_weights=(1, 0.5)))  # fmt: skip
+    model.buffer.values.view(np.uint32)[:] &= 0xFFFF0000
+    return model
+
+
+def test_bf16_with_tensor_cores_gives_the_same_bits_for_any_rows(tmp_path: Path) -> None:
+    model, tokens = bf16_model(), some_tokens(24)
+    one, four = (logits_of(model, rows, tokens, tmp_path, bf16=True, depth=16) for rows in (1, 4))
+    wanted = forward(model, tokens)
+    assert one.tobytes() == four.tobytes()
+    assert np.abs(one - wanted).max() <= 0.02 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("            queue.wait(count * STEPS);\n", ""),  # weights are read before they have come
+        ("score[u][i] += other[u][i]", "score[u][i] += 0 * other[u][i]"),
+        ("narrow(mean[j] * scale, word.v[j]);", "narrow(mean[j], word.v[j]);"),
+    ],
+    ids=lambda fault: fault[0].strip(),
+)
+def test_faults_show(fault: tuple[str, str], tmp_path: Path) -> None:
+    model, tokens = bf16_model(), some_tokens(4)
+    try:
+        got = logits_of(model, 4, tokens, tmp_path, bf16=True, depth=16, fault=fault)
+    except AssertionError as error:
+        assert "wait for ever" in str(error) or "trap" in str(error)
+        return
+    wanted = forward(model, tokens)
+    assert not np.abs(got - wanted).max() <= 0.02 * np.abs(wanted).max()
 
 
 def test_greedy_text_and_speculation_up_to_a_full_cache(model: NanoEuler, tmp_path: Path) -> None:
     wanted = greedy(model, 5, 12)
     found = by_the_kernel(model, 1, 1, [5], [(3, 0, 1), (9, 3, 1)], tmp_path)
     assert [int(x) for x in found] == wanted
-    # More passes than the cache has room for: the launch ends early, and its producer with it.
+    # More passes than the cache has room for: the launch ends early.
     found = by_the_kernel(model, 2, 2, [5], [(2, 0, 0), (12, 0, 0)], tmp_path, speculates=True)
     ids = [int(x) for x in found]
-    assert len(ids) >= 11 and ids == greedy(model, 5, 12)[: len(ids)]
+    assert len(ids) >= 11 and ids == wanted[: len(ids)]
