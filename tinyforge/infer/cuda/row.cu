@@ -44,8 +44,9 @@
 #ifndef EARLY
 #define EARLY (ROWS == 1)
 #endif
+// Whether blocks bring into the L2 cache what the next layer exchanges. With several rows there is no register for it.
 #ifndef PREFETCH
-#define PREFETCH 1
+#define PREFETCH (ROWS == 1)
 #endif
 // Pieces that a lane requests between two polls during attention. Used pieces are not replaced at once, because many
 // copies in flight delay the numbers that blocks wait for. What is still missing is requested after attention's
