@@ -194,12 +194,12 @@ __device__ __forceinline__ Sum read_vector(const T *x, const Place &at, const Si
     return sum;
 }
 
-// The sums over a channel's four lanes of four numbers each: lane q gets that of p[q].
+// The sums over a channel's four lanes, 8 apart, of four numbers each: lane q of them gets that of p[q].
 __device__ __forceinline__ A share(const A (&p)[4], int q) {
     const bool odd = q & 1, high = q & 2;
-    const A even = (odd ? p[1] : p[0]) + __shfl_xor_sync(~0u, odd ? p[0] : p[1], 1);
-    const A other = (odd ? p[3] : p[2]) + __shfl_xor_sync(~0u, odd ? p[2] : p[3], 1);
-    return (high ? other : even) + __shfl_xor_sync(~0u, high ? even : other, 2);
+    const A even = (odd ? p[1] : p[0]) + __shfl_xor_sync(~0u, odd ? p[0] : p[1], 8);
+    const A other = (odd ? p[3] : p[2]) + __shfl_xor_sync(~0u, odd ? p[2] : p[3], 8);
+    return (high ? other : even) + __shfl_xor_sync(~0u, high ? even : other, 16);
 }
 
 struct Step {
@@ -364,11 +364,11 @@ struct alignas(16) Backward {
     A b[TILE][QUARTERS * PER], c[TILE][QUARTERS * PER];
 };
 
-// v summed over the 8 lanes of a quarter: lane k of them ends with the sums number k SUMS / 8 and those behind it.
+// v summed over the 8 channels of a warp: lane k of a quarter ends with the sums number k SUMS / 8 and those behind it.
 __device__ __forceinline__ void share_over_channels(A (&v)[SUMS], int lane) {
     int left = SUMS;
 #pragma unroll
-    for (int gap = 16; gap >= 4; gap /= 2) {
+    for (int gap = 4; gap; gap /= 2) {
         left /= 2;
         const bool upper = lane & gap;
 #pragma unroll
@@ -390,11 +390,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 
     const Sizes s{SIZE_NAMES};
     extern __shared__ __align__(16) char memory[];
     Backward &sh = *reinterpret_cast<Backward *>(memory);
-    const int channel = threadIdx.x / QUARTERS, lane = threadIdx.x % 32;
-    const Place at(s, channel, threadIdx.x % QUARTERS);
+    const int lane = threadIdx.x % 32, channel = threadIdx.x / 32 * 8 + lane % 8;
+    const Place at(s, channel, lane / 8);
     const int tiles = ceil_div(s.length, TILE);
     const int there = s.channels - at.column, mine = at.valid ? s.states - at.state(0) : 0;
-    const int share_of = (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1);
     const i64 positions = i64(gridDim.y) * s.length;
     const auto of_u = at.of_channels(u, s.u_pitch), of_delta = at.of_channels(delta, s.delta_pitch),
                of_z = at.of_channels(z, s.z_pitch), of_dy = at.of_channels(dy, s.channels);
@@ -493,7 +492,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 
                 for (int j = 0; j < 4; j++) {
 #pragma unroll
                     for (int i = 0; i < SUMS / 8; i++) {
-                        sh.sums[threadIdx.x / 32][r + j][at.quarter][share_of * (SUMS / 8) + i] = sums[j][i];
+                        sh.sums[threadIdx.x / 32][r + j][at.quarter][lane % 8 * (SUMS / 8) + i] = sums[j][i];
                     }
                 }
                 sh.along[t + at.quarter][channel] = share(along, at.quarter);
@@ -503,15 +502,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 
 
             // The warps' sums of db, by one half of the threads, and of dc, by the other: a quarter of a position each.
             const int which = threadIdx.x / (THREADS / 2), t = threadIdx.x % (THREADS / 2) / QUARTERS;
+            const int quarter = threadIdx.x % QUARTERS;
             Pack<A, PER> sum = {};
 #pragma unroll
             for (int w = 0; w < THREADS / 32; w++) {
 #pragma unroll
-                for (int i = 0; i < PER; i++) sum.v[i] += sh.sums[w][t][at.quarter][which * (SUMS / 2) + i];
+                for (int i = 0; i < PER; i++) sum.v[i] += sh.sums[w][t][quarter][which * (SUMS / 2) + i];
             }
             const int position = first + half + t;
             A *to = parts + ((i64(which) * gridDim.x + blockIdx.x) * positions + i64(at.row) * s.length + position) * s.states;
-            write<PER>(to + at.state(0), sum, position < s.length ? s.states - at.state(0) : 0);
+            write<PER>(to + at.part, sum, position < s.length ? s.states - at.part : 0);
             if (half) __syncthreads();  // before they are overwritten
         }
 
