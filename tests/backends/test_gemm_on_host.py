@@ -82,7 +82,7 @@ int main() {
                 double wanted = accumulate ? before[r * pitch + c] : 0;
                 if (c >= columns) { if (!std::isnan(got)) return 1; continue; }
                 for (int k = 0; k < depth; k++) wanted += a[r * row_a + k * step_a] * b[c * row_b + k * step_b];
-                if (!(std::abs(got - wanted) <= worst)) worst = std::abs(got - wanted);
+                worst = host_worse(worst, std::abs(got - wanted));
             }
         }
     printf("%g\n", worst);
@@ -144,7 +144,7 @@ int main() {
                           widen(ACROSS_B ? b[k * b_pitch + c] : b[c * b_pitch + k]);
             const double scale = sizeof(Result) == 4 ? 1 : 256 * std::sqrt(depth);  // of a rounding to bf16
             const double error = std::abs(widen(out[i]) - wanted) / scale;
-            if (!(error <= worst)) worst = error;
+            worst = host_worse(worst, error);
         }
     }
     printf("%g\n", worst);

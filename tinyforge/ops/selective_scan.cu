@@ -7,13 +7,19 @@
 //           selective_scan_fwd_naive, selective_scan_bwd_naive, selective_scan_sum_naive
 //                                       read them first; tests compare the pairs
 //
-// Idea. Time is sequential, channels are not: QUARTERS lanes share a channel, each with PER of its N states in
+// Idea. Time is sequential, channels are not: QUARTERS threads share a channel, each with PER of its N states in
 // registers, and walk down time together. A block takes CHANNELS channels of a row of the batch. It goes over time in
-// tiles of TILE positions: u, delta, z, B and C are loaded a tile ahead by all threads, four numbers at a time, so that
+// tiles of TILE positions: u, delta, B and C are loaded a tile ahead by all threads, four numbers at a time, so that
 // global reads are coalesced and under way two tiles before; dt, dt u, B and C lie in shared memory, where softplus is
-// computed once for the lanes of a channel. Between two barriers a warp writes y of the last tile, prepares the next one and
-// walks along this one, so that warps do not all want the same unit at the same time. The sums over a channel's lanes are taken four positions at a time: of four
-// partial sums each lane hands over three and keeps one, three shuffles in place of eight.
+// computed once for the threads of a channel. Between two barriers a warp writes y of the last tile, prepares the next one
+// and walks along this one, so that warps do not all want the same unit at the same time.
+//
+// A read of 16 bytes by a warp takes four cycles of shared memory where neighbouring lanes read different places, whether
+// or not others read the same, and at most two where they read one. So in forward a warp has one quarter of the states
+// of 32 channels: B and C are the same for all its lanes. The parts of C . h go to shared memory, and are added up by
+// who writes y. In backward a warp has four quarters of 8 channels, the lanes of a quarter side by side, because db and dc are
+// sums over channels. Sums over a channel's lanes are taken four positions at a time there: of four partial sums each
+// lane hands over three and keeps one, three shuffles in place of eight.
 //
 // Backward goes over the tiles from the last to the first. It computes the states of a tile again, from the one that
 // forward kept; those of the later half stay in shared memory, and it walks up:
@@ -24,7 +30,7 @@
 //
 // Grid: (channels / CHANNELS, batch). Block: CHANNELS x QUARTERS threads. Shared memory: Forward and Backward below.
 // Bound: instructions, and the exponentials. Each of B T E N is one operation of the special function unit, 16 a cycle and
-// multiprocessor, and four others; softplus and silu add four and some forty for each of B T E.
+// multiprocessor, and four others; softplus and silu add three and some thirty for each of B T E.
 // VEC: 4 where rows of the arrays begin at multiples of four numbers, and there are QUARTERS x PER states, else 1.
 //
 // compile: SCALAR=double|float|bf16 PER=1|2|4 VEC=1|4
@@ -286,8 +292,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) selective_scan_f
     const auto of_b = at.of_states(b, s.b_pitch), of_c = at.of_states(c, s.c_pitch);
     const auto of_y = at.of_channels(y, s.channels);
 
-    // delta, B and C of the tile after the next to be walked, and u, once for dt u and once for D u, when it has been walked:
-    // it comes from the L2 cache, and costs fewer registers and moves than keeping it for two tiles.
+    // us, deltas, bs, cs: of the tile after the one that is walked. zs, and u once more, of the one that is: u then comes
+    // from the L2 cache, for fewer registers and moves than if it were kept for two tiles.
     Loaded us, deltas, walked_us, zs;
     Pack<T, PER> bs, cs;
     const auto load_tile = [&](int first) {
