@@ -31,9 +31,9 @@ int main() {
         auto kept = poison(batch * tiles * channels * states);
         std::vector<T> state(batch * channels * states);
         host_launch(columns, batch, THREADS, [&] {
-            selective_scan_fwd(y.data(), kept.data(), state.data(), u.data(), delta.data(), b.data(), c.data(), z.data(),
-                               a_log.data(), skip.data(), bias.data(), length, channels, states, channels, channels,
-                               states, states, channels);
+            selective_scan_fwd(y.data(), kept.data(), state.data(), u.data(), delta.data(), b.data(), c.data(),
+                               z.data(), a_log.data(), skip.data(), bias.data(), length, channels, states, channels,
+                               channels, states, states, channels);
         });
         host_launch((batch * channels + 31) / 32, 1, 32, [&] {
             selective_scan_fwd_naive(naive_y.data(), h.data(), u.data(), delta.data(), b.data(), c.data(), z.data(),
