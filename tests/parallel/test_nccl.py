@@ -253,6 +253,20 @@ def test_a_collective_that_does_not_end(capsys: pytest.CaptureFixture[str]) -> N
     assert "all_gather_ has been under way on rank 0 on here for 0 s: rank 1 on there hangs" in said
 
 
+def test_a_device_that_does_not_answer_hides_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Asking the driver may wait for what the lost rank does no more."""
+    hung = threading.Event()
+
+    def act(watch: Watch, line: Any) -> None:
+        watch.begin("all_reduce_").done = lambda: hung.wait(20)
+        time.sleep(0.4)
+        line.close()
+
+    left, said = watched(capsys, act)
+    hung.set()
+    assert left == [Lost.status] and "rank 1 on there died" in said
+
+
 def test_an_error_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
     def check() -> None:
         raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
