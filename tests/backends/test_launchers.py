@@ -490,8 +490,10 @@ def test_the_optimizers_launches(precision: str, launches: Launches) -> None:
     squares, clip, update, summed, add = (
         k.bind(backend) for k in (square_sums, clip_factor, adamw_, sum_tokens, add_)
     )
-    sums = backend.zeros((7,), np.dtype(np.float64))
-    squares(sums, flat[3])
+    sums = backend.zeros((3, 7), np.dtype(np.float64))
+    squares(sums, flat[3], backend.zeros((3, 2), np.dtype(np.int64)))
+    assert launches.blocks == [21]
+    sums = sums.reshape(-1)
     _, factor = clip(sums, 1.0, 1.0)
     clip(sums, np.asarray(factor).view(OnDevice), 1.0)
     add(flat[0], flat[1])
