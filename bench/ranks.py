@@ -7,6 +7,7 @@ over the ranks in buckets under its backward (DistributedDataParallel), as ours 
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import time
@@ -72,7 +73,9 @@ class Apart:
         spawn = multiprocessing.get_context("spawn")
         self._line, theirs = spawn.Pipe()
         os.environ.pop("NCCL_MAX_CTAS", None)
-        spawn.Process(target=_ddp_rank, args=(theirs, *arguments), daemon=True).start()
+        # No daemon: torch.compile starts processes of its own. It ends with the line.
+        atexit.register(self._line.close)
+        spawn.Process(target=_ddp_rank, args=(theirs, *arguments)).start()
         theirs.close()
         self._wait()
 
@@ -117,6 +120,7 @@ def _ddp_rank(line: Connection, model: str, config: ModelConfig, precision: str,
             else:
                 torch.cuda.synchronize()
                 line.send(None)
+    os._exit(0)  # without NCCL's farewell, in which the ranks wait for each other
 
 
 def measure(
