@@ -21,6 +21,7 @@ from tests.parallel.fake_nccl import FakeEngine, LateEngine
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.op import Param
+from tinyforge.optim import AdamW
 from tinyforge.parallel import Alone, nccl, part_of, watch
 from tinyforge.parallel.buckets import Buckets
 from tinyforge.parallel.nccl import CupyEngine, NCCLGroup
@@ -200,6 +201,24 @@ def test_the_bits_of_shards_with_collectives_that_are_late(tmp_path: Path) -> No
     for zero in (0, 1, 2):
         state = all_of(on_ranks(2, tmp_path / str(zero), partial(trained, zero=zero, shards=2), kind=LateEngine))
         assert all(np.array_equal(state[name], wanted[name]) for name in wanted if name != "loss"), zero
+
+
+def test_the_norm_of_sums_that_nobody_waits_for_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of it is taken while the last bucket travels."""
+    early = list[range]()
+    know = AdamW.know
+
+    def noted(self: AdamW, pieces: range) -> None:
+        early.append(pieces)
+        know(self, pieces)
+
+    monkeypatch.setattr(AdamW, "know", noted)
+    wanted = all_of(on_ranks(2, tmp_path / "right", partial(trained, zero=0), kind=LateEngine))
+    assert len([pieces for pieces in early if len(pieces) > 4]) == 12  # of six steps on each rank
+    join = LateEngine.join
+    monkeypatch.setattr(LateEngine, "join", lambda self, mark=None: None if mark is not None else join(self))
+    found = on_ranks(2, tmp_path / "wrong", partial(trained, zero=0), kind=LateEngine)
+    assert any(not np.array_equal(of_rank[name], wanted[name]) for of_rank in found for name in of_rank)
 
 
 def test_weights_that_nobody_waits_for_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,11 @@ class AdamW:
         self.m, self.v = (backend.zeros((self.size,), backend.master_dtype) for _ in range(2))
         self.step_count = 0
         self.k = bind((adamw_, square_sums, clip_factor), backend, "AdamW")
-        self._bounds = self._bounds_of(pieces or [slice(0, buffer.values.size)])
+        pieces = pieces or [slice(0, buffer.values.size)]
+        bounds = np.array([(piece.start, piece.stop) for piece in pieces], np.int64)
+        self._bounds = backend.asarray(bounds, bounds.dtype)
+        self._sums: Any = None
+        self._known = range(0)
         self.factor: Any = 1.0
 
     @property
@@ -148,17 +152,39 @@ class AdamW:
         from the first norm that is not finite, the factor is NaN, and a step with it changes nothing: whoever looks at
         the norms later finds the weights as they were before that step.
         """
-        pieces, blocks = len(self._bounds), self.backend.blocks  # of many pieces each needs fewer
-        sums = self.backend.zeros((pieces, min(blocks, -(-8 * blocks // pieces))), np.dtype(np.float64))
-        self._sum_squares(sums)
-        norm, self.factor = self.k.clip_factor(sums.reshape(-1), self.factor, limit)
+        norm, self.factor = self.k.clip_factor(self._squares().reshape(-1), self.factor, limit)
         return norm, self.factor
 
-    def _bounds_of(self, pieces: Sequence[slice]) -> Array:
-        return self.backend.asarray(np.array([(p.start, p.stop) for p in pieces], np.int64), np.dtype(np.int64))
+    def know(self, pieces: range) -> None:
+        """The gradients of these pieces are known, and those of the others will be when `clip` is called: take the
+        squares of these now. An empty range: all that was known is old."""
+        self._sums, self._known = None, pieces
+        if pieces:
+            self._sums = self._new_sums()
+            self._square(pieces)
 
-    def _sum_squares(self, sums: Array) -> None:
-        self.k.square_sums(sums, self.buffer.grads, self._bounds)
+    def _new_sums(self) -> Array:
+        pieces, blocks = len(self._bounds), self.backend.blocks  # of many pieces each needs fewer
+        return self.backend.zeros((pieces, min(blocks, -(-8 * blocks // pieces))), np.dtype(np.float64))
+
+    def _square(self, pieces: range) -> None:
+        rows = slice(pieces.start, pieces.stop)
+        if pieces:
+            self.k.square_sums(self._sums[rows], self._grads, self._bounds[rows])
+
+    def _squares(self) -> Array:
+        """The sums of all pieces."""
+        known, count = self._known, len(self._bounds)
+        self._sums = self._new_sums() if self._sums is None else self._sums
+        for rest in (range(known.start), range(known.stop, count)):
+            self._square(rest)
+        sums, self._sums, self._known = self._sums, None, range(0)
+        return sums
+
+    @property
+    def _grads(self) -> Array:
+        """The flat gradient, in which the pieces lie."""
+        return self.buffer.grads
 
     def owned(self) -> list[Param]:
         """The parameters whose tensors this rank writes into a checkpoint."""

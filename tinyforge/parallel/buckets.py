@@ -64,7 +64,7 @@ class Buckets:
 
 
 class Watched(Stash):
-    """See `Buckets.watched`."""
+    """See `Buckets.watched`. begun: buckets."""
 
     def __init__(
         self, buckets: Buckets, noise: Stream | None, begin: Callable[[int], Any], enter: Callable[[int], Any]
@@ -77,7 +77,7 @@ class Watched(Stash):
             for number in numbers:
                 self._missing[number].add(op)
         self._records_of: Counter[int] = Counter()
-        self._begun, self._entered = set[int](), set[int]()
+        self.begun, self._entered = set[int](), set[int]()
         self._last: int | None = None
 
     def push(self, owner: Op, *saved: Any) -> None:
@@ -121,7 +121,7 @@ class Watched(Stash):
             self._enter(number)
 
     def _sum(self, number: int) -> None:
-        if number not in self._begun:
-            self._begun.add(number)
+        if number not in self.begun:
+            self.begun.add(number)
             self._open(number)
             self._begin(number)

@@ -106,11 +106,12 @@ class ShardedAdamW(AdamW):
     def _grads(self) -> Array:
         return self.buffer.grads if self.grads is None else self.grads
 
-    def _sum_squares(self, sums: Array) -> None:
-        self.k.square_sums(sums, self._grads, self._bounds)
+    def _squares(self) -> Array:
+        sums = super()._squares()
         self.group.all_reduce_(sums)  # with zeros: to gather them
         self.group.join()
         self._leaving.clear()
+        return sums
 
     def step(self, lr: float, grad_scale: Any = 1.0) -> None:
         """Update the rank's own parts, and begin to gather those of all."""

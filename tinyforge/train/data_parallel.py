@@ -224,6 +224,8 @@ def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray,
         batches = rank.batches(batches)
     group, grads, tree = rank.group, rank.model.buffer.grads, rank.shards > 0
     begin, last = partial(_begin, rank), len(batches) - 1
+    if rank.optimizer:
+        rank.optimizer.know(range(0))
     watches = group.overlaps and rank.buckets and len(rank.parts) == 1
 
     def known(total: Array) -> None:
@@ -294,8 +296,18 @@ def _gradients_of_part(
             if len(batch.ids):
                 model.backward(dnll, stash)
             if isinstance(stash, Watched):
-                stash.finish()
+                _finish(rank, stash, index == len(batches) - 1)
     return total
+
+
+def _finish(rank: Rank, stash: Watched, last: bool) -> None:
+    """A backward pass is over: begin the sums that are left, and under those of the last one the norm of the others."""
+    mark, begun = rank.group.mark(), sorted(stash.begun)
+    stash.finish()
+    if last and rank.optimizer and begun and begun == list(range(begun[0], begun[-1] + 1)):
+        rank.group.join(mark)
+        pieces = rank.shards or rank.group.size  # of a bucket
+        rank.optimizer.know(range(pieces * begun[0], pieces * (begun[-1] + 1)))
 
 
 def _nll(rank: Rank, whole: Batch) -> Array:
