@@ -339,8 +339,6 @@ def test_kernels_leave_room(launches: Launches, spared: list[int]) -> None:
     assert spared == [127]
     spare(0)
     assert spared == [127, 0]
-    with pytest.raises(UserError, match="NCCL_MAX_CTAS is 132, wants less than the GPU's 132 multiprocessors"):
-        spare(132)
 
 
 @pytest.mark.parametrize("splits", [1, 3])

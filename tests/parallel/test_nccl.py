@@ -254,7 +254,9 @@ def test_collectives_take_few_multiprocessors_and_come_first(
     engine = made()
     assert engine._comm.blocks == str(nccl.BLOCKS) == "4" and engine._stream.priority < 0
     monkeypatch.setenv("NCCL_MAX_CTAS", "16")
-    assert made()._comm.blocks == "16" and nccl.blocks() == 16
+    assert made()._comm.blocks == "16" and nccl.spared() == 0
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
+    assert made()._comm.blocks == "8" and nccl.spared() == 8
     for wrong in ("", "0", "many", "65", "-1"):
         monkeypatch.setenv("NCCL_MAX_CTAS", wrong)
         with pytest.raises(UserError, match=f"NCCL_MAX_CTAS is '{wrong}', wants a number of blocks from 1 to 64"):

@@ -177,8 +177,6 @@ class CupyBackend(Backend):
         products have the same bits. Of the process, not of this backend.
         """
         global _spared
-        if not 0 <= count < processors():
-            raise UserError(f"NCCL_MAX_CTAS is {count}, wants less than the GPU's {processors()} multiprocessors")
         if count != _spared:
             _spared = count
             use_processors(free_processors() if count else 0)

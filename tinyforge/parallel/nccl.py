@@ -30,11 +30,18 @@ BLOCKS = 4
 """Of NCCL's kernels where NCCL_MAX_CTAS does not say otherwise. Each holds a multiprocessor, and kernels that are made
 for all of them take twice their time (`Backend.spare`). NCCL itself would take 24: it is done sooner, but what nothing
 waits for may take its time."""
+MOST_SPARED = 8
 HIGHEST = -5  # of the priorities of streams; CUDA takes the highest that the device has
 
 
+def spared() -> int:
+    """Multiprocessors that the ops' kernels leave to NCCL's: as many as it has blocks, but none for many. So many less
+    would cost all kernels more than a second turn costs those that run beside a sum."""
+    return found if (found := blocks()) <= MOST_SPARED else 0
+
+
 def blocks() -> int:
-    """Of NCCL's kernels here; as many multiprocessors are left to them."""
+    """Of NCCL's kernels here."""
     said = os.environ.get("NCCL_MAX_CTAS", str(BLOCKS))
     if not said.isdecimal() or not 1 <= int(said) <= 64:
         raise UserError(f"NCCL_MAX_CTAS is {said!r}, wants a number of blocks from 1 to 64; leave it out for {BLOCKS}")

@@ -17,7 +17,7 @@ from tinyforge.ops.cross_entropy import sum_tokens
 from tinyforge.optim import AdamW, AdamWConfig
 from tinyforge.parallel import Group, part_of, start_group
 from tinyforge.parallel.buckets import UNIT, Buckets, Watched
-from tinyforge.parallel.nccl import blocks
+from tinyforge.parallel.nccl import spared
 from tinyforge.parallel.sums import add_
 from tinyforge.parallel.zero import ShardedAdamW, pieces_of, stage_of
 from tinyforge.params import ParamBuffer
@@ -129,7 +129,7 @@ class Sharded:
         if backend.group and self.objective:
             self.rank.buckets = Buckets(model.buffer, model.ops())
         # Where the bits of one GPU are to be those of several, it works as if there were others.
-        backend.spare(blocks() if self.group.overlaps or shards else 0)
+        backend.spare(spared() if self.group.overlaps or shards else 0)
 
     @property
     def alone(self) -> bool:
