@@ -39,10 +39,16 @@ class Ours:
     """A model on one rank, or on all of them. Rank 0 leads a step as `Run` does, the others do what it says."""
 
     def __init__(
-        self, model: str, config: ModelConfig, backend: Backend, batches: Sequence[Batch], ranks: int, zero: int
-    ) -> None:
+        self, model: str, config: ModelConfig, backend: Backend, batches: Sequence[Batch], ranks: int, zero: int,
+        like: Ours | None = None,
+    ) -> None:  # fmt: skip
+        """like: has the weights to begin with; drawing many takes longer than all steps."""
         self.model = find_model(model).build(config, backend)
-        self.model.initialise(seed=0)
+        if like is None:
+            self.model.initialise(seed=0)
+        else:
+            self.model.buffer.masters[...] = like.model.buffer.masters
+            self.model.buffer.publish()
         self.batches = batches
         self.sharded = Sharded(self.model, backend, NextTokens(config.head_weights),
                                batches=lambda step: [batches[step % len(batches)]])  # fmt: skip
@@ -145,7 +151,8 @@ def measure(
             batches = [batch[:rows] for batch in of_all] if name == ONE else of_all
             with _peak() as peak:
                 before = peak.bytes
-                contenders[name] = made = Ours(model, config, backend, batches, split.ranks, split.zero)
+                contenders[name] = made = Ours(model, config, backend, batches, split.ranks, split.zero,
+                                               contenders.get(ONE))  # fmt: skip
                 for index in range(WARM_UP):
                     made.step(index)
                 backend.synchronize()

@@ -109,11 +109,11 @@ class Watched(Stash):
         self._records_of[owner] -= 1
         if self._records_of[owner]:
             return
-        for number, missing in reversed(list(enumerate(self._missing))):
-            if owner in missing:
-                missing.remove(owner)
-                if not missing:
-                    self._sum(number)
+        for number in reversed(self._of_op.get(owner, ())):
+            missing = self._missing[number]
+            missing.discard(owner)
+            if not missing:
+                self._sum(number)
 
     def _open(self, number: int) -> None:
         if number not in self._entered:
