@@ -155,11 +155,12 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
     per = 7 * wide + (size if values is not flat[0] else 0)
     found.append(Job("adamw", lambda i: k.adamw_(values, *flat[:1], *flat[2:], flat[1], rates[0], factor,
                                                      AdamWConfig()), count * per))  # fmt: skip
-    sums = backend.zeros((backend.blocks,), np.dtype(np.float64))
+    sums = backend.zeros((1, backend.blocks), np.dtype(np.float64))
+    whole = backend.asarray(np.array([(0, count)]), np.dtype(np.int64))
 
     def norm(_: int) -> None:
-        k.square_sums(sums, flat[1])
-        k.clip_factor(sums, factor, 1.0)
+        k.square_sums(sums, flat[1], whole)
+        k.clip_factor(sums[0], factor, 1.0)
 
     found.append(Job("gradient norm", norm, count * wide))
     return found

@@ -314,3 +314,37 @@ def test_a_neighbours_rule_would_show(tmp_path: Path) -> None:
     found = rows_drawn(RULES, logits, 30, tmp_path, fault=("take, how, number", "take, rule(how), number"),
                        before="template <class S> S rule(S how) { static S one = how; return one; }")  # fmt: skip
     assert (found != wanted_of(RULES, logits, 30)).any()
+
+
+ADAMW = """
+#define NAN (0.0 / 0.0)
+#undef __shared__
+#define __shared__ static
+using std::isfinite, std::isnan;
+"""
+SQUARES = r"""
+int main() {
+    const i64 bounds[] = {0, 4096, 4096, 4096, 4100, 9000, 0, 0, 9000, 9004};
+    const int pieces = 5, blocks = 3;
+    std::vector<A> grads(9004);
+    for (A &v : grads) v = host_normal();
+    std::vector<double> sums(pieces * blocks, 0.0 / 0.0);
+    host_launch(blocks, pieces, 256, [&] { square_sums(sums.data(), grads.data(), bounds); });
+    double worst = 0;
+    for (int p = 0; p < pieces; p++) {
+        double got = 0, wanted = 0;
+        for (int b = 0; b < blocks; b++) got += sums[p * blocks + b];
+        for (i64 i = bounds[2 * p]; i < bounds[2 * p + 1]; i++) wanted += double(grads[i]) * grads[i];
+        if (!(std::abs(got - wanted) <= worst)) worst = std::abs(got - wanted);
+    }
+    printf("%g\n", worst);
+}
+"""
+
+
+@pytest.mark.parametrize("fault", [None, ("i < stop", "i <= stop"), ("first + i64(blockIdx.x)", "i64(blockIdx.x)")])
+def test_squares_of_pieces(fault: tuple[str, str] | None, tmp_path: Path) -> None:
+    """Empty pieces, one of a vector, others of more than the blocks' first stride."""
+    worst = float(run_on_host("optim/adamw.cu", {"SCALAR": "float"}, {}, SQUARES, tmp_path, before=ADAMW,
+                              fault=fault))  # fmt: skip
+    assert (worst < 1e-9) == (fault is None), worst

@@ -526,9 +526,12 @@ def test_adamw_and_the_norm(precision: str) -> None:
 
 
 def norm_of(backend: Any, grads: Any, previous: Any, limit: float) -> tuple[Any, Any]:
-    sums = backend.zeros((backend.blocks,), np.dtype(np.float64))
-    square_sums.bind(backend)(sums, grads)
-    return clip_factor.bind(backend)(sums, previous, limit)
+    half = grads.size // 8 * 4
+    bounds = backend.asarray(np.array([(0, half), (0, 0), (half, grads.size)]), np.dtype(np.int64))
+    sums = backend.zeros((3, backend.blocks), np.dtype(np.float64))
+    sums.fill(7)
+    square_sums.bind(backend)(sums, grads, bounds)
+    return clip_factor.bind(backend)(sums.reshape(-1), previous, limit)
 
 
 def test_a_norm_that_is_not_finite_stops_all_further_steps() -> None:

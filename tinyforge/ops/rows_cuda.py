@@ -10,9 +10,9 @@ from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cupy_backend import (
     add_columns,
     blocks,
+    free_processors,
     new,
     or_null,
-    processors,
     scalar,
     vector,
     vectors_a_lane,
@@ -57,7 +57,7 @@ def norm_backward(
     warps = WARPS if per <= 4 else WARPS // 2  # as in rows.cuh
     shared = STAGES * (2 + len(extra)) * per * warps * 32 * 16
     launch = load(file, entry, shared, SCALAR=scalar(dx.dtype), VEC=vec, PER=per)
-    partial = new((min(*blocks(rows, warps), BLOCKS * processors()), len(sums) * width), stats[0].dtype)
+    partial = new((min(*blocks(rows, warps), BLOCKS * free_processors()), len(sums) * width), stats[0].dtype)
     sizes = (np.int32(rows), np.int32(width))
     # With the sums in registers each warp takes many rows, else a row.
     grid = (len(partial),) if per else blocks(rows, warps)
