@@ -271,6 +271,8 @@ class PretrainSettings(ModelSettings):
     mix: tuple[str, ...] = setting((), "shares of the shards' sources, e.g. --mix books=0.7 web=0.3 (default: by their "
                                    "tokens)", metavar="NAME=WEIGHT")  # fmt: skip
     carry: bool = setting(False, "rows continue those of the batch before, and a recurrent model keeps its state")
+    base: str | None = setting(None, "run, checkpoint or Hugging Face model to go on from, with its config and its "
+                               "tokenizer (default: nothing)", metavar="DIR", card=NEVER)  # fmt: skip
 
     @classmethod
     def made(cls, given: Mapping[str, Any]) -> Self:
