@@ -192,7 +192,7 @@ def residual_jobs(backend: Backend, tokens: int) -> list[Job]:
             x = k.linear_add_fwd(f, weight, x)
             results.append((x, k.rmsnorm_fwd(x, gain, 1e-5)))
 
-        found += [Job(f"{name}, by the norm", by_norm, size), Job(f"{name}, by itself", by_product, size)]
+        found += [Job(f"{name}, by the norm", by_norm, size), Job(f"{name}, by the product", by_product, size)]
     return found
 
 
