@@ -15,11 +15,11 @@
 // and walks along this one, so that warps do not all want the same unit at the same time.
 //
 // A read of 16 bytes by a warp takes four cycles of shared memory where neighbouring lanes read different places, whether
-// or not others read the same, and at most two where they read one. So in forward a warp has one quarter of the states
-// of 32 channels: B and C are the same for all its lanes. The parts of C . h go to shared memory, and are added up by
-// who writes y. In backward a warp has four quarters of 8 channels, the lanes of a quarter side by side, because db and dc are
-// sums over channels. Sums over a channel's lanes are taken four positions at a time there: of four partial sums each
-// lane hands over three and keeps one, three shuffles in place of eight.
+// or not others read the same, and two where they read one. So in forward a warp has one quarter of the states of 32
+// channels: B and C are the same for all its lanes. The parts of C . h go to shared memory, and are added up by who
+// writes y. In backward a warp has four quarters of 8 channels, the lanes of a quarter side by side, because db and dc
+// are sums over channels. Sums over a channel's lanes are taken four positions at a time there: of four partial sums
+// each lane hands over three and keeps one, three shuffles in place of eight.
 //
 // Backward goes over the tiles from the last to the first. It computes the states of a tile again, from the one that
 // forward kept; those of the later half stay in shared memory, and it walks up:
