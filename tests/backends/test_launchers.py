@@ -162,8 +162,8 @@ def fake_gemm(
     return out
 
 
-def no_gemm_bias(*arguments: Any, tf32: bool = False) -> bool:
-    """No algorithm of cuBLASLt fits: the kernel that writes the bias first is launched."""
+def no_gemm_plus(*arguments: Any, **options: Any) -> bool:
+    """No algorithm of cuBLASLt fits: what is added is written first."""
     return False
 
 
@@ -186,7 +186,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
               attention_cuda.tensor_core, attention_cuda.tma_kernel, attention_cuda.schedule, gemm._plan)  # fmt: skip
     monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
     for module in (cupy_backend, gemm, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
-        stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_bias": no_gemm_bias, "cupy": cupy, "cp": cupy,
+        stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_plus": no_gemm_plus, "cupy": cupy, "cp": cupy,
                      "_table": dict}  # fmt: skip
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):

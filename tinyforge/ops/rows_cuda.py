@@ -42,8 +42,8 @@ def norm_backward(
     sums: tuple[Array | None, ...], file: str, entry: str, dy: Array, weight: Array, x: Array,
     stats: tuple[Array, ...], sums_alone: tuple[str, tuple[Array, ...]], residual: Array | None = None,
 ) -> Array:  # fmt: skip
-    """dx; the gradients of gain and bias are added to `sums`, all of them None where both are frozen. stats: one number
-    a row each.
+    """dx; the gradients of gain and bias are added to `sums`, all of them None where both are frozen. x: what was saved
+    of its size, for RMSNorm y. stats: one number a row each.
 
     sums_alone: the kernel, and its inputs, that makes the partial sums where a row does not fit in registers.
     """

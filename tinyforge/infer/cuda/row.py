@@ -59,7 +59,7 @@ class RowLauncher:
         self.weights, self.plan = weights, replace(weights.plan, rows=rows)
         self.kernel = load(
             "infer/cuda/row.cu", "decode", self.plan.shared_bytes, cooperative=True, SCALAR=scalar(weights.dtype),
-            **self.plan.macros,
+            ONCE=int(weights.matrices.nbytes > cupy.cuda.Device().attributes["L2CacheSize"]), **self.plan.macros,
         )  # fmt: skip
         self.exchange = cupy.empty(0, weights.wide)
 
