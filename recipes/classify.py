@@ -28,13 +28,12 @@ import numpy as np
 from data.labelled import Labelled, answers, has_test_images, hold_out, read_images, read_texts
 from models.bag_of_words import BagOfWords
 from tinyforge import checkpoint
-from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import load
 from tinyforge.hub.foreign import spec_of_model
 from tinyforge.parallel.launch import Ranks
-from tinyforge.params import load_named, named
+from tinyforge.params import take_weights
 from tinyforge.registry import ModelSpec, find_model
 from tinyforge.report import timed
 from tinyforge.rng import Stream
@@ -183,19 +182,6 @@ def config_for(settings: ClassifySettings, spec: ModelSpec, base: ModelConfig | 
     return found
 
 
-def start(model: Any, base: Any, seed: int, backend: Backend) -> None:
-    """Initial weights: those of the base where it has them, of the same shape; random ones elsewhere."""
-    model.initialise(seed)
-    if base is None:
-        return
-    have = named(model.buffer, model.buffer.masters, backend)
-    theirs = named(base.buffer, base.buffer.masters, backend)
-    taken = {name for name, value in have.items() if name in theirs and theirs[name].shape == value.shape}
-    load_named(model.buffer, model.buffer.masters, have | {name: theirs[name] for name in taken}, backend, Path("base"))
-    fresh = sorted(set(have) - taken)
-    print(f"weights of the base: {len(taken)} tensors; new: {', '.join(fresh) or 'none'}")
-
-
 def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: Ranks) -> None:
     with timed("opening the backend"):
         backend, settings = open_backend(settings, ranks)
@@ -221,7 +207,9 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: R
     length = sequence_length(config, settings.seq_len)
     plan = check_fits(spec, config, backend, settings.batch_size, length, settings.recompute, split=split)
     model = spec.build(config, backend, recompute=settings.recompute)
-    start(model, base and base.model, settings.seed, backend)
+    model.initialise(settings.seed)
+    if base:
+        take_weights(model.buffer, base.model.buffer, backend)
     print(f"model: {spec.name}, {model.buffer.count:,} parameters, seed {settings.seed}")
 
     images = spec.learns == "images"

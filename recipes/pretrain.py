@@ -3,6 +3,7 @@
     python recipes/pretrain.py                                  the built-in corpus, small preset, minutes on a CPU
     python recipes/pretrain.py --model gpt2 --config char --data shakespeare.txt --tokenizer chars
     python recipes/pretrain.py --model bert --data reviews.txt --out runs/bert
+    python recipes/pretrain.py --model bert --data reviews.txt --base runs/bert --seq-len 512 --out runs/long
     python recipes/pretrain.py --data books/ --minutes 30       your own text
     python recipes/pretrain.py --data shards --mix books=0.7 web=0.3        token shards (python -m data.shards)
     python recipes/pretrain.py --resume                         continue runs/pretrain
@@ -28,8 +29,10 @@ from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError, run_command
+from tinyforge.hub import Opened, open_model
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.parallel.launch import Ranks
+from tinyforge.params import take_weights
 from tinyforge.registry import find_model
 from tinyforge.report import timed
 from tinyforge.terminal import one_line
@@ -52,6 +55,7 @@ from tinyforge.train.settings import (
     restarts,
     sequence_length,
     start_ranks,
+    with_fields,
 )
 
 EVAL_TOKENS = 16_384  # while training; at the end, all held-out text is read
@@ -59,12 +63,16 @@ EVAL_TOKENS = 16_384  # while training; at the end, all held-out text is read
 
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(PretrainSettings, __doc__ or "", argv)
-    spec, config = find_model(settings.model), config_of(settings)
+    spec, base = find_model(settings.model), open_base(settings, resume)
+    config = with_fields(base.config, settings.set) if base else config_of(settings)
     if spec.learns == "images":
         raise UserError(f"{spec.title} learns images, it continues no text; use recipes/classify.py, or another model")
     restart = restarts(settings, spec)
     shards = find_shards(settings)
     if shards:
+        if base and base.tokenizer.hash() != shards.tokenizer.hash():
+            raise UserError(f"--base: {base.path} has another tokenizer than {settings.data[0]}; make the shards with "
+                            f"python -m data.shards --tokenizer {base.path}/tokenizer.json")  # fmt: skip
         config = config_for(shards, config, settings)
     if plan_only:
         seq_len = sequence_length(config, settings.seq_len)
@@ -74,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
     with running(settings, resume) as ranks:
-        opening = pretrain(settings, config, shards, resume, ranks)
+        opening = pretrain(settings, config, shards, base, resume, ranks)
     out = shlex.quote(settings.out)
     if with_card:
         print(f"wrote {write_card(Path(settings.out))}")
@@ -86,9 +94,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def open_base(settings: PretrainSettings, resume: bool) -> Opened | None:
+    """What --base names. A run that is resumed has its own weights, and of its base nothing is wanted any more."""
+    if not settings.base:
+        return None
+    base = open_model(Path(settings.out if resume else settings.base))
+    if base.spec.name != settings.model:
+        raise UserError(f"--base: {base.path} is a {base.spec.name}, wanted a {settings.model}; give --model too")
+    return base
+
+
 def pretrain(
-    settings: PretrainSettings, config: ModelConfig, shards: Shards | None, resume: bool, ranks: Ranks
-) -> str:
+    settings: PretrainSettings, config: ModelConfig, shards: Shards | None, base: Opened | None, resume: bool,
+    ranks: Ranks,
+) -> str:  # fmt: skip
     """Train, and measure the model; returns the beginning of a held-out document."""
     spec, seq_len = find_model(settings.model), sequence_length(config, settings.seq_len)
     masked = spec.learns == "masked text"
@@ -109,14 +128,19 @@ def pretrain(
     else:
         with timed("reading the text"):
             texts = documents_of(settings.data, settings.encoding, settings.seed)
-        with timed("training the tokenizer"):
-            tokenizer, config = tokenizer_for(settings, config, *texts)
+        if base:
+            tokenizer = base.tokenizer
+        else:
+            with timed("training the tokenizer"):
+                tokenizer, config = tokenizer_for(settings, config, *texts)
         with timed("encoding the text"):
             corpus = corpus_of_text(settings, config, text_len, *texts, tokenizer)
     tokenizer = corpus.tokenizer
     with timed("making the model"):
         model = spec.build(config, backend, recompute=settings.recompute)
         model.initialise(settings.seed)
+        if base:
+            take_weights(model.buffer, base.build(backend).model.buffer, backend)
     per_step = settings.batch_size * settings.grad_accum * seq_len
     print(f"model: {model.buffer.count:,} parameters, seed {settings.seed}")
     print_schedule(settings, f"{per_step:,} tokens", corpus.tokens / per_step, "text")
@@ -165,7 +189,7 @@ def hide_words(
     rows = settings.batch_size
     words = MaskedWords(corpus.batches, corpus.tokenizer, model.config, seq_len, settings.seed)
     print(f"to beat: loss {words.frequency_loss():.2f}, that of guessing by how often each word comes; a run that "
-          "stays there wants a lower --lr, or a longer --warmup")  # fmt: skip
+          "stays there wants a smaller --seq-len at first, or a lower --lr")  # fmt: skip
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         return evaluate_masked(sharded, words.held_out(corpus, rows, EVAL_TOKENS))

@@ -147,6 +147,14 @@ def named(buffer: ParamBuffer, flat: Any, backend: Backend, prefix: str = "") ->
     return {prefix + p.name: np.array(backend.to_numpy(buffer.view(flat, p))) for p in buffer.params}
 
 
+def take_weights(buffer: ParamBuffer, base: ParamBuffer, backend: Backend) -> None:
+    """Copy what `base` has by the same name and in the same shape, and say what it has not, which stays as it is."""
+    have, theirs = named(buffer, buffer.masters, backend), named(base, base.masters, backend)
+    taken = {name for name, value in have.items() if name in theirs and theirs[name].shape == value.shape}
+    load_named(buffer, buffer.masters, have | {name: theirs[name] for name in taken}, backend, Path("base"))
+    print(f"weights of the base: {len(taken)} tensors; new: {', '.join(sorted(set(have) - taken)) or 'none'}")
+
+
 def check_named(buffer: ParamBuffer, tensors: Mapping[str, np.ndarray], source: Path, prefix: str = "") -> None:
     """UserError for a tensor that is missing or has another shape than its parameter. None is read from a file."""
     shape_of = tensors.shape if isinstance(tensors, Tensors) else lambda name: np.shape(tensors[name])

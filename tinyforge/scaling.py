@@ -37,7 +37,7 @@ from tinyforge.train.plan import OUTSIDE, Plan, gib, plan_step
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 BOUND = 0.05  # of a forecast's error
 CALIBRATION = "gpu-train-16x1024.json"  # the one step that `reached` is taken from
-PASSES = 4.3  # k: the elementwise kernels of that step take 5.0 ms, their bytes one pass over what is saved 1.16
+PASSES = 5.05  # k: the elementwise kernels of that step take 5.0 ms, their bytes one pass over what is saved 0.99
 OPTIMIZER = 34  # bytes of memory traffic a parameter: 30 in AdamW, 4 in the norm
 BACKWARD = 2 / 3  # of the time of a step's passes
 BUCKET = 32 << 20  # bytes that are summed at once; the last of them has nothing left to hide under
@@ -147,7 +147,7 @@ def one_gpu(job: Job, machine: Machine) -> Cost:
         attention * job.tokens / machine.attention_rate(job.seq_len),
         PASSES * _saved(job) / machine.copy,
     )
-    again = (1 - BACKWARD) * sum(times) if job.recompute == "blocks" else 0.02 * sum(times) * (job.recompute == "norms")
+    again = (1 - BACKWARD) * sum(times) if job.recompute == "blocks" else 0.0
     optimizer = OPTIMIZER * parameters / machine.copy
     return Cost(*times, optimizer, again, 0.0, 0.0, 0.0, _memory(job, 1))
 
@@ -387,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--seq-len", type=int, metavar="T", help="tokens a sequence (default: the config's context)")
     p.add_argument("--batch-tokens", type=int, default=0, metavar="N",
                    help="tokens of a step on all GPUs together, in place of --rows")  # fmt: skip
-    p.add_argument("--recompute", default="", choices=("norms", "blocks"), help="as of recipes/pretrain.py")
+    p.add_argument("--recompute", default="", choices=("blocks",), help="as of recipes/pretrain.py")
     p.add_argument("--no-zero", action="store_true", help="every GPU keeps the whole optimizer state")
     p.add_argument("--per-host", type=int, default=8, metavar="N", help="GPUs of a host (default: 8)")
     p.add_argument("--network", type=float, default=50.0, metavar="GB/S",

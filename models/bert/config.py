@@ -14,8 +14,9 @@ class Config(ModelConfig):
 
     dim: width C of the stream. heads: each of size dim / heads. layers: blocks. hidden: width of the MLP. segments:
     kinds of text in a row, 2 for a pair. classes: that it chooses among; 0 for a model that guesses hidden words.
-    dropout: rate in training, after the embedding, on the attention probabilities, on what is added to the stream, and
-    before the classes.
+    dropout: rate in training, after the embedding, on what is added to the stream, and before the classes.
+    attention_dropout: on the attention probabilities; on a GPU it takes attention's slow kernels. masked: share of a
+    row's words that is hidden in pretraining; the paper's is 15 %.
     """
 
     dim: int = 128
@@ -26,7 +27,9 @@ class Config(ModelConfig):
     segments: int = 2
     classes: int = 0
     dropout: float = 0.1
+    attention_dropout: float = 0.0
     norm_eps: float = 1e-12
+    masked: float = 0.15
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,8 +41,11 @@ class Config(ModelConfig):
             )
         if self.classes < 0:
             raise UserError(f"config: classes is {self.classes}, wants 0 or more")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"config: dropout is {self.dropout}, wants 0 to below 1")
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"config: {name} is {getattr(self, name)}, wants 0 to below 1")
+        if not 0 < self.masked < 1:
+            raise UserError(f"config: masked is {self.masked}, wants a share between 0 and 1")
 
     @property
     def head_dim(self) -> int:
@@ -48,19 +54,18 @@ class Config(ModelConfig):
     def input_shapes(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
         if self.classes:
             return (batch, length), (batch, 1, 1), (batch, length), (batch,)
-        hidden = hidden_words(length)
+        hidden = self.hidden_words(length)
         return (batch, length), (batch, hidden, 1), (batch, length), (batch,), (batch, hidden)
 
-
-def hidden_words(length: int) -> int:
-    """How many words of a row are hidden: 15 %, as in the paper."""
-    return max(1, round(0.15 * length))
+    def hidden_words(self, length: int) -> int:
+        """How many words of a row are hidden in pretraining."""
+        return max(1, round(self.masked * length))
 
 
 PRESETS = {
     "small": Config(dropout=0.0),  # too small to overfit in minutes
     "medium": Config(dim=384, heads=6, layers=6, hidden=1536, context=512, vocab=16384),
     # Those of the paper: bert-base-uncased and bert-large-uncased.
-    "base": Config(dim=768, heads=12, layers=12, hidden=3072, context=512, vocab=30522),
-    "large": Config(dim=1024, heads=16, layers=24, hidden=4096, context=512, vocab=30522),
+    "base": Config(dim=768, heads=12, layers=12, hidden=3072, context=512, vocab=30522, attention_dropout=0.1),
+    "large": Config(dim=1024, heads=16, layers=24, hidden=4096, context=512, vocab=30522, attention_dropout=0.1),
 }

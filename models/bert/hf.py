@@ -34,6 +34,7 @@ def read_config(given: Mapping[str, Any]) -> Config:
         # transformers writes no labels for its default, two.
         classes=(len(labels) if isinstance(labels, dict) and labels else 2) if classifies else 0,
         dropout=setting(given, "hidden_dropout_prob", float, 0.1),
+        attention_dropout=setting(given, "attention_probs_dropout_prob", float, 0.1),
         norm_eps=setting(given, "layer_norm_eps", float, 1e-12),
     )
 
@@ -44,8 +45,9 @@ def write_config(config: Config) -> dict[str, Any]:
         "architectures": ["BertForSequenceClassification" if c.classes else "BertForMaskedLM"], "model_type": "bert",
         "hidden_act": "gelu", "hidden_size": c.dim, "num_attention_heads": c.heads, "num_hidden_layers": c.layers,
         "intermediate_size": c.hidden, "max_position_embeddings": c.context, "vocab_size": c.vocab,
-        "type_vocab_size": c.segments, "hidden_dropout_prob": c.dropout, "attention_probs_dropout_prob": c.dropout,
-        "layer_norm_eps": c.norm_eps, "tie_word_embeddings": True, "pad_token_id": 0,
+        "type_vocab_size": c.segments, "hidden_dropout_prob": c.dropout,
+        "attention_probs_dropout_prob": c.attention_dropout, "layer_norm_eps": c.norm_eps,
+        "tie_word_embeddings": True, "pad_token_id": 0,
     }  # fmt: skip
     if c.classes:
         written["id2label"] = {str(i): f"LABEL_{i}" for i in range(c.classes)}

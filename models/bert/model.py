@@ -2,7 +2,7 @@
 
 What differs from GPT-2: every token sees every other but the padding, segments are embedded beside words and positions,
 the norm stands behind each addition instead of before each branch, and what is predicted are hidden words, or the class
-of the whole text, read off its first token.
+of the whole text, read off its first token. The blocks are in block.py.
 """
 
 from __future__ import annotations
@@ -12,64 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from models.bert.config import Config, hidden_words
+from models.bert.block import STD, Block, linear, norm
+from models.bert.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Recompute, Stash
-from tinyforge.ops import (
-    GELU,
-    AddLayerNorm,
-    Attention,
-    CrossEntropy,
-    Dropout,
-    Embedding,
-    Fork,
-    GELULinear,
-    LayerNorm,
-    LearnedPositions,
-    Linear,
-    Take,
-    Tanh,
-)
+from tinyforge.ops import GELU, CrossEntropy, Dropout, Embedding, LayerNorm, LearnedPositions, Linear, Take, Tanh
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
-STD = 0.02
 
+def sines(rows: int, columns: int) -> np.ndarray:
+    """Waves of rising length, of mean square STD^2: table[t, 2 i] and [t, 2 i + 1] are the sine and the cosine of
+    t / 10000^(2 i / columns). "So many places on" is one linear map for all t, which every place of a text teaches.
 
-def linear(name: str, rows: int, columns: int, backend: Backend, bias: bool = True) -> Linear:
-    weight = Param(f"{name}.weight", (rows, columns), std=STD)
-    return Linear(weight, backend, name, bias=Param(f"{name}.bias", (rows,), decay=False) if bias else None)
-
-
-def norm(name: str, config: Config, backend: Backend) -> AddLayerNorm:
-    gain = Param(f"{name}.weight", (config.dim,), fill=1.0, decay=False)
-    bias = Param(f"{name}.bias", (config.dim,), decay=False)
-    return AddLayerNorm(gain, bias, backend, config.norm_eps, name)
-
-
-class Block:
-    """The ops of one layer."""
-
-    def __init__(self, config: Config, layer: int, backend: Backend) -> None:
-        c, at = config, f"blocks.{layer}"
-        self.fork1, self.fork2 = Fork(backend, f"{at}.fork1"), Fork(backend, f"{at}.fork2")
-        self.qkv = linear(f"{at}.qkv", 3 * c.dim, c.dim, backend)
-        self.attention = Attention(c.heads, c.heads, backend, f"{at}.attention", causal=False, dropout=c.dropout)
-        self.out = linear(f"{at}.out", c.dim, c.dim, backend)
-        self.out_dropout = Dropout(c.dropout, backend, f"{at}.out_dropout")
-        self.norm1 = norm(f"{at}.norm1", c, backend)
-        self.up = linear(f"{at}.up", c.hidden, c.dim, backend, bias=False)
-        self.down = GELULinear(
-            Param(f"{at}.down.weight", (c.dim, c.hidden), std=STD), backend, f"{at}.down", approximate="erf",
-            bias=Param(f"{at}.down.bias", (c.dim,), decay=False),
-            input_bias=Param(f"{at}.up.bias", (c.hidden,), decay=False),
-        )  # fmt: skip
-        self.down_dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
-        self.norm2 = norm(f"{at}.norm2", c, backend)
-
-    def ops(self) -> list[Op]:
-        return list(vars(self).values())
+    Source: Vaswani et al., "Attention Is All You Need" (2017), where they stay as they are. Here positions are learned,
+    as in BERT, and begin with them.
+    """
+    column = np.arange(columns)
+    angle = np.arange(rows)[:, None] * 10000.0 ** (-(column - column % 2) / columns)
+    return STD * 2**0.5 * np.where(column % 2, np.cos(angle), np.sin(angle))
 
 
 class BERT(Op):
@@ -118,6 +80,8 @@ class BERT(Op):
 
     def initialise(self, seed: int) -> None:
         self.buffer.initialise(Stream(seed, "init"))
+        self.buffer.set_master(self.positions.weight, sines(*self.positions.weight.shape))
+        self.buffer.publish()
 
     def replica(self) -> BERT:
         """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
@@ -125,19 +89,11 @@ class BERT(Op):
 
     def hidden(self, ids: Array, segments: Array, lengths: Array, stash: Stash | None = None) -> Array:
         """(B, T) ids to the stream, (B, T, C)."""
-        c = self.config
         x = self.positions.forward(self.embedding.forward(ids, stash), stash)
         _, x = self.norm.forward(x, self.segments.forward(segments, stash), stash)
         x = self.dropout.forward(x, stash)
         for block in self.blocks:
-            x, h = block.fork1.forward(x, stash)
-            qkv = block.qkv.forward(h, stash).reshape(*ids.shape, 3 * c.heads, c.head_dim)  # (B, T, 3 H, D)
-            a = block.attention.forward(qkv, stash, lengths=lengths)  # (B, T, H, D)
-            a = block.out.forward(a.reshape(x.shape), stash)  # (B, T, C)
-            _, x = block.norm1.forward(x, block.out_dropout.forward(a, stash), stash)
-            x, h = block.fork2.forward(x, stash)
-            f = block.down.forward(block.up.forward(h, stash), stash)  # by way of (B, T, hidden)
-            _, x = block.norm2.forward(x, block.down_dropout.forward(f, stash), stash)
+            x = block.forward(x, lengths, stash)
         return x
 
     def predict(self, x: Array, places: Array, stash: Stash | None = None) -> Array:
@@ -163,32 +119,24 @@ class BERT(Op):
         return self.loss.forward(z[:, :, None], targets, stash)  # of (B, M, 1, words or classes)
 
     def backward(self, dy: Array, stash: Stash) -> None:
-        c = self.config
         dz, _ = self.loss.backward(dy, stash)
         dz = dz[:, :, 0]
         for op in reversed(self.head):
             dz = op.backward(dz, stash)
         dx, _ = self.take.backward(dz, stash)
         for block in reversed(self.blocks):
-            dx, df = block.norm2.backward((None, dx), stash)
-            df = block.down.backward(block.down_dropout.backward(df, stash), stash)
-            dx = block.fork2.backward((dx, block.up.backward(df, stash)), stash)
-            dx, da = block.norm1.backward((None, dx), stash)
-            da = block.out.backward(block.out_dropout.backward(da, stash), stash)
-            dqkv = block.attention.backward(da.reshape(*da.shape[:2], c.heads, c.head_dim), stash)  # (B, T, 3 H, D)
-            dh = block.qkv.backward(dqkv.reshape(*da.shape[:2], -1), stash)
-            dx = block.fork1.backward((dx, dh), stash)
+            dx = block.backward(dx, stash)
         dx = self.dropout.backward(dx, stash)
         dx, dsegments = self.norm.backward((None, dx), stash)
         self.segments.backward(dsegments, stash)
         self.embedding.backward(self.positions.backward(dx, stash), stash)
 
     def flop_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of a training step, per token: 6 for each parameter of the blocks, 0.15 of that for
-        those of the head, which sees the hidden words alone, and attention over all tokens."""
+        """Floating-point operations of a training step, per token: 6 for each parameter of the blocks, and for those of
+        the head the share of it that the hidden words are, which alone it sees; and attention over all tokens."""
         c = self.config
         blocks = sum(p.size for block in self.blocks for op in block.ops() for p in op.params())
-        head = 0 if c.classes else hidden_words(seq_len) / seq_len * (c.vocab * c.dim + c.dim * c.dim)
+        head = 0 if c.classes else c.hidden_words(seq_len) / seq_len * (c.vocab * c.dim + c.dim * c.dim)
         return 6.0 * (blocks + head) + 12.0 * c.layers * c.dim * seq_len
 
     def ops(self) -> list[Op]:
@@ -203,8 +151,9 @@ class BERT(Op):
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         tiny = Config(dim=6, heads=2, layers=2, context=9, vocab=11, hidden=5, dropout=0.0)
         for config, batch, length in (
-            (tiny, 3, 7), (tiny.override({"dropout": 0.3}), 2, 5), (tiny.override({"layers": 1}), 1, 1),
-            (tiny.override({"classes": 3}), 3, 6), (tiny.override({"classes": 2, "dropout": 0.3, "layers": 1}), 2, 9),
+            (tiny, 3, 7), (tiny.override({"dropout": 0.3, "attention_dropout": 0.2}), 2, 5),
+            (tiny.override({"layers": 1}), 1, 1), (tiny.override({"classes": 3}), 3, 6),
+            (tiny.override({"classes": 2, "dropout": 0.3, "layers": 1}), 2, 9),
         ):  # fmt: skip
             model = with_buffer(cls(config, backend), backend, rng, std=0.3)
             ids, segments = rng.integers(0, config.vocab, (batch, length)), rng.integers(0, 2, (batch, length))

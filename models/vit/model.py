@@ -1,17 +1,17 @@
 """ViT, forward and backward. Read `hidden` and `forward`, then `backward` beside them from the bottom up.
 
 What differs from GPT-2: the tokens are patches of an image, a learned token stands before them, every token sees every
-other, and one prediction is made for the whole sequence, from that token.
+other, and one prediction is made for the whole sequence, from that token. The block is GPT-2's (models/gpt2/block.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 
+from models.gpt2 import block as gpt2
 from models.vit.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
@@ -33,8 +33,8 @@ from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
 
-class Block:
-    """The ops of one layer; the norms stand at the joints, where a residual is added, and so belong to the model."""
+class Block(gpt2.Block):
+    """GPT-2's, with ops where every token sees every other, and with the exact GELU."""
 
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
         dim, hidden, at = config.dim, config.hidden, f"blocks.{layer}"
@@ -59,6 +59,7 @@ class Block:
             input_bias=bias("up", hidden), approximate="erf",
         )  # fmt: skip
         self.down_dropout = Dropout(config.dropout, backend, f"{at}.down_dropout")
+        self.split = 3 * config.heads, config.head_dim  # of what qkv gives
 
     def ops(self) -> list[Op]:
         return [self.qkv, self.attention, self.out, self.out_dropout, self.up, self.down, self.down_dropout]
@@ -119,7 +120,6 @@ class ViT(Op):
 
     def hidden(self, images: Array, stash: Stash | None = None) -> Array:
         """(B, K, S, S) to the final-normed stream, (B, 1 + N, C); place 0 is the class token's."""
-        c = self.config
         p = self.patches.forward(images, stash)  # (B, N, K P P)
         x = self.class_token.forward(self.embedding.forward(p, stash), stash)  # (B, 1 + N, C)
         x = self.positions.forward(x, stash)
@@ -127,20 +127,10 @@ class ViT(Op):
         h = self.first_norm.forward(x, stash)
         normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
         for i, block in enumerate(self.blocks):
-            joint, next_joint = self.joints[2 * i], self.joints[2 * i + 1]
-            qkv = block.qkv.forward(h, stash, recompute=self._recompute(normed, x))
-            qkv = qkv.reshape(*x.shape[:2], 3 * c.heads, c.head_dim)  # (B, 1 + N, 3 H, D)
-            a = block.attention.forward(qkv, stash)  # (B, 1 + N, H, D)
-            a = block.out.forward(a.reshape(x.shape), stash)  # (B, 1 + N, C)
-            x, h = joint.forward(x, block.out_dropout.forward(a, stash), stash)
-            u = block.up.forward(h, stash, recompute=self._recompute(joint.normed, x))  # (B, 1 + N, hidden)
-            f = block.down.forward(u, stash)
-            x, h = next_joint.forward(x, block.down_dropout.forward(f, stash), stash)
-            normed = next_joint.normed
+            joints = self.joints[2 * i : 2 * i + 2]
+            x, h = block.forward(x, h, stash, joints=joints, normed=normed if self.recompute else None)
+            normed = joints[1].normed
         return h
-
-    def _recompute(self, function: Callable[[Array], Array], x: Array) -> Callable[[], Array] | None:
-        return partial(function, x) if self.recompute else None
 
     def classify(self, images: Array, stash: Stash | None = None) -> Array:
         """Logits of the classes, (B, 1, classes)."""
@@ -152,22 +142,12 @@ class ViT(Op):
         return self.loss.forward(self.classify(images, stash)[:, :, None], targets, stash)  # of (B, 1, 1, classes)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array | None, None]:
-        c = self.config
         dlogits, _ = self.loss.backward(dy, stash)
         dh, _ = self.take.backward(self.head.backward(dlogits[:, :, 0], stash), stash)
         # The stream ends at the final norm: nothing else reads it.
         dx: Array | None = None
-        for i in reversed(range(c.layers)):
-            block, joint, next_joint = self.blocks[i], self.joints[2 * i], self.joints[2 * i + 1]
-            dx, df = next_joint.backward((dx, dh), stash)
-            df = block.down_dropout.backward(df, stash)
-            du = block.down.backward(df, stash)
-            dh = block.up.backward(du, stash)
-            dx, da = joint.backward((dx, dh), stash)
-            da = block.out_dropout.backward(da, stash)
-            da = block.out.backward(da, stash)
-            dqkv = block.attention.backward(da.reshape(*da.shape[:2], c.heads, c.head_dim), stash)  # (B, 1 + N, 3 H, D)
-            dh = block.qkv.backward(dqkv.reshape(*da.shape[:2], -1), stash)
+        for i in reversed(range(self.config.layers)):
+            dx, dh = self.blocks[i].backward(dx, dh, stash, self.joints[2 * i : 2 * i + 2])
         dx = self.first_norm.backward(dh, stash, residual=dx)
         dx = self.dropout.backward(dx, stash)
         dx = self.class_token.backward(self.positions.backward(dx, stash), stash)

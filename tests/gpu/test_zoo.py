@@ -176,7 +176,8 @@ def test_stories260k_tells_the_published_story(reference: bool) -> None:
 
 ENCODERS: dict[str, tuple[Any, Any]] = {
     "bert": (BERT, BERTConfig(dim=96, heads=3, layers=3, context=96, vocab=301, hidden=154, dropout=0.0)),
-    "bert-dropout": (BERT, BERTConfig(dim=96, heads=3, layers=2, context=96, vocab=301, hidden=154, dropout=0.2)),
+    "bert-dropout": (BERT, BERTConfig(dim=96, heads=3, layers=2, context=96, vocab=301, hidden=154, dropout=0.2,
+                                      attention_dropout=0.2)),
     "bert-classes": (BERT, BERTConfig(dim=96, heads=3, layers=2, context=96, vocab=301, hidden=154, classes=5)),
     "vit": (ViT, ViTConfig(image=28, patch=4, channels=3, dim=96, heads=3, layers=3, hidden=154)),
 }

@@ -268,6 +268,14 @@ def test_texts_pretrained_fine_tuned_resumed_and_given_away(here: Path, capsys: 
     assert pretrain.main(["--resume", "--out", "cut"]) == 0
     assert same_weights("bert", "cut", 4)
 
+    capsys.readouterr()
+    longer = "--base bert --set masked=0.5 --steps 2 --lr 1e-9 --out longer".split()
+    assert pretrain.main([*shape, *longer]) == 0
+    assert "new: none" in capsys.readouterr().out
+    first, second = (load(Path(name), CPU).model for name in ("bert", "longer"))
+    assert second.config == first.config.override({"masked": 0.5})
+    np.testing.assert_allclose(first.buffer.masters, second.buffer.masters, atol=1e-7)
+
     flags = "--base bert --data train.jsonl --test test.jsonl --steps 4 --save-every 2 --eval-every 2 --keep 0"
     assert classify.main([*flags.split(), *"--batch-size 4 --backend numpy --workers 2 --out tuned".split()]) == 0
     said = capsys.readouterr().out

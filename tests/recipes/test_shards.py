@@ -142,6 +142,9 @@ def test_other_ways_that_work(folder: Path, capsys: pytest.CaptureFixture[str]) 
         ("--data shards --set vocab=512", "config: vocab is 512, the tokenizer of shards has 300 ids; use --set vocab"),
         ("--data shards --config config.json", "config: vocab is 512, the tokenizer of shards has 300 ids"),
         ("--data other --set context=9000", "tokens to train on, one training sequence takes 9,001; leave it out"),
+        ("--data other --base run", "--base: run/step-00000008 has another tokenizer than other; make the shards"),
+        ("--data shards --base run --model gpt2", "is a nanoeuler, wanted a gpt2; give --model too"),
+        ("--data shards --base none", "no checkpoint in none; train one first"),
         ("--resume --out run --mix books=1", "--resume: --mix is ('books=1',), the run in run has ('books=0.7', "),
     ],
 )  # fmt: skip

@@ -1,0 +1,86 @@
+"""The block of GPT-2, forward and backward. Read `forward`, then `backward` from the bottom up.
+
+As in Llama's (models/llama/block.py), the norms stand where a residual is added, so a block takes the stream with its
+norm, and gives both on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from models.gpt2.config import Config
+from tinyforge.backends import Backend
+from tinyforge.kernel import Array
+from tinyforge.op import Param, Stash
+from tinyforge.ops import AddLayerNorm, Attention, Dropout, GELULinear, Linear
+from tinyforge.ops.attention import LayerCache
+
+Biases = tuple[Param | None, Param | None]
+"""Of a block's two projections into the stream."""
+
+
+class Block:
+    """The ops of one layer; the norms stand at the joints, where a residual is added, and so belong to the model."""
+
+    def __init__(self, config: Config, layer: int, backend: Backend) -> None:
+        dim, at = config.dim, f"blocks.{layer}"
+        # 2 * layers projections add to the residual stream; this keeps its variance from growing with them.
+        std, residual_std = 0.02, 0.02 / (2 * config.layers) ** 0.5
+
+        def bias(name: str, rows: int) -> Param | None:
+            return Param(f"{at}.{name}.bias", (rows,), decay=False) if config.bias else None
+
+        def linear(name: str, rows: int, columns: int, std: float, bias: Param | None = None) -> Linear:
+            weight = Param(f"{at}.{name}.weight", (rows, columns), std=std)
+            return Linear(weight, backend, f"{at}.{name}", bias=bias)
+
+        def dropout(name: str) -> Dropout:
+            return Dropout(config.dropout, backend, f"{at}.{name}")
+
+        # The op that reads a product adds its bias, in a pass over it that it makes anyway. But where dropout stands
+        # between a projection and the joint that adds it to the stream, the bias is dropped with it.
+        biases: Biases = bias("out", dim), bias("down", dim)
+        nothing: Biases = None, None
+        (out_bias, down_bias), self.joint_biases = (biases, nothing) if config.dropout else (nothing, biases)
+        self.qkv = linear("qkv", 3 * dim, dim, std, bias("qkv", 3 * dim))
+        self.attention = Attention(config.heads, config.heads, backend, f"{at}.attention", dropout=config.dropout)
+        self.out = linear("out", dim, dim, residual_std, out_bias)
+        self.out_dropout = dropout("out_dropout")
+        self.up = linear("up", 4 * dim, dim, std)
+        down = Param(f"{at}.down.weight", (dim, 4 * dim), std=residual_std)
+        self.down = GELULinear(down, backend, f"{at}.down", bias=down_bias, input_bias=bias("up", 4 * dim))
+        self.down_dropout = dropout("down_dropout")
+        self.split = 3 * config.heads, config.head_dim  # of what qkv gives
+
+    def forward(
+        self, x: Array, h: Array, stash: Stash | None, *, joints: Sequence[AddLayerNorm],
+        normed: Callable[[Array], Array] | None = None, cache: LayerCache | None = None, starts: Array | None = None,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """The stream and its norm after the block, (B, T, C) each. normed: recomputation of the norms is wanted, and
+        this gives h from x. starts: of each token's document, (B, T)."""
+        joint, next_joint = joints
+        qkv = self.qkv.forward(h, stash, recompute=partial(normed, x) if normed else None)
+        qkv = qkv.reshape(*x.shape[:2], *self.split)  # (B, T, 3 H, D)
+        a = self.attention.forward(qkv, stash, cache=cache, starts=starts)  # (B, T, H, D)
+        a = self.out.forward(a.reshape(x.shape), stash)  # (B, T, C)
+        x, h = joint.forward(x, self.out_dropout.forward(a, stash), stash)
+        u = self.up.forward(h, stash, recompute=partial(joint.normed, x) if normed else None)  # (B, T, 4 C)
+        f = self.down.forward(u, stash)
+        return next_joint.forward(x, self.down_dropout.forward(f, stash), stash)
+
+    def backward(
+        self, dx: Array | None, dh: Array, stash: Stash, joints: Sequence[AddLayerNorm]
+    ) -> tuple[Array, Array]:
+        """The gradients of x and h. dx: None where nothing but the norm of x is read."""
+        joint, next_joint = joints
+        dx, df = next_joint.backward((dx, dh), stash)
+        df = self.down_dropout.backward(df, stash)
+        du = self.down.backward(df, stash)
+        dh = self.up.backward(du, stash)
+        dx, da = joint.backward((dx, dh), stash)
+        da = self.out_dropout.backward(da, stash)
+        da = self.out.backward(da, stash)  # (B, T, C)
+        heads, head_dim = self.split
+        dqkv = self.attention.backward(da.reshape(*da.shape[:2], heads // 3, head_dim), stash)  # (B, T, 3 H, D)
+        return dx, self.qkv.backward(dqkv.reshape(*da.shape[:2], -1), stash)
