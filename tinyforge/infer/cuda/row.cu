@@ -40,22 +40,22 @@
 #ifndef SPLITS  // of the positions of a kv head
 #define SPLITS 3
 #endif
-// Whether a product takes its weights into registers before its input comes. With several rows there is no room.
-#ifndef EARLY
-#define EARLY (ROWS == 1)
-#endif
-// Whether blocks bring into the L2 cache what the next layer exchanges. With several rows there is no register for it.
-#ifndef PREFETCH
-#define PREFETCH (ROWS == 1)
+// Whether a product takes its weights into registers before its input comes. With four rows that spills on Ampere.
+#if ROWS < 4 || __CUDA_ARCH__ >= 900
+#define EARLY TENSOR_CORES
+#else
+#define EARLY false
 #endif
 // Pieces that a lane requests between two polls during attention. Used pieces are not replaced at once, because many
 // copies in flight delay the numbers that blocks wait for. What is still missing is requested after attention's
 // projection.
 #ifndef REFILL
-#define REFILL 4
+#define REFILL 8
 #endif
 
-constexpr int ATTENTION = KV_HEADS * SPLITS * 3;  // units dealt; with any ROWS, so that weights have one layout
+// Units dealt; with any ROWS, so that weights have one layout. At `base`, 36 on 132 blocks: the 96 tiles of attention's
+// projection go to blocks that do not attend.
+constexpr int ATTENTION = KV_HEADS * SPLITS * 3;
 constexpr int HIDDEN_TILES = (HIDDEN + 7) / 8 * 2, HIDDEN_ROWS = HIDDEN_TILES * 4;  // a tile: 4 rows of gate, 4 of up
 
 // Columns of a product per warp.
@@ -176,13 +176,6 @@ __device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at) {
     }
 }
 
-// Starts to bring `lines` of 32 words into the L2 cache, of each the first FILLED times 8 words; a share by each block.
-template <int FILLED>
-__device__ __forceinline__ void prefetch_share(const A *from, int lines) {
-    const int i = blockIdx.x + threadIdx.x * BLOCKS;
-    if (PREFETCH && i < lines * FILLED) prefetch(from + i / FILLED * 32 + i % FILLED * 8);
-}
-
 // What the threads of a block share.
 struct Shared {
     T *by_dim, *by_hidden;  // inputs of a product: ROWS of pitch(DIM), ROWS of pitch(HIDDEN)
@@ -257,8 +250,7 @@ struct Block {
         constexpr int MOST = EACH < TILES ? EACH : TILES;
         const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
         const T *const part = input + warp * slice(COLUMNS) + lane % 4 * PIECE;
-        constexpr bool HELD = TENSOR_CORES && EARLY;
-        Piece held[HELD ? MOST * STEPS : 1];
+        Piece held[EARLY ? MOST * STEPS : 1];
         int count = 0;
         const auto weights = [&](int tile) {  // waits for those of the tiles that are multiplied at one time
             count = 0;
@@ -266,7 +258,7 @@ struct Block {
             for (int i = 0; i < MOST; i++) count += tile + i * BLOCKS < COUNT;
             if (int(queue.requested - queue.taken) < count * STEPS) queue.refill(DEPTH);
             queue.wait(count * STEPS);
-            if constexpr (HELD) {
+            if constexpr (EARLY) {
 #pragma unroll
                 for (int i = 0; i < MOST * STEPS; i++) held[i] = queue[i];
             }
@@ -278,10 +270,9 @@ struct Block {
             if constexpr (EACH > MOST) {
                 if (tile != first) weights(tile);
             }
-            if constexpr (HELD) {
-                multiply<STEPS, MOST>([&](int i) -> const Piece & { return held[i]; }, part, PITCH, sums);
-            } else if constexpr (TENSOR_CORES) {
-                multiply<STEPS, MOST>([&](int i) -> const Piece & { return queue[i]; }, part, PITCH, sums);
+            if constexpr (TENSOR_CORES) {
+                const auto piece = [&](int i) -> const Piece & { return EARLY ? held[EARLY ? i : 0] : queue[i]; };
+                multiply<STEPS, MOST>(piece, part, PITCH, sums);
             } else {
                 for (int i = 0; i < count; i++) {
                     A sum[ROWS] = {};
@@ -574,18 +565,6 @@ struct SplitSlab : Slab {
     }
 };
 
-// Starts to bring a split's keys and values of positions before `past` into the L2 cache.
-__device__ __forceinline__ void prefetch_old(const T *keys, const T *values, int split, int past) {
-    constexpr int LINE = 128 / sizeof(T);
-    const int lane = threadIdx.x % 32;
-    if (!PREFETCH) return;
-    for (int number = threadIdx.x / 32 * 16 + lane % 16; number * SPLITS + split < past; number += WARPS * 16) {
-        const T *const from = (lane < 16 ? keys : values) + (number * SPLITS + split) * HEAD_DIM;
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM; i += LINE) prefetch(from + i);
-    }
-}
-
 // This warp's partial result. slab: its first 16 positions, as far as they are before `past`.
 __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab slab, const T *keys, const T *values,
                                              int split, int first_row, int past) {
@@ -875,12 +854,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         for (int layer = 0; layer < layers; layer++, exchange += LAYER, gain += 2 * DIM) {
             const int qkv = block.deal(WIDTH / 8);
             const int attends = block.deal(ATTENTION);
-            const auto cache_of = [&](int unit) {
-                return i64(layer * KV_HEADS + unit / SPLITS % KV_HEADS) * capacity * HEAD_DIM;
-            };
-            if (attends < UNITS) {
-                prefetch_old(keys + cache_of(attends), values + cache_of(attends), attends % SPLITS, past);
-            }
             const auto take = [&] { block.take_stream(stream, embedding, ids, gain); };
             block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, take, [&](int row, int n, A sum) {
                 if (row >= 0) publish(exchange + QKV + place(n, row), sum);
@@ -888,26 +861,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 
             for (int unit = attends; unit < UNITS; unit += BLOCKS) {
                 const int kv_head = unit / SPLITS % KV_HEADS;
-                const i64 cache = cache_of(unit);
+                const i64 cache = i64(layer * KV_HEADS + kv_head) * capacity * HEAD_DIM;
                 attend(Scratch(shared.scratch), exchange + QKV, cosines, sines, keys + cache, values + cache,
                        exchange + PARTS, exchange + STATS, kv_head, unit % SPLITS,
                        unit / (SPLITS * KV_HEADS) * UNIT_ROWS, past);
             }
 
             const int out = block.deal(DIM / 8);
-            // A pass of weights has pushed out of the L2 cache what comes next: the first to poll a place, or to want a
-            // gain, would wait for memory.
-            if (layer + 1 < layers) {
-                prefetch_share<ROWS>(exchange + LAYER, LAYER / 32);
-                prefetch_share<4>(gain + 2 * DIM, 2 * DIM / 32);
-            } else {
-                prefetch_share<4>(exchange + LAYER, heads * ROWS * VOCAB_ROWS / 32);
-                prefetch_share<4>(gain + 2 * DIM, DIM / 32);
-                if (pass + 1 < passes) {
-                    prefetch_share<ROWS>(exchange + LAYER + heads * ROWS * VOCAB_ROWS, LAYER / 32);
-                    prefetch_share<4>(gains, 2 * DIM / 32);
-                }
-            }
             if (attends >= UNITS) block.poll(exchange + QKV, WIDTH);
             // One row has little to poll: blocks that need it poll it directly.
             if (ROWS > 1 || out >= DIM / 8) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);

@@ -31,7 +31,7 @@ class RowPlan(DecodePlan):
 
     rows: int
     splits: int = 3
-    refill: int = 4
+    refill: int = 8
     spin: int = 0
 
     def __post_init__(self) -> None:
