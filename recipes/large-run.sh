@@ -159,7 +159,7 @@ sft)
     # shellcheck disable=SC2086
     trained sft recipes/sft.py --base "$out/pretrain" --data "$out"/instructions/*/alpaca.json "$out/sums/alpaca.json" \
         --batch-size 32 --precision bf16 --card --eval-every 60 --save-every 120 \
-        ${SFT:---steps 360 --lr 2e-4 --max-reply 120} "$@"
+        ${SFT:---steps 400 --lr 2e-4 --max-reply 120} "$@"
     ;;
 dpo)
     needs sft
