@@ -25,7 +25,7 @@ from tinyforge.train.batches import fingerprint
 TASKS = ("harder-sums", "one-step")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 ONE_STEP, LARGEST = 4_000, 100  # problems to learn from, and the largest number in them
-EASY, EASY_LARGEST = 16_000, 50  # of those that fine-tuning may show, solved: any up to this, and single steps
+EASY, EASY_LARGEST = 8_000, 50  # of those that fine-tuning may show, solved: any up to this, and single steps
 BRIEF = 2 / 3  # share of these that has the answer alone, and not how it is found
 HELD_OUT = 200  # questions that the exact match is taken on, at most
 
