@@ -34,6 +34,7 @@
 # ids, 3.84 of 8,192, 4.28 of 16,384. Each doubling costs base 15.7 M parameters (an embedding and four heads) for 9 to 12 %
 # fewer tokens.
 #
+# That run had the flags which stand in its page. Those below come from what it showed, and have not been measured to the end.
 # 27,000 steps of 32 x 512 tokens read it 3.1 times, in some 14 minutes. Sources are read in proportion to their length; more
 # books: --mix in $PRETRAIN. The rate is that of docs/results/base-run.md, where the decay that did best had a time constant,
 # 1 / (rate x decay), of about one pass: 0.2 here.
