@@ -145,13 +145,13 @@ def one_step_sums(split: str, count: int, easy: bool = False) -> list[Instructio
     return found
 
 
-def solved_sums(count: int) -> list[Record]:
-    """Easy sums to fine-tune on. Two in three are answered at once and one is worked out, whatever the sum: both ways
-    are known then, and which of them is right more often is for GRPO to find."""
+def solved_sums(count: int, brief: float = BRIEF) -> list[Record]:
+    """Easy sums to fine-tune on. A share of them, `brief`, is answered at once and the rest is worked out, whatever the
+    sum: both ways are known then, and which of them is right more often is for GRPO to find."""
     sums = one_step_sums("train", count, easy=True)
-    brief = (Stream(0, "one-step/brief").uniform((count,)) < BRIEF).tolist()
+    at_once = (Stream(0, "one-step/brief").uniform((count,)) < brief).tolist()
     return [Record(e.instruction, e.input, e.output.rpartition(" ")[2] if short else e.output)
-            for e, short in zip(sums, brief, strict=False)]  # fmt: skip
+            for e, short in zip(sums, at_once, strict=False)]  # fmt: skip
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -163,10 +163,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                "held out there.")  # fmt: skip
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for alpaca.json and source.json")
     p.add_argument("--count", type=int, default=EASY, help="problems (default: %(default)s)")
+    p.add_argument("--brief", type=float, default=BRIEF, metavar="SHARE", help="share of those that are answered at "
+                   "once, and not worked out (default: %(default).2f)")  # fmt: skip
     args = p.parse_args(arguments)
-    if args.count < 1:
-        raise UserError(f"--count is {args.count}, wants 1 or more")
-    records = solved_sums(args.count)
+    if args.count < 1 or not 0 <= args.brief <= 1:
+        raise UserError(f"got --count {args.count} and --brief {args.brief}, wanted 1 or more, and a share from 0 to 1")
+    records = solved_sums(args.count, args.brief)
     with locked(args.out):
         print(f"{len(records):,} sums in {write_instructions(args.out, records, 'one-step sums', 'MIT')}")
     return 0
