@@ -91,7 +91,7 @@ GPU = (
     Part("gpu-train-small", f"{TRAIN} --config small --batch-size 32 --seq-len 128 --steps 100 --capture "
          "--peer torch", 160),
     Part("gpu-train-gpt2-124m", f"{TRAIN} --model gpt2 --config 124m --batch-size 16 --seq-len 1024 --peer torch", 240),
-    Part("gpu-attention", "bench/attention.py --peer torch", 60),
+    Part("gpu-attention", "bench/attention.py --shapes 32x512,16x1024,8x2048,4x4096,1x16384 --peer torch", 60),
     Part("gpu-decode-base-64", f"{DECODE} --batch-size 64 --rounds 10", 150),
     Part("gpu-ops", "bench/ops.py", 60),
     Part("gpu-train-large", f"{TRAIN} --config large --batch-size 16 --seq-len 1024 --peer torch", 330),

@@ -2,6 +2,8 @@
 
     python bench/ops.py                       M = 16384 tokens, the sizes of NanoEuler base, bf16
     python bench/ops.py --precision fp32 --json result.json
+    python bench/ops.py --residual            products that end half a block, and the norm behind them: the residual
+                                              stream added by the norm's kernel, and by the product
 
 These kernels are bound by memory: their time is the bytes that they must move (each input read once, each output
 written once) over the bandwidth. The ceiling is measured, not taken from a data sheet: a copy of 2 GiB. Starting and
@@ -93,10 +95,10 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
     rstd = xp.abs(normal(tokens, dtype=backend.master_dtype)) + 0.5
     c, h = dim * size, hidden * size
     add("rmsnorm_fwd", 2 * c + wide, (dim,), lambda x: k.rmsnorm_fwd(x, gain, 1e-5))
-    add("rmsnorm_bwd", 3 * c + wide, (dim,) * 2, lambda dy, x: k.rmsnorm_bwd(dgain, dy, gain, x, rstd, None))
+    add("rmsnorm_bwd", 3 * c + wide, (dim,) * 2, lambda dy, y: k.rmsnorm_bwd(dgain, dy, gain, y, rstd, None))
     add("add_rmsnorm_fwd", 4 * c + wide, (dim,) * 2, lambda a, b: k.add_rmsnorm_fwd(a, b, gain, 1e-5))
     add("rmsnorm_bwd (residual)", 4 * c + wide, (dim,) * 3,
-        lambda dx, dy, x: k.rmsnorm_bwd(dgain, dy, gain, x, rstd, dx))  # fmt: skip
+        lambda dx, dy, y: k.rmsnorm_bwd(dgain, dy, gain, y, rstd, dx))  # fmt: skip
     add("layernorm_fwd", 2 * c + 2 * wide, (dim,), lambda x: k.layernorm_fwd(x, gain, bias, 1e-5))
     add("layernorm_bwd", 3 * c + 2 * wide, (dim,) * 2,
         lambda dy, x: k.layernorm_bwd(dgain, dbias, dy, gain, x, rstd, rstd, None))  # fmt: skip
@@ -155,17 +157,46 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
     per = 7 * wide + (size if values is not flat[0] else 0)
     found.append(Job("adamw", lambda i: k.adamw_(values, *flat[:1], *flat[2:], flat[1], rates[0], factor,
                                                      AdamWConfig()), count * per))  # fmt: skip
-    sums = backend.zeros((backend.blocks,), np.dtype(np.float64))
+    sums = backend.zeros((1, backend.blocks), np.dtype(np.float64))
+    whole = backend.asarray(np.array([(0, count)]), np.dtype(np.int64))
 
     def norm(_: int) -> None:
-        k.square_sums(sums, flat[1])
-        k.clip_factor(sums, factor, 1.0)
+        k.square_sums(sums, flat[1], whole)
+        k.clip_factor(sums[0], factor, 1.0)
 
     found.append(Job("gradient norm", norm, count * wide))
     return found
 
 
-def measure(backend: Any, tokens: int) -> dict[str, Any]:
+def residual_jobs(backend: Backend, tokens: int) -> list[Job]:
+    """x + f W^T and its norm, for out's W and down's, in the two ways; the bytes: f, x, the sum and its norm."""
+    config, xp, k = PRESETS["base"], backend.xp, bind(KERNELS, backend, "bench")
+    rng, found = xp.random.default_rng(0), list[Job]()
+
+    def normal(*shape: int) -> Any:
+        return rng.standard_normal(shape, np.float32).astype(backend.dtype)
+
+    gain = normal(config.dim)
+    for name, width in (("out", config.dim), ("down", config.hidden)):
+        size = tokens * (width + 3 * config.dim) * backend.dtype.itemsize
+        count, weight = -(-CACHE_BYTES // size), normal(config.dim, width)
+        sets = [(normal(tokens, width), normal(tokens, config.dim)) for _ in range(count)]
+        results: deque[Any] = deque(maxlen=2 * count)
+
+        def by_norm(i: int, sets: Any = sets, weight: Any = weight, results: Any = results) -> None:
+            f, x = sets[i % len(sets)]
+            results.append(k.add_rmsnorm_fwd(x, k.linear_fwd(f, weight, None), gain, 1e-5))
+
+        def by_product(i: int, sets: Any = sets, weight: Any = weight, results: Any = results) -> None:
+            f, x = sets[i % len(sets)]
+            x = k.linear_add_fwd(f, weight, x)
+            results.append((x, k.rmsnorm_fwd(x, gain, 1e-5)))
+
+        found += [Job(f"{name}, by the norm", by_norm, size), Job(f"{name}, by the product", by_product, size)]
+    return found
+
+
+def measure(backend: Any, tokens: int, jobs: Callable[[Backend, int], list[Job]] = jobs) -> dict[str, Any]:
     xp = backend.xp
     copy = copy_bandwidth(xp)
     room = [xp.random.randint(0, 255, COPY_BYTES, dtype=np.uint8) for _ in range(2)]
@@ -200,12 +231,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--tokens", type=int, default=16384, help="rows, a multiple of 512 (default: 16384)")
     p.add_argument("--precision", default="bf16", help="bf16, fp32 or fp64 (default: bf16)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
+    p.add_argument("--residual", action="store_true", help="the ways to add the residual stream, and nothing else")
     add_json_flag(p)
     args = p.parse_args(argv)
     if args.tokens <= 0 or args.tokens % 512:
         raise UserError(f"--tokens is {args.tokens}, wants a multiple of 512")
     check_before(args.json)
-    found = measure(get_backend("cupy", args.precision, device=args.device), args.tokens)
+    backend = get_backend("cupy", args.precision, device=args.device)
+    found = measure(backend, args.tokens, residual_jobs if args.residual else jobs)
     publish(found, table(found), args.json)
     return 0
 

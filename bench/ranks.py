@@ -1,21 +1,27 @@
 """What `bench/train_step.py --gpus N` runs in each of N processes: one GPU, N, N with ZeRO 1 and 2, and compiled DDP.
 
-Every GPU takes --batch-size sequences. The contenders take turns in the same processes, a few steps each; a turn is
-timed on rank 0 from idle devices to idle devices. PyTorch's gradients are averaged over the ranks in buckets under its
-backward (DistributedDataParallel), as ours are summed.
+Every GPU takes --batch-size sequences. The contenders take turns, a few steps each: ours in the same processes, DDP in
+one beside each of them. A turn is timed on rank 0 from idle devices to idle devices. PyTorch's gradients are averaged
+over the ranks in buckets under its backward (DistributedDataParallel), as ours are summed.
 """
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
 from tinyforge.backends import Backend, get_backend
 from tinyforge.config import ModelConfig
-from tinyforge.parallel.launch import Ranks, joined
+from tinyforge.errors import UserError
+from tinyforge.parallel.launch import joined
+from tinyforge.parallel.nccl import spared
 from tinyforge.params import named
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
@@ -33,18 +39,26 @@ class Ours:
     """A model on one rank, or on all of them. Rank 0 leads a step as `Run` does, the others do what it says."""
 
     def __init__(
-        self, model: str, config: ModelConfig, backend: Backend, batches: Sequence[Batch], ranks: int, zero: int
-    ) -> None:
+        self, model: str, config: ModelConfig, backend: Backend, batches: Sequence[Batch], ranks: int, zero: int,
+        like: Ours | None = None,
+    ) -> None:  # fmt: skip
+        """like: has the weights to begin with; drawing many takes longer than all steps."""
         self.model = find_model(model).build(config, backend)
-        self.model.initialise(seed=0)
+        if like is None:
+            self.model.initialise(seed=0)
+        else:
+            self.model.buffer.masters[...] = like.model.buffer.masters
+            self.model.buffer.publish()
         self.batches = batches
         self.sharded = Sharded(self.model, backend, NextTokens(config.head_weights),
                                batches=lambda step: [batches[step % len(batches)]])  # fmt: skip
         self.sharded.rank.make_optimizer(None, zero)
+        self.spared = spared() if ranks > 1 else 0  # of the process, which the contenders share
         self.noise = Stream(0, "dropout")
 
     def step(self, index: int) -> Any:
         group = self.sharded.group
+        self.sharded.backend.spare(self.spared)
         if group.rank:
             for _ in range(MESSAGES):
                 work, arguments = group.send_object()
@@ -57,21 +71,62 @@ class Ours:
         return totals
 
 
-def ddp_peer(model: str, config: ModelConfig, precision: str, ranks: Ranks, batches: Sequence[Batch],
-             weights: dict[str, Any]) -> Any:  # fmt: skip
+class Apart:
+    """DDP's rank in a process of its own, beside this one: NCCL reads its environment once in a process, and DDP's is
+    to be NCCL's own choice (see tinyforge/parallel/nccl.py)."""
+
+    def __init__(self, *arguments: Any) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._line, theirs = spawn.Pipe()
+        os.environ.pop("NCCL_MAX_CTAS", None)
+        # No daemon: torch.compile starts processes of its own. It ends with the line.
+        atexit.register(self._line.close)
+        spawn.Process(target=_ddp_rank, args=(theirs, *arguments)).start()
+        theirs.close()
+        self._wait()
+
+    def step(self, index: int) -> None:
+        self._line.send(index)
+
+    def synchronize(self) -> None:
+        self._line.send(None)
+        self._wait()
+
+    def _wait(self) -> None:
+        try:
+            self._line.recv()
+        except EOFError as error:
+            raise UserError("--peer torch: the process of DDP has died; mend what it says above, or leave out --peer") \
+                from error  # fmt: skip
+
+
+def _ddp_rank(line: Connection, model: str, config: ModelConfig, precision: str, rank: int, size: int, device: int,
+              batches: Sequence[Batch]) -> None:  # fmt: skip
+    """Of `Apart`: takes the steps that it is told to, and says when it is ready and when they are done."""
     import torch
     import torch.distributed
 
     from bench.torch_peer import TorchPeer, TorchTraining
 
-    torch.cuda.set_device(ranks.local_rank or 0)
+    torch.cuda.set_device(device)
     port = int(os.environ["MASTER_PORT"]) + 1
-    torch.distributed.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=ranks.rank,
-                                         world_size=ranks.size)  # fmt: skip
-    training = TorchTraining(model, config, precision=precision, device=f"cuda:{ranks.local_rank or 0}", threads=4,
-                             clip=CLIP, compiled="default", ddp=True)  # fmt: skip
-    training.load(weights)
-    return TorchPeer(training, batches, LR)
+    torch.distributed.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    training = TorchTraining(model, config, precision=precision, device=f"cuda:{device}", threads=4, clip=CLIP,
+                             compiled="default", ddp=True)  # fmt: skip
+    backend = get_backend("numpy", "fp32", workers=1)
+    ours = find_model(model).build(config, backend)
+    ours.initialise(seed=0)
+    training.load(named(ours.buffer, ours.buffer.values, backend))
+    peer = TorchPeer(training, batches, LR)
+    line.send(None)
+    with suppress(EOFError):
+        while True:
+            if (index := line.recv()) is not None:
+                peer.step(index)
+            else:
+                torch.cuda.synchronize()
+                line.send(None)
+    os._exit(0)  # without NCCL's farewell, in which the ranks wait for each other
 
 
 def measure(
@@ -96,7 +151,8 @@ def measure(
             batches = [batch[:rows] for batch in of_all] if name == ONE else of_all
             with _peak() as peak:
                 before = peak.bytes
-                contenders[name] = made = Ours(model, config, backend, batches, split.ranks, split.zero)
+                contenders[name] = made = Ours(model, config, backend, batches, split.ranks, split.zero,
+                                               contenders.get(ONE))  # fmt: skip
                 for index in range(WARM_UP):
                     made.step(index)
                 backend.synchronize()
@@ -110,12 +166,11 @@ def measure(
                 "optimizer_mib": (optimizer.m.nbytes + optimizer.v.nbytes + masters.nbytes) / 2**20,
             }  # fmt: skip
         if peer:
-            buffer = contenders[ONE].model.buffer
-            weights = named(buffer, buffer.masters, alone)
-            contenders[DDP] = ddp_peer(model, config, precision, ranks, [batch[own] for batch in of_all], weights)
+            contenders[DDP] = Apart(model, config, precision, ranks.rank, size, ranks.local_rank or 0,
+                                    [batch[own] for batch in of_all])  # fmt: skip
             for index in range(WARM_UP):
                 contenders[DDP].step(index)
-            alone.synchronize()
+            contenders[DDP].synchronize()
         seconds = take_turns(contenders, steps, alone, group)
         if ranks.rank:
             return {}
@@ -139,13 +194,14 @@ def take_turns(contenders: dict[str, Any], steps: int, backend: Backend, group: 
                 group.barrier()
                 group.barrier()
                 continue
+            synchronize = getattr(contender, "synchronize", backend.synchronize)
             contender.step(index)
-            backend.synchronize()
+            synchronize()
             group.barrier()
             start = time.perf_counter()
             for i in range(TURN):
                 contender.step(index + i)
-            backend.synchronize()
+            synchronize()
             seconds[name].append((time.perf_counter() - start) / TURN)
             group.barrier()
         index += TURN

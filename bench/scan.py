@@ -6,7 +6,7 @@
 
 Two bounds. Memory: u, delta and z are read once and y written once, and B and C; a training step's forward also writes
 the states that it keeps, and backward reads what forward read, dy and those states, and writes five gradients. Their
-bytes over the bandwidth of a copy, which is measured. The exponentials: one for each state and position, and four for
+bytes over the bandwidth of a copy, which is measured. The exponentials: one for each state and position, and three for
 each channel and position (softplus, silu), 16 a cycle and multiprocessor at the device's highest clock; backward takes
 each decay twice.
 
@@ -75,7 +75,7 @@ class Shape:
         }[what]
 
     def exponentials(self, what: str) -> int:
-        return self.wide * (2 * self.states + 5 if what == "backward" else self.states + 4)
+        return self.wide * (2 * self.states + 5 if what == "backward" else self.states + 3)
 
 
 def random_inputs(shape: Shape, seed: int = 0) -> dict[str, np.ndarray]:

@@ -12,6 +12,8 @@ Stories: one to each of `--prompts` requests, as the chat would answer it, reque
 name as often as any other known name, and again in its last half. `eight-grams`: the share of the stories' runs of
 eight words that stand in the training text, that of all corpora and records given; of the held-out stories, the same.
 `who it is`: of twenty chats, those in which "Who are you?" after a story is answered with the model's own name.
+`answers`: twelve stories typed by hand, each asked about at five seeds; the share of the replies that are short and
+name what was asked for, with the question on the story's line, and with an empty line between.
 
 Speed: the seconds from the command `python -m models.nanoeuler.chat --prompt ...` to its first letter, and tokens a
 second of a whole story; both on the CPU.
@@ -20,11 +22,9 @@ second of a whole story; both on the CPU.
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +39,7 @@ import numpy as np
 from data.alpaca import read_records
 from data.dedup import Words
 from data.shards import read_corpus, read_texts
-from data.stories import NAMES, STORIES, names_in, with_article
+from data.stories import NAMES, STORIES, keeps_name, with_article
 from tinyforge.backends import get_backend
 from tinyforge.backends.workers import cpu_model
 from tinyforge.chat import conversation_with
@@ -56,7 +56,34 @@ LN2 = np.log(2)
 LONGEST = 500  # tokens of a story
 KINDS = ("dog", "girl", "cat", "boy", "bear", "princess", "bird", "rabbit", "boy", "girl", "frog", "mouse", "lion")
 OTHERS = ("Zelda", "Boris", "Quincy", "Marlo", "Petra", "Gus", "Wilma", "Otto", "Ingrid", "Basil")
-"""Names that no instruction of data/stories.py has."""
+"""Names that data/stories.py gives nobody."""
+TYPED = (
+    ("Once upon a time there was a girl named Lily. She had a red ball. One day she lost her ball in the park. Tom "
+     "found it under a bench.", "What did the girl in the story lose?", "ball"),
+    ("Once upon a time, there was a little boy named Ben. He had a blue kite. One day, he lost his kite in the forest. "
+     "He was sad.", "What did Ben lose?", "kite"),
+    ("There was a dog named Max. He wanted a big bone. He looked in the garden all day. Then a girl gave him one.",
+     "What did Max want?", "bone"),
+    ("Anna went to the beach with her dad. She found a white shell in the sand. She took it home and put it on the "
+     "table.", "What did Anna find?", "shell"),
+    ("A cat named Coco lived in a big house. One day she broke a green cup. Her friend Sam helped her to clean up.",
+     "What did Coco break?", "cup"),
+    ("Once there was a bear named Boris. He liked honey. One morning he climbed a tall tree and saw a bee.",
+     "What did Boris see?", "bee"),
+    ("Mia and her mom went to the shop. Mia bought a yellow hat. She wore it all day and was happy.",
+     "What did Mia buy?", "hat"),
+    ("One day, Jack made a boat out of paper. He took it to the river. The boat went fast. Jack laughed.",
+     "Where did Jack take the boat?", "river"),
+    ("Once upon a time there was a princess named Ida. Her grandma gave her a doll. Ida lost the doll in the snow. A "
+     "fox found it.", "Who found the doll?", "fox"),
+    ("Tim was a little boy. He was afraid of the dark. His mom gave him a lamp. Now he sleeps well.",
+     "Who gave Tim a lamp?", "mom"),
+    ("There once was a frog called Hop. He ate a big fly and was happy. Then he went to sleep.",
+     "What did the frog eat?", "fly"),
+    ("Sue and Leo played in the park. Leo fell and began to cry. Sue gave him a hug. Then they went home.",
+     "Who fell?", "Leo"),
+)  # fmt: skip
+"""Stories that were typed by hand, a question about each, and the word that an answer has."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +177,16 @@ def says_who_it_is(loaded: Loaded, sampling: Sampling, chats: int = 20) -> float
     return found / chats
 
 
-def keeps_name(story: str, name: str) -> bool:
-    """Whether the hero's name is the story's most frequent one, and stands in its last half."""
-    counts = Counter(found for other in {*names_in(story), name} for found in re.findall(rf"\b{other}\b", story))
-    return bool(counts) and counts[name] == max(counts.values()) and name in story[len(story) // 2 :]
+def answers(loaded: Loaded, between: str, sampling: Sampling, rounds: int = 5) -> float:
+    """Share of short replies that name what is asked for, to the TYPED stories with their question behind `between`."""
+    conversation, found = conversation_with(loaded), 0
+    for story, question, wanted in TYPED:
+        for number in range(rounds):
+            conversation.clear()
+            drawn = replace(sampling, max_tokens=40, seed=sampling.seed + number)
+            reply = "".join(conversation.ask(f"{story}{between}{question}", drawn))
+            found += wanted in reply and len(reply) < 70  # a longer one goes on with the story
+    return found / rounds / len(TYPED)
 
 
 def grams_of(texts: Iterable[str]) -> Iterator[np.ndarray]:
@@ -227,7 +260,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Told]]:
         found["peer_bits_per_byte"] = bits_per_byte(load(args.peer, backend), held_out)
     if loaded.template == "plain":
         raise UserError(f"{path} is a base model, it takes no requests; fine-tune it with recipes/sft.py")
-    sampling = Sampling(max_tokens=LONGEST, seed=args.seed)
+    sampling = Sampling(max_tokens=LONGEST, seed=args.seed, temperature=args.temperature)
     told, rate = tell(loaded, requests(args.prompts), sampling)
     named = [story for story in told if story.request.name]
     shares = known_shares([[story.text for story in told], held_out], training_text(args.trained_on))
@@ -238,6 +271,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Told]]:
         "words_a_story": median(len(story.text.split()) for story in told),
         "named": len(named), "name_kept": float(np.mean([keeps_name(s.text, s.request.name) for s in named])),
         "says_who_it_is": says_who_it_is(loaded, sampling),
+        "answers_on_its_line": answers(loaded, " ", sampling), "answers_below": answers(loaded, "\n\n", sampling),
         "eight_grams_known": shares[0], "eight_grams_known_of_held_out_stories": shares[1],
         "tokens_per_second": rate,
     }  # fmt: skip
@@ -257,6 +291,8 @@ def table(found: dict[str, Any], told: Sequence[Told]) -> str:
         f"ended by themselves            {found['ended']:.1%}",
         f"name kept                      {found['name_kept']:.1%} of {found['named']}",
         f"says who it is, after a story  {found['says_who_it_is']:.0%} of 20 chats",
+        f"answers, asked on its line     {found['answers_on_its_line']:.1%}; below {found['answers_below']:.1%}; of "
+        f"{5 * len(TYPED)}",
         f"eight-grams of training text   {found['eight_grams_known']:.1%}; of held-out stories "
         f"{found['eight_grams_known_of_held_out_stories']:.1%}",
         f"tokens a second                {found['tokens_per_second']:,.0f}",
@@ -274,6 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--checkpoint", metavar="DIR", help="default: the model that chat takes")
     p.add_argument("--peer", type=Path, metavar="FILE", help="a model to read the same stories: stories260K.bin")
     p.add_argument("--prompts", type=int, default=200, help="stories told (default: 200)")
+    p.add_argument("--temperature", type=float, default=Sampling().temperature, help="(default: %(default)s)")
     p.add_argument("--show", type=int, default=0, metavar="N", help="print the first N stories")
     p.add_argument("--seed", type=int, default=0, help="(default: 0)")
     p.add_argument("--backend", default="numpy", help="numpy, cupy, or auto (default: numpy)")

@@ -2,6 +2,7 @@
 
     python -m data.alpaca --out alpaca                     # fetch the 52,002 records of Stanford Alpaca
     python -m data.alpaca --out alpaca alpaca.zip          # a file that you have: .json, .jsonl or a zip of one
+    python -m data.alpaca --out questions --as-text alpaca/alpaca.json     # as documents to pretrain on
     python recipes/sft.py --data alpaca/alpaca.json
     records = read_records(["alpaca.json"])
     encode_example(tokenizer, records[0], seq_len=128)  ->  (ids, prompt_length)
@@ -20,12 +21,22 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from data.download import Downloader, check_url
 from data.files import locked, write_fault, write_json, zip_members
 from data.local import decode_text, read_text
-from data.source import MANIFEST, InputFile, Refusal, print_refused, write_manifest
+from data.source import (
+    MANIFEST,
+    Document,
+    InputFile,
+    Refusal,
+    Source,
+    SourceWriter,
+    print_refused,
+    read_source,
+    write_manifest,
+)
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import json_value, next_json_value, read_json, sha256_of
 from tinyforge.terminal import one_line
@@ -35,6 +46,9 @@ from tinyforge.text.vocabulary import start_ids
 if TYPE_CHECKING:
     from tinyforge.text import TextTokenizer
 
+T = TypeVar("T")
+
+RECORDS_A_DOCUMENT = 8
 HOST = "https://raw.githubusercontent.com"
 PATH = "tatsu-lab/stanford_alpaca/main/alpaca_data.json"
 LICENCE = "CC BY-NC 4.0"
@@ -83,20 +97,19 @@ def origin_of(path: Path) -> tuple[str, str]:
     return "records", "not stated"
 
 
-def hold_out(records: Sequence[Record]) -> tuple[Sequence[Record], Sequence[Record]]:
-    """Records to train on, and the last 20th (at least one) to evaluate on. A single record is both."""
-    cut = len(records) - max(1, len(records) // 20)
-    return records[:cut] or records, records[cut:]
+def hold_out(files: Sequence[Sequence[T]], one_in: int = 20) -> tuple[list[T], list[Sequence[T]]]:
+    """The records of some files to learn from, and those to evaluate on, by file: the last one in `one_in` of each,
+    and at least one. Of the files joined, the last would be all of one kind."""
+    cuts = [max(0, len(records) - max(1, len(records) // one_in)) for records in files]
+    training = [record for records, cut in zip(files, cuts, strict=True) for record in records[:cut]]
+    return training, [records[cut:] for records, cut in zip(files, cuts, strict=True)]
 
 
-def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[list[Record], list[Record]]:
-    """Records of some files to train on, and those to evaluate on: the last 20th of each file, so that every file is
-    in both. A single record in all is both. Raises UserError, as read_records does."""
-    parts = [hold_out(_read_file(Path(path), encoding)) for path in paths]
-    held_out = [record for _, part in parts for record in part]
-    # A file of one record is held out, and is no lesson too beside other files.
-    training = [record for lessons, part in parts if lessons != part for record in lessons]
-    return training or held_out, held_out
+def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[list[Record], list[Sequence[Record]]]:
+    """Records of some files to train on, and the last 20th of each file to evaluate on, by file. Where no file has two
+    records, they are both. Raises UserError, as read_records does."""
+    training, held_out = hold_out([_read_file(Path(path), encoding) for path in paths])
+    return training or [record for records in held_out for record in records], held_out
 
 
 def encode_example(tokenizer: TextTokenizer, record: Record, seq_len: int) -> tuple[list[int], int] | None:
@@ -277,22 +290,47 @@ def make_instructions(
         if not kept:
             first = f"; {refused[0].record}: {refused[0].reason}" if refused else ""
             raise UserError(f"{path}: no usable record, wanted Alpaca records{first}")
-        target = out / "alpaca.json"
-        try:  # so that a new alpaca.json is never beside the old source.json
-            (out / MANIFEST).unlink(missing_ok=True)
-        except OSError as error:
-            raise write_fault(out, error) from None
-        write_json(target, [asdict(record) for record in kept])
-        instructions = {
-            "file": target.name,
-            "bytes": target.stat().st_size,
-            "sha256": sha256_of(target),
-            "records": len(kept),
-            "emptied_inputs": emptied,
-        }
         inputs = [InputFile(url, path.stat().st_size, sha256_of(path))]
-        write_manifest(out, "alpaca", LICENCE, inputs, refused, instructions=instructions)
+        target = write_instructions(out, list(kept), "alpaca", LICENCE, inputs, refused, emptied_inputs=emptied)
     return Cleaned(target, len(kept), emptied, tuple(refused))
+
+
+def write_instructions(
+    out: Path, records: Sequence[Record], name: str, licence: str, inputs: Sequence[InputFile] = (),
+    refused: Sequence[Refusal] = (), **counts: int,
+) -> Path:  # fmt: skip
+    """Write `out`/alpaca.json, and source.json beside it, which says where the records come from. The caller holds the
+    folder's lock. UserError, as make_instructions."""
+    target = out / "alpaca.json"
+    try:  # so that a new alpaca.json is never beside the old source.json
+        (out / MANIFEST).unlink(missing_ok=True)
+    except OSError as error:
+        raise write_fault(out, error) from None
+    write_json(target, [asdict(record) for record in records])
+    instructions = {
+        "file": target.name,
+        "bytes": target.stat().st_size,
+        "sha256": sha256_of(target),
+        "records": len(records),
+        **counts,
+    }
+    write_manifest(out, name, licence, inputs, refused, instructions=instructions)
+    return target
+
+
+def make_documents(out: Path, files: Sequence[Path]) -> Source:
+    """The source folder `questions`: the records of `files` that recipes/sft.py trains on, and none that it holds out,
+    as questions with their answers, RECORDS_A_DOCUMENT in a document. Raises UserError, as read_records does."""
+    records = [record for record in read_split(files)[0] if record.output.strip()]
+    licence = "; ".join(sorted({origin_of(path)[1] for path in files}))
+    with locked(out), SourceWriter(out, "questions", licence) as writer:
+        for first in range(0, len(records), RECORDS_A_DOCUMENT):
+            part = records[first : first + RECORDS_A_DOCUMENT]
+            texts = [f"Question: {f'{r.instruction} {r.input}'.strip()}\nAnswer: {r.output.strip()}" for r in part]
+            writer.add(Document(str(first), "\n\n".join(texts)))
+        for path in files:
+            writer.add_input(path.name, path.stat().st_size, sha256_of(path))
+    return read_source(out)
 
 
 def _read_each(path: Path, encoding: str) -> Iterator[Record | str]:
@@ -332,7 +370,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for alpaca.json and source.json")
     parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")
     parser.add_argument("--encoding", default="utf-8", help="of the file (default utf-8)")
+    parser.add_argument("--as-text", nargs="+", type=Path, metavar="FILE", help="instead, a source for data.corpus: "
+                        "what recipes/sft.py would train on of these files, as questions with answers")  # fmt: skip
     args = parser.parse_args(arguments)
+    if args.as_text:
+        if args.file:
+            raise UserError(f"--as-text names its files itself, got {args.file} too; name it there, or leave it out")
+        source = make_documents(args.out, args.as_text)
+        print(f"{source.documents:,} documents, {source.bytes:,} bytes in {args.out}")
+        return 0
     cleaned = make_instructions(args.out, args.file, args.base_url, args.encoding)
     print(f"{cleaned.records:,} records in {cleaned.path}; {cleaned.emptied:,} inputs without content emptied; "
           f"{len(cleaned.refused):,} left out:")  # fmt: skip

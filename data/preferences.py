@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.alpaca import Record, encode_example, fault, scan_file
+from data.alpaca import Record, encode_example, fault, hold_out, scan_file
 from data.local import read_text
 from data.world import instructions, wrong_answer
 from tinyforge.errors import UserError
@@ -47,12 +47,14 @@ def read_pairs(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[Pai
     return found
 
 
-def hold_out(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], Sequence[Pair]]:
-    """Pairs to learn from, and the last fifth to evaluate on: an accuracy needs many."""
-    if len(pairs) < 2:
-        raise UserError(f"data: {len(pairs)} preference pairs, wanted at least 2; give more")
-    cut = len(pairs) - max(1, len(pairs) // 5)
-    return pairs[:cut], pairs[cut:]
+def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[list[Pair], list[Pair]]:
+    """Pairs to learn from, and the last fifth of each file to evaluate on: an accuracy needs many. Raises UserError, as
+    read_pairs does, and where no file has two pairs."""
+    training, by_file = hold_out([read_pairs([path], encoding) for path in paths], 5)
+    held_out = [pair for pairs in by_file for pair in pairs]
+    if not training:
+        raise UserError(f"data: {len(held_out)} preference pairs, wanted at least 2 in a file; give more")
+    return training, held_out
 
 
 def encode_pairs(pairs: Sequence[Pair], tokenizer: TextTokenizer, seq_len: int, what: str) -> list[Encoded]:

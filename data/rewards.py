@@ -1,5 +1,6 @@
 """Questions whose answers a program can check, and what a reply to one is worth: what recipes/grpo.py learns from.
 
+    python -m data.rewards --out sums                                  # easy sums for recipes/sft.py --data
     questions = open_questions("harder-sums", files=(), encoding="utf-8")
     questions.rewards(questions.training[0], "13 14 15, so 15")        # {"correct": 1.0, "format": 1.0}
 """
@@ -14,15 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from data.alpaca import hold_out, origin_of, read_records
+from data.alpaca import Record, hold_out, origin_of, read_records, write_instructions
+from data.files import locked
 from data.world import Instruction, harder_sums, sum_rewards
-from tinyforge.errors import UserError
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.rng import Stream
 from tinyforge.train.batches import fingerprint
 
 TASKS = ("harder-sums", "one-step")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 ONE_STEP, LARGEST = 4_000, 100  # problems to learn from, and the largest number in them
+EASY, EASY_LARGEST = 8_000, 50  # of those that fine-tuning may show, solved: any up to this, and single steps
+BRIEF = 2 / 3  # share of these that has the answer alone, and not how it is found
 HELD_OUT = 200  # questions that the exact match is taken on, at most
 
 
@@ -73,18 +77,22 @@ def last_number(question: Instruction, reply: str) -> dict[str, float]:
 
 
 def _of_records(files: Sequence[str], encoding: str) -> Questions:
-    records = read_records(files, encoding)
-    kept = [record for record in records if number_in(record.output) is not None]
-    if len(kept) < 2:
+    records = [read_records([file], encoding) for file in files]
+    kept = [[Instruction("record", r.instruction, r.input, r.output) for r in part if number_in(r.output) is not None]
+            for part in records]  # fmt: skip
+    count, usable = (sum(map(len, parts)) for parts in (records, kept))
+    training, by_file = hold_out(kept)
+    if not training:
         raise UserError(
-            f"{files[0]}: {len(kept)} of {len(records)} records have a number in their output, wanted at least 2; "
-            "a reply is checked by its last number"
+            f"{files[0]}: {usable} of {count} records have a number in their output, wanted at least 2 in a file; a "
+            "reply is checked by its last number"
         )
-    training, held_out = ([Instruction("record", r.instruction, r.input, r.output) for r in part]
-                          for part in hold_out(kept))  # fmt: skip
+    held_out = [question for part in by_file for question in part]
+    asked = min(HELD_OUT, len(held_out))  # evenly, so that every file is in them
     source, licence = ("; ".join(sorted(set(part))) for part in zip(*(origin_of(Path(f)) for f in files), strict=True))
-    print(f"{', '.join(files)}: {len(records) - len(kept)} records without a number in their output left out")
-    return Questions(source, licence, training, held_out[:HELD_OUT], last_number)
+    print(f"{', '.join(files)}: {count - usable} records without a number in their output left out")
+    return Questions(source, licence, training, [held_out[i * len(held_out) // asked] for i in range(asked)],
+                     last_number)  # fmt: skip
 
 
 # --- sums for a model that has read the world ------------------------------------------------------------------------
@@ -101,14 +109,31 @@ STORIES = (
 )
 
 
-def one_step_sums(split: str, count: int) -> list[Instruction]:
-    """Problems of one addition or subtraction with results up to LARGEST, the kind of GSM8K's single steps. A quarter
-    of all pairs of numbers belong to "val" alone."""
+def parts_of(number: int) -> list[int]:
+    """Tens and ones, where there are any: 57 is 50 and 7."""
+    return [part for part in (number // 10 * 10, number % 10) if part]
+
+
+def worked(start: int, change: int) -> str:
+    """A sum, the tens first: "38 + 50 = 88, 88 + 7 = 95"; below ten at once."""
+    said, sign = [], 1 if change > 0 else -1
+    for part in parts_of(abs(change)):
+        said.append(f"{start} {'+' if sign > 0 else '-'} {part} = {start + sign * part}")
+        start += sign * part
+    return ", ".join(said)
+
+
+def one_step_sums(split: str, count: int, easy: bool = False) -> list[Instruction]:
+    """Problems of one addition or subtraction with no number above LARGEST, the kind of GSM8K's single steps. A quarter
+    of all pairs of numbers belong to "val" alone. easy: those with no number above EASY_LARGEST, and those that are
+    solved in one step. So every number and every step is there, and two steps with large numbers are not."""
     found: list[Instruction] = []
-    for u in Stream(0, f"one-step/{split}").uniform((16 * count, 6)).tolist():  # more than are needed
+    for u in Stream(0, f"one-step/{split}").uniform((32 * count, 6)).tolist():  # more than are needed
         if len(found) == count:
             break
         a, b = 1 + int(u[0] * (LARGEST - 1)), 1 + int(u[1] * (LARGEST - 1))
+        if easy and a + b > EASY_LARGEST and len(parts_of(b)) > 1:
+            continue
         if a + b > LARGEST or ((min(a, b) * 31 + max(a, b) * 17) % 4 == 0) != (split == "val"):
             continue
         story, sign = STORIES[int(u[2] * len(STORIES))]
@@ -116,5 +141,38 @@ def one_step_sums(split: str, count: int) -> list[Instruction]:
         if p == q:
             continue
         text = story.format(p=p, q=q, x=THINGS[int(u[5] * len(THINGS))], a=a, b=b, c=a + b)
-        found.append(Instruction("one_step", text, "", str(a + b if sign > 0 else a)))
+        found.append(Instruction("one_step", text, "", worked(a, b) if sign > 0 else worked(a + b, -b)))
     return found
+
+
+def solved_sums(count: int, brief: float = BRIEF) -> list[Record]:
+    """Easy sums to fine-tune on. A share of them, `brief`, is answered at once and the rest is worked out, whatever the
+    sum: both ways are known then, and which of them is right more often is for GRPO to find."""
+    sums = one_step_sums("train", count, easy=True)
+    at_once = (Stream(0, "one-step/brief").uniform((count,)) < brief).tolist()
+    return [Record(e.instruction, e.input, e.output.rpartition(" ")[2] if short else e.output)
+            for e, short in zip(sums, at_once, strict=False)]  # fmt: skip
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    p = Parser(prog="python -m data.rewards", description="Easy one-step sums with their solutions, for recipes/sft.py "
+               "--data: what recipes/grpo.py --task one-step then goes on from. None has a pair of numbers that is "
+               "held out there.")  # fmt: skip
+    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for alpaca.json and source.json")
+    p.add_argument("--count", type=int, default=EASY, help="problems (default: %(default)s)")
+    p.add_argument("--brief", type=float, default=BRIEF, metavar="SHARE", help="share of those that are answered at "
+                   "once, and not worked out (default: %(default).2f)")  # fmt: skip
+    args = p.parse_args(arguments)
+    if args.count < 1 or not 0 <= args.brief <= 1:
+        raise UserError(f"got --count {args.count} and --brief {args.brief}, wanted 1 or more, and a share from 0 to 1")
+    records = solved_sums(args.count, args.brief)
+    with locked(args.out):
+        print(f"{len(records):,} sums in {write_instructions(args.out, records, 'one-step sums', 'MIT')}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -77,6 +77,12 @@ def names_in(story: str) -> list[str]:
     return list(dict.fromkeys(_NAME.findall(story)))
 
 
+def keeps_name(story: str, name: str) -> bool:
+    """Whether the hero's name is the story's most frequent one, and stands in its last half."""
+    counts = Counter(found for other in {*names_in(story), name} for found in re.findall(rf"\b{other}\b", story))
+    return bool(counts) and counts[name] == max(counts.values()) and name in story[len(story) // 2 :]
+
+
 def rename(story: str, others: dict[str, str]) -> str:
     """The story with its names exchanged, all at once: A may become B while B becomes A."""
     return _NAME.sub(lambda found: others.get(found[0], found[0]), story)
@@ -89,13 +95,19 @@ ENDINGS = "a o y ie in on er us el is ert a".split()
 
 
 def invented_name(rng: random.Random) -> str:
-    """A name that does not exist: a reply can only have it from the story."""
-    return "".join(rng.choice(part) for part in (ONSETS, VOWELS, MIDDLES, ENDINGS))
+    """A name that a reply can only have from the story: of syllables, or one name's beginning and another's end."""
+    if rng.random() < 0.5:
+        return "".join(rng.choice(part) for part in (ONSETS, VOWELS, MIDDLES, ENDINGS))
+    while True:
+        first, last = rng.choices(list(KIND_OF), k=2)
+        found = first[: len(first) // 2 + rng.randint(0, 1)] + last[len(last) // 2 :]
+        if len(found) > 2 and found not in KIND_OF:
+            return found
 
 
 def other_names(story: str, rng: random.Random, counts: dict[str, Counter[str]] | None = None) -> dict[str, str]:
     """Another name for each in the story, no two the same. counts: how often each is drawn, by kind; without, all are
-    alike, and one in four is invented."""
+    alike, and one in three is invented."""
     chosen: dict[str, str] = {}
     for name in names_in(story):
         kind = KIND_OF[name]
@@ -103,7 +115,7 @@ def other_names(story: str, rng: random.Random, counts: dict[str, Counter[str]] 
             if counts is not None:
                 found = rng.choices(list(counts[kind]), list(counts[kind].values()))[0]
             else:
-                found = rng.choice(NAMES[kind]) if rng.random() < 0.75 else invented_name(rng)
+                found = rng.choice(NAMES[kind]) if rng.random() < 0.67 else invented_name(rng)
             if found not in chosen.values():
                 break
         chosen[name] = found
@@ -312,6 +324,119 @@ def small_story(rng: random.Random) -> tuple[str, Hero, list[Fact]]:
     return " ".join([opening, *sentences]), hero, asked * 2 + about
 
 
+# --- small stories as people type them --------------------------------------------------------------------------------
+
+FOODS = "cake cookie sandwich banana carrot pie pear muffin plum sausage pancake bun".split()
+FRIGHTS = "thunder,spiders,the wind,big dogs,deep water,ghosts,loud noises,the cellar,snakes,the storm".split(",")
+HOMES = ("small house", "big house", "cave", "castle", "hut", "village", "tall tower", "farm", "tent", "old barn")
+FURNITURE = ("shelf", "chair", "bed", "window sill", "stove", "piano")
+TOWARDS = "market,forest,garden,farm,pond,library,park,lake,zoo,hill,playground".split(",")
+FILLERS = (
+    "{S} was very happy.", "{S} was sad.", "Then {s} went home.", "It was a good day.", "The sun was warm.",
+    "{S} smiled.", "{S} was tired and went to bed.", "{S} laughed.", "Everyone was glad.", "{S} cried.", "It was fun.",
+    "That night {s} slept well.", "{S} looked everywhere.", "It was cold outside.", "{S} told {h} {g}.",
+)  # fmt: skip
+# What may happen: a sentence, and questions with answers. n: the hero's name; S, s, h, C: She, she, her, Her; W: the
+# name or She; t: a thing, a: "a red kite" or the like, m: the same without its article; k: an animal, l, L: with one;
+# f: a friend; g: who gives; p: where; o: where things are found; d: to where; e: food; r: a fright; i: furniture.
+HAPPENINGS = (
+    ("{W} lost {h} {m} {p}.", "What did {n} lose?", "{n} lost {h} {m}.",
+     "Where did {n} lose the {t}?", "{n} lost the {t} {p}."),
+    ("{W} lost {h} {t}. {f} found it {o}.", "Who found the {t}?", "{f} found the {t}.",
+     "Where did {f} find the {t}?", "{f} found the {t} {o}.", "What did {n} lose?", "{n} lost {h} {t}."),
+    ("{W} left {h} {t} {p}, and {l} took it.", "Who took the {t}?", "{L} took the {t}.",
+     "What did the {k} take?", "The {k} took the {t}."),
+    ("{W} found {a} {o}.", "What did {n} find?", "{n} found {a}.",
+     "Where did {n} find the {t}?", "{n} found the {t} {o}."),
+    ("{W} found {a}. {S} put it on the {i}.", "Where did {n} put the {t}?", "{n} put the {t} on the {i}.",
+     "What did {n} find?", "{n} found {a}."),
+    ("{W} bought {a}.", "What did {n} buy?", "{n} bought {a}."),
+    ("{W} went to the shop with {h} {g} and got {a}.", "Who went to the shop with {n}?",
+     "{n} went to the shop with {h} {g}.", "What did {n} get?", "{n} got {a}."),
+    ("{W} saw {l} {p}.", "What did {n} see?", "{n} saw {l}.", "Where did {n} see the {k}?", "{n} saw the {k} {p}."),
+    ("{W} heard {l} in the night.", "What did {n} hear?", "{n} heard {l}."),
+    ("{W} ate a big {e}.", "What did {n} eat?", "{n} ate a big {e}."),
+    ("{W} was hungry and ate two {e}s.", "What did {n} eat?", "{n} ate two {e}s."),
+    ("{W} made {a} for {f}.", "What did {n} make?", "{n} made {a}.",
+     "Who did {n} make the {t} for?", "{n} made the {t} for {f}."),
+    ("{W} drew {l}.", "What did {n} draw?", "{n} drew {l}."),
+    ("{W} wanted {a}.", "What did {n} want?", "{n} wanted {a}."),
+    ("{W} broke {h} {g}'s {m}.", "What did {n} break?", "{n} broke {h} {g}'s {m}."),
+    ("{W} fell, and {f} helped {n} to get up.", "Who fell?", "{n} fell.", "Who helped {n}?", "{f} helped {n}."),
+    ("{f} fell into the mud. {W} helped.", "Who fell into the mud?", "{f} fell into the mud.",
+     "Who helped {f}?", "{n} helped {f}."),
+    ("{C} {g} gave {n} {a}.", "Who gave {n} the {t}?", "{C} {g} gave {n} the {t}.",
+     "What did {n} get?", "{n} got {a}."),
+    ("{f} gave {n} a {e}.", "Who gave {n} a {e}?", "{f} gave {n} a {e}.",
+     "What did {f} give {n}?", "{f} gave {n} a {e}."),
+    ("{W} took {h} {t} to the {d}.", "Where did {n} take the {t}?", "{n} took the {t} to the {d}.",
+     "What did {n} take to the {d}?", "{n} took {h} {t} to the {d}."),
+    ("{W} was afraid of {r}.", "What was {n} afraid of?", "{n} was afraid of {r}."),
+    ("{W} met {l} {p}.", "Who did {n} meet?", "{n} met {l}.", "Where did {n} meet the {k}?", "{n} met the {k} {p}."),
+    ("{W} washed {h} {m}.", "What did {n} wash?", "{n} washed {h} {m}."),
+    ("{W} hid {o}, but {f} was quick.", "Where did {n} hide?", "{n} hid {o}.", "Who was quick?", "{f} was quick."),
+    ("{W} ran to the {d} because {s} was late.", "Where did {n} run?", "{n} ran to the {d}.",
+     "Why did {n} run?", "{n} ran because {s} was late."),
+)  # fmt: skip
+_SAME = {"a": "t", "m": "t", "l": "k", "L": "k"}
+
+
+def typed_story(rng: random.Random) -> tuple[str, Hero | None, list[Fact]]:
+    """Two to five plain sentences, such as somebody types to ask about; the hero, if they say what kind it is."""
+    kind = rng.choice(("girl", "boy", "girl", "boy", rng.choice(ANIMALS), rng.choice(HEROES)))
+    pool = kind if kind in NAMES else "animal" if kind in ANIMALS else "girl" if kind in HERS else "boy"
+    name = rng.choice(NAMES[pool]) if rng.random() < 0.67 else invented_name(rng)
+    hero = Hero(name, kind, rng.choice(("", "", f"{rng.choice(TRAITS)} ")))
+    friend = rng.choice([n for n in NAMES[rng.choice(("girl", "boy"))] if n != name])
+    his, giver, thing = "her" if hero.they == "She" else "his", rng.choice(GIVERS), rng.choice(THINGS)
+    animal = rng.choice([a for a in ANIMALS if a != kind])
+    full = rng.choice((thing, f"{rng.choice(COLOURS)} {thing}"))
+    words = {
+        "n": name, "S": hero.they, "s": hero.they.lower(), "h": his, "C": his.capitalize(), "t": thing, "m": full,
+        "a": with_article(full), "f": friend, "g": giver, "k": animal, "l": with_article(animal),
+        "L": with_article(animal).capitalize(), "p": rng.choice(PLACES), "o": rng.choice(SPOTS),
+        "d": rng.choice(TOWARDS), "e": rng.choice(FOODS), "r": rng.choice(FRIGHTS), "i": rng.choice(FURNITURE),
+    }  # fmt: skip
+    known = [Fact("Who is the story about?", f"The story is about {hero.full} named {name}."),
+             Fact(f"What is the name of the {kind}?", f"The {kind} is named {name}.")]  # fmt: skip
+    way, place, home = rng.random(), rng.choice(TOWARDS), with_article(rng.choice(HOMES))
+    if way < 0.45:
+        begin = rng.choice(("Once upon a time there was", "Once upon a time, there was", "Once there was",
+                            "There once was", "There was"))  # fmt: skip
+        opening = f"{begin} {hero.full} {rng.choice(('named', 'called'))} {name}."
+    elif way < 0.6:
+        opening = f"{hero.full[0].upper()}{hero.full[1:]} named {name} lived in {home}."
+        known.append(Fact(f"Where did {name} live?", f"{name} lived in {home}."))
+    elif way < 0.7:
+        opening = f"{name} was {hero.full}."
+    else:
+        with_whom = f"{name} went to the {place} with {his} {giver}"
+        opening = f"{with_whom if way < 0.85 else f'{name} and {friend} went to the {place}'}."
+        opening = rng.choice(("One day, ", "One day ", "", "", "Yesterday ")) + opening
+        known = [Fact(f"Where did {name} go?", f"{name} went to the {place}.")]
+    sentences, chosen = [opening], rng.sample(HAPPENINGS, rng.choice((1, 1, 2)))
+    used = [{_SAME.get(key, key) for key in re.findall(r"{(\w)}", told[0])} & set("tkfegpod") for told in chosen]
+    if set.intersection(*used) and len(chosen) > 1:  # of one thing or friend twice a question would have two answers
+        del chosen[1]
+    for sentence, *answers in chosen:
+        told = sentence.format(W=rng.choice((name, hero.they)) if way < 0.7 else name, **words)
+        if rng.random() < 0.4:
+            told = told[0].lower() + told[1:] if told.startswith(("She ", "He ", "Her ", "His ")) else told
+            told = f"{rng.choice(('One day', 'One day,', 'One morning', 'Then', 'In the evening'))} {told}"
+        sentences.append(told)
+        if rng.random() < 0.5:
+            sentences.append(rng.choice(FILLERS).format(**words))
+        asked = [text.format(**words) for text in answers]
+        known += [Fact(*pair) for pair in zip(asked[::2], asked[1::2], strict=True)] * 2
+    return " ".join(sentences), hero if way < 0.7 else None, known
+
+
+def beginning_of(story: str, rng: random.Random) -> str:
+    """The first two to five sentences of a story, on one line."""
+    ends = [found.end() for found in re.finditer(r"[.!?]\"?(?=\s)", story)]
+    return " ".join(story[: ends[min(rng.randint(1, 4), len(ends) - 1)]].split()) if ends else story
+
+
 def unanswered(story: str, hero: Hero, rng: random.Random) -> Fact | None:
     """A question whose answer the story does not have, with a reply that says so."""
     lowered = story.lower()
@@ -416,6 +541,8 @@ def _topic(story: str, hero: Hero | None, rng: random.Random) -> str:
                 return with_article(kind)
         return ""
     plain = with_article(hero.kind)
+    if not keeps_name(story, hero.name):  # another takes the story over: who asks for a name is to get its story
+        return plain
     topic = rng.choice((f"{plain} named {hero.name}", f"{plain} named {hero.name}", f"{plain} called {hero.name}",
                         plain, f"{hero.full} named {hero.name}", f"{hero.full}", hero.name))  # fmt: skip
     thing = next((t for t in rng.sample(THINGS, len(THINGS)) if len(re.findall(rf"\b{t}\b", story)) > 1), "")
@@ -441,7 +568,7 @@ def _continue(story: str, rng: random.Random) -> Record | None:
 
 def _question(story: str, hero: Hero | None, known: Sequence[Fact], rng: random.Random) -> Fact | None:
     """Something to ask about a story."""
-    fact = None if hero is None or rng.random() < 0.8 else unanswered(story, hero, rng)
+    fact = None if hero is None or rng.random() < 0.9 else unanswered(story, hero, rng)
     if fact is None and known:
         fact = by_kind(rng.choice(known), hero, rng)
     if fact is None:
@@ -454,29 +581,34 @@ def _question(story: str, hero: Hero | None, known: Sequence[Fact], rng: random.
     return Fact(question, fact.answer)
 
 
-def _ask(story: str, hero: Hero | None, known: Sequence[Fact], rng: random.Random) -> Record | None:
+def _ask(
+    story: str, hero: Hero | None, known: Sequence[Fact], rng: random.Random, typed: bool = False
+) -> Record | None:
     """A question about a story: with the story before it, after it, as the input, or as what was told before, at times
-    with other questions or small talk between."""
+    with other questions or small talk between. typed: the story is one that the user brings, and not asks for."""
     fact = _question(story, hero, known, rng)
     if fact is None:
         return None
     question, way = fact.question, rng.random()
-    if way < 0.6:
-        told = _tell(story, rng)
+    between = rng.choice(("\n\n", "\n", " ", " "))
+    if way < (0.3 if typed else 0.5):
+        first = _question(story, hero, known, rng) if typed else None
+        told = Record(f"{story}{between}{first.question}", "", first.answer) if first else _tell(story, rng)
         history = [(told.instruction, told.output)]
         for _ in range(rng.choice((0, 0, 1, 1, 2))):
             other = _question(story, hero, known, rng)
             history.append(_short(rng) if other is None or rng.random() < 0.3 else (other.question, other.answer))
         return Record(question, "", fact.answer, tuple(history))
-    if way < 0.75:
-        return Record(f"{story}\n\n{question}", "", fact.answer)
-    if way < 0.88:
-        return Record(f"{question}\n\n{story}", "", fact.answer)
+    if way < 0.8:
+        return Record(f"{story}{between}{question}", "", fact.answer)
+    if way < 0.9:
+        return Record(f"{question}{between}{story}", "", fact.answer)
     return Record(question, story, fact.answer)
 
 
 def records(stories: Sequence[str], others: Sequence[str], seed: int) -> Iterator[Record]:
-    """Instructions: for each story two tellings, under other names; half as many beginnings; questions and small talk.
+    """Instructions: for each story two tellings, under other names; a fourth as many beginnings; questions about it,
+    about its beginning and about small ones; small talk.
 
     others: questions that the model is to say it cannot answer.
     """
@@ -493,7 +625,12 @@ def records(stories: Sequence[str], others: Sequence[str], seed: int) -> Iterato
             yield found
         if rng.random() < 0.6 and (found := _ask(renamed, hero, facts(renamed), rng)):
             yield found
-        if rng.random() < 0.6 and (found := _ask(*small_story(rng), rng)):
+        begun = beginning_of(renamed, rng)
+        if rng.random() < 0.5 and (found := _ask(begun, hero_of(begun), facts(begun), rng, typed=True)):
+            yield found
+        if rng.random() < 0.4 and (found := _ask(*small_story(rng), rng, typed=rng.random() < 0.5)):
+            yield found
+        if rng.random() < 0.8 and (found := _ask(*typed_story(rng), rng, typed=True)):
             yield found
         if hero and rng.random() < 0.15:
             yield Record(rng.choice(DESCRIBE).format(x=hero.name), "", description(renamed, hero),
@@ -514,7 +651,11 @@ def records(stories: Sequence[str], others: Sequence[str], seed: int) -> Iterato
         if rng.random() < 0.12:
             a, b, c = rng.randint(0, 99), rng.randint(0, 99), rng.choice(COUNTRIES)
             asked = rng.choice(others) if others and rng.random() < 0.7 else rng.choice(SUMS).format(a=a, b=b, c=c)
-            yield Record(asked, "", rng.choice(UNKNOWN).format(a=with_article(rng.choice(HEROES))))
+            told, typed = _tell(renamed, rng), _ask(*typed_story(rng), rng, typed=True)
+            reply = rng.choice(UNKNOWN).format(a=with_article(rng.choice(HEROES)))
+            turns = [*typed.history, (typed.instruction, typed.output)] if typed and not typed.input else []
+            earlier = rng.choice(([], [], [(told.instruction, told.output)], turns))
+            yield Record(asked, "", reply, tuple(earlier))
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
     python recipes/dpo.py --objective simpo                 length-normalised, no reference; also ipo, orpo
     python recipes/dpo.py --resume                          continue runs/dpo
 
-A pair is an instruction, perhaps an input, a chosen and a rejected reply; the last fifth of --data is held out. The
+A pair is an instruction, perhaps an input, a chosen and a rejected reply; the last fifth of each file is held out. The
 reference is the model that the run starts from: its log-probabilities are computed once, and kept under --cache by a
 hash of the model and the pairs as tokens, which are made with its template. It ends with the held-out pairs whose
 chosen reply gained more than the rejected one, and with the built-in pairs exact match on held-out questions.
@@ -26,7 +26,7 @@ import numpy as np
 
 from data.alpaca import origin_of
 from data.answers import exact_match
-from data.preferences import Pair, encode_pairs, hold_out, read_pairs, world_pairs
+from data.preferences import Pair, encode_pairs, read_split, world_pairs
 from data.training import input_hashes
 from data.world import KINDS
 from tinyforge import checkpoint
@@ -74,9 +74,9 @@ def objective_of(settings: DpoSettings) -> DPO:
 def read(settings: DpoSettings) -> tuple[Sequence[Pair], Sequence[Pair]]:
     """The pairs to learn from, and the held-out ones."""
     if settings.data:
-        pairs = read_pairs(settings.data, settings.encoding)
-        training, held_out = hold_out(pairs)
-        print(f"data: {len(pairs):,} pairs; the last {len(held_out):,} are held out")
+        training, held_out = read_split(settings.data, settings.encoding)
+        of_each = " of each file" if len(settings.data) > 1 else ""
+        print(f"data: {len(training):,} pairs to learn from; {len(held_out):,}, the last fifth{of_each}, are held out")
         return training, held_out
     print(f"data: built in (no --data given), {BUILT_IN_PAIRS:,} pairs of {len(KINDS)} kinds")
     return world_pairs("train", BUILT_IN_PAIRS, settings.seed), world_pairs("val", HELD_OUT_PAIRS, settings.seed)

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -86,6 +86,7 @@ from tinyforge.train.settings import PretrainSettings, SftSettings, sequence_len
 
 ROWS = 16  # windows of text at a time
 SPECULATED = 32  # texts, at most, that are continued to see how often the heads guess right
+OUT_OF_FORM = 10  # replies that are kept to be looked at, at most
 OPENING, CONTINUATION = 32, 100  # tokens of held-out text that a base model goes on from, and that it then makes
 
 
@@ -194,8 +195,8 @@ def held_out_prompts(
 ) -> tuple[list[list[int]], int]:
     """Up to `count` prompts, evenly from the held-out instructions; and how many of these are too long to be asked."""
     if files:
-        records = read_split(files, encoding)[1]
-        asked = [render_prompt(r.instruction, r.input) for r in records]
+        by_file = read_split(files, encoding)[1]
+        asked = [render_prompt(r.instruction, r.input) for records in by_file for r in records]
     else:
         asked = [render_prompt(e.instruction, e.input) for e in instructions("val", count, tuning_of(loaded).seed)]
     begins = start_ids(loaded.tokenizer)
@@ -213,18 +214,23 @@ def held_out_prompts(
 
 
 def measure_replies(loaded: Loaded, prompts: Sequence[Sequence[int]], max_tokens: int, seeds: int) -> dict[str, Any]:
-    """Shares of the replies that are as they should be: greedy, and sampled with several seeds."""
+    """Shares of the replies that are as they should be: greedy, and sampled with several seeds; and some greedy ones
+    that are not."""
     tokenizer, decoder = loaded.tokenizer, reply_decoder(loaded.model, len(prompts))
 
-    def shares(sampling: Sampling) -> dict[str, float]:
+    def drawn(sampling: Sampling) -> list[Reply]:
         replies = reply_to(loaded.model, prompts, sampling, tokenizer.specials[end_of_reply(tokenizer)], decoder)
-        return reply_shares([Reply(tokenizer.decode(ids), len(ids), ended) for ids, ended in replies])
+        return [Reply(tokenizer.decode(ids), len(ids), ended) for ids, ended in replies]
 
-    greedy = shares(Sampling(temperature=0.0, max_tokens=max_tokens))
+    replies = drawn(Sampling(temperature=0.0, max_tokens=max_tokens))
+    greedy = reply_shares(replies)
     errors = {key: standard_error(share, len(prompts)) for key, share in greedy.items() if key != "tokens"}
     found: dict[str, Any] = {"prompts": len(prompts), "greedy": greedy, "standard_error": errors}
+    wrong = [reply for reply in replies if reply_shares([reply])["all_three"] == 0]
+    found["out_of_form"] = [asdict(reply) for reply in wrong[:OUT_OF_FORM]]
     # A prompt takes its number's seed: each round begins where the one before ended.
-    rounds = [shares(Sampling(max_tokens=max_tokens, seed=len(prompts) * number)) for number in range(seeds)]
+    rounds = [reply_shares(drawn(Sampling(max_tokens=max_tokens, seed=len(prompts) * number)))
+              for number in range(seeds)]  # fmt: skip
     if rounds:
         figures = {key: [shares[key] for shares in rounds] for key in greedy}
         found["seeds"], found["sampled"] = seeds, {key: mean(values) for key, values in figures.items()}

@@ -62,6 +62,12 @@ def encode(
     return brief
 
 
+def names_of(files: Sequence[str]) -> list[str]:
+    """What each file's figures are called: the folder of an alpaca.json, as data.alpaca makes them, else the file."""
+    found = [path.parent.name if path.name == "alpaca.json" else path.stem for path in map(Path, files)]
+    return [name if found.count(name) == 1 else file for name, file in zip(found, files, strict=True)]
+
+
 def open_base(settings: SftSettings, resume: bool) -> Opened:
     """What training starts from. A run of adapters resumes on its base, any other on itself."""
     out = Path(settings.out)
@@ -107,30 +113,42 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool, ranks: Ranks) -
     model, tokenizer = loaded.model, loaded.tokenizer
 
     if settings.data:
-        training, held_out = read_split(settings.data, settings.encoding)
+        training, by_file = read_split(settings.data, settings.encoding)
+        held_out = [record for records in by_file for record in records]
         of_each = " of each file" if len(settings.data) > 1 else ""
         print(f"data: {len(training):,} records to train on; {len(held_out):,}, the last 20th{of_each}, are held out")
     else:
         print(f"data: built in (no --data given), {BUILT_IN_RECORDS:,} instructions of {len(KINDS)} kinds")
         training, held_out = ([Record(e.instruction, e.input, e.output) for e in instructions(split, n, settings.seed)]
                               for split, n in (("train", BUILT_IN_RECORDS), ("val", HELD_OUT_RECORDS)))  # fmt: skip
+        by_file = [held_out]
     with timed("encoding the records"):
         encoded = encode(training, tokenizer, seq_len, "training", settings.max_reply)
         data = Examples(encoded, seq_len, config.prediction_heads, settings.seed, restart)
-        held = encode(held_out, tokenizer, seq_len, "held out")
-    if not held:
+        names = names_of(settings.data) if len(by_file) > 1 else [""]
+        held = {name: encode(records, tokenizer, seq_len, f"held out{' of ' * bool(name)}{name}")
+                for name, records in zip(names, by_file, strict=True)}  # fmt: skip
+    if not any(held.values()):
         raise UserError(f"data: none of the {len(held_out)} held-out records fits {seq_len} tokens; give more records")
 
     origins = [origin_of(Path(path)) for path in settings.data] or [("the built-in instructions", "MIT")]
     sources, licences = ("; ".join(sorted(set(part))) for part in zip(*origins, strict=True))
     summary = [
-        {"source": sources, "licence": licences, "records": len(encoded), "held-out_records": len(held)},
+        {"source": sources, "licence": licences, "records": len(encoded),
+         "held-out_records": sum(map(len, held.values()))},
     ]
     accum, rows = settings.grad_accum, settings.batch_size
+    sizes = {name: sum(int(tokenizer.byte_lengths[ids[prompt:]].sum()) for ids, prompt in examples)
+             for name, examples in held.items() if examples}  # fmt: skip
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
-        batches = (data.pad([[e] for e in held[i : i + rows]]) for i in range(0, len(held), rows))
-        figures = {"val_bits_per_byte": evaluate_nll(sharded, batches, tokenizer.byte_lengths)}
+        of_file = {}
+        for name in sizes:
+            batches = (data.pad([[e] for e in held[name][i : i + rows]]) for i in range(0, len(held[name]), rows))
+            of_file[name] = evaluate_nll(sharded, batches, tokenizer.byte_lengths)
+        figures = {"val_bits_per_byte": sum(sizes[name] * of_file[name] for name in sizes) / sum(sizes.values())}
+        if len(held) > 1:
+            figures |= {f"val_bits_per_byte_{name}": bits for name, bits in of_file.items()}
         if not settings.data:
             figures["exact_match"] = exact_match(loaded, 5 * len(KINDS), settings.seed + 1)["all"]
         return figures

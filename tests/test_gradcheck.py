@@ -53,7 +53,7 @@ from tinyforge.ops.fork import fork_bwd
 from tinyforge.ops.gelu import gelu_bwd
 from tinyforge.ops.gelu_linear import gelu_linear_bwd, gelu_linear_fwd
 from tinyforge.ops.layernorm import layernorm_bwd
-from tinyforge.ops.linear import linear_bwd, linear_bwd_bias
+from tinyforge.ops.linear import linear_add_fwd, linear_bwd, linear_bwd_bias
 from tinyforge.ops.lora import lora_bwd, lora_fwd
 from tinyforge.ops.lstm import lstm_bwd, lstm_fwd
 from tinyforge.ops.mixture import (
@@ -72,7 +72,7 @@ from tinyforge.ops.router_losses import router_losses_bwd, router_losses_fwd
 from tinyforge.ops.selective_scan import selective_scan_bwd, selective_scan_fwd
 from tinyforge.ops.softmax import softmax_bwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
-from tinyforge.ops.swiglu_linear import swiglu_linear_bwd
+from tinyforge.ops.swiglu_linear import swiglu_linear_bwd, swiglu_linear_fwd, swiglu_mlp
 from tinyforge.ops.take import take_bwd, take_fwd
 from tinyforge.ops.tanh import tanh_bwd
 from tinyforge.params import with_buffer
@@ -150,9 +150,9 @@ def lost_repeats(dweight: Array, dy: Array, ids: Array) -> None:
 
 
 def rmsnorm_without_mean(
-    dweight: Array, dy: Array, weight: Array, x: Array, rstd: Array, residual: Array | None
+    dweight: Array, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None
 ) -> Array:
-    dweight += (dy * x * rstd[..., None]).reshape(-1, x.shape[-1]).sum(axis=0)
+    dweight += (dy * y / weight).reshape(-1, y.shape[-1]).sum(axis=0)
     return dy * weight * rstd[..., None]
 
 
@@ -378,6 +378,7 @@ FAULTS = [
     Fault(ops.RMSNorm, "no mean term", rmsnorm_bwd, lambda _: rmsnorm_without_mean),
     Fault(ops.RMSNorm, "dw sign", rmsnorm_bwd, then(lambda dw, *_: times(dw, -1))),
     Fault(ops.RMSNorm, "1 %", rmsnorm_bwd, scaled(0.99)),
+    Fault(ops.RMSNorm, "not over the gain", rmsnorm_bwd, with_args(lambda dw, dy, w, y, *a: (dw, dy, w, y * w, *a))),
     Fault(ops.AddRMSNorm, "no residual term", rmsnorm_bwd, with_args(lambda *a: (*a[:-1], None))),
     Fault(ops.AddRMSNorm, "residual sign", rmsnorm_bwd, with_args(lambda *a: (*a[:-1], -a[-1]))),
     Fault(ops.AddRMSNorm, "norm of the residual alone", add_rmsnorm_fwd,
@@ -736,6 +737,33 @@ class Tied(Op):
         yield with_buffer(cls(backend), backend, rng), (backend.asarray(ids), backend.asarray(targets))
 
 
+class Residual(Op):
+    """Half of a block, whose products add the stream."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__(backend)
+        self.mlp = (ops.LinearSwiGLU(Param("gate_up", (8, 3), std=1.0), backend, "gate_up"),
+                    ops.SwiGLULinear(Param("down", (3, 4), std=1.0), backend, "down"))  # fmt: skip
+        self.norm = ops.AddRMSNorm(Param("gain", (3,), fill=1.0, decay=False), backend, 0.1)
+        self.out = ops.Linear(Param("out", (3, 3), std=1.0), backend, "out")
+
+    def params(self) -> list[Param]:
+        return [p for op in (*self.mlp, self.norm, self.out) for p in op.params()]
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        x, h = self.norm.forward(swiglu_mlp(*self.mlp, x, stash, add=x), None, stash)
+        return self.out.forward(h, stash, add=x)
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        gate_up, down = self.mlp
+        dx, _ = self.norm.backward((dy, self.out.backward(dy, stash)), stash)
+        return dx + gate_up.backward(down.backward(dx, stash), stash)
+
+    @classmethod
+    def cases(cls, backend: Any, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        yield with_buffer(cls(backend), backend, rng), (backend.asarray(rng.normal(size=(2, 5, 3))),)
+
+
 def assigned(dweight: Array, dy: Array, ids: Array) -> None:
     """embedding_bwd that assigns: right alone, wrong where another op has added to the gradient before."""
     dweight[...] = 0
@@ -744,8 +772,10 @@ def assigned(dweight: Array, dy: Array, ids: Array) -> None:
 
 USES: list[tuple[type[Op], Kernel[..., Any], Callable[[Function], Function]]] = [
     (ShiftedPositions, positions_bwd, with_args(lambda dw, dy, *p: (dw[1:], dy, *p))),
-    (NormedHeads, rmsnorm_bwd, with_args(lambda dw, dy, w, x, rstd, r: (dw, dy, w, x[..., ::-1], rstd, r))),
+    (NormedHeads, rmsnorm_bwd, with_args(lambda dw, dy, w, y, rstd, r: (dw, dy, w, y[..., ::-1], rstd, r))),
     (Tied, embedding_bwd, lambda _: assigned),
+    (Residual, linear_add_fwd, with_args(lambda x, w, add: (x, w, 0 * add))),
+    (Residual, swiglu_linear_fwd, with_args(lambda gu, h, w, add: (gu, h, w, 2 * add))),
 ]
 
 

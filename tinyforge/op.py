@@ -125,12 +125,14 @@ class Op:
     `backward(dy, stash)`: returns the gradient of each input, a tuple if there are several (None for integer inputs),
     and adds to the parameters' `grad`, except where that is None: a frozen parameter's.
 
+    adds: set on maps whose forward takes `add`, an array that the product adds to its result.
     per_head: set on losses whose backward also takes dy of shape (K,), the last axis of the output alone: one number
     per head, the same for all tokens.
     """
 
     kernels: ClassVar[tuple[Kernel[..., Any], ...]] = ()
     per_head: ClassVar[bool] = False
+    adds: bool = False
 
     def __init__(self, backend: Backend, name: str = "") -> None:
         self.backend = backend

@@ -67,8 +67,8 @@ class ModelSpec:
         """Raise UserError where the model cannot be built with this recomputation."""
         if how == "blocks" and not self.blocks:
             able = ", ".join(spec.name for spec in models().values() if spec.blocks)
-            raise UserError(f"--recompute blocks: {self.title} has no blocks that can be run again; use --recompute "
-                            f"norms, or one of {able}")  # fmt: skip
+            raise UserError(f"--recompute blocks: {self.title} has no blocks that can be run again; leave it out, "
+                            f"or use one of {able}")  # fmt: skip
 
 
 def in_repository(name: str) -> str:

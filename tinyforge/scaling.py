@@ -13,7 +13,7 @@ Seconds of a step of one GPU, on its own part of the batch:
     passes      k S / B              S: bytes saved for backward, k: how often they are read and written, B: of a copy
     optimizer   34 N / B             N parameters: gradients, masters, moments, weights, and the gradient's norm
 
-and for n GPUs the sum over those of a host, and what of the sum between hosts does not fit under backward.
+and for n GPUs what of the gradient's sum does not fit under backward, and what it costs backward.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json
 from tinyforge.op import Recompute
+from tinyforge.parallel.buckets import Buckets
 from tinyforge.registry import ModelSpec, default_model, find_model, models
 from tinyforge.train.plan import OUTSIDE, Plan, gib, plan_step
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 BOUND = 0.05  # of a forecast's error
 CALIBRATION = "gpu-train-16x1024.json"  # the one step that `reached` is taken from
-PASSES = 4.3  # k: the elementwise kernels of that step take 5.0 ms, their bytes one pass over what is saved 1.16
+PASSES = 5.05  # k: the elementwise kernels of that step take 5.0 ms, their bytes one pass over what is saved 0.99
 OPTIMIZER = 34  # bytes of memory traffic a parameter: 30 in AdamW, 4 in the norm
 BACKWARD = 2 / 3  # of the time of a step's passes
-BUCKET = 32 << 20  # bytes that are summed at once; the last of them has nothing left to hide under
+TOLL = 0.1  # of the time in which a sum within a host runs under other work: what that loses; fitted to one step
 MICRO = 8  # micro-batches of a pipeline, for each of its stages
 
 
 @dataclass(frozen=True)
 class Machine:
     """Rates in FLOP and bytes a second, times in seconds, memory in bytes. link, hop: between GPUs of a host, fitted to
-    two measured all-reduces. network, far_hop: of one GPU's share of the network between hosts; not measured here."""
+    two measured all-reduces. few: of a link, with the few blocks that NCCL gets. crowded: by how much a sum
+    is slower under backward. network, far_hop: of one GPU's share of the network between hosts; not measured here."""
 
     peak: float
     copy: float
@@ -56,6 +58,8 @@ class Machine:
     reached: float
     link: float
     hop: float
+    few: float
+    crowded: float
     per_host: int = 8
     network: float = 50e9
     far_hop: float = 5e-6
@@ -133,6 +137,13 @@ def _plan(name: str, config: ModelConfig, rows: int, seq_len: int, recompute: Re
     return plan_step(find_model(name), config, "bf16", rows, seq_len, recompute)
 
 
+@cache
+def _last_bucket(name: str, config: ModelConfig) -> int:
+    """Elements of the bucket that is summed last."""
+    model = find_model(name).build(config, PhantomBackend("bf16"))
+    return int(Buckets(model.buffer, model.ops()).slices[0].stop)
+
+
 def _saved(job: Job) -> float:
     """Bytes saved for backward by all that is not recomputed: so many a token."""
     rows = max(1, math.ceil(job.rows))
@@ -147,7 +158,7 @@ def one_gpu(job: Job, machine: Machine) -> Cost:
         attention * job.tokens / machine.attention_rate(job.seq_len),
         PASSES * _saved(job) / machine.copy,
     )
-    again = (1 - BACKWARD) * sum(times) if job.recompute == "blocks" else 0.02 * sum(times) * (job.recompute == "norms")
+    again = (1 - BACKWARD) * sum(times) if job.recompute == "blocks" else 0.0
     optimizer = OPTIMIZER * parameters / machine.copy
     return Cost(*times, optimizer, again, 0.0, 0.0, 0.0, _memory(job, 1))
 
@@ -177,6 +188,19 @@ def _near_and_far(count: float, gpus: int, machine: Machine) -> tuple[float, flo
     return within, min(ring, tree)
 
 
+def _not_hidden(count: float, last: float, work: float, gpus: int, machine: Machine) -> float:
+    """Seconds that a sum of `count` bytes adds to `work` seconds beside it; `last`: bytes with nothing to hide under.
+
+    Within a host the better of two ways: with few of the multiprocessors, under the work, or with NCCL's own share of
+    them, which hides nothing. Between hosts the network works.
+    """
+    near, far = _near_and_far(count, gpus, machine)
+    end, far_end = _near_and_far(last, gpus, replace(machine, link=machine.few))
+    slow = _near_and_far(count, gpus, replace(machine, link=machine.few))[0] * machine.crowded
+    under = end + max(0.0, slow - work) + TOLL * min(slow, work)
+    return min(near, under) + max(far_end, far - work)
+
+
 def cost(job: Job, gpus: int, machine: Machine) -> Cost:
     """A step of each of `gpus` GPUs; they are copies of groups of tensor * stages that hold one model together."""
     split = job.tensor * job.stages
@@ -191,14 +215,14 @@ def cost(job: Job, gpus: int, machine: Machine) -> Cost:
     # The GPUs of a group lie next to each other, so the copies of a part share fewer of a host's.
     fewer = replace(machine, per_host=max(1, machine.per_host // split))
     grads, weights = 4 * parameters, 2 * parameters
+    last = min(grads, 4 * _last_bucket(job.model, job.config) / split)
     exposed = 0.0
     if copies > 1:
-        # What is summed within a host takes multiprocessors and memory from backward, and hid nothing when measured.
-        near, far = _near_and_far(grads, copies, fewer)
-        last = _near_and_far(min(grads, BUCKET), copies, fewer)[1]
-        exposed = near + max(last, far - in_backward)
-        if job.zero:  # reduce-scatter is half of an all-reduce, and so is the all-gather of the weights, in bf16
-            exposed = near / 2 + max(last / 2, far / 2 - in_backward) + all_reduce(weights, copies, fewer) / 2
+        # Reduce-scatter is half of an all-reduce, and so is the all-gather of the weights, in bf16, under forward.
+        half = 2 if job.zero else 1
+        exposed = _not_hidden(grads / half, last / half, in_backward, copies, fewer)
+        if job.zero:
+            exposed += _not_hidden(weights / 2, 0.0, in_backward * (1 - BACKWARD) / BACKWARD, copies, fewer)
     tensor = bubble = 0.0
     layers, dim = job.config.to_dict().get("layers", 1), job.config.to_dict().get("dim", 0)
     if job.tensor > 1:  # Megatron: two all-reduces of the stream a layer in forward, two in backward, all waited for
@@ -236,9 +260,11 @@ def read_machine(results: Path = RESULTS) -> Machine:
                                        for row in _read(results / "gpu-all-reduce.json")["rows"])  # fmt: skip
     link = (large - small) / (second - first)  # two GPUs: 2 (n - 1) / n is 1
     hop = max(0.0, first - small / link) / 2
+    of_few = _read(results / "gpu-all-reduce.json")["few"]
+    few, crowded = of_few["bytes"] / of_few["ms"] * 1e3, of_few["under_backward_ms"] / of_few["ms"]
     memory = float(step["device"]["gpu"].split(" GiB")[0].split()[-1]) * 2**30
     machine = Machine(step["matmul_peak_gflop_per_second"] * 1e9, ops["copy_gb_per_second"] * 1e9, memory, attention,
-                      1.0, link, hop)  # fmt: skip
+                      1.0, link, hop, few, crowded)  # fmt: skip
     # What is left of the one measured step is the products, and the gaps between kernels with them.
     found = one_gpu(job_of(step), machine)
     left = step["results"]["tinyforge"]["median_ms"] / 1e3 - (found.seconds - found.products)
@@ -387,7 +413,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--seq-len", type=int, metavar="T", help="tokens a sequence (default: the config's context)")
     p.add_argument("--batch-tokens", type=int, default=0, metavar="N",
                    help="tokens of a step on all GPUs together, in place of --rows")  # fmt: skip
-    p.add_argument("--recompute", default="", choices=("norms", "blocks"), help="as of recipes/pretrain.py")
+    p.add_argument("--recompute", default="", choices=("blocks",), help="as of recipes/pretrain.py")
     p.add_argument("--no-zero", action="store_true", help="every GPU keeps the whole optimizer state")
     p.add_argument("--per-host", type=int, default=8, metavar="N", help="GPUs of a host (default: 8)")
     p.add_argument("--network", type=float, default=50.0, metavar="GB/S",

@@ -6,13 +6,10 @@ The block's norms stand where a residual is added, so a block takes the stream w
     x, h = block(x, h):   x = x + out(attention(rope(qkv(h))));    h = norm2(x)
                           x = x + down(gate_up(h));                h = norm1 of the next block, or the final norm
 
-In training, dropout on both things added, where the config has any.
+In training, dropout on both things added, where the config has any; where it has none, the product adds x itself.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
 
 from models.llama.config import Config
 from tinyforge.backends import Backend
@@ -30,6 +27,12 @@ STD = 0.02
 def residual_std(layers: int) -> float:
     """GPT-2: 2 * layers projections add to the residual stream; this keeps its variance from growing with them."""
     return STD / (2 * layers) ** 0.5
+
+
+def adding(op: Op, dropout: Dropout, x: Array) -> dict[str, Array]:
+    """For op's forward, where it can add x to its result and nothing comes in between: else an adapter is in its place,
+    or something is dropped, and the norm behind adds."""
+    return {"add": x} if op.adds and not dropout.rate else {}
 
 
 def gain(name: str, width: int) -> Param:
@@ -69,19 +72,20 @@ class AttentionHalf:
         self.next_norm = AddRMSNorm(gain(following, c.dim), backend, c.norm_eps, following)
 
     def attend(
-        self, x: Array, h: Array, stash: Stash | None, *, normed: Callable[[Array], Array] | None = None,
-        cache: LayerCache | None = None, offset: int = 0, starts: Array | None = None,
+        self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,
+        starts: Array | None = None,
     ) -> tuple[Array, Array]:  # fmt: skip
         """x with attention added, and norm2 of it. Arguments as of `Block.forward`."""
-        again = partial(normed, x) if normed else None
-        qkv = self.qkv.forward(h, stash, recompute=again)
+        qkv = self.qkv.forward(h, stash)
         qkv = qkv.reshape(*x.shape[:2], -1, self.head_dim)  # (B, T, Hq + 2 Hkv, D)
         for norm, heads in self.head_norms:
             norm.forward(qkv[:, :, heads], stash, out=qkv[:, :, heads])
         qkv = self.rope.forward(qkv, stash, offset=offset, out=qkv)
         a = self.attention.forward(qkv, stash, cache=cache, starts=starts)  # (B, T, Hq, D)
-        a = self.out.forward(a.reshape(*x.shape[:2], -1), stash)  # (B, T, C)
-        return self.norm2.forward(x, self.out_dropout.forward(a, stash), stash)
+        add = adding(self.out, self.out_dropout, x)
+        a = self.out.forward(a.reshape(*x.shape[:2], -1), stash, **add)  # (B, T, C)
+        a = self.out_dropout.forward(a, stash)
+        return self.norm2.forward(a, None, stash) if add else self.norm2.forward(x, a, stash)
 
     def attend_backward(self, dx: Array, dh: Array, stash: Stash) -> tuple[Array, Array]:
         dx, da = self.norm2.backward((dx, dh), stash)
@@ -111,15 +115,16 @@ class Block(AttentionHalf):
         self.down = SwiGLULinear(down, backend, f"{at}.down")
 
     def forward(
-        self, x: Array, h: Array, stash: Stash | None, *, normed: Callable[[Array], Array] | None = None,
-        cache: LayerCache | None = None, offset: int = 0, starts: Array | None = None,
+        self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,
+        starts: Array | None = None,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """x and h after the block. normed: recomputation is wanted, and this gives h from x. offset: positions that the
-        cache holds. starts: of each token's document, (B, T); RoPE needs none, its scores depend on distances alone."""
-        x, h = self.attend(x, h, stash, normed=normed, cache=cache, offset=offset, starts=starts)
-        again = partial(self.norm2.normed, x) if normed else None
-        f = swiglu_mlp(self.gate_up, self.down, h, stash, recompute=again)  # (B, T, C), by way of (B, T, 2 hidden)
-        return self.next_norm.forward(x, self.down_dropout.forward(f, stash), stash)
+        """x and h after the block. offset: positions that the cache holds. starts: of each token's document, (B, T);
+        RoPE needs none, its scores depend on distances alone."""
+        x, h = self.attend(x, h, stash, cache=cache, offset=offset, starts=starts)
+        add = adding(self.down, self.down_dropout, x)
+        f = swiglu_mlp(self.gate_up, self.down, h, stash, **add)  # (B, T, C), by way of (B, T, 2 hidden)
+        f = self.down_dropout.forward(f, stash)
+        return self.next_norm.forward(f, None, stash) if add else self.next_norm.forward(x, f, stash)
 
     def backward(self, dx: Array | None, dh: Array, stash: Stash) -> tuple[Array, Array]:
         """The gradients of x and h. dx: of x after the block; None where nothing but its norm is read."""

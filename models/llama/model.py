@@ -76,8 +76,7 @@ class LlamaLike(Op):
         normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
         for i, block in enumerate(self.blocks):
             layer = partial(
-                block.forward, normed=normed if self.recompute == "norms" else None,
-                cache=cache.layer(i) if cache else None, offset=cache.length if cache else 0,
+                block.forward, cache=cache.layer(i) if cache else None, offset=cache.length if cache else 0,
                 starts=documents.starts if documents else None,
             )  # fmt: skip
             if self.recompute == "blocks":
@@ -158,9 +157,9 @@ class Llama(LlamaLike):
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). Block, with h the normed stream:
         x = x + out(attention(rope(qkv(norm1(x)))));   x = x + down(gate_up(norm2(x))), where down begins with SwiGLU
-    then a final norm and an output head, its own or the embedding. recompute: in backward, compute again the norms'
-    results, or all that a block does from its input, instead of keeping them. Handing in `values` shares
-    another model's weights (see ParamBuffer).
+    then a final norm and an output head, its own or the embedding. recompute: "blocks": in backward, compute again all
+    that a block does from its input, instead of keeping it. Handing in `values` shares another model's weights (see
+    ParamBuffer).
 
     Sources: Touvron et al., "LLaMA" (2023), "Llama 2" (2023); Jiang et al., "Mistral 7B" (2023); the Qwen2 (2024) and
     Qwen3 (2025) technical reports.

@@ -6,8 +6,7 @@ positions and a recurrence over all of them. What generation needs of the past h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -49,9 +48,9 @@ class Block:
         self.out = linear("out", c.dim, channels, c.layers**-0.5)  # keeps the stream's variance from growing
 
     def forward(
-        self, h: Array, stash: Stash | None, recompute: Callable[[], Array] | None, tail: Array, state: Array
+        self, h: Array, stash: Stash | None, tail: Array, state: Array
     ) -> Array:
-        uz = self.input.forward(h, stash, recompute=recompute)  # (B, T, 2 E)
+        uz = self.input.forward(h, stash)  # (B, T, 2 E)
         channels = uz.shape[-1] // 2
         u = self.conv.forward(uz[..., :channels], stash, tail=tail)  # (B, T, E)
         selected = self.select.forward(u, stash)  # (B, T, R + 2 N)
@@ -81,8 +80,8 @@ class Mamba(Op):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | tokens 0..t of row b), 0 where the target is -1
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). The stream starts as the embedding; a block adds to it
-    once, x = x + block(norm(x)); then a final norm, and the embedding again as the output head. recompute: compute the
-    norms' results again in backward instead of keeping them. Handing in `values` shares another model's weights.
+    once, x = x + block(norm(x)); then a final norm, and the embedding again as the output head. recompute: nothing here
+    would be worth it. Handing in `values` shares another model's weights.
 
     Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023).
     """
@@ -127,12 +126,10 @@ class Mamba(Op):
         """(B, T) ids to the final-normed stream, (B, T, C). With a cache, the ids follow what it has seen."""
         x = self.embedding.forward(ids, stash)
         h = self.first_norm.forward(x, stash)
-        normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
         for i, (block, joint) in enumerate(zip(self.blocks, self.joints, strict=True)):
             tail, state = cache.states[i] if cache else (None, None)
-            delta = block.forward(h, stash, partial(normed, x) if self.recompute else None, tail, state)
+            delta = block.forward(h, stash, tail, state)
             x, h = joint.forward(x, delta, stash)
-            normed = joint.normed
         if cache:
             cache.length += ids.shape[1]
         return h

@@ -6,8 +6,7 @@ Llama's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -37,14 +36,13 @@ class Block(AttentionHalf):
         )  # fmt: skip
 
     def forward(
-        self, x: Array, h: Array, stash: Stash | None, *, normed: Callable[[Array], Array] | None = None,
-        cache: LayerCache | None = None, offset: int = 0, starts: Array | None = None,
+        self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,
+        starts: Array | None = None,
     ) -> tuple[Array, Array, Array, Array]:  # fmt: skip
         """x and h after the block, (B, T, C) each, and its router's usage and starts, (E + 1,) each. Arguments as of
         Llama's block."""
-        x, h = self.attend(x, h, stash, normed=normed, cache=cache, offset=offset, starts=starts)
-        again = partial(self.norm2.normed, x) if normed else None
-        f, usage, bounds = self.experts.forward(h, stash, recompute=again)
+        x, h = self.attend(x, h, stash, cache=cache, offset=offset, starts=starts)
+        f, usage, bounds = self.experts.forward(h, stash)
         x, h = self.next_norm.forward(x, self.down_dropout.forward(f, stash), stash)
         return x, h, usage, bounds
 

@@ -146,6 +146,9 @@ static unsigned __ballot_sync(unsigned, bool yes) {
 inline void __syncwarp() { warps[current / 32].wait(32); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 
+// The larger of two errors, and NaN for ever where one was: what was never written is NaN.
+static double host_worse(double worst, double error) { return error <= worst || std::isnan(worst) ? worst : error; }
+
 // --- arithmetic
 
 inline float __expf(float x) { return std::exp(x); }

@@ -28,17 +28,18 @@ def with_body(text: str, head: str, body: str) -> str:
 
 def run_on_host(
     file: str, macros: dict[str, int | str], bodies: dict[str, str], main: str, folder: Path, *, before: str = "",
-    fault: tuple[str, str] | None = None,
+    fault: tuple[str, str] | None = None, changes: tuple[tuple[str, str], ...] = (),
 ) -> str:  # fmt: skip
     """What `main`, appended to the kernel's text, prints. bodies: of the functions that are PTX, by how their heads
-    begin. before: stand-ins that these bodies call. fault: words of the text and what stands there instead."""
+    begin. before: stand-ins that these bodies call. changes: words of the text and what stands there instead, because
+    the host needs it; fault: the same, to see that it shows."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("there is no C++ compiler")
     text = kernels.specialise(file, tuple(sorted(macros.items())))
-    if fault:
-        assert fault[0] in text, fault
-        text = text.replace(*fault)
+    for right, wrong in (*changes, *([fault] if fault else [])):
+        assert right in text, right
+        text = text.replace(right, wrong)
     for head, body in bodies.items():
         text = with_body(text, head, body)
     text = ASM.sub(";", text)

@@ -91,6 +91,7 @@ class Launches:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
+        self.blocks: list[int] = []
 
     def load(self, file: str, entry: str, shared_bytes: int = 0, **macros: Any) -> Callable[..., None]:
         parameters = self.parameters(file, entry, macros)
@@ -99,6 +100,7 @@ class Launches:
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_mem: int = 0) -> None:
             self.seen.append(entry)
+            self.blocks.append(int(np.prod(grid)))
             assert min(grid) > 0 and 0 < np.prod(block) <= 1024 and shared_mem == shared_bytes, (entry, grid, block)
             assert len(args) == len(parameters), f"{entry} takes {parameters}, got {len(args)}"
             for argument, parameter in zip(args, parameters, strict=True):
@@ -160,8 +162,8 @@ def fake_gemm(
     return out
 
 
-def no_gemm_bias(*arguments: Any, tf32: bool = False) -> bool:
-    """No algorithm of cuBLASLt fits: the kernel that writes the bias first is launched."""
+def no_gemm_plus(*arguments: Any, **options: Any) -> bool:
+    """No algorithm of cuBLASLt fits: what is added is written first."""
     return False
 
 
@@ -184,7 +186,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
               attention_cuda.tensor_core, attention_cuda.tma_kernel, attention_cuda.schedule, gemm._plan)  # fmt: skip
     monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
     for module in (cupy_backend, gemm, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
-        stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_bias": no_gemm_bias, "cupy": cupy, "cp": cupy,
+        stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_plus": no_gemm_plus, "cupy": cupy, "cp": cupy,
                      "_table": dict}  # fmt: skip
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
@@ -304,6 +306,41 @@ def test_grouped_products_take_tensor_cores_where_they_can(
     assert files == [f"ops/grouped{('_hopper' if hopper else '_mma') if fast else ''}.cu"] * 3
 
 
+@pytest.fixture
+def spared(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Five multiprocessors are left to others; what cuBLAS has been told, each time."""
+    from tinyforge.backends import cupy_backend
+
+    told = list[int]()
+    monkeypatch.setattr(cupy_backend, "use_processors", told.append)
+    cupy_backend.CupyBackend.spare(None, 5)
+    yield told
+    cupy_backend.CupyBackend.spare(None, 0)
+
+
+def test_kernels_leave_room(launches: Launches, spared: list[int]) -> None:
+    """Those that have a block for each multiprocessor, whole clusters of them; small ones have what they need."""
+    from tinyforge.backends import cupy_backend, gemm
+
+    backend = FakeCupy("bf16")
+    for rows, blocks in ((64 << 10, {1: 127, 2: 126}), (40, {1: 1, 2: 2})):
+        a, b, out = backend.zeros((rows, 64)), backend.zeros((64, 64)), backend.zeros((rows, 64))
+        for variant in gemm.compiled("FORWARD"):
+            launches.blocks.clear()
+            gemm.hopper(variant, a, b, out, "FORWARD")
+            assert launches.blocks == [blocks[variant.cluster]], (rows, variant)
+    q = backend.zeros((8, 512, 16, 128))
+    launches.blocks.clear()
+    bind((attention_fwd,), backend, "test").attention_fwd(q, q, q, None, None, True, None, None, 0.0)
+    assert launches.blocks == [127]
+    assert spared == [127]
+    spare = partial(cupy_backend.CupyBackend.spare, None)
+    spare(5)
+    assert spared == [127]
+    spare(0)
+    assert spared == [127, 0]
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("product", ["FORWARD", "INPUT", "WEIGHT"])
 def test_products_of_our_own_get_what_they_declare(product: str, splits: int, launches: Launches) -> None:
@@ -337,7 +374,7 @@ def test_a_product_goes_where_the_table_says(launches: Launches, monkeypatch: py
     gemm._plan.cache_clear()
     found = Launches()
     monkeypatch.setattr(gemm, "load", found.load)
-    monkeypatch.setattr(gemm, "processors", lambda: 132)
+    monkeypatch.setattr(gemm, "free_processors", lambda: 132)
     monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
     monkeypatch.setattr(gemm, "new", OnDevice)
     by_cublas: list[Any] = []
@@ -451,8 +488,10 @@ def test_the_optimizers_launches(precision: str, launches: Launches) -> None:
     squares, clip, update, summed, add = (
         k.bind(backend) for k in (square_sums, clip_factor, adamw_, sum_tokens, add_)
     )
-    sums = backend.zeros((7,), np.dtype(np.float64))
-    squares(sums, flat[3])
+    sums = backend.zeros((3, 7), np.dtype(np.float64))
+    squares(sums, flat[3], backend.zeros((3, 2), np.dtype(np.int64)))
+    assert launches.blocks == [21]
+    sums = sums.reshape(-1)
     _, factor = clip(sums, 1.0, 1.0)
     clip(sums, np.asarray(factor).view(OnDevice), 1.0)
     add(flat[0], flat[1])

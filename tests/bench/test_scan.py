@@ -17,7 +17,7 @@ def test_bytes_of_a_shape_small_enough_to_count_by_hand() -> None:
     assert SHAPE.bytes("forward", 2, 4) == (4 * wide + 2 * narrow) * 2
     assert SHAPE.bytes("forward, states kept", 2, 4) == (4 * wide + 2 * narrow) * 2 + 4 * kept
     assert SHAPE.bytes("backward", 2, 4) == (7 * wide + 4 * narrow) * 2 + 4 * kept  # u, delta, z, dy; du, ddelta, dz
-    assert SHAPE.exponentials("forward") == wide * (4 + 4)
+    assert SHAPE.exponentials("forward") == wide * (4 + 3)
 
 
 def test_the_peer_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.stories import GRAM, Request, keeps_name, known_shares, requests, story_nats, tell
+from bench.stories import GRAM, TYPED, Request, answers, known_shares, requests, story_nats, tell
+from data.stories import keeps_name
 from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.hub import load
@@ -30,6 +31,24 @@ def test_a_name_is_kept_to_the_end_and_is_no_second_one() -> None:
     assert keeps_name(story, "Max") and not keeps_name(story, "Tim") and not keeps_name(story, "Zelda")
     assert not keeps_name("Max ran. He met a cat. The cat and the bird went home.", "Max")  # forgotten
     assert keeps_name("Zelda ran. Zelda slept.", "Zelda")
+
+
+def test_an_answer_is_short_and_names_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Chat:
+        def clear(self) -> None:
+            pass
+
+        def ask(self, text: str, sampling: Sampling) -> list[str]:
+            asked.append(text)
+            wanted = next(word for story, _, word in TYPED if text.startswith(story))
+            return {0: ["Lily lost ", "her", " ball."], 1: [wanted], 2: [wanted, " and went on" * 9]}[sampling.seed]
+
+    monkeypatch.setattr("bench.stories.conversation_with", lambda _: Chat())
+    assert answers(None, " ", Sampling(), rounds=3) == pytest.approx((12 + 1) / 36)  # type: ignore[arg-type]
+    assert asked[0] == " ".join(TYPED[0][:2]) and len(set(asked)) == 12
+    assert all(word in story for story, _, word in TYPED)
 
 
 def test_requests_are_many_and_mostly_named() -> None:

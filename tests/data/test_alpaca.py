@@ -26,6 +26,7 @@ from data.alpaca import (
     render_prompt,
 )
 from data.download import Downloader, Patience
+from data.local import read_documents
 from data.source import read_source
 from tinyforge.errors import UserError
 
@@ -308,12 +309,12 @@ def test_a_full_disk_leaves_no_half_of_the_records(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(("count", "held"), [(0, 0), (2, 1), (39, 1), (40, 2), (100, 5)])
 def test_the_last_20th_is_held_out(count: int, held: int) -> None:
     records = [Record(str(i), "", "") for i in range(count)]
-    training, held_out = hold_out(records)
+    training, (held_out,) = hold_out([records])
     assert [*training, *held_out] == records and len(held_out) == held
 
 
-def test_one_record_alone_is_both() -> None:
-    assert hold_out([Record(**ADD)]) == ([Record(**ADD)], [Record(**ADD)])
+def test_one_record_alone_is_both(tmp_path: Path) -> None:
+    assert read_split([write(tmp_path / "one.json", json.dumps([ADD]))]) == ([Record(**ADD)], [[Record(**ADD)]])
 
 
 def test_the_last_20th_of_each_file_is_held_out(tmp_path: Path) -> None:
@@ -322,11 +323,31 @@ def test_the_last_20th_of_each_file_is_held_out(tmp_path: Path) -> None:
         return write(tmp_path / name, json.dumps([{**ADD, "instruction": f"{name} {i}"} for i in range(count)]))
 
     paths = [named("large", 40), named("small", 20), named("one", 1)]
-    training, held_out = read_split(paths)
-    assert [r.instruction for r in held_out] == ["large 38", "large 39", "small 19", "one 0"]
-    assert sorted(r.instruction for r in training + held_out) == sorted(r.instruction for r in read_records(paths))
-    assert read_split(paths[:1]) == hold_out(read_records(paths[:1]))
-    assert read_split(paths[2:]) == hold_out(read_records(paths[2:]))
+    training, by_file = read_split(paths)
+    assert [[r.instruction for r in held_out] for held_out in by_file] == [
+        ["large 38", "large 39"], ["small 19"], ["one 0"],
+    ]  # fmt: skip
+    records = [*training, *(r for held_out in by_file for r in held_out)]
+    assert sorted(r.instruction for r in records) == sorted(r.instruction for r in read_records(paths))
+
+
+def test_documents_have_what_is_trained_on_and_nothing_that_is_held_out(tmp_path: Path) -> None:
+    records = [{"instruction": f"Name {i}.", "input": "Please!" * (i % 2), "output": f"It is {i}." * (i != 3)}
+               for i in range(40)]  # fmt: skip
+    paths = [write(tmp_path / name, json.dumps(part)) for name, part in (("a.json", records[:20]), ("b.json", records))]
+    assert alpaca.main(["--out", str(tmp_path / "out"), "--as-text", *map(str, paths)]) == 0
+    source = read_source(tmp_path / "out")
+    texts = read_documents(source.parquet)
+    told = "\n\n".join(texts)
+    assert source.documents == len(texts) == 7 and source.licence == "not stated"
+    assert [file["url"] for file in json.loads((tmp_path / "out" / "source.json").read_text())["files"]] == [
+        "a.json", "b.json",
+    ]  # fmt: skip
+    assert texts[0].startswith("Question: Name 0.\nAnswer: It is 0.\n\nQuestion: Name 1. Please!\nAnswer: It is 1.")
+    assert told.count("Name 19.") == told.count("Name 37.") == 1  # of the second file; 19 is the first one's last
+    assert not any(f"Name {i}." in told for i in (3, 38, 39))
+    with pytest.raises(UserError, match="--as-text names its files itself, got x.json too"):
+        alpaca.main(["x.json", "--out", str(tmp_path / "out"), "--as-text", str(paths[0])])
 
 
 def test_records_know_their_licence_where_they_were_made(tmp_path: Path) -> None:

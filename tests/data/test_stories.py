@@ -23,6 +23,7 @@ from data.stories import (
     facts,
     hero_of,
     invented_name,
+    keeps_name,
     main,
     name_counts,
     names_in,
@@ -30,6 +31,7 @@ from data.stories import (
     records,
     rename,
     small_story,
+    typed_story,
     unanswered,
 )
 from tinyforge.errors import UserError
@@ -59,7 +61,7 @@ def test_other_names_are_of_the_same_kind_and_never_two_alike() -> None:
         assert all(KIND_OF[a] == KIND_OF[b] for a, b in chosen.items())
     drawn = Counter(name for _ in range(400) for name in other_names(STORY, rng).values())
     invented = sum(n for name, n in drawn.items() if name not in KIND_OF)
-    assert 0.15 < invented / drawn.total() < 0.35
+    assert 0.23 < invented / drawn.total() < 0.43
     assert all(re.fullmatch(r"[A-Z][a-z]{2,}", invented_name(rng)) for _ in range(200))
 
 
@@ -100,6 +102,38 @@ def test_small_stories_hold_what_they_are_asked_for() -> None:
             # The words of the answer's own.
             content -= {"because", "was", "cried", "the", "broken", "is", "about", "named", *DID}
             assert content <= set(re.findall(r"\w+", story.lower())), (story, fact)
+
+
+def test_typed_stories_are_short_and_every_question_has_one_answer() -> None:
+    rng = random.Random(5)
+    for _ in range(500):
+        story, hero, asked = typed_story(rng)
+        assert not re.search(r"[{}]|\ba [aeiou](?!ne)|\ban [^aeiou]", story) and re.fullmatch(r"[A-Z].*[.]", story)
+        assert 2 <= len(re.findall(r"[.](?: |$)", story)) <= 7
+        assert hero is None or hero.name in story.split(".")[0]
+        answers: dict[str, set[str]] = {}
+        for fact in asked:
+            answers.setdefault(fact.question, set()).add(fact.answer)
+            content = set(re.findall(r"\w+", fact.answer.lower())) - set(re.findall(r"\w+", fact.question.lower()))
+            content -= {"is", "about", "named", "the", "got"}
+            assert content <= set(re.findall(r"\w+", story.lower())), (story, fact)
+        assert all(len(found) == 1 for found in answers.values()), (story, answers)
+
+
+def test_a_question_stands_on_the_storys_line_as_well_as_below() -> None:
+    told = [rename(STORY, {"Lily": girl}) for girl in NAMES["girl"][:60]]
+    last = [r.instruction[:-1] for r in records(told, [], 0) if not r.history and r.instruction.endswith("?")]
+    joined = Counter(re.findall(r"[.!\"](\s+)(?:What|Who|Where|Why) [^.!]*$", text)[0] for text in last
+                     if re.search(r"[.!\"]\s+(?:What|Who|Where|Why) [^.!]*$", text))  # fmt: skip
+    assert joined[" "] > joined.total() / 3 and joined["\n\n"] > joined.total() / 8
+
+
+def test_a_story_that_another_takes_over_is_not_asked_for_by_the_heros_name() -> None:
+    stolen = STORY.split("Lily")
+    story = f"{stolen[0]}Lily{'Sam'.join(stolen[1:])}"
+    assert not keeps_name(story, "Lily")
+    tellings = [r.instruction for r in records([story] * 40, [], 0) if r.output.startswith(stolen[0])]
+    assert len(tellings) > 60 and not any(re.search(r" (named|called) | about [A-Z]", text) for text in tellings)
 
 
 def test_a_question_without_an_answer_is_one() -> None:

@@ -2,8 +2,9 @@
 
     python tests/gpu/ranks_check.py --gpus 2 --config base --rows 64 --steps 300 --json ranks.json
 
-collectives: beside NumPy. losses: on all GPUs beside one with micro-batches; two runs of the same world; ZeRO. bits:
-with --shards-per-step the same on one GPU, on all, and on one after the other. Written down as it is found.
+collectives: beside NumPy. losses: on all GPUs beside one with micro-batches, on text that no step sees twice. same: two
+runs of the same world, and ZeRO, end with the same bytes. bits: with --shards-per-step the same on one GPU, on all, and
+on one after the other. Written down as it is found.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tinyforge.files import write_whole
 from tinyforge.parallel import Alone, part_of
 from tinyforge.parallel.launch import joined, start, started_as_rank
 from tinyforge.rng import Stream
+from tinyforge.text import Tokenizer
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.data_parallel import Sharded, clip, gradients_of, update
 from tinyforge.train.objectives import NextTokens
@@ -120,7 +122,20 @@ class Trial:
         return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
 
-PARTS = ("collectives", "losses", "bits")
+PARTS = ("collectives", "losses", "same", "bits")
+APART = 1e-3  # of losses in float64, at most; training amplifies rounding (docs/parallel.md)
+TOKENIZERS = {512: "small", 4096: "storyteller"}  # of the checkpoints that are shipped, by their sizes
+
+
+def text_of(vocab: int, count: int) -> np.ndarray:
+    """So many tokens of the built-in world's text."""
+    folder = Path(__file__).resolve().parents[2] / "models/nanoeuler" / TOKENIZERS[vocab]
+    tokenizer, ids = Tokenizer.load(folder / "tokenizer.json"), list[int]()
+    for document in documents("train", count, 0):
+        if len(ids) >= count:
+            break
+        ids += tokenizer.encode(document + "\n")
+    return np.array(ids[:count], np.int32)
 
 
 def main() -> int:
@@ -137,8 +152,10 @@ def main() -> int:
     args = p.parse_args()
     if not started_as_rank():
         return start([sys.executable, *sys.orig_argv[1:]], args.gpus)
-    text = "\n".join(documents("train", 4000, 0)).encode()
-    tokens = np.frombuffer(text, np.uint8).astype(np.int32)
+    config = PRESETS[args.config]
+    # Of the losses' rows none comes twice: an epoch has one window fewer than the text.
+    rows = args.rows * args.steps if "losses" in args.only else 2000
+    tokens = text_of(config.vocab, (rows + 2) * config.context)
     began = time.perf_counter()
     found: dict[str, Any] = {"precision": args.precision, "config": args.config, "rows": args.rows, "holds": False}
 
@@ -167,20 +184,24 @@ def main() -> int:
             note(collectives_compared=collectives(group, backend.xp))
 
         if "losses" in args.only:
-            first = make(group)
-            many = first.run(args.steps)
-            shas = {"all GPUs": first.sha()}
+            many = make(group).run(args.steps)
             note(loss=[many[0], many[-1]])
-            del first
             one = make(alone, accumulate=group.size).run(args.steps)
             apart = np.abs(np.subtract(one, many))
             note(steps=args.steps, one_gpu_with_micro_batches_apart=float(apart.max()), at_step=int(apart.argmax()),
                  apart_of_every_tenth_step=apart[::10].tolist())  # fmt: skip
-            for name, zero in (("again", 0), ("ZeRO-1", 1), ("ZeRO-2", 2)):
+            if apart.max() > APART and args.precision == "fp64":
+                raise SystemExit(f"the losses are {apart.max():.1e} apart at step {apart.argmax()}, wanted {APART:g}")
+
+        if "same" in args.only:
+            n, shas, wanted = args.exact_steps, dict[str, str](), list[float]()
+            for name, zero in (("all GPUs", 0), ("again", 0), ("ZeRO-1", 1), ("ZeRO-2", 2)):
                 trial = make(group, zero=zero)
-                losses = trial.run(args.steps)
+                losses = trial.run(n)
+                wanted = wanted or losses
                 shas[name] = trial.sha()
-                note(sha=shas, **{f"{name}, losses apart": float(np.abs(np.subtract(losses, many)).max())})
+                apart = np.abs(np.subtract(losses, wanted))
+                note(same=shas, same_steps=n, **{f"{name}, losses apart": float(apart.max())})
                 del trial
             same("two runs of the same world, or ZeRO, differ", shas)
 

@@ -12,6 +12,7 @@ import pytest
 
 from models.moe import Config as MoEConfig
 from models.nanoeuler import PRESETS, Config, NanoEuler
+from tests.train.trained import Trained, assert_same_bits
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.ops.attention import Documents
@@ -47,59 +48,23 @@ def batch(number: int, heads: int, rows: int = 4, **more: Any) -> Batch:
     return Batch(ids, rng.integers(-99, VOCAB, (rows, 96, heads), dtype=np.int32).clip(-1), **more)
 
 
-class Trained:
-    """A few steps of a model; with_graph: by `Captured`."""
-
-    def __init__(self, name: str, precision: str, with_graph: bool, recompute: Any = "") -> None:
-        kind, config = MODELS[name]
-        spec = find_model(kind)
-        if isinstance(config, dict):
-            config = next(iter(spec.presets.values())).override(config)
-        self.backend = get_backend("cupy", precision)
-        self.config = config
-        self.model: Any = spec.build(config, self.backend, recompute=recompute)
-        self.model.initialise(0)
-        self.sharded = Sharded(self.model, self.backend, NextTokens(config.head_weights))
-        self.optimizer = self.sharded.rank.make_optimizer(None)
-        self.captured = Captured(self.sharded, self.optimizer, 0.5) if with_graph else None
-        self.found: list[tuple[Any, Any]] = []
-
-    def step(self, number: int, batches: Sequence[Batch]) -> None:
-        noise, lr = Stream(7, f"dropout/{number}"), 1e-2 / (1 + number)
-        if self.captured:
-            totals, norm = self.captured.step(batches, noise, lr)
-        else:
-            totals = self.sharded.gradients(batches, noise)
-            norm, factor = self.optimizer.clip(0.5)
-            self.optimizer.step(lr, factor)
-        self.found.append((totals.sums, norm))
-
-    def bits(self) -> dict[str, bytes]:
-        """Of all that is learned, and of the sums and norms of all steps, read at the end alone."""
-        buffer, optimizer = self.model.buffer, self.optimizer
-        arrays = {"masters": buffer.masters, "values": buffer.values, "grads": buffer.grads, "m": optimizer.m,
-                  "v": optimizer.v}  # fmt: skip
-        steps = {f"step {n}": (sums, norm) for n, (sums, norm) in enumerate(self.found)}
-        numbers = {name: np.append(self.backend.to_numpy(sums), float(norm)) for name, (sums, norm) in steps.items()}
-        return {name: self.backend.to_numpy(a).tobytes() for name, a in (*numbers.items(), *arrays.items())}
+def trained(name: str, precision: str, with_graph: bool, recompute: Any = "") -> Trained:
+    kind, config = MODELS[name]
+    spec, backend = find_model(kind), get_backend("cupy", precision)
+    if isinstance(config, dict):
+        config = next(iter(spec.presets.values())).override(config)
+    return Trained(backend, spec.build(config, backend, recompute=recompute), with_graph)
 
 
-def assert_same_bits(name: str, precision: str, steps: Sequence[Sequence[Batch]], **options: Any) -> Trained:
-    plain, graph = (Trained(name, precision, with_graph, **options) for with_graph in (False, True))
-    for number, batches in enumerate(steps):
-        for trained in (plain, graph):
-            trained.step(number, batches)
-    wanted, got = plain.bits(), graph.bits()
-    assert [what for what in wanted if wanted[what] != got[what]] == []
-    assert np.isfinite(graph.backend.to_numpy(graph.model.buffer.masters)).all()
-    return graph
+def same_bits(name: str, precision: str, steps: Sequence[Sequence[Batch]], **options: Any) -> None:
+    assert_same_bits(*(trained(name, precision, with_graph, **options) for with_graph in (False, True)), steps)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "tf32", "fp64"])
 @pytest.mark.parametrize("name", MODELS)
 def test_twenty_steps_have_the_bits_of_plain_ones(name: str, precision: str) -> None:
-    heads = Trained(name, precision, False).config.prediction_heads
-    assert_same_bits(name, precision, [[batch(n, heads)] for n in range(20)])
+    heads = trained(name, precision, False).model.config.prediction_heads
+    same_bits(name, precision, [[batch(n, heads)] for n in range(20)])
 
 
 def test_micro_batches_recomputation_weights_and_documents() -> None:
@@ -109,26 +74,26 @@ def test_micro_batches_recomputation_weights_and_documents() -> None:
         return {"weights": rng.random((4, 96, 2)), "documents": Documents(starts, restart=True)}
 
     steps = [[batch(2 * n + i, 2, **more(2 * n + i)) for i in range(2)] for n in range(8)]
-    assert_same_bits("nanoeuler", "bf16", steps)
-    assert_same_bits("nanoeuler", "bf16", steps, recompute="blocks")
+    same_bits("nanoeuler", "bf16", steps)
+    same_bits("nanoeuler", "bf16", steps, recompute="blocks")
 
 
 def test_each_shape_has_a_graph_and_evaluation_comes_between() -> None:
     """More shapes than get a graph, in turns; the evaluation's arrays come and go between the graphs' launches."""
     kinds = MOST + 1
-    plain, graph = (Trained("nanoeuler", "bf16", with_graph) for with_graph in (False, True))
+    plain, graph = both = [trained("nanoeuler", "bf16", with_graph) for with_graph in (False, True)]
     for number in range(4 * kinds):
-        for trained in (plain, graph):
-            trained.step(number, [batch(number, 2, rows=2 + number % kinds)])
-            trained.found.append((trained.sharded.nll(batch(number, 2, rows=9)), 0.0))
-    for trained in (plain, graph):
-        trained.found = [(trained.backend.xp.asarray(sums), norm) for sums, norm in trained.found]
+        for each in both:
+            each.step(number, [batch(number, 2, rows=2 + number % kinds)])
+            each.found.append((each.sharded.nll(batch(number, 2, rows=9)), 0.0))
+    for each in both:
+        each.found = [(each.backend.xp.asarray(sums), norm) for sums, norm in each.found]
     assert plain.bits() == graph.bits()
 
 
 def test_an_upload_in_a_captured_step_is_an_error_and_the_next_step_is_plain_again() -> None:
-    trained = Trained("nanoeuler", "bf16", True)
-    right = trained.model.forward
+    graph = trained("nanoeuler", "bf16", True)
+    right = graph.model.forward
 
     def uploads(*arguments: Any, **options: Any) -> Any:
         import cupy
@@ -136,14 +101,14 @@ def test_an_upload_in_a_captured_step_is_an_error_and_the_next_step_is_plain_aga
         cupy.asarray(np.arange(1000))
         return right(*arguments, **options)
 
-    trained.step(0, [batch(0, 2)])
-    trained.model.forward = uploads
+    graph.step(0, [batch(0, 2)])
+    graph.model.forward = uploads
     with pytest.raises(UserError, match="--capture: the step uploads 8000 bytes"):
-        trained.step(1, [batch(1, 2)])
-    trained.model.forward = right
-    trained.captured = None
-    trained.step(1, [batch(1, 2)])
-    assert np.isfinite(float(trained.found[-1][1]))
+        graph.step(1, [batch(1, 2)])
+    graph.model.forward = right
+    graph.captured = None
+    graph.step(1, [batch(1, 2)])
+    assert np.isfinite(float(graph.found[-1][1]))
 
 
 @pytest.mark.parametrize("name", ["base", "small"])

@@ -349,6 +349,29 @@ def test_chunks_of_a_prompt_are_one_prompt() -> None:
     assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max()
 
 
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "tf32", "bf16"])
+def test_a_prompt_has_the_same_bits_by_a_graph(precision: str) -> None:
+    """A first time without, a second in the graphs' memory, captured, launched again: of two prompts in turns, each
+    in a piece from the beginning and one behind it."""
+    config = replace(WIDER, context=320)
+    model = trained_like(config, precision)
+    decoder = engine().RowDecoder(model)
+    prompts = [np.random.default_rng(i).integers(0, config.vocab, 300 - 9 * i).tolist() for i in range(2)]
+    found: dict[int, list[bytes]] = {0: [], 1: []}
+    for which in (0, 1, 0, 1, 0):
+        decoder.rewind([0])
+        decoder.prefill(0, prompts[which][:256])
+        decoder.prefill(0, prompts[which][256:])
+        held = (decoder.cache.keys, decoder.cache.values)
+        found[which].append(b"".join(x[:, :, : len(prompts[which])].tobytes() for x in held))
+    assert [len(set(bits)) for bits in found.values()] == [1, 1] and found[0][0] != found[1][0]
+    assert len(decoder.prompts._launch) == 2
+    wanted = forward(model, np.array(prompts[0], np.int32))[-1]
+    decoder.rewind([299])
+    got = decoder.step([prompts[0][-1:]], config.mtp_heads)[0, -1]
+    assert np.abs(got - wanted).max() <= TOLERANCE.get(precision, 0.02) * np.abs(wanted).max()
+
+
 def test_what_it_is_for_and_what_not() -> None:
     model = trained_like(CONFIG, "fp32")
     decoder = make_decoder(model)

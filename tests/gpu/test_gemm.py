@@ -213,10 +213,10 @@ def test_a_table_sends_a_block_to_the_fused_kernels(hopper: None, monkeypatch: p
             monkeypatch.setattr(gemm, "_table", lambda table=table: gemm.parsed(table))
             said.clear()
             gu, h = k.linear_swiglu_fwd(x, before)
-            y = k.swiglu_linear_fwd(gu, h, behind)
+            y = k.swiglu_linear_fwd(gu, h, behind, None)
             dbehind = backend.zeros(behind.shape, backend.master_dtype)
             dgu = k.swiglu_linear_bwd(dbehind, dy, gu, behind)
-            assert np.array_equal(wide(y), wide(k.swiglu_linear_fwd(gu, None, behind)))  # h is what SwiGLU gives
+            assert np.array_equal(wide(y), wide(k.swiglu_linear_fwd(gu, None, behind, None)))  # h is what SwiGLU gives
             found.append([wide(array) for array in (gu, h, y, dgu, dbehind)])
             if fits:
                 assert ("SWIGLU" in said, "SWIGLU_BACKWARD" in said) == (bool(table), bool(table))

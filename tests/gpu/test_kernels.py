@@ -158,6 +158,7 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
         Master(normal(r, 1, -(-n // 32), c, 16))),
     "linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c), None),
     "linear_fwd bias": lambda r, n, c: (act(r, n, 24), act(r, c, 24), act(r, c)),
+    "linear_add_fwd": lambda r, n, c: (act(r, n, 24), act(r, c, 24), act(r, n, c)),
     "linear_bwd_bias": lambda r, n, c: (acc(r, c), act(r, n, c)),
     "linear_bwd": lambda r, n, c: (acc(r, 24, c), None, act(r, n, 24), act(r, n, c), act(r, 24, c)),
     "linear_bwd bias": lambda r, n, c: (acc(r, c, 24), acc(r, c), act(r, n, c), act(r, n, 24), act(r, c, 24)),
@@ -180,8 +181,9 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
         acc(r, 3, c), acc(r, 24, 3), act(r, n, 24), act(r, n, c), act(r, n, 3), act(r, 24, c), act(r, 3, c),
         act(r, 24, 3), 0.5, None, 0.0),
     "lora_merge": lambda r, n, c: (act(r, n, c), act(r, 8, c), act(r, n, 8), 1.7),
-    "swiglu_linear_fwd": lambda r, n, c: (act(r, n, 2 * c), None, act(r, 24, c)),
-    "swiglu_linear_fwd hidden": lambda r, n, c: (act(r, n, 2 * c), act(r, n, c), act(r, 24, c)),
+    "swiglu_linear_fwd": lambda r, n, c: (act(r, n, 2 * c), None, act(r, 24, c), None),
+    "swiglu_linear_fwd hidden": lambda r, n, c: (act(r, n, 2 * c), act(r, n, c), act(r, 24, c), None),
+    "swiglu_linear_fwd add": lambda r, n, c: (act(r, n, 2 * c), act(r, n, c), act(r, 24, c), act(r, n, 24)),
     "linear_swiglu_fwd": lambda r, n, c: (act(r, n, 24), act(r, 2 * c, 24)),
     "gelu_linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), None, "tanh"),
     "gelu_linear_fwd bias": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), act(r, c), "tanh"),
@@ -526,9 +528,12 @@ def test_adamw_and_the_norm(precision: str) -> None:
 
 
 def norm_of(backend: Any, grads: Any, previous: Any, limit: float) -> tuple[Any, Any]:
-    sums = backend.zeros((backend.blocks,), np.dtype(np.float64))
-    square_sums.bind(backend)(sums, grads)
-    return clip_factor.bind(backend)(sums, previous, limit)
+    half = grads.size // 8 * 4
+    bounds = backend.asarray(np.array([(0, half), (0, 0), (half, grads.size)]), np.dtype(np.int64))
+    sums = backend.zeros((3, backend.blocks), np.dtype(np.float64))
+    sums.fill(7)
+    square_sums.bind(backend)(sums, grads, bounds)
+    return clip_factor.bind(backend)(sums.reshape(-1), previous, limit)
 
 
 def test_a_norm_that_is_not_finite_stops_all_further_steps() -> None:

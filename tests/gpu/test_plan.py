@@ -33,11 +33,11 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "precision", "rows", "recompute", "adapters", "restart"),
     [
-        ("nanoeuler", "bf16", 8, "", None, None), ("nanoeuler", "bf16", 8, "norms", None, None),
-        ("nanoeuler", "fp32", 4, "", None, None), ("nanoeuler", "bf16", 8, "", None, True),
+        ("nanoeuler", "bf16", 8, "", None, None), ("nanoeuler", "fp32", 4, "", None, None),
+        ("nanoeuler", "bf16", 8, "", None, True),
         ("nanoeuler", "bf16", 8, "", Adapters(8, 16.0, 0.05), None),
-        ("nanoeuler", "fp32", 4, "norms", Adapters(8, 16.0, 0.0, ("qkv", "down")), None),
-        ("moe", "bf16", 8, "", None, None), ("moe", "bf16", 8, "norms", None, None),
+        ("nanoeuler", "fp32", 4, "", Adapters(8, 16.0, 0.0, ("qkv", "down")), None),
+        ("moe", "bf16", 8, "", None, None),
         ("nanoeuler", "bf16", 8, "blocks", None, None), ("moe", "bf16", 8, "blocks", None, None),
     ],
 )  # fmt: skip

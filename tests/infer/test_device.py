@@ -1,4 +1,4 @@
-"""What the CUDA decoders share, as far as it runs without a GPU: the order of launches, and prefill's layout."""
+"""What the CUDA decoders share, as far as it runs without a GPU: the order of launches, and copies on their way."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from models.nanoeuler import Config, NanoEuler
-from tinyforge.backends import get_backend
 
 pytest.importorskip("cupy", reason="the launchers import CuPy")
 
@@ -61,27 +58,6 @@ def test_passes_that_give_more_end_the_stream_early() -> None:
     sizes = [len(found) for found in blocks(20, 1, 8, log, gives=3)]
     assert sizes == [1, 2, 4] and [e for e in log if e[0] == "wait"] == [("wait", 1), ("wait", 2), ("wait", 4)]
     assert [e[1] for e in log if e[0] == "launch"] == [1, 2, 4, 7]
-
-
-def test_prefill_leaves_keys_and_values_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's own ops write a fused decoder's cache, (layers, kv_heads, capacity, head_dim), chunk by chunk."""
-    from tinyforge.infer.cuda import device
-
-    monkeypatch.setattr(device, "cupy", np)  # of which it takes ascontiguousarray here
-    config = Config(dim=24, heads=4, kv_heads=2, layers=2, context=40, vocab=19, mtp_heads=1, hidden=10,
-                    mtp_weights=(1,))  # fmt: skip
-    model = NanoEuler(config, get_backend("numpy", "fp64", workers=1))
-    model.initialise(0)
-    ids = np.random.default_rng(0).integers(0, 19, (1, 25))
-    reference = model.make_cache(1, 40)
-    wanted = model.hidden(ids, cache=reference)
-    keys, values = np.zeros((2, 2, 2, 40, 6))
-    parts = [model.hidden(ids[:, start:end], cache=device._RowCache(keys, values, start))  # type: ignore[arg-type]
-             for start, end in ((0, 1), (1, 20), (20, 25))]  # fmt: skip
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), wanted, rtol=0, atol=1e-12)
-    for ours, theirs in ((keys, reference.keys), (values, reference.values)):
-        np.testing.assert_allclose(ours[:, :, :25], theirs[:, 0, :25].swapaxes(1, 2), rtol=0, atol=1e-12)
-        assert not ours[:, :, 25:].any()
 
 
 def test_memory_that_is_written_to_is_not_given_to_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,10 +172,10 @@ def test_the_plan_does_not_depend_on_the_choices() -> None:
                     mtp_weights=(1, 0.5))  # fmt: skip
     plan = plan_step(find_model("moe"), config, "bf16", 8, 256)
     tokens = 8 * 256
-    # qkv, attention's result, two sums and their norms, the logits; gate and up of two rows. Numbers of four bytes: the
+    # qkv, attention's result, two norms' results, the logits; gate and up of two rows. Numbers of four bytes: the
     # log-sum-exp of 4 heads, 2 norms, two weights, and two each of choices, slots, tokens and places.
-    layer = 2 * (8 * 16 + 64 + 4 * 64 + 8 + 2 * 2 * 48) + 4 * (4 + 2 + 2 + 4 * 2)
-    rest = 4 * (1 + 2) + 2 * (2 * 64 + 2 * 128) + 4
+    layer = 2 * (8 * 16 + 64 + 2 * 64 + 8 + 2 * 2 * 48) + 4 * (4 + 2 + 2 + 4 * 2)
+    rest = 4 * (1 + 2) + 2 * (64 + 2 * 128) + 4
     assert plan.saved == pytest.approx(tokens * (2 * layer + rest), rel=0.02)
 
 

@@ -580,6 +580,20 @@ def test_add_rmsnorm_is_the_add_then_rmsnorm(rng: np.random.Generator) -> None:
     close(fused.weight.grad, plain.weight.grad)
 
 
+@pytest.mark.parametrize("gain", [0.0, -0.0, 1e-20, -1e-300])
+def test_a_gain_of_0_has_a_gradient(rng: np.random.Generator, gain: float) -> None:
+    """Backward has y and not x: what it divides by the gain must still be there."""
+    x, dy, weight = rng.normal(size=(4, 6)), rng.normal(size=(4, 6)), rng.normal(size=6)
+    weight[2] = gain
+    op, stash = ops.RMSNorm(param("gain", weight), FP64, 0.1), Stash()
+    y = op.forward(x, stash)
+    r = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + 0.1)
+    np.testing.assert_allclose(y, x * r * weight, rtol=1e-12, atol=1e-14)
+    along = (dy * weight * x * r).mean(-1, keepdims=True)
+    np.testing.assert_allclose(op.backward(dy, stash), r * (dy * weight - x * r * along), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(op.weight.grad, (dy * x * r).sum(0), rtol=1e-12)
+
+
 def test_rmsnorm_takes_the_gradient_of_the_stream_along(rng: np.random.Generator) -> None:
     x, dx, dy = rng.normal(size=(3, 3, 5, 6))
     op, stash = ops.RMSNorm(param("gain", rng.normal(size=6)), FP64), Stash()

@@ -1,11 +1,13 @@
 """How far two ways of summing one batch's gradient drift apart, by precision: micro-batches on one rank, or two ranks.
 
     python tests/parallel/accumulation.py --steps 300
+    python tests/parallel/accumulation.py --larger bytes tokens      how much of it the text makes; a quarter of an hour
 
 Both see the same rows and take the same sums. What is printed is the largest difference of their losses; and, as a
 measure of how training amplifies rounding, of the losses of one rank when a tenth of the weights are moved by their
 last bit before it begins. bf16 is emulated: what the ops read and return is rounded to bfloat16; sums, gradients,
-masters and the loss are float32, as on a GPU.
+masters and the loss are float32, as on a GPU. --larger: the last bits of a larger model in float32, on text as bytes, a
+few of which always tell the next, and as tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from data.world import documents
 from models.nanoeuler import Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.tensors import encoded
+from tinyforge.text import Tokenizer
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.data_parallel import Sharded, clip, update
 from tinyforge.train.objectives import NextTokens
@@ -31,6 +34,9 @@ from tinyforge.train.objectives import NextTokens
 CONFIG = Config(dim=64, heads=4, kv_heads=2, layers=2, context=32, vocab=256, mtp_heads=2, hidden=128,
                 mtp_weights=(1, 0.5))  # fmt: skip
 ROWS, LR = 16, 6e-4
+LARGER = Config(dim=192, heads=6, kv_heads=2, layers=6, context=64, vocab=4096, mtp_heads=2, hidden=384,
+                mtp_weights=(1, 0.5))  # fmt: skip
+TOKENIZER = Path(__file__).resolve().parents[2] / "models/nanoeuler/storyteller/tokenizer.json"  # of 4,096 ids
 
 
 def bfloat16(x: Any) -> Any:
@@ -56,12 +62,19 @@ def stored_low(model: NanoEuler) -> NanoEuler:
     return model
 
 
+def text_as(kind: str, documents_of: int) -> np.ndarray:
+    """The built-in world's text as "bytes" or "tokens"."""
+    text = "\n".join(documents("train", documents_of, 0))
+    found = Tokenizer.load(TOKENIZER).encode(text) if kind == "tokens" else np.frombuffer(text.encode(), np.uint8)
+    return np.asarray(found, np.int32)
+
+
 def losses(precision: str, workers: int, micro_batches: int, steps: int, lr: float = LR, nudge: bool = False,
-           seed: int = 0) -> np.ndarray:  # fmt: skip
+           seed: int = 0, config: Config = CONFIG, tokens: np.ndarray | None = None) -> np.ndarray:  # fmt: skip
     """The losses of a run. nudge: every tenth weight is moved by its last bit before it begins."""
     low = precision == "bf16"
     backend = get_backend("numpy", "fp32" if low else precision, workers=workers)
-    model = NanoEuler(CONFIG, backend)
+    model = NanoEuler(config, backend)
     model.initialise(seed)
     buffer = model.buffer
     if nudge:
@@ -72,10 +85,10 @@ def losses(precision: str, workers: int, micro_batches: int, steps: int, lr: flo
         of_a_worker = model.replica
         vars(model)["replica"] = lambda: stored_low(of_a_worker())
         stored_low(model)
-    tokens = np.frombuffer("\n".join(documents("train", 2000, 0)).encode(), np.uint8).astype(np.int32)
-    data = PackedTokens(tokens, CONFIG.context, CONFIG.prediction_heads, seed=0)
+    data = PackedTokens(text_as("bytes", 2000) if tokens is None else tokens, config.context, config.prediction_heads,
+                        seed=0)  # fmt: skip
     rows = ROWS // micro_batches
-    objective = NextTokens(CONFIG.head_weights)
+    objective = NextTokens(config.head_weights)
     sharded = Sharded(model, backend, objective)
     sharded.rank.make_optimizer(None)
     found = []
@@ -95,7 +108,16 @@ def main() -> int:
     p = argparse.ArgumentParser()
     p.add_argument("--steps", type=int, default=300)
     p.add_argument("--lr", type=float, default=LR)
+    p.add_argument("--larger", nargs="+", choices=("bytes", "tokens"))
     args = p.parse_args()
+    for kind in args.larger or ():
+        text = text_as(kind, 12_000)
+        one, moved = (losses("fp32", 1, 2, args.steps, args.lr, nudge, config=LARGER, tokens=text)
+                      for nudge in (False, True))  # fmt: skip
+        apart = np.abs(one - moved).max()
+        print(f"  {kind}: last bits moved {apart:.1e}; loss {one[0]:.3f} to {one[-1]:.3f}", flush=True)
+    if args.larger:
+        return 0
     print(f"largest difference of the losses of {args.steps} steps, {ROWS} x {CONFIG.context} tokens each:")
     for precision in ("fp64", "fp32", "bf16"):
         one = losses(precision, 1, 2, args.steps, args.lr)

@@ -94,41 +94,47 @@ class Life:
         ]  # fmt: skip
 
     def start(self) -> subprocess.Popen[bytes]:
+        """A process that trains, so that its ranks have found each other, or has ended."""
+        before = self._written()
         more = ["--resume"] if saved(self.out) else self.begin
         with open(self.log, "wb") as log:
             environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            return subprocess.Popen([*self.command, *more], stdout=log, stderr=log, env=environ, start_new_session=True)
-
-    seconds = 0.0  # that a run takes once it writes, which on GPUs is a small part of it
-
-    def writes(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait until it does, or has ended: the ranks have found each other."""
-        while process.poll() is None and not (self.out / "metrics.jsonl").exists():
+            process = subprocess.Popen([*self.command, *more], stdout=log, stderr=log, env=environ,
+                                       start_new_session=True)  # fmt: skip
+        while process.poll() is None and self._written() == before:
             time.sleep(0.02)
+        return process
+
+    def _written(self) -> Any:
+        """Changes when a run, resumed or not, begins to train: it makes its metrics anew."""
+        path = self.out / "metrics.jsonl"
+        return (found.st_ino, found.st_mtime_ns) if path.exists() and (found := path.stat()) else None
+
+    def step(self) -> int:
+        """The last one of which the run has written anything."""
+        return int(max((row["step"] for row in metrics.read(self.out / "metrics.jsonl")), default=0))
 
     def finish(self) -> None:
-        process = self.start()
-        self.writes(process)
-        began = time.monotonic()
-        if process.wait() != 0:
+        if self.start().wait() != 0:
             raise SystemExit(f"a run ended badly: {self.said()}")
-        Life.seconds = Life.seconds or time.monotonic() - began
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")[-2000:]
 
-    def kill(self, rng: random.Random) -> str:
-        process = self.start()
-        began = time.monotonic()
-        while process.poll() is None and len(pids := ranks_of(self.out)) < self.args.ranks:
+    def kill(self, rng: random.Random, share: float) -> str:
+        """In a step up to this share of the run."""
+        process, began = self.start(), time.monotonic()
+        pids = ranks_of(self.out)
+        # By steps: a first run on a GPU compiles for as long as a hundred runs take.
+        rank, at = rng.randrange(self.args.ranks), saved(self.out)
+        at = rng.randrange(at, max(at + 1, int(share * (self.args.steps - 2 * self.args.save_every))))
+        while process.poll() is None and self.step() < at:
             time.sleep(0.02)
-        self.writes(process)
-        time.sleep(rng.uniform(0, self.seconds))
+        time.sleep(rng.uniform(0, 0.1))
         moment, step = time.monotonic() - began, saved(self.out)
-        rank = rng.randrange(self.args.ranks)
         try:
             os.kill(pids[rank], signal.SIGSTOP if self.args.stop else signal.SIGKILL)
-        except ProcessLookupError:
+        except (KeyError, ProcessLookupError):
             process.wait()
             return "was done before"
         began = time.monotonic()
@@ -141,7 +147,7 @@ class Life:
         if saved(self.out):
             checkpoint.load(self.out)
         errors = [line for line in self.said().splitlines() if line.startswith("error: ")]
-        where = f"rank {rank} after {moment:.1f} s, step {step} saved"
+        where = f"rank {rank} after {moment:.1f} s, in step {at} or soon after, step {step} saved"
         return f"{where}: gone in {seconds:.1f} s, status {status}; {errors or 'mpirun says it'}"
 
 
@@ -178,8 +184,8 @@ def main() -> int:
         killed = 0
         for number in range(args.lives):
             life = Life(args, folder, folder / f"life-{number}")
-            for _ in range(args.kills):
-                happened = life.kill(rng)
+            for done in range(args.kills):
+                happened = life.kill(rng, (done + 1) / args.kills)
                 killed += "was done" not in happened
                 note("kills", f"  {happened}")
             life.finish()
@@ -187,8 +193,9 @@ def main() -> int:
                 raise SystemExit(f"life {number}: {sha(life.out)[:16]} or its metrics differ")
             note("shas", f"life {number}: {sha(life.out)[:16]}")
             shutil.rmtree(life.out)
-        if killed < args.lives:
-            raise SystemExit(f"{killed} kills in {args.lives} lives: the runs were over too soon; give more --steps")
+        if killed <= args.lives * args.kills / 2:
+            raise SystemExit(f"{killed} kills of {args.lives * args.kills}: the runs were over too soon; give more "
+                             "--steps")  # fmt: skip
         note("same_bytes", f"{killed} kills, {args.lives} lives, all of the same bytes")
     return 0
 

@@ -15,7 +15,7 @@ from tinyforge.backends import get_backend
 from tinyforge.op import Param, WithKeywords
 from tinyforge.optim import AdamW, AdamWConfig
 from tinyforge.parallel import Alone, Group, part_of, start_group
-from tinyforge.parallel.buckets import UNIT, Buckets, Watched
+from tinyforge.parallel.buckets import BUCKET, LEAST, UNIT, Buckets, Watched
 from tinyforge.parallel.zero import ShardedAdamW, pieces_of, stage_of
 from tinyforge.params import ParamBuffer
 from tinyforge.registry import models
@@ -90,6 +90,20 @@ def test_a_bucket_begun_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Buckets, "watched", watched)
     with pytest.raises(AssertionError, match="nanoeuler"):
         test_a_bucket_is_begun_when_its_gradients_are_known("nanoeuler", "")
+
+
+def test_the_last_buckets_are_small() -> None:
+    """Of `base`: none has more elements than what lies before it, or 32 MB, unless it is one parameter."""
+    from models.nanoeuler import PRESETS
+    from tinyforge.backends.phantom import PhantomBackend
+
+    model = NanoEuler(PRESETS["base"], PhantomBackend("bf16"))
+    buckets = Buckets(model.buffer, model.ops())
+    sizes = [bucket.stop - bucket.start for bucket in buckets.slices]
+    assert sizes[:4] == [3145728, 1572864, 4718592, 7864320] and sum(sizes) == model.buffer.size
+    for bucket, params, size in zip(buckets.slices, buckets.params, sizes, strict=True):
+        assert len(params) == 1 or size <= min(BUCKET, max(LEAST, bucket.start))
+    assert len(sizes) < 25
 
 
 @pytest.mark.parametrize("size", [2, 3])

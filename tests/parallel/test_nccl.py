@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Pipe
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +21,10 @@ from tests.parallel.fake_nccl import FakeEngine, LateEngine
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.op import Param
-from tinyforge.parallel import Alone, part_of, watch
+from tinyforge.optim import AdamW
+from tinyforge.parallel import Alone, nccl, part_of, watch
 from tinyforge.parallel.buckets import Buckets
-from tinyforge.parallel.nccl import NCCLGroup
+from tinyforge.parallel.nccl import CupyEngine, NCCLGroup
 from tinyforge.parallel.star import Lost, Star
 from tinyforge.parallel.watch import Watch
 from tinyforge.train.batches import PackedTokens
@@ -199,12 +203,80 @@ def test_the_bits_of_shards_with_collectives_that_are_late(tmp_path: Path) -> No
         assert all(np.array_equal(state[name], wanted[name]) for name in wanted if name != "loss"), zero
 
 
+def test_the_norm_of_sums_that_nobody_waits_for_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of it is taken while the last bucket travels."""
+    early = list[range]()
+    know = AdamW.know
+
+    def noted(self: AdamW, pieces: range) -> None:
+        early.append(pieces)
+        know(self, pieces)
+
+    monkeypatch.setattr(AdamW, "know", noted)
+    wanted = all_of(on_ranks(2, tmp_path / "right", partial(trained, zero=0), kind=LateEngine))
+    assert len([pieces for pieces in early if len(pieces) > 4]) == 12  # of six steps on each rank
+    join = LateEngine.join
+    monkeypatch.setattr(LateEngine, "join", lambda self, mark=None: None if mark is not None else join(self))
+    found = on_ranks(2, tmp_path / "wrong", partial(trained, zero=0), kind=LateEngine)
+    assert any(not np.array_equal(of_rank[name], wanted[name]) for of_rank in found for name in of_rank)
+
+
 def test_weights_that_nobody_waits_for_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail."""
     wanted = all_of(on_ranks(2, tmp_path / "right", partial(trained, zero=1)))
     monkeypatch.setattr(Param, "value", property(lambda self: self._value, Param.value.fset))
     found = on_ranks(2, tmp_path / "wrong", partial(trained, zero=1), kind=LateEngine)
     assert any(not np.array_equal(of_rank[name], wanted[name]) for of_rank in found for name in of_rank)
+
+
+# --- CuPy's engine, without a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[], CupyEngine]:
+    """Makes an engine on stand-ins for CuPy and NCCL."""
+    kinds = ("FLOAT32", "FLOAT64", "BFLOAT16", "INT32", "INT64", "UINT8", "SUM")
+    library = SimpleNamespace(**{f"NCCL_{kind}": number for number, kind in enumerate(kinds)})
+    library.NcclCommunicator = lambda *_: SimpleNamespace(blocks=os.environ["NCCL_MAX_CTAS"])
+    cuda, cupy = ModuleType("cupy.cuda"), ModuleType("cupy")
+    vars(cuda).update(nccl=library, Device=lambda: None, Stream=SimpleNamespace)
+    vars(cupy).update(cuda=cuda)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setattr(nccl, "add_", SimpleNamespace(bind=lambda backend: None))
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    return partial(CupyEngine, 2, 0, b"token")
+
+
+def test_collectives_take_few_multiprocessors_and_come_first(
+    made: Callable[[], CupyEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = made()
+    assert engine._comm.blocks == str(nccl.BLOCKS) == "4" and engine._stream.priority < 0
+    monkeypatch.setenv("NCCL_MAX_CTAS", "16")
+    assert made()._comm.blocks == "16" and nccl.spared() == 0
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
+    assert made()._comm.blocks == "8" and nccl.spared() == 8
+    for wrong in ("", "0", "many", "65", "-1"):
+        monkeypatch.setenv("NCCL_MAX_CTAS", wrong)
+        with pytest.raises(UserError, match=f"NCCL_MAX_CTAS is '{wrong}', wants a number of blocks from 1 to 64"):
+            made()
+
+
+@pytest.mark.parametrize(("ranks", "shards", "spared"), [(1, 0, 0), (1, 2, 4), (2, 0, 4), (2, 2, 4)])
+def test_products_leave_room_wherever_bits_are_to_be_the_same(
+    ranks: int, shards: int, spared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many multiprocessors on one GPU with --shards-per-step as on several."""
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    backend = get_backend("numpy", "fp32", workers=1)
+    told = list[int]()
+    monkeypatch.setattr(backend, "spare", told.append)
+    if ranks > 1:
+        backend.group = SimpleNamespace(size=ranks, rank=0, overlaps=True, shares=False)
+    model = NanoEuler(TINY, backend)
+    Sharded(model, backend, NextTokens(TINY.head_weights), shards=shards)
+    assert told == [spared]
 
 
 # --- the watch --------------------------------------------------------------------------------------------------------
@@ -251,6 +323,20 @@ def test_a_collective_that_does_not_end(capsys: pytest.CaptureFixture[str]) -> N
     left, said = watched(capsys, act, patience=0.5)
     assert left == [Lost.status]
     assert "all_gather_ has been under way on rank 0 on here for 0 s: rank 1 on there hangs" in said
+
+
+def test_a_device_that_does_not_answer_hides_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Asking the driver may wait for what the lost rank does no more."""
+    hung = threading.Event()
+
+    def act(watch: Watch, line: Any) -> None:
+        watch.begin("all_reduce_").done = lambda: hung.wait(20)
+        time.sleep(0.4)
+        line.close()
+
+    left, said = watched(capsys, act)
+    hung.set()
+    assert left == [Lost.status] and "rank 1 on there died" in said
 
 
 def test_an_error_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.preferences import read_pairs, world_pairs
-from data.rewards import last_number, one_step_sums
-from data.world import documents, harder_sums, sum_rewards
+from data.alpaca import read_records
+from data.preferences import read_pairs, read_split, world_pairs
+from data.rewards import EASY, EASY_LARGEST, HELD_OUT, last_number, number_in, one_step_sums, open_questions, worked
+from data.rewards import main as make_sums
+from data.world import Instruction, documents, harder_sums, sum_rewards
 from recipes import dpo, grpo, pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
@@ -166,7 +169,7 @@ def test_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("dpo --base tuned --data equal.json", "4 prefer a reply to itself, 0 have an empty reply"),
         ("dpo --base tuned --data empty.json", "0 prefer a reply to itself, 4 have an empty reply"),
         ("dpo --base tuned --data long.json", "0 have an empty reply, 4 take more than 96 tokens; give others"),
-        ("dpo --base tuned --data one.json", "data: 1 preference pairs, wanted at least 2; give more"),
+        ("dpo --base tuned --data one.json", "data: 1 preference pairs, wanted at least 2 in a file; give more"),
         ("dpo --base tuned --data field.json", "record 0 (counted from 0), line 1: it has no 'chosen'; a preference"),
         ("dpo --base tuned --data number.json", "record 1 (counted from 0), line 1: 'input' is 3, wanted a string"),
         ("dpo --base tuned --data text.txt", "text.txt: record 0 (counted from 0), line 1, column 1: malformed JSON"),
@@ -222,6 +225,84 @@ def test_other_fields_of_a_pair_are_not_looked_at(tmp_path: Path) -> None:
     assert [pair.chosen for pair in read_pairs([path])] == ["3"] * 3
 
 
+def test_each_file_of_records_has_its_own_figure(folder: Path) -> None:
+    """Beside that of all, in which a file counts by its bytes: a file of easy records hides nothing."""
+    for name in ("hard", "easy"):
+        Path(name).mkdir()
+        records = [{"instruction": f"Say {i}.", "input": "", "output": f"{'no ' * (i % 3 * (name == 'easy'))}{i}"}
+                   for i in range(40)]  # fmt: skip
+        Path(name, "alpaca.json").write_text(json.dumps(records), encoding="utf-8")
+    files = ["hard/alpaca.json", "easy/alpaca.json", "sums.json"]
+    assert sft.names_of([*files, "sums.json"]) == ["hard", "easy", "sums.json", "sums.json"]
+    sft.main(["--base", "run", "--data", *files, *"--steps 2 --eval-every 1 --workers 1 --out several".split()])
+    last = [row for row in metrics.read(Path("several/metrics.jsonl")) if "val_bits_per_byte" in row][-1]
+    bits = {name: last[f"val_bits_per_byte_{name}"] for name in ("hard", "easy", "sums")}
+    sizes = {"hard": 2 + 2, "easy": 8 + 2, "sums": 1 + 1}  # bytes of the two replies of each that are held out
+    assert len(set(bits.values())) == 3
+    assert last["val_bits_per_byte"] == pytest.approx(sum(sizes[n] * bits[n] for n in bits) / sum(sizes.values()))
+
+
+def test_the_last_fifth_of_each_file_is_held_out(tmp_path: Path) -> None:
+    """Of two files joined, the last fifth would be of the second alone."""
+    paths = [tmp_path / name for name in ("large.json", "small.json")]
+    for path, count in zip(paths, (20, 5), strict=True):
+        path.write_text(json.dumps([PAIR | {"input": f"{path.stem} {i}"} for i in range(count)]), encoding="utf-8")
+    training, held_out = read_split(paths)
+    assert [pair.input for pair in held_out] == ["large 16", "large 17", "large 18", "large 19", "small 4"]
+    assert {*training, *held_out} == {*read_pairs(paths)} and len(training) == 20
+
+
+def test_questions_of_each_file_are_held_out(tmp_path: Path) -> None:
+    """And those that are asked are of every file, though not all are asked."""
+    counts = {"large.json": 20 * HELD_OUT, "small.json": 400}
+    for name, count in counts.items():
+        records = [{"instruction": f"{name} {i}", "input": "", "output": f"{i}"} for i in range(count)]
+        (tmp_path / name).write_text(json.dumps(records), encoding="utf-8")
+    found = open_questions("one-step", [str(tmp_path / name) for name in counts], "utf-8")
+    asked = [question.instruction for question in found.held_out]
+    assert len(asked) == len(set(asked)) == HELD_OUT and 10 < sum(name.startswith("small") for name in asked) < 30
+    assert len(found.training) == 19 * HELD_OUT + 380
+    assert not {*asked} & {question.instruction for question in found.training}
+
+
+def numbers_of(example: Instruction) -> tuple[int, int]:
+    """The pair of numbers that a one-step sum is about: what is added, or what is taken away and what is left."""
+    first, second = map(int, re.findall(r"\d+", example.instruction))
+    first = first - second if "-" in example.output else first
+    return min(first, second), max(first, second)
+
+
+def test_no_held_out_pair_of_numbers_is_in_fine_tuning(tmp_path: Path) -> None:
+    held_out = {numbers_of(example) for example in one_step_sums("val", HELD_OUT)}
+    easy, harder = (one_step_sums("train", EASY, easy) for easy in (True, False))
+    assert len(easy) == len(harder) == EASY
+    assert not held_out & ({numbers_of(e) for e in easy} | {numbers_of(e) for e in harder})
+    assert sum(sum(pair) <= EASY_LARGEST for pair in held_out) > 10  # the easy ones could have had some of them
+    large = [e.output for e in easy if max(map(int, re.findall(r"\d+", e.output))) > EASY_LARGEST]
+    assert len(large) > 1000 and not any("," in solution for solution in large)
+    assert sum("," in e.output for e in easy) > 1000 and sum("," in e.output for e in harder) > 4000
+    assert make_sums(["--out", str(tmp_path), "--count", "50"]) == 0
+    written = read_records([tmp_path / "alpaca.json"])
+    assert [r.instruction for r in written] == [e.instruction for e in easy[:50]]
+    assert all(last_number(e, r.output)["correct"] for e, r in zip(easy, written, strict=False))
+    assert 25 < sum("=" not in r.output for r in written) < 42
+    assert make_sums(["--out", str(tmp_path), "--count", "50", "--brief", "0"]) == 0
+    assert [r.output for r in read_records([tmp_path / "alpaca.json"])] == [e.output for e in easy[:50]]
+    with pytest.raises(UserError, match="got --count 50 and --brief 2.0, wanted 1 or more, and a share from 0 to 1"):
+        make_sums(["--out", str(tmp_path), "--count", "50", "--brief", "2"])
+
+
+def test_a_sum_is_worked_tens_first() -> None:
+    assert worked(38, 57) == "38 + 50 = 88, 88 + 7 = 95" and worked(95, -57) == "95 - 50 = 45, 45 - 7 = 38"
+    assert worked(38, 7) == "38 + 7 = 45" and worked(38, 20) == "38 + 20 = 58"
+    for example in one_step_sums("train", 300):
+        first, second = numbers_of(example)
+        sums = [re.fullmatch(r"(\d+) ([+-]) (\d+) = (\d+)", part) for part in example.output.split(", ")]
+        assert all(s and int(s[1]) + int(s[2] + s[3]) == int(s[4]) for s in sums)
+        assert number_in(example.output) in (first + second, first, second)
+        assert last_number(example, example.output) == {"correct": 1.0, "format": 1.0}
+
+
 def test_no_held_out_sum_is_learned_from() -> None:
     training, held_out = ({example.instruction for example in harder_sums(split)} for split in ("train", "val"))
     assert len(training) == 164 and len(held_out) == 88 and not training & held_out
@@ -239,7 +320,7 @@ def test_what_a_reply_to_a_sum_is_worth(reply: str, correct: float, form: float)
 
 def test_the_last_number_counts() -> None:
     example = one_step_sums("val", 1)[0]
-    right = example.output
+    right = example.output.rpartition(" ")[2]
     assert last_number(example, f"It is {right}.") == {"correct": 1.0, "format": 1.0}
     assert last_number(example, f"It is {right}, or 1,000") == {"correct": 0.0, "format": 1.0}
     assert last_number(example, f"{right} apples") == {"correct": 1.0, "format": 0.0}

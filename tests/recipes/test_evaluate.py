@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.alpaca import encode_example, hold_out, read_records
+from data.alpaca import encode_example, read_split
 from data.world import documents, instructions
 from models.kneser_ney.model import KneserNey
 from models.nanoeuler import SPEC
@@ -112,7 +112,7 @@ def test_a_fine_tuned_model_is_asked_what_it_was_not_taught(folder: Path, monkey
     render = evaluate.render_prompt
     monkeypatch.setattr(evaluate, "render_prompt", lambda *text: asked.append(text[0]) or render(*text))
     found = measured("--checkpoint", "tuned", "--data", "shards", "--instructions", "records.json")
-    _, held_out = hold_out(read_records(["records.json"]))
+    _, (held_out,) = read_split(["records.json"])
     assert asked == [record.instruction for record in held_out] and len(asked) == 4
     replies = found["replies"]
     assert replies["prompts"] == 4 and replies["left_out"] == 0 and replies["seeds"] == 2
@@ -148,7 +148,7 @@ def test_prompts_begin_as_those_that_were_learned(folder: Path) -> None:
     tokenizer = Tokenizer([], ["<s>", "</s>"])
     tokenizer.bos = tokenizer.specials["<s>"]
     loaded = SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(config=SimpleNamespace(context=1000)))
-    _, held_out = hold_out(read_records(["records.json"]))
+    _, (held_out,) = read_split(["records.json"])
     prompts, left_out = evaluate.held_out_prompts(loaded, ["records.json"], "utf-8", len(held_out))
     examples = [encode_example(tokenizer, record, 1000) for record in held_out]
     assert prompts == [ids[:length] for ids, length in examples] and left_out == 0

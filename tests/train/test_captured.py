@@ -20,11 +20,11 @@ from models.gpt2 import Config as GPT2Config
 from models.moe import Config as MoEConfig
 from models.moe import MoE
 from models.nanoeuler import Config, NanoEuler
+from tests.train.trained import Trained, assert_same_bits
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW
-from tinyforge.rng import Stream
 from tinyforge.train import captured
 from tinyforge.train.captured import MOST, Captured, Inputs
 from tinyforge.train.data_parallel import Sharded
@@ -72,51 +72,24 @@ def batch(number: int, heads: int, rows: int = 3, **more: Any) -> Batch:
     return Batch(ids, rng.integers(-5, VOCAB, (rows, 6, heads), dtype=np.int32).clip(-1), **more)
 
 
-class Trained:
-    """A few steps of a model; with_graph: by `Captured`."""
-
-    def __init__(self, model: str, with_graph: bool, precision: str = "fp32") -> None:
-        kind, self.config = MODELS[model]
-        self.backend = get_backend("numpy", precision, workers=1)
-        self.graphs = AsGraphs()
-        self.backend.graphs = lambda: self.graphs  # type: ignore[method-assign]
-        self.model = kind(self.config, self.backend)
-        self.model.initialise(0)
-        self.sharded = Sharded(self.model, self.backend, NextTokens(self.config.head_weights))
-        self.optimizer = self.sharded.rank.make_optimizer(None)
-        self.captured = Captured(self.sharded, self.optimizer, 0.5) if with_graph else None
-        self.figures: list[tuple[bytes, float]] = []
-
-    def step(self, number: int, batches: Sequence[Batch]) -> None:
-        noise, lr = Stream(7, f"dropout/{number}"), 1e-2 / (1 + number)
-        if self.captured:
-            totals, norm = self.captured.step(batches, noise, lr)
-        else:
-            totals = self.sharded.gradients(batches, noise)
-            norm, factor = self.optimizer.clip(0.5)
-            self.optimizer.step(lr, factor)
-        self.figures.append((totals.sums.tobytes(), float(norm)))
-
-    def bits(self) -> list[Any]:
-        buffer, optimizer = self.model.buffer, self.optimizer
-        arrays = (buffer.masters, buffer.grads, optimizer.m, optimizer.v)
-        return [*(a.tobytes() for a in arrays), optimizer.step_count, self.figures]
+def trained(model: str, with_graph: bool, precision: str = "fp32") -> tuple[Trained, AsGraphs]:
+    kind, config = MODELS[model]
+    backend, graphs = get_backend("numpy", precision, workers=1), AsGraphs()
+    backend.graphs = lambda: graphs  # type: ignore[method-assign]
+    return Trained(backend, kind(config, backend), with_graph), graphs
 
 
-def assert_same_bits(model: str, steps: Sequence[Sequence[Batch]], precision: str = "fp32") -> AsGraphs:
-    plain, graph = Trained(model, False, precision), Trained(model, True, precision)
-    for number, batches in enumerate(steps):
-        for trained in (plain, graph):
-            trained.step(number, batches)
-    assert plain.bits() == graph.bits()
-    return graph.graphs
+def same_bits(model: str, steps: Sequence[Sequence[Batch]], precision: str = "fp32") -> AsGraphs:
+    (plain, _), (graph, graphs) = trained(model, False, precision), trained(model, True, precision)
+    assert_same_bits(plain, graph, steps)
+    return graphs
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_the_bits_are_those_of_plain_steps(model: str, precision: str) -> None:
     heads = MODELS[model][1].prediction_heads
-    graphs = assert_same_bits(model, [[batch(n, heads), batch(n + 50, heads)] for n in range(6)], precision)
+    graphs = same_bits(model, [[batch(n, heads), batch(n + 50, heads)] for n in range(6)], precision)
     assert graphs.done == ["run", "capture", *["replay"] * 4]
 
 
@@ -125,14 +98,14 @@ def test_weights_and_documents_are_read_anew() -> None:
         return Documents(np.array([[0, 0, 2, 2, 2, 5], [0] * 6, [0, 1, 1, 1, 1, 1]])[[number % 3, 1, 2]], restart=True)
 
     weights = [np.random.default_rng(n).random((3, 6, 2)) for n in range(5)]
-    assert_same_bits("nanoeuler", [[batch(n, 2, weights=weights[n], documents=documents(n))] for n in range(5)])
+    same_bits("nanoeuler", [[batch(n, 2, weights=weights[n], documents=documents(n))] for n in range(5)])
 
 
 def test_each_kind_of_step_has_a_graph_and_the_last_ones_none() -> None:
     """Rows of other numbers, in turns, and more kinds than get a graph."""
     kinds = MOST + 1
     steps = [[batch(n, 2, rows=1 + n % kinds)] for n in range(4 * kinds)]
-    graphs = assert_same_bits("nanoeuler", steps)
+    graphs = same_bits("nanoeuler", steps)
     assert [graphs.done.count(what) for what in ("run", "capture", "replay")] == [MOST, MOST, 2 * MOST]
 
 
@@ -147,15 +120,15 @@ def test_what_would_be_frozen_in_a_graph_shows(frozen: str, monkeypatch: pytest.
 
     monkeypatch.setattr(captured.Inputs, "put", stale)
     with pytest.raises(AssertionError):
-        assert_same_bits("gpt2", [[batch(n, 1)] for n in range(5)])
+        same_bits("gpt2", [[batch(n, 1)] for n in range(5)])
 
 
 def test_after_a_norm_that_is_not_finite_the_factor_stays_where_graphs_read_it() -> None:
-    trained = Trained("nanoeuler", True)
-    assert trained.captured is not None
+    graph, _ = trained("nanoeuler", True)
+    assert graph.captured is not None
     for number in range(3):
-        trained.step(number, [batch(number, 2)])
-    assert trained.optimizer.factor is trained.captured.factor and 0 < float(trained.captured.factor) <= 1
+        graph.step(number, [batch(number, 2)])
+    assert graph.optimizer.factor is graph.captured.factor and 0 < float(graph.captured.factor) <= 1
 
 
 def test_what_cannot_be_captured_is_one_line() -> None:

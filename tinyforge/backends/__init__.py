@@ -112,6 +112,9 @@ class Backend:
     def synchronize(self) -> None:
         """Wait until everything that was asked for is computed."""
 
+    def spare(self, count: int) -> None:
+        """From now on leave so many of a GPU's multiprocessors to kernels that run beside those of the ops."""
+
     def memory(self) -> dict[str, int]:
         """Bytes of the device's own memory: used, held, free, total; nothing where it has none of its own."""
         return {}

@@ -76,6 +76,7 @@ class Products:
         # After the stream: setting that takes the workspace away.
         _check("cublasSetWorkspace",
                library.cublasSetWorkspace_v2(self.handle, self.workspace.ptr, self.workspace.size))  # fmt: skip
+        _check("cublasSetSmCountTarget", library.cublasSetSmCountTarget(self.handle, _processors))
         _gemm_ex = self
         try:
             yield
@@ -92,6 +93,7 @@ def _library() -> Any:
     for name, arguments in {
         "cublasSetStream_v2": (pointer, pointer),
         "cublasSetWorkspace_v2": (pointer, pointer, ctypes.c_size_t),
+        "cublasSetSmCountTarget": (pointer, integer),
         "cublasGemmEx": (pointer, *(integer,) * 5, *(pointer, pointer, integer, integer), *(pointer, integer, integer),
                          *(pointer, pointer, integer, integer), integer, integer),
     }.items():  # fmt: skip
@@ -102,6 +104,16 @@ def _library() -> Any:
 def _check(name: str, status: int) -> None:
     if status:
         raise RuntimeError(f"{name} returned status {status}; cublasStatus_t in cublas_api.h says what it means")
+
+
+_processors = 0
+
+
+def use_processors(count: int) -> None:
+    """Products from now on are made for so many multiprocessors; 0: for all that there are."""
+    global _processors
+    _processors = count
+    _check("cublasSetSmCountTarget", _library().cublasSetSmCountTarget(device.get_cublas_handle(), count))
 
 
 def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = False, transpose_b: bool = False,

@@ -20,7 +20,7 @@ import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.compile import INSTALL, load, warm_up, warm_up_wanted
-from tinyforge.backends.cublas import gemm
+from tinyforge.backends.cublas import gemm, use_processors
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 
@@ -92,6 +92,14 @@ def processors() -> int:
     return cupy.cuda.Device().attributes["MultiProcessorCount"]
 
 
+_spared = 0
+
+
+def free_processors() -> int:
+    """Those that a kernel with a block for each may fill: all but what `CupyBackend.spare` leaves to others."""
+    return processors() - _spared
+
+
 @cache
 def has_wgmma() -> bool:
     """Whether the device is a Hopper: kernels for sm_90a run there and nowhere else."""
@@ -160,6 +168,18 @@ class CupyBackend(Backend):
 
     def synchronize(self) -> None:
         self.device.synchronize()
+
+    def spare(self, count: int) -> None:
+        """A kernel with a block for each multiprocessor deals the work out before it starts. Where another kernel holds
+        a few of them, the blocks that find no room start when the first ones end, and the kernel takes twice its time.
+
+        With another number cuBLAS may sum in another order, and what is summed in partial sums has more or fewer; our
+        products have the same bits. Of the process, not of this backend.
+        """
+        global _spared
+        if count != _spared:
+            _spared = count
+            use_processors(free_processors() if count else 0)
 
     def describe(self) -> str:
         """The device, for people: "NVIDIA H200 (GPU 0), 140 GiB, CUDA 13.0"."""

@@ -24,7 +24,7 @@ import numpy as np
 from tinyforge.backends import cublas
 from tinyforge.backends.compile import constant, load, variants
 from tinyforge.backends.cublas import FLOAT32, leading
-from tinyforge.backends.cupy_backend import blocks, new, or_null, processors, scalar, vector
+from tinyforge.backends.cupy_backend import blocks, free_processors, new, or_null, scalar, vector
 from tinyforge.backends.tensor_map import distances, encoded
 from tinyforge.kernel import Array
 
@@ -170,7 +170,8 @@ def hopper(
     maps = (encoded(place, *known) for place, known in zip(places, plan.maps, strict=False))
     parts = out if plan.splits == 1 else new((plan.splits, *out.shape), FLOAT32)
     arguments = (parts, *maps, *plan.numbers, or_null(hidden), or_null(gu))
-    plan.kernel(plan.grid, (THREADS,), arguments, shared_mem=variant.shared_bytes)
+    grid = (variant.cluster * min(free_processors() // variant.cluster, plan.units),)
+    plan.kernel(grid, (THREADS,), arguments, shared_mem=variant.shared_bytes)
     if parts is not out:
         _add_parts(out, parts, accumulate)
     return out
@@ -181,7 +182,7 @@ class Plan:
     """What a launch needs and arrays of the same shapes and strides share; a look-up is quicker than all that."""
 
     kernel: Any
-    grid: tuple[int]
+    units: int  # of work, each of a cluster
     numbers: tuple[np.int32, ...]
     maps: tuple[tuple[Any, ...], ...]  # of a and b: what `encoded` takes behind the address
     splits: int
@@ -221,7 +222,7 @@ def _plan(variant: Variant, product: str, accumulate: bool, *arrays: Described) 
     )  # fmt: skip
     numbers = (m, width, k, stride if splits == 1 else n, variant.band, splits, accumulate and splits == 1)
     return Plan(
-        kernel, (variant.cluster * min(processors() // variant.cluster, units),), tuple(map(np.int32, numbers)),
+        kernel, units, tuple(map(np.int32, numbers)),
         tuple(((1, *shape), row, (1, lines, DEPTH)) for shape, row, lines in zip((a, b), rows, boxes, strict=True)),
         splits,
     )  # fmt: skip

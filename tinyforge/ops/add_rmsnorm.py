@@ -32,7 +32,8 @@ def add_rmsnorm_fwd_memory(
 class AddRMSNorm(Op):
     """x = residual + delta,  y = rmsnorm(x); returns (x, y)
 
-    residual, delta, x, y: (..., C); w: (C,). Saves x and the reciprocal root mean square: (...).
+    residual, delta, x, y: (..., C); w: (C,). Saves y, and the reciprocal root mean square: (...). delta None: who made
+    `residual` has added it already, as Linear does with `add`, and x is `residual`.
     The add is a forward-Euler step of size 1 along delta; the unfused reference is `residual + delta`, then RMSNorm.
 
     backward(dy=(dx, dy)): both inputs of the add get the same gradient, dx + rmsnorm_bwd(dy), returned as
@@ -49,10 +50,13 @@ class AddRMSNorm(Op):
     def params(self) -> list[Param]:
         return [self.weight]
 
-    def forward(self, residual: Array, delta: Array, stash: Stash | None = None) -> tuple[Array, Array]:
-        x, y, rstd = self.k.add_rmsnorm_fwd(residual, delta, self.weight.value, self.eps)
+    def forward(self, residual: Array, delta: Array | None, stash: Stash | None = None) -> tuple[Array, Array]:
+        if delta is None:
+            x, (y, rstd) = residual, self.k.rmsnorm_fwd(residual, self.weight.value, self.eps)
+        else:
+            x, y, rstd = self.k.add_rmsnorm_fwd(residual, delta, self.weight.value, self.eps)
         if stash is not None:
-            stash.push(self, x, rstd)
+            stash.push(self, y, rstd)
         return x, y
 
     def normed(self, x: Array) -> Array:
@@ -60,9 +64,9 @@ class AddRMSNorm(Op):
         return self.k.rmsnorm_fwd(x, self.weight.value, self.eps)[0]
 
     def backward(self, dy: tuple[Array | None, Array], stash: Stash) -> tuple[Array, Array]:
-        x, rstd = stash.pop(self)
+        y, rstd = stash.pop(self)
         residual, dnormed = dy
-        dsum = self.k.rmsnorm_bwd(self.weight.grad, dnormed, self.weight.value, x, rstd, residual)
+        dsum = self.k.rmsnorm_bwd(self.weight.grad, dnormed, self.weight.value, y, rstd, residual)
         return dsum, dsum
 
     @classmethod

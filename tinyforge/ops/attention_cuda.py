@@ -24,6 +24,7 @@ from tinyforge.backends.compile import constant, load, variants
 from tinyforge.backends.cupy_backend import (
     CupyBackend,
     contiguous,
+    free_processors,
     has_wgmma,
     key_arguments,
     or_null,
@@ -148,7 +149,7 @@ class TmaKernel(NamedTuple):
         costs = unit_costs(self.part, queries, keys, group, self.workers, self.tile)
         at_once, units = max(1, CACHED // streamed), columns * len(costs)
         # Documents decide how long a unit takes: then each is a block, and the hardware deals them out.
-        blocks = units if self.docs else min(processors(), units)
+        blocks = units if self.docs else min(free_processors(), units)
         if units <= processors() or len(set(costs)) == 1:  # nothing to choose: one schedule for every length of a cache
             costs, at_once = (1,) * len(costs), columns
         table = schedule(costs, columns, at_once, blocks, cp.cuda.Device().id)

@@ -28,6 +28,19 @@ def linear_fwd_memory(x: Array, weight: Array, bias: Array | None) -> Array:
 
 
 @kernel
+def linear_add_fwd(x: Array, weight: Array, add: Array) -> Array:
+    """x W^T + add, rounded once."""
+    y = linear_fwd(x, weight, None)
+    y += add
+    return y
+
+
+@linear_add_fwd.on("phantom")
+def linear_add_fwd_memory(x: Array, weight: Array, add: Array) -> Array:
+    return linear_fwd_memory(x, weight, None)
+
+
+@kernel
 def linear_bwd_bias(dbias: Array, dy: Array) -> None:
     """dbias += the sum over the rows of dy: what `linear_bwd` does for its bias, for ops that add one."""
     dbias += dy.reshape(-1, dy.shape[-1]).sum(axis=0)
@@ -63,23 +76,30 @@ class Linear(Op):
     from what other ops have saved anyway: memory for the price of that function (Chen et al., "Training Deep Nets with
     Sublinear Memory Cost", 2016). With a frozen W nothing is saved.
 
+    add: (..., O), added to y where there is no bias, as the residual stream is: a pass over memory less than adding it
+    afterwards, and a rounding. Its gradient is dy.
+
     backward: dx = dy W, dW += dy^T x, db += sum over rows of dy, with all leading axes folded into one.
     """
 
-    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (linear_fwd, linear_bwd)
+    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (linear_fwd, linear_bwd, linear_add_fwd)
 
     def __init__(self, weight: Param, backend: Backend, name: str = "", *, bias: Param | None = None) -> None:
         super().__init__(backend, name)
         self.weight = weight
         self.bias = bias
+        self.adds = bias is None
 
     def params(self) -> list[Param]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def forward(
-        self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None
-    ) -> Array:
+        self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,
+        add: Array | None = None,
+    ) -> Array:  # fmt: skip
         self.keep(x, stash, recompute)
+        if add is not None:
+            return self.k.linear_add_fwd(x, self.weight.value, add)
         return self.k.linear_fwd(x, self.weight.value, self.bias.value if self.bias else None)
 
     def keep(self, x: Array, stash: Stash | None, recompute: Callable[[], Array] | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tinyforge.backends.compile import load
-from tinyforge.backends.cublaslt import gemm_bias
+from tinyforge.backends.cublaslt import gemm_plus
 from tinyforge.backends.cupy_backend import (
     CupyBackend,
     add_columns,
@@ -30,12 +30,23 @@ def linear_fwd(x: Array, weight: Array, bias: Array | None, *, backend: CupyBack
     y, flat = new((rows, len(weight)), x.dtype), x.reshape(rows, width)
     if bias is None or not y.size:
         gemm(flat, weight, y, transpose_b=True, tf32=backend.tf32)
-    elif not (x.size and gemm_bias(flat, weight, bias, y, tf32=backend.tf32)):
+    elif not (x.size and gemm_plus(flat, weight, y, bias=bias, tf32=backend.tf32)):
         vec = vector(y.shape[1], y, bias)
         launch = load(FILE, "linear_fwd_bias", SCALAR=scalar(y.dtype), VEC=vec)
         launch(blocks(y.size // vec), (256,), (y, bias, np.uint32(y.size // vec), np.uint32(y.shape[1] // vec)))
         gemm(flat, weight, y, transpose_b=True, accumulate=True, tf32=backend.tf32)
     return y.reshape(*x.shape[:-1], len(weight))
+
+
+@linear.linear_add_fwd.on("cupy")
+def linear_add_fwd(x: Array, weight: Array, add: Array, *, backend: CupyBackend) -> Array:
+    x, add = contiguous(x), contiguous(add)
+    rows, width = x.size // x.shape[-1], x.shape[-1]
+    y, flat, more = new((rows, len(weight)), x.dtype), x.reshape(rows, width), add.reshape(rows, len(weight))
+    if not (x.size and y.size and gemm_plus(flat, weight, y, add=more, tf32=backend.tf32)):
+        y[...] = more
+        gemm(flat, weight, y, transpose_b=True, accumulate=True, tf32=backend.tf32)
+    return y.reshape(add.shape)
 
 
 @linear.linear_bwd.on("cupy")

@@ -16,10 +16,10 @@ from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cupy_backend import (
     blocks,
     contiguous,
+    free_processors,
     has_wgmma,
     new,
     or_null,
-    processors,
     scalar,
     vector,
 )
@@ -73,7 +73,7 @@ def _launch(
 ) -> None:
     """A product's kernel. grid: of tiles; the kernels for Hopper take them one after the other."""
     if file == HOPPER:
-        grid = (min(processors(), math.prod(grid)),)
+        grid = (min(free_processors(), math.prod(grid)),)
         load(file, entry, WIDE_SHARED, arch="sm_90a", SCALAR=scalar)(
             grid, (WIDE_THREADS,), arguments, shared_mem=WIDE_SHARED
         )

@@ -6,7 +6,9 @@
 //           rmsnorm_dweight                   partial sums of dw alone, for rows that do not fit in registers
 //
 // Idea. A warp takes a row and keeps it in registers (rows.cuh). Sums over the row are shuffles; there is no barrier.
-//   dx = r (dy w - x r^2 mean(dy w x))     dw = sum over rows of dy x r
+//   dx = r (dy w - y / w mean(dy y))     dw = sum over rows of dy y / w
+// Backward reads y, which the map behind keeps anyway, and not x: x r = y / w, and dy w x r = dy y. A gain nearer to 0 than
+// LEAST_GAIN counts as that, in both directions: y is then 0 beside anything, and y / w still x r.
 // Backward walks over many rows with each warp so that dw stays in registers, while the rows to come are on their way
 // to shared memory; a block then adds its warps' sums in order and writes one partial row, and add_columns (columns.cu)
 // adds those. No atomics: the same bits every time.
@@ -38,23 +40,29 @@
 
 #include "ops/rows.cuh"
 
+#define LEAST_GAIN 0x1p-50
+
+__device__ __forceinline__ A gain_of(const T &weight) {
+    const A w = widen(weight);
+    return fabs(w) < A(LEAST_GAIN) ? A(LEAST_GAIN) : w;
+}
+
 // A thread for each row of dx and for each column of dw.
 extern "C" __global__ void rmsnorm_bwd_naive(
-    T *dx, A *dweight, const T *dy, const T *weight, const T *x, const A *rstd, int rows, int width
+    T *dx, A *dweight, const T *dy, const T *weight, const T *y, const A *rstd, int rows, int width
 ) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < rows) {
         const i64 at = i64(i) * width;
-        const A r = rstd[i];
         A along = 0;
-        for (int c = 0; c < width; c++) along += widen(dy[at + c]) * widen(weight[c]) * widen(x[at + c]);
+        for (int c = 0; c < width; c++) along += widen(dy[at + c]) * widen(y[at + c]);
         for (int c = 0; c < width; c++) {
-            const A g = widen(dy[at + c]) * widen(weight[c]);
-            narrow(r * (g - widen(x[at + c]) * r * r * along / A(width)), dx[at + c]);
+            const A w = gain_of(weight[c]);
+            narrow(rstd[i] * (widen(dy[at + c]) * w - widen(y[at + c]) / w * along / A(width)), dx[at + c]);
         }
     }
     for (int n = 0; i < width && n < rows; n++) {
-        dweight[i] += widen(dy[i64(n) * width + i]) * widen(x[i64(n) * width + i]) * rstd[n];
+        dweight[i] += widen(dy[i64(n) * width + i]) * widen(y[i64(n) * width + i]) / gain_of(weight[i]);
     }
 }
 
@@ -86,7 +94,7 @@ __device__ __forceinline__ void forward(
         Vector out = in(i, v);
         const Vector w = load<VEC>(weight + v * VEC);
 #pragma unroll
-        for (int j = 0; j < VEC; j++) narrow(widen(out.v[j]) * r * widen(w.v[j]), out.v[j]);
+        for (int j = 0; j < VEC; j++) narrow(widen(out.v[j]) * r * gain_of(w.v[j]), out.v[j]);
         store(y + at + v * VEC, out);
     });
 }
@@ -107,7 +115,7 @@ __device__ __forceinline__ void backward(
     const T *const (&arrays)[ARRAYS], const A *rstd, const T *weight, T *dx, A *partial, int rows, int width
 ) {
     const int vectors = width / VEC;
-    RowStream<ARRAYS> in(arrays, rows, width);  // dy, x and, if there is a third, the gradient of the residual stream
+    RowStream<ARRAYS> in(arrays, rows, width);  // dy, y and, if there is a third, the gradient of the residual stream
     const Row gain(weight, vectors);
 #if PER
     Pack<A, VEC> dweight[PER] = {};
@@ -118,23 +126,24 @@ __device__ __forceinline__ void backward(
         if (in.row + in.stride < rows) coming = rstd[in.row + in.stride];  // as far ahead of its use as the row
         A along = 0;
         each_vector(vectors, [&](int i, int v) {
-            const Vector dy = in(0, i, v), x = in(1, i, v), w = gain(i, v);
+            const Vector dy = in(0, i, v), y = in(1, i, v);
 #pragma unroll
             for (int j = 0; j < VEC; j++) {
-                const A product = widen(dy.v[j]) * widen(x.v[j]);
+                const A product = widen(dy.v[j]) * widen(y.v[j]);
 #if PER
-                dweight[i].v[j] += product * r;
+                dweight[i].v[j] += product;
 #endif
-                along += product * widen(w.v[j]);
+                along += product;
             }
         });
-        const A mean = warp_sum(along) * r * r / A(width);
+        const A mean = warp_sum(along) / A(width);
         each_vector(vectors, [&](int i, int v) {
-            const Vector dy = in(0, i, v), x = in(1, i, v), more = in(ARRAYS - 1, i, v), w = gain(i, v);
+            const Vector dy = in(0, i, v), y = in(1, i, v), more = in(ARRAYS - 1, i, v), weights = gain(i, v);
             Vector out;
 #pragma unroll
             for (int j = 0; j < VEC; j++) {
-                A d = r * (widen(dy.v[j]) * widen(w.v[j]) - widen(x.v[j]) * mean);
+                const A w = gain_of(weights.v[j]);
+                A d = r * (widen(dy.v[j]) * w - widen(y.v[j]) * inverse_for<T>(w) * mean);
                 if (ARRAYS == 3) d += widen(more.v[j]);
                 narrow(d, out.v[j]);
             }
@@ -142,25 +151,30 @@ __device__ __forceinline__ void backward(
         });
     }
 #if PER
+    each_vector(vectors, [&](int i, int v) {
+        const Vector w = gain(i, v);
+#pragma unroll
+        for (int j = 0; j < VEC; j++) dweight[i].v[j] /= gain_of(w.v[j]);
+    });
     add_warps(dweight, partial + i64(blockIdx.x) * width, width);
 #endif
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) rmsnorm_bwd(
-    T *dx, A *partial, const T *dy, const T *weight, const T *x, const A *rstd, int rows, int width
+    T *dx, A *partial, const T *dy, const T *weight, const T *y, const A *rstd, int rows, int width
 ) {
-    backward({dy, x}, rstd, weight, dx, partial, rows, width);
+    backward({dy, y}, rstd, weight, dx, partial, rows, width);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) add_rmsnorm_bwd(
-    T *dx, A *partial, const T *dy, const T *weight, const T *x, const A *rstd, const T *residual, int rows, int width
+    T *dx, A *partial, const T *dy, const T *weight, const T *y, const A *rstd, const T *residual, int rows, int width
 ) {
-    backward({dy, x, residual}, rstd, weight, dx, partial, rows, width);
+    backward({dy, y, residual}, rstd, weight, dx, partial, rows, width);
 }
 
 // Grid: (columns / 32, partial rows). Block: 32 x 8; thread (c, y) adds every eighth row of its block's share.
 extern "C" __global__ void rmsnorm_dweight(
-    A *partial, const T *dy, const T *x, const A *rstd, int rows, int width
+    A *partial, const T *dy, const T *y, const T *weight, int rows, int width
 ) {
     __shared__ A sums[8][32];
     const int column = blockIdx.x * 32 + threadIdx.x;
@@ -168,13 +182,13 @@ extern "C" __global__ void rmsnorm_dweight(
     if (column < width) {
         for (int row = blockIdx.y * 8 + threadIdx.y; row < rows; row += gridDim.y * 8) {
             const i64 at = i64(row) * width + column;
-            sum += widen(dy[at]) * widen(x[at]) * rstd[row];
+            sum += widen(dy[at]) * widen(y[at]);
         }
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y == 0 && column < width) {
         for (int y = 1; y < 8; y++) sum += sums[y][threadIdx.x];
-        partial[i64(blockIdx.y) * width + column] = sum;
+        partial[i64(blockIdx.y) * width + column] = sum / gain_of(weight[column]);
     }
 }

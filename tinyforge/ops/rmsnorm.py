@@ -13,12 +13,20 @@ from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import with_buffer
 
+LEAST_GAIN = 2.0**-50
+"""A gain nearer to 0 counts as this: y is then 0 beside anything, and x r is still y over the gain."""
+
+
+def gain_of(weight: Array) -> Array:
+    """The weight, and LEAST_GAIN where it is nearer to 0."""
+    return np.where(np.abs(weight) < LEAST_GAIN, weight.dtype.type(LEAST_GAIN), weight)
+
 
 @kernel
 def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
     rstd = 1.0 / np.sqrt(np.vecdot(x, x) / x.dtype.type(x.shape[-1]) + x.dtype.type(eps))
     y = x * rstd[..., None]
-    y *= weight
+    y *= gain_of(weight)
     return y, rstd
 
 
@@ -29,22 +37,22 @@ def rmsnorm_fwd_memory(x: Array, weight: Array, eps: float) -> tuple[Array, Arra
 
 @kernel
 def rmsnorm_bwd(
-    dweight: Array | None, dy: Array, weight: Array, x: Array, rstd: Array, residual: Array | None
+    dweight: Array | None, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None
 ) -> Array:
     """dx, with `residual` added where there is one."""
-    width = x.shape[-1]
-    dys, xs, rs = dy.reshape(-1, width), x.reshape(-1, width), rstd.reshape(-1)
-    product = dys * xs
-    # Both sums over dy * x are matrix-vector products: BLAS makes one pass each, with no temporary.
+    width, gain = y.shape[-1], gain_of(weight)
+    dys, ys, rs = dy.reshape(-1, width), y.reshape(-1, width), rstd.reshape(-1)
+    product = dys * ys
+    # Both sums over dy * y are matrix-vector products: BLAS makes one pass each, with no temporary.
     if dweight is not None:
-        dweight += rs @ product
-    mean = product @ weight
-    mean *= rs * rs
-    mean /= x.dtype.type(width)
-    dx = np.multiply(dys, weight)
-    dx -= np.multiply(xs, mean[:, None], out=product)
+        dweight += np.ones_like(rs) @ product / gain
+    mean = product @ np.full(width, 1 / width, y.dtype)
+    dx = np.multiply(dys, gain)
+    np.multiply(ys, 1 / gain, out=product)
+    product *= mean[:, None]
+    dx -= product
     dx *= rs[:, None]
-    dx = dx.reshape(x.shape)
+    dx = dx.reshape(y.shape)
     if residual is not None:
         dx += residual
     return dx
@@ -52,9 +60,9 @@ def rmsnorm_bwd(
 
 @rmsnorm_bwd.on("phantom")
 def rmsnorm_bwd_memory(
-    dweight: Array | None, dy: Array, weight: Array, x: Array, rstd: Array, residual: Array | None
+    dweight: Array | None, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None
 ) -> Array:
-    return empty(x.shape, x.dtype)
+    return empty(y.shape, y.dtype)
 
 
 def into(out: Array | None, y: Array) -> Array:
@@ -68,16 +76,17 @@ def into(out: Array | None, y: Array) -> Array:
 class RMSNorm(Op):
     """y = w * x * r,  r = 1 / sqrt(mean(x^2) + eps), the mean over the last axis
 
-    x: (..., C); w: (C,); y: (..., C). Saves x and r: (...).
+    x: (..., C); w: (C,); y: (..., C). Saves y, which the map behind keeps as well, and r: (...); not x. A w nearer to 0
+    than LEAST_GAIN, 2^-50, counts as that.
 
-    backward, with xhat = x * r:
-        dw += sum over rows of dy * xhat
-        dx  = r * (dy * w - xhat * mean(dy * w * xhat))
+    backward, with xhat = y / w, and so dy * w * xhat = dy * y:
+        dw += sum over rows of dy * y / w
+        dx  = r * (dy * w - y / w * mean(dy * y))
     backward(..., residual=g) adds g, a gradient that x has from elsewhere, in the same pass: where x is also a residual
     stream that goes on unchanged.
 
     x may be a strided view, such as the query heads of a packed (B, T, heads, D): then C is D, and every head is
-    normalised by itself with the same w (the q/k norm of Qwen3). `out=x` writes y over it, and a copy of x is saved;
+    normalised by itself with the same w (the q/k norm of Qwen3). `out=x` writes y over it, and y is saved apart;
     backward's `out=` takes dx likewise.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
@@ -96,14 +105,14 @@ class RMSNorm(Op):
     def forward(self, x: Array, stash: Stash | None = None, *, out: Array | None = None) -> Array:
         y, rstd = self.k.rmsnorm_fwd(x, self.weight.value, self.eps)
         if stash is not None:
-            stash.push(self, x if out is None else x.copy(), rstd)
+            stash.push(self, y, rstd)
         return into(out, y)
 
     def backward(
         self, dy: Array, stash: Stash, residual: Array | None = None, *, out: Array | None = None
     ) -> Array:
-        x, rstd = stash.pop(self)
-        return into(out, self.k.rmsnorm_bwd(self.weight.grad, dy, self.weight.value, x, rstd, residual))
+        y, rstd = stash.pop(self)
+        return into(out, self.k.rmsnorm_bwd(self.weight.grad, dy, self.weight.value, y, rstd, residual))
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

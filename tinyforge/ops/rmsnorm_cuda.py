@@ -21,10 +21,10 @@ def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
 
 @rmsnorm.rmsnorm_bwd.on("cupy")
 def rmsnorm_bwd(
-    dweight: Array | None, dy: Array, weight: Array, x: Array, rstd: Array, residual: Array | None
+    dweight: Array | None, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None
 ) -> Array:
-    dy, x = contiguous(dy), contiguous(x)
-    alone = ("rmsnorm_dweight", (dy, x, rstd))
+    dy, y = contiguous(dy), contiguous(y)
+    alone = ("rmsnorm_dweight", (dy, y, weight))
     if residual is None:
-        return norm_backward((dweight,), FILE, "rmsnorm_bwd", dy, weight, x, (rstd,), alone)
-    return norm_backward((dweight,), FILE, "add_rmsnorm_bwd", dy, weight, x, (rstd,), alone, contiguous(residual))
+        return norm_backward((dweight,), FILE, "rmsnorm_bwd", dy, weight, y, (rstd,), alone)
+    return norm_backward((dweight,), FILE, "add_rmsnorm_bwd", dy, weight, y, (rstd,), alone, contiguous(residual))

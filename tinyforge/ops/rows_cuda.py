@@ -10,9 +10,9 @@ from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cupy_backend import (
     add_columns,
     blocks,
+    free_processors,
     new,
     or_null,
-    processors,
     scalar,
     vector,
     vectors_a_lane,
@@ -42,8 +42,8 @@ def norm_backward(
     sums: tuple[Array | None, ...], file: str, entry: str, dy: Array, weight: Array, x: Array,
     stats: tuple[Array, ...], sums_alone: tuple[str, tuple[Array, ...]], residual: Array | None = None,
 ) -> Array:  # fmt: skip
-    """dx; the gradients of gain and bias are added to `sums`, all of them None where both are frozen. stats: one number
-    a row each.
+    """dx; the gradients of gain and bias are added to `sums`, all of them None where both are frozen. x: what was saved
+    of its size, for RMSNorm y. stats: one number a row each.
 
     sums_alone: the kernel, and its inputs, that makes the partial sums where a row does not fit in registers.
     """
@@ -57,7 +57,7 @@ def norm_backward(
     warps = WARPS if per <= 4 else WARPS // 2  # as in rows.cuh
     shared = STAGES * (2 + len(extra)) * per * warps * 32 * 16
     launch = load(file, entry, shared, SCALAR=scalar(dx.dtype), VEC=vec, PER=per)
-    partial = new((min(*blocks(rows, warps), BLOCKS * processors()), len(sums) * width), stats[0].dtype)
+    partial = new((min(*blocks(rows, warps), BLOCKS * free_processors()), len(sums) * width), stats[0].dtype)
     sizes = (np.int32(rows), np.int32(width))
     # With the sums in registers each warp takes many rows, else a row.
     grid = (len(partial),) if per else blocks(rows, warps)

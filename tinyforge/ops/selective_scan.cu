@@ -7,13 +7,19 @@
 //           selective_scan_fwd_naive, selective_scan_bwd_naive, selective_scan_sum_naive
 //                                       read them first; tests compare the pairs
 //
-// Idea. Time is sequential, channels are not: QUARTERS lanes share a channel, each with PER of its N states in
+// Idea. Time is sequential, channels are not: QUARTERS threads share a channel, each with PER of its N states in
 // registers, and walk down time together. A block takes CHANNELS channels of a row of the batch. It goes over time in
-// tiles of TILE positions: u, delta, z, B and C are loaded a tile ahead by all threads, four numbers at a time, so that
+// tiles of TILE positions: u, delta, B and C are loaded a tile ahead by all threads, four numbers at a time, so that
 // global reads are coalesced and under way two tiles before; dt, dt u, B and C lie in shared memory, where softplus is
-// computed once for the lanes of a channel. Between two barriers a warp writes y of the last tile, prepares the next one and
-// walks along this one, so that warps do not all want the same unit at the same time. The sums over a channel's lanes are taken four positions at a time: of four
-// partial sums each lane hands over three and keeps one, three shuffles in place of eight.
+// computed once for the threads of a channel. Between two barriers a warp writes y of the last tile, prepares the next one
+// and walks along this one, so that warps do not all want the same unit at the same time.
+//
+// A read of 16 bytes by a warp takes four cycles of shared memory where neighbouring lanes read different places, whether
+// or not others read the same, and two where they read one. So in forward a warp has one quarter of the states of 32
+// channels: B and C are the same for all its lanes. The parts of C . h go to shared memory, and are added up by who
+// writes y. In backward a warp has four quarters of 8 channels, the lanes of a quarter side by side, because db and dc
+// are sums over channels. Sums over a channel's lanes are taken four positions at a time there: of four partial sums
+// each lane hands over three and keeps one, three shuffles in place of eight.
 //
 // Backward goes over the tiles from the last to the first. It computes the states of a tile again, from the one that
 // forward kept; those of the later half stay in shared memory, and it walks up:
@@ -24,7 +30,7 @@
 //
 // Grid: (channels / CHANNELS, batch). Block: CHANNELS x QUARTERS threads. Shared memory: Forward and Backward below.
 // Bound: instructions, and the exponentials. Each of B T E N is one operation of the special function unit, 16 a cycle and
-// multiprocessor, and four others; softplus and silu add four and some forty for each of B T E.
+// multiprocessor, and four others; softplus and silu add three and some thirty for each of B T E.
 // VEC: 4 where rows of the arrays begin at multiples of four numbers, and there are QUARTERS x PER states, else 1.
 //
 // compile: SCALAR=double|float|bf16 PER=1|2|4 VEC=1|4
@@ -54,26 +60,20 @@ __device__ __forceinline__ float exp_base2(float x) {
     return y;
 }
 
-// log(1 + exp(x)), without overflow. In float32 with e = exp(-|x|) and s = e / (2 + e), at most 1/3: log(1 + e) =
-// 2 artanh(s) = 2 s (1 + s^2 / 3 + s^4 / 5 + ...), whose relative error is small for small e too; the first term that is
-// left out is 1e-8 of the sum.
-template <class S>
-__device__ __forceinline__ Wide<S> softplus(Wide<S> x) {
-    return (x > 0 ? x : 0) + log1p(exp(-abs(x)));
-}
-template <>
-__device__ __forceinline__ float softplus<float>(float x) {
-    const float e = exp_base2(fabsf(x) * -1.442695041f), s = __fdividef(e, 2.0f + e), q = s * s;
-    float sum = fmaf(q, 1.0f / 13, 1.0f / 11);
-    sum = fmaf(sum, q, 1.0f / 9);
-    sum = fmaf(sum, q, 1.0f / 7);
-    sum = fmaf(sum, q, 1.0f / 5);
-    sum = fmaf(sum, q, 1.0f / 3);
-    return fmaxf(x, 0.0f) + 2.0f * fmaf(sum * q, s, s);
-}
-template <>
-__device__ __forceinline__ float softplus<bf16>(float x) {
-    return fmaxf(x, 0.0f) + __logf(1.0f + __expf(-fabsf(x)));
+// log(1 + exp(x)), without overflow. In float32 log(1 + e), e = exp(-|x|), is e times the polynomial of least relative
+// error on [0, 1], 3e-8: small e keep their digits, and there is no second special function.
+__device__ __forceinline__ double softplus(double x) { return (x > 0 ? x : 0) + log1p(exp(-abs(x))); }
+__device__ __forceinline__ float softplus(float x) {
+    const float e = exp_base2(fabsf(x) * -1.442695041f);
+    float sum = fmaf(e, 0.0052326943f, -0.0295052389f);
+    sum = fmaf(sum, e, 0.0782259521f);
+    sum = fmaf(sum, e, -0.1366324581f);
+    sum = fmaf(sum, e, 0.1910600677f);
+    sum = fmaf(sum, e, -0.2484298222f);
+    sum = fmaf(sum, e, 0.3331909681f);
+    sum = fmaf(sum, e, -0.4999949314f);
+    sum = fmaf(sum, e, 0.9999999699f);
+    return fmaf(sum, e, fmaxf(x, 0.0f));
 }
 
 // 1 / (1 + exp(-x)): where exp overflows, 1 / infinity is the 0 that it tends to.
@@ -90,22 +90,45 @@ struct Sizes {
     int length, int channels, int states, int u_pitch, int delta_pitch, int b_pitch, int c_pitch, int z_pitch
 #define SIZE_NAMES length, channels, states, u_pitch, delta_pitch, b_pitch, c_pitch, z_pitch
 
+// An array as a thread sees it, from its own position and column on. With the pitch in bytes an address is one instruction.
+template <class S>
+struct Wave {
+    char *at;
+    int pitch;
+
+    __device__ __forceinline__ Wave(S *x, int pitch, i64 position, int column)
+        : at((char *)(x + position * pitch + column)), pitch(pitch * int(sizeof(S))) {}
+    __device__ __forceinline__ S *operator()(int t) const { return (S *)(at + i64(t) * pitch); }
+};
+
 // Where a thread stands. channel, quarter: whose states it has. column: the first of the four channels whose numbers it
-// loads and stores, at the positions line, line + LINES, ... of a tile; side: the same within the block.
+// loads and stores, at the positions line, line + LINES, ... of a tile; side: the same within the block. Of B and C it
+// loads the states from `part` on, at position `narrow`.
 struct Place {
-    int row, channel, quarter, column, line, side;
+    int row, channel, quarter, column, line, side, narrow, part, over;
+    i64 start;
     bool valid;
 
-    __device__ Place(const Sizes &s) {
+    __device__ Place(const Sizes &s, int channel_of_block, int quarter) : quarter(quarter) {
         row = blockIdx.y;
-        channel = blockIdx.x * CHANNELS + threadIdx.x / QUARTERS;
-        quarter = threadIdx.x % QUARTERS;
+        start = i64(row) * s.length;
+        channel = blockIdx.x * CHANNELS + channel_of_block;
         side = threadIdx.x % FOURS * 4;
         column = blockIdx.x * CHANNELS + side;
         line = threadIdx.x / FOURS;
+        narrow = threadIdx.x / QUARTERS;
+        part = threadIdx.x % QUARTERS * PER;
         valid = channel < s.channels;
+        over = VEC > 1 ? max(column + 4 - s.channels, 0) : 0;  // four channels that are there are read in any case
     }
     __device__ int state(int i) const { return quarter * PER + i; }
+    template <class S>
+    __device__ __forceinline__ Wave<S> of_channels(S *x, int pitch) const {
+        return {x, pitch, start + line, column - over};
+    }
+    __device__ __forceinline__ Wave<const T> of_states(const T *x, int pitch) const {
+        return {x, pitch, start + narrow, part};
+    }
 };
 
 typedef Pack<T, 4> Four;
@@ -135,19 +158,8 @@ __device__ __forceinline__ void write(S *to, const Pack<S, N> &x, int there) {
     }
 }
 
-// An array of B T E, as this thread sees it: its four channels at `line`.
-template <class S>
-struct Wave {
-    S *at;
-    int pitch;
-
-    __device__ __forceinline__ Wave(S *x, int pitch, const Place &p, const Sizes &s)
-        : at(x + (i64(p.row) * s.length + p.line) * pitch + p.column), pitch(pitch) {}
-    __device__ __forceinline__ S *operator()(int t) const { return at + i64(t) * pitch; }
-};
-
-// A thread's numbers of the tile that begins at `first`. Of positions and channels that are not there, single reads make
-// zeros; reads of four take the last that are there, without a branch, and what is made of them must be dropped.
+// A thread's numbers of the tile that begins at `first`. Of positions that are not there, single reads make zeros; reads
+// of four take the last one, without a branch, and what is made of it must be dropped.
 struct Loaded {
     Four v[EACH];
 
@@ -155,21 +167,20 @@ struct Loaded {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int t = first + LINES * i;
-            if (VEC > 1) v[i] = load<4>(x(min(t, s.length - 1 - at.line)) - max(at.column + 4 - s.channels, 0));
+            if (VEC > 1) v[i] = load<4>(x(min(t, s.length - 1 - at.line)));
             else v[i] = ::read<4>(x(t), t + at.line < s.length ? s.channels - at.column : 0);
         }
     }
 };
 
 // B or C of a tile, (TILE, QUARTERS x PER): a thread has a quarter of a position.
-__device__ __forceinline__ Pack<T, PER> read_narrow(const T *from, int pitch, const Place &at, const Sizes &s, int first) {
-    const int t = first + threadIdx.x / QUARTERS;
-    if (VEC > 1) return load<PER>(from + (i64(at.row) * s.length + min(t, s.length - 1)) * pitch + at.state(0));
-    return read<PER>(from + (i64(at.row) * s.length + t) * pitch + at.state(0), t < s.length ? s.states - at.state(0) : 0);
+__device__ __forceinline__ Pack<T, PER> read_narrow(const Wave<const T> &x, const Place &at, const Sizes &s, int first) {
+    if (VEC > 1) return load<PER>(x(min(first, s.length - 1 - at.narrow)));
+    return read<PER>(x(first), first + at.narrow < s.length ? s.states - at.part : 0);
 }
 __device__ __forceinline__ void write_narrow(A (*to)[QUARTERS * PER], const Pack<T, PER> &x, const Place &at) {
 #pragma unroll
-    for (int i = 0; i < PER; i++) to[threadIdx.x / QUARTERS][at.state(i)] = widen(x.v[i]);
+    for (int i = 0; i < PER; i++) to[at.narrow][at.part + i] = widen(x.v[i]);
 }
 
 // A = -exp(a_log) log2(e), so that a decay is a power of 2.
@@ -189,12 +200,12 @@ __device__ __forceinline__ Sum read_vector(const T *x, const Place &at, const Si
     return sum;
 }
 
-// The sums over a channel's four lanes of four numbers each: lane q gets that of p[q].
+// The sums over a channel's four lanes, 8 apart, of four numbers each: lane q of them gets that of p[q].
 __device__ __forceinline__ A share(const A (&p)[4], int q) {
     const bool odd = q & 1, high = q & 2;
-    const A even = (odd ? p[1] : p[0]) + __shfl_xor_sync(~0u, odd ? p[0] : p[1], 1);
-    const A other = (odd ? p[3] : p[2]) + __shfl_xor_sync(~0u, odd ? p[2] : p[3], 1);
-    return (high ? other : even) + __shfl_xor_sync(~0u, high ? even : other, 2);
+    const A even = (odd ? p[1] : p[0]) + __shfl_xor_sync(~0u, odd ? p[0] : p[1], 8);
+    const A other = (odd ? p[3] : p[2]) + __shfl_xor_sync(~0u, odd ? p[2] : p[3], 8);
+    return (high ? other : even) + __shfl_xor_sync(~0u, high ? even : other, 16);
 }
 
 struct Step {
@@ -204,7 +215,7 @@ struct Step {
 struct alignas(16) Forward {
     struct {
         Step steps[TILE][CHANNELS];
-        A y[TILE][PADDED];
+        A y[QUARTERS][TILE][CHANNELS];  // the parts of C . h
         A b[TILE][QUARTERS * PER], c[TILE][QUARTERS * PER];
     } tile[2];
 };
@@ -214,18 +225,23 @@ __device__ __forceinline__ void write_steps(
     Step (*steps)[CHANNELS], const Loaded &u, const Loaded &delta, const Sum &bias, const Place &at, const Sizes &s,
     int first
 ) {
+    Pack<A, 8> fours[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        const int t = at.line + LINES * i;
-        const A real = first + t < s.length ? 1 : 0;  // a factor: with a condition the compiler takes one after the other
-        Pack<A, 8> four;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const A dt = softplus<T>(widen(delta.v[i].v[j]) + bias.v[j]) * real;
-            four.v[2 * j] = dt, four.v[2 * j + 1] = dt * widen(u.v[i].v[j]);
+            const A dt = softplus(widen(delta.v[i].v[j]) + bias.v[j]);
+            fours[i].v[2 * j] = dt, fours[i].v[2 * j + 1] = dt * widen(u.v[i].v[j]);
         }
-        store(&steps[t][at.side].dt, four);
     }
+    if (first + TILE > s.length) {  // of the last tile alone, once for all: with a condition in the loop above the compiler
+#pragma unroll                      // takes one softplus after the other
+        for (int i = 0; i < EACH; i++) {
+            if (first + at.line + LINES * i >= s.length) fours[i] = {};
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) store(&steps[at.line + LINES * i][at.side].dt, fours[i]);
 }
 
 // Four positions from t on, in registers: read before what the last four end with is stored, because the compiler cannot
@@ -244,19 +260,14 @@ struct Group {
     }
     // Position j: the states h move on, and a lane's part of C . h is returned.
     __device__ __forceinline__ A advance(Pack<A, PER> &h, const A (&a)[PER], int j) const {
-        A sum = 0;
+        A sum;
 #pragma unroll
         for (int i = 0; i < PER; i++) {
             h.v[i] = exp_base2(step[j].dt * a[i]) * h.v[i] + step[j].dtu * b[j].v[i];
-            sum += h.v[i] * c[j].v[i];
+            sum = i ? sum + h.v[i] * c[j].v[i] : h.v[i] * c[j].v[i];
         }
         return sum;
     }
-};
-
-// What y needs besides the states, of a tile.
-struct Gate {
-    Loaded u, z;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) selective_scan_fwd(
@@ -266,7 +277,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) selective_scan_f
     const Sizes s{SIZE_NAMES};
     extern __shared__ __align__(16) char memory[];
     Forward &sh = *reinterpret_cast<Forward *>(memory);
-    const Place at(s);
+    const int channel = threadIdx.x % CHANNELS;
+    const Place at(s, channel, threadIdx.x / CHANNELS);
     A a[PER];
     Pack<A, PER> h;
     read_rates(a, a_log, at, s);
@@ -274,40 +286,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) selective_scan_f
     A *const end = state + (i64(at.row) * s.channels + at.channel) * s.states + at.state(0);
     h = read<PER>(end, state ? mine : 0);
     const Sum d = read_vector(skip, at, s), shift = read_vector(bias, at, s);
-    const int tiles = ceil_div(s.length, TILE), channel = threadIdx.x / QUARTERS, there = s.channels - at.column;
-    const Wave<const T> of_u(u, s.u_pitch, at, s), of_delta(delta, s.delta_pitch, at, s), of_z(z, s.z_pitch, at, s);
-    const Wave<T> of_y(y, s.channels, at, s);
+    const int tiles = ceil_div(s.length, TILE), there = s.channels - at.column;
+    const auto of_u = at.of_channels(u, s.u_pitch), of_delta = at.of_channels(delta, s.delta_pitch),
+               of_z = at.of_channels(z, s.z_pitch);
+    const auto of_b = at.of_states(b, s.b_pitch), of_c = at.of_states(c, s.c_pitch);
+    const auto of_y = at.of_channels(y, s.channels);
 
-    Gate done, gates, next;  // of the tile before the one that is walked, of that one, and of the one behind it
-    Loaded deltas;
+    // us, deltas, bs, cs: of the tile after the one that is walked. zs, and u once more, of the one that is: u then comes
+    // from the L2 cache, for fewer registers and moves than if it were kept for two tiles.
+    Loaded us, deltas, walked_us, zs;
     Pack<T, PER> bs, cs;
     const auto load_tile = [&](int first) {
-        next.u.read(of_u, at, s, first);
+        us.read(of_u, at, s, first);
         deltas.read(of_delta, at, s, first);
-        next.z.read(of_z, at, s, first);
-        bs = read_narrow(b, s.b_pitch, at, s, first);
-        cs = read_narrow(c, s.c_pitch, at, s, first);
+        bs = read_narrow(of_b, at, s, first);
+        cs = read_narrow(of_c, at, s, first);
     };
     const auto prepare = [&](int tile) {
         auto &to = sh.tile[tile % 2];
-        write_steps(to.steps, next.u, deltas, shift, at, s, tile * TILE);
+        write_steps(to.steps, us, deltas, shift, at, s, tile * TILE);
         write_narrow(to.b, bs, at);
         write_narrow(to.c, cs, at);
     };
-    const auto finish = [&](int tile, Gate of_tile) {
-        if (sizeof(T) == 8) {  // once more: there are not enough registers to hold them
-            of_tile.u.read(of_u, at, s, tile * TILE);
-            of_tile.z.read(of_z, at, s, tile * TILE);
-        }
+    const auto finish = [&](int tile) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int t = tile * TILE + LINES * i;
-            const Sum before_gate = load<4>(&sh.tile[tile % 2].y[LINES * i + at.line][at.side]);
+            Sum sum = load<4>(&sh.tile[tile % 2].y[0][LINES * i + at.line][at.side]);
+#pragma unroll
+            for (int q = 1; q < QUARTERS; q++) {
+                const Sum more = load<4>(&sh.tile[tile % 2].y[q][LINES * i + at.line][at.side]);
+#pragma unroll
+                for (int j = 0; j < 4; j++) sum.v[j] += more.v[j];
+            }
             Four out;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const A gate = widen(of_tile.z.v[i].v[j]);
-                narrow((before_gate.v[j] + d.v[j] * widen(of_tile.u.v[i].v[j])) * gate * sigmoid(gate), out.v[j]);
+                const A gate = widen(zs.v[i].v[j]);
+                narrow((sum.v[j] + d.v[j] * widen(walked_us.v[i].v[j])) * gate * sigmoid(gate), out.v[j]);
             }
             write<4>(of_y(t), out, t + at.line < s.length ? there : 0);
         }
@@ -315,30 +331,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) selective_scan_f
 
     load_tile(0);
     prepare(0);
-    gates = next;
     load_tile(TILE);
     for (int tile = 0; tile < tiles; tile++) {
         __syncthreads();  // this tile is prepared, and the last one walked
-        if (tile) finish(tile - 1, done);
+        if (tile) finish(tile - 1);
         if (tile + 1 < tiles) prepare(tile + 1);
-        done = gates, gates = next;
+        walked_us.read(of_u, at, s, tile * TILE);
+        zs.read(of_z, at, s, tile * TILE);
         load_tile((tile + 2) * TILE);
         if (kept) {
             write<PER>(kept + ((i64(at.row) * tiles + tile) * s.channels + at.channel) * s.states + at.state(0), h, mine);
         }
         auto &now = sh.tile[tile % 2];
         Group group(now, 0, channel, at);
-#pragma unroll 2
+#pragma unroll (PER > 4 ? 1 : TILE / 4)
         for (int t = 0; t < TILE; t += 4) {
             A p[4];
 #pragma unroll
             for (int j = 0; j < 4; j++) p[j] = group.advance(h, a, j);
             group = Group(now, t + 4 < TILE ? t + 4 : 0, channel, at);
-            now.y[t + at.quarter][channel] = share(p, at.quarter);
+#pragma unroll
+            for (int j = 0; j < 4; j++) now.y[at.quarter][t + j][channel] = p[j];
         }
     }
     __syncthreads();
-    finish(tiles - 1, done);
+    finish(tiles - 1);
     if (state) write<PER>(end, h, mine);
 }
 
@@ -353,11 +370,11 @@ struct alignas(16) Backward {
     A b[TILE][QUARTERS * PER], c[TILE][QUARTERS * PER];
 };
 
-// v summed over the 8 lanes of a quarter: lane k of them ends with the sums number k SUMS / 8 and those behind it.
+// v summed over the 8 channels of a warp: lane k of a quarter ends with the sums number k SUMS / 8 and those behind it.
 __device__ __forceinline__ void share_over_channels(A (&v)[SUMS], int lane) {
     int left = SUMS;
 #pragma unroll
-    for (int gap = 16; gap >= 4; gap /= 2) {
+    for (int gap = 4; gap; gap /= 2) {
         left /= 2;
         const bool upper = lane & gap;
 #pragma unroll
@@ -379,14 +396,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 
     const Sizes s{SIZE_NAMES};
     extern __shared__ __align__(16) char memory[];
     Backward &sh = *reinterpret_cast<Backward *>(memory);
-    const Place at(s);
-    const int tiles = ceil_div(s.length, TILE), channel = threadIdx.x / QUARTERS, lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, channel = threadIdx.x / 32 * 8 + lane % 8;
+    const Place at(s, channel, lane / 8);
+    const int tiles = ceil_div(s.length, TILE);
     const int there = s.channels - at.column, mine = at.valid ? s.states - at.state(0) : 0;
-    const int share_of = (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1);
     const i64 positions = i64(gridDim.y) * s.length;
-    const Wave<const T> of_u(u, s.u_pitch, at, s), of_delta(delta, s.delta_pitch, at, s), of_z(z, s.z_pitch, at, s),
-        of_dy(dy, s.channels, at, s);
-    const Wave<T> of_du(du, s.channels, at, s), of_ddelta(ddelta, s.channels, at, s), of_dz(dz, dz_pitch, at, s);
+    const auto of_u = at.of_channels(u, s.u_pitch), of_delta = at.of_channels(delta, s.delta_pitch),
+               of_z = at.of_channels(z, s.z_pitch), of_dy = at.of_channels(dy, s.channels);
+    const auto of_b = at.of_states(b, s.b_pitch), of_c = at.of_states(c, s.c_pitch);
+    const auto of_du = at.of_channels(du, s.channels), of_ddelta = at.of_channels(ddelta, s.channels),
+               of_dz = at.of_channels(dz, dz_pitch);
     A a[PER], carry[PER] = {}, da[PER] = {};
     read_rates(a, a_log, at, s);
     const Sum d = read_vector(skip, at, s), shift = read_vector(bias, at, s);
@@ -398,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 
         deltas.read(of_delta, at, s, first);
         zs.read(of_z, at, s, first);
         ups.read(of_dy, at, s, first);
-        const Pack<T, PER> bs = read_narrow(b, s.b_pitch, at, s, first), cs = read_narrow(c, s.c_pitch, at, s, first);
+        const Pack<T, PER> bs = read_narrow(of_b, at, s, first), cs = read_narrow(of_c, at, s, first);
         // The states before the tile, and before its later half.
         const Pack<A, PER> start =
             read<PER>(kept + ((i64(at.row) * tiles + tile) * s.channels + at.channel) * s.states + at.state(0), mine);
@@ -479,7 +498,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 
                 for (int j = 0; j < 4; j++) {
 #pragma unroll
                     for (int i = 0; i < SUMS / 8; i++) {
-                        sh.sums[threadIdx.x / 32][r + j][at.quarter][share_of * (SUMS / 8) + i] = sums[j][i];
+                        sh.sums[threadIdx.x / 32][r + j][at.quarter][lane % 8 * (SUMS / 8) + i] = sums[j][i];
                     }
                 }
                 sh.along[t + at.quarter][channel] = share(along, at.quarter);
@@ -489,15 +508,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 
 
             // The warps' sums of db, by one half of the threads, and of dc, by the other: a quarter of a position each.
             const int which = threadIdx.x / (THREADS / 2), t = threadIdx.x % (THREADS / 2) / QUARTERS;
+            const int quarter = threadIdx.x % QUARTERS;
             Pack<A, PER> sum = {};
 #pragma unroll
             for (int w = 0; w < THREADS / 32; w++) {
 #pragma unroll
-                for (int i = 0; i < PER; i++) sum.v[i] += sh.sums[w][t][at.quarter][which * (SUMS / 2) + i];
+                for (int i = 0; i < PER; i++) sum.v[i] += sh.sums[w][t][quarter][which * (SUMS / 2) + i];
             }
             const int position = first + half + t;
             A *to = parts + ((i64(which) * gridDim.x + blockIdx.x) * positions + i64(at.row) * s.length + position) * s.states;
-            write<PER>(to + at.state(0), sum, position < s.length ? s.states - at.state(0) : 0);
+            write<PER>(to + at.part, sum, position < s.length ? s.states - at.part : 0);
             if (half) __syncthreads();  // before they are overwritten
         }
 

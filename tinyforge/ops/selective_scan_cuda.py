@@ -31,6 +31,15 @@ def _macros(u: Array, states: int, pitches: list[Any], *arrays: Array) -> dict[s
     return {"SCALAR": scalar(u.dtype), "PER": per, "VEC": 4 if fits and aligned else 1}
 
 
+def _within_limit(shared: int, what: str, states: int, kind: np.dtype) -> int:
+    if shared > (room := shared_limit()):
+        raise UserError(
+            f"SelectiveScan: {what} with states of {states} in {kind} takes {shared} bytes of shared memory, the "
+            f"GPU has {room}; use a smaller state, or another precision"
+        )
+    return shared
+
+
 @selective_scan.selective_scan_fwd.on("cupy")
 def selective_scan_fwd(
     state: Array | None, u: Array, delta: Array, b: Array, c: Array, z: Array, a_log: Array, skip: Array,
@@ -42,7 +51,8 @@ def selective_scan_fwd(
     kept = new((batch, tiles(length), channels, states), wide(u.dtype)) if keep else None
     if y.size:
         macros = _macros(u, states, pitches, *inputs, y, *(() if state is None else (state,)))
-        shared = forward_bytes(states, wide(u.dtype).itemsize)
+        kind = wide(u.dtype)
+        shared = _within_limit(forward_bytes(states, kind.itemsize), "forward", states, kind)
         launch = load(FILE, "selective_scan_fwd", shared, **macros)
         sizes = map(np.int32, (length, channels, states))
         launch((-(-channels // CHANNELS), batch), (THREADS,),
@@ -64,12 +74,7 @@ def selective_scan_bwd(
     inputs, pitches = _with_pitches(u, delta, b, c, z)
     written, out_pitch = with_pitch(out)
     dy, kind = contiguous(dy), kept.dtype
-    shared, room = backward_bytes(states, kind.itemsize), shared_limit()
-    if shared > room:
-        raise UserError(
-            f"SelectiveScan: backward with states of {states} in {kind} takes {shared} bytes of shared memory, the "
-            f"GPU has {room}; use a smaller state, or another precision"
-        )
+    shared = _within_limit(backward_bytes(states, kind.itemsize), "backward", states, kind)
     columns = -(-channels // CHANNELS)
     parts = new((2, columns, *b.shape), kind)
     da_parts, vector_parts = new((batch, channels * states), kind), new((batch, 2 * channels), kind)

@@ -16,7 +16,7 @@ def states_a_lane(states: int) -> int:
 
 def forward_bytes(states: int, itemsize: int) -> int:
     """Shared memory of a block of selective_scan_fwd: the struct Forward."""
-    rows = 2 * CHANNELS + CHANNELS + 8  # steps, and y, which is padded
+    rows = 2 * CHANNELS + QUARTERS * CHANNELS  # steps, and the parts of y
     return 2 * TILE * (rows + 2 * QUARTERS * states_a_lane(states)) * itemsize
 
 

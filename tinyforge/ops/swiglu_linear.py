@@ -15,7 +15,7 @@ from tinyforge.backends import Backend
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.linear import Linear, linear_fwd
+from tinyforge.ops.linear import Linear, linear_add_fwd, linear_fwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.params import with_buffer
 
@@ -34,14 +34,14 @@ def linear_swiglu_fwd_memory(x: Array, weight: Array) -> tuple[Array, Array]:
 
 
 @kernel
-def swiglu_linear_fwd(gu: Array, hidden: Array | None, weight: Array) -> Array:
-    """hidden: swiglu(gu), where it is there already; gu is not read then."""
-    rows = (swiglu_fwd(gu) if hidden is None else hidden).reshape(-1, weight.shape[1])
-    return (rows @ weight.T).reshape(*gu.shape[:-1], weight.shape[0])
+def swiglu_linear_fwd(gu: Array, hidden: Array | None, weight: Array, add: Array | None) -> Array:
+    """hidden: swiglu(gu), where it is there already; gu is not read then. add: as in Linear."""
+    hidden = swiglu_fwd(gu) if hidden is None else hidden
+    return linear_fwd(hidden, weight, None) if add is None else linear_add_fwd(hidden, weight, add)
 
 
 @swiglu_linear_fwd.on("phantom")
-def swiglu_linear_fwd_memory(gu: Array, hidden: Array | None, weight: Array) -> Array:
+def swiglu_linear_fwd_memory(gu: Array, hidden: Array | None, weight: Array, add: Array | None) -> Array:
     hidden = empty((*gu.shape[:-1], weight.shape[1]), gu.dtype) if hidden is None else hidden
     return empty((*gu.shape[:-1], weight.shape[0]), hidden.dtype)
 
@@ -76,10 +76,10 @@ class LinearSwiGLU(Linear):
 
     def forward(
         self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,
-        hidden: bool = False,
+        add: Array | None = None, hidden: bool = False,
     ) -> Any:  # fmt: skip
         if not hidden:
-            return super().forward(x, stash, recompute=recompute)
+            return super().forward(x, stash, recompute=recompute, add=add)
         self.keep(x, stash, recompute)
         return self.k.linear_swiglu_fwd(x, self.weight.value)
 
@@ -93,13 +93,14 @@ class LinearSwiGLU(Linear):
 class SwiGLULinear(Op):
     """y = h W^T,  h = swiglu(gu): the reference is SwiGLU, then Linear
 
-    gu: (..., 2H), the gate in the first half; W: (O, H); y: (..., O); `hidden`: h, where somebody has it. Saves gu: h,
-    half as large again, is computed again in the pass over gu that backward takes anyway:
+    gu: (..., 2H), the gate in the first half; W: (O, H); y: (..., O); `hidden`: h, where somebody has it; `add`: as in
+    Linear. Saves gu: h, half as large again, is computed again in the pass over gu that backward takes anyway:
 
         dh = dy W,   dgu = swiglu_bwd(dh, gu),   dW += dy^T h
     """
 
     kernels = (swiglu_linear_fwd, swiglu_linear_bwd)
+    adds = True
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
@@ -108,10 +109,12 @@ class SwiGLULinear(Op):
     def params(self) -> list[Param]:
         return [self.weight]
 
-    def forward(self, gu: Array, stash: Stash | None = None, *, hidden: Array | None = None) -> Array:
+    def forward(
+        self, gu: Array, stash: Stash | None = None, *, hidden: Array | None = None, add: Array | None = None
+    ) -> Array:
         if stash is not None:
             stash.push(self, gu)
-        return self.k.swiglu_linear_fwd(gu, hidden, self.weight.value)
+        return self.k.swiglu_linear_fwd(gu, hidden, self.weight.value, add)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (gu,) = stash.pop(self)
@@ -125,11 +128,13 @@ class SwiGLULinear(Op):
 
 
 def swiglu_mlp(
-    before: Any, behind: Any, x: Array, stash: Stash | None, *, recompute: Callable[[], Array] | None = None
-) -> Array:
-    """behind(before(x)), as LinearSwiGLU and SwiGLULinear do it together; an adapter in either's place takes gu."""
+    before: Any, behind: Any, x: Array, stash: Stash | None, *, recompute: Callable[[], Array] | None = None,
+    **add: Array,
+) -> Array:  # fmt: skip
+    """behind(before(x)), as LinearSwiGLU and SwiGLULinear do it together; an adapter in either's place takes gu. add:
+    for behind's forward, as in Linear."""
     if isinstance(before, LinearSwiGLU) and isinstance(behind, SwiGLULinear):
         gu, hidden = before.forward(x, stash, recompute=recompute, hidden=True)
-        return behind.forward(gu, stash, hidden=hidden)
-    y: Array = behind.forward(before.forward(x, stash=stash, recompute=recompute), stash=stash)
+        return behind.forward(gu, stash, hidden=hidden, **add)
+    y: Array = behind.forward(before.forward(x, stash=stash, recompute=recompute), stash=stash, **add)
     return y

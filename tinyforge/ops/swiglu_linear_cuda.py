@@ -7,7 +7,7 @@ from tinyforge.backends.cupy_backend import CupyBackend, contiguous
 from tinyforge.backends.gemm import gemm, gemm_swiglu, gemm_swiglu_backward
 from tinyforge.kernel import Array
 from tinyforge.ops import swiglu_linear
-from tinyforge.ops.linear_cuda import linear_fwd
+from tinyforge.ops.linear_cuda import linear_add_fwd, linear_fwd
 from tinyforge.ops.swiglu_cuda import swiglu_bwd, swiglu_fwd
 
 
@@ -23,8 +23,13 @@ def linear_swiglu_fwd(x: Array, weight: Array, *, backend: CupyBackend) -> tuple
 
 
 @swiglu_linear.swiglu_linear_fwd.on("cupy")
-def swiglu_linear_fwd(gu: Array, hidden: Array | None, weight: Array, *, backend: CupyBackend) -> Array:
-    return linear_fwd(swiglu_fwd(gu) if hidden is None else hidden, weight, None, backend=backend)
+def swiglu_linear_fwd(
+    gu: Array, hidden: Array | None, weight: Array, add: Array | None, *, backend: CupyBackend
+) -> Array:
+    hidden = swiglu_fwd(gu) if hidden is None else hidden
+    if add is None:
+        return linear_fwd(hidden, weight, None, backend=backend)
+    return linear_add_fwd(hidden, weight, add, backend=backend)
 
 
 @swiglu_linear.swiglu_linear_bwd.on("cupy")

@@ -1,6 +1,6 @@
 // adamw: one optimizer step over the flat buffer of all parameters, and the norm of the gradient before it.
 //
-// Kernels:  square_sums     partial[b] = sum of squares of the gradient, a part of it for each block, in float64
+// Kernels:  square_sums     sums of squares of pieces of the gradient, a part of one for each block, in float64
 //           finish_norm     the norm from the partial sums, and the factor that clips the gradient to it
 //           adamw           moments, master weights and the weights as the ops read them, in one pass
 //
@@ -11,8 +11,8 @@
 // that a launch is the same in every step; and the factor that clips the gradient, so that the host does not wait. If the norm is
 // not finite the factor is NaN, and so stays: that step and all after it change nothing, so that the host, which looks
 // at the loss only now and then, finds the weights as they were before the step that failed.
-// Sums: a block's threads stride over its part, a fixed tree adds them, and one block adds the partial sums in order.
-// Grid: adamw a thread for each 4 elements; square_sums a fixed number of blocks; finish_norm one. Block: 256 threads.
+// Sums: a block's threads stride over its piece, a fixed tree adds them, and one block adds the partial sums in order.
+// Grid: adamw a thread for each 4 elements; square_sums a fixed number of blocks a piece; finish_norm one. Block: 256 threads.
 // Bound by memory: bf16 30 bytes an element (read gradient, master, m, v; write master, m, v and the rounded weight).
 //
 // compile: SCALAR=double|float|bf16
@@ -25,18 +25,19 @@ typedef Wide<T> A;
 
 #define VEC 4
 
-// The buffer is padded so that its size is a multiple of VEC.
-extern "C" __global__ void __launch_bounds__(256) square_sums(double *partial, const A *grads, i64 vectors) {
+// partial: (pieces, gridDim.x). bounds: (pieces, 2), in elements: multiples of VEC, as the buffer is padded.
+extern "C" __global__ void __launch_bounds__(256) square_sums(double *partial, const A *grads, const i64 *bounds) {
     __shared__ double scratch[32];
     double sum = 0;
+    const i64 first = bounds[2 * blockIdx.y] / VEC, stop = bounds[2 * blockIdx.y + 1] / VEC;
 #pragma unroll 4
-    for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < vectors; i += i64(gridDim.x) * 256) {
+    for (i64 i = first + i64(blockIdx.x) * 256 + threadIdx.x; i < stop; i += i64(gridDim.x) * 256) {
         const Pack<A, VEC> g = load<VEC>(grads + i * VEC);
 #pragma unroll
         for (int j = 0; j < VEC; j++) sum += double(g.v[j]) * double(g.v[j]);
     }
     sum = block_sum(sum, scratch);
-    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+    if (threadIdx.x == 0) partial[i64(blockIdx.y) * gridDim.x + blockIdx.x] = sum;
 }
 
 // state[0]: the norm. state[1]: min(1, limit / norm), or 1 where limit is 0; NaN if the norm is not finite, or if the

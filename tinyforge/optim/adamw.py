@@ -66,15 +66,17 @@ def adamw_memory(
 
 
 @kernel
-def square_sums(sums: Array, grads: Array) -> None:
-    """sums: float64; their own sum becomes that of the squares of `grads`, whose parts they stand for."""
-    squares = (float(np.dot(part, part)) for part in (grads[i : i + CHUNK] for i in range(0, grads.size, CHUNK)))
+def square_sums(sums: Array, grads: Array, bounds: Array) -> None:
+    """sums: (pieces, parts) float64; a row's sum becomes that of the squares of grads[start:stop], with the row's start
+    and stop in bounds, (pieces, 2) int64."""
     sums[...] = 0
-    sums[0] = sum(squares)
+    for row, (start, stop) in zip(sums, bounds.tolist(), strict=True):
+        parts = (grads[i : min(i + CHUNK, stop)] for i in range(start, stop, CHUNK))
+        row[0] = sum(float(np.dot(part, part)) for part in parts)
 
 
 @square_sums.on("phantom")
-def square_sums_memory(sums: Array, grads: Array) -> None:
+def square_sums_memory(sums: Array, grads: Array, bounds: Array) -> None:
     pass
 
 
@@ -99,9 +101,9 @@ def step_rates(step: int, lr: float, config: AdamWConfig) -> np.ndarray:
 
 def global_norm(grads: Array) -> float:
     """sqrt(sum of squares) over the flat gradient, summed in float64 from chunks in a fixed order."""
-    sums = np.zeros(1)
-    square_sums(sums, grads)
-    return float(np.sqrt(sums[0]))
+    sums = np.zeros((1, 1))
+    square_sums(sums, grads, np.array([(0, grads.size)]))
+    return float(np.sqrt(sums[0, 0]))
 
 
 def clip_scale(norm: float, limit: float) -> float:
@@ -131,7 +133,11 @@ class AdamW:
         self.m, self.v = (backend.zeros((self.size,), backend.master_dtype) for _ in range(2))
         self.step_count = 0
         self.k = bind((adamw_, square_sums, clip_factor), backend, "AdamW")
-        self._pieces = pieces or [slice(0, buffer.values.size)]
+        pieces = pieces or [slice(0, buffer.values.size)]
+        bounds = np.array([(piece.start, piece.stop) for piece in pieces], np.int64)
+        self._bounds = backend.asarray(bounds, bounds.dtype)
+        self._sums: Any = None
+        self._known = range(0)
         self.factor: Any = 1.0
 
     @property
@@ -146,14 +152,39 @@ class AdamW:
         from the first norm that is not finite, the factor is NaN, and a step with it changes nothing: whoever looks at
         the norms later finds the weights as they were before that step.
         """
-        sums = self.backend.zeros((len(self._pieces), self.backend.blocks), np.dtype(np.float64))
-        self._sum_squares(sums)
-        norm, self.factor = self.k.clip_factor(sums.reshape(-1), self.factor, limit)
+        norm, self.factor = self.k.clip_factor(self._squares().reshape(-1), self.factor, limit)
         return norm, self.factor
 
-    def _sum_squares(self, sums: Array) -> None:
-        for number, piece in enumerate(self._pieces):
-            self.k.square_sums(sums[number], self.buffer.grads[piece])
+    def know(self, pieces: range) -> None:
+        """The gradients of these pieces are known, and those of the others will be when `clip` is called: take the
+        squares of these now. An empty range: all that was known is old."""
+        self._sums, self._known = None, pieces
+        if pieces:
+            self._sums = self._new_sums()
+            self._square(pieces)
+
+    def _new_sums(self) -> Array:
+        pieces, blocks = len(self._bounds), self.backend.blocks  # of many pieces each needs fewer
+        return self.backend.zeros((pieces, min(blocks, -(-8 * blocks // pieces))), np.dtype(np.float64))
+
+    def _square(self, pieces: range) -> None:
+        rows = slice(pieces.start, pieces.stop)
+        if pieces:
+            self.k.square_sums(self._sums[rows], self._grads, self._bounds[rows])
+
+    def _squares(self) -> Array:
+        """The sums of all pieces."""
+        known, count = self._known, len(self._bounds)
+        self._sums = self._new_sums() if self._sums is None else self._sums
+        for rest in (range(known.start), range(known.stop, count)):
+            self._square(rest)
+        sums, self._sums, self._known = self._sums, None, range(0)
+        return sums
+
+    @property
+    def _grads(self) -> Array:
+        """The flat gradient, in which the pieces lie."""
+        return self.buffer.grads
 
     def owned(self) -> list[Param]:
         """The parameters whose tensors this rank writes into a checkpoint."""

@@ -35,11 +35,11 @@ def adamw_(
 
 
 @adamw.square_sums.on("cupy")
-def square_sums(sums: Array, grads: Array) -> None:
+def square_sums(sums: Array, grads: Array, bounds: Array) -> None:
     if grads.size % VEC:
         raise ValueError(f"square_sums: {grads.size} gradients, wants a multiple of {VEC}, as ParamBuffer pads them")
     launch = load(FILE, "square_sums", SCALAR=scalar(grads.dtype))
-    launch((sums.size,), (256,), (sums, grads, np.int64(grads.size // VEC)))
+    launch(sums.shape[::-1], (256,), (sums, grads, bounds))
 
 
 @adamw.clip_factor.on("cupy")

@@ -18,18 +18,23 @@ from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
 
 BUCKET = 8 << 20  # elements: 32 MB of float32, which NCCL sums at nearly its full speed
+LEAST = 1 << 20  # elements of a bucket however little is still to come
 UNIT = 32  # elements: a rank's part of a bucket is a multiple, so that its kernels read whole vectors
 
 
 class Buckets:
     """slices: of the flat buffer, in its order. Each holds whole parameters, `params`: those of more than `elements`
-    have one to themselves, and so have those that are not decayed, which are little and known last."""
+    have one to themselves, and so have those that are not decayed, which are little and known last.
+
+    A bucket holds no more than what lies before it, whose gradients are still to come: the last ones are small, because
+    nothing is left to hide their sums under.
+    """
 
     def __init__(self, buffer: ParamBuffer, ops: Sequence[Op], elements: int = BUCKET) -> None:
         bounds, self.params = [0], list[list[Param]]()
         for p in buffer.params:
-            place = buffer.place(p)
-            if not self.params or place.start == buffer.decay_end or place.stop - bounds[-1] > elements:
+            place, most = buffer.place(p), min(elements, max(LEAST, bounds[-1]))
+            if not self.params or place.start == buffer.decay_end or place.stop - bounds[-1] > most:
                 if self.params:
                     bounds.append(place.start)
                 self.params.append([])
@@ -59,7 +64,7 @@ class Buckets:
 
 
 class Watched(Stash):
-    """See `Buckets.watched`."""
+    """See `Buckets.watched`. begun: buckets."""
 
     def __init__(
         self, buckets: Buckets, noise: Stream | None, begin: Callable[[int], Any], enter: Callable[[int], Any]
@@ -72,7 +77,7 @@ class Watched(Stash):
             for number in numbers:
                 self._missing[number].add(op)
         self._records_of: Counter[int] = Counter()
-        self._begun, self._entered = set[int](), set[int]()
+        self.begun, self._entered = set[int](), set[int]()
         self._last: int | None = None
 
     def push(self, owner: Op, *saved: Any) -> None:
@@ -104,11 +109,11 @@ class Watched(Stash):
         self._records_of[owner] -= 1
         if self._records_of[owner]:
             return
-        for number, missing in reversed(list(enumerate(self._missing))):
-            if owner in missing:
-                missing.remove(owner)
-                if not missing:
-                    self._sum(number)
+        for number in reversed(self._of_op.get(owner, ())):
+            missing = self._missing[number]
+            missing.discard(owner)
+            if not missing:
+                self._sum(number)
 
     def _open(self, number: int) -> None:
         if number not in self._entered:
@@ -116,7 +121,7 @@ class Watched(Stash):
             self._enter(number)
 
     def _sum(self, number: int) -> None:
-        if number not in self._begun:
-            self._begun.add(number)
+        if number not in self.begun:
+            self.begun.add(number)
             self._open(number)
             self._begin(number)

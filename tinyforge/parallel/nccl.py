@@ -12,6 +12,7 @@ since the last one is compared at the next. A rank that dies or hangs in between
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,10 +20,32 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from tinyforge.errors import UserError
 from tinyforge.parallel.group import Array, part_of, summed
 from tinyforge.parallel.star import Call, Star
 from tinyforge.parallel.sums import add_
 from tinyforge.parallel.watch import Watch
+
+BLOCKS = 4
+"""Of NCCL's kernels where NCCL_MAX_CTAS does not say otherwise. Each holds a multiprocessor, and kernels that are made
+for all of them take twice their time (`Backend.spare`). NCCL itself would take 24: it is done sooner, but what nothing
+waits for may take its time."""
+MOST_SPARED = 8
+HIGHEST = -5  # of the priorities of streams; CUDA takes the highest that the device has
+
+
+def spared() -> int:
+    """Multiprocessors that the ops' kernels leave to NCCL's: as many as it has blocks, but none for many. So many less
+    would cost all kernels more than a second turn costs those that run beside a sum."""
+    return found if (found := blocks()) <= MOST_SPARED else 0
+
+
+def blocks() -> int:
+    """Of NCCL's kernels here."""
+    said = os.environ.get("NCCL_MAX_CTAS", str(BLOCKS))
+    if not said.isdecimal() or not 1 <= int(said) <= 64:
+        raise UserError(f"NCCL_MAX_CTAS is {said!r}, wants a number of blocks from 1 to 64; leave it out for {BLOCKS}")
+    return int(said)
 
 
 class Engine(Protocol):
@@ -191,8 +214,10 @@ class CupyEngine:
             "float32": nccl.NCCL_FLOAT32, "float64": nccl.NCCL_FLOAT64, "bfloat16": nccl.NCCL_BFLOAT16,
             "int32": nccl.NCCL_INT32, "int64": nccl.NCCL_INT64, "uint8": nccl.NCCL_UINT8,
         }  # fmt: skip
+        os.environ["NCCL_MAX_CTAS"] = str(blocks())  # read by the library when it makes its first communicator
         self._comm = nccl.NcclCommunicator(size, token, rank)
-        self._stream = cupy.cuda.Stream(non_blocking=True)
+        # Its blocks come before those of kernels that were started earlier and still wait for a multiprocessor.
+        self._stream = cupy.cuda.Stream(non_blocking=True, priority=HIGHEST)
         self._add = add_.bind(_Name("cupy"))
 
     def all_reduce(self, array: Array) -> None:

@@ -8,6 +8,9 @@ device for a result: the main thread may sit in the driver and see no error. Thi
 - the oldest collective that the device has not finished, and how long it has been under way;
 - NCCL's own asynchronous error.
 
+Another thread asks the device for these last two: where the main thread waits in the driver, asking may wait too, and
+who does would not see a line that closes.
+
 Rank 0 then says which rank it was, in one line, and every rank leaves by `os._exit`: files are written whole or not at
 all, so the last checkpoint is good.
 """
@@ -57,12 +60,14 @@ class Watch:
     check: Callable[[], None] = lambda: None
     leave: Callable[[int], Any] = os._exit
     _pending: deque[Collective] = field(default_factory=deque)
+    _error: str = ""
     _closing: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
         self._heard = [time.monotonic()] * len(self.lines)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+        threading.Thread(target=self._ask_the_device, daemon=True).start()
 
     def begin(self, what: str) -> Collective:
         """A collective is about to be started. Starting it may wait too; its `done` is set behind that."""
@@ -88,6 +93,15 @@ class Watch:
                 self._leave(fault)
                 return
 
+    def _ask_the_device(self) -> None:
+        try:
+            while not self._closing.wait(0.25):
+                while self._pending and self._pending[0].done():
+                    self._pending.popleft()
+                self.check()
+        except Exception as error:
+            self._error = str(error)
+
     def _fault(self, now: float) -> str | UserError:
         for number, line in enumerate(self.lines):
             name = self.names[number + 1 if self.rank == 0 else 0]
@@ -100,18 +114,13 @@ class Watch:
                 return f"{name} died (the kernel kills one when memory runs out)"
             if now - self._heard[number] > SILENCE:
                 return f"{name} has shown no sign of life for {SILENCE:.0f} s: it is stopped, or its host is gone"
-        while self._pending and self._pending[0].done():
-            self._pending.popleft()
-        if self._pending:
-            late = self._pending[0]
-            if now - late.since > self.patience:
-                others = ", ".join(name for number, name in enumerate(self.names) if number != self.rank)
-                here, seconds = self.names[self.rank], f"{self.patience:.0f} s"
-                return f"{late.what} has been under way on {here} for {seconds}: {others} hangs, or the link to it"
-        try:
-            self.check()
-        except Exception as error:
-            return f"{self.names[self.rank]}: {error}"
+        late = next(iter(self._pending.copy()), None)
+        if late and now - late.since > self.patience:
+            others = ", ".join(name for number, name in enumerate(self.names) if number != self.rank)
+            here, seconds = self.names[self.rank], f"{self.patience:.0f} s"
+            return f"{late.what} has been under way on {here} for {seconds}: {others} hangs, or the link to it"
+        if self._error:
+            return f"{self.names[self.rank]}: {self._error}"
         return ""
 
     def _leave(self, fault: str | UserError) -> None:

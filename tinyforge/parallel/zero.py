@@ -76,10 +76,12 @@ class ShardedAdamW(AdamW):
             buffer.place_grads(None)
         count = shards or group.size
         pieces = pieces_of(buckets, count)
-        super().__init__(buffer, backend, config, pieces)
         first, last = count * group.rank // group.size, count * (group.rank + 1) // group.size
-        self._mine = [n for n in range(len(pieces)) if first <= n % count < last]
-        self._count, self._tree = count, shards > 0
+        # The others' are empty: their sums come from their ranks.
+        own = [self._inside(n // count, piece) if first <= n % count < last else slice(0, 0)
+               for n, piece in enumerate(pieces)]  # fmt: skip
+        super().__init__(buffer, backend, config, own)
+        self._tree = shards > 0
         # Windows that are being summed: until then their memory is nobody else's.
         self._leaving: deque[tuple[Any, Array]] = deque()
 
@@ -93,22 +95,23 @@ class ShardedAdamW(AdamW):
         windows = _Windows(self, first)
         return self.buckets.watched(None, windows.sum, windows.open)
 
-    def grads_of(self, number: int, inside: slice) -> Array:
-        """Of a part of the rank's own, in the flat buffer: the sums of the gradient. number: of its bucket."""
+    def _inside(self, number: int, part: slice) -> slice:
+        """Where the sums of the gradient of a part of the rank's own lie. number: of its bucket."""
         if self.grads is None:
-            return self.buffer.grads[inside]
+            return part
         place, mine, _ = self.parts[number]
-        return self.grads[mine.start + inside.start - place.start : mine.start + inside.stop - place.start]
+        return slice(mine.start + part.start - place.start, mine.start + part.stop - place.start)
 
-    def _sum_squares(self, sums: Array) -> None:
-        sums.fill(0)
-        for number in self._mine:
-            piece = self._pieces[number]
-            if piece.start < piece.stop:
-                self.k.square_sums(sums[number], self.grads_of(number // self._count, piece))
+    @property
+    def _grads(self) -> Array:
+        return self.buffer.grads if self.grads is None else self.grads
+
+    def _squares(self) -> Array:
+        sums = super()._squares()
         self.group.all_reduce_(sums)  # with zeros: to gather them
         self.group.join()
         self._leaving.clear()
+        return sums
 
     def step(self, lr: float, grad_scale: Any = 1.0) -> None:
         """Update the rank's own parts, and begin to gather those of all."""
@@ -117,7 +120,7 @@ class ShardedAdamW(AdamW):
             values = buffer.values[place]
             masters = values if self.own is None else self.own[mine]
             if values.size:
-                flat = (values, masters, self.m[mine], self.v[mine], self.grads_of(number, place))
+                flat = (values, masters, self.m[mine], self.v[mine], self._grads[self._inside(number, place)])
                 self.k.adamw_(*flat, decayed if decays else plain, grad_scale, self.config)
             self.group.all_gather_(buffer.values[self.buckets.slices[number]], UNIT)
             if self.group.overlaps:

@@ -17,6 +17,7 @@ from tinyforge.ops.cross_entropy import sum_tokens
 from tinyforge.optim import AdamW, AdamWConfig
 from tinyforge.parallel import Group, part_of, start_group
 from tinyforge.parallel.buckets import UNIT, Buckets, Watched
+from tinyforge.parallel.nccl import spared
 from tinyforge.parallel.sums import add_
 from tinyforge.parallel.zero import ShardedAdamW, pieces_of, stage_of
 from tinyforge.params import ParamBuffer
@@ -127,6 +128,8 @@ class Sharded:
         self.rank = Rank(self.group, model, *of_rank, batches)
         if backend.group and self.objective:
             self.rank.buckets = Buckets(model.buffer, model.ops())
+        # Where the bits of one GPU are to be those of several, it works as if there were others.
+        backend.spare(spared() if self.group.overlaps or shards else 0)
 
     @property
     def alone(self) -> bool:
@@ -221,7 +224,14 @@ def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray,
         batches = rank.batches(batches)
     group, grads, tree = rank.group, rank.model.buffer.grads, rank.shards > 0
     begin, last = partial(_begin, rank), len(batches) - 1
+    if rank.optimizer:
+        rank.optimizer.know(range(0))
     watches = group.overlaps and rank.buckets and len(rank.parts) == 1
+
+    def known(total: Array) -> None:
+        """Before the last backward pass: sums of one part may travel first, not last."""
+        if watches:
+            group.all_reduce_(total, tree)
 
     def stash_of(index: int) -> Stash:
         """Of the backward of a micro-batch."""
@@ -231,7 +241,7 @@ def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray,
 
     add, sums = add_.bind(rank.backend), []
     for position, part in enumerate(rank.parts):
-        sums.append(_gradients_of_part(rank, batches, part, counts, noise, stash_of))
+        sums.append(_gradients_of_part(rank, batches, part, counts, noise, stash_of, known))
         # A binary counter: what has the place of a 1 is added, from the lowest on, to what comes.
         level = 0
         while position >> level & 1:
@@ -246,7 +256,8 @@ def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray,
     elif grads is not None and not watches:
         for number in reversed(range(len(rank.buckets.slices))):
             begin(number)
-    group.all_reduce_(total, tree)
+    if not watches:
+        group.all_reduce_(total, tree)
     group.join()
     return total
 
@@ -263,9 +274,10 @@ def _begin(rank: Rank, number: int) -> None:
 
 def _gradients_of_part(
     rank: Rank, batches: Sequence[Batch], number: int, counts: np.ndarray, noise: Any,
-    stash_of: Callable[[int], Stash],
+    stash_of: Callable[[int], Stash], known: Callable[[Array], None],
 ) -> Array:  # fmt: skip
-    """The model's gradients become those of one part of every batch, each with a stash of its own."""
+    """The model's gradients become those of one part of every batch, each with a stash of its own; known: is told the
+    sums of all before the last backward pass."""
     model, backend, objective = rank.model, rank.backend, rank.objective
     assert objective is not None
     if model.buffer.grads is not None:
@@ -278,12 +290,24 @@ def _gradients_of_part(
             stash.noise = noise and noise.fork(f"{index}/{number}")
             nll = forward(model, backend, batch, stash, rank.state)
             sums, dnll = objective.weigh(nll, batch, counts, backend)
+            total = total + sums
+            if index == len(batches) - 1:
+                known(total)
             if len(batch.ids):
                 model.backward(dnll, stash)
             if isinstance(stash, Watched):
-                stash.finish()
-            total = total + sums
+                _finish(rank, stash, index == len(batches) - 1)
     return total
+
+
+def _finish(rank: Rank, stash: Watched, last: bool) -> None:
+    """A backward pass is over: begin the sums that are left, and under those of the last one the norm of the others."""
+    mark, begun = rank.group.mark(), sorted(stash.begun)
+    stash.finish()
+    if last and rank.optimizer and begun and begun == list(range(begun[0], begun[-1] + 1)):
+        rank.group.join(mark)
+        pieces = rank.shards or rank.group.size  # of a bucket
+        rank.optimizer.know(range(pieces * begun[0], pieces * (begun[-1] + 1)))
 
 
 def _nll(rank: Rank, whole: Batch) -> Array:

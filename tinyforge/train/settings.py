@@ -121,9 +121,9 @@ class Settings:
                            "is one", changes=NOTHING)  # fmt: skip
     device: int | None = setting(None, "number of the GPU, as CUDA counts the visible ones (default: 0)",
                                  changes=NOTHING, card=NEVER)  # fmt: skip
-    recompute: Recompute = setting("", "recompute in backward instead of keeping: norms, a tenth less memory, 2 %% "
-                                   "slower; or blocks, of which only the input is kept, a third slower; the same "
-                                   "bits (given alone: norms)", choices=("norms", "blocks"), bare="norms",
+    recompute: Recompute = setting("", "recompute in backward instead of keeping: blocks, of which only the input is "
+                                   "kept, a third slower; or norms, in GPT-2 and ViT, 2 %% slower; the same bits "
+                                   "(given alone: blocks)", choices=("norms", "blocks"), bare="blocks",
                                    changes=NOTHING, card=NEVER)  # fmt: skip
     capture: str = setting("off", "on: launch each step as one CUDA graph, on one GPU: faster where the model is "
                            "small, the same bits (given alone: on)", choices=("on", "off"), bare="on", changes=NOTHING,

@@ -11,6 +11,9 @@
 #ifndef TILES  // at most so many tiles have their sums in shared memory at one time
 #define TILES 4
 #endif
+#ifndef ONCE  // the weights of a pass are more than the L2 cache holds
+#define ONCE 0
+#endif
 #ifndef SPIN  // nanoseconds of sleep between two polls
 #define SPIN 0
 #endif
@@ -48,6 +51,19 @@ __device__ __forceinline__ void pause(u32 &polls) {
     if (SPIN) __nanosleep(SPIN);
 }
 
+// copy_async of weights. Those that will have left the L2 cache before they are read again are the first to leave it, so
+// that they push out nothing else.
+__device__ __forceinline__ void copy_weights(u32 to, const void *from) {
+    if constexpr (ONCE) {
+        u64 policy;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
+                     : "memory");
+    } else {
+        copy_async(to, from);
+    }
+}
+
 // The weights of this lane: DEPTH pieces in flight or in shared memory. A lane reads only what it copied itself, so no
 // barrier is needed. The place of a used piece takes the one that comes DEPTH pieces later.
 struct Queue {
@@ -65,13 +81,13 @@ struct Queue {
                 const T *const from = source + next * (32 * PIECE);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    copy_async(shared_address(slots + (requested + i) % DEPTH * THREADS), from + i * (32 * PIECE));
+                    copy_weights(shared_address(slots + (requested + i) % DEPTH * THREADS), from + i * (32 * PIECE));
                 }
                 advance(4);
             } else {
 #pragma unroll 1
                 for (int i = min(pieces, 4); i > 0; i--) {
-                    copy_async(shared_address(slots + requested % DEPTH * THREADS), source + next * (32 * PIECE));
+                    copy_weights(shared_address(slots + requested % DEPTH * THREADS), source + next * (32 * PIECE));
                     advance(1);
                 }
             }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import cupy
 import numpy as np
@@ -14,6 +14,7 @@ from tinyforge.backends import wide
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import CausalLM, FusedWeights
 from tinyforge.infer.cuda.batch_plan import BatchPlan
+from tinyforge.infer.cuda.prompts import Prompts
 from tinyforge.infer.cuda.row_plan import RowPlan
 from tinyforge.infer.decoder import Decoder
 from tinyforge.infer.sampling import Sampling
@@ -54,36 +55,6 @@ class DeviceWeights(Generic[AnyPlan]):
         self.lengths = cupy.asarray(plan.lengths)
 
 
-class _LayerCache(NamedTuple):
-    """A layer of a `_RowCache`: keys and values, (kv_heads, capacity, head_dim)."""
-
-    keys: Array
-    values: Array
-    length: int
-
-    def append(self, k: Array, v: Array) -> tuple[Array, Array]:
-        end = self.length + k.shape[1]
-        for held, new in ((self.keys, k), (self.values, v)):
-            held[:, self.length : end] = new[0].swapaxes(0, 1)
-        if not self.length:  # a prompt's beginning: as in training, attention reads them beside the queries
-            return k, v
-        keys, values = (cupy.ascontiguousarray(held[:, :end].swapaxes(0, 1))[None] for held in (self.keys, self.values))
-        return keys, values
-
-
-class _RowCache:
-    """A row of a decoder's keys and values, (layers, kv_heads, capacity, head_dim), as `KVCache` for the model."""
-
-    def __init__(self, keys: Array, values: Array, length: int) -> None:
-        self.keys, self.values, self.length = keys, values, length
-
-    def layer(self, layer: int) -> _LayerCache:
-        return _LayerCache(self.keys[layer], self.values[layer], self.length)
-
-    def advance(self, count: int) -> None:
-        self.length += count
-
-
 class DeviceDecoder(Decoder):
     """The base of both decoders. UserError for a model on another backend, and of a shape that no kernel takes."""
 
@@ -99,8 +70,8 @@ class DeviceDecoder(Decoder):
                 f"{name}: {weights.heads} heads of {weights.head_dim} are not the width of the stream, {weights.dim}; "
                 "use make_decoder"
             )
-        self.model = model
         self.fused = weights
+        self.prompts = Prompts(model, self.capacity)
 
     def _shape(self) -> dict[str, int]:
         """The fields of `DecodePlan` that are the model's."""
@@ -113,8 +84,8 @@ class DeviceDecoder(Decoder):
 
         keys, values: the row's, (layers, kv_heads, capacity, head_dim).
         """
-        ids = self.model.backend.asarray(np.asarray([tokens], np.int32))
-        self.model.hidden(ids, cache=_RowCache(keys, values, self.lengths[row]))
+        ids = self.prompts.backend.asarray(np.asarray([tokens], np.int32))
+        self.prompts.append(ids, keys, values, self.lengths[row])
         self.lengths[row] += len(tokens)
         return ids[0]
 

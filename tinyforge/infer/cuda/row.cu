@@ -27,7 +27,7 @@
 // Tried and dropped: docs/kernels/decode.md, with times.
 // Grid: at most what fits at once (cooperative launch). Block: WARPS x 32 threads, one block per multiprocessor.
 //
-// compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32
+// compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
 // compile: SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
 // spills: none
 
@@ -40,14 +40,22 @@
 #ifndef SPLITS  // of the positions of a kv head
 #define SPLITS 3
 #endif
+// Whether a product takes its weights into registers before its input comes. With four rows that spills on Ampere.
+#if ROWS < 4 || __CUDA_ARCH__ >= 900
+#define EARLY TENSOR_CORES
+#else
+#define EARLY false
+#endif
 // Pieces that a lane requests between two polls during attention. Used pieces are not replaced at once, because many
 // copies in flight delay the numbers that blocks wait for. What is still missing is requested after attention's
 // projection.
 #ifndef REFILL
-#define REFILL 4
+#define REFILL 8
 #endif
 
-constexpr int ATTENTION = KV_HEADS * SPLITS * 4;  // units dealt; with any ROWS, so that weights have one layout
+// Units dealt; with any ROWS, so that weights have one layout. At `base`, 36 on 132 blocks: the 96 tiles of attention's
+// projection go to blocks that do not attend.
+constexpr int ATTENTION = KV_HEADS * SPLITS * 3;
 constexpr int HIDDEN_TILES = (HIDDEN + 7) / 8 * 2, HIDDEN_ROWS = HIDDEN_TILES * 4;  // a tile: 4 rows of gate, 4 of up
 
 // Columns of a product per warp.
@@ -112,15 +120,6 @@ __device__ __forceinline__ void publish_narrow(A *array, int n, int index, A x, 
         narrow(next, pair.v[1]);
         if (mine && index % 2 == 0) publish(array + place(n, index / 2), *reinterpret_cast<const A *>(&pair));
     }
-}
-// PARCEL numbers from number `index` on.
-__device__ __forceinline__ void publish_narrow(A *array, int n, int index, const Parcel &x) {
-    Pack<T, PARCEL> rounded;
-#pragma unroll
-    for (int j = 0; j < PARCEL; j++) narrow(x.v[j], rounded.v[j]);
-    const Words words = reinterpret_cast<const Words &>(rounded);
-#pragma unroll
-    for (int j = 0; j < PARCEL / SHARED_BY; j++) publish(array + place(n, index / SHARED_BY) + j, words.v[j]);
 }
 __device__ __forceinline__ void peek(const float *from, Pack<float, 4> &to) {
     asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -193,6 +192,7 @@ struct Block {
     Queue queue;
     int dealt;   // tiles of all kinds dealt so far, modulo BLOCKS
     int parity;  // of the buffer for sums
+    A eps;
     A square;    // of this lane's part of the residual stream
 
     // This block's first tile of the next `count`; its others follow every BLOCKS tiles.
@@ -208,8 +208,8 @@ struct Block {
     // memory: words 0 and 2 are row g, words 1 and 3 row g + 8. The right operand holds the columns of the first two in
     // its rows 0 to 3 (x has at most four), those of the other two in rows 4 to 7; half of the result is used. Fewer
     // than MOST tiles are multiplied as MOST, with whatever lies in the queue; those sums are ignored.
-    template <int STEPS, int MOST>
-    __device__ __forceinline__ void multiply(const T *part, int pitch, A *sums) {
+    template <int STEPS, int MOST, class At>
+    __device__ __forceinline__ void multiply(At piece, const T *part, int pitch, A *sums) {
         constexpr int CHAINS = MOST == 1 ? 4 : MOST == 2 ? 2 : 1;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
         const u32 *const input = reinterpret_cast<const u32 *>(part + g % 4 * pitch) + g / 4;
@@ -220,7 +220,7 @@ struct Block {
             if (g % 4 < ROWS) x[0] = input[j * STEP / 2], x[1] = input[j * STEP / 2 + 2];
 #pragma unroll
             for (int i = 0; i < MOST; i++) {
-                const uint4 w = reinterpret_cast<const uint4 &>(queue[i * STEPS + j]);
+                const uint4 w = reinterpret_cast<const uint4 &>(piece(i * STEPS + j));
                 multiply_add(sum[i][j % CHAINS], w.x, w.y, w.z, w.w, x[0], x[1]);
             }
         }
@@ -239,25 +239,40 @@ struct Block {
         }
     }
 
-    // Calls finish(row, n, sum) for each row of this block's share of COUNT tiles and each row n of input; with NORM it
-    // may use the rms of the residual stream. Whole warps call it; row is -1 for threads without one.
+    // Calls take(), which waits for the input, then finish(row, n, sum) for each row of this block's share of COUNT tiles
+    // and each row n of input; with NORM the sum is divided by the rms of the residual stream. Whole warps call it; row
+    // is -1 for threads without one.
     // One barrier: between the warps' sums and the total. What a warp leaves in shared memory for `finish` (`stream`,
     // `squares`) is overwritten only after numbers have arrived that depend on `finish`.
-    template <int COLUMNS, int COUNT, bool NORM, class Finish>
-    __device__ __forceinline__ void product(int first, const T *input, Finish finish) {
+    template <int COLUMNS, int COUNT, bool NORM, class Take, class Finish>
+    __device__ __forceinline__ void product(int first, const T *input, Take take, Finish finish) {
         constexpr int STEPS = steps(COLUMNS), PITCH = pitch(COLUMNS), EACH = ceil_div(COUNT, BLOCKS);
         constexpr int MOST = EACH < TILES ? EACH : TILES;
         const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
         const T *const part = input + warp * slice(COLUMNS) + lane % 4 * PIECE;
-        for (int tile = first; tile < COUNT; tile += MOST * BLOCKS) {
-            int count = 1;
+        Piece held[EARLY ? MOST * STEPS : 1];
+        int count = 0;
+        const auto weights = [&](int tile) {  // waits for those of the tiles that are multiplied at one time
+            count = 0;
 #pragma unroll
-            for (int i = 1; i < MOST; i++) count += tile + i * BLOCKS < COUNT;
-            A *const sums = shared.sums + parity * (TILES * ROWS * 8 * WARPS);
+            for (int i = 0; i < MOST; i++) count += tile + i * BLOCKS < COUNT;
             if (int(queue.requested - queue.taken) < count * STEPS) queue.refill(DEPTH);
             queue.wait(count * STEPS);
+            if constexpr (EARLY) {
+#pragma unroll
+                for (int i = 0; i < MOST * STEPS; i++) held[i] = queue[i];
+            }
+        };
+        weights(first);
+        take();
+        for (int tile = first; tile < COUNT; tile += MOST * BLOCKS) {
+            A *const sums = shared.sums + parity * (TILES * ROWS * 8 * WARPS);
+            if constexpr (EACH > MOST) {
+                if (tile != first) weights(tile);
+            }
             if constexpr (TENSOR_CORES) {
-                multiply<STEPS, MOST>(part, PITCH, sums);
+                const auto piece = [&](int i) -> const Piece & { return EARLY ? held[EARLY ? i : 0] : queue[i]; };
+                multiply<STEPS, MOST>(piece, part, PITCH, sums);
             } else {
                 for (int i = 0; i < count; i++) {
                     A sum[ROWS] = {};
@@ -283,7 +298,8 @@ struct Block {
             if (thread - lane < count * ROWS * 8) {
                 const bool mine = thread < count * ROWS * 8;
                 const int i = thread / (ROWS * 8), n = thread / 8 % ROWS;
-                const A sum = mine ? total(sums + thread * WARPS) : A(0);
+                A sum = total(sums + thread * WARPS);
+                if (NORM) sum *= inverse_rms(n);
                 finish(mine ? (tile + i * BLOCKS) * 8 + thread % 8 : -1, n, sum);
             }
             queue.taken += count * STEPS;
@@ -400,7 +416,7 @@ struct Block {
     }
 
     // 1 / rms of row n of the residual stream.
-    __device__ __forceinline__ A inverse_rms(int n, A eps) const {
+    __device__ __forceinline__ A inverse_rms(int n) const {
         return inverse_root(total(shared.squares + n * WARPS) * (A(1) / A(DIM)) + eps);
     }
 
@@ -486,30 +502,45 @@ struct Scratch {
 
 // A slab of a split. Number i of the split is position i * SPLITS + split.
 struct SplitSlab : Slab {
+    // As Slab::scores, with two sums for each score: half as many products that wait for each other.
+    __device__ __forceinline__ void scores(const uint4 (&q)[2][CHUNKS], float (&score)[2][4]) const {
+        float other[2][4] = {};
+#pragma unroll
+        for (int s = 0; s < CHUNKS; s++) {
+#pragma unroll
+            for (int u = 0; u < 2; u++) {
+                const uint4 k = keys[u][s];
+                multiply_add(score[u], q[0][s].x, q[1][s].x, q[0][s].y, q[1][s].y, k.x, k.y);
+                multiply_add(other[u], q[0][s].z, q[1][s].z, q[0][s].w, q[1][s].w, k.z, k.w);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) score[u][i] += other[u][i];
+        }
+    }
     // The position of key u (0, 1) or value i (0 .. 3) among the 16.
     __device__ static int key(int u) { return u * 8 + threadIdx.x % 32 / 4; }
     __device__ static int value(int i) { return threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2; }
 
-    // Loads the positions before `past` from the cache.
+    // Loads the positions before `past` from the cache. The others are hidden by `attend_slabs`; what stands in for them
+    // is position 0, so that no load waits for a condition, and none for another.
     __device__ __forceinline__ void load_old(const T *cache_keys, const T *cache_values, int base, int split,
                                              int past) {
         const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
 #pragma unroll
         for (int u = 0; u < 2; u++) {
-            const int position = (base + key(u)) * SPLITS + split;
+            const int at = (base + key(u)) * SPLITS + split, position = at < past ? at : 0;
 #pragma unroll
             for (int s = 0; s < CHUNKS; s++) {
-                keys[u][s] = uint4{0, 0, 0, 0};
-                if (position < past) {
-                    keys[u][s] = *reinterpret_cast<const uint4 *>(cache_keys + position * HEAD_DIM + s * 32 + c * 8);
-                }
+                keys[u][s] = *reinterpret_cast<const uint4 *>(cache_keys + position * HEAD_DIM + s * 32 + c * 8);
             }
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int position = (base + value(i)) * SPLITS + split;
-            values[i] = Pack<T, WIDE>{};
-            if (position < past) values[i] = load<WIDE>(cache_values + position * HEAD_DIM + g * WIDE);
+            const int at = (base + value(i)) * SPLITS + split, position = at < past ? at : 0;
+            values[i] = load<WIDE>(cache_values + position * HEAD_DIM + g * WIDE);
         }
     }
 
@@ -660,6 +691,8 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
         const Parcel c = load<PARCEL>(cosines + position * HALF + column);
         const Parcel s = load<PARCEL>(sines + position * HALF + column);
         const A *const from = qkv + place(n, line * HEAD_DIM + column);  // the other half is HALF / 8 lines further
+        T *const line_of = is_query ? scratch.queries + head * Q_PITCH : scratch.fresh + (n * 2 + is_value) * HEAD_DIM;
+        T *const to = line_of + column, *const kept = (is_value ? values : keys) + position * HEAD_DIM + column;
         Parcel x[2];
         await(x, [&](int i) { return from + i * (HALF * 4); });
         Pack<T, PARCEL> turned[2];
@@ -670,15 +703,10 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
             narrow(!is_query && is_value ? b : b * c.v[j] + a * s.v[j], turned[1].v[j]);
         }
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int at = half * HALF + column;
-            if (is_query) {
-                store(scratch.queries + head * Q_PITCH + at, turned[half]);
-            } else {
-                store(scratch.fresh + (n * 2 + is_value) * HEAD_DIM + at, turned[half]);
-                store((is_value ? values : keys) + position * HEAD_DIM + at, turned[half]);
-            }
-        }
+        for (int half = 0; half < 2; half++) store(to + half * HALF, turned[half]);
+        if (is_query) continue;
+#pragma unroll
+        for (int half = 0; half < 2; half++) store(kept + half * HALF, turned[half]);
     }
     __syncthreads();
     if constexpr (TENSOR_CORES) {
@@ -686,31 +714,39 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
     } else {
         attend_keys(scratch, keys, values, split, first_row, past);
     }
+    // A thread merges the warps' results for one word of `parts`.
+    int task = thread, query, d, n, head;
+    A *part, *stat;
+    const auto aim = [&] {
+        query = task / (HEAD_DIM / SHARED_BY), d = task % (HEAD_DIM / SHARED_BY) * SHARED_BY;
+        n = first_row + query / GROUP, head = kv_head * GROUP + query % GROUP;
+        part = parts + place(n, (split * DIM + head * HEAD_DIM + d) / SHARED_BY);
+        stat = stats + place(n, split * HEADS + head);
+    };
+    aim();
     __syncthreads();
-    for (int task = thread; task < QUERIES * HEAD_DIM / PARCEL; task += THREADS) {
-        const int query = task / (HEAD_DIM / PARCEL), d = task % (HEAD_DIM / PARCEL) * PARCEL;
-        const int n = first_row + query / GROUP, head = kv_head * GROUP + query % GROUP;
+    for (; task < QUERIES * HEAD_DIM / SHARED_BY; task += THREADS, aim()) {
         if (n >= ROWS) continue;
         const Pack<A, WARPS> tops = load<WARPS>(scratch.tops + query * WARPS);
         const Pack<A, WARPS> totals = load<WARPS>(scratch.totals + query * WARPS);
-        A all = LOWEST, weight = 0;
-        Parcel mean{};
+        A all = LOWEST, weight = 0, mean[SHARED_BY] = {};
 #pragma unroll
         for (int w = 0; w < WARPS; w++) all = largest(all, tops.v[w]);
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             const A share = exp_for<T>(tops.v[w] - all);
-            const Parcel output = load<PARCEL>(scratch.outputs + (w * QUERIES + query) * HEAD_DIM + d);
+            const auto output = load<SHARED_BY>(scratch.outputs + (w * QUERIES + query) * HEAD_DIM + d);
             weight += share * totals.v[w];
 #pragma unroll
-            for (int j = 0; j < PARCEL; j++) mean.v[j] += share * output.v[j];
+            for (int j = 0; j < SHARED_BY; j++) mean[j] += share * output.v[j];
         }
         const bool empty = weight == 0;  // no position of this split yet
         const A scale = empty ? A(0) : inverse_for<T>(weight);
+        Pack<T, SHARED_BY> word;
 #pragma unroll
-        for (int j = 0; j < PARCEL; j++) mean.v[j] *= scale;
-        publish_narrow(parts, n, split * DIM + head * HEAD_DIM + d, mean);
-        if (d == 0) publish(stats + place(n, split * HEADS + head), empty ? A(LOWEST) : all + log_for(weight));
+        for (int j = 0; j < SHARED_BY; j++) narrow(mean[j] * scale, word.v[j]);
+        publish(part, reinterpret_cast<const A &>(word));
+        if (d == 0) publish(stat, empty ? A(LOWEST) : all + log_for(weight));
     }
 }
 
@@ -808,6 +844,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 #pragma unroll
     for (int n = 0; n < ROWS; n++) ids[n] = begin ? begin[1 + n] : tokens[past + n];
     block.parity = 0;
+    block.eps = eps;
     const Sampler how = {temperature, top_p, min_p, top_k, key0, key1};
     int pass = 0;
     for (; pass < passes && past + ROWS <= capacity; pass++) {
@@ -816,12 +853,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         const A *gain = gains;
         for (int layer = 0; layer < layers; layer++, exchange += LAYER, gain += 2 * DIM) {
             const int qkv = block.deal(WIDTH / 8);
-            block.take_stream(stream, embedding, ids, gain);
-            block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, [&](int row, int n, A sum) {
-                if (row >= 0) publish(exchange + QKV + place(n, row), sum * block.inverse_rms(n, eps));
+            const int attends = block.deal(ATTENTION);
+            const auto take = [&] { block.take_stream(stream, embedding, ids, gain); };
+            block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, take, [&](int row, int n, A sum) {
+                if (row >= 0) publish(exchange + QKV + place(n, row), sum);
             });
 
-            for (int unit = block.deal(ATTENTION); unit < UNITS; unit += BLOCKS) {
+            for (int unit = attends; unit < UNITS; unit += BLOCKS) {
                 const int kv_head = unit / SPLITS % KV_HEADS;
                 const i64 cache = i64(layer * KV_HEADS + kv_head) * capacity * HEAD_DIM;
                 attend(Scratch(shared.scratch), exchange + QKV, cosines, sines, keys + cache, values + cache,
@@ -830,22 +868,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             }
 
             const int out = block.deal(DIM / 8);
-            block.poll(exchange + QKV, WIDTH);
+            if (attends >= UNITS) block.poll(exchange + QKV, WIDTH);
             // One row has little to poll: blocks that need it poll it directly.
             if (ROWS > 1 || out >= DIM / 8) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
             if (out < DIM / 8) {
-                block.take_attended(exchange + PARTS, exchange + STATS);
-                block.product<DIM, DIM / 8, false>(out, shared.by_dim, [&](int row, int n, A sum) {
+                const auto take = [&] { block.take_attended(exchange + PARTS, exchange + STATS); };
+                block.product<DIM, DIM / 8, false>(out, shared.by_dim, take, [&](int row, int n, A sum) {
                     if (row >= 0) publish(exchange + MIDDLE + place(n, row), shared.stream[n * DIM + row] + sum);
                 });
             }
             queue.refill(DEPTH);
 
             const int gate_up = block.deal(HIDDEN_TILES);
-            block.take_stream(exchange + MIDDLE, embedding, ids, gain + DIM);
-            block.product<DIM, HIDDEN_TILES, true>(gate_up, shared.by_dim, [&](int row, int n, A sum) {
-                const A scaled = sum * block.inverse_rms(n, eps), up = __shfl_down_sync(~0u, scaled, 4);
-                const A gated = scaled * inverse_for<T>(A(1) + exp_for<T>(-scaled)) * up;
+            const auto take_middle = [&] { block.take_stream(exchange + MIDDLE, embedding, ids, gain + DIM); };
+            block.product<DIM, HIDDEN_TILES, true>(gate_up, shared.by_dim, take_middle, [&](int row, int n, A sum) {
+                const A up = __shfl_down_sync(~0u, sum, 4);
+                const A gated = sum * inverse_for<T>(A(1) + exp_for<T>(-sum)) * up;
                 const int unit = first_unit(row / 8) + row % 8;
                 publish_narrow(exchange + GATED, n, unit, gated, row >= 0 && row % 8 < 4);
             });
@@ -854,8 +892,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             if (down >= DIM / 8) {
                 block.poll(exchange + GATED, HIDDEN_ROWS / SHARED_BY);
             } else {
-                block.take_gated(exchange + GATED);
-                block.product<HIDDEN, DIM / 8, false>(down, shared.by_hidden, [&](int row, int n, A sum) {
+                const auto take = [&] { block.take_gated(exchange + GATED); };
+                block.product<HIDDEN, DIM / 8, false>(down, shared.by_hidden, take, [&](int row, int n, A sum) {
                     if (row >= 0) publish(exchange + AFTER + place(n, row), shared.stream[n * DIM + row] + sum);
                 });
             }
@@ -865,10 +903,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         // Blocks of different rows of a split write the same keys and values, drafts included. What another block
         // writes there in the next pass must come later; it waits for the logits that follow this fence.
         if (begin && UNITS > KV_HEADS * SPLITS) __threadfence();
-        block.take_stream(stream, embedding, ids, gain);
         for (int head = 0; head < heads; head++) {
-            block.product<DIM, VOCAB_TILES, true>(block.deal(VOCAB_TILES), shared.by_dim, [&](int row, int n, A sum) {
-                const A logit = sum * block.inverse_rms(n, eps);
+            const auto take = [&] {
+                if (head == 0) block.take_stream(stream, embedding, ids, gain);
+            };
+            const int tile = block.deal(VOCAB_TILES);
+            block.product<DIM, VOCAB_TILES, true>(tile, shared.by_dim, take, [&](int row, int n, A logit) {
                 if (!begin) {
                     if (row < 0) return;
                     publish(exchange + (n * heads + head) * VOCAB_ROWS + row, row < VOCAB ? logit : A(-INFINITY));

@@ -59,15 +59,15 @@ class RowLauncher:
         self.weights, self.plan = weights, replace(weights.plan, rows=rows)
         self.kernel = load(
             "infer/cuda/row.cu", "decode", self.plan.shared_bytes, cooperative=True, SCALAR=scalar(weights.dtype),
-            **self.plan.macros,
+            ONCE=int(weights.matrices.nbytes > cupy.cuda.Device().attributes["L2CacheSize"]), **self.plan.macros,
         )  # fmt: skip
         self.exchange = cupy.empty(0, weights.wide)
 
     def __call__(self, cache: RowCache, past: int, passes: int, outputs: int, draw: Draw | None = None) -> Array:
         """Positions past .. past + passes * rows - 1; returns logits, (passes, rows, outputs, vocab), on the device.
 
-        With `draw` (one position a pass only) each pass draws the next one's token, else tokens are those of the cache.
-        Does not wait; the logits are good until the next launch.
+        With `draw` (one position a pass only) each pass draws the next one's token; without it there is one pass, over
+        the cache's tokens. Does not wait; the logits are good until the next launch.
         """
         plan = self.plan
         end = past + passes * plan.rows
@@ -75,6 +75,8 @@ class RowLauncher:
             raise ValueError(f"decode: positions {past} to {end}, {outputs} outputs: the cache or the model has fewer")
         if draw and plan.rows != 1:
             raise ValueError(f"decode: tokens are drawn one at a time, not {plan.rows}")
+        if passes > 1 and not draw:
+            raise ValueError(f"decode: {passes} passes over tokens that nobody draws; one after the other")
         region = self._launch(cache, past, passes, outputs, draw)
         found = self.exchange[: passes * region].reshape(passes, region)[:, -plan.rows * outputs * plan.vocab_rows :]
         return found.reshape(passes, plan.rows, outputs, plan.vocab_rows)[..., : plan.vocab]

@@ -31,7 +31,7 @@ class RowPlan(DecodePlan):
 
     rows: int
     splits: int = 3
-    refill: int = 4
+    refill: int = 8
     spin: int = 0
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class RowPlan(DecodePlan):
         """Everything that is dealt out in a pass with all outputs: the number of tiles, and columns (0: attention)."""
         for _ in range(self.layers):
             yield self.width // TILE, self.dim
-            yield self.kv_heads * self.splits * MOST_ROWS, 0  # whatever the rows: the weights lie the same for all
+            yield self.kv_heads * self.splits * 3, 0  # whatever the rows: the weights lie the same for all
             yield self.dim // TILE, self.dim
             yield self.hidden_rows // 4, self.dim
             yield self.dim // TILE, self.hidden

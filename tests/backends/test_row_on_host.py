@@ -1,0 +1,234 @@
+"""row.cu, whole, on the host: two blocks that wait for each other's numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.nanoeuler import Config, NanoEuler
+from tests.backends.on_host import INLINE, hopper, run_on_host
+from tinyforge.backends import get_backend
+from tinyforge.infer.causal_lm import FusedLayer
+from tinyforge.infer.cuda.row_plan import RowPlan
+
+pytestmark = pytest.mark.slow
+
+# Two layers take more units of weights than the queue has places; hidden units and ids fill no whole tile.
+CONFIG = Config(dim=32, heads=2, kv_heads=1, layers=2, context=12, vocab=27, mtp_heads=2, hidden=44,
+                mtp_weights=(1, 0.5))  # fmt: skip
+BLOCKS = 2
+BODIES = {
+    f"{INLINE}void copy_async(u32 to, const void *from)": "host_copy(to % HOST_ROOM, from, true);",
+    f"{INLINE}void copy_commit()": "host_commit();",
+    f"{INLINE}void copy_wait()": "host_wait(pending);",
+    f"{INLINE}void publish(float": "*to = there(x) ? x : NAN;",
+    f"{INLINE}void publish(double": "*to = x;",
+    **{f"{INLINE}void peek(const float *from, Pack<float, {n}>": f"to = load<{n}>(from);" for n in (1, 2, 4)},
+    f"{INLINE}void narrow(float x, bf16 &to)": "to.bits = host_bf16(x);",
+    f"{INLINE}void multiply_add(": "host_multiply_add(sum, a0, a1, a2, a3, b0, b1);",
+    **{f"{INLINE}void peek(const double *from, Pack<double, {n}>": f"to = load<{n}>(from);" for n in (1, 2)},
+}
+BEFORE = r"""
+#define NAN __int_as_float(0x7fffffff)
+inline int __float_as_int(float x) { int y; memcpy(&y, &x, 4); return y; }
+inline long long __double_as_longlong(double x) { long long y; memcpy(&y, &x, 8); return y; }
+inline double __longlong_as_double(long long x) { double y; memcpy(&y, &x, 8); return y; }
+inline bool __any_sync(unsigned, bool yes) {
+    const int warp = current / 32;
+    exchanged[warp][threadIdx.x % 32] = yes;
+    warps[warp].wait(32);
+    bool any = false;
+    for (auto vote : exchanged[warp]) any |= vote != 0;
+    warps[warp].wait(32);
+    return any;
+}
+inline bool __all_sync(unsigned all, bool yes) { return !__any_sync(all, !yes); }
+inline void __threadfence() {}
+static u32 operands[64][32][6];
+static float host_number(u32 pair, int i) { return __uint_as_float(i ? pair & 0xffff0000 : pair << 16); }
+static void host_multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    auto &all = operands[current / 32];
+    const int lane = threadIdx.x % 32;
+    const u32 own[6] = {a0, a1, a2, a3, b0, b1};
+    memcpy(all[lane], own, sizeof own);
+    warps[current / 32].wait(32);
+    for (int e = 0; e < 4; e++) {
+        const int row = lane / 4, column = lane % 4 * 2 + e % 2;
+        for (int k = 0; k < 16; k++)  // a lane has columns 2 c and 2 c + 1, and these + 8
+            sum[e] += host_number(all[row * 4 + k % 8 / 2][e / 2 + k / 8 * 2], k % 2) *
+                      host_number(all[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
+    }
+    warps[current / 32].wait(32);
+}
+inline long long clock() { static long long now; return now += 7; }
+"""
+MEMORY = ("extern __shared__ __align__(128) unsigned char memory[];",
+          "unsigned char *const memory = host_shared + host_rank() * HOST_ROOM;")  # fmt: skip
+# In a launch: passes, outputs, past, drawn or not, or `begin`; then all tokens and the logits, or the report.
+MAIN = r"""
+static FILE *file;
+template <class X> std::vector<X> taken(int count) {
+    std::vector<X> found(count);
+    if (fread(found.data(), sizeof(X), count, file) != size_t(count)) printf("the file is too short\n"), exit(1);
+    return found;
+}
+int main() {
+    host_limit = 2000000;
+    host_jitter = true;
+    file = fopen("PATH", "rb");
+    auto sizes = taken<int>(8);
+    const int units = sizes[0], layers = sizes[1], capacity = sizes[2], launches = sizes[3], stride = sizes[4],
+              outputs = sizes[5], region = sizes[6], speculates = sizes[7];
+    auto weights = taken<T>(units), embedding = taken<T>(VOCAB * DIM);
+    auto gains = taken<A>((2 * layers + 1) * DIM);
+    auto cosines = taken<A>(capacity * HEAD_DIM / 2), sines = taken<A>(capacity * HEAD_DIM / 2);
+    auto lengths = taken<int>(BLOCKS);
+    const A eps = taken<A>(1)[0];
+    auto tokens = taken<int>(capacity + 1);
+    std::vector<T> keys(layers * KV_HEADS * capacity * HEAD_DIM), values = keys;
+    std::vector<int> begin(1 + ROWS, -1);
+    begin[0] = 0, begin[1] = tokens[0];
+    for (int launch = 0; launch < launches; launch++) {
+        auto how = taken<int>(3);
+        const int passes = how[0], past = how[1], sampled = how[2];
+        std::vector<A> exchange(passes * region, __int_as_float(-1));
+        std::vector<int> report((passes + 1) * (1 + ROWS), -9);
+        host_launch(BLOCKS, 1, THREADS, [&] {
+            decode(weights.data(), embedding.data(), gains.data(), cosines.data(), sines.data(), keys.data(),
+                   values.data(), tokens.data(), exchange.data(), lengths.data(), stride, layers, outputs, capacity,
+                   past, passes, eps, sampled, 0, 0, 0, 0, 0, 0, 0, speculates ? begin.data() : nullptr, report.data());
+        }, BLOCKS);
+        if (speculates) {
+            for (int pass = 0; pass < passes; pass++)
+                for (int i = 0; i < report[pass * (1 + ROWS)]; i++) printf("%d ", report[pass * (1 + ROWS) + 1 + i]);
+            begin.assign(report.end() - 1 - ROWS, report.end());
+        } else if (sampled) {
+            for (int i = 1; i <= passes; i++) printf("%d ", tokens[past + i]);
+        } else {
+            for (int pass = 1; pass <= passes; pass++)
+                for (int i = ROWS * outputs * VOCAB_ROWS; i > 0; i--) printf("%.9g ", exchange[pass * region - i]);
+        }
+    }
+}
+"""
+
+
+def by_the_kernel(
+    model: NanoEuler, rows: int, outputs: int, tokens: list[int], launches: list[tuple[int, int, int]], folder: Path, *,
+    speculates: bool = False, bf16: bool = False, fault: tuple[str, str] | None = None, **tuning: int,
+) -> list[str]:  # fmt: skip
+    """What the launches, (passes, past, drawn), print."""
+    w = model.fused_weights()
+    assert w is not None
+    # The upper halves of float32 are numbers in bf16.
+    cut = (lambda x: (np.ascontiguousarray(x).view(np.uint32) >> 16).astype(np.uint16)) if bf16 else lambda x: x
+    itemsize = 2 if bf16 else 4
+    plan = RowPlan(dim=w.dim, hidden=w.hidden, heads=w.heads, kv_heads=w.kv_heads, layers=len(w.layers), vocab=w.vocab,
+                   outputs=len(w.lm_heads), itemsize=itemsize, rows=rows, blocks=BLOCKS, shared=1 << 17,
+                   **{"warps": 4, "depth": 8, "spin": 1, **tuning})  # fmt: skip
+    capacity, matrices = model.config.context, plan.arrange([FusedLayer(*map(cut, layer)) for layer in w.layers],
+                                                          cut(np.stack(w.lm_heads)), np)
+    sizes = [matrices.size, len(w.layers), capacity, len(launches), matrices.shape[2], outputs, plan.exchange(outputs),
+             speculates]  # fmt: skip
+    padded = np.zeros(capacity + 1, np.int32)
+    padded[: len(tokens)] = tokens
+    parts: list[Any] = [np.array(sizes, np.int32), matrices, cut(w.embedding), np.stack(w.gains), w.cos[:capacity],
+                        w.sin[:capacity], plan.lengths[outputs - 1].astype(np.int32), np.float32(w.norm_eps), padded,
+                        *(np.array(launch, np.int32) for launch in launches)]  # fmt: skip
+    path = folder / "launches.bin"
+    path.write_bytes(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
+    return run_on_host("infer/cuda/row.cu", {"SCALAR": "bf16" if bf16 else "float", **plan.macros}, BODIES,
+                       MAIN.replace("PATH", str(path)), folder, before=hopper() + BEFORE, changes=(MEMORY,),
+                       fault=fault).split()  # fmt: skip
+
+
+def model_of(config: Config) -> NanoEuler:
+    model = NanoEuler(config, get_backend("numpy", "fp32", workers=1))
+    model.initialise(3)
+    model.buffer.values[: model.buffer.decay_end] *= 8
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> NanoEuler:
+    return model_of(CONFIG)
+
+
+def forward(model: NanoEuler, tokens: list[int]) -> np.ndarray:
+    """The naive sibling, the model's own ops: (T, outputs, vocab)."""
+    h = model.hidden(np.array([tokens], np.int32))
+    return np.stack([model.heads.logits(h, k)[0] for k in range(model.config.mtp_heads)], axis=1)
+
+
+def greedy(model: NanoEuler, token: int, count: int) -> list[int]:
+    text = [token]
+    for _ in range(count):
+        text.append(int(forward(model, text)[-1, 0].argmax()))
+    return text[1:]
+
+
+def logits_of(model: NanoEuler, rows: int, tokens: list[int], folder: Path, **kinds: Any) -> np.ndarray:
+    """Of every position, `rows` of them a pass: (T, outputs, vocab)."""
+    launches = [(1, past, 0) for past in range(0, len(tokens), rows)]
+    found = by_the_kernel(model, rows, 2, tokens, launches, folder, **kinds)
+    return np.array(found, float).reshape(len(tokens), 2, -1)[..., : model.config.vocab]
+
+
+def some_tokens(count: int) -> list[int]:
+    return np.random.default_rng(1).integers(0, CONFIG.vocab, count).tolist()
+
+
+@pytest.mark.parametrize(("rows", "tuning"), [(1, {}), (2, {}), (1, {"refill": 0}), (4, {"depth": 4, "splits": 1})])
+def test_logits_are_those_of_the_model(model: NanoEuler, rows: int, tuning: dict[str, int], tmp_path: Path) -> None:
+    tokens = some_tokens(12)
+    got, wanted = logits_of(model, rows, tokens, tmp_path, **tuning), forward(model, tokens)
+    assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def bf16_model() -> NanoEuler:
+    """Three heads of 32 to a key; bf16 holds its weights."""
+    model = model_of(Config(dim=96, heads=3, kv_heads=1, layers=2, context=64, vocab=27, mtp_heads=2, hidden=44,
+                            mtp_weights=(1, 0.5)))  # fmt: skip
+    model.buffer.values.view(np.uint32)[:] &= 0xFFFF0000
+    return model
+
+
+def test_bf16_with_tensor_cores_gives_the_same_bits_for_any_rows(tmp_path: Path) -> None:
+    model, tokens = bf16_model(), some_tokens(24)
+    one, four = (logits_of(model, rows, tokens, tmp_path, bf16=True, depth=16) for rows in (1, 4))
+    wanted = forward(model, tokens)
+    assert one.tobytes() == four.tobytes()
+    assert np.abs(one - wanted).max() <= 0.02 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("            queue.wait(count * STEPS);\n", ""),  # weights are read before they have come
+        ("score[u][i] += other[u][i]", "score[u][i] += 0 * other[u][i]"),
+        ("narrow(mean[j] * scale, word.v[j]);", "narrow(mean[j], word.v[j]);"),
+    ],
+    ids=lambda fault: fault[0].strip(),
+)
+def test_faults_show(fault: tuple[str, str], tmp_path: Path) -> None:
+    model, tokens = bf16_model(), some_tokens(4)
+    try:
+        got = logits_of(model, 4, tokens, tmp_path, bf16=True, depth=16, fault=fault)
+    except AssertionError as error:
+        assert "wait for ever" in str(error) or "trap" in str(error)
+        return
+    wanted = forward(model, tokens)
+    assert not np.abs(got - wanted).max() <= 0.02 * np.abs(wanted).max()
+
+
+def test_greedy_text_and_speculation_up_to_a_full_cache(model: NanoEuler, tmp_path: Path) -> None:
+    wanted = greedy(model, 5, 12)
+    found = by_the_kernel(model, 1, 1, [5], [(3, 0, 1), (9, 3, 1)], tmp_path)
+    assert [int(x) for x in found] == wanted
+    # More passes than the cache has room for: the launch ends early.
+    found = by_the_kernel(model, 2, 2, [5], [(2, 0, 0), (12, 0, 0)], tmp_path, speculates=True)
+    ids = [int(x) for x in found]
+    assert len(ids) >= 11 and ids == wanted[: len(ids)]

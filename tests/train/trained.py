@@ -1,0 +1,56 @@
+"""A few steps of a model, plain or by `Captured`: what tests of captured steps compare, on the host and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.rng import Stream
+from tinyforge.train.captured import Captured
+from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.objectives import Batch, NextTokens
+
+
+class Trained:
+    """with_graph: by `Captured`. The model is initialised here."""
+
+    def __init__(self, backend: Backend, model: Any, with_graph: bool) -> None:
+        self.backend, self.model = backend, model
+        model.initialise(0)
+        self.sharded = Sharded(model, backend, NextTokens(model.config.head_weights))
+        self.optimizer = self.sharded.rank.make_optimizer(None)
+        self.captured = Captured(self.sharded, self.optimizer, 0.5) if with_graph else None
+        self.found: list[tuple[Any, Any]] = []  # the sums and the norm of each step
+
+    def step(self, number: int, batches: Sequence[Batch]) -> None:
+        noise, lr = Stream(7, f"dropout/{number}"), 1e-2 / (1 + number)
+        if self.captured:
+            totals, norm = self.captured.step(batches, noise, lr)
+        else:
+            totals = self.sharded.gradients(batches, noise)
+            norm, factor = self.optimizer.clip(0.5)
+            self.optimizer.step(lr, factor)
+        self.found.append((totals.sums, norm))
+
+    def bits(self) -> dict[str, bytes]:
+        """Of all that is learned, and of the sums and norms of all steps, read at the end alone."""
+        buffer, optimizer, host = self.model.buffer, self.optimizer, self.backend.to_numpy
+        steps = {f"step {n}": np.append(host(sums), float(norm)) for n, (sums, norm) in enumerate(self.found)}
+        arrays = {"masters": buffer.masters, "values": buffer.values, "grads": buffer.grads, "m": optimizer.m,
+                  "v": optimizer.v}  # fmt: skip
+        return {
+            "step count": str(optimizer.step_count).encode(), **{name: a.tobytes() for name, a in steps.items()},
+            **{name: host(a).tobytes() for name, a in arrays.items()},
+        }  # fmt: skip
+
+
+def assert_same_bits(plain: Trained, graph: Trained, steps: Sequence[Sequence[Batch]]) -> None:
+    for number, batches in enumerate(steps):
+        for trained in (plain, graph):
+            trained.step(number, batches)
+    wanted, got = plain.bits(), graph.bits()
+    assert [what for what in wanted if wanted[what] != got[what]] == []
+    assert np.isfinite(graph.backend.to_numpy(graph.model.buffer.masters)).all()

@@ -1,0 +1,125 @@
+"""Prompts for the fused decoders: the model's own ops compute them, after the second time as a CUDA graph.
+
+A pass over a prompt is some 130 launches for a model of 16 layers, of which each costs Python 10 to 25 us; the GPU
+computes 512 tokens in less than that. So a prompt is filled up to one of a few lengths, which changes nothing for its
+own tokens: none of them sees what comes behind it. Each length at each place has a graph:
+
+    first time     as without a graph; kernels are compiled
+    second time    the same in the graphs' memory
+    third time     captured, and the graph launched
+    from then on   one upload of the ids, one launch, two copies of the keys and values
+
+A decoder has a copy of its model's weights, so these must stay as they are while it lives; then a graph may, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from tinyforge.infer.causal_lm import CausalLM
+from tinyforge.kernel import Array
+
+if TYPE_CHECKING:
+    from tinyforge.backends.graphs import Graphs
+
+LONGEST = 4096
+"""The last position that a graph computes: beyond, the GPU takes longer than the launches."""
+STARTS = 256
+"""A graph begins at a multiple of so many positions, as the pieces do that a scheduler cuts prompts into."""
+MOST = 16
+"""Graphs of a decoder; what comes after them runs without."""
+
+
+class _LayerCache(NamedTuple):
+    """A layer of a `RowCache`: keys and values, (kv_heads, capacity, head_dim)."""
+
+    keys: Array
+    values: Array
+    length: int
+
+    def append(self, k: Array, v: Array) -> tuple[Array, Array]:
+        end = self.length + k.shape[1]
+        for held, new in ((self.keys, k), (self.values, v)):
+            held[:, self.length : end] = new[0].swapaxes(0, 1)
+        if not self.length:  # a prompt's beginning: as in training, attention reads them beside the queries
+            return k, v
+        keys, values = (held[:, :end].swapaxes(0, 1)[None].copy() for held in (self.keys, self.values))
+        return keys, values
+
+
+class RowCache:
+    """A row of a decoder's keys and values, (layers, kv_heads, capacity, head_dim), as `KVCache` for the model."""
+
+    def __init__(self, keys: Array, values: Array, length: int) -> None:
+        self.keys, self.values, self.length = keys, values, length
+
+    def layer(self, layer: int) -> _LayerCache:
+        return _LayerCache(self.keys[layer], self.values[layer], self.length)
+
+    def advance(self, count: int) -> None:
+        self.length += count
+
+
+def filled_up(tokens: int) -> int:
+    """The next length that has a graph: multiples of 64 up to 512, of 128 up to 1024, and so on."""
+    step = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return -(-tokens // step) * step
+
+
+class Prompts:
+    """What computes prompts of a model for a decoder with room for `capacity` positions a row."""
+
+    def __init__(self, model: CausalLM, capacity: int) -> None:
+        self.model, self.backend, self.capacity = model, model.backend, capacity
+        self.graphs: Graphs | None = None
+        self._times: dict[tuple[int, int], int] = {}
+        self._launch: dict[tuple[int, int], Callable[[], None]] = {}
+
+    def append(self, ids: Array, keys: Array, values: Array, past: int) -> None:
+        """The keys and values of ids, (1, T), behind `past` positions of a row; keys, values: the row's, (layers,
+        kv_heads, capacity, head_dim). Does not wait for the device, but for a second and third time.
+
+        What lies behind the new positions may be overwritten.
+        """
+        tokens = ids.shape[1]
+        size = min(filled_up(tokens), self.capacity - past)
+        kind = past, size
+        known = kind in self._times or len(self._times) < MOST
+        if past % STARTS or past + size > LONGEST or not known:
+            self.model.hidden(ids, cache=RowCache(keys, values, past))
+            return
+        times = self._times[kind] = self._times.get(kind, 0) + 1
+        if times == 1:
+            whole = self.backend.zeros((1, size), ids.dtype)
+            whole[:, :tokens] = ids
+            self.model.hidden(whole, cache=RowCache(keys, values, past))
+            return
+        if self.graphs is None:
+            self._make(keys, ids)
+        assert self.graphs is not None
+        self.ids[:tokens] = ids[0]
+        own = self.keys, self.values
+        for mine, row in zip(own, (keys, values), strict=True):
+            mine[:, :, :past] = row[:, :, :past]
+
+        def work() -> None:
+            self.model.hidden(self.ids[None, :size], cache=RowCache(*own, past))
+
+        if times == 2:
+            self.graphs.run(work)
+        else:
+            if times == 3:
+                self._launch[kind] = self.graphs.capture(work)
+            self._launch[kind]()
+        here = slice(past, past + tokens)
+        for mine, row in zip(own, (keys, values), strict=True):
+            row[:, :, here] = mine[:, :, here]
+
+    def _make(self, keys: Array, ids: Array) -> None:
+        """What all graphs share. The ids behind a prompt's own are those of an earlier one: of the vocabulary."""
+        self.graphs = self.backend.graphs()
+        layers, kv_heads, capacity, head_dim = keys.shape
+        shape = (layers, kv_heads, min(capacity, LONGEST), head_dim)
+        self.ids = self.backend.zeros((LONGEST,), ids.dtype)
+        self.keys, self.values = (self.backend.zeros(shape, keys.dtype) for _ in range(2))
