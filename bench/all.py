@@ -94,6 +94,7 @@ GPU = (
     Part("gpu-attention", "bench/attention.py --shapes 32x512,16x1024,8x2048,4x4096,1x16384 --peer torch", 60),
     Part("gpu-decode-base-64", f"{DECODE} --batch-size 64 --rounds 10", 150),
     Part("gpu-ops", "bench/ops.py", 60),
+    Part("gpu-residual", "bench/ops.py --residual", 15),
     Part("gpu-train-large", f"{TRAIN} --config large --batch-size 16 --seq-len 1024 --peer torch", 330),
     Part("gpu-train-tf32-32x512", "bench/train_step.py --config base --backend cupy --precision tf32 --batch-size 32 "
          "--seq-len 512 --peer torch-eager", 90),
