@@ -22,13 +22,13 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from data.alpaca import Record, read_records
-from data.files import locked, write_json
+from data.alpaca import Record, read_records, write_instructions
+from data.files import locked
 from data.shards import read_corpus, read_texts
-from data.source import Document, InputFile, Source, SourceWriter, read_source, write_manifest
+from data.source import Document, InputFile, Source, SourceWriter, read_source
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import sha256_of
 
@@ -689,15 +689,11 @@ def instruct(corpus: Path, out: Path, others: Path | None, seed: int) -> int:
     asked = [r.instruction for r in found if not r.input and len(r.instruction) < 150]
     made = list(records(stories, asked, seed))
     random.Random(seed).shuffle(made)
-    target = out / "alpaca.json"
     with locked(out):
-        write_json(target, [asdict(record) for record in made])
-        described = {"file": target.name, "bytes": target.stat().st_size, "sha256": sha256_of(target),
-                     "records": len(made)}  # fmt: skip
         read = [corpus / "corpus.json", *([others] if others else [])]
         inputs = [InputFile(path.name, path.stat().st_size, sha256_of(path)) for path in read]
         licence = f"{LICENCE}; questions without an answer CC BY-SA 3.0" if others else LICENCE
-        write_manifest(out, "stories", licence, inputs, [], instructions=described)
+        write_instructions(out, made, "stories", licence, inputs)
     return len(made)
 
 

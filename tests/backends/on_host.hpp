@@ -167,3 +167,11 @@ inline unsigned short host_bf16(float x) {  // to nearest, ties to even
     return (unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 static double host_normal() { static std::normal_distribution<double> d; return d(host_random); }
+
+// What a test has written for `main`, piece by piece.
+inline FILE *host_file;
+template <class X> std::vector<X> host_taken(int count) {
+    std::vector<X> found(count);
+    if (fread(found.data(), sizeof(X), count, host_file) != size_t(count)) printf("the file is too short\n"), exit(1);
+    return found;
+}

@@ -29,30 +29,25 @@ BODIES = {
     f"{INLINE}void sync_crew(": "static Meeting crews[CREWS]; crews[crew].wait(CREW * 32);",
 }
 MAIN = r"""
-static FILE *file;
-template <class X> std::vector<X> taken(int count) {
-    std::vector<X> found(count);
-    if (fread(found.data(), sizeof(X), count, file) != size_t(count)) printf("the file is too short\n"), exit(1);
-    return found;
-}
 int main() {
-    file = fopen("PATH", "rb");
-    auto sizes = taken<int>(7);
+    host_file = fopen("PATH", "rb");
+    auto sizes = host_taken<int>(7);
     const int units = sizes[0], layers = sizes[1], batch = sizes[2], capacity = sizes[3], launches = sizes[4],
               teams = sizes[5], stride = sizes[6];
-    auto weights = taken<T>(units), embedding = taken<T>(VOCAB * DIM), gains = taken<A>((2 * layers + 1) * DIM);
-    auto cosines = taken<A>(capacity * HALF), sines = taken<A>(capacity * HALF);
-    auto lengths = taken<int>(TEAM);
+    auto weights = host_taken<T>(units), embedding = host_taken<T>(VOCAB * DIM);
+    auto gains = host_taken<A>((2 * layers + 1) * DIM);
+    auto cosines = host_taken<A>(capacity * HALF), sines = host_taken<A>(capacity * HALF);
+    auto lengths = host_taken<int>(TEAM);
     std::vector<T> keys(layers * batch * KV_HEADS * capacity * HEAD_DIM, T(__int_as_float(-1))), values = keys;
     std::vector<int> ids(batch, 0);
     std::vector<A> logits(teams * ROWS * VOCAB_ROWS, A(__int_as_float(-1)));
     std::vector<unsigned char> memory(teams * Exchange::BYTES, 0);
-    const A eps = taken<A>(1)[0];
+    const A eps = host_taken<A>(1)[0];
     for (int launch = 0; launch < launches; launch++) {
-        const int passes = taken<int>(1)[0];
-        auto past = taken<int>(batch), given = taken<int>(passes * batch);
-        auto samplers = taken<Sampler>(batch);
-        auto first = taken<u32>(batch);
+        const int passes = host_taken<int>(1)[0];
+        auto past = host_taken<int>(batch), given = host_taken<int>(passes * batch);
+        auto samplers = host_taken<Sampler>(batch);
+        auto first = host_taken<u32>(batch);
         std::vector<int> drawn(passes * batch, -9);
         std::vector<u32> counters(teams * 32, 0);
         host_launch(teams * TEAM, 1, THREADS, [&] {

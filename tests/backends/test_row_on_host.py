@@ -69,30 +69,24 @@ MEMORY = ("extern __shared__ __align__(128) unsigned char memory[];",
           "unsigned char *const memory = host_shared + host_rank() * HOST_ROOM;")  # fmt: skip
 # In a launch: passes, outputs, past, drawn or not, or `begin`; then all tokens and the logits, or the report.
 MAIN = r"""
-static FILE *file;
-template <class X> std::vector<X> taken(int count) {
-    std::vector<X> found(count);
-    if (fread(found.data(), sizeof(X), count, file) != size_t(count)) printf("the file is too short\n"), exit(1);
-    return found;
-}
 int main() {
     host_limit = 2000000;
     host_jitter = true;
-    file = fopen("PATH", "rb");
-    auto sizes = taken<int>(8);
+    host_file = fopen("PATH", "rb");
+    auto sizes = host_taken<int>(8);
     const int units = sizes[0], layers = sizes[1], capacity = sizes[2], launches = sizes[3], stride = sizes[4],
               outputs = sizes[5], region = sizes[6], speculates = sizes[7];
-    auto weights = taken<T>(units), embedding = taken<T>(VOCAB * DIM);
-    auto gains = taken<A>((2 * layers + 1) * DIM);
-    auto cosines = taken<A>(capacity * HEAD_DIM / 2), sines = taken<A>(capacity * HEAD_DIM / 2);
-    auto lengths = taken<int>(BLOCKS);
-    const A eps = taken<A>(1)[0];
-    auto tokens = taken<int>(capacity + 1);
+    auto weights = host_taken<T>(units), embedding = host_taken<T>(VOCAB * DIM);
+    auto gains = host_taken<A>((2 * layers + 1) * DIM);
+    auto cosines = host_taken<A>(capacity * HEAD_DIM / 2), sines = host_taken<A>(capacity * HEAD_DIM / 2);
+    auto lengths = host_taken<int>(BLOCKS);
+    const A eps = host_taken<A>(1)[0];
+    auto tokens = host_taken<int>(capacity + 1);
     std::vector<T> keys(layers * KV_HEADS * capacity * HEAD_DIM), values = keys;
     std::vector<int> begin(1 + ROWS, -1);
     begin[0] = 0, begin[1] = tokens[0];
     for (int launch = 0; launch < launches; launch++) {
-        auto how = taken<int>(3);
+        auto how = host_taken<int>(3);
         const int passes = how[0], past = how[1], sampled = how[2];
         std::vector<A> exchange(passes * region, __int_as_float(-1));
         std::vector<int> report((passes + 1) * (1 + ROWS), -9);

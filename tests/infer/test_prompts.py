@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from models.nanoeuler import Config, NanoEuler
+from tests.backends.as_graphs import AsGraphs
 from tinyforge.backends import get_backend
 from tinyforge.infer.cuda.prompts import LONGEST, MOST, Prompts, RowCache, filled_up
 
 CONFIG = Config(dim=24, heads=4, kv_heads=2, layers=2, context=700, vocab=19, mtp_heads=1, hidden=10, mtp_weights=(1,))
-
-
-class AsGraphs:
-    """Stands for `backends.graphs.Graphs`."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-
-    def run(self, work: Callable[[], None]) -> None:
-        self.done.append("run")
-        work()
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        self.done.append("capture")
-
-        def launch() -> None:
-            self.done.append("launch")
-            work()
-
-        return launch
 
 
 @pytest.fixture
@@ -69,7 +49,7 @@ def test_a_prompt_is_the_same_each_time(model: NanoEuler) -> None:
         prompts.append(ids[:, 256:], keys, values, 256)
         check(model, ids, keys, values)
     assert isinstance(prompts.graphs, AsGraphs)
-    assert prompts.graphs.done == ["run"] * 2 + ["capture", "launch"] * 2 + ["launch"] * 4
+    assert prompts.graphs.done == ["run"] * 2 + ["capture", "replay"] * 2 + ["replay"] * 4
 
 
 def test_a_wrong_past_is_seen(model: NanoEuler) -> None:

@@ -7,8 +7,7 @@ launches themselves are given is compared in tests/backends/test_launchers.py; g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from models.gpt2 import Config as GPT2Config
 from models.moe import Config as MoEConfig
 from models.moe import MoE
 from models.nanoeuler import Config, NanoEuler
+from tests.backends.as_graphs import AsGraphs
 from tests.train.trained import Trained, assert_same_bits
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
@@ -40,30 +40,6 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "moe": (MoE, MoEConfig(dim=8, heads=2, kv_heads=1, layers=2, context=6, vocab=VOCAB, mtp_heads=2, hidden=6,
                            experts=3, active=2, mtp_weights=(1, 0.5))),
 }  # fmt: skip
-
-
-class AsGraphs:
-    """Stands for `backends.graphs.Graphs`."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-        self.products = self
-
-    def in_use(self) -> Any:
-        return nullcontext()
-
-    def run(self, work: Callable[[], None]) -> None:
-        self.done.append("run")
-        work()
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        self.done.append("capture")
-
-        def replay() -> None:
-            self.done.append("replay")
-            work()
-
-        return replay
 
 
 def batch(number: int, heads: int, rows: int = 3, **more: Any) -> Batch:

@@ -10,8 +10,7 @@ without looking at the choices, tokens times k rows; only where one expert's row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -164,8 +163,6 @@ class MixtureOfExperts(Op):
         dh_r = D_e^T dy_n,   dw_r = dh_r . swiglu(gu_r),   dgu_r = w_r swiglu_bwd(dh_r, gu_r)
         dD_e += dy_n h_r^T,   dG_e += dgu_r x_n^T,   dx_n = sum over its rows of G_e^T dgu_r, and the gate's own
 
-    recompute: a function that computes x again, as in Linear.
-
     Sources: Jiang et al., "Mixtral of Experts" (2024); Gale et al., "MegaBlocks" (2022), for rows that are not dropped.
     """
 
@@ -185,16 +182,13 @@ class MixtureOfExperts(Op):
     def params(self) -> list[Param]:
         return [*self.gate.params(), self.gate_up, self.down]
 
-    def forward(
-        self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None
-    ) -> tuple[Array, Array, Array]:
-        again = cache(recompute) if recompute else lambda: x  # computed once, for the experts and for the gate
-        logits = self.gate.forward(x, stash, recompute=again)  # (..., E)
+    def forward(self, x: Array, stash: Stash | None = None) -> tuple[Array, Array, Array]:
+        logits = self.gate.forward(x, stash)  # (..., E)
         weights, chosen, usage = self.router.forward(logits, stash)  # (..., k)
         slots, tokens, places, starts = self.k.sort_by_expert(chosen, len(self.gate_up.value))
         gu = self.k.grouped_fwd(x.reshape(-1, x.shape[-1]), self.gate_up.value, tokens, starts)  # (R, 2H)
         if stash is not None:
-            stash.push(self, again, gu, weights, slots, tokens, places, starts)
+            stash.push(self, x, gu, weights, slots, tokens, places, starts)
         h = self.k.weighted_swiglu_fwd(gu, weights, slots)  # (R, H)
         rows = self.k.grouped_fwd(h, self.down.value, None, starts)  # (R, C)
         return self.k.sum_of_rows(rows, places, None).reshape(x.shape), usage, starts
@@ -202,13 +196,13 @@ class MixtureOfExperts(Op):
     def backward(self, dy: tuple[Array, Array, Any], stash: Stash) -> Array:
         up, dusage, _ = dy
         dy_rows = up.reshape(-1, up.shape[-1])  # (N, C)
-        again, gu, weights, slots, tokens, places, starts = stash.pop(self)
+        x, gu, weights, slots, tokens, places, starts = stash.pop(self)
         dh = self.k.grouped_bwd_input(dy_rows, self.down.value, tokens, starts)  # (R, H)
         dgu, h, dweights = self.k.weighted_swiglu_bwd(dh, gu, weights, slots)  # (R, 2H), (R, H), (..., k)
         if self.down.grad is not None:  # None: frozen
             self.k.grouped_bwd_weight(self.down.grad, dy_rows, h, tokens, None, starts)
         if self.gate_up.grad is not None:
-            self.k.grouped_bwd_weight(self.gate_up.grad, dgu, again().reshape(dy_rows.shape), None, tokens, starts)
+            self.k.grouped_bwd_weight(self.gate_up.grad, dgu, x.reshape(dy_rows.shape), None, tokens, starts)
         rows = self.k.grouped_bwd_input(dgu, self.gate_up.value, None, starts)  # (R, C)
         dlogits = self.router.backward((dweights, None, dusage), stash)
         dx = self.gate.backward(dlogits, stash)

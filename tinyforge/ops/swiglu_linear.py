@@ -127,14 +127,11 @@ class SwiGLULinear(Op):
             yield op, (backend.asarray(rng.normal(size=(*lead, 2 * h)) * 2),)
 
 
-def swiglu_mlp(
-    before: Any, behind: Any, x: Array, stash: Stash | None, *, recompute: Callable[[], Array] | None = None,
-    **add: Array,
-) -> Array:  # fmt: skip
+def swiglu_mlp(before: Any, behind: Any, x: Array, stash: Stash | None, **add: Array) -> Array:
     """behind(before(x)), as LinearSwiGLU and SwiGLULinear do it together; an adapter in either's place takes gu. add:
     for behind's forward, as in Linear."""
     if isinstance(before, LinearSwiGLU) and isinstance(behind, SwiGLULinear):
-        gu, hidden = before.forward(x, stash, recompute=recompute, hidden=True)
+        gu, hidden = before.forward(x, stash, hidden=True)
         return behind.forward(gu, stash, hidden=hidden, **add)
-    y: Array = behind.forward(before.forward(x, stash=stash, recompute=recompute), stash=stash, **add)
+    y: Array = behind.forward(before.forward(x, stash=stash), stash=stash, **add)
     return y
