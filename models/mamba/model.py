@@ -47,9 +47,7 @@ class Block:
         self.scan = SelectiveScan(a_log, vector("scan.skip", 1.0), vector("scan.bias"), backend, f"{at}.scan")
         self.out = linear("out", c.dim, channels, c.layers**-0.5)  # keeps the stream's variance from growing
 
-    def forward(
-        self, h: Array, stash: Stash | None, tail: Array, state: Array
-    ) -> Array:
+    def forward(self, h: Array, stash: Stash | None, tail: Array, state: Array) -> Array:
         uz = self.input.forward(h, stash)  # (B, T, 2 E)
         channels = uz.shape[-1] // 2
         u = self.conv.forward(uz[..., :channels], stash, tail=tail)  # (B, T, E)

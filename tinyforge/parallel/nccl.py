@@ -28,15 +28,15 @@ from tinyforge.parallel.watch import Watch
 
 BLOCKS = 4
 """Of NCCL's kernels where NCCL_MAX_CTAS does not say otherwise. Each holds a multiprocessor, and kernels that are made
-for all of them take twice their time (`Backend.spare`). NCCL itself would take 24: it is done sooner, but what nothing
-waits for may take its time."""
+for all of them take twice their time (`Backend.spare`). NCCL by itself takes 24 and is done sooner, but nothing waits
+for a sum under backward."""
 MOST_SPARED = 8
 HIGHEST = -5  # of the priorities of streams; CUDA takes the highest that the device has
 
 
 def spared() -> int:
-    """Multiprocessors that the ops' kernels leave to NCCL's: as many as it has blocks, but none for many. So many less
-    would cost all kernels more than a second turn costs those that run beside a sum."""
+    """Multiprocessors that the ops' kernels leave to NCCL's: as many as it has blocks, but none above MOST_SPARED.
+    Sparing more would slow every kernel down by more than a second wave costs those that run beside a sum."""
     return found if (found := blocks()) <= MOST_SPARED else 0
 
 

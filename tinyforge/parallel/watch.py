@@ -8,8 +8,8 @@ device for a result: the main thread may sit in the driver and see no error. Thi
 - the oldest collective that the device has not finished, and how long it has been under way;
 - NCCL's own asynchronous error.
 
-Another thread asks the device for these last two: where the main thread waits in the driver, asking may wait too, and
-who does would not see a line that closes.
+A second thread asks the device for the last two. While the main thread waits in the driver, such a question may wait
+as well, and the thread that watches the lines must not.
 
 Rank 0 then says which rank it was, in one line, and every rank leaves by `os._exit`: files are written whole or not at
 all, so the last checkpoint is good.

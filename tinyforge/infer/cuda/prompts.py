@@ -1,15 +1,15 @@
 """Prompts for the fused decoders: the model's own ops compute them, after the second time as a CUDA graph.
 
 A pass over a prompt is some 130 launches for a model of 16 layers, of which each costs Python 10 to 25 us; the GPU
-computes 512 tokens in less than that. So a prompt is filled up to one of a few lengths, which changes nothing for its
-own tokens: none of them sees what comes behind it. Each length at each place has a graph:
+computes 512 tokens in less than that. So a prompt is padded to one of a few lengths, which changes nothing for its own
+tokens: none of them sees the padding behind it. There is a graph for each length and starting position:
 
     first time     as without a graph; kernels are compiled
     second time    the same in the graphs' memory
     third time     captured, and the graph launched
     from then on   one upload of the ids, one launch, two copies of the keys and values
 
-A decoder has a copy of its model's weights, so these must stay as they are while it lives; then a graph may, too.
+A decoder copies its model's weights when it is made, so they must not change while it lives: a graph can rely on them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def filled_up(tokens: int) -> int:
 
 
 class Prompts:
-    """What computes prompts of a model for a decoder with room for `capacity` positions a row."""
+    """Computes a model's prompts for a decoder with room for `capacity` positions a row."""
 
     def __init__(self, model: CausalLM, capacity: int) -> None:
         self.model, self.backend, self.capacity = model, model.backend, capacity
@@ -78,7 +78,7 @@ class Prompts:
 
     def append(self, ids: Array, keys: Array, values: Array, past: int) -> None:
         """The keys and values of ids, (1, T), behind `past` positions of a row; keys, values: the row's, (layers,
-        kv_heads, capacity, head_dim). Does not wait for the device, but for a second and third time.
+        kv_heads, capacity, head_dim). Waits for the device only the second and third time.
 
         What lies behind the new positions may be overwritten.
         """
