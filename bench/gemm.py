@@ -140,7 +140,7 @@ def compile_one(product: str, numbers: tuple[int, ...]) -> tuple[str, str]:
 
     v = Variant(*numbers)
     try:
-        load(FILE, "gemm_hopper", v.shared_bytes, arch="sm_90a", SCALAR="bf16", **macros_of(product), ROWS=v.rows,
+        load(FILE, "gemm_hopper", v.shared_bytes(product), arch="sm_90a", SCALAR="bf16", **macros_of(product), ROWS=v.rows,
              COLUMNS=v.columns, STAGES=v.stages, PINGPONG=v.pingpong, CLUSTER=v.cluster)  # fmt: skip
     except Exception as error:  # a variant less
         return f"{product} {v}", str(error)
