@@ -562,6 +562,11 @@ def other_formula(op: Any, dy: Array, stash: Stash) -> Array:
         op.approximate = "erf"
 
 
+def not_turned_back(rope: Any) -> None:
+    right = rope.turn_back
+    rope.turn_back = lambda stash: (*right(stash)[:2], 0)
+
+
 WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
     (NanoEuler, "residual gradient lost at one joint", lambda m: broken_backward(
         m.blocks[0].norm2, lambda right, dy, stash: right((None, dy[1]), stash))),
@@ -571,8 +576,7 @@ WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
         m.first_norm, lambda right, dy, stash, residual: (right(dy, stash), residual)[1])),
     (NanoEuler, "residual gradient lost at the first norm", lambda m: broken_backward(
         m.first_norm, lambda right, dy, stash, residual: right(dy, stash))),
-    (NanoEuler, "q and k not turned back", lambda m: broken_backward(
-        m.blocks[0].rope, lambda right, dy, stash, out: (right(dy, stash), dy)[1])),
+    (NanoEuler, "q and k not turned back", lambda m: not_turned_back(m.blocks[0].rope)),
     (NanoEuler, "gate and up gradients swapped", lambda m: broken_backward(
         m.blocks[-1].down, lambda right, dy, stash: swapped_halves(right(dy, stash)))),
     (NanoEuler, "upstream of the later heads lost", lambda m: broken_backward(
@@ -590,7 +594,7 @@ WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
         m.blocks[0].qkv, lambda right, dy, stash: (right(dy, stash), m.blocks[0].qkv.bias and zero(
             m.blocks[0].qkv.bias.grad))[0])),
     (Llama, "heads' gradients in the wrong order", lambda m: broken_backward(
-        m.blocks[-1].attention, lambda right, dy, stash: right(dy[:, :, ::-1], stash))),
+        m.blocks[-1].attention, lambda right, dy, stash, rope: right(dy[:, :, ::-1], stash, rope=rope))),
     (GPT2, "the embedding's share of a tied gradient lost", lambda m: broken_backward(
         m.embedding, lambda right, dy, stash: right(0 * dy, stash))),
     (GPT2, "stream and branch mixed up", lambda m: broken_backward(

@@ -76,11 +76,14 @@ class AttentionHalf:
         starts: Array | None = None,
     ) -> tuple[Array, Array]:  # fmt: skip
         """x with attention added, and norm2 of it. Arguments as of `Block.forward`."""
-        qkv = self.qkv.forward(h, stash)
-        qkv = qkv.reshape(*x.shape[:2], -1, self.head_dim)  # (B, T, Hq + 2 Hkv, D)
-        for norm, heads in self.head_norms:
-            norm.forward(qkv[:, :, heads], stash, out=qkv[:, :, heads])
-        qkv = self.rope.forward(qkv, stash, offset=offset, out=qkv)
+        if self.head_norms:
+            qkv = self.qkv.forward(h, stash)
+            qkv = qkv.reshape(*x.shape[:2], -1, self.head_dim)  # (B, T, Hq + 2 Hkv, D)
+            for norm, heads in self.head_norms:
+                norm.forward(qkv[:, :, heads], stash, out=qkv[:, :, heads])
+            qkv = self.rope.forward(qkv, stash, offset=offset, out=qkv)
+        else:
+            qkv = self.rope.after(self.qkv, h, stash, offset=offset)  # (B, T, Hq + 2 Hkv, D)
         a = self.attention.forward(qkv, stash, cache=cache, starts=starts)  # (B, T, Hq, D)
         add = adding(self.out, self.out_dropout, x)
         a = self.out.forward(a.reshape(*x.shape[:2], -1), stash, **add)  # (B, T, C)
@@ -91,8 +94,7 @@ class AttentionHalf:
         dx, da = self.norm2.backward((dx, dh), stash)
         da = self.out.backward(self.out_dropout.backward(da, stash), stash)  # (B, T, Hq D)
         da = da.reshape(*da.shape[:2], -1, self.head_dim)
-        dqkv = self.attention.backward(da, stash)  # (B, T, Hq + 2 Hkv, D)
-        dqkv = self.rope.backward(dqkv, stash, out=dqkv)
+        dqkv = self.attention.backward(da, stash, rope=self.rope)  # (B, T, Hq + 2 Hkv, D)
         for norm, heads in reversed(self.head_norms):
             norm.backward(dqkv[:, :, heads], stash, out=dqkv[:, :, heads])
         return dx, self.qkv.backward(dqkv.reshape(*da.shape[:2], -1), stash)

@@ -305,7 +305,8 @@ int main() {
     auto a = drawn(rows * depth), b = drawn(columns * depth);
     std::vector<float> cosines(positions * HEAD / 2), sines(cosines);
     for (size_t i = 0; i < sines.size(); i++) cosines[i] = host_normal(), sines[i] = host_normal();
-    const TensorMap a_map = map(a, false, rows, depth, depth, ROWS), b_map = map(b, false, columns, depth, depth, COLUMNS);
+    const TensorMap a_map = map(a, false, rows, depth, depth, ROWS);
+    const TensorMap b_map = map(b, false, columns, depth, depth, COLUMNS);
     T poison;
     memset(&poison, 0xff, sizeof poison);
     std::vector<T> out(rows * columns + 4096, poison);
@@ -327,7 +328,8 @@ int main() {
         const int angle = r % positions * (HEAD / 2) + c % HEAD;
         const Pack<float, 1> cosine{cosines[angle]}, sine{sines[angle]};
         if (c < turned_columns) turn(pair[0], pair[1], cosine, sine);
-        for (int side = 0; side < 2; side++) wrong += out[r * columns + c + side * HEAD / 2].bits != pair[side].v[0].bits;
+        for (int side = 0; side < 2; side++)
+            wrong += out[r * columns + c + side * HEAD / 2].bits != pair[side].v[0].bits;
     }
     for (size_t i = rows * columns; i < out.size(); i++) wrong += out[i].bits != 0xffff;
     printf("%d\n", wrong);

@@ -28,9 +28,10 @@ from tinyforge.backends import compile as kernels
 from tinyforge.errors import UserError
 from tinyforge.kernel import bind
 from tinyforge.op import Op, Stash
-from tinyforge.ops.attention import attention_bwd, attention_fwd
+from tinyforge.ops.attention import attention_bwd, attention_fwd, attention_rope_bwd, split
 from tinyforge.ops.cross_entropy import linear_cross_entropy_fwd, sum_tokens
 from tinyforge.ops.mixture import grouped_bwd_input, grouped_bwd_weight, grouped_fwd
+from tinyforge.ops.rope import linear_rope_fwd
 from tinyforge.ops.swiglu_linear import linear_swiglu_fwd, swiglu_linear_bwd
 from tinyforge.optim import AdamW, AdamWConfig
 from tinyforge.optim.adamw import adamw_, clip_factor, square_sums, step_rates
@@ -113,10 +114,12 @@ class Launches:
         text = kernels.read(file)
         if sizes := re.search(r"#define SIZES ((?:.*\\\n)*.*)", text):  # what several entries take
             text = text.replace("SIZES", sizes[1].replace("\\\n", " "))
-        for option in ("BAND", "DOCS", "DROP", "RESTART"):  # #define BAND_ARGUMENTS , i64 back, i64 forth
+        for option in ("BAND", "DOCS", "DROP", "RESTART", "TURN"):  # #define BAND_ARGUMENTS , i64 back, i64 forth
             defined = re.search(rf"#define {option}_ARGUMENTS (.*)", text)
             added = defined[1] if defined and option in macros else ""
             text = re.sub(rf"(?<!#define ){option}_ARGUMENTS", added, text)
+        more = re.search(rf"EPILOGUE == {macros.get('EPILOGUE')}\n#define MORE_ARGUMENTS (.*)", text)
+        text = text.replace(" MORE_ARGUMENTS\n", f" {more[1]}\n" if more else "\n")
         found = re.search(rf'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?{entry}\(([^)]*)\)', text)
         assert found is not None, f"{file} has no entry {entry}"
         return [" ".join(p.split()) for p in found[1].split(",")]
@@ -421,7 +424,7 @@ def test_swiglu_is_at_the_end_of_a_product_where_the_table_says(
 
     def both_ways(hidden: int, frozen: bool) -> tuple[list[str], list[str]]:
         rows = {f"SWIGLU 40 {2 * hidden} 64": [128, 192, 5, 1, 1, 8, 1],
-                f"SWIGLU_BACKWARD 40 {hidden} 64": [128, 128, 6, 1, 1, 8, 1]}  # fmt: skip
+                f"SWIGLU_BACKWARD 40 {hidden} 64": [128, 128, 5, 1, 1, 8, 1]}  # fmt: skip
         monkeypatch.setattr(gemm, "_table", lambda: gemm.parsed(rows if in_table else {}))
         launches.seen.clear()
         gu, h = k.linear_swiglu_fwd(backend.zeros((2, 20, 64)), backend.zeros((2 * hidden, 64)))
@@ -442,6 +445,49 @@ def test_swiglu_is_at_the_end_of_a_product_where_the_table_says(
         with pytest.raises(ValueError, match="gemm: bfloat16 .40, 16. beside .40, 48. of SWIGLU, wants .40, 24."):
             gemm.hopper(gemm.compiled("SWIGLU")[0], x, backend.zeros((48, 64)), out, "SWIGLU",
                         hidden=backend.zeros((40, 16)))  # fmt: skip
+
+
+@pytest.mark.parametrize("in_table", [True, False])
+def test_rope_is_at_the_end_of_a_product_where_the_table_says(
+    in_table: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel; else, or for heads that are not 64 wide, a product and a pass."""
+    from tinyforge.backends import gemm
+
+    backend = FakeCupy("bf16")
+    k = bind((linear_rope_fwd,), backend, "test")
+    monkeypatch.setattr(gemm, "on_choice", None)
+    rows = {"ROPE 40 192 64": [128, 128, 6, 1, 1, 8, 1]} if in_table else {}
+    monkeypatch.setattr(gemm, "_table", lambda: gemm.parsed(rows))
+    for dim in (64, 32):
+        launches.seen.clear()
+        cos, sin = (backend.zeros((20, dim // 2), backend.master_dtype) for _ in range(2))
+        qkv = k.linear_rope_fwd(backend.zeros((2, 20, 64)), backend.zeros((192, 64)), cos, sin, 192 // dim - 1)
+        assert qkv.shape == (2, 20, 192 // dim, dim)
+        assert launches.seen == (["gemm_hopper"] if in_table and dim == 64 else ["rope"])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_turns_its_gradients_back(
+    dim: int, documents: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the kernels for heads of 64 on a Hopper; elsewhere by a pass behind them."""
+    from tinyforge.ops import attention_cuda
+
+    monkeypatch.setattr(attention_cuda, "has_wgmma", lambda: True)
+    backend, batch, tokens, heads = FakeCupy("bf16"), 2, 70, 4
+    k = bind((attention_fwd, attention_rope_bwd), backend, "test")
+    qkv = backend.zeros((batch, tokens, heads + 4, dim))
+    starts = backend.asarray(np.zeros((batch, tokens), np.int32)) if documents else None
+    out, lse = k.attention_fwd(*split(qkv, heads), None, starts, True, None, None, 0.0)
+    cos, sin = (backend.zeros((tokens, dim // 2), backend.master_dtype) for _ in range(2))
+    for rotated in (heads + 2, heads):
+        launches.seen.clear()
+        k.attention_rope_bwd(backend.empty(qkv.shape), out, qkv, None, starts, out, lse, cos, sin, rotated, True, None,
+                             None, 0.0)  # fmt: skip
+        assert ("rope" in launches.seen) == (dim != 64 or rotated == heads)
+        assert len(launches.seen) == 2 + documents + ("rope" in launches.seen)
 
 
 def test_the_measured_table_names_variants_that_are_compiled() -> None:

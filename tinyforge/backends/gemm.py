@@ -152,7 +152,7 @@ class Turn:
 
 
 def gemm_rope(x: Array, weight: Array, turn: Turn) -> Array | None:
-    """rope(x weight^T), (m, n), by one kernel, or None, as above. The rows are positions 0 to T - 1, again and again."""
+    """rope(x weight^T), (m, n), by one kernel, or None, as above. Row i is at position i % T."""
     variant = _chosen("ROPE", x, (len(x), *weight.shape)) if turn.cosines.shape[1] == HEAD // 2 else None
     return None if variant is None else hopper(variant, x, weight, None, "ROPE", turn=turn)
 
