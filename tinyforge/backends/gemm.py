@@ -29,8 +29,8 @@ from tinyforge.backends.tensor_map import distances, encoded
 from tinyforge.kernel import Array
 
 FILE, PLAIN, TABLE = "ops/gemm_hopper.cu", "ops/gemm.cu", "gemm_table.json"
-DEPTH, THREADS, LINE, BARRIERS, PIECE, PIECES, HEAD = (
-    constant(FILE, name) for name in ("DEPTH", "THREADS", "LINE", "BARRIERS", "PIECE", "PIECES", "HEAD")
+DEPTH, THREADS, LINE, BARRIERS, PIECE, SLOTS, HEAD = (
+    constant(FILE, name) for name in ("DEPTH", "THREADS", "LINE", "BARRIERS", "PIECE", "SLOTS", "HEAD")
 )
 SIDE = constant(PLAIN, "SIDE")
 MOST_BLOCKS = 1024  # of the plain kernel
@@ -81,7 +81,7 @@ class Variant:
                 f"band {self.band}, splits {self.splits}")  # fmt: skip
 
     def shared_bytes(self, product: str) -> int:
-        gates = PIECES * PIECE if product == "SWIGLU_BACKWARD" else 0
+        gates = SLOTS * PIECE if product == "SWIGLU_BACKWARD" else 0
         return self.stages * (self.rows + self.columns) * LINE + gates + BARRIERS
 
 
