@@ -34,19 +34,16 @@
 //
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1|2
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=0 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=256 COLUMNS=192 STAGES=4 PINGPONG=0 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=256 COLUMNS=192 STAGES=4 PINGPONG=0 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1|2
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1|2
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=64 COLUMNS=256 STAGES=5 PINGPONG=1 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1|2
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=256 COLUMNS=192 STAGES=4 PINGPONG=0 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=256 COLUMNS=128 STAGES=4 PINGPONG=0 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=128 STAGES=5 PINGPONG=1 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=256 STAGES=3 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=128 STAGES=5 PINGPONG=1 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=256 STAGES=3 PINGPONG=0 CLUSTER=1|2
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=256 COLUMNS=128 STAGES=3 PINGPONG=0 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=ROPE ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=ROPE ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=ROPE ROWS=256 COLUMNS=192 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=ROPE ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1|2
 // spills: none
 
 #include "ops/gemm.cuh"
@@ -90,7 +87,6 @@ constexpr int PIECES = BLOCKS * COLUMNS / 64;              // of gate|up, which 
 
 static_assert(ROWS % (64 * SHARERS) == 0 && (CLUSTER == 1 || CLUSTER == 2), "");
 static_assert((2 * STAGES + 2 + 3 * SLOTS) * 8 <= BARRIERS, "");
-static_assert(EPILOGUE == NONE || CLUSTER == 1, "clusters were slower at the shapes that end with SwiGLU");
 static_assert(EPILOGUE != SWIGLU_BACKWARD || 2 * PIECES % SLOTS == 0, "a warpgroup finds a tile's pieces in the same slots");
 
 extern __shared__ __align__(1024) unsigned char room[];  // the stages, gate|up, the barriers
@@ -167,7 +163,9 @@ __device__ __forceinline__ void copy_pieces(
         constexpr int LINES = (ACROSS_B ? DEPTH : COLUMNS) / CLUSTER;
         const int first = rank * LINES;
         const u32 to = ring.right() + first * LINE;
-        if constexpr (ACROSS_B) {
+        if constexpr (EPILOGUE == SWIGLU) {  // of the gate, or of up
+            copy_box_to(to, b, k, (rank ? half : 0) + column, 0, full, 3);
+        } else if constexpr (ACROSS_B) {
 #pragma unroll
             for (int c = 0; c < COLUMNS; c += 64) copy_box_to(to + c * LINE, b, column + c, k + first, 0, full, 3);
         } else {
@@ -332,9 +330,10 @@ struct Products {
 #pragma unroll
                     for (int j = 0; j < 2; j++) {
                         const int line = row_of(0) - top + 8 * below, column = (4 * j + lane % 4 ^ line % 8) * 16;
-                        const unsigned char *from = room + GATES + slot * PIECE + line * LINE + column;
-                        gate[below][j] = load<8>(reinterpret_cast<const R *>(from));
-                        up[below][j] = load<8>(reinterpret_cast<const R *>(from + PIECE / 2));
+                        const u32 from = ring.base + GATES + slot * PIECE + line * LINE + column;
+                        const uint4 g = load_line(from), u = load_line(from + PIECE / 2);
+                        gate[below][j] = reinterpret_cast<const Pack<R, 8> &>(g);
+                        up[below][j] = reinterpret_cast<const Pack<R, 8> &>(u);
                     }
                 }
                 __syncwarp();
@@ -433,9 +432,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
 #if EPILOGUE == SWIGLU_BACKWARD
         if (threadIdx.x == 32) {
             Gates gates;
-            for (int number = blockIdx.x; number < units; number += stride_of_units) {
+            for (int number = blockIdx.x / CLUSTER; number < units; number += stride_of_units) {
                 const Unit unit = tiling.unit(number);
-                gates.copy_tile(&gu, unit.down * ROWS, unit.across * WIDE, columns);
+                gates.copy_tile(&gu, (unit.down * CLUSTER + rank) * ROWS, unit.across * WIDE, columns);
             }
         }
 #endif

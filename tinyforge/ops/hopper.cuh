@@ -206,6 +206,13 @@ __device__ __forceinline__ void write_sums(
     }
 }
 
+__device__ __forceinline__ uint4 load_line(u32 from) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from)
+                 : "memory");
+    return x;
+}
+
 // A warpgroup that copies needs few registers, those that multiply need many: a kernel starts with the same for all. N: a
 // multiple of 8. By all threads of the warpgroup.
 template <int N>
@@ -273,12 +280,14 @@ __device__ __forceinline__ void copy_line(u32 to, const void *from, u32 bytes, u
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// Arrives at the barrier that lies at this place in block `rank`.
+// Arrives at the barrier that lies at this place in block `rank`. Not `.release.cluster`: the assembler makes a barrier for
+// all of the GPU's memory of that, MEMBAR.ALL.GPU, a microsecond. This one says that a buffer has been read, by products
+// that were waited for; there are no writes that the other block should see.
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
     asm volatile(
         "{.reg .b32 there;\n"
         "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(rank)
+        "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(rank)
         : "memory");
 }
 // copy_box to the same place in each block whose bit is set in `blocks`; the bytes count at each one's own barrier.
