@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models.nanoeuler import Config, NanoEuler
-from tests.backends.on_host import INLINE, hopper, run_on_host
+from tests.backends.on_host import HOPPER_BODIES, INLINE, hopper, run_on_host
 from tinyforge.backends import get_backend
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.row_plan import RowPlan
@@ -26,10 +26,15 @@ BODIES = {
     f"{INLINE}void copy_wait()": "host_wait(pending);",
     f"{INLINE}void publish(float": "*to = there(x) ? x : NAN;",
     f"{INLINE}void publish(double": "*to = x;",
-    **{f"{INLINE}void peek(const float *from, Pack<float, {n}>": f"to = load<{n}>(from);" for n in (1, 2, 4)},
+    **{f"{INLINE}void peek(const float *from, Pack<float, {n}>": f"if (wanted) to = load<{n}>(from);" for n in (1, 2, 4)},
     f"{INLINE}void narrow(float x, bf16 &to)": "to.bits = host_bf16(x);",
     f"{INLINE}void multiply_add(": "host_multiply_add(sum, a0, a1, a2, a3, b0, b1);",
-    **{f"{INLINE}void peek(const double *from, Pack<double, {n}>": f"to = load<{n}>(from);" for n in (1, 2)},
+    **{f"{INLINE}void peek(const double *from, Pack<double, {n}>": f"if (wanted) to = load<{n}>(from);" for n in (1, 2)},
+    **{head: HOPPER_BODIES[head] for head in (f"{INLINE}void barrier_make(", f"{INLINE}void barrier_arrive(",
+                                              f"{INLINE}void barrier_expect(")},
+    f"{INLINE}bool barrier_passed(": "host_yield(); return host_barrier(barrier).phase != parity;",
+    f"{INLINE}void copy_line(": "host_line(to % HOST_ROOM, from, bytes, barrier);",
+    f"{INLINE}void sync(": "static Meeting meetings[HOST_BLOCKS]; meetings[host_rank()].wait(THREADS);",
 }
 BEFORE = r"""
 #define NAN __int_as_float(0x7fffffff)
@@ -90,7 +95,7 @@ int main() {
         const int passes = how[0], past = how[1], sampled = how[2];
         std::vector<A> exchange(passes * region, __int_as_float(-1));
         std::vector<int> report((passes + 1) * (1 + ROWS), -9);
-        host_launch(BLOCKS, 1, THREADS, [&] {
+        host_launch(BLOCKS, 1, THREADS + PRODUCERS * 32, [&] {
             decode(weights.data(), embedding.data(), gains.data(), cosines.data(), sines.data(), keys.data(),
                    values.data(), tokens.data(), exchange.data(), lengths.data(), stride, layers, outputs, capacity,
                    past, passes, eps, sampled, 0, 0, 0, 0, 0, 0, 0, speculates ? begin.data() : nullptr, report.data());
@@ -125,7 +130,7 @@ def by_the_kernel(
                    **{"warps": 4, "depth": 8, "spin": 1, **tuning})  # fmt: skip
     capacity, matrices = model.config.context, plan.arrange([FusedLayer(*map(cut, layer)) for layer in w.layers],
                                                           cut(np.stack(w.lm_heads)), np)
-    sizes = [matrices.size, len(w.layers), capacity, len(launches), matrices.shape[2], outputs, plan.exchange(outputs),
+    sizes = [matrices.size, len(w.layers), capacity, len(launches), matrices.shape[1], outputs, plan.exchange(outputs),
              speculates]  # fmt: skip
     padded = np.zeros(capacity + 1, np.int32)
     padded[: len(tokens)] = tokens

@@ -107,10 +107,10 @@ class RowLauncher:
         self.exchange.data.memset_async(0xFF, passes * region * self.exchange.itemsize)
         how = draw or NO_DRAW
         self.kernel(
-            (plan.blocks,), (plan.warps * 32,),
+            (plan.blocks,), (plan.threads,),
             (weights.matrices, weights.embedding, weights.gains, weights.cos, weights.sin, cache.keys, cache.values,
              cache.tokens, self.exchange, weights.lengths[outputs - 1],
-             *map(np.int32, (weights.matrices.shape[2], plan.layers, outputs, cache.capacity, past, passes)),
+             *map(np.int32, (weights.matrices.shape[1], plan.layers, outputs, cache.capacity, past, passes)),
              weights.norm_eps, np.int32(draw is not None), *how.args(),
              *(np.uintp(0) if x is None else x for x in (begin, report))),
             shared_mem=plan.shared_bytes,
