@@ -161,7 +161,7 @@ __device__ __forceinline__ void peek(const double *from, Pack<double, 1> &to, bo
 // is checked.
 template <int COUNT, int N>
 struct Awaited {
-    bool missing[COUNT];
+    u32 missing[COUNT];  // 0 or 1: a register, where a bool would be a byte
 
     template <class Wanted>
     __device__ __forceinline__ explicit Awaited(Wanted wanted) {
@@ -175,9 +175,12 @@ struct Awaited {
     }
     // Whether something has not come.
     __device__ __forceinline__ bool check(const Pack<A, N> (&got)[COUNT]) {
-        bool any = false;
+        u32 any = 0;
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) any |= missing[i] = missing[i] & !there(got[i]);
+        for (int i = 0; i < COUNT; i++) {
+            if (there(got[i])) missing[i] = 0;
+            any |= missing[i];
+        }
         return any;
     }
 };
@@ -278,7 +281,7 @@ struct Block {
     // than MOST tiles are multiplied as MOST, with whatever lies in the queue; those sums are ignored.
     template <int STEPS, int MOST, class At>
     __device__ __forceinline__ void multiply(At piece, const u32 (&x)[STEPS][2], A *sums) {
-        constexpr int CHAINS = MOST == 1 ? 4 : MOST == 2 ? 2 : 1;
+        constexpr int CHAINS = STEPS < 4 ? STEPS : 4;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
         float sum[MOST][CHAINS][4] = {};
 #pragma unroll
