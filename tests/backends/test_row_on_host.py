@@ -180,7 +180,7 @@ def some_tokens(count: int) -> list[int]:
     return np.random.default_rng(1).integers(0, CONFIG.vocab, count).tolist()
 
 
-@pytest.mark.parametrize(("rows", "tuning"), [(1, {}), (2, {}), (1, {"refill": 0}), (4, {"depth": 4, "splits": 1})])
+@pytest.mark.parametrize(("rows", "tuning"), [(1, {}), (2, {"producers": 1}), (1, {"refill": 0}), (4, {"depth": 4, "splits": 1})])
 def test_logits_are_those_of_the_model(model: NanoEuler, rows: int, tuning: dict[str, int], tmp_path: Path) -> None:
     tokens = some_tokens(12)
     got, wanted = logits_of(model, rows, tokens, tmp_path, **tuning), forward(model, tokens)
@@ -197,27 +197,28 @@ def bf16_model() -> NanoEuler:
 
 def test_bf16_with_tensor_cores_gives_the_same_bits_for_any_rows(tmp_path: Path) -> None:
     model, tokens = bf16_model(), some_tokens(24)
-    one, four = (logits_of(model, rows, tokens, tmp_path, bf16=True, depth=16) for rows in (1, 4))
+    one, four = (logits_of(model, rows, tokens, tmp_path, bf16=True, depth=16, producers=rows) for rows in (1, 4))
     wanted = forward(model, tokens)
     assert one.tobytes() == four.tobytes()
     assert np.abs(one - wanted).max() <= 0.02 * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("right", "wrong", "producers"),
     [
-        ("            queue.wait(count * STEPS);\n", ""),  # weights are read before they have come
-        ("score[u][i] += other[u][i]", "score[u][i] += 0 * other[u][i]"),
-        ("narrow(mean[j] * scale, word.v[j]);", "narrow(mean[j], word.v[j]);"),
+        ("            queue.await(count * STEPS);\n", "", 0),  # weights are read before they have come
+        ("            queue.await(count * STEPS);\n", "", 4),
+        ("unit >= DEPTH && !barrier_passed(", "false && !barrier_passed(", 4),  # a place is filled before it is empty
+        ("score[u][i] += other[u][i]", "score[u][i] += 0 * other[u][i]", 4),
+        ("narrow(mean[j] * scale, word.v[j]);", "narrow(mean[j], word.v[j]);", 4),
     ],
-    ids=lambda fault: fault[0].strip(),
 )
-def test_faults_show(fault: tuple[str, str], tmp_path: Path) -> None:
+def test_faults_show(right: str, wrong: str, producers: int, tmp_path: Path) -> None:
     model, tokens = bf16_model(), some_tokens(4)
     try:
-        got = logits_of(model, 4, tokens, tmp_path, bf16=True, depth=16, fault=fault)
+        got = logits_of(model, 4, tokens, tmp_path, bf16=True, depth=16, producers=producers, fault=(right, wrong))
     except AssertionError as error:
-        assert "wait for ever" in str(error) or "trap" in str(error)
+        assert any(said in str(error) for said in ("wait for ever", "trap", "barrier"))
         return
     wanted = forward(model, tokens)
     assert not np.abs(got - wanted).max() <= 0.02 * np.abs(wanted).max()

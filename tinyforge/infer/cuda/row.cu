@@ -29,6 +29,8 @@
 //
 // compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
 // compile: SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
+// compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
+// compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
 // spills: none
 
 #include "infer/cuda/decode.cuh"
@@ -1048,8 +1050,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
         // Blocks of different rows of a split write the same keys and values, drafts included. What another block
         // writes there in the next pass must come later; it waits for the logits that follow this fence.
         if (begin && UNITS > KV_HEADS * SPLITS) __threadfence();
+        Input<TENSOR_CORES ? DIM : 1> last;
         for (int head = 0; head < heads; head++) {
-            const auto take = [&](auto &x) { block.take_stream(x, stream, embedding, ids, gain); };
+            const auto take = [&](auto &x) {
+                if (head == 0) block.take_stream(last, stream, embedding, ids, gain);
+                x = last;
+            };
             const auto aim = [&](int row, int n) {
                 return Goal{u32((n * heads + head) * VOCAB_ROWS + max(row, 0)), nullptr, {}};
             };
@@ -1085,11 +1091,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
                 shared.scratch, [&](int k, int tile) { return exchange + best_at(k + 1, tile, added - 1); }, drafts
             );
             if (blockIdx.x == 0 && thread == 0) {
-                report[0] = added;
+                int *const line = report + pass * (1 + ROWS);
+                line[0] = added;
 #pragma unroll
-                for (int n = 0; n < ROWS; n++) report[1 + n] = choices[n];
+                for (int n = 0; n < ROWS; n++) line[1 + n] = choices[n];
             }
-            report += 1 + ROWS;
 #pragma unroll
             for (int n = 0; n < ROWS; n++)
                 if (n == added - 1) ids[0] = choices[n];
@@ -1101,10 +1107,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
         sync();  // the next pass overwrites what some thread may still read
     }
     if (begin && blockIdx.x == 0 && thread == 0) {
-        for (; pass < passes; pass++, report += 1 + ROWS) report[0] = 0;
-        report[0] = past;
+        for (; pass < passes; pass++) report[pass * (1 + ROWS)] = 0;
+        int *const next = report + passes * (1 + ROWS);
+        next[0] = past;
 #pragma unroll
-        for (int n = 0; n < ROWS; n++) report[1 + n] = ids[n];
+        for (int n = 0; n < ROWS; n++) next[1 + n] = ids[n];
     }
 #if PRODUCERS
     if (thread == 0) *queue.stop = 1;
