@@ -706,11 +706,18 @@ struct SplitSlab : Slab {
         for (int i = 0; i < 4; i++) {
             const int n = (base + value(i)) * SPLITS + split - past;
             const bool mine = n >= 0 && n < ROWS;
-            const Pack<T, WIDE> value = load<WIDE>(fresh + ((mine ? n : 0) * 2 + 1) * HEAD_DIM + g * WIDE);
+            typedef Pack<u32, WIDE / 2> Pairs;
+            const Pairs value = *reinterpret_cast<const Pairs *>(fresh + ((mine ? n : 0) * 2 + 1) * HEAD_DIM + g * WIDE);
+            Pairs &held = reinterpret_cast<Pairs &>(values[i]);
 #pragma unroll
-            for (int j = 0; j < WIDE; j++) values[i].v[j] = mine ? value.v[j] : values[i].v[j];
+            for (int j = 0; j < WIDE / 2; j++) held.v[j] = mine ? value.v[j] : held.v[j];
         }
     }
+};
+
+template <bool VALUE>
+struct Constant {
+    __device__ constexpr bool operator()() const { return VALUE; }
 };
 
 // This warp's partial result. slab: its first 16 positions, as far as they are before `past`.
@@ -728,8 +735,7 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab s
     }
     const float scale = 1.0f / sqrtf(float(HEAD_DIM));
     float top[2] = {LOWEST, LOWEST}, total[2] = {}, output[WIDE][4] = {};
-    for (int base = warp * 16; base * SPLITS + split < past + ROWS; base += WARPS * 16) {
-        if (base != warp * 16) slab.load_old(keys, values, base, split, past);
+    const auto take = [&](int base, auto is_first) {
         if ((base + 15) * SPLITS + split >= past) slab.load_fresh(scratch.fresh, base, split, past);
         float score[2][4] = {};
         slab.scores(q, score);
@@ -747,7 +753,17 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab s
             }
             take_scores(score, h, new_top, top, total, shrink, shares);
         }
-        slab.add_values(shares, shrink, output);
+        if constexpr (is_first()) {
+            slab.add_values(shares, output);
+        } else {
+            slab.add_values(shares, shrink, output);
+        }
+    };
+    // The first slab apart: up to WARPS * 16 * SPLITS positions there is no other.
+    if (warp * 16 * SPLITS + split < past + ROWS) take(warp * 16, Constant<true>());
+    for (int base = (warp + WARPS) * 16; base * SPLITS + split < past + ROWS; base += WARPS * 16) {
+        slab.load_old(keys, values, base, split, past);
+        take(base, Constant<false>());
     }
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
@@ -843,9 +859,12 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
 
     // Half heads: the unit's queries and each row's key and value. All but the value are rotated.
     constexpr int HALF = HEAD_DIM / 2, LINE = HALF / PARCEL;
-    constexpr u32 TASKS = (QUERIES + 2 * ROWS) * LINE;
+    constexpr u32 TASKS = (QUERIES + 2 * ROWS) * LINE, TURNS = ceil_div(TASKS, THREADS);
+    Pack<T, PARCEL> turned[TURNS][2];
+    T *kept[TURNS] = {};
 #pragma unroll
-    for (u32 task = thread; task - thread < TASKS; task += THREADS) {
+    for (u32 turn = 0; turn < TURNS; turn++) {
+        const u32 task = thread + turn * THREADS;
         if (task >= TASKS) break;
         const u32 head = task / LINE, column = task % LINE * PARCEL, is_value = (head - QUERIES) % 2;
         const bool is_query = head < QUERIES;
@@ -856,27 +875,30 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
         const Parcel s = load<PARCEL>(sines + position * HALF + column);
         const A *const from = qkv + place(n, line * HEAD_DIM + column);  // the other half is HALF / 8 lines further
         T *const line_of = is_query ? scratch.queries + head * Q_PITCH : scratch.fresh + (n * 2 + is_value) * HEAD_DIM;
-        T *const to = line_of + column, *const kept = (is_value ? values : keys) + position * HEAD_DIM + column;
+        T *const to = line_of + column;
+        if (!is_query) kept[turn] = (is_value ? values : keys) + position * HEAD_DIM + column;
         Parcel x[2];
         await(x, [&](int i) { return from + i * (HALF * 4); }, [](int) { return true; });
-        Pack<T, PARCEL> turned[2];
 #pragma unroll
         for (int j = 0; j < PARCEL; j++) {
             const A a = x[0].v[j], b = x[1].v[j];
-            narrow(!is_query && is_value ? a : a * c.v[j] - b * s.v[j], turned[0].v[j]);
-            narrow(!is_query && is_value ? b : b * c.v[j] + a * s.v[j], turned[1].v[j]);
+            narrow(!is_query && is_value ? a : a * c.v[j] - b * s.v[j], turned[turn][0].v[j]);
+            narrow(!is_query && is_value ? b : b * c.v[j] + a * s.v[j], turned[turn][1].v[j]);
         }
 #pragma unroll
-        for (int half = 0; half < 2; half++) store(to + half * HALF, turned[half]);
-        if (is_query) continue;
-#pragma unroll
-        for (int half = 0; half < 2; half++) store(kept + half * HALF, turned[half]);
+        for (int half = 0; half < 2; half++) store(to + half * HALF, turned[turn][half]);
     }
     sync();
     if constexpr (TENSOR_CORES) {
         attend_slabs(scratch, slab, keys, values, split, first_row, past);
     } else {
         attend_keys(scratch, keys, values, split, first_row, past);
+    }
+#pragma unroll
+    for (u32 turn = 0; turn < TURNS; turn++) {  // for the passes to come
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            if (kept[turn]) store(kept[turn] + half * HALF, turned[turn][half]);
     }
     sync();
 #pragma unroll
