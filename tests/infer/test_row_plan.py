@@ -46,7 +46,7 @@ def test_each_block_takes_its_rows_in_the_order_of_the_pass(itemsize: int) -> No
             block, steps = (dealt + tile) % 5, plan.steps(columns)
             padded = np.zeros(plan.warps * steps * 4 * plan.piece)
             padded[:columns] = x[:columns]
-            units = stream[block, taken[block] : taken[block] + steps].swapaxes(0, 1).reshape(plan.warps, steps, TILE, -1)
+            units = stream[block, taken[block] :][:steps].swapaxes(0, 1).reshape(plan.warps, steps, TILE, -1)
             rows[tile * TILE :][:TILE] = np.einsum("wsrc,wsc->r", units, padded.reshape(plan.warps, steps, -1))
             taken[block] += steps
         products.append(rows)
