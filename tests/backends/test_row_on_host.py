@@ -1,4 +1,4 @@
-"""row.cu, whole, on the host: two blocks that wait for each other's numbers."""
+"""row.cu, whole, on the host: blocks that wait for each other's numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models.nanoeuler import Config, NanoEuler
-from tests.backends.on_host import INLINE, hopper, run_on_host
+from tests.backends.on_host import HOPPER_BODIES, INLINE, hopper, run_on_host
 from tinyforge.backends import get_backend
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.row_plan import RowPlan
@@ -19,17 +19,21 @@ pytestmark = pytest.mark.slow
 # Two layers take more units of weights than the queue has places; hidden units and ids fill no whole tile.
 CONFIG = Config(dim=32, heads=2, kv_heads=1, layers=2, context=12, vocab=27, mtp_heads=2, hidden=44,
                 mtp_weights=(1, 0.5))  # fmt: skip
-BLOCKS = 2
 BODIES = {
     f"{INLINE}void copy_async(u32 to, const void *from)": "host_copy(to % HOST_ROOM, from, true);",
     f"{INLINE}void copy_commit()": "host_commit();",
     f"{INLINE}void copy_wait()": "host_wait(pending);",
     f"{INLINE}void publish(float": "*to = there(x) ? x : NAN;",
     f"{INLINE}void publish(double": "*to = x;",
-    **{f"{INLINE}void peek(const float *from, Pack<float, {n}>": f"to = load<{n}>(from);" for n in (1, 2, 4)},
+    **{f"{INLINE}void peek(const {x} *from, Pack<{x}, {n}>": f"if (wanted) to = load<{n}>(from);"
+       for x, sizes in (("float", (1, 2, 4)), ("double", (1, 2))) for n in sizes},
     f"{INLINE}void narrow(float x, bf16 &to)": "to.bits = host_bf16(x);",
     f"{INLINE}void multiply_add(": "host_multiply_add(sum, a0, a1, a2, a3, b0, b1);",
-    **{f"{INLINE}void peek(const double *from, Pack<double, {n}>": f"to = load<{n}>(from);" for n in (1, 2)},
+    **{head: HOPPER_BODIES[head] for head in (f"{INLINE}void barrier_make(", f"{INLINE}void barrier_arrive(",
+                                              f"{INLINE}void barrier_expect(")},
+    f"{INLINE}bool barrier_passed(": "host_yield(); return host_barrier(barrier).phase != parity;",
+    f"{INLINE}void copy_line(": "host_line(to % HOST_ROOM, from, bytes, barrier);",
+    f"{INLINE}void sync(": "static Meeting meetings[HOST_BLOCKS]; meetings[host_rank()].wait(THREADS);",
 }
 BEFORE = r"""
 #define NAN __int_as_float(0x7fffffff)
@@ -90,7 +94,7 @@ int main() {
         const int passes = how[0], past = how[1], sampled = how[2];
         std::vector<A> exchange(passes * region, __int_as_float(-1));
         std::vector<int> report((passes + 1) * (1 + ROWS), -9);
-        host_launch(BLOCKS, 1, THREADS, [&] {
+        host_launch(BLOCKS, 1, THREADS + PRODUCERS * 32, [&] {
             decode(weights.data(), embedding.data(), gains.data(), cosines.data(), sines.data(), keys.data(),
                    values.data(), tokens.data(), exchange.data(), lengths.data(), stride, layers, outputs, capacity,
                    past, passes, eps, sampled, 0, 0, 0, 0, 0, 0, 0, speculates ? begin.data() : nullptr, report.data());
@@ -121,11 +125,11 @@ def by_the_kernel(
     cut = (lambda x: (np.ascontiguousarray(x).view(np.uint32) >> 16).astype(np.uint16)) if bf16 else lambda x: x
     itemsize = 2 if bf16 else 4
     plan = RowPlan(dim=w.dim, hidden=w.hidden, heads=w.heads, kv_heads=w.kv_heads, layers=len(w.layers), vocab=w.vocab,
-                   outputs=len(w.lm_heads), itemsize=itemsize, rows=rows, blocks=BLOCKS, shared=1 << 17,
-                   **{"warps": 4, "depth": 8, "spin": 1, **tuning})  # fmt: skip
+                   outputs=len(w.lm_heads), itemsize=itemsize, rows=rows, shared=1 << 17,
+                   **{"blocks": 2, "warps": 4, "depth": 8, "spin": 1, **tuning})  # fmt: skip
     capacity, matrices = model.config.context, plan.arrange([FusedLayer(*map(cut, layer)) for layer in w.layers],
                                                           cut(np.stack(w.lm_heads)), np)
-    sizes = [matrices.size, len(w.layers), capacity, len(launches), matrices.shape[2], outputs, plan.exchange(outputs),
+    sizes = [matrices.size, len(w.layers), capacity, len(launches), matrices.shape[1], outputs, plan.exchange(outputs),
              speculates]  # fmt: skip
     padded = np.zeros(capacity + 1, np.int32)
     padded[: len(tokens)] = tokens
@@ -175,7 +179,9 @@ def some_tokens(count: int) -> list[int]:
     return np.random.default_rng(1).integers(0, CONFIG.vocab, count).tolist()
 
 
-@pytest.mark.parametrize(("rows", "tuning"), [(1, {}), (2, {}), (1, {"refill": 0}), (4, {"depth": 4, "splits": 1})])
+@pytest.mark.parametrize(
+    ("rows", "tuning"), [(1, {}), (2, {"producers": 1}), (1, {"refill": 0}), (4, {"depth": 4, "splits": 1})]
+)
 def test_logits_are_those_of_the_model(model: NanoEuler, rows: int, tuning: dict[str, int], tmp_path: Path) -> None:
     tokens = some_tokens(12)
     got, wanted = logits_of(model, rows, tokens, tmp_path, **tuning), forward(model, tokens)
@@ -192,27 +198,30 @@ def bf16_model() -> NanoEuler:
 
 def test_bf16_with_tensor_cores_gives_the_same_bits_for_any_rows(tmp_path: Path) -> None:
     model, tokens = bf16_model(), some_tokens(24)
-    one, four = (logits_of(model, rows, tokens, tmp_path, bf16=True, depth=16) for rows in (1, 4))
+    # With six blocks each has all of its tiles at one time, and takes weights a step ahead.
+    kinds = ((1, {"producers": 1, "blocks": 6}), (4, {"producers": 4}))
+    one, four = (logits_of(model, rows, tokens, tmp_path, bf16=True, depth=16, **kind) for rows, kind in kinds)
     wanted = forward(model, tokens)
     assert one.tobytes() == four.tobytes()
     assert np.abs(one - wanted).max() <= 0.02 * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("right", "wrong", "producers"),
     [
-        ("            queue.wait(count * STEPS);\n", ""),  # weights are read before they have come
-        ("score[u][i] += other[u][i]", "score[u][i] += 0 * other[u][i]"),
-        ("narrow(mean[j] * scale, word.v[j]);", "narrow(mean[j], word.v[j]);"),
+        ("        queue.await(p.count * STEPS);\n", "", 0),  # weights are read before they have come
+        ("        queue.await(p.count * STEPS);\n", "", 4),
+        ("unit >= DEPTH && !barrier_passed(", "false && !barrier_passed(", 4),  # a place is filled before it is empty
+        ("score[u][i] += other[u][i]", "score[u][i] += 0 * other[u][i]", 4),
+        ("narrow(mean[j] * scale, word.v[j]);", "narrow(mean[j], word.v[j]);", 4),
     ],
-    ids=lambda fault: fault[0].strip(),
 )
-def test_faults_show(fault: tuple[str, str], tmp_path: Path) -> None:
+def test_faults_show(right: str, wrong: str, producers: int, tmp_path: Path) -> None:
     model, tokens = bf16_model(), some_tokens(4)
     try:
-        got = logits_of(model, 4, tokens, tmp_path, bf16=True, depth=16, fault=fault)
+        got = logits_of(model, 4, tokens, tmp_path, bf16=True, depth=16, producers=producers, fault=(right, wrong))
     except AssertionError as error:
-        assert "wait for ever" in str(error) or "trap" in str(error)
+        assert any(said in str(error) for said in ("wait for ever", "trap", "barrier"))
         return
     wanted = forward(model, tokens)
     assert not np.abs(got - wanted).max() <= 0.02 * np.abs(wanted).max()

@@ -21,17 +21,20 @@ PLANS = [SMALL, BASE, *(replace(BASE, rows=rows) for rows in (2, 3, 4)), replace
          replace(BASE, dim=1024, heads=16, layers=20, vocab=8192, hidden=2816, rows=4)]  # fmt: skip
 
 
-def test_each_block_takes_its_rows_in_the_order_of_the_pass() -> None:
-    plan, number = SMALL, iter(range(1, 10**6))
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_each_block_takes_its_rows_in_the_order_of_the_pass(itemsize: int) -> None:
+    plan, rng = replace(SMALL, itemsize=itemsize, heads=2, kv_heads=1), np.random.default_rng(1)
     width = (plan.heads + 2 * plan.kv_heads) * plan.head_dim
 
     def matrix(rows: int, columns: int) -> np.ndarray:
-        return np.array([next(number) for _ in range(rows * columns)], np.float32).reshape(rows, columns)
+        return rng.integers(0, 1 << 16, (rows, columns)).astype(f"u{itemsize}")
 
     layers = [FusedLayer(matrix(width, 64), matrix(64, 64), matrix(52, 64), matrix(64, 26)) for _ in range(2)]
     heads = np.stack([matrix(19, 64) for _ in range(3)])
-    stream = plan.arrange(layers, heads, np).view(np.float32)
-    assert stream.shape == (5, plan.warps, plan.lengths[-1].max(), 32 * plan.piece)
+    stream = plan.arrange(layers, heads, np)
+    assert stream.shape == (5, plan.lengths[-1].max(), plan.warps, 32 * plan.piece)
+    if itemsize == 2:  # a tensor core takes columns 0, 1, 4, 5 of a piece before 2, 3, 6, 7
+        stream = stream.reshape(*stream.shape[:3], 32, 2, 2, 2).swapaxes(4, 5).reshape(stream.shape)
 
     # Read as the kernel does: a matrix-vector product of each tile, from what each lane takes.
     x = np.random.default_rng(0).normal(size=64)
@@ -43,7 +46,7 @@ def test_each_block_takes_its_rows_in_the_order_of_the_pass() -> None:
             block, steps = (dealt + tile) % 5, plan.steps(columns)
             padded = np.zeros(plan.warps * steps * 4 * plan.piece)
             padded[:columns] = x[:columns]
-            units = stream[block, :, taken[block] : taken[block] + steps].reshape(plan.warps, steps, TILE, -1)
+            units = stream[block, taken[block] :][:steps].swapaxes(0, 1).reshape(plan.warps, steps, TILE, -1)
             rows[tile * TILE :][:TILE] = np.einsum("wsrc,wsc->r", units, padded.reshape(plan.warps, steps, -1))
             taken[block] += steps
         products.append(rows)
