@@ -268,12 +268,12 @@ def test_products_leave_room_wherever_bits_are_to_be_the_same(
     ranks: int, shards: int, spared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many multiprocessors on one GPU with --shards-per-step as on several."""
-    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    monkeypatch.setenv("NCCL_MAX_CTAS", "4")
     backend = get_backend("numpy", "fp32", workers=1)
     told = list[int]()
     monkeypatch.setattr(backend, "spare", told.append)
     if ranks > 1:
-        backend.group = SimpleNamespace(size=ranks, rank=0, overlaps=True, shares=False)
+        backend.group = SimpleNamespace(size=ranks, rank=0, overlaps=True, shares=False, spares=4)
     model = NanoEuler(TINY, backend)
     Sharded(model, backend, NextTokens(TINY.head_weights), shards=shards)
     assert told == [spared]
