@@ -81,7 +81,7 @@ class Ranks:
                     return engine
                 engine.give_up()
             if self.rank == 0:
-                print(f"no sums by copies: {reason}; NCCL's kernels take {nccl.blocks()} multiprocessors", flush=True)
+                print(f"gradients travel by NCCL's kernels, which take {nccl.blocks()} multiprocessors: {reason}")
         return nccl.CupyEngine(self.size, self.rank, self._token())
 
     def _token(self) -> Any:

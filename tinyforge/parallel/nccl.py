@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -40,6 +40,8 @@ BLOCKS = 4
 """Of NCCL's kernels where the environment has no CHOICE. Each holds a multiprocessor, and kernels that are made for all
 of them take twice their time (`Backend.spare`). NCCL by itself takes 24 and is done sooner, but nothing waits for a sum
 under backward."""
+WITH_COPIES = {"NCCL_CTA_POLICY": "2", "NCCL_NVLS_ENABLE": "0"}
+"""Zero CTA, and no multicast, which windows would be bound to and copies do not use."""
 MOST_SPARED = 8
 FIRST_WITH_COPIES = 22800  # as the library gives its version: 2.28
 PATIENCE = 20.0  # seconds for the first copy
@@ -304,15 +306,12 @@ class CupyEngine:
             "int32": nccl.NCCL_INT32, "int64": nccl.NCCL_INT64, "uint8": nccl.NCCL_UINT8,
         }  # fmt: skip
         # Read by the library when it makes its first communicator.
-        os.environ[CHOICE] = str(blocks())
+        with _environment(NCCL_MAX_CTAS=str(blocks()), **({} if not copies else WITH_COPIES)):
+            self._comm = nccl.NcclCommunicator(size, token, rank)
         self._windows: Windows | None = None
-        if not copies:
-            self._comm = nccl.NcclCommunicator(size, token, rank)
-        else:
-            from tinyforge.parallel.windows import Windows, want
+        if copies:
+            from tinyforge.parallel.windows import Windows
 
-            want()
-            self._comm = nccl.NcclCommunicator(size, token, rank)
             self._windows = Windows(self._comm.comm)
         # Its blocks come before those of kernels that were started earlier and still wait for a multiprocessor.
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=HIGHEST)
@@ -427,6 +426,20 @@ class CupyEngine:
 
     def _type(self, array: Array) -> int:
         return self._types[np.dtype(array.dtype).name]
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """Memory from which NCCL's collectives travel as copies, and take no multiprocessor.
 
 A GPU has engines that copy and do nothing else. NCCL gives them an all-gather or an all-to-all where both arrays lie in
-memory that its ranks have registered together, a *window*, and the communicator's policy is "zero CTA"; any other
-collective is a kernel. CuPy wraps neither windows nor the all-to-all, so they are called here, in the library that CuPy
-has loaded.
+memory that its ranks have registered together, a *window*, and the communicator's policy is "zero CTA"
+(`nccl.WITH_COPIES`); any other collective is a kernel. CuPy wraps neither windows nor the all-to-all, so they are
+called here, in the library that CuPy has loaded.
 
 A window is made by all ranks, in the same order, and stays until the process ends: what one rank alone gave back and
 took again would lie elsewhere on the others.
@@ -14,7 +14,6 @@ Source: the NCCL user guide, "Zero-CTA Optimization"; names and numbers as in nc
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import cache
 from typing import Any
 
@@ -27,12 +26,6 @@ from tinyforge.kernel import Array
 
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _GRANULE = 2 << 20  # bytes; what the driver maps at a time
-
-
-def want() -> None:
-    """Before the first communicator of this process, whose library reads the environment once."""
-    os.environ["NCCL_CTA_POLICY"] = "2"  # NCCL_CTA_POLICY_ZERO
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # copies have no use for a window's multicast address
 
 
 @cache
