@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -43,6 +44,7 @@ under backward."""
 WITH_COPIES = {"NCCL_CTA_POLICY": "2", "NCCL_NVLS_ENABLE": "0"}
 """Zero CTA, and no multicast, which windows would be bound to and copies do not use."""
 MOST_SPARED = 8
+SMALL = 1 << 14  # bytes of an array that goes to all ranks whole, to be summed there
 FIRST_WITH_COPIES = 22800  # as the library gives its version: 2.28
 PATIENCE = 20.0  # seconds for the first copy
 HIGHEST = -5  # of the priorities of streams; CUDA takes the highest that the device has
@@ -155,6 +157,8 @@ class NCCLGroup:
         if (self._splits(flat) and self._engine.holds(flat)) or (tree and self.size > 2):
             self._sum(flat, 1, tree)
             self._gather(flat, 1)
+        elif self._engine.copies and 0 < flat.nbytes <= SMALL:
+            self._sum_of_all(flat, tree)
         elif flat.size:
             self._engine.all_reduce(flat)
         self._end()
@@ -251,15 +255,27 @@ class NCCLGroup:
             if not self._engine.holds(flat):
                 flat = self._put(flat)
             self._engine.exchange(flat, rows)
+        self._engine.run(partial(self._add, rows, own, tree))
 
-        def add() -> None:
-            if self.size == 2:  # of two the order is no question
-                self._engine.add(own, rows[1 - self.rank])
-                return
-            rows[self.rank] = own
-            summed(list(rows), tree, own, self._engine.add)
+    def _sum_of_all(self, flat: Array, tree: bool) -> None:
+        """Every rank gets the others' arrays, and adds them up. Nobody waits for a rank that is late in a kernel."""
+        self.prepare(self.size * SMALL)
+        rows = _in(self._inbox, flat, self.size).reshape(self.size, -1)
 
-        self._engine.run(add)
+        def put() -> None:
+            rows[self.rank] = flat
+
+        self._engine.run(put)
+        self._engine.all_gather(rows[self.rank], rows.reshape(-1))
+        self._engine.run(partial(self._add, rows, flat, tree))
+
+    def _add(self, rows: Array, own: Array, tree: bool) -> None:
+        """own = the sum of the rows, this rank's being its own."""
+        if self.size == 2:  # of two the order is no question
+            self._engine.add(own, rows[1 - self.rank])
+            return
+        rows[self.rank] = own
+        summed(list(rows), tree, own, self._engine.add)
 
     def _put(self, flat: Array) -> Array:
         """The other ranks' parts, where copies can take them from."""
@@ -287,9 +303,9 @@ class NCCLGroup:
         return rows
 
 
-def _in(box: Array, flat: Array) -> Array:
-    """The beginning of a box, as an array like `flat`."""
-    return box[: flat.nbytes].view(flat.dtype)
+def _in(box: Array, flat: Array, count: int = 1) -> Array:
+    """The beginning of a box, as `count` arrays like `flat` one behind the other."""
+    return box[: count * flat.nbytes].view(flat.dtype)
 
 
 class CupyEngine:
