@@ -125,9 +125,6 @@ class FakeEngine:
         for row, theirs in zip(out, everybody, strict=True):
             row[...] = theirs[self.rank * row.size : (self.rank + 1) * row.size]
 
-    def try_window(self) -> str:
-        return ""
-
     def run(self, work: Callable[[], Any]) -> None:
         work()
 

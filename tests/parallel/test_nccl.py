@@ -327,14 +327,17 @@ def test_products_leave_room_wherever_bits_are_to_be_the_same(
 # --- whether there are copies -----------------------------------------------------------------------------------------
 
 
-class Tried(FakeEngine):
-    """faults: of the first copy, by rank."""
+class Tried(LateEngine):
+    """faults: of the first window, by rank."""
 
     faults: ClassVar[dict[int, str]] = {}
     given_up: ClassVar[list[int]] = []
 
-    def try_window(self) -> str:
-        return self.faults.get(self.rank, "")
+    def window(self, count: int, dtype: Any) -> np.ndarray:
+        made = super().window(count, dtype)
+        if self.rank in self.faults:
+            raise UserError(self.faults[self.rank])
+        return made
 
     def give_up(self) -> None:
         self.given_up.append(self.rank)
@@ -373,6 +376,17 @@ def test_copies_where_all_ranks_have_them(
     assert capsys.readouterr().out == (
         "gradients travel by NCCL's kernels, which take 4 multiprocessors: ncclMemAlloc failed: no such thing\n"
     )
+
+
+@pytest.mark.parametrize("lost", ["exchange", "all_gather"])
+def test_copies_that_bring_nothing_are_not_taken(
+    lost: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    monkeypatch.setattr(nccl, "no_copies", lambda hosts: "")
+    monkeypatch.setattr(FakeEngine, lost, lambda self, array, out: None)
+    assert [engine.copies for engine in engines(monkeypatch)] == [False, False]
+    assert "multiprocessors: copies gave [[" in capsys.readouterr().out
 
 
 def test_no_copies_for_who_chooses_kernels_and_between_hosts(

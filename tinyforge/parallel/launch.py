@@ -76,7 +76,10 @@ class Ranks:
             reason = self._agreed(nccl.no_copies(len({name.rpartition(" ")[2] for name in self.star.names})))
             if not reason:
                 engine = nccl.CupyEngine(self.size, self.rank, self._token(), copies=True)
-                reason = self._agreed(engine.try_window())
+                window, reason = nccl.first_window(engine, self.size)
+                reason = self._agreed(reason) or self._agreed(
+                    nccl.first_copies(engine, window, self.rank, self.size)
+                )  # fmt: skip
                 if not reason:
                     return engine
                 engine.give_up()

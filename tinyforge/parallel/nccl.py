@@ -341,25 +341,6 @@ class CupyEngine:
         assert self._windows
         return self._windows.zeros(count, dtype)
 
-    def try_window(self) -> str:
-        """Why copies do not work here; empty where they do. All ranks call it."""
-        try:
-            size, rank = self._comm.size(), self._comm.rank_id()
-            out, given = self.window(2 * size, np.int32).reshape(2, size)
-            given[...] = self._cupy.arange(size, dtype=np.int32) + size * rank
-            self.fork()
-            self.exchange(given, out.reshape(size, 1))
-            self.all_gather(out[rank : rank + 1], out)
-            over, until = self.done(), time.monotonic() + PATIENCE
-            while not over():
-                if time.monotonic() > until:
-                    return f"a copy of {size} numbers has not ended after {PATIENCE:.0f} s"
-                time.sleep(0.001)
-            found = out.get().tolist()
-        except (RuntimeError, UserError) as error:
-            return str(error)
-        return "" if found == [r * size + rank for r in range(size)] else f"a copy gave {found}"
-
     def give_up(self) -> None:
         """Leave the communicator, which may be broken."""
         self._windows = None
@@ -479,6 +460,37 @@ def new_token() -> bytes:
     from cupy.cuda import nccl
 
     return nccl.get_unique_id()
+
+
+def first_window(engine: Engine, size: int) -> tuple[Array, str]:
+    """Three numbers for each rank in a window, or why there is none. All ranks call it."""
+    try:
+        return engine.window(3 * size, np.int32), ""
+    except (RuntimeError, UserError) as error:
+        return None, str(error)
+
+
+def first_copies(engine: Engine, window: Array, rank: int, size: int) -> str:
+    """Why copies do not work here; empty where they do. All ranks that have a window call it."""
+    given, got, gathered = rows = window.reshape(3, size)
+    given[...] = size * rank
+    for other in range(size):
+        given[other] += other
+    try:
+        engine.fork()
+        engine.exchange(given, got.reshape(size, 1))
+        engine.all_gather(got[rank : rank + 1], gathered)
+    except (RuntimeError, UserError) as error:
+        return str(error)
+    over, until = engine.done(), time.monotonic() + PATIENCE
+    while not over():
+        if time.monotonic() > until:
+            return f"a copy of {size} numbers has not ended after {PATIENCE:.0f} s"
+        time.sleep(0.001)
+    engine.join()
+    found = [[int(number) for number in row] for row in rows[1:]]
+    wanted = [[size * r + rank for r in range(size)], [size * r + r for r in range(size)]]
+    return "" if found == wanted else f"copies gave {found}, wanted {wanted}"
 
 
 def no_copies(hosts: int) -> str:
