@@ -14,6 +14,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,11 @@ from tinyforge.train.data_parallel import Sharded, clip, gradients_of, update
 from tinyforge.train.objectives import NextTokens
 
 
-def collectives(group: Any, xp: Any) -> int:
+def collectives(group: Any, xp: Any, counts: Sequence[int] = (1, 7, 64, 1000, 65_536, 1_000_001)) -> int:
     """Every collective beside NumPy: sizes that divide and not, of memory as it comes and of windows, of numbers so
     small that they have few bits; returns how many were compared."""
     compared = 0
-    for count in (1, 7, 64, 1000, 65_536, 1_000_001):
+    for count in counts:
         for dtype, scale in (("float32", 100), ("float64", 100), ("int32", 100), ("float32", 1e-41)):
             brought = [(np.random.default_rng((rank, count)).normal(size=count) * scale).astype(dtype)
                        for rank in range(group.size)]  # fmt: skip
