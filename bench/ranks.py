@@ -21,7 +21,6 @@ from tinyforge.backends import Backend, get_backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.parallel.launch import joined
-from tinyforge.parallel.nccl import spared
 from tinyforge.params import named
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
@@ -53,7 +52,7 @@ class Ours:
         self.sharded = Sharded(self.model, backend, NextTokens(config.head_weights),
                                batches=lambda step: [batches[step % len(batches)]])  # fmt: skip
         self.sharded.rank.make_optimizer(None, zero)
-        self.spared = spared() if ranks > 1 else 0  # of the process, which the contenders share
+        self.spared = self.sharded.group.spares if ranks > 1 else 0  # of the process, which the contenders share
         self.noise = Stream(0, "dropout")
 
     def step(self, index: int) -> Any:

@@ -78,6 +78,15 @@ class ParamBuffer:
             else:
                 vars(p).pop("grad", None)
 
+    def place_values(self, flat: Array) -> None:
+        """From now on the weights, as they are, lie in `flat`."""
+        flat[...] = self.values
+        if self.masters is self.values:
+            self.masters = flat
+        self.values = flat
+        for p in self.params:
+            p.value = self.view(flat, p)
+
     def _lay_out(self, params: Iterable[Param], offset: int = 0) -> int:
         """Give each its place in a flat array, from `offset` on; returns where the last one ends."""
         for p in params:
