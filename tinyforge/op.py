@@ -32,8 +32,9 @@ class Param:
     frozen: set before the buffer is made. A frozen parameter is read and never learned: its `grad` is None, which tells
     an op's backward to leave that product out, and it has no master weights and no moments.
 
-    matrices: rows of each of the matrices that lie in it one below the other (the leading axes folded), where it maps one
-    hidden layer to the next: Muon makes each of them orthogonal. Empty for all else: embeddings, heads, norms, vectors.
+    matrices: rows of each of the matrices that lie in it one below the other (the leading axes folded), where it maps
+    one hidden layer to the next: Muon makes the update of each orthogonal. Empty for all else: embeddings, heads,
+    norms, vectors.
 
     arrive: set while the value is on its way from other ranks; makes the device wait for it.
     """

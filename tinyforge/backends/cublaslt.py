@@ -1,5 +1,5 @@
-"""Matrix products that add a bias or a whole array, one or many at a time, by cuBLASLt, which comes with cuBLAS and which
-CuPy does not wrap.
+"""Matrix products that add a bias or a whole array, one or many at a time, by cuBLASLt, which comes with cuBLAS and
+which CuPy does not wrap.
 
 cuBLAS can only add what already stands in the output: it would have to be written there first and read again, two
 passes over memory. cuBLASLt adds it while the sums are in registers, from where it lies, and rounds once.
@@ -102,9 +102,9 @@ def _described(
     transpose_b: bool, batch: int, epilogue: int, dtype: np.dtype, compute: int, gpu: int,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """(description, layouts of a, b, add and out, algorithm) of out = a b + add in cuBLAS's order, with the bias where
-    the epilogue says so, or None where the library has no algorithm for it. shapes: of the matrices a, b, add and out as
-    they lie; steps: distances between their rows; alignments: of their addresses; batch: how many lie without gaps one
-    behind the other."""
+    the epilogue says so, or None where the library has no algorithm for it. shapes: of the matrices a, b, add and out
+    as they lie; steps: distances between their rows; alignments: of their addresses; batch: how many of each there are,
+    without gaps one behind the other."""
     description = _create("cublasLtMatmulDescCreate", compute, type_code(FLOAT64 if dtype == FLOAT64 else FLOAT32))
     # Column-major: a row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors change places and each
     # keeps its own flag.

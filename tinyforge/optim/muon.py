@@ -18,8 +18,8 @@ from tinyforge.optim.adamw import AdamW, AdamWConfig
 from tinyforge.params import ParamBuffer
 
 A, B, C = 3.4445, -4.7750, 2.0315
-"""The quintic a x + b x^3 + c x^5 that is applied to all singular values at once. It is steep at 0 (3.4 to the power of 5
-steps is 485) and goes up and down between 0.7 and 1.2 from there on: that is orthogonal enough."""
+"""The quintic a s + b s^3 + c s^5 that is applied to all singular values at once. It is steep at 0, so that five steps
+raise a small value by 3.4445^5 = 485, and moves what is near 1 up and down between 0.7 and 1.2: orthogonal enough."""
 STEPS = 5
 EPS = 1e-7
 RMS = 0.2
@@ -39,8 +39,9 @@ class MuonConfig(AdamWConfig):
 def muon_momentum(
     m: Array, grads: Array, starts: Array, rows: int, columns: int, grad_scale: Any, momentum: float
 ) -> tuple[Array, Array]:
-    """Updates m, flat, where matrices of (rows, columns) begin at `starts`, (N,) int64. Returns what Nesterov's momentum
-    looks ahead to, (N, rows, columns) in what products are made of, and sums of its squares, (N, parts) float64:
+    """Updates m, flat, where matrices of (rows, columns) begin at `starts`, (N,) int64. Returns what Nesterov's
+    momentum looks ahead to, (N, rows, columns) in what products are made of, and sums of its squares, (N, parts)
+    float64:
 
         m = momentum m + (1 - momentum) g;   x = momentum m + (1 - momentum) g
     """
@@ -67,8 +68,8 @@ def muon_momentum_memory(
 
 @kernel
 def newton_schulz(x: Array, squares: Array) -> Array:
-    """About U V^T for each x = U S V^T of (N, rows, columns), which is overwritten; squares: as of `muon_momentum`. Five
-    times, from x / |x| on, whose singular values are at most 1:
+    """About U V^T for each x = U S V^T of (N, rows, columns), which is overwritten; squares: as of `muon_momentum`.
+    Five times, from x / |x| on, whose singular values are at most 1:
 
         x = a x + (b G + c G^2) x,   G = x x^T      where rows <= columns; else the same of the transpose
 
@@ -103,9 +104,9 @@ def newton_schulz_memory(x: Array, squares: Array) -> Array:
 def muon_(
     values: Array, masters: Array, x: Array, starts: Array, rates: Array, grad_scale: Any, scale: float
 ) -> None:
-    """w = w (1 - lr weight_decay) - lr scale x, in place, of the matrices x, (N, rows, columns), at `starts` of the flat
-    masters; values: these, rounded; here the same. rates: the last row of `Muon.rates`. grad_scale: where it is NaN on
-    a device, nothing is done."""
+    """w = w (1 - lr weight_decay) - lr scale x, in place, of the matrices x, (N, rows, columns), at `starts` of the
+    flat masters; values: these, rounded; here the same. rates: the last row of `Muon.rates`. grad_scale: where it is
+    NaN on a device, nothing is done."""
     kind, size = masters.dtype.type, x[0].size
     rate, _, shrink = rates
     for number, start in enumerate(starts.tolist()):
@@ -130,9 +131,9 @@ class Muon(AdamW):
         W = W (1 - lr weight_decay) - lr 0.2 sqrt(max(rows, columns)) X
 
     and AdamW's step of everything else. A matrix has m alone, no v. An orthogonal matrix has elements of root mean
-    square 1 / sqrt(max(rows, columns)), so an update has 0.2 lr, about what AdamW's has: rates and weight decay that suit
-    AdamW suit this too. What is stacked in one array for the sake of one product (queries, keys and values; gate and
-    up; experts) is several maps, each with singular values of its own, and so each is made orthogonal by itself.
+    square 1 / sqrt(max(rows, columns)), so an update has 0.2 lr, about what AdamW's has: rates and weight decay that
+    suit AdamW suit this too. What is stacked in one array for the sake of one product (queries, keys and values; gate
+    and up; experts) is several maps, each with singular values of its own, and so each is made orthogonal by itself.
 
     Products are of bf16 where the backend's are, and the matrices of one shape are multiplied together.
     Sources: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is

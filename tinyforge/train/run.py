@@ -1,8 +1,8 @@
 """One training run: what pretraining, fine-tuning and a recipe of one's own share.
 
 A recipe hands in a `Task`: the model, where batches come from, what is learned of them, how to evaluate, what to
-sample. `Run` does the rest: sharded gradients, clipping, the optimizer, the schedule, progress, metrics, checkpoints, signals,
-and the stop on a number that is not finite. Read `Run.train`, then `Run.step`.
+sample. `Run` does the rest: sharded gradients, clipping, the optimizer, the schedule, progress, metrics, checkpoints,
+signals, and the stop on a number that is not finite. Read `Run.train`, then `Run.step`.
 """
 
 from __future__ import annotations

@@ -192,8 +192,8 @@ class Settings:
         if self.capture == "on" and self.gpus:
             raise UserError("--capture: a step of several ranks is not captured; use --capture off, or drop --gpus")
         if self.zero and self.optimizer == "muon":
-            raise UserError(f"--optimizer muon wants whole matrices, and --zero {self.zero} cuts them in parts; leave out "
-                            "--zero, or use --optimizer adamw")  # fmt: skip
+            raise UserError(f"--optimizer muon wants whole matrices, and --zero {self.zero} cuts them in parts; leave "
+                            "out --zero, or use --optimizer adamw")  # fmt: skip
         if self.elastic and not self.gpus:
             raise UserError("--elastic starts ranks again, which whoever started them must do; give --gpus too")
         if self.steps is None and self.minutes is None:
