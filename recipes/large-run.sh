@@ -3,17 +3,19 @@
 #
 #   recipes/large-run.sh data OUT eval=EVAL instructions=alpaca.zip preferences=pairs.json gutenberg=books.zip \
 #       tinystories=tinystories.parquet wikipedia=a.parquet wikipedia=b.parquet simple=simple-wikipedia.parquet
-#   recipes/large-run.sh pretrain OUT            then sft, dpo, grpo, evaluate: one after the other
+#   recipes/large-run.sh pretrain OUT            then sft, dpo, orderly, grpo, evaluate: one after the other
 #
 # data runs on a CPU with DuckDB: sources, filters, duplicates, nothing of the evaluation sets, token shards of $VOCABULARY
 # ids (8192). NAME=PATH may be repeated. gutenberg is read by data.gutenberg, tinystories by data.tinystories, eval,
 # instructions and preferences are what they are called; any other name is a source of parquet, JSONL or text. All other
 # stages run on a GPU machine that needs neither DuckDB nor the texts. What sft trains on of the instructions is read in
 # pretraining too, as the source questions; and data makes sums with small numbers, solved, from which grpo can go on.
+# orderly is DPO once more, on pairs of the model's own replies that go in circles and those that it was shown.
 #
 # Complete stages are skipped. One that was stopped, by Ctrl-C or `timeout -s INT 9m recipes/large-run.sh pretrain OUT`,
-# goes on from where it was: the same command again. Flags after OUT go to every recipe of the stage; $PRETRAIN, $SFT, $DPO
-# and $GRPO take the place of the flags below that say how long and how fast each learns:
+# goes on from where it was: the same command again. Flags after OUT go to every recipe of the stage; $PRETRAIN, $SFT, $DPO,
+# $ORDERLY and $GRPO take the place of the flags below that say how long and how fast each learns, $OWN of those that say how
+# orderly's pairs are made:
 #
 #   PRETRAIN="--config small --steps 20" recipes/large-run.sh pretrain OUT --backend numpy --precision fp32
 #
@@ -43,7 +45,7 @@ set -euo pipefail
 what=${1-} out=$(realpath -m "${2:-.}") root=$(dirname "$(realpath "$0")")/..
 # shellcheck source=recipes/stages.sh
 source "$root/recipes/stages.sh"
-stages="data, tenth, pack, unpack, vocabulary, pretrain, sft, dpo, grpo or evaluate"
+stages="data, tenth, pack, unpack, vocabulary, pretrain, sft, dpo, orderly, grpo or evaluate"
 [[ $# -ge 2 ]] || die "got $# arguments, wanted $stages, then a folder; head -50 $0 says more"
 shift 2
 
@@ -128,7 +130,7 @@ data)
         [[ -e $out/sources/questions/source.json ]] ||
             run -m data.alpaca --out "$out/sources/questions" --as-text "$out"/instructions/*/alpaca.json
         # What grpo goes on from: sums with small numbers, solved.
-        [[ -e $out/sums/source.json ]] || run -m data.rewards --out "$out/sums"
+        [[ -e $out/sums/source.json ]] || run -m data.rewards --out "$out/sums" --count 16000 --brief 0.6
     fi
     run -m data.corpus "${sources[@]}" --out "$out/corpus" --decontaminate "${evaluation[@]}"
     for ids in ${VOCABULARY:-8192}; do
@@ -169,6 +171,17 @@ dpo)
     trained dpo recipes/dpo.py --base "$out/sft" --data "$out/preferences.json" --cache "$out/reference" --batch-size 32 \
         --precision bf16 --card --eval-every 10 --save-every 20 ${DPO:---steps 56 --lr 5e-6} "$@"
     ;;
+orderly)
+    needs dpo
+    cd "$root"
+    # shellcheck disable=SC2086
+    [[ -e $out/own.json ]] || run recipes/own_pairs.py --base "$out/dpo" --data "$out"/instructions/*/alpaca.json \
+        --out "$out/own.json" ${OWN:---precision bf16}
+    # shellcheck disable=SC2086 # without a file, all replies were in form
+    [[ ! -e $out/own.json ]] || trained orderly recipes/dpo.py --base "$out/dpo" --data "$out/own.json" \
+        --cache "$out/reference" --batch-size 32 --precision bf16 --card --eval-every 12 --save-every 24 \
+        ${ORDERLY:---steps 48 --lr 1e-5} "$@"
+    ;;
 grpo)
     needs sft
     cd "$root"
@@ -180,7 +193,7 @@ evaluate)
     needs pretrain
     cd "$root"
     tasks=${TASKS:-blimp,arc_easy,arc_challenge,piqa,winogrande,openbookqa}
-    for name in pretrain sft dpo grpo; do
+    for name in pretrain sft dpo orderly grpo; do
         [[ -e $out/$name/complete ]] || continue
         replies=()
         [[ $name == pretrain ]] || replies=(--instructions "$out"/instructions/*/alpaca.json)
