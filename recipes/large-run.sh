@@ -130,7 +130,7 @@ data)
         [[ -e $out/sources/questions/source.json ]] ||
             run -m data.alpaca --out "$out/sources/questions" --as-text "$out"/instructions/*/alpaca.json
         # What grpo goes on from: sums with small numbers, solved.
-        [[ -e $out/sums/source.json ]] || run -m data.rewards --out "$out/sums" --count 16000 --brief 0.6
+        [[ -e $out/sums/source.json ]] || run -m data.rewards --out "$out/sums" --count 16000 --brief 0.5
     fi
     run -m data.corpus "${sources[@]}" --out "$out/corpus" --decontaminate "${evaluation[@]}"
     for ids in ${VOCABULARY:-8192}; do
