@@ -155,10 +155,10 @@ def take_weights(buffer: ParamBuffer, base: ParamBuffer, backend: Backend) -> No
     print(f"weights of the base: {len(taken)} tensors; new: {', '.join(sorted(set(have) - taken)) or 'none'}")
 
 
-def check_named(buffer: ParamBuffer, tensors: Mapping[str, np.ndarray], source: Path, prefix: str = "") -> None:
+def check_named(params: Iterable[Param], tensors: Mapping[str, np.ndarray], source: Path, prefix: str = "") -> None:
     """UserError for a tensor that is missing or has another shape than its parameter. None is read from a file."""
     shape_of = tensors.shape if isinstance(tensors, Tensors) else lambda name: np.shape(tensors[name])
-    for p in buffer.params:
+    for p in params:
         shape = shape_of(prefix + p.name) if prefix + p.name in tensors else None
         if shape != p.shape:
             got = "nothing" if shape is None else shape
@@ -169,7 +169,7 @@ def load_named(
     buffer: ParamBuffer, flat: Any, tensors: Mapping[str, np.ndarray], backend: Backend, source: Path, prefix: str = ""
 ) -> None:
     """The reverse of `named`, refusing missing tensors and wrong shapes."""
-    check_named(buffer, tensors, source, prefix)
+    check_named(buffer.params, tensors, source, prefix)
     for p in buffer.params:
         buffer.view(flat, p)[...] = backend.asarray(tensors[prefix + p.name], flat.dtype)
     if flat is buffer.masters:

@@ -52,7 +52,8 @@ class AttentionHalf:
             return RMSNorm(gain(f"{at}.{name}", c.head_dim), backend, c.norm_eps, f"{at}.{name}")
 
         bias = Param(f"{at}.qkv.bias", (heads * c.head_dim,), decay=False) if c.qkv_bias else None
-        qkv = Param(f"{at}.qkv.weight", (heads * c.head_dim, c.dim), std=STD)
+        keys = c.kv_heads * c.head_dim
+        qkv = Param(f"{at}.qkv.weight", (heads * c.head_dim, c.dim), std=STD, matrices=(queries, keys, keys))
         self.qkv = Linear(qkv, backend, f"{at}.qkv", bias=bias)
         # Qwen3: a norm for all query heads, one for all key heads.
         of_q, of_k = slice(0, c.heads), slice(c.heads, c.heads + c.kv_heads)
@@ -63,7 +64,7 @@ class AttentionHalf:
         self.rope = RoPE(c.head_dim, c.context, c.heads + c.kv_heads, backend, c.rope_theta, f"{at}.rope",
                          scaling=scaling)  # fmt: skip
         self.attention = Attention(c.heads, c.kv_heads, backend, f"{at}.attention", window=c.window or None)
-        out = Param(f"{at}.out.weight", (c.dim, queries), std=residual_std(c.layers))
+        out = Param(f"{at}.out.weight", (c.dim, queries), std=residual_std(c.layers), matrices=(c.dim,))
         self.out = Linear(out, backend, f"{at}.out")
         self.out_dropout = Dropout(c.dropout, backend, f"{at}.out_dropout")
         self.down_dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
@@ -109,8 +110,8 @@ class Block(AttentionHalf):
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
         super().__init__(config, layer, backend)
         c, at = config, f"blocks.{layer}"
-        gate_up = Param(f"{at}.gate_up.weight", (2 * c.hidden, c.dim), std=STD)
-        down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers))
+        gate_up = Param(f"{at}.gate_up.weight", (2 * c.hidden, c.dim), std=STD, matrices=(c.hidden, c.hidden))
+        down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers), matrices=(c.dim,))
         self.gate_up = LinearSwiGLU(gate_up, backend, f"{at}.gate_up")
         self.down = SwiGLULinear(down, backend, f"{at}.down")
 

@@ -27,12 +27,12 @@ from tinyforge.backends import PRECISIONS, Backend, dtype_of, tensor_map, wide
 from tinyforge.backends import compile as kernels
 from tinyforge.errors import UserError
 from tinyforge.kernel import bind
-from tinyforge.op import Op, Stash
+from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.attention import attention_bwd, attention_fwd
 from tinyforge.ops.cross_entropy import linear_cross_entropy_fwd, sum_tokens
 from tinyforge.ops.mixture import grouped_bwd_input, grouped_bwd_weight, grouped_fwd
 from tinyforge.ops.swiglu_linear import linear_swiglu_fwd, swiglu_linear_bwd
-from tinyforge.optim import AdamW, AdamWConfig
+from tinyforge.optim import AdamW, AdamWConfig, Muon, MuonConfig
 from tinyforge.optim.adamw import adamw_, clip_factor, square_sums, step_rates
 from tinyforge.parallel.sums import add_
 from tinyforge.params import ParamBuffer
@@ -50,7 +50,7 @@ LAUNCHERS = (
     "ops.dropout", "ops.embedding", "ops.fork", "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear",
     "ops.lora", "ops.lstm", "ops.mixture", "ops.patches", "ops.positions", "ops.rmsnorm", "ops.rope", "ops.router",
     "ops.router_losses", "ops.rows", "ops.selective_scan", "ops.softmax", "ops.swiglu", "ops.swiglu_linear",
-    "ops.take", "ops.tanh", "optim.adamw", "parallel.sums",
+    "ops.take", "ops.tanh", "optim.adamw", "optim.muon", "parallel.sums",
 )  # fmt: skip
 NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32}
 SCALARS = {"double": "float64", "float": "float32", "bf16": "bfloat16"}
@@ -84,6 +84,9 @@ class FakeCupy(Backend):
     def asarray(self, array: Any, dtype: np.dtype | None = None) -> OnDevice:
         array = np.asarray(array)
         return array.astype(dtype or (self.dtype if array.dtype.kind in "fV" else np.int32)).view(OnDevice)
+
+    def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
+        return [function(item) for item in items]
 
 
 class Launches:
@@ -152,7 +155,7 @@ class Launches:
 
 def fake_gemm(
     a: Any, b: Any, out: Any = None, *, transpose_a: bool = False, transpose_b: bool = False, accumulate: bool = False,
-    tf32: bool = False, scale: float = 1.0,
+    tf32: bool = False, scale: float = 1.0, keep: float = 1.0,
 ) -> Any:  # fmt: skip
     m, k = a.shape[::-1] if transpose_a else a.shape
     rows, n = b.shape[::-1] if transpose_b else b.shape
@@ -186,8 +189,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
               attention_cuda.tensor_core, attention_cuda.tma_kernel, attention_cuda.schedule, gemm._plan)  # fmt: skip
     monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
     for module in (cupy_backend, gemm, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
-        stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_plus": no_gemm_plus, "cupy": cupy, "cp": cupy,
-                     "_table": dict}  # fmt: skip
+        stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_plus": no_gemm_plus, "gemm_batched": no_gemm_plus,
+                     "cupy": cupy, "cp": cupy, "_table": dict}  # fmt: skip
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
@@ -501,6 +504,16 @@ def test_the_optimizers_launches(precision: str, launches: Launches) -> None:
     assert launches.seen == ["square_sums", "finish_norm", "finish_norm", "add", "adamw", "sum_heads"]
 
 
+@pytest.mark.parametrize(("precision", "shape"), [("fp64", (3, 5)), ("fp32", (8, 4)), ("bf16", (64, 96))])
+def test_the_launches_of_muon(precision: str, shape: tuple[int, int], launches: Launches) -> None:
+    backend, (rows, columns) = FakeCupy(precision), shape
+    buffer = ParamBuffer([Param("map", (2 * rows, columns), matrices=(rows, rows)), Param("gain", (7,), decay=False)],
+                         backend)  # fmt: skip
+    optimizer = Muon(buffer, backend)
+    optimizer.apply(optimizer.next_rates(1e-3), np.ones(()).view(OnDevice))
+    assert launches.seen == ["muon_momentum", "muon_scale", "muon_update", "adamw"]
+
+
 def test_a_wrong_argument_shows(launches: Launches) -> None:
     kernel = launches.load("ops/softmax.cu", "softmax_fwd", SCALAR="bf16", VEC=8, PER=1)
     y, x = (FakeCupy("bf16").zeros((2, 64)) for _ in range(2))
@@ -597,9 +610,6 @@ class Recording(FakeCupy):
     def in_use(self) -> Any:
         return nullcontext()
 
-    def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-        return [function(item) for item in items]
-
     def run(self, work: Callable[[], None]) -> None:
         global recorder
         self.repeats, recorder = True, Recorder()
@@ -623,7 +633,10 @@ CAPTURED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def recorded(name: str, precision: str, monkeypatch: pytest.MonkeyPatch, launches: Launches, fault: str = "") -> Any:
+def recorded(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch, launches: Launches, fault: str = "",
+    config: AdamWConfig | None = None,
+) -> Any:  # fmt: skip
     """The launches of two steps of `Captured` with other data."""
     from tinyforge.backends import cupy_backend
 
@@ -667,10 +680,10 @@ def recorded(name: str, precision: str, monkeypatch: pytest.MonkeyPatch, launche
     kind, changes = CAPTURED[name]
     spec, backend = find_model(kind), Recording(precision)
     monkeypatch.setattr(backend, "xp", SimpleNamespace(concatenate=joined, arange=cupy.arange))
-    config = next(iter(spec.presets.values())).override({"layers": 2, "vocab": 64, "context": 16, **changes})
-    model = spec.build(config, backend)
-    sharded = Sharded(model, backend, NextTokens(config.head_weights))
-    optimizer = sharded.rank.make_optimizer(None)
+    shape = next(iter(spec.presets.values())).override({"layers": 2, "vocab": 64, "context": 16, **changes})
+    model = spec.build(shape, backend)
+    sharded = Sharded(model, backend, NextTokens(shape.head_weights))
+    optimizer = sharded.rank.make_optimizer(config)
     captured = Captured(sharded, optimizer, 1.0)
     if fault:
         FAULTS[fault](backend, optimizer, monkeypatch)
@@ -679,7 +692,7 @@ def recorded(name: str, precision: str, monkeypatch: pytest.MonkeyPatch, launche
         batches = []
         for _ in range(2):
             ids = rng.integers(0, 64, (4, 16), dtype=np.int32)
-            targets = rng.integers(-9, 64, (4, 16, config.prediction_heads), dtype=np.int32).clip(-1)
+            targets = rng.integers(-9, 64, (4, 16, shape.prediction_heads), dtype=np.int32).clip(-1)
             batches.append(Batch(ids, targets))
         captured.step(batches, Stream(step, "dropout"), 1e-2 / (step + 1))
     return backend.steps
@@ -725,6 +738,11 @@ def test_a_captured_step_launches_the_same_with_other_data(
     assert ("dropout" in name) == any(row[1] == "dropout" for row in first)
     for one, other in zip(first, second, strict=True):
         assert one == other
+
+
+def test_a_captured_step_of_muon_launches_the_same(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = recorded("nanoeuler", "bf16", monkeypatch, launches, config=MuonConfig())
+    assert first == second and any(row[1] == "muon_update" for row in first)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -14,7 +14,7 @@ from tinyforge.config import ModelConfig
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Stash
 from tinyforge.ops.cross_entropy import sum_tokens
-from tinyforge.optim import AdamW, AdamWConfig
+from tinyforge.optim import AdamW, AdamWConfig, Muon, MuonConfig
 from tinyforge.parallel import Group, part_of, start_group
 from tinyforge.parallel.buckets import UNIT, Buckets, Watched
 from tinyforge.parallel.nccl import spared
@@ -88,15 +88,19 @@ class Rank:
         return slice(part.start * batch.together, part.stop * batch.together)
 
     def make_optimizer(self, config: AdamWConfig | None, zero: int = 0, micro_batches: int = 1) -> AdamW:
-        """AdamW over the model's weights as they are now. The bits are those of `zero` 0, see `stage_of`."""
+        """AdamW, or Muon with its config, over the model's weights as they are now. The bits are those of `zero` 0, see
+        `stage_of`; Muon knows no other."""
         buffer, ranks = self.model.buffer, self.group.size
         buckets = self.buckets or Buckets(buffer, self.model.ops())
         stage = 0 if self.group.shares else stage_of(zero, ranks, self.shards, micro_batches)
         parts = self.shards or (ranks if self.buckets else 0)
-        self.optimizer = (
-            ShardedAdamW(buffer, self.backend, config, self.group, buckets, self.shards, stage) if stage
-            else AdamW(buffer, self.backend, config, pieces_of(buckets, parts) if parts else None)
-        )  # fmt: skip
+        pieces = pieces_of(buckets, parts) if parts else None
+        if isinstance(config, MuonConfig):
+            self.optimizer = Muon(buffer, self.backend, config, pieces)
+        elif stage:
+            self.optimizer = ShardedAdamW(buffer, self.backend, config, self.group, buckets, self.shards, stage)
+        else:
+            self.optimizer = AdamW(buffer, self.backend, config, pieces)
         return self.optimizer
 
     @property
