@@ -150,30 +150,23 @@ class Muon(AdamW):
         if not any(p.matrices for p in buffer.params):
             raise UserError("--optimizer muon: of what is learned here nothing is a matrix between hidden layers; use "
                             "--optimizer adamw")  # fmt: skip
-        # Neighbours that AdamW updates together: (of the flat buffer, of v, row of the rates).
-        self._plain: list[tuple[slice, slice, int]] = []
-        self._of_v: dict[str, slice] = {}
-        by_shape: dict[tuple[int, int], list[int]] = {}
+        # AdamW's neighbours, updated together: where they begin and end, and by which row of the rates. Without the
+        # matrices between them they make up v.
+        self._plain: list[tuple[int, int, int]] = []
+        starts_of: dict[tuple[int, int], list[int]] = {}  # of the matrices of a shape
         ends = [*(buffer.place(p).start for p in buffer.params[1:]), buffer.size]
-        size = 0
         for p, end in zip(buffer.params, ends, strict=True):
-            start = buffer.place(p).start
+            start, row = buffer.place(p).start, int(not p.decay)
             for rows in p.matrices:
-                by_shape.setdefault((rows, p.shape[-1]), []).append(start)
+                starts_of.setdefault((rows, p.shape[-1]), []).append(start)
                 start += rows * p.shape[-1]
-            if p.matrices:
-                continue
-            self._of_v[p.name] = slice(size, size + p.size)
-            place, second, row = slice(start, end), slice(size, size + end - start), int(not p.decay)
-            size = second.stop
-            if self._plain and (last := self._plain[-1])[0].stop == start and last[2] == row:
-                place, second = slice(last[0].start, end), slice(last[1].start, size)
-                self._plain.pop()
-            self._plain.append((place, second, row))
-        self._size_of_v = size
+            if not p.matrices:
+                if self._plain and self._plain[-1][1:] == (start, row):
+                    start = self._plain.pop()[0]
+                self._plain.append((start, end, row))
         super().__init__(buffer, backend, config or MuonConfig(), pieces)
         self._batches: list[tuple[int, int, Array]] = []
-        for (rows, columns), starts in by_shape.items():
+        for (rows, columns), starts in starts_of.items():
             parts = min(len(starts), max(backend.workers, -(-len(starts) * rows * columns // MOST)))
             for part in np.array_split(np.array(starts, np.int64), parts):
                 self._batches.append((rows, columns, backend.asarray(part, part.dtype)))
@@ -181,13 +174,20 @@ class Muon(AdamW):
 
     @property
     def moment_sizes(self) -> tuple[int, int]:
-        return self.buffer.size, self._size_of_v
+        return self.buffer.size, sum(end - start for start, end, _ in self._plain)
 
     def having(self, what: str) -> list[Param]:
         return [p for p in self.buffer.params if what != "v" or not p.matrices]
 
     def _view(self, what: str, param: Param) -> Array:
-        return self.v[self._of_v[param.name]].reshape(param.shape) if what == "v" else super()._view(what, param)
+        if what != "v":
+            return super()._view(what, param)
+        start = self._in_v(self.buffer.place(param).start)
+        return self.v[start : start + param.size].reshape(param.shape)
+
+    def _in_v(self, place: int) -> int:
+        """Where v has what lies at `place` of the flat buffer."""
+        return sum(min(place, end) - start for start, end, _ in self._plain if start < place)
 
     def rates(self, step: int, lr: float) -> np.ndarray:
         """(3, 3): AdamW's, and lr, 0, 1 - lr weight_decay."""
@@ -198,13 +198,14 @@ class Muon(AdamW):
         work: list[Callable[[], None]] = [
             partial(self._orthogonal, *batch, rows[2], grad_scale) for batch in self._batches
         ]
-        work += [partial(self._adamw, place, second, rows[row], grad_scale) for place, second, row in self._plain]
+        work += [partial(self._adamw, start, end, rows[row], grad_scale) for start, end, row in self._plain]
         self.backend.map(lambda update: update(), work)
 
-    def _adamw(self, place: slice, second: slice, rates: Array, grad_scale: Any) -> None:
-        b = self.buffer
-        self.k.adamw_(b.values[place], b.masters[place], self.m[place], self.v[second], b.grads[place], rates,
-                      grad_scale, self.config)  # fmt: skip
+    def _adamw(self, start: int, end: int, rates: Array, grad_scale: Any) -> None:
+        b, place = self.buffer, slice(start, end)
+        v = self.v[self._in_v(start) : self._in_v(end)]
+        self.k.adamw_(b.values[place], b.masters[place], self.m[place], v, b.grads[place], rates, grad_scale,
+                      self.config)  # fmt: skip
 
     def _orthogonal(self, rows: int, columns: int, starts: Array, rates: Array, grad_scale: Any) -> None:
         b, k = self.buffer, self.of_matrices

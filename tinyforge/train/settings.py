@@ -149,7 +149,7 @@ class Settings:
     warmup: float = setting(0.02, "the first share of the run, 0 to 1, in which the rate rises", check=below_one)
     lr_decay: float = setting(0.4, "the last share of the run, 0 to 1, in which the schedule wsd lowers the rate",
                               check=share)  # fmt: skip
-    weight_decay: float = setting(0.1, "AdamW's decay of matrices, per unit of learning rate", check=zero_or_more,
+    weight_decay: float = setting(0.1, "decay of matrices, per unit of learning rate", check=zero_or_more,
                                   card=ALWAYS)  # fmt: skip
     clip: float = setting(1.0, "limit on the gradient's norm, 0 for none", check=zero_or_more)
     seed: int = setting(0, "seed of weights, order and samples")
