@@ -154,15 +154,16 @@ pretrain)
     cd "$root"
     # shellcheck disable=SC2086
     trained pretrain recipes/pretrain.py --data "$out/shards" --config base --batch-size 32 --precision bf16 --card \
-        --eval-every 1000 --save-every 5000 ${PRETRAIN:---steps 27000 --lr 6e-4 --weight-decay 0.2 --lr-decay 0.6} "$@"
+        --eval-every 1000 --save-every 5000 ${PRETRAIN:---set context=1024 mtp_weights=[1,0.3,0.15,0.07] --batch-size 16
+        --document-mask keep --optimizer muon --steps 19500 --lr 8e-4 --weight-decay 0.15 --lr-decay 0.6} "$@"
     ;;
 sft)
     needs pretrain
     cd "$root"
     # shellcheck disable=SC2086
     trained sft recipes/sft.py --base "$out/pretrain" --data "$out"/instructions/*/alpaca.json "$out/sums/alpaca.json" \
-        --batch-size 32 --precision bf16 --card --eval-every 60 --save-every 120 \
-        ${SFT:---steps 400 --lr 2e-4 --max-reply 120} "$@"
+        --batch-size 16 --precision bf16 --card --document-mask keep --eval-every 140 --save-every 280 \
+        ${SFT:---steps 560 --lr 2e-4 --max-reply 120} "$@"
     ;;
 dpo)
     needs sft
@@ -179,15 +180,15 @@ orderly)
         --out "$out/own.json" ${OWN:---precision bf16}
     # shellcheck disable=SC2086 # without a file, all replies were in form
     [[ ! -e $out/own.json ]] || trained orderly recipes/dpo.py --base "$out/dpo" --data "$out/own.json" \
-        --cache "$out/reference" --batch-size 32 --precision bf16 --card --eval-every 12 --save-every 24 \
-        ${ORDERLY:---steps 48 --lr 1e-5} "$@"
+        --cache "$out/reference" --batch-size 32 --precision bf16 --card --eval-every 10 --save-every 20 \
+        ${ORDERLY:---steps 40 --lr 8e-6} "$@"
     ;;
 grpo)
     needs sft
     cd "$root"
     # shellcheck disable=SC2086
     trained grpo recipes/grpo.py --base "$out/sft" --task one-step --batch-size 32 --precision bf16 --card \
-        --eval-every 20 --save-every 40 ${GRPO:---steps 120 --lr 1e-5 --max-tokens 32} "$@"
+        --eval-every 20 --save-every 40 ${GRPO:---steps 100 --lr 1e-5 --max-tokens 32} "$@"
     ;;
 evaluate)
     needs pretrain
