@@ -119,6 +119,7 @@ def test_singular_values_come_near_one_and_vectors_stay(shape: tuple[int, int]) 
         assert 0.6 < np.linalg.svd(got, compute_uv=False).min() <= np.linalg.svd(got, compute_uv=False).max() < 1.3
 
 
+@pytest.mark.slow
 def test_parity_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.optim.Muon rounds to bf16 whatever it is given; with that taken out it computes in float64, as we do."""
     torch = pytest.importorskip("torch")
