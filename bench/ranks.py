@@ -77,7 +77,8 @@ class Apart:
     def __init__(self, *arguments: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._line, theirs = spawn.Pipe()
-        os.environ.pop("NCCL_MAX_CTAS", None)
+        for name in ("NCCL_MAX_CTAS", "NCCL_CTA_POLICY"):
+            os.environ.pop(name, None)
         # No daemon: torch.compile starts processes of its own. It ends with the line.
         atexit.register(self._line.close)
         spawn.Process(target=_ddp_rank, args=(theirs, *arguments)).start()

@@ -214,7 +214,7 @@ def install_gpus(count: int) -> None:
     launch.Ranks.group = group  # type: ignore[method-assign]
     nccl.CupyEngine = FakeEngine  # type: ignore[assignment, misc]
     nccl.new_token = new_token
-    nccl.no_copies = lambda hosts: ""
+    nccl.no_copies = lambda hosts: ""  # with NCCL_CTA_POLICY=2
 
 
 def install_fault(rank: int, step: int, kind: str) -> None:

@@ -295,7 +295,6 @@ def test_collectives_take_few_multiprocessors_and_come_first(
 ) -> None:
     engine = made()
     assert engine._comm.blocks == str(nccl.BLOCKS) == "4" and engine._stream.priority < 0
-    assert nccl.CHOICE not in os.environ  # which is the user's word
     monkeypatch.setenv("NCCL_MAX_CTAS", "16")
     assert made()._comm.blocks == "16" and nccl.spared() == 0
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
@@ -312,9 +311,8 @@ def test_products_leave_room_wherever_bits_are_to_be_the_same(
     ranks: int, shards: int, spared: int, copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many multiprocessors on one GPU with --shards-per-step as on several: none where sums are copies."""
-    monkeypatch.setenv("NCCL_MAX_CTAS", "4")
-    if copies:
-        monkeypatch.delenv("NCCL_MAX_CTAS")
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    monkeypatch.setenv("NCCL_CTA_POLICY", "2" if copies else "0")
     backend = get_backend("numpy", "fp32", workers=1)
     told = list[int]()
     monkeypatch.setattr(backend, "spare", told.append)
@@ -346,7 +344,8 @@ class Tried(LateEngine):
 
 
 def engines(monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...] = ("here", "here")) -> list[Any]:
-    """What `Ranks.group` makes on each rank."""
+    """What `Ranks.group` makes on each rank where copies are wanted."""
+    monkeypatch.setenv("NCCL_CTA_POLICY", "2")
     monkeypatch.setattr(nccl, "CupyEngine", Tried)
     monkeypatch.setattr(nccl, "new_token", fake_nccl.new_token)
     monkeypatch.setattr(Tried, "given_up", [])
@@ -369,7 +368,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...] = ("here", "
 def test_copies_where_all_ranks_have_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)  # an engine of another test leaves it
     monkeypatch.setattr(nccl, "no_copies", lambda hosts: "")
     assert [engine.copies for engine in engines(monkeypatch)] == [True, True]
     # One rank cannot: none does, the communicators are made anew, and one line says why.
@@ -391,22 +390,22 @@ def test_copies_that_bring_nothing_are_not_taken(
     assert "multiprocessors: copies gave [[" in capsys.readouterr().out
 
 
-def test_no_copies_for_who_chooses_kernels_and_between_hosts(
+def test_no_copies_between_hosts_by_an_old_library_or_unasked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("cupy")
-    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
-    monkeypatch.setattr(nccl, "no_copies", lambda hosts: "")
-    assert [engine.copies for engine in engines(monkeypatch)] == [False, False] and not capsys.readouterr().out
-    monkeypatch.undo()
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
     library = SimpleNamespace(get_version=lambda: 22809)
     monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", library)
     monkeypatch.setattr("cupy.cuda.nccl", library, raising=False)
+    assert [engine.copies for engine in engines(monkeypatch)] == [True, True] and not capsys.readouterr().out
     assert [engine.copies for engine in engines(monkeypatch, ("here", "there"))] == [False, False]
     assert "the ranks are on 2 hosts" in capsys.readouterr().out
     library.get_version = lambda: 22703
     assert [engine.copies for engine in engines(monkeypatch)] == [False, False]
     assert "this NCCL is 2.27, 2.28 is the first with windows" in capsys.readouterr().out
+    monkeypatch.setattr(nccl, "copies_wanted", lambda: False)
+    assert [engine.copies for engine in engines(monkeypatch)] == [False, False] and not capsys.readouterr().out
 
 
 # --- the watch --------------------------------------------------------------------------------------------------------

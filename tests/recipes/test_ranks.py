@@ -138,6 +138,21 @@ def test_what_ranks_share_out_changes_no_bit(run: Run, tmp_path: Path) -> None:
     assert losses(tmp_path / "accum-2") == pytest.approx(losses(tmp_path / "accum-1"), abs=1e-5)
 
 
+@pytest.mark.slow
+def test_copies_change_no_bit(run: Run, tmp_path: Path) -> None:
+    """Of a run whose gradients travel through windows, whole, shared out, and from its middle on."""
+    ended_well(run("gpus", 2, out="kernels"))
+    wanted = bytes_of(tmp_path / "kernels")
+    for zero in (0, 2):
+        copies = run("gpus", 2, f"--zero {zero}", out=f"zero-{zero}", NCCL_CTA_POLICY="2")
+        ended_well(copies)
+        assert "gradients travel by NCCL's kernels" not in copies.stdout
+        assert bytes_of(tmp_path / f"zero-{zero}") == wanted
+    shutil.rmtree(checkpoint.latest(tmp_path / "kernels"))
+    ended_well(run("gpus", 2, "--resume", out="kernels", NCCL_CTA_POLICY="2"))
+    assert bytes_of(tmp_path / "kernels") == wanted
+
+
 @needs_mpi
 @pytest.mark.slow
 def test_the_bits_of_shards_hold_with_zero_2(run: Run, tmp_path: Path) -> None:

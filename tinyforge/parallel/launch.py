@@ -69,22 +69,21 @@ class Ranks:
         return self._group
 
     def _engine(self) -> nccl.Engine:
-        """Of NCCL's, with copies where all ranks can have them. Why not, if not, is said by rank 0."""
+        """NCCL's, with copies where they are wanted and all ranks can have them. Why not, if not, is said by rank 0."""
         assert self.star
-        wanted, reason = nccl.CHOICE not in os.environ, ""
-        if self._agreed("" if wanted else nccl.CHOICE) == "":
-            reason = self._agreed(nccl.no_copies(len({name.rpartition(" ")[2] for name in self.star.names})))
+        hosts = len({name.rpartition(" ")[2] for name in self.star.names})
+        if self._agreed("" if nccl.copies_wanted() else "not wanted"):
+            return nccl.CupyEngine(self.size, self.rank, self._token())
+        reason = self._agreed(nccl.no_copies(hosts))
+        if not reason:
+            engine = nccl.CupyEngine(self.size, self.rank, self._token(), copies=True)
+            window, reason = nccl.first_window(engine, self.size)
+            reason = self._agreed(reason) or self._agreed(nccl.first_copies(engine, window, self.rank, self.size))
             if not reason:
-                engine = nccl.CupyEngine(self.size, self.rank, self._token(), copies=True)
-                window, reason = nccl.first_window(engine, self.size)
-                reason = self._agreed(reason) or self._agreed(
-                    nccl.first_copies(engine, window, self.rank, self.size)
-                )  # fmt: skip
-                if not reason:
-                    return engine
-                engine.give_up()
-            if self.rank == 0:
-                print(f"gradients travel by NCCL's kernels, which take {nccl.blocks()} multiprocessors: {reason}")
+                return engine
+            engine.give_up()
+        if self.rank == 0:
+            print(f"gradients travel by NCCL's kernels, which take {nccl.blocks()} multiprocessors: {reason}")
         return nccl.CupyEngine(self.size, self.rank, self._token())
 
     def _token(self) -> Any:

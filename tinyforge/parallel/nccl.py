@@ -4,9 +4,9 @@ A collective is started on a stream of its own, behind what has been asked of th
 what is computed meanwhile runs beside it, until `join` makes the next work wait for it. So the gradients of the last
 layers travel while backward still computes those of the first (docs/parallel.md).
 
-On one host gradients and weights travel by **copies**: where the arrays lie in windows (windows.py), NCCL hands an
-all-to-all or an all-gather to the GPU's copy engines, and a kernel of ours adds what has come, in the order of the
-ranks. A kernel of NCCL's holds multiprocessors that the ops' kernels miss. Between hosts it has to, and has few blocks.
+A kernel of NCCL's holds multiprocessors that the ops' kernels miss: it has few blocks. With NCCL_CTA_POLICY=2 gradients
+and weights travel by **copies** on one host: the arrays lie in windows (windows.py), NCCL hands an all-to-all or an
+all-gather to the GPU's copy engines, and a kernel of ours adds what has come, in the order of the ranks.
 
 The ranks' processes talk over lines (star.py). A collective of NCCL's does not wait for a meeting; what was called
 since the last one is compared at the next. A rank that dies or hangs in between is for the watch to notice (watch.py).
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -35,14 +35,10 @@ from tinyforge.parallel.watch import Watch
 if TYPE_CHECKING:
     from tinyforge.parallel.windows import Windows
 
-CHOICE = "NCCL_MAX_CTAS"
-"""In the environment: sums by NCCL's kernels, of so many blocks, and no copies."""
 BLOCKS = 4
-"""Of NCCL's kernels where the environment has no CHOICE. Each holds a multiprocessor, and kernels that are made for all
-of them take twice their time (`Backend.spare`). NCCL by itself takes 24 and is done sooner, but nothing waits for a sum
-under backward."""
-WITH_COPIES = {"NCCL_CTA_POLICY": "2", "NCCL_NVLS_ENABLE": "0"}
-"""Zero CTA, and no multicast, which windows would be bound to and copies do not use."""
+"""Of NCCL's kernels where NCCL_MAX_CTAS does not say otherwise. Each holds a multiprocessor, and kernels that are made
+for all of them take twice their time (`Backend.spare`). NCCL by itself takes 24 and is done sooner, but nothing waits
+for a sum under backward."""
 MOST_SPARED = 8
 SMALL = 1 << 14  # bytes of an array that goes to all ranks whole, to be summed there
 FIRST_WITH_COPIES = 22800  # as the library gives its version: 2.28
@@ -57,14 +53,19 @@ def spared() -> int:
     return found if (found := blocks()) <= MOST_SPARED else 0
 
 
+def copies_wanted() -> bool:
+    """By NCCL's own variable for it: zero CTA. They have not run in a step on GPUs, see docs/parallel.md."""
+    return os.environ.get("NCCL_CTA_POLICY") == "2"
+
+
 def spared_alone() -> int:
-    """Of one GPU that is to compute the bits of several, which copy unless the environment has a CHOICE."""
-    return spared() if CHOICE in os.environ else 0
+    """Of one GPU that is to compute the bits of several."""
+    return 0 if copies_wanted() else spared()
 
 
 def blocks() -> int:
     """Of NCCL's kernels here."""
-    said = os.environ.get(CHOICE, str(BLOCKS))
+    said = os.environ.get("NCCL_MAX_CTAS", str(BLOCKS))
     if not said.isdecimal() or not 1 <= int(said) <= 64:
         raise UserError(f"NCCL_MAX_CTAS is {said!r}, wants a number of blocks from 1 to 64; leave it out for {BLOCKS}")
     return int(said)
@@ -321,9 +322,10 @@ class CupyEngine:
             "float32": nccl.NCCL_FLOAT32, "float64": nccl.NCCL_FLOAT64, "bfloat16": nccl.NCCL_BFLOAT16,
             "int32": nccl.NCCL_INT32, "int64": nccl.NCCL_INT64, "uint8": nccl.NCCL_UINT8,
         }  # fmt: skip
-        # Read by the library when it makes its first communicator.
-        with _environment(NCCL_MAX_CTAS=str(blocks()), **({} if not copies else WITH_COPIES)):
-            self._comm = nccl.NcclCommunicator(size, token, rank)
+        os.environ["NCCL_MAX_CTAS"] = str(blocks())  # read by the library when it makes its first communicator
+        if copies:
+            os.environ["NCCL_NVLS_ENABLE"] = "0"  # windows would be bound to multicast, which copies do not use
+        self._comm = nccl.NcclCommunicator(size, token, rank)
         self._windows: Windows | None = None
         if copies:
             from tinyforge.parallel.windows import Windows
@@ -423,20 +425,6 @@ class CupyEngine:
 
     def _type(self, array: Array) -> int:
         return self._types[np.dtype(array.dtype).name]
-
-
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @dataclass

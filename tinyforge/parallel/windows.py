@@ -2,7 +2,7 @@
 
 A GPU has engines that copy and do nothing else. NCCL gives them an all-gather or an all-to-all where both arrays lie in
 memory that its ranks have registered together, a *window*, and the communicator's policy is "zero CTA"
-(`nccl.WITH_COPIES`); any other collective is a kernel. CuPy wraps neither windows nor the all-to-all, so they are
+(NCCL_CTA_POLICY=2); any other collective is a kernel. CuPy wraps neither windows nor the all-to-all, so they are
 called here, in the library that CuPy has loaded.
 
 A window is made by all ranks, in the same order, and stays until the process ends: what one rank alone gave back and
@@ -82,4 +82,4 @@ class Windows:
         library = _library()
         if status := getattr(library, name)(*arguments):
             why = library.ncclGetLastError(self._communicator) or library.ncclGetErrorString(status)
-            raise UserError(f"{name} failed: {why.decode(errors='replace').strip()}; NCCL_MAX_CTAS=4 does without it")
+            raise UserError(f"{name} failed: {why.decode(errors='replace').strip()}; leave out NCCL_CTA_POLICY")
