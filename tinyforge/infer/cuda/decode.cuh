@@ -191,10 +191,11 @@ struct SharedQueue {
     __device__ __forceinline__ void refill(int = 0) {}
     // Waits for the next `units`; each lane of the warp looks at the barrier of another one.
     __device__ __forceinline__ void await(int units) {
+        const u32 lane = threadIdx.x % 32;
 #pragma unroll
-        for (int i = threadIdx.x % 32; i - int(threadIdx.x % 32) < DEPTH; i += 32) {
+        for (u32 i = lane; i - lane < DEPTH; i += 32) {
             const u32 unit = taken + i, barrier = full + unit % DEPTH * 8, parity = unit / DEPTH % 2;
-            for (u32 polls = 0; !__all_sync(~0u, i >= units || barrier_passed(barrier, parity)); pause(polls)) continue;
+            for (u32 polls = 0; !__all_sync(~0u, int(i) >= units || barrier_passed(barrier, parity)); pause(polls)) continue;
         }
     }
     __device__ __forceinline__ const Piece &operator[](int index) const {
@@ -202,8 +203,11 @@ struct SharedQueue {
     }
     // The next `units` are in registers, or are not needed any more.
     __device__ __forceinline__ void used(int units) {
+        const u32 lane = threadIdx.x % 32;
         __syncwarp();
-        for (int i = threadIdx.x % 32; i < units; i += 32) barrier_arrive(empty + (taken + i) % DEPTH * 8);
+#pragma unroll
+        for (u32 i = lane; i - lane < DEPTH; i += 32)
+            if (int(i) < units) barrier_arrive(empty + (taken + i) % DEPTH * 8);
         taken += units;
     }
 };

@@ -299,7 +299,8 @@ struct Matrix {
 // must be all that it has of the matrix, and fit into registers beside those of the other.
 constexpr int MOST_TILES = ceil_div(HIDDEN_TILES > WIDTH / 8 ? HIDDEN_TILES : WIDTH / 8, BLOCKS);
 constexpr bool AHEAD =
-    PRODUCERS && EARLY && MOST_TILES <= TILES && DIM / 8 <= TILES * BLOCKS && MOST_TILES * steps(DIM) + steps(HIDDEN) <= 24;
+    PRODUCERS && EARLY && MOST_TILES <= TILES && DIM / 8 <= BLOCKS &&
+    (MOST_TILES + 1) * steps(DIM) + steps(HIDDEN) <= (DEPTH < 32 ? DEPTH : 32);
 
 struct Block {
     Shared shared;
@@ -1075,8 +1076,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
                        unit / (SPLITS * KV_HEADS) * UNIT_ROWS, past);
             }
 
-            if (AHEAD) block.prepare(out, at_row);
-            if (AHEAD) block.prepare(gate_up, at_unit);
+            if constexpr (AHEAD) {
+                block.prepare(out, at_row);
+                block.prepare(gate_up, at_unit);
+                if constexpr (ROWS == 1) block.prepare(down, at_row);  // with more there is no room in registers
+            }
             if (attends >= UNITS) block.poll(exchange + QKV, WIDTH);
             // One row has little to poll: blocks that need it poll it directly.
             if (ROWS > 1 || !out.mine()) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
@@ -1100,7 +1104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
             queue.refill(DEPTH);
 
             if (!AHEAD) block.prepare(gate_up, at_unit);
-            if (AHEAD) block.prepare(down, at_row);
+            if constexpr (AHEAD && ROWS > 1) block.prepare(down, at_row);
             const auto take_middle = [&](auto &x) {
                 block.take_stream(x, exchange + MIDDLE, embedding, ids, gain + DIM);
             };
