@@ -13,12 +13,15 @@ from tests.backends.on_host import HOPPER_BODIES, INLINE, hopper, run_on_host
 from tinyforge.backends import get_backend
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.row_plan import RowPlan
+from tinyforge.infer.sampling import Sampling, probabilities
+from tinyforge.rng import Stream
 
 pytestmark = pytest.mark.slow
 
 # Two layers take more units of weights than the queue has places; hidden units and ids fill no whole tile.
 CONFIG = Config(dim=32, heads=2, kv_heads=1, layers=2, context=12, vocab=27, mtp_heads=2, hidden=44,
                 mtp_weights=(1, 0.5))  # fmt: skip
+DRAWN = Sampling(temperature=0.7, top_k=8, top_p=0.9, min_p=0.02, seed=3)
 BODIES = {
     f"{INLINE}void copy_async(u32 to, const void *from)": "host_copy(to % HOST_ROOM, from, true);",
     f"{INLINE}void copy_commit()": "host_commit();",
@@ -71,7 +74,7 @@ inline long long clock() { static long long now; return now += 7; }
 """
 MEMORY = ("extern __shared__ __align__(128) unsigned char memory[];",
           "unsigned char *const memory = host_shared + host_rank() * HOST_ROOM;")  # fmt: skip
-# In a launch: passes, outputs, past, drawn or not, or `begin`; then all tokens and the logits, or the report.
+# In a launch: passes, past, 1 for greedy text, 2 for DRAWN, the key of its numbers; then tokens, logits or a report.
 MAIN = r"""
 int main() {
     host_limit = 2000000;
@@ -90,14 +93,15 @@ int main() {
     std::vector<int> begin(1 + ROWS, -1);
     begin[0] = 0, begin[1] = tokens[0];
     for (int launch = 0; launch < launches; launch++) {
-        auto how = host_taken<int>(3);
-        const int passes = how[0], past = how[1], sampled = how[2];
+        auto how = host_taken<int>(5);
+        const int passes = how[0], past = how[1], sampled = how[2], drawn = sampled == 2;
         std::vector<A> exchange(passes * region, __int_as_float(-1));
         std::vector<int> report((passes + 1) * (1 + ROWS), -9);
         host_launch(BLOCKS, 1, THREADS + PRODUCERS * 32, [&] {
             decode(weights.data(), embedding.data(), gains.data(), cosines.data(), sines.data(), keys.data(),
                    values.data(), tokens.data(), exchange.data(), lengths.data(), stride, layers, outputs, capacity,
-                   past, passes, eps, sampled, 0, 0, 0, 0, 0, 0, 0, speculates ? begin.data() : nullptr, report.data());
+                   past, passes, eps, sampled, drawn * 0.7f, drawn * 8, drawn * 0.9f, drawn * 0.02f, how[3], how[4],
+                   past, speculates ? begin.data() : nullptr, report.data());
         }, BLOCKS);
         if (speculates) {
             for (int pass = 0; pass < passes; pass++)
@@ -115,10 +119,10 @@ int main() {
 
 
 def by_the_kernel(
-    model: NanoEuler, rows: int, outputs: int, tokens: list[int], launches: list[tuple[int, int, int]], folder: Path, *,
+    model: NanoEuler, rows: int, outputs: int, tokens: list[int], launches: list[tuple[int, ...]], folder: Path, *,
     speculates: bool = False, bf16: bool = False, fault: tuple[str, str] | None = None, **tuning: int,
 ) -> list[str]:  # fmt: skip
-    """What the launches, (passes, past, drawn), print."""
+    """What the launches, (passes, past, drawn, key), print."""
     w = model.fused_weights()
     assert w is not None
     # The upper halves of float32 are numbers in bf16.
@@ -135,7 +139,7 @@ def by_the_kernel(
     padded[: len(tokens)] = tokens
     parts: list[Any] = [np.array(sizes, np.int32), matrices, cut(w.embedding), np.stack(w.gains), w.cos[:capacity],
                         w.sin[:capacity], plan.lengths[outputs - 1].astype(np.int32), np.float32(w.norm_eps), padded,
-                        *(np.array(launch, np.int32) for launch in launches)]  # fmt: skip
+                        *(np.array((*launch, 0, 0)[:5], np.uint32) for launch in launches)]  # fmt: skip
     path = folder / "launches.bin"
     path.write_bytes(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
     return run_on_host("infer/cuda/row.cu", {"SCALAR": "bf16" if bf16 else "float", **plan.macros}, BODIES,
@@ -198,7 +202,6 @@ def bf16_model() -> NanoEuler:
 
 def test_bf16_with_tensor_cores_gives_the_same_bits_for_any_rows(tmp_path: Path) -> None:
     model, tokens = bf16_model(), some_tokens(24)
-    # With six blocks each has all of its tiles at one time, and takes weights a step ahead.
     kinds = ((1, {"producers": 1, "blocks": 6}), (4, {"producers": 4}))
     one, four = (logits_of(model, rows, tokens, tmp_path, bf16=True, depth=16, **kind) for rows, kind in kinds)
     wanted = forward(model, tokens)
@@ -209,8 +212,8 @@ def test_bf16_with_tensor_cores_gives_the_same_bits_for_any_rows(tmp_path: Path)
 @pytest.mark.parametrize(
     ("right", "wrong", "producers"),
     [
-        ("        queue.await(p.count * STEPS);\n", "", 0),  # weights are read before they have come
-        ("        queue.await(p.count * STEPS);\n", "", 4),
+        ("            queue.await(count * STEPS);\n", "", 0),  # weights are read before they have come
+        ("            queue.await(count * STEPS);\n", "", 4),
         ("unit >= DEPTH && !barrier_passed(", "false && !barrier_passed(", 4),  # a place is filled before it is empty
         ("score[u][i] += other[u][i]", "score[u][i] += 0 * other[u][i]", 4),
         ("narrow(mean[j] * scale, word.v[j]);", "narrow(mean[j], word.v[j]);", 4),
@@ -227,11 +230,25 @@ def test_faults_show(right: str, wrong: str, producers: int, tmp_path: Path) -> 
     assert not np.abs(got - wanted).max() <= 0.02 * np.abs(wanted).max()
 
 
-def test_greedy_text_and_speculation_up_to_a_full_cache(model: NanoEuler, tmp_path: Path) -> None:
+@pytest.mark.parametrize("producers", [0, 4])
+def test_drawn_text(producers: int, model: NanoEuler, tmp_path: Path) -> None:
+    """Each token is the one that the reference draws by the same number, within float32 of a border."""
+    numbers = Stream(DRAWN.seed, "sample")
+    ids = [int(x) for x in by_the_kernel(model, 1, 1, [5], [(11, 0, 2, *numbers.key)], tmp_path, producers=producers)]
+    for token, p in zip(ids, probabilities(forward(model, [5, *ids[:-1]])[:, 0], DRAWN), strict=True):
+        order, uniform = np.argsort(-p, kind="stable"), float(numbers.uniform())
+        at = p[order].cumsum().searchsorted([uniform - 1e-5, uniform + 1e-5], side="right")
+        assert token in order[at.clip(0, len(p) - 1)]
+    assert len(set(ids)) > 3
+
+
+@pytest.mark.parametrize("producers", [0, 4])
+def test_greedy_text_and_speculation_up_to_a_full_cache(producers: int, model: NanoEuler, tmp_path: Path) -> None:
     wanted = greedy(model, 5, 12)
-    found = by_the_kernel(model, 1, 1, [5], [(3, 0, 1), (9, 3, 1)], tmp_path)
+    found = by_the_kernel(model, 1, 1, [5], [(3, 0, 1), (9, 3, 1)], tmp_path, producers=producers)
     assert [int(x) for x in found] == wanted
     # More passes than the cache has room for: the launch ends early.
-    found = by_the_kernel(model, 2, 2, [5], [(2, 0, 0), (12, 0, 0)], tmp_path, speculates=True)
+    found = by_the_kernel(model, 2, 2, [5], [(2, 0, 0), (12, 0, 0)], tmp_path, speculates=True,
+                          producers=producers)
     ids = [int(x) for x in found]
     assert len(ids) >= 11 and ids == wanted[: len(ids)]

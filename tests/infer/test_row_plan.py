@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tinyforge.backends.compile import read
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.plan import TILE
-from tinyforge.infer.cuda.row_plan import RowPlan
+from tinyforge.infer.cuda.row_plan import QUEUE_BARRIERS, RowPlan
 
 SMALL = RowPlan(dim=64, hidden=26, heads=4, kv_heads=2, layers=2, vocab=19, outputs=3, rows=2, itemsize=4, blocks=5,
                 shared=160 << 10)  # fmt: skip
@@ -85,6 +86,10 @@ def test_the_hidden_units_of_a_block_are_side_by_side(plan: RowPlan) -> None:
     assert sorted(order.tolist()) == list(range(plan.hidden_rows // 4))
     for block in range(min(plan.blocks, len(order))):
         assert (np.diff(order[block :: plan.blocks]) == 1).all()
+
+
+def test_the_barriers_of_a_queue_have_the_room_that_the_kernel_takes() -> None:
+    assert f"constexpr int QUEUE_BARRIERS = {QUEUE_BARRIERS};" in read("infer/cuda/decode.cuh")
 
 
 def test_a_queue_has_a_power_of_2_of_places() -> None:

@@ -18,9 +18,6 @@
 #ifndef PRODUCERS  // warps that copy weights, behind those that compute (sm_90)
 #define PRODUCERS 0
 #endif
-#ifndef PACE  // cycles from one copy of such a warp to the next, at least
-#define PACE 0
-#endif
 #ifndef SPIN  // nanoseconds of sleep between two polls
 #define SPIN 0
 #endif
@@ -80,9 +77,12 @@ __device__ __forceinline__ void copy_weights(u32 to, const void *from) {
     }
 }
 
-// The weights of this lane: DEPTH pieces in flight or in shared memory. A lane reads only what it copied itself, so no
-// barrier is needed. The place of a used piece takes the one that comes DEPTH pieces later.
-// STRIDE: numbers from a piece to this lane's next one.
+// Weights come through queues in shared memory, of DEPTH places for each lane: the place of a used piece takes the one
+// that comes DEPTH pieces later. A kernel says await(n), reads pieces 0 to n - 1, and says used(n). Nothing else knows how
+// weights are stored on their way.
+
+// The queue of a lane that copies for itself. It reads only what it copied, so no barrier is needed. STRIDE: numbers from
+// a piece to this lane's next one.
 template <int STRIDE>
 struct LaneQueue {
     Piece *slots;
@@ -141,10 +141,10 @@ struct LaneQueue {
 static_assert((DEPTH & (DEPTH - 1)) == 0, "the queue's places are counted modulo a power of 2");
 typedef LaneQueue<32 * PIECE> Queue;
 
-constexpr int UNIT = THREADS * 16;       // bytes of a unit of weights: a piece for each thread that computes
-constexpr int QUEUE_BARRIERS = 2048;     // bytes in front of a block's queue
+constexpr int UNIT = THREADS * 16;    // bytes of a unit of weights: a piece for each thread that computes
+constexpr int QUEUE_BARRIERS = 2048;  // bytes in front of a block's queue, as in row_plan.py
 
-// The same weights, by units, for all warps of a block, copied by one thread that has nothing else to do. A unit has two
+// The queues of all lanes of a block, by units, filled by one thread that has nothing else to do. A unit has two
 // barriers: `full`, which counts its bytes, and `empty`, at which each warp arrives that has taken its pieces. The first
 // QUEUE_BARRIERS bytes of `memory` are the barriers, the units follow.
 struct SharedQueue {
@@ -168,13 +168,11 @@ struct SharedQueue {
     // By the thread that copies: the `length` units from `source` on, `times` over, until `stop`.
     __device__ void fill(const unsigned char *source, u32 length, u32 times) const {
         const u32 to = full + QUEUE_BARRIERS;
-        u32 unit = 0, last = 0;
+        u32 unit = 0;
         for (u32 next = 0; unit < length * times && !*stop; next = next + 1 < length ? next + 1 : 0) {
             const u32 place = unit % DEPTH, barrier = full + place * 8;
             for (u32 polls = 0; unit >= DEPTH && !barrier_passed(empty + place * 8, unit / DEPTH % 2 ^ 1); pause(polls))
                 if (*stop) goto end;
-            while (PACE && unit >= DEPTH && u32(clock()) - last < PACE) continue;
-            last = u32(clock());
             barrier_expect(barrier, UNIT);
             barrier_arrive(barrier);
             if constexpr (ONCE) {
@@ -246,13 +244,6 @@ struct Slab {
         for (int t = 0; t < WIDE; t++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) output[t][i] *= shrink[i / 2];
-        }
-        add_values(shares, output);
-    }
-    // The same of the first slab, where there is nothing to shrink.
-    __device__ __forceinline__ void add_values(const u32 (&shares)[2][2], float (&output)[WIDE][4]) const {
-#pragma unroll
-        for (int t = 0; t < WIDE; t++) {
             const u32 low = pair(values[0].v[t], values[1].v[t]);
             const u32 high = pair(values[2].v[t], values[3].v[t]);
             multiply_add(output[t], shares[0][0], shares[0][1], shares[1][0], shares[1][1], low, high);

@@ -29,7 +29,8 @@ class RowPlan(DecodePlan):
     """How the work of row.cu is spread over a GPU.
 
     rows: new positions of a pass, 1 to 4. splits: of the positions of a kv head. refill: how many pieces a lane
-    requests between two polls for numbers of attention. spin: nanoseconds that a thread sleeps between two polls.
+    requests between two polls for numbers of attention, where it copies its own. spin: nanoseconds that a thread sleeps
+    between two polls. producers: warps that copy weights for all others, 4 on Hopper; 0: each lane copies its own.
     """
 
     rows: int
@@ -37,7 +38,6 @@ class RowPlan(DecodePlan):
     refill: int = 8
     spin: int = 0
     producers: int = 0
-    pace: int = 0
 
     def __post_init__(self) -> None:
         lanes, least = self.head_dim * self.itemsize / 16, 32 if self.itemsize == 2 else 16
@@ -104,7 +104,7 @@ class RowPlan(DecodePlan):
             "ROWS": self.rows, "DIM": self.dim, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
             "HEAD_DIM": self.head_dim, "VOCAB": self.vocab, "BLOCKS": self.blocks, "WARPS": self.warps,
             "DEPTH": self.slots, "TILES": self.tiles, "SPLITS": self.splits, "REFILL": self.refill, "SPIN": self.spin,
-            "PRODUCERS": self.producers, "PACE": self.pace,
+            "PRODUCERS": self.producers,
         }  # fmt: skip
 
     def exchange(self, outputs: int) -> int:
