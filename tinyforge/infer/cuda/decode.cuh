@@ -1,8 +1,10 @@
 // What row.cu and batch.cu share: the queue of weights, products on tensor cores, attention over slabs.
 //
-// Macros: SCALAR, HEADS, KV_HEADS, HEAD_DIM, VOCAB, and DEPTH, the pieces in a lane's queue.
+// Macros: SCALAR, HEADS, KV_HEADS, HEAD_DIM, VOCAB, and DEPTH, the pieces in a lane's queue. WEIGHT: how weights are
+// stored, where that is not SCALAR: int8 or e4m3.
 
 #include "ops/common.cuh"
+#include "infer/cuda/codes.cuh"
 
 // How the work is spread, unless the launcher defines it.
 #ifndef WARPS
@@ -18,10 +20,15 @@
 #define SPIN 0
 #endif
 
+#ifndef WEIGHT
+#define WEIGHT SCALAR
+#endif
+
 typedef SCALAR T;
 typedef Wide<T> A;
+typedef WEIGHT W;
 
-constexpr bool TENSOR_CORES = sizeof(T) == 2;
+constexpr bool TENSOR_CORES = sizeof(T) == 2, CODES = sizeof(W) == 1;
 constexpr int THREADS = WARPS * 32;
 constexpr int GROUP = HEADS / KV_HEADS, WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
 constexpr int PIECE = 16 / sizeof(T);   // numbers in 16 bytes, which a lane reads at once
@@ -30,6 +37,7 @@ constexpr int PARCEL = 16 / sizeof(A);  // numbers of the wider type that a thre
 constexpr int VOCAB_TILES = (VOCAB + 7) / 8, VOCAB_ROWS = VOCAB_TILES * 8;
 
 typedef Pack<T, PIECE> Piece;
+typedef Pack<W, PIECE> Stored;  // a piece of weights in memory
 typedef Pack<A, PARCEL> Parcel;
 
 // Pieces of a tile per lane, and the columns of a product, padded to whole pieces.
@@ -51,10 +59,25 @@ __device__ __forceinline__ void pause(u32 &polls) {
     if (SPIN) __nanosleep(SPIN);
 }
 
+// copy_weights of codes: 8 bytes, or the 4 beside float.
+__device__ __forceinline__ void copy_codes(u32 to, const void *from) {
+    if constexpr (ONCE) {
+        u64 policy;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3;" ::"r"(to), "l"(from),
+                     "n"(sizeof(Stored)), "l"(policy)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(sizeof(Stored)) : "memory");
+    }
+}
+
 // copy_async of weights. Those that will have left the L2 cache before they are read again are the first to leave it, so
 // that they push out nothing else.
 __device__ __forceinline__ void copy_weights(u32 to, const void *from) {
-    if constexpr (ONCE) {
+    if constexpr (CODES) {
+        copy_codes(to, from);
+    } else if constexpr (ONCE) {
         u64 policy;
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
         asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
@@ -67,8 +90,8 @@ __device__ __forceinline__ void copy_weights(u32 to, const void *from) {
 // The weights of this lane: DEPTH pieces in flight or in shared memory. A lane reads only what it copied itself, so no
 // barrier is needed. The place of a used piece takes the one that comes DEPTH pieces later.
 struct Queue {
-    Piece *slots;
-    const T *source;
+    Stored *slots;
+    const W *source;
     u32 taken, requested, early;  // pieces so far: used; requested; requested before the last group of copies
     int next, length;             // the index in `source` of the next piece to request; how many a pass has
     int left;                     // pieces still to be requested
@@ -78,7 +101,7 @@ struct Queue {
         early = requested;
         for (int pieces = min(min(most, int(taken + DEPTH - requested)), left); pieces > 0; pieces -= 4) {
             if (pieces >= 4 && next + 4 <= length) {
-                const T *const from = source + next * (32 * PIECE);
+                const W *const from = source + next * (32 * PIECE);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     copy_weights(shared_address(slots + (requested + i) % DEPTH * THREADS), from + i * (32 * PIECE));
@@ -109,7 +132,7 @@ struct Queue {
     }
 
     // Piece `index` of those that have arrived.
-    __device__ __forceinline__ const Piece &operator[](int index) const {
+    __device__ __forceinline__ const Stored &operator[](int index) const {
         return slots[(taken + index) % DEPTH * THREADS];
     }
 };
