@@ -77,7 +77,7 @@ def to_e4m3(numbers: np.ndarray) -> np.ndarray:
     into the exponent.
     """
     size = np.abs(numbers)
-    exponent = np.maximum(np.frexp(size)[1] - 1, -6)  # below 2^-6 steps stay 2^-9
+    exponent = np.frexp(np.maximum(size, 2.0**-6))[1] - 1  # below 2^-6 steps stay 2^-9
     steps = np.rint(np.ldexp(size, 3 - exponent)).astype(np.int32)
     return (8 * (exponent + 6) + steps + 128 * np.signbit(numbers)).astype(np.uint8)
 
