@@ -15,11 +15,12 @@ from tinyforge.backends import get_backend
 from tinyforge.backends.phantom import METER, PhantomBackend
 from tinyforge.errors import UserError
 from tinyforge.hub import load, open_model
-from tinyforge.infer import Sampling, generate, make_decoder
+from tinyforge.infer import Conversation, Sampling, make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.quantised import E4M3, FORMATS, Quantised, dequantise, quantise, to_e4m3
 from tinyforge.quantised_model import matrices, quantised_copy, quantised_model
 from tinyforge.registry import models
+from tinyforge.text.chat_templates import TEMPLATES
 
 CONFIG = Config(dim=32, heads=4, kv_heads=2, layers=2, context=24, vocab=40, mtp_heads=2, hidden=50,
                 mtp_weights=(1, 0.5))  # fmt: skip
@@ -48,7 +49,8 @@ def test_e4m3_is_that_of_ml_dtypes() -> None:
     finite = np.sort(E4M3[np.isfinite(E4M3)])
     ties = (finite[1:] + finite[:-1]) / 2
     below_and_above = np.concatenate([np.nextafter(ties, -np.inf), np.nextafter(ties, np.inf)])
-    numbers = np.concatenate([finite, ties, below_and_above, rng.normal(size=10**5) * np.exp(rng.normal(size=10**5) * 3)])
+    drawn = rng.normal(size=10**5) * np.exp(3 * rng.normal(size=10**5))
+    numbers = np.concatenate([finite, ties, below_and_above, drawn])
     numbers = np.clip(numbers, -448, 448).astype(np.float32)
     wanted = numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     assert np.array_equal(to_e4m3(numbers), wanted)
@@ -116,7 +118,8 @@ def test_every_model_has_its_matrices_in_one_byte_and_nothing_beside_them(name: 
     found = matrices(model)
     assert found and all(isinstance(p.stored, Quantised) for p in found)
     small = [p for p in model.buffer.frozen if p not in found]
-    assert model.buffer.nbytes == sum(p.size + 4 * p.size // p.shape[-1] for p in found) + sum(4 * p.size for p in small)
+    codes = sum(p.size + 4 * p.size // p.shape[-1] for p in found)
+    assert model.buffer.nbytes == codes + sum(4 * p.size for p in small)
     assert model.buffer.count == sum(p.size for p in model.params()) and not model.buffer.values.size
     for p in found:
         value = heavy_tailed(p.shape).astype(np.float32)
@@ -149,10 +152,10 @@ def test_the_models_that_come_with_the_repository_still_answer(kind: str) -> Non
     texts = []
     for weights in ("", kind):
         loaded = load(SPEC.bundled, get_backend("numpy", workers=1), weights=weights)
-        ids = loaded.tokenizer.encode("Below is an instruction.\n\n### Instruction:\nWhat is 3 plus 4?\n\n### Response:\n")
-        found = generate(loaded.model, ids, Sampling(temperature=0, max_tokens=8), frozenset(loaded.tokenizer.specials.values()))
-        texts.append(loaded.tokenizer.decode(list(found)))
-    assert texts[0] == texts[1]
+        conversation = Conversation(loaded.model, loaded.tokenizer, TEMPLATES[loaded.template])
+        asked = ("How much is 13 plus 2?", "Which is larger, 1 or 12?")
+        texts.append(["".join(conversation.ask(question, Sampling(temperature=0))) for question in asked])
+    assert texts[0] == texts[1] == ["13 14 15, so 15", "12"]
 
 
 def test_memory_is_forecast_with_codes_and_without_gradients() -> None:
