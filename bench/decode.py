@@ -30,11 +30,12 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 # The repository root is where models/, recipes/ and tinyforge/ are.
@@ -174,7 +175,7 @@ def peers_of(options: Options, model: NanoEuler) -> dict[str, Callable[[], Torch
 
 
 def contenders_of(
-    options: Options, model: NanoEuler, peer: str | None, quantised: dict[str, NanoEuler]
+    options: Options, model: NanoEuler, peer: str | None, quantised: Mapping[str, NanoEuler] = MappingProxyType({})
 ) -> tuple[dict[str, Contender], Parity, LeftOut]:
     """All whose logits agree, their caches filled up to the position; the agreement; and who was left out, with why.
 

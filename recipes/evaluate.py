@@ -402,7 +402,7 @@ def read_sets(names: Sequence[str], args: argparse.Namespace) -> list[Set]:
             for name in names]  # fmt: skip
 
 
-def tokens_that_fit(opened: Opened, backend: Backend, weights: str) -> int:
+def tokens_that_fit(opened: Opened, backend: Backend, weights: str = "") -> int:
     """Tokens of a batch of the scorer, as many as pay and fit into the free memory; UserError where no text fits."""
     free = backend.memory().get("free")
     place = "on the GPU" if free is not None else "of memory"
