@@ -73,6 +73,18 @@ def test_no_number_is_further_off_than_the_format_says(kind: str, shape: tuple[i
 
 
 @pytest.mark.parametrize("kind", FORMATS)
+def test_a_matrix_in_parts_is_the_matrix(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = heavy_tailed((3, 17, 33))
+    whole = quantise(matrix, kind)
+    monkeypatch.setattr(quantised, "AT_ONCE", 5 * 33 + 1)
+    parts = quantise(matrix, kind)
+    assert all(np.array_equal(a, b) for a, b in zip(whole, parts, strict=True))
+    matrix[2, 16, 32] = np.nan  # in the last part
+    with pytest.raises(UserError, match="a weight is not a finite number"):
+        quantise(matrix, kind)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
 def test_ties_go_to_the_even_code(kind: str) -> None:
     row = np.array([[FORMATS[kind].top, 2.5, 3.5, -2.5, 0.5] if kind == "int8" else [448.0, 17, 19, -17, 2.0**-10]])
     codes, scales = quantise(row, kind)

@@ -36,6 +36,8 @@ class Format(NamedTuple):
     scalar: str
 
 
+AT_ONCE = 1 << 20
+"""Numbers that `quantise` works on at a time, so that it takes little memory beside what it reads and makes."""
 FORMATS = {"int8": Format(127, np.dtype(np.int8), "int8"), "fp8": Format(448, np.dtype(np.uint8), "e4m3")}
 
 
@@ -61,13 +63,20 @@ def quantise(matrix: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     A row of zeros has the scale 0. Raises UserError for a number that is not finite.
     """
     check_format(kind)
-    if not np.isfinite(matrix).all():
-        raise UserError(f"a weight is not a finite number, {kind} has none for it; leave out --weights")
     top, dtype, _ = FORMATS[kind]
-    scales = (np.abs(matrix).max(axis=-1, initial=0) / top).astype(np.float32)
-    divisors = np.where(scales > 0, scales, np.inf)[..., None]
-    numbers = np.clip(matrix / divisors, -top, top)  # the scale was rounded, perhaps down
-    return (np.rint(numbers).astype(dtype) if kind == "int8" else to_e4m3(numbers)), scales
+    codes, scales = np.empty(matrix.shape, dtype), np.empty(matrix.shape[:-1], np.float32)
+    columns = matrix.shape[-1]
+    rows, to, of_rows = matrix.reshape(scales.size, columns), codes.reshape(scales.size, columns), scales.reshape(-1)
+    step = max(1, AT_ONCE // max(1, columns))
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        if not np.isfinite(rows[part]).all():
+            raise UserError(f"a weight is not a finite number, {kind} has none for it; leave out --weights")
+        of_rows[part] = np.abs(rows[part]).max(axis=-1, initial=0) / top
+        divisors = np.where(of_rows[part] > 0, of_rows[part], np.inf)[:, None]
+        numbers = np.clip(rows[part] / divisors, -top, top)  # the scale was rounded, perhaps down
+        to[part] = np.rint(numbers) if kind == "int8" else to_e4m3(numbers)
+    return codes, scales
 
 
 def to_e4m3(numbers: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ MOST_ROWS = 4
 class RowPlan(DecodePlan):
     """How the work of row.cu is spread over a GPU.
 
-    rows: new positions of a pass, 1 to 4. splits: of the positions of a kv head. refill: how many pieces a lane
+    rows: new positions of a pass, 1 to 4. splits: of the positions of a kv head. refill: how many times 16 bytes a lane
     requests between two polls for numbers of attention. spin: nanoseconds that a thread sleeps between two polls.
     """
 
@@ -91,10 +91,11 @@ class RowPlan(DecodePlan):
     @property
     def macros(self) -> dict[str, int | str]:
         code = {"WEIGHT": self.code} if self.code else {}
+        refill = self.refill * self.itemsize // self.weight_bytes  # in pieces
         return {
             "ROWS": self.rows, "DIM": self.dim, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
             "HEAD_DIM": self.head_dim, "VOCAB": self.vocab, "BLOCKS": self.blocks, "WARPS": self.warps,
-            "DEPTH": self.slots, "TILES": self.tiles, "SPLITS": self.splits, "REFILL": self.refill, "SPIN": self.spin,
+            "DEPTH": self.slots, "TILES": self.tiles, "SPLITS": self.splits, "REFILL": refill, "SPIN": self.spin,
             **code,
         }  # fmt: skip
 
