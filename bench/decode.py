@@ -320,9 +320,12 @@ def measure_speculation(path: Path, backend: Backend, prompts: int, rounds: int)
         replies: list[list[list[int]]] = [[] for _ in drafts]
         for turn in range(rounds):
             for i, text in enumerate(texts):
+                session.set_tokens(text)
+                for _ in session.generate(replace(sampling, drafts=0, max_tokens=1)):  # the prefill
+                    pass
                 for d in drafts:
-                    session.set_tokens([])
-                    session.extend(text)
+                    session.set_tokens(text)
+                    backend.synchronize()  # what was queued for the reply before goes on behind its end
                     session.stats = stats = Stats()
                     for _ in session.generate(replace(sampling, drafts=d, seed=i), stop):
                         pass

@@ -36,7 +36,7 @@ struct uint4 { unsigned x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 struct Index { int x = 0, y = 0, z = 0; };
 static Index threadIdx, blockIdx, blockDim, gridDim;
-constexpr int HOST_ROOM = 232448, HOST_BLOCKS = 2;  // shared memory of a block; blocks of a cluster
+constexpr int HOST_ROOM = 232448, HOST_BLOCKS = 8;  // shared memory of a block; blocks that a test may have
 alignas(1024) static unsigned char host_shared[HOST_BLOCKS * HOST_ROOM];
 
 // --- coroutines

@@ -4,6 +4,7 @@
 // stored, where that is not SCALAR: int8 or e4m3.
 
 #include "ops/common.cuh"
+#include "ops/barriers.cuh"
 #include "infer/cuda/codes.cuh"
 
 // How the work is spread, unless the launcher defines it.
@@ -15,6 +16,9 @@
 #endif
 #ifndef ONCE  // the weights of a pass are more than the L2 cache holds
 #define ONCE 0
+#endif
+#ifndef PRODUCERS  // warps that copy weights, behind those that compute (sm_90)
+#define PRODUCERS 0
 #endif
 #ifndef SPIN  // nanoseconds of sleep between two polls
 #define SPIN 0
@@ -53,6 +57,15 @@ __device__ __forceinline__ A inverse_root(A x) {
     }
 }
 
+// A barrier of the threads that compute.
+__device__ __forceinline__ void sync() {
+    if constexpr (PRODUCERS) {
+        asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+    } else {
+        __syncthreads();
+    }
+}
+
 // Between two polls. A number that never arrives is a bug of the kernel: an error is better than a hanging device.
 __device__ __forceinline__ void pause(u32 &polls) {
     if (++polls == 1u << 24) __trap();
@@ -87,9 +100,14 @@ __device__ __forceinline__ void copy_weights(u32 to, const void *from) {
     }
 }
 
-// The weights of this lane: DEPTH pieces in flight or in shared memory. A lane reads only what it copied itself, so no
-// barrier is needed. The place of a used piece takes the one that comes DEPTH pieces later.
-struct Queue {
+// Weights come through queues in shared memory, of DEPTH places for each lane: the place of a used piece takes the one
+// that comes DEPTH pieces later. A kernel says await(n), reads pieces 0 to n - 1, and says used(n). Nothing else knows how
+// weights are stored on their way.
+
+// The queue of a lane that copies for itself. It reads only what it copied, so no barrier is needed. STRIDE: numbers from
+// a piece to this lane's next one.
+template <int STRIDE>
+struct LaneQueue {
     Stored *slots;
     const W *source;
     u32 taken, requested, early;  // pieces so far: used; requested; requested before the last group of copies
@@ -101,16 +119,16 @@ struct Queue {
         early = requested;
         for (int pieces = min(min(most, int(taken + DEPTH - requested)), left); pieces > 0; pieces -= 4) {
             if (pieces >= 4 && next + 4 <= length) {
-                const W *const from = source + next * (32 * PIECE);
+                const W *const from = source + next * STRIDE;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    copy_weights(shared_address(slots + (requested + i) % DEPTH * THREADS), from + i * (32 * PIECE));
+                    copy_weights(shared_address(slots + (requested + i) % DEPTH * THREADS), from + i * STRIDE);
                 }
                 advance(4);
             } else {
 #pragma unroll 1
                 for (int i = min(pieces, 4); i > 0; i--) {
-                    copy_weights(shared_address(slots + requested % DEPTH * THREADS), source + next * (32 * PIECE));
+                    copy_weights(shared_address(slots + requested % DEPTH * THREADS), source + next * STRIDE);
                     advance(1);
                 }
             }
@@ -121,6 +139,13 @@ struct Queue {
         requested += pieces, left -= pieces, next += pieces;
         if (next >= length) next = 0;
     }
+
+    // Requests the next `pieces` where that was not done before, and waits for them.
+    __device__ __forceinline__ void await(int pieces) {
+        if (int(requested - taken) < pieces) refill(DEPTH);
+        wait(pieces);
+    }
+    __device__ __forceinline__ void used(int pieces) { taken += pieces; }
 
     // Waits until the next `pieces`, which were requested, have arrived.
     __device__ __forceinline__ void wait(int pieces) {
@@ -137,6 +162,72 @@ struct Queue {
     }
 };
 static_assert((DEPTH & (DEPTH - 1)) == 0, "the queue's places are counted modulo a power of 2");
+typedef LaneQueue<32 * PIECE> Queue;
+
+constexpr int UNIT = THREADS * sizeof(Stored);  // bytes of a unit of weights: a piece for each thread that computes
+constexpr int QUEUE_BARRIERS = 2048;  // bytes in front of a block's queue, as in row_plan.py
+
+// The queues of all lanes of a block, by units, filled by one thread that has nothing else to do. A unit has two
+// barriers: `full`, which counts its bytes, and `empty`, at which each warp arrives that has taken its pieces. The first
+// QUEUE_BARRIERS bytes of `memory` are the barriers, the units follow.
+struct SharedQueue {
+    const Stored *pieces;  // this thread's piece of the first place
+    volatile int *stop;   // set where no unit will be taken any more
+    u32 full, empty;      // barriers of the places
+    u32 taken;
+
+    __device__ explicit SharedQueue(unsigned char *memory)
+        : pieces(reinterpret_cast<const Stored *>(memory + QUEUE_BARRIERS) + threadIdx.x),
+          stop(reinterpret_cast<volatile int *>(memory + DEPTH * 16)), full(shared_address(memory)),
+          empty(full + DEPTH * 8), taken(0) {
+        static_assert(DEPTH * 16 + 4 <= QUEUE_BARRIERS, "room for the barriers");
+    }
+    // By one thread, before a barrier of all.
+    __device__ void make() const {
+        for (int i = 0; i < DEPTH; i++) barrier_make(full + i * 8, 1), barrier_make(empty + i * 8, WARPS);
+        *stop = 0;
+        barriers_made();
+    }
+    // By the thread that copies: the `length` units from `source` on, `times` over, until `stop`.
+    __device__ void fill(const unsigned char *source, u32 length, u32 times) const {
+        const u32 to = full + QUEUE_BARRIERS;
+        u32 unit = 0;
+        for (u32 next = 0; unit < length * times && !*stop; next = next + 1 < length ? next + 1 : 0) {
+            const u32 place = unit % DEPTH, barrier = full + place * 8;
+            for (u32 polls = 0; unit >= DEPTH && !barrier_passed(empty + place * 8, unit / DEPTH % 2 ^ 1); pause(polls))
+                if (*stop) goto end;
+            barrier_expect(barrier, UNIT);
+            barrier_arrive(barrier);
+            if constexpr (ONCE) {
+                copy_line_once(to + place * UNIT, source + i64(next) * UNIT, UNIT, barrier);
+            } else {
+                copy_line(to + place * UNIT, source + i64(next) * UNIT, UNIT, barrier);
+            }
+            unit++;
+        }
+    end:  // no copy may be under way when the block ends
+        for (u32 i = unit < DEPTH ? 0 : unit - DEPTH; i < unit; i++) barrier_wait(full + i % DEPTH * 8, i / DEPTH % 2);
+    }
+
+    __device__ __forceinline__ void refill(int = 0) {}
+    // Waits for the next `units`; each lane of the warp looks at the barrier of another one.
+    __device__ __forceinline__ void await(int units) {
+#pragma unroll
+        for (int i = threadIdx.x % 32; i - int(threadIdx.x % 32) < DEPTH; i += 32) {
+            const u32 unit = taken + i, barrier = full + unit % DEPTH * 8, parity = unit / DEPTH % 2;
+            for (u32 polls = 0; !__all_sync(~0u, i >= units || barrier_passed(barrier, parity)); pause(polls)) continue;
+        }
+    }
+    __device__ __forceinline__ const Stored &operator[](int index) const {
+        return pieces[(taken + index) % DEPTH * THREADS];
+    }
+    // The next `units` are in registers, or are not needed any more.
+    __device__ __forceinline__ void used(int units) {
+        __syncwarp();
+        for (int i = threadIdx.x % 32; i < units; i += 32) barrier_arrive(empty + (taken + i) % DEPTH * 8);
+        taken += units;
+    }
+};
 
 // Two numbers as one register of an operand.
 __device__ __forceinline__ u32 pair(T low, T high) {

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 TILE = 8
 """Rows of a matrix that are dealt out together."""
+MOST_PLACES = 64
+"""In a queue; those of codes are small, and a place may have barriers of its own (decode.cuh)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,7 @@ class DecodePlan(ABC):
     def slots(self) -> int:
         """Pieces in each lane's queue: a power of 2, so that a place is found by a mask."""
         room = (self.shared - self._other_bytes) // self.place_bytes
-        room = min(room, self.depth) if self.depth else room
+        room = min(room, self.depth or MOST_PLACES)
         return 1 << (room.bit_length() - 1) if room > 0 else 0
 
     @property

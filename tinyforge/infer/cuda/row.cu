@@ -6,16 +6,18 @@
 // Idea. A token reads every weight once and takes five dependent steps per layer. At batch 1 that is 80 waits, and a
 // launch or a grid barrier at each would cost more than the bytes. So one block per multiprocessor stays resident for
 // many tokens.
-//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory (`Queue`). cp.async fills
-// it up to DEPTH pieces ahead, across all waits and from one token into the next. `weights` is stored in the order in
-// which lanes read it. A lane reads only what it copied itself, so no barrier is needed.
+//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory, filled up to DEPTH pieces
+// ahead, across all waits and from one token into the next; `weights` is stored in the order in which lanes read it. On
+// Hopper a thread of a warpgroup of its own fills the queues of all lanes by TMA (`SharedQueue`): it takes no instruction
+// from those that compute. Elsewhere each lane fills its own by cp.async (`LaneQueue`).
 //   Activations are their own flags. Every number that one block computes for another has a place of its own in
 // `exchange`, filled beforehand with a bit pattern that no result has (`absent`). The reader polls the place until the
 // number arrives: one trip to the L2 cache, no fence, no counter. Only single words need to be atomic, because each
 // word shows by itself whether it has arrived.
 //   Products. A tile is 8 rows of a matrix. Tiles are dealt to blocks round-robin through all layers. The warps of a
 // block split the columns, and each reads the inputs of its own columns, so a product has one barrier: between the
-// warps' partial sums and the total. bf16 runs on tensor cores, and up to four rows of activations cost as much as one.
+// warps' partial sums and the total. bf16 runs on tensor cores, and up to four rows of activations cost as much as one; a
+// lane polls for the very numbers that it gives to them. What is known before an input comes is computed before.
 // float and double use multiply-adds on the same queue. A norm's gain is applied before the product and 1 / rms after
 // it, so there is no barrier between them.
 //   Attention. Position p belongs to split p % SPLITS of its kv head. One block owns the query heads of that group and
@@ -27,12 +29,17 @@
 // in registers; a row's scale multiplies its sum.
 //   The order of sums depends only on shapes and the number of blocks: the same bits every time, for any ROWS.
 // Tried and dropped: docs/kernels/decode.md, with times.
-// Grid: at most what fits at once (cooperative launch). Block: WARPS x 32 threads, one block per multiprocessor.
+// Grid: at most what fits at once (cooperative launch). Block: (WARPS + PRODUCERS) x 32 threads, one block per
+// multiprocessor.
 //
 // compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
 // compile: SCALAR=bf16 WEIGHT=int8|e4m3 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=64 ONCE=1
 // compile: SCALAR=float WEIGHT=int8|e4m3 ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
+// compile: arch=sm_90a PRODUCERS=4 SCALAR=float WEIGHT=int8|e4m3 ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
+// compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16 WEIGHT=int8|e4m3 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=64 ONCE=1
 // compile: SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
+// compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
+// compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
 // spills: none
 
 #include "infer/cuda/decode.cuh"
@@ -74,14 +81,17 @@ constexpr int SHARED_BY = sizeof(A) / sizeof(T), STATS_WORDS = (SPLITS * HEADS +
 constexpr int QKV = 0, PARTS = QKV + 4 * WIDTH, STATS = PARTS + 4 * SPLITS * DIM / SHARED_BY;
 constexpr int MIDDLE = STATS + 4 * STATS_WORDS, GATED = MIDDLE + 4 * DIM;
 constexpr int AFTER = GATED + 4 * ((HIDDEN_ROWS / SHARED_BY + 7) / 8 * 8), LAYER = AFTER + 4 * DIM;
-__device__ __forceinline__ int place(int n, int word) { return word / 8 * 32 + n * 8 + word % 8; }
+__device__ __forceinline__ u32 place(u32 n, u32 word) { return word / 8 * 32 + n * 8 + word % 8; }
+
+// x, which is known early, in a register before a wait. The compiler would compute it where it is used, behind the wait.
+__device__ __forceinline__ u32 settled(u32 x) { return __shfl_sync(~0u, x, threadIdx.x % 32); }
 
 typedef Pack<A, PARCEL / SHARED_BY> Words;  // that hold PARCEL numbers, each a T
 
 // The first hidden unit of a tile: those of a block's tiles are side by side.
-__device__ __forceinline__ int first_unit(int tile) {
-    const int block = tile % BLOCKS;
-    return (block * (HIDDEN_TILES / BLOCKS) + min(block, HIDDEN_TILES % BLOCKS) + tile / BLOCKS) * 4;
+__device__ __forceinline__ u32 first_unit(u32 tile) {
+    const u32 block = tile % BLOCKS;
+    return (block * (HIDDEN_TILES / BLOCKS) + min(block, u32(HIDDEN_TILES % BLOCKS)) + tile / BLOCKS) * 4;
 }
 
 __device__ __forceinline__ A log_for(A x) {
@@ -101,7 +111,7 @@ template <int N>
 __device__ __forceinline__ bool there(const Pack<A, N> &p) {
     bool all = true;
 #pragma unroll
-    for (int i = 0; i < N; i++) all = all && there(p.v[i]);
+    for (int i = 0; i < N; i++) all &= there(p.v[i]);
     return all;
 }
 
@@ -113,87 +123,155 @@ __device__ __forceinline__ void publish(double *to, double x) {
     if (!there(x)) x = NAN;
     asm volatile("st.relaxed.gpu.global.f64 [%0], %1;" ::"l"(to), "d"(x) : "memory");
 }
-// Number `index` of row n of an array of T. Adjacent lanes have adjacent indices; all lanes of a warp call this.
-__device__ __forceinline__ void publish_narrow(A *array, int n, int index, A x, bool mine) {
+// A number of an array of T, at `to` if its index is even, beside the one before if it is odd. Adjacent lanes of a warp
+// have adjacent indices; all of them call this.
+__device__ __forceinline__ void publish_narrow(A *to, A x, bool mine) {
     if constexpr (SHARED_BY == 1) {
-        if (mine) publish(array + place(n, index), x);
+        if (mine) publish(to, x);
     } else {
         const A next = __shfl_down_sync(~0u, x, 1);
         Pack<T, 2> pair;
         narrow(x, pair.v[0]);
         narrow(next, pair.v[1]);
-        if (mine && index % 2 == 0) publish(array + place(n, index / 2), *reinterpret_cast<const A *>(&pair));
+        if (mine && threadIdx.x % 2 == 0) publish(to, reinterpret_cast<const A &>(pair));
     }
 }
-__device__ __forceinline__ void peek(const float *from, Pack<float, 4> &to) {
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(to.v[0]), "=f"(to.v[1]), "=f"(to.v[2]), "=f"(to.v[3])
-                 : "l"(from)
+// Reads what may not be there yet, if it is wanted: a load without a branch around it.
+__device__ __forceinline__ void peek(const float *from, Pack<float, 4> &to, bool wanted = true) {
+    asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];}"
+                 : "+f"(to.v[0]), "+f"(to.v[1]), "+f"(to.v[2]), "+f"(to.v[3])
+                 : "l"(from), "r"(u32(wanted))
                  : "memory");
 }
-__device__ __forceinline__ void peek(const float *from, Pack<float, 2> &to) {
-    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];"
-                 : "=f"(to.v[0]), "=f"(to.v[1])
-                 : "l"(from)
+__device__ __forceinline__ void peek(const float *from, Pack<float, 2> &to, bool wanted = true) {
+    asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];}"
+                 : "+f"(to.v[0]), "+f"(to.v[1])
+                 : "l"(from), "r"(u32(wanted))
                  : "memory");
 }
-__device__ __forceinline__ void peek(const double *from, Pack<double, 2> &to) {
-    asm volatile("ld.relaxed.gpu.global.v2.f64 {%0, %1}, [%2];"
-                 : "=d"(to.v[0]), "=d"(to.v[1])
-                 : "l"(from)
+__device__ __forceinline__ void peek(const float *from, Pack<float, 1> &to, bool wanted = true) {
+    asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.relaxed.gpu.global.f32 %0, [%1];}"
+                 : "+f"(to.v[0])
+                 : "l"(from), "r"(u32(wanted))
+                 : "memory");
+}
+__device__ __forceinline__ void peek(const double *from, Pack<double, 2> &to, bool wanted = true) {
+    asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p ld.relaxed.gpu.global.v2.f64 {%0, %1}, [%2];}"
+                 : "+d"(to.v[0]), "+d"(to.v[1])
+                 : "l"(from), "r"(u32(wanted))
+                 : "memory");
+}
+__device__ __forceinline__ void peek(const double *from, Pack<double, 1> &to, bool wanted = true) {
+    asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.relaxed.gpu.global.f64 %0, [%1];}"
+                 : "+d"(to.v[0])
+                 : "l"(from), "r"(u32(wanted))
                  : "memory");
 }
 
-__device__ __forceinline__ void peek(const float *from, Pack<float, 1> &to) {
-    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(to.v[0]) : "l"(from) : "memory");
-}
-__device__ __forceinline__ void peek(const double *from, Pack<double, 1> &to) {
-    asm volatile("ld.relaxed.gpu.global.f64 %0, [%1];" : "=d"(to.v[0]) : "l"(from) : "memory");
-}
-
-// COUNT packs computed by other blocks, at the addresses at(i), null for none. All loads are issued before the first is
-// checked.
+// COUNT packs computed by other blocks, at the addresses at(i), as far as wanted(i). All loads are issued before the first
+// is checked.
 template <int COUNT, int N>
-__device__ __forceinline__ void clear(Pack<A, N> (&got)[COUNT]) {
+struct Awaited {
+    u32 missing[COUNT];  // 0 or 1: a register, where a bool would be a byte
+
+    template <class Wanted>
+    __device__ __forceinline__ explicit Awaited(Wanted wanted) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) got[i].v[0] = absent(A());
-}
-template <int COUNT, int N, class At>
-__device__ __forceinline__ void request(Pack<A, N> (&got)[COUNT], At at) {
+        for (int i = 0; i < COUNT; i++) missing[i] = wanted(i);
+    }
+    template <class At>
+    __device__ __forceinline__ void request(Pack<A, N> (&got)[COUNT], At at) const {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++)
-        if (at(i) && !there(got[i])) peek(at(i), got[i]);
-}
-template <int COUNT, int N, class At>
-__device__ __forceinline__ bool arrived(const Pack<A, N> (&got)[COUNT], At at) {
-    bool all = true;
+        for (int i = 0; i < COUNT; i++) peek(at(i), got[i], missing[i]);
+    }
+    // Whether something has not come.
+    __device__ __forceinline__ bool check(const Pack<A, N> (&got)[COUNT]) {
+        u32 any = 0;
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) all = all && (!at(i) || there(got[i]));
-    return all;
-}
-template <int COUNT, int N, class At>
-__device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at) {
-    clear(got);
+        for (int i = 0; i < COUNT; i++) {
+            if (there(got[i])) missing[i] = 0;
+            any |= missing[i];
+        }
+        return any;
+    }
+};
+template <int COUNT, int N, class At, class Wanted>
+__device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at, Wanted wanted) {
+    Awaited<COUNT, N> awaited(wanted);
     for (u32 polls = 0;; pause(polls)) {
-        request(got, at);
-        if (arrived(got, at)) return;
+        awaited.request(got, at);
+        if (!awaited.check(got)) return;
+    }
+}
+// The same by whole warps, whose lanes stay together.
+template <int COUNT, int N, class At, class Wanted>
+__device__ __forceinline__ void await_together(Pack<A, N> (&got)[COUNT], At at, Wanted wanted) {
+    Awaited<COUNT, N> awaited(wanted);
+    for (u32 polls = 0;; pause(polls)) {
+        awaited.request(got, at);
+        if (!__any_sync(~0u, awaited.check(got))) return;
     }
 }
 
 // What the threads of a block share.
 struct Shared {
     T *by_dim, *by_hidden;  // inputs of a product: ROWS of pitch(DIM), ROWS of pitch(HIDDEN)
-    A *stream;              // the residual stream: ROWS x DIM
-    A *squares;             // its squared norm, a part of each warp: ROWS x WARPS
+    A *squares;             // the squared norm of the residual stream, a part of each warp: ROWS x WARPS
     A *sums;                // of a product, a part of each warp: 2 x TILES x ROWS x 8 x WARPS
     unsigned char *scratch;
 };
 
 static_assert(TILES * ROWS * 8 <= THREADS, "a thread finishes one number at most");
 
+#if PRODUCERS
+typedef SharedQueue Weights;
+#else
+typedef LaneQueue<THREADS * PIECE> Weights;
+#endif
+
+// Where a number goes that a thread makes, and what is added to it: both are known before the product's input is.
+struct Goal {
+    u32 at;         // of an array in `exchange`
+    const A *from;  // the place of the residual, or null
+    Pack<A, 1> residual;
+
+    __device__ __forceinline__ void ask(const A *place) {
+        from = place;
+        residual.v[0] = absent(A());
+        peek(from, residual);
+    }
+    __device__ __forceinline__ A residual_there() {
+        for (u32 polls = 0; from && !there(residual); pause(polls)) peek(from, residual);
+        return residual.v[0];
+    }
+};
+
+// The numbers of a product's input that a lane gives to the tensor cores: of row lane / 4 % 4, in each step four columns
+// side by side.
+template <int COLUMNS>
+struct Input {
+    static constexpr int STEPS = steps(COLUMNS);
+    u32 x[STEPS][2];
+
+    __device__ static u32 row() { return threadIdx.x / 4 % 4; }
+    __device__ static u32 column(int j) {
+        return threadIdx.x / 32 * slice(COLUMNS) + threadIdx.x % 4 * PIECE + threadIdx.x % 32 / 16 * 4 + j * STEP;
+    }
+    // HAVE: columns that there are.
+    template <int HAVE = COLUMNS>
+    __device__ static bool mine(int j) {
+        return row() < ROWS && (HAVE >= padded(COLUMNS) || column(j) < HAVE);
+    }
+    // The places of a step's numbers. PER_WORD: how many lie in a word.
+    template <int PER_WORD>
+    __device__ static const A *at(const A *from, int j) {
+        return from + place(row(), column(0) / PER_WORD) + j * (STEP / PER_WORD * 4);
+    }
+};
+
 struct Block {
     Shared shared;
-    Queue queue;
+    Weights queue;
     int dealt;   // tiles of all kinds dealt so far, modulo BLOCKS
     int parity;  // of the buffer for sums
     const float *scales, *scales_ahead;  // of the rows of the tiles dealt last, and of those to come
@@ -215,20 +293,17 @@ struct Block {
     // its rows 0 to 3 (x has at most four), those of the other two in rows 4 to 7; half of the result is used. Fewer
     // than MOST tiles are multiplied as MOST, with whatever lies in the queue; those sums are ignored.
     template <int STEPS, int MOST, class At>
-    __device__ __forceinline__ void multiply(At piece, const T *part, int pitch, A *sums) {
-        constexpr int CHAINS = MOST == 1 ? 4 : MOST == 2 ? 2 : 1;
+    __device__ __forceinline__ void multiply(At piece, const u32 (&x)[STEPS][2], A *sums) {
+        constexpr int CHAINS = STEPS < 4 ? STEPS : 4;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-        const u32 *const input = reinterpret_cast<const u32 *>(part + g % 4 * pitch) + g / 4;
         float sum[MOST][CHAINS][4] = {};
 #pragma unroll
         for (int j = 0; j < STEPS; j++) {
-            u32 x[2] = {};
-            if (g % 4 < ROWS) x[0] = input[j * STEP / 2], x[1] = input[j * STEP / 2 + 2];
 #pragma unroll
             for (int i = 0; i < MOST; i++) {
                 const Piece weights = piece(i * STEPS + j);
                 const uint4 w = reinterpret_cast<const uint4 &>(weights);
-                multiply_add(sum[i][j % CHAINS], w.x, w.y, w.z, w.w, x[0], x[1]);
+                multiply_add(sum[i][j % CHAINS], w.x, w.y, w.z, w.w, x[j][0], x[j][1]);
             }
         }
 #pragma unroll
@@ -246,37 +321,39 @@ struct Block {
         }
     }
 
-    // Calls take(), which waits for the input, then finish(row, n, sum) for each row of this block's share of COUNT tiles
-    // and each row n of input; with NORM the sum is divided by the rms of the residual stream. Whole warps call it; row
-    // is -1 for threads without one.
-    // One barrier: between the warps' sums and the total. What a warp leaves in shared memory for `finish` (`stream`,
-    // `squares`) is overwritten only after numbers have arrived that depend on `finish`.
-    template <int COLUMNS, int COUNT, bool NORM, class Take, class Finish>
-    __device__ __forceinline__ void product(int first, const T *input, Take take, Finish finish) {
+    // Calls take(x), which waits for the input, then finish(goal, row, n, sum) for each row of this block's share of COUNT
+    // tiles and each row n of input, where goal = aim(row, n) is made before; with NORM the sum is divided by the rms of
+    // the residual stream. Whole warps call it; row is -1 for threads without one.
+    // One barrier: between the warps' sums and the total. What a warp leaves in shared memory for `finish` (`squares`) is
+    // overwritten only after numbers have arrived that depend on `finish`.
+    template <int COLUMNS, int COUNT, bool NORM, class Take, class Aim, class Finish>
+    __device__ __forceinline__ void product(int first, const T *input, Take take, Aim aim, Finish finish) {
         constexpr int STEPS = steps(COLUMNS), PITCH = pitch(COLUMNS), EACH = ceil_div(COUNT, BLOCKS);
         constexpr int MOST = EACH < TILES ? EACH : TILES;
-        const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+        const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, n = threadIdx.x / 8 % ROWS;
         const T *const part = input + warp * slice(COLUMNS) + lane % 4 * PIECE;
         Piece held[EARLY ? MOST * STEPS : 1];
-        int count = 0;
-        A scale = 1;  // of the row that this thread finishes
+        Input<TENSOR_CORES ? COLUMNS : 1> x;
+        Goal goal;
+        int count = 0, row = -1;
+        A scale = 1;  // of that row
         const auto weights = [&](int tile) {  // waits for those of the tiles that are multiplied at one time
             count = 0;
 #pragma unroll
             for (int i = 0; i < MOST; i++) count += tile + i * BLOCKS < COUNT;
-            if constexpr (CODES) {
-                const int row = (tile + thread / (ROWS * 8) * BLOCKS) * 8 + thread % 8;
-                if (thread < count * ROWS * 8) scale = scales[row];
-            }
-            if (int(queue.requested - queue.taken) < count * STEPS) queue.refill(DEPTH);
-            queue.wait(count * STEPS);
+            row = thread < count * ROWS * 8 ? (tile + threadIdx.x / (ROWS * 8) * BLOCKS) * 8 + threadIdx.x % 8 : -1;
+            goal = aim(row, n);
+            goal.at = settled(goal.at);
+            if constexpr (CODES) scale = row < 0 ? 0 : scales[row];
+            queue.await(count * STEPS);
             if constexpr (EARLY) {
 #pragma unroll
                 for (int i = 0; i < MOST * STEPS; i++) held[i] = decoded<T>(queue[i]);
+                queue.used(count * STEPS);
             }
         };
         weights(first);
-        take();
+        take(x);
         for (int tile = first; tile < COUNT; tile += MOST * BLOCKS) {
             A *const sums = shared.sums + parity * (TILES * ROWS * 8 * WARPS);
             if constexpr (EACH > MOST) {
@@ -284,7 +361,7 @@ struct Block {
             }
             if constexpr (TENSOR_CORES) {
                 const auto piece = [&](int i) -> Piece { return EARLY ? held[EARLY ? i : 0] : decoded<T>(queue[i]); };
-                multiply<STEPS, MOST>(piece, part, PITCH, sums);
+                multiply<STEPS, MOST>(piece, x.x, sums);
             } else {
                 for (int i = 0; i < count; i++) {
                     A sum[ROWS] = {};
@@ -306,16 +383,14 @@ struct Block {
                 }
             }
             if (NORM) share_squares();
-            __syncthreads();
+            sync();
             if (thread - lane < count * ROWS * 8) {
-                const bool mine = thread < count * ROWS * 8;
-                const int i = thread / (ROWS * 8), n = thread / 8 % ROWS;
                 A sum = total(sums + thread * WARPS);
                 if constexpr (CODES) sum *= scale;
                 if (NORM) sum *= inverse_rms(n);
-                finish(mine ? (tile + i * BLOCKS) * 8 + thread % 8 : -1, n, sum);
+                finish(goal, row, n, sum);
             }
-            queue.taken += count * STEPS;
+            if constexpr (!EARLY) queue.used(count * STEPS);
             parity ^= 1;
         }
     }
@@ -337,94 +412,100 @@ struct Block {
         const int warp = threadIdx.x / 32;
         Pack<A, 1> word[1];
         const A *const at = from + place(0, (blockIdx.x * WARPS + warp) * 8 % count);
-        clear(word);
+        word[0].v[0] = absent(A());
         for (u32 polls = 0;; pause(polls)) {
-            if (threadIdx.x % 32 == 0) peek(at, word[0]);
+            peek(at, word[0], threadIdx.x % 32 == 0);
             if (__any_sync(~0u, there(word[0]))) return;
             queue.refill(REFILL);
         }
     }
 
     // The functions below read this warp's columns of an input, those that it multiplies itself, so they need no
-    // barrier. Lanes read an array of WORDS words, SLICE of them this warp's, SIZE at a time: whole lines with all
-    // their rows. A lane always reads the same row.
+    // barrier. Tensor cores take it from registers, the rest from shared memory. There lanes read an array of WORDS words,
+    // SLICE of them this warp's, SIZE at a time: whole lines with all their rows. A lane always reads the same row.
     template <int WORDS, int SLICE, int SIZE>
     struct Share {
         static constexpr int BESIDE = 8 / SIZE;  // lanes that read the eight words of a row
         static constexpr int LANES = ROWS == 3 ? 4 : ROWS;  // times so many read a line; a fourth row has none of it
         static constexpr int EACH = ceil_div(LANES * SLICE / SIZE, 32);  // for each lane
 
-        __device__ static int task(int i) { return threadIdx.x % 32 + i * 32; }
-        __device__ static int row() { return threadIdx.x % 32 / BESIDE % LANES; }
-        __device__ static int word(int i) {
+        __device__ static u32 task(int i) { return threadIdx.x % 32 + i * 32; }
+        __device__ static u32 row() { return threadIdx.x % 32 / BESIDE % LANES; }
+        __device__ static u32 word(int i) {
             return threadIdx.x / 32 * SLICE + task(i) / (BESIDE * LANES) * 8 + task(i) % BESIDE * SIZE;
         }
         __device__ static bool mine(int i) {
             return row() < ROWS && task(i) < LANES * SLICE / SIZE && word(i) < WORDS;
         }
-        __device__ static const A *at(const A *from, int i) { return mine(i) ? from + place(row(), word(i)) : nullptr; }
+        __device__ static const A *at(const A *from, int i) { return from + place(row(), word(i)); }
     };
     using Stream = Share<DIM, slice(DIM), PARCEL>;
 
     // Reads the residual stream from `from`, or, if that is null, the embeddings of `ids`. Times the gain it is the
     // input.
-    __device__ __forceinline__ void take_stream(const A *from, const T *embedding, const int (&ids)[ROWS],
+    template <class X>
+    __device__ __forceinline__ void take_stream(X &input, const A *from, const T *embedding, const int (&ids)[ROWS],
                                                 const A *gain) {
-        using Mine = Stream;
-        Parcel gains[Mine::EACH] = {}, x[Mine::EACH] = {};
-        const int n = Mine::row();
+        constexpr int EACH = TENSOR_CORES ? steps(DIM) : Stream::EACH;
+        const u32 n = TENSOR_CORES ? X::row() : Stream::row();
+        const auto column = [&](int i) { return TENSOR_CORES ? X::column(i) : u32(Stream::word(i)); };
+        const auto mine = [&](int i) { return TENSOR_CORES ? X::mine(i) : Stream::mine(i); };
+        Parcel gains[EACH], x[EACH] = {};
 #pragma unroll
-        for (int i = 0; i < Mine::EACH; i++)
-            if (Mine::mine(i)) gains[i] = load<PARCEL>(gain + Mine::word(i));
+        for (int i = 0; i < EACH; i++) gains[i] = load<PARCEL>(gain + (column(i) < DIM ? column(i) : 0));
         if (from) {
-            await(x, [&](int i) { return Mine::at(from, i); });
+            const auto at = [&](int i) { return TENSOR_CORES ? X::template at<1>(from, i) : Stream::at(from, i); };
+            await_together(x, at, mine);
         } else {
             int id = ids[0];
 #pragma unroll
             for (int m = 1; m < ROWS; m++)
-                if (m == n) id = ids[m];
+                if (m == int(n)) id = ids[m];
 #pragma unroll
-            for (int i = 0; i < Mine::EACH; i++) {
-                if (!Mine::mine(i)) continue;
-                const Pack<T, PARCEL> row = load<PARCEL>(embedding + i64(max(id, 0)) * DIM + Mine::word(i));
+            for (int i = 0; i < EACH; i++) {
+                if (!mine(i)) continue;
+                const Pack<T, PARCEL> row = load<PARCEL>(embedding + i64(max(id, 0)) * DIM + column(i));
 #pragma unroll
                 for (int j = 0; j < PARCEL; j++) x[i].v[j] = widen(row.v[j]);
             }
         }
-        __syncwarp();  // reconverges the lanes: their numbers arrive at different times
-        A squares[Mine::EACH] = {};
+        A squares[EACH] = {};
 #pragma unroll
-        for (int i = 0; i < Mine::EACH; i++) {
-            if (!Mine::mine(i)) continue;
+        for (int i = 0; i < EACH; i++) {
             Pack<T, PARCEL> scaled;
 #pragma unroll
             for (int j = 0; j < PARCEL; j++) {
+                if (!mine(i)) x[i].v[j] = 0;
                 squares[i] += x[i].v[j] * x[i].v[j];
                 narrow(x[i].v[j] * gains[i].v[j], scaled.v[j]);
             }
-            store(shared.stream + n * DIM + Mine::word(i), x[i]);
-            store(shared.by_dim + n * pitch(DIM) + Mine::word(i), scaled);
+            if constexpr (TENSOR_CORES) {
+                const uint2 two = reinterpret_cast<const uint2 &>(scaled);
+                input.x[i][0] = two.x, input.x[i][1] = two.y;
+            } else if (mine(i)) {
+                store(shared.by_dim + n * pitch(DIM) + column(i), scaled);
+            }
         }
         // Added in the order in which lanes are added afterwards: the same sum for any number of lanes per row.
-        static_assert(Mine::EACH <= 32, "a lane's share of a row");
+        static_assert(EACH <= 32, "a lane's share of a row");
 #pragma unroll
         for (int gap = 16; gap; gap /= 2) {
 #pragma unroll
             for (int i = 0; i < gap; i++)
-                if (i + gap < Mine::EACH) squares[i] += squares[i + gap];
+                if (i + gap < EACH) squares[i] += squares[i + gap];
         }
         square = squares[0];
-        __syncwarp();
+        if constexpr (!TENSOR_CORES) __syncwarp();
     }
 
     // This warp's part of the squared norm of the residual stream, computed while a product is in flight.
     __device__ __forceinline__ void share_squares() {
-        constexpr int BESIDE = Stream::BESIDE;
+        constexpr int BESIDE = TENSOR_CORES ? 4 : Stream::BESIDE, LANES = TENSOR_CORES ? 4 : Stream::LANES;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         A sum = square;
 #pragma unroll
         for (int gap = 16; gap; gap /= 2)
-            if (gap < BESIDE || gap >= BESIDE * Stream::LANES) sum += __shfl_xor_sync(~0u, sum, gap);  // of this row
+            if (gap < BESIDE || gap >= BESIDE * LANES) sum += __shfl_xor_sync(~0u, sum, gap);  // of this row
         if (lane % BESIDE == 0 && lane < BESIDE * ROWS) shared.squares[lane / BESIDE * WARPS + warp] = sum;
     }
 
@@ -433,38 +514,50 @@ struct Block {
         return inverse_root(total(shared.squares + n * WARPS) * (A(1) / A(DIM)) + eps);
     }
 
-    __device__ __forceinline__ void take_gated(const A *from) {
-        using Mine = Share<HIDDEN_ROWS / SHARED_BY, slice(HIDDEN) / SHARED_BY, PARCEL>;
-        Parcel x[Mine::EACH];
-        await(x, [&](int i) { return Mine::at(from, i); });
-        __syncwarp();
+    template <class X>
+    __device__ __forceinline__ void take_gated(X &input, const A *from) {
+        if constexpr (TENSOR_CORES) {
+            Pack<A, 4 / SHARED_BY> x[X::STEPS];
+            const auto mine = [&](int j) { return X::template mine<HIDDEN_ROWS>(j); };
+            await_together(x, [&](int j) { return X::template at<SHARED_BY>(from, j); }, mine);
 #pragma unroll
-        for (int i = 0; i < Mine::EACH; i++) {
-            T *const to = shared.by_hidden + Mine::row() * pitch(HIDDEN) + Mine::word(i) * SHARED_BY;
-            if (Mine::mine(i)) store(to, reinterpret_cast<const Piece &>(x[i]));
+            for (int j = 0; j < X::STEPS; j++) {
+                const uint2 two = reinterpret_cast<const uint2 &>(x[j]);
+                input.x[j][0] = mine(j) ? two.x : 0, input.x[j][1] = mine(j) ? two.y : 0;
+            }
+        } else {
+            using Mine = Share<HIDDEN_ROWS / SHARED_BY, slice(HIDDEN) / SHARED_BY, PARCEL>;
+            Parcel x[Mine::EACH];
+            await_together(x, [&](int i) { return Mine::at(from, i); }, Mine::mine);
+#pragma unroll
+            for (int i = 0; i < Mine::EACH; i++) {
+                T *const to = shared.by_hidden + Mine::row() * pitch(HIDDEN) + Mine::word(i) * SHARED_BY;
+                if (Mine::mine(i)) store(to, reinterpret_cast<const Piece &>(x[i]));
+            }
+            __syncwarp();
         }
-        __syncwarp();
     }
 
     // Merges the splits of attention: each split's output has the weight exp(log-sum-exp of its scores).
-    __device__ __forceinline__ void take_attended(const A *parts, const A *stats) {
+    template <class X>
+    __device__ __forceinline__ void take_attended(X &input, const A *parts, const A *stats) {
         using Mine = Share<DIM / SHARED_BY, slice(DIM) / SHARED_BY, PARCEL / SHARED_BY>;
         Words x[Mine::EACH * SPLITS];
         Pack<A, 1> lse[Mine::EACH * SPLITS];
         // Part i % SPLITS of number i / SPLITS.
-        const auto at_x = [&](int i) {
-            return Mine::at(parts + i % SPLITS * (4 * DIM / SHARED_BY), i / SPLITS);
-        };
+        const auto mine = [](int i) { return Mine::mine(i / SPLITS); };
+        const auto at_x = [&](int i) { return Mine::at(parts, i / SPLITS) + i % SPLITS * (4 * DIM / SHARED_BY); };
         const auto at_lse = [&](int i) {
             const int head = Mine::word(i / SPLITS) * SHARED_BY / HEAD_DIM;
-            return Mine::mine(i / SPLITS) ? stats + place(Mine::row(), i % SPLITS * HEADS + head) : nullptr;
+            return stats + place(Mine::row(), i % SPLITS * HEADS + head);
         };
-        clear(x);
-        clear(lse);
+        Awaited<Mine::EACH * SPLITS, 1> awaited_lse(mine);
+        Awaited<Mine::EACH * SPLITS, PARCEL / SHARED_BY> awaited_x(mine);
         for (u32 polls = 0;; pause(polls)) {
-            request(lse, at_lse);
-            request(x, at_x);
-            if (__all_sync(~0u, arrived(lse, at_lse) && arrived(x, at_x))) break;
+            awaited_lse.request(lse, at_lse);
+            awaited_x.request(x, at_x);
+            const bool missing = awaited_lse.check(lse);
+            if (!__any_sync(~0u, awaited_x.check(x) | missing)) break;
             queue.refill(REFILL);
         }
 #pragma unroll
@@ -488,6 +581,15 @@ struct Block {
             store(shared.by_dim + Mine::row() * pitch(DIM) + Mine::word(i / SPLITS) * SHARED_BY, rounded);
         }
         __syncwarp();
+        if constexpr (TENSOR_CORES) {
+#pragma unroll
+            for (int j = 0; j < X::STEPS; j++) {
+                const bool mine = X::mine(j);
+                const T *const from = shared.by_dim + (mine ? X::row() : 0) * pitch(DIM) + X::column(j);
+                const uint2 two = reinterpret_cast<const uint2 &>(static_cast<const Pack<T, 4> &>(load<4>(from)));
+                input.x[j][0] = mine ? two.x : 0, input.x[j][1] = mine ? two.y : 0;
+            }
+        }
     }
 };
 
@@ -687,19 +789,35 @@ __device__ __forceinline__ void attend_keys(const Scratch &scratch, const T *key
 // of the pass that belong to the split. Every block of the split writes the same numbers, so that each later reads its
 // own. keys, values: of the head. qkv, parts, stats: the layer's places in `exchange`. past: positions before the pass.
 __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, const A *cosines, const A *sines, T *keys,
-                                       T *values, A *parts, A *stats, int kv_head, int split, int first_row, int past) {
-    const int thread = threadIdx.x;
+                                       T *values, A *parts, A *stats, u32 kv_head, u32 split, u32 first_row, int past) {
+    const u32 thread = threadIdx.x;
     // The cache does not depend on this pass: the first keys and values are loaded before the queries arrive.
     SplitSlab slab;
     if constexpr (TENSOR_CORES) slab.load_old(keys, values, thread / 32 * 16, split, past);
 
+    // A thread merges the warps' results for one word of `parts`.
+    constexpr u32 WORDS = QUERIES * HEAD_DIM / SHARED_BY, EACH = ceil_div(WORDS, THREADS);
+    u32 part[EACH], stat[EACH];
+    const auto query_of = [](u32 task) { return task / (HEAD_DIM / SHARED_BY); };
+    const auto column_of = [](u32 task) { return task % (HEAD_DIM / SHARED_BY) * SHARED_BY; };
+#pragma unroll
+    for (u32 i = 0; i < EACH; i++) {
+        const u32 task = thread + i * THREADS, query = query_of(task), n = first_row + query / GROUP;
+        const u32 head = kv_head * GROUP + query % GROUP;
+        part[i] = settled(place(n, (split * DIM + head * HEAD_DIM + column_of(task)) / SHARED_BY));
+        stat[i] = settled(place(n, split * HEADS + head));
+    }
+
     // Half heads: the unit's queries and each row's key and value. All but the value are rotated.
     constexpr int HALF = HEAD_DIM / 2, LINE = HALF / PARCEL;
-    for (int task = thread; task < (QUERIES + 2 * ROWS) * LINE; task += THREADS) {
-        const int head = task / LINE, column = task % LINE * PARCEL, is_value = (head - QUERIES) % 2;
+    constexpr u32 TASKS = (QUERIES + 2 * ROWS) * LINE;
+#pragma unroll
+    for (u32 task = thread; task - thread < TASKS; task += THREADS) {
+        if (task >= TASKS) break;
+        const u32 head = task / LINE, column = task % LINE * PARCEL, is_value = (head - QUERIES) % 2;
         const bool is_query = head < QUERIES;
         const int n = is_query ? first_row + head / GROUP : (head - QUERIES) / 2, position = past + n;
-        if (is_query ? n >= ROWS : position % SPLITS != split) continue;  // no row; another block's key and value
+        if (is_query ? n >= ROWS : u32(position) % SPLITS != split) continue;  // no row; another block's key and value
         const int line = is_query ? kv_head * GROUP + head % GROUP : HEADS + is_value * KV_HEADS + kv_head;
         const Parcel c = load<PARCEL>(cosines + position * HALF + column);
         const Parcel s = load<PARCEL>(sines + position * HALF + column);
@@ -707,7 +825,7 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
         T *const line_of = is_query ? scratch.queries + head * Q_PITCH : scratch.fresh + (n * 2 + is_value) * HEAD_DIM;
         T *const to = line_of + column, *const kept = (is_value ? values : keys) + position * HEAD_DIM + column;
         Parcel x[2];
-        await(x, [&](int i) { return from + i * (HALF * 4); });
+        await(x, [&](int i) { return from + i * (HALF * 4); }, [](int) { return true; });
         Pack<T, PARCEL> turned[2];
 #pragma unroll
         for (int j = 0; j < PARCEL; j++) {
@@ -721,25 +839,17 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
 #pragma unroll
         for (int half = 0; half < 2; half++) store(kept + half * HALF, turned[half]);
     }
-    __syncthreads();
+    sync();
     if constexpr (TENSOR_CORES) {
         attend_slabs(scratch, slab, keys, values, split, first_row, past);
     } else {
         attend_keys(scratch, keys, values, split, first_row, past);
     }
-    // A thread merges the warps' results for one word of `parts`.
-    int task = thread, query, d, n, head;
-    A *part, *stat;
-    const auto aim = [&] {
-        query = task / (HEAD_DIM / SHARED_BY), d = task % (HEAD_DIM / SHARED_BY) * SHARED_BY;
-        n = first_row + query / GROUP, head = kv_head * GROUP + query % GROUP;
-        part = parts + place(n, (split * DIM + head * HEAD_DIM + d) / SHARED_BY);
-        stat = stats + place(n, split * HEADS + head);
-    };
-    aim();
-    __syncthreads();
-    for (; task < QUERIES * HEAD_DIM / SHARED_BY; task += THREADS, aim()) {
-        if (n >= ROWS) continue;
+    sync();
+#pragma unroll
+    for (u32 i = 0; i < EACH; i++) {
+        const u32 task = thread + i * THREADS, query = query_of(task), d = column_of(task);
+        if (task >= WORDS || first_row + query / GROUP >= ROWS) continue;
         const Pack<A, WARPS> tops = load<WARPS>(scratch.tops + query * WARPS);
         const Pack<A, WARPS> totals = load<WARPS>(scratch.totals + query * WARPS);
         A all = LOWEST, weight = 0, mean[SHARED_BY] = {};
@@ -758,8 +868,8 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
         Pack<T, SHARED_BY> word;
 #pragma unroll
         for (int j = 0; j < SHARED_BY; j++) narrow(mean[j] * scale, word.v[j]);
-        publish(part, reinterpret_cast<const A &>(word));
-        if (d == 0) publish(stat, empty ? A(LOWEST) : all + log_for(weight));
+        publish(parts + part[i], reinterpret_cast<const A &>(word));
+        if (d == 0) publish(stats + stat[i], empty ? A(LOWEST) : all + log_for(weight));
     }
 }
 
@@ -768,7 +878,7 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
 // Draws from `logits` once they have arrived; every block finds the same token.
 __device__ __forceinline__ int sample(unsigned char *scratch, const A *logits, const Sampler &how, u32 draw) {
     const auto take = [&](auto &x, auto at) {
-        await(x, [&](int i) { return at(i) < 0 ? nullptr : logits + at(i); });
+        await(x, [&](int i) { return logits + at(i); }, [&](int i) { return at(i) >= 0; });
     };
     return next_token(scratch, take, how, draw);
 }
@@ -789,10 +899,8 @@ __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (
     u64 best[COUNT] = {};
     for (int tile = thread; tile < VOCAB_TILES; tile += FEW * THREADS) {
         Pack<A, 2> x[COUNT * FEW];
-        await(x, [&](int i) {
-            const int mine = tile + i / COUNT * THREADS;
-            return mine < VOCAB_TILES ? at(i % COUNT, mine) : nullptr;
-        });
+        const auto place_of = [&](int i) { return at(i % COUNT, tile + i / COUNT * THREADS); };
+        await(x, place_of, [&](int i) { return tile + i / COUNT * THREADS < VOCAB_TILES; });
 #pragma unroll
         for (int i = 0; i < COUNT * FEW; i++) {
             const bool mine = tile + i / COUNT * THREADS < VOCAB_TILES;
@@ -805,16 +913,16 @@ __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (
         best[k] = warp_max(best[k]);
         if (lane == 0) of_warps[k * WARPS + warp] = best[k];
     }
-    __syncthreads();
+    sync();
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
         for (int w = 0; w < WARPS; w++) best[k] = largest(best[k], of_warps[k * WARPS + w]);
         ids[k] = id_of(best[k]);
     }
-    __syncthreads();
+    sync();
 }
 
-// weights: for each block and warp `stride` units of 32 pieces, in the order of use; lengths: how many of them a pass
+// weights: for each block `stride` units, a piece for each thread, in the order of use; lengths: how many of them a pass
 // uses, for each block. gains: (2 * layers + 1, DIM). cosines, sines: (positions, HEAD_DIM / 2). keys,
 // values: (layers, KV_HEADS, capacity, HEAD_DIM), `past` positions of them filled. tokens: of all positions; read at
 // past to past + ROWS - 1; where `sampled`, each pass writes the one behind it. exchange: for each pass layers * LAYER
@@ -826,32 +934,47 @@ __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (
 // report: (passes + 1, 1 + ROWS): for each pass the number of tokens it gave, 0 where the cache had no room for it, and
 // these; at last the next launch's `begin`.
 // scales: of weights that are codes, 8 for each unit that `deal` counts, in its order; attention's are not read.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
+extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode(
     const W *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
     int *tokens, A *exchange, const int *lengths, int stride, int layers, int heads, int capacity, int past, int passes,
     A eps, int sampled, float temperature, int top_k, float top_p, float min_p, u32 key0, u32 key1, u32 draw,
     const int *begin, int *report, const float *scales
 ) {
     extern __shared__ __align__(128) unsigned char memory[];
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int thread = threadIdx.x;
+#if PRODUCERS
+    Block block{{}, Weights(memory)};
+    if (thread == 0) block.queue.make();
+    __syncthreads();
+    if (thread >= THREADS) {
+        const auto *const source = reinterpret_cast<const unsigned char *>(weights) + i64(blockIdx.x) * stride * UNIT;
+#if PRODUCERS % 4 == 0  // a warpgroup gives its registers to the others
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+#endif
+        if (thread == THREADS) block.queue.fill(source, lengths[blockIdx.x], passes);
+        return;
+    }
+#if PRODUCERS % 4 == 0
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+#endif
+#else
     Block block;
-    Queue &queue = block.queue;
+    block.queue.slots = reinterpret_cast<Stored *>(memory + QUEUE_BARRIERS) + thread;
+    block.queue.source = weights + (i64(blockIdx.x) * stride * THREADS + thread) * PIECE;
+    block.queue.length = lengths[blockIdx.x];
+    block.queue.left = block.queue.length * passes;
+    block.queue.taken = block.queue.requested = block.queue.next = 0;
+    block.queue.refill(DEPTH);
+#endif
+    Weights &queue = block.queue;
     Shared &shared = block.shared;
-    shared.by_dim = reinterpret_cast<T *>(memory + DEPTH * THREADS * sizeof(Stored));
+    shared.by_dim = reinterpret_cast<T *>(memory + QUEUE_BARRIERS + DEPTH * UNIT);
     shared.by_hidden = shared.by_dim + ROWS * pitch(DIM);
-    shared.stream = reinterpret_cast<A *>(shared.by_hidden + ROWS * pitch(HIDDEN));
-    shared.squares = shared.stream + ROWS * DIM;
+    shared.squares = reinterpret_cast<A *>(shared.by_hidden + ROWS * pitch(HIDDEN));
     shared.sums = shared.squares + WARPS * ROWS;
     shared.scratch = reinterpret_cast<unsigned char *>(shared.sums + 2 * TILES * WARPS * ROWS * 8);
-
-    queue.slots = reinterpret_cast<Stored *>(memory) + thread;
-    queue.source = weights + (i64(blockIdx.x) * WARPS + warp) * stride * (32 * PIECE) + lane * PIECE;
-    queue.length = lengths[blockIdx.x];
-    queue.left = queue.length * passes;
-    queue.taken = queue.requested = queue.next = 0;
-    queue.refill(DEPTH);
     for (int i = thread; i < ROWS * (pitch(DIM) + pitch(HIDDEN)); i += THREADS) narrow(A(0), shared.by_dim[i]);
-    __syncthreads();
+    sync();
 
     int ids[ROWS];
     if (begin) past = begin[0];
@@ -868,9 +991,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         const A *gain = gains;
         for (int layer = 0; layer < layers; layer++, exchange += LAYER, gain += 2 * DIM) {
             const int qkv = block.deal(WIDTH / 8);
-            const auto take = [&] { block.take_stream(stream, embedding, ids, gain); };
-            block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, take, [&](int row, int n, A sum) {
-                if (row >= 0) publish(exchange + QKV + place(n, row), sum);
+            const auto at = [](int row, int n) { return Goal{place(n, max(row, 0)), nullptr, {}}; };
+            const auto take = [&](auto &x) { block.take_stream(x, stream, embedding, ids, gain); };
+            block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, take, at, [&](Goal goal, int row, int, A sum) {
+                if (row >= 0) publish(exchange + QKV + goal.at, sum);
             });
 
             const int attends = block.deal(ATTENTION);
@@ -887,29 +1011,54 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             // One row has little to poll: blocks that need it poll it directly.
             if (ROWS > 1 || out >= DIM / 8) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
             if (out < DIM / 8) {
-                const auto take = [&] { block.take_attended(exchange + PARTS, exchange + STATS); };
-                block.product<DIM, DIM / 8, false>(out, shared.by_dim, take, [&](int row, int n, A sum) {
-                    if (row >= 0) publish(exchange + MIDDLE + place(n, row), shared.stream[n * DIM + row] + sum);
+                const auto take = [&](auto &x) { block.take_attended(x, exchange + PARTS, exchange + STATS); };
+                const auto aim = [&](int row, int n) {
+                    Goal goal = at(row, n);
+                    if (row < 0) return goal;
+                    if (stream) {
+                        goal.ask(stream + place(n, row));
+                        return goal;
+                    }
+                    int id = ids[0];
+#pragma unroll
+                    for (int m = 1; m < ROWS; m++)
+                        if (m == n) id = ids[m];
+                    goal.residual.v[0] = widen(embedding[i64(max(id, 0)) * DIM + row]);
+                    return goal;
+                };
+                block.product<DIM, DIM / 8, false>(out, shared.by_dim, take, aim, [&](Goal goal, int row, int, A sum) {
+                    if (row >= 0) publish(exchange + MIDDLE + goal.at, goal.residual_there() + sum);
                 });
             }
             queue.refill(DEPTH);
 
             const int gate_up = block.deal(HIDDEN_TILES);
-            const auto take_middle = [&] { block.take_stream(exchange + MIDDLE, embedding, ids, gain + DIM); };
-            block.product<DIM, HIDDEN_TILES, true>(gate_up, shared.by_dim, take_middle, [&](int row, int n, A sum) {
+            const auto take_middle = [&](auto &x) {
+                block.take_stream(x, exchange + MIDDLE, embedding, ids, gain + DIM);
+            };
+            const auto aim_gated = [&](int row, int n) {
+                return Goal{place(n, row < 0 ? 0 : (first_unit(row / 8) + row % 8) / SHARED_BY), nullptr, {}};
+            };
+            block.product<DIM, HIDDEN_TILES, true>(gate_up, shared.by_dim, take_middle, aim_gated,
+                                                   [&](Goal goal, int row, int, A sum) {
                 const A up = __shfl_down_sync(~0u, sum, 4);
                 const A gated = sum * inverse_for<T>(A(1) + exp_for<T>(-sum)) * up;
-                const int unit = first_unit(row / 8) + row % 8;
-                publish_narrow(exchange + GATED, n, unit, gated, row >= 0 && row % 8 < 4);
+                publish_narrow(exchange + GATED + goal.at, gated, row >= 0 && row % 8 < 4);
             });
 
             const int down = block.deal(DIM / 8);
             if (down >= DIM / 8) {
                 block.poll(exchange + GATED, HIDDEN_ROWS / SHARED_BY);
             } else {
-                const auto take = [&] { block.take_gated(exchange + GATED); };
-                block.product<HIDDEN, DIM / 8, false>(down, shared.by_hidden, take, [&](int row, int n, A sum) {
-                    if (row >= 0) publish(exchange + AFTER + place(n, row), shared.stream[n * DIM + row] + sum);
+                const auto take = [&](auto &x) { block.take_gated(x, exchange + GATED); };
+                const auto aim = [&](int row, int n) {
+                    Goal goal = at(row, n);
+                    if (row >= 0) goal.ask(exchange + MIDDLE + place(n, row));
+                    return goal;
+                };
+                block.product<HIDDEN, DIM / 8, false>(down, shared.by_hidden, take, aim,
+                                                      [&](Goal goal, int row, int, A sum) {
+                    if (row >= 0) publish(exchange + AFTER + goal.at, goal.residual_there() + sum);
                 });
             }
             stream = exchange + AFTER;
@@ -918,15 +1067,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         // Blocks of different rows of a split write the same keys and values, drafts included. What another block
         // writes there in the next pass must come later; it waits for the logits that follow this fence.
         if (begin && UNITS > KV_HEADS * SPLITS) __threadfence();
+        Input<TENSOR_CORES ? DIM : 1> last;
         for (int head = 0; head < heads; head++) {
-            const auto take = [&] {
-                if (head == 0) block.take_stream(stream, embedding, ids, gain);
+            const auto take = [&](auto &x) {
+                if (head == 0) block.take_stream(last, stream, embedding, ids, gain);
+                x = last;
+            };
+            const auto aim = [&](int row, int n) {
+                return Goal{u32((n * heads + head) * VOCAB_ROWS + max(row, 0)), nullptr, {}};
             };
             const int tile = block.deal(VOCAB_TILES);
-            block.product<DIM, VOCAB_TILES, true>(tile, shared.by_dim, take, [&](int row, int n, A logit) {
+            block.product<DIM, VOCAB_TILES, true>(tile, shared.by_dim, take, aim,
+                                                  [&](Goal goal, int row, int n, A logit) {
                 if (!begin) {
-                    if (row < 0) return;
-                    publish(exchange + (n * heads + head) * VOCAB_ROWS + row, row < VOCAB ? logit : A(-INFINITY));
+                    if (row >= 0) publish(exchange + goal.at, row < VOCAB ? logit : A(-INFINITY));
                     return;
                 }
                 u64 best = row >= 0 && row < VOCAB ? sort_key(float(logit), row) : 0;
@@ -954,11 +1108,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
                 shared.scratch, [&](int k, int tile) { return exchange + best_at(k + 1, tile, added - 1); }, drafts
             );
             if (blockIdx.x == 0 && thread == 0) {
-                report[0] = added;
+                int *const line = report + pass * (1 + ROWS);
+                line[0] = added;
 #pragma unroll
-                for (int n = 0; n < ROWS; n++) report[1 + n] = choices[n];
+                for (int n = 0; n < ROWS; n++) line[1 + n] = choices[n];
             }
-            report += 1 + ROWS;
 #pragma unroll
             for (int n = 0; n < ROWS; n++)
                 if (n == added - 1) ids[0] = choices[n];
@@ -967,13 +1121,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         }
         past += added;
         exchange += i64(heads) * ROWS * VOCAB_ROWS;
-        __syncthreads();  // the next pass overwrites what some thread may still read
+        sync();  // the next pass overwrites what some thread may still read
     }
     if (begin && blockIdx.x == 0 && thread == 0) {
-        for (; pass < passes; pass++, report += 1 + ROWS) report[0] = 0;
-        report[0] = past;
+        for (; pass < passes; pass++) report[pass * (1 + ROWS)] = 0;
+        int *const next = report + passes * (1 + ROWS);
+        next[0] = past;
 #pragma unroll
-        for (int n = 0; n < ROWS; n++) report[1 + n] = ids[n];
+        for (int n = 0; n < ROWS; n++) next[1 + n] = ids[n];
     }
+#if PRODUCERS
+    if (thread == 0) *queue.stop = 1;
+#else
     copy_wait<0>();
+#endif
 }

@@ -59,7 +59,8 @@ class RowLauncher:
     def __init__(self, weights: DeviceWeights[RowPlan], rows: int) -> None:
         self.weights, self.plan = weights, replace(weights.plan, rows=rows)
         self.kernel = load(
-            "infer/cuda/row.cu", "decode", self.plan.shared_bytes, cooperative=True, SCALAR=scalar(weights.dtype),
+            "infer/cuda/row.cu", "decode", self.plan.shared_bytes, cooperative=True,
+            arch="sm_90a" if self.plan.producers else "", SCALAR=scalar(weights.dtype),
             ONCE=int(weights.matrices.nbytes > cupy.cuda.Device().attributes["L2CacheSize"]), **self.plan.macros,
         )  # fmt: skip
         self.exchange = cupy.empty(0, weights.wide)
@@ -108,10 +109,10 @@ class RowLauncher:
         self.exchange.data.memset_async(0xFF, passes * region * self.exchange.itemsize)
         how = draw or NO_DRAW
         self.kernel(
-            (plan.blocks,), (plan.warps * 32,),
+            (plan.blocks,), (plan.threads,),
             (weights.matrices, weights.embedding, weights.gains, weights.cos, weights.sin, cache.keys, cache.values,
              cache.tokens, self.exchange, weights.lengths[outputs - 1],
-             *map(np.int32, (weights.matrices.shape[2], plan.layers, outputs, cache.capacity, past, passes)),
+             *map(np.int32, (weights.matrices.shape[1], plan.layers, outputs, cache.capacity, past, passes)),
              weights.norm_eps, np.int32(draw is not None), *how.args(),
              *(np.uintp(0) if x is None else x for x in (begin, report, weights.scales))),
             shared_mem=plan.shared_bytes,
@@ -129,7 +130,8 @@ class RowDecoder(DeviceDecoder):
 
     def __init__(self, model: CausalLM, capacity: int | None = None, **tuning: int) -> None:
         super().__init__(model, 1, capacity)
-        tuning = {"blocks": processors(), "shared": shared_limit(), **tuning}
+        hopper = cupy.cuda.Device().compute_capability == "90"
+        tuning = {"blocks": processors(), "shared": shared_limit(), "producers": 4 if hopper else 0, **tuning}
         heads = self.fused.lm_heads
         # A copy of fewer than 4 bytes to a lane does not exist: beside float64 a kernel has no codes.
         by_code = isinstance(heads, Quantised) and self.fused.embedding.itemsize < 8

@@ -20,19 +20,24 @@ from tinyforge.kernel import Array
 MOST_ROWS = 4
 """New positions of a pass, at most."""
 
+QUEUE_BARRIERS = 2048
+"""Bytes in front of a block's weights (decode.cuh)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlan(DecodePlan):
     """How the work of row.cu is spread over a GPU.
 
     rows: new positions of a pass, 1 to 4. splits: of the positions of a kv head. refill: how many times 16 bytes a lane
-    requests between two polls for numbers of attention. spin: nanoseconds that a thread sleeps between two polls.
+    requests between two polls for numbers of attention, where it copies its own. spin: nanoseconds that a thread sleeps
+    between two polls. producers: warps that copy weights for all others, 4 on Hopper; 0: each lane copies its own.
     """
 
     rows: int
     splits: int = 3
     refill: int = 8
     spin: int = 0
+    producers: int = 0
 
     def __post_init__(self) -> None:
         lanes, least = self.head_dim * self.itemsize / 16, 32 if self.itemsize == 2 else 16
@@ -51,6 +56,11 @@ class RowPlan(DecodePlan):
                 f"decode on cupy: {self.shared} bytes of shared memory a block hold no row of {self.hidden} numbers; "
                 "use a smaller model, or --backend numpy"
             )
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return (self.warps + self.producers) * 32
 
     @property
     def hidden_rows(self) -> int:
@@ -85,8 +95,8 @@ class RowPlan(DecodePlan):
         attention += (16 * (self.head_dim + 4 * self.piece) + self.rows * 2 * self.head_dim) * self.itemsize
         sampling = self.draw_bytes if self.rows == 1 else 512
         inputs = self.rows * (self.pitch(self.dim) + self.pitch(self.hidden)) * self.itemsize
-        sums = self.rows * (self.dim + self.warps + 2 * 4 * self.warps * TILE) * wide
-        return inputs + sums + max(attention, sampling)
+        sums = self.rows * (self.warps + 2 * 4 * self.warps * TILE) * wide
+        return QUEUE_BARRIERS + inputs + sums + max(attention, sampling)
 
     @property
     def macros(self) -> dict[str, int | str]:
@@ -96,7 +106,7 @@ class RowPlan(DecodePlan):
             "ROWS": self.rows, "DIM": self.dim, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
             "HEAD_DIM": self.head_dim, "VOCAB": self.vocab, "BLOCKS": self.blocks, "WARPS": self.warps,
             "DEPTH": self.slots, "TILES": self.tiles, "SPLITS": self.splits, "REFILL": refill, "SPIN": self.spin,
-            **code,
+            "PRODUCERS": self.producers, **code,
         }  # fmt: skip
 
     def exchange(self, outputs: int) -> int:
@@ -128,7 +138,7 @@ class RowPlan(DecodePlan):
         return np.stack(found)
 
     def arrange(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Array:
-        """All matrices in the order in which lanes take them: (blocks, warps, units, 32 lanes, piece).
+        """All matrices in the order in which lanes take them: (blocks, units, warps, 32 lanes, piece).
 
         A unit is 8 rows by 4 pieces, a piece for each lane of a warp. Rows and columns are padded with zeros. heads:
         (outputs, vocab, dim). xp: numpy or cupy, whose arrays the matrices are.
@@ -136,7 +146,7 @@ class RowPlan(DecodePlan):
         bits = np.dtype(f"u{self.weight_bytes}")  # moved, never computed with: any 16-bit number will do for a bf16
         units = int(self.lengths[-1].max())
         views = (FusedLayer(*(matrix.view(bits) for matrix in layer)) for layer in layers)
-        stream = xp.zeros((self.blocks, self.warps, units, 32 * self.piece), bits)
+        stream = xp.zeros((self.blocks, units, self.warps, 32 * self.piece), bits)
         taken, dealt = np.zeros(self.blocks, np.int64), 0
         warps = np.arange(self.warps)[None, :, None]
         for matrix, (count, columns) in zip(self._matrices(views, heads.view(bits), xp), self.deals(), strict=True):
@@ -145,12 +155,14 @@ class RowPlan(DecodePlan):
                 padded = xp.zeros((count * TILE, self.padded(columns)), bits)
                 padded[: len(matrix), :columns] = matrix
                 tiles = padded.reshape(count, TILE, self.warps, steps, 4 * self.piece).transpose(0, 2, 3, 1, 4)
+                if self.itemsize == 2:  # the pairs of a piece as tensor cores take them: columns 0, 4, 2, 6
+                    tiles = tiles.reshape(count, self.warps, steps, TILE, 4, 2, 2, 2).swapaxes(5, 6)
                 tiles = tiles.reshape(count, self.warps, steps, -1)
                 for start in range(0, count, self.blocks):
                     some = tiles[start : start + self.blocks]
                     owners = (dealt + start + np.arange(len(some))) % self.blocks
                     at = taken[owners][:, None, None] + np.arange(steps)
-                    stream[xp.asarray(owners[:, None, None]), xp.asarray(warps), xp.asarray(at)] = some
+                    stream[xp.asarray(owners[:, None, None]), xp.asarray(at), xp.asarray(warps)] = some
                     taken[owners] += steps
             dealt += count
         return stream
