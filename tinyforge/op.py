@@ -36,6 +36,9 @@ class Param:
     one hidden layer to the next: Muon makes the update of each orthogonal. Empty for all else: embeddings, heads,
     norms, vectors.
 
+    weights: of a frozen parameter, set before the buffer is made: the format of one byte in which it is kept, see
+    quantised.py; `value` is then computed from `stored` each time that it is read.
+
     arrive: set while the value is on its way from other ranks; makes the device wait for it.
     """
 
@@ -54,17 +57,23 @@ class Param:
         self.fill = fill
         self.decay = decay
         self.frozen = False
+        self.weights = ""
         self.arrive: Callable[[], None] | None = None
 
     @property
     def value(self) -> Array:
         if self.arrive is not None:
             self.arrive()
-        return self._value
+        return self._value.values() if self.weights else self._value
 
     @value.setter
     def value(self, value: Array) -> None:
         self._value = value
+
+    @property
+    def stored(self) -> Any:
+        """What is in memory: the value, or its codes and scales, `Quantised`."""
+        return self._value if self.weights else self.value
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for what is not set.

@@ -13,6 +13,7 @@ from tinyforge.backends.workers import on_all_cores, shared_zeros
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param
+from tinyforge.quantised import Quantised
 from tinyforge.rng import PAIRS, Stream
 from tinyforge.tensors import Tensors
 
@@ -35,7 +36,8 @@ class ParamBuffer:
     worker of data-parallel training.
 
     All of this is about `params`, those that are learned. The `frozen` ones lie in a flat array of their own,
-    `frozen_values`, in the precision in which the ops read them, and have nothing else.
+    `frozen_values`, in the precision in which the ops read them, and have nothing else; or, where `Param.weights` names
+    a format, each has its codes and scales.
     """
 
     def __init__(
@@ -50,7 +52,8 @@ class ParamBuffer:
         self._slices: dict[str, slice] = {}
         self.decay_end = self._lay_out([p for p in self.params if p.decay])
         size = self._lay_out([p for p in self.params if not p.decay], self.decay_end)
-        size_frozen = self._lay_out(self.frozen)
+        whole = [p for p in self.frozen if not p.weights]
+        size_frozen = self._lay_out(whole)
         self._backend = backend
         if values is UNPLACED:
             return
@@ -65,8 +68,12 @@ class ParamBuffer:
         for p in self.params:
             p.value = self.view(self.values, p)
         self.place_grads(self.grads)
+        for p in whole:
+            p.value = self.view(self.frozen_values, p)
         for p in self.frozen:
-            p.value, p.grad = self.view(self.frozen_values, p), None
+            p.grad = None
+            if p.weights:
+                p.value = Quantised.zeros(p.weights, p.shape, backend)
 
     def place_grads(self, flat: Array) -> None:
         """From now on the gradients of all that is learned lie in `flat`; None: nowhere, and reading one is an error
@@ -128,6 +135,9 @@ class ParamBuffer:
 
     def set_master(self, param: Param, value: Any) -> None:
         """Give a parameter's master weights, or a frozen one's only ones, another value; `publish` when all are set."""
+        if param.weights:
+            param.stored.fill(np.asarray(value))
+            return
         flat = self.frozen_values if param.frozen else self.masters
         self.view(flat, param)[...] = self._backend.asarray(value, flat.dtype)
 
@@ -135,6 +145,11 @@ class ParamBuffer:
         """Round the master weights to the values that the ops read."""
         if self.masters is not self.values:
             self.values[...] = self.masters
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights as they are kept for the ops to read, without master weights and gradients."""
+        return sum(p.stored.nbytes for p in (*self.params, *self.frozen))
 
     @property
     def count(self) -> int:

@@ -141,4 +141,4 @@ class Block(AttentionHalf):
         return [*self.attend_ops(), self.gate_up, self.down, self.down_dropout, self.next_norm]
 
     def fused(self) -> FusedLayer:
-        return FusedLayer(*(op.weight.value for op in (self.qkv, self.out, self.gate_up, self.down)))
+        return FusedLayer(*(op.weight.stored for op in (self.qkv, self.out, self.gate_up, self.down)))

@@ -213,6 +213,28 @@ def test_both_cloze_figures_are_of_the_same_sentences(folder: Path) -> None:
     assert cloze["sentences"] == 9 and cloze["by_frequency"] == 0
 
 
+def test_weights_of_one_byte_stand_beside_the_models_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = Path("base/scores.json").read_bytes()
+    plain = measured("--checkpoint", "base", "--data", "shards")
+    Path("base/scores.json").write_bytes(scores)
+    capsys.readouterr()
+    found = measured("--checkpoint", "base", "--data", "shards", "--weights", "int8", "--card")
+    shown = capsys.readouterr()
+    text, before = found["text"], plain["text"]
+    assert text["bits_per_byte_plain"] == pytest.approx(before["bits_per_byte"], rel=1e-12)
+    loss = text["bits_per_byte"] / text["bits_per_byte_plain"] - 1
+    assert 0 < abs(loss) < 0.01
+    for name, figures in text["sources"].items():
+        assert figures["bits_per_byte_plain"] == pytest.approx(before["sources"][name]["bits_per_byte"], rel=1e-12)
+    assert found["weight_bytes"] < 0.5 * found["weight_bytes_plain"] == 0.5 * plain["weight_bytes"]
+    row = next(line for line in shown.out.splitlines() if line.endswith("%") and "over all" in line)
+    assert row.split()[2:] == [f"{text['bits_per_byte']:.4f}", f"{before['bits_per_byte']:.4f}",
+                               f"{text['bits_per_byte'] - before['bits_per_byte']:+.4f}", f"{loss:+.2%}"]  # fmt: skip
+    assert "weights in int8" in shown.out and plain["weights"] is None
+    assert "figures of int8 weights are not the run's: no scores.json and no card written" in shown.err
+    assert Path("base/scores.json").read_bytes() == scores
+
+
 def test_what_is_no_run_gets_no_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that was given away has no run around it; the figures go to stdout, the rest to stderr."""
     shutil.copytree(SPEC.bundled, "given")

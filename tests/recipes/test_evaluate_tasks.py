@@ -14,6 +14,7 @@ from recipes import dpo, evaluate, pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError, run_command
+from tinyforge.infer.likelihood import bytes_needed
 from tinyforge.registry import find_model
 
 CHOICES = [{"text": "in the yard", "label": "A"}, {"text": "xq", "label": "B"}]
@@ -136,6 +137,8 @@ def test_memory_is_forecast(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
     for free, wanted in ((1 << 34, 2048), (30 << 20, 1024)):
         monkeypatch.setattr(evaluate, "free_host_memory", lambda free=free: free)
         assert 128 <= evaluate.tokens_that_fit(opened, backend) <= wanted
+    plain, int8 = (bytes_needed(SPEC, config, "fp32", 128, weights) for weights in ("", "int8"))
+    assert 6 * 1e6 < plain - int8 < 8 * 1e6  # a million weights: 4 bytes and a gradient's 4, or 1
     monkeypatch.setattr(evaluate, "free_host_memory", lambda: 1 << 20)
     with pytest.raises(UserError, match="scoring 128 tokens needs .* of memory, 1.00 MiB are free; use a"):
         evaluate.tokens_that_fit(opened, backend)

@@ -17,6 +17,7 @@ from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.op import Recompute
 from tinyforge.params import ParamBuffer
+from tinyforge.quantised_model import quantised_model
 from tinyforge.registry import ModelSpec
 from tinyforge.text import TextTokenizer
 
@@ -51,10 +52,15 @@ class Opened:
     template: str
     tensors: Tensors
 
-    def build(self, backend: Backend, recompute: Recompute = "", adapters: Adapters | None = None) -> Loaded:
-        """The model with its weights; with `adapters` these are frozen, and the adapters' own are still all zero."""
-        make = partial(self.spec.build, self.config, backend, recompute=recompute)
-        model = Adapted(make, adapters) if adapters else make()
+    def build(
+        self, backend: Backend, recompute: Recompute = "", adapters: Adapters | None = None, weights: str = ""
+    ) -> Loaded:
+        """The model with its weights; with `adapters` these are frozen, and the adapters' own are still all zero.
+
+        weights: "int8" or "fp8" for a model that is only read, with its matrices in one byte a weight.
+        """
+        make: Callable[..., Any] = partial(self.spec.build, self.config, backend, recompute=recompute)
+        model = Adapted(make, adapters) if adapters else quantised_model(make, weights) if weights else make()
         fill(model.buffer, self.tensors(), self.path)
         return Loaded(model, self.tokenizer, self.meta, self.path, self.template)
 

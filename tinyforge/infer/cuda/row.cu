@@ -25,12 +25,18 @@
 // splits, in order.
 //   Speculation. All blocks find the most likely tokens, so all know which drafts are accepted and where the next pass
 // begins.
+//   Weights may be of one byte (WEIGHT). A lane's piece is then 8 bytes in place of 16, and a bf16 piece as soon as it is
+// in registers; a row's scale multiplies its sum.
 //   The order of sums depends only on shapes and the number of blocks: the same bits every time, for any ROWS.
 // Tried and dropped: docs/kernels/decode.md, with times.
 // Grid: at most what fits at once (cooperative launch). Block: (WARPS + PRODUCERS) x 32 threads, one block per
 // multiprocessor.
 //
 // compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
+// compile: SCALAR=bf16 WEIGHT=int8|e4m3 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=64 ONCE=1
+// compile: SCALAR=float WEIGHT=int8|e4m3 ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
+// compile: arch=sm_90a PRODUCERS=4 SCALAR=float WEIGHT=int8|e4m3 ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
+// compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16 WEIGHT=int8|e4m3 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=64 ONCE=1
 // compile: SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
 // compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
 // compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
@@ -268,6 +274,7 @@ struct Block {
     Weights queue;
     int dealt;   // tiles of all kinds dealt so far, modulo BLOCKS
     int parity;  // of the buffer for sums
+    const float *scales, *scales_ahead;  // of the rows of the tiles dealt last, and of those to come
     A eps;
     A square;    // of this lane's part of the residual stream
 
@@ -275,6 +282,7 @@ struct Block {
     __device__ __forceinline__ int deal(int count) {
         const int first = int(blockIdx.x) - dealt;
         dealt += count % BLOCKS;
+        scales = scales_ahead, scales_ahead += count * 8;
         if (dealt >= BLOCKS) dealt -= BLOCKS;
         return first < 0 ? first + BLOCKS : first;
     }
@@ -293,7 +301,8 @@ struct Block {
         for (int j = 0; j < STEPS; j++) {
 #pragma unroll
             for (int i = 0; i < MOST; i++) {
-                const uint4 w = reinterpret_cast<const uint4 &>(piece(i * STEPS + j));
+                const Piece weights = piece(i * STEPS + j);
+                const uint4 w = reinterpret_cast<const uint4 &>(weights);
                 multiply_add(sum[i][j % CHAINS], w.x, w.y, w.z, w.w, x[j][0], x[j][1]);
             }
         }
@@ -327,6 +336,7 @@ struct Block {
         Input<TENSOR_CORES ? COLUMNS : 1> x;
         Goal goal;
         int count = 0, row = -1;
+        A scale = 1;  // of that row
         const auto weights = [&](int tile) {  // waits for those of the tiles that are multiplied at one time
             count = 0;
 #pragma unroll
@@ -334,10 +344,11 @@ struct Block {
             row = thread < count * ROWS * 8 ? (tile + threadIdx.x / (ROWS * 8) * BLOCKS) * 8 + threadIdx.x % 8 : -1;
             goal = aim(row, n);
             goal.at = settled(goal.at);
+            if constexpr (CODES) scale = row < 0 ? 0 : scales[row];
             queue.await(count * STEPS);
             if constexpr (EARLY) {
 #pragma unroll
-                for (int i = 0; i < MOST * STEPS; i++) held[i] = queue[i];
+                for (int i = 0; i < MOST * STEPS; i++) held[i] = decoded<T>(queue[i]);
                 queue.used(count * STEPS);
             }
         };
@@ -349,13 +360,13 @@ struct Block {
                 if (tile != first) weights(tile);
             }
             if constexpr (TENSOR_CORES) {
-                const auto piece = [&](int i) -> const Piece & { return EARLY ? held[EARLY ? i : 0] : queue[i]; };
+                const auto piece = [&](int i) -> Piece { return EARLY ? held[EARLY ? i : 0] : decoded<T>(queue[i]); };
                 multiply<STEPS, MOST>(piece, x.x, sums);
             } else {
                 for (int i = 0; i < count; i++) {
                     A sum[ROWS] = {};
                     for (int j = 0; j < STEPS; j++) {
-                        const Piece w = queue[i * STEPS + j];
+                        const Piece w = decoded<T>(queue[i * STEPS + j]);
 #pragma unroll
                         for (int n = 0; n < ROWS; n++) {
                             const Piece x = load<PIECE>(part + n * PITCH + j * STEP);
@@ -375,6 +386,7 @@ struct Block {
             sync();
             if (thread - lane < count * ROWS * 8) {
                 A sum = total(sums + thread * WARPS);
+                if constexpr (CODES) sum *= scale;
                 if (NORM) sum *= inverse_rms(n);
                 finish(goal, row, n, sum);
             }
@@ -921,11 +933,12 @@ __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (
 // chosen itself, and what it chooses after them; the other heads at the last of these positions give the next drafts.
 // report: (passes + 1, 1 + ROWS): for each pass the number of tokens it gave, 0 where the cache had no room for it, and
 // these; at last the next launch's `begin`.
+// scales: of weights that are codes, 8 for each unit that `deal` counts, in its order; attention's are not read.
 extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode(
-    const T *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
+    const W *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
     int *tokens, A *exchange, const int *lengths, int stride, int layers, int heads, int capacity, int past, int passes,
     A eps, int sampled, float temperature, int top_k, float top_p, float min_p, u32 key0, u32 key1, u32 draw,
-    const int *begin, int *report
+    const int *begin, int *report, const float *scales
 ) {
     extern __shared__ __align__(128) unsigned char memory[];
     const int thread = threadIdx.x;
@@ -946,7 +959,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
 #endif
 #else
     Block block;
-    block.queue.slots = reinterpret_cast<Piece *>(memory + QUEUE_BARRIERS) + thread;
+    block.queue.slots = reinterpret_cast<Stored *>(memory + QUEUE_BARRIERS) + thread;
     block.queue.source = weights + (i64(blockIdx.x) * stride * THREADS + thread) * PIECE;
     block.queue.length = lengths[blockIdx.x];
     block.queue.left = block.queue.length * passes;
@@ -973,17 +986,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
     int pass = 0;
     for (; pass < passes && past + ROWS <= capacity; pass++) {
         block.dealt = 0;
+        block.scales_ahead = scales;
         const A *stream = nullptr;
         const A *gain = gains;
         for (int layer = 0; layer < layers; layer++, exchange += LAYER, gain += 2 * DIM) {
             const int qkv = block.deal(WIDTH / 8);
-            const int attends = block.deal(ATTENTION);
             const auto at = [](int row, int n) { return Goal{place(n, max(row, 0)), nullptr, {}}; };
             const auto take = [&](auto &x) { block.take_stream(x, stream, embedding, ids, gain); };
             block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, take, at, [&](Goal goal, int row, int, A sum) {
                 if (row >= 0) publish(exchange + QKV + goal.at, sum);
             });
 
+            const int attends = block.deal(ATTENTION);
             for (int unit = attends; unit < UNITS; unit += BLOCKS) {
                 const int kv_head = unit / SPLITS % KV_HEADS;
                 const i64 cache = i64(layer * KV_HEADS + kv_head) * capacity * HEAD_DIM;
