@@ -57,8 +57,8 @@ from bench.peers import (
     left_out_table,
     soft,
 )
-from data.alpaca import render_prompt
-from data.world import documents, instructions
+from data.alpaca import Record, read_split, render_prompt
+from data.world import Instruction, documents, instructions
 from models.nanoeuler.config import Config
 from models.nanoeuler.model import NanoEuler
 from tinyforge.backends import Backend, get_backend
@@ -297,13 +297,19 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def measure_speculation(path: Path, backend: Backend, prompts: int, rounds: int) -> dict[str, Any]:
-    """Tokens per second of a trained model by number of drafts, greedy and by the default sampling."""
+def measure_speculation(
+    path: Path, backend: Backend, prompts: int, rounds: int, files: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Tokens per second of a trained model by number of drafts, greedy and by the default sampling. files: records
+    whose held-out instructions are the prompts, rather than those of the built-in world."""
     load_average = os.getloadavg()[0]
     loaded = load(path, backend)
     tokenizer, config = loaded.tokenizer, loaded.model.config
     if loaded.meta["kind"] != "pretrain":
-        asked = instructions("val", prompts, seed=0)
+        asked: Sequence[Instruction | Record] = [*instructions("val", prompts, seed=0)]
+        if files:
+            held_out = [record for records in read_split(files)[1] for record in records]
+            asked = held_out[:: -(-len(held_out) // prompts)]
         texts = [tokenizer.encode(render_prompt(e.instruction, e.input)) for e in asked]
     else:
         texts = [tokenizer.encode(d)[:OPENING] for d in documents("val", prompts, seed=0)]
@@ -408,6 +414,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--threads", type=int, help="threads of PyTorch (default: as many as there are cores)")
     p.add_argument("--checkpoint", metavar="DIR", help="time plain and speculative decoding of this model instead")
     p.add_argument("--prompts", type=int, default=60, help="held-out prompts, with --checkpoint (default: 60)")
+    p.add_argument("--instructions", nargs="+", default=[], metavar="FILE", help="records as given to sft.py, the "
+                   "last 20th of each file being the prompts, with --checkpoint (default: built-in ones)")  # fmt: skip
     add_json_flag(p)
     args = p.parse_args(argv)
     for name in ("batch_size", "tokens", "rounds", "threads", "prompts"):
@@ -418,7 +426,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = options_of(args)
     backend = get_backend(args.backend, args.precision, 1, args.device)
     if args.checkpoint:
-        found = measure_speculation(Path(args.checkpoint), backend, args.prompts, args.rounds)
+        found = measure_speculation(Path(args.checkpoint), backend, args.prompts, args.rounds, args.instructions)
         publish(found, speculation_table(found), args.json)
     else:
         found = measure(options, backend, args.peer, args.weights)

@@ -111,11 +111,14 @@ def tuning_of(loaded: Loaded) -> SftSettings:
     return SftSettings.from_dict(loaded.meta.get("settings", {}))
 
 
-def open_text(loaded: Loaded, data: Sequence[str], encoding: str, with_training: bool) -> Text:
-    """The held-out text of --data, in the windows that pretraining used: so that its figure comes out again."""
+def open_text(
+    loaded: Loaded, data: Sequence[str], encoding: str, with_training: bool, window: int | None = None
+) -> Text:
+    """The held-out text of --data, in windows of so many tokens, or those that pretraining used: then its figure comes
+    out again."""
     tokenizer, config, run = loaded.tokenizer, loaded.model.config, pretraining_of(loaded)
     learned = loaded.meta.get("base", loaded.meta).get("data_hash")
-    seq_len = sequence_length(config, run.seq_len)
+    seq_len = sequence_length(config, window or run.seq_len)
     settings = replace(run, data=tuple(data), encoding=encoding, mix=())
     shards = find_shards(settings)
     if shards:
@@ -559,7 +562,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         if taught and not args.instructions:
             print(one_line(f"the model was fine-tuned on {', '.join(taught)}; give --instructions to ask those held "
                            f"out there rather than those of the {WORLD}"))  # fmt: skip
-    text = open_text(loaded, args.data, args.encoding, args.kneser_ney)
+    text = open_text(loaded, args.data, args.encoding, args.kneser_ney, args.seq_len)
     said("text: bits per byte and last words")
     found["text"] = measure_text(loaded, backend, text, args.sentences, args.seed)
     if args.weights:
@@ -617,6 +620,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--encoding", default="utf-8", help="encoding of text files (default: %(default)s)")
     p.add_argument("--kneser-ney", action="store_true",
                    help="also a 5-gram model of the training text: some 2 s and 140 MB a million tokens")  # fmt: skip
+    p.add_argument("--seq-len", type=int, metavar="TOKENS", help="tokens a window of held-out text, each read without "
+                   "the one before (default: as in pretraining; with another, no scores are kept)")  # fmt: skip
     p.add_argument("--sentences", type=int, default=500, help="sentences of each source (default: %(default)s)")
     p.add_argument("--prompts", type=int, default=200, help="instructions asked (default: %(default)s)")
     p.add_argument("--max-tokens", type=int, default=200, help="longest reply (default: %(default)s)")
@@ -637,6 +642,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.given = list(sys.argv[1:] if argv is None else argv)
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit is {args.limit}, wants 1 or more")
+    if args.seq_len is not None and args.seq_len < 1:
+        raise UserError(f"--seq-len is {args.seq_len}, wants 1 or more")
     for name, least in (("sentences", 1), ("prompts", 1), ("max_tokens", 1), ("seeds", 0)):
         if getattr(args, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants {least} or more")
@@ -649,7 +656,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     with redirect_stdout(sys.stderr):  # what the parts say on their way is no result
         found = evaluate(args)
-        keep_scores(found, args.card)
+        if args.seq_len is None:
+            keep_scores(found, args.card)
     publish(found, table_of(found), args.json)
     return 0
 

@@ -9,7 +9,7 @@ One rule for gradients, everywhere: parameter gradients are accumulated (`+=`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -32,6 +32,10 @@ class Param:
     frozen: set before the buffer is made. A frozen parameter is read and never learned: its `grad` is None, which tells
     an op's backward to leave that product out, and it has no master weights and no moments.
 
+    matrices: rows of each of the matrices that lie in it one below the other (the leading axes folded), where it maps
+    one hidden layer to the next: Muon makes the update of each orthogonal. Empty for all else: embeddings, heads,
+    norms, vectors.
+
     weights: of a frozen parameter, set before the buffer is made: the format of one byte in which it is kept, see
     quantised.py; `value` is then computed from `stored` each time that it is read.
 
@@ -41,10 +45,14 @@ class Param:
     grad: Array
 
     def __init__(
-        self, name: str, shape: tuple[int, ...], *, std: float = 0.0, fill: float = 0.0, decay: bool = True
-    ) -> None:
+        self, name: str, shape: tuple[int, ...], *, std: float = 0.0, fill: float = 0.0, decay: bool = True,
+        matrices: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        if matrices and sum(matrices) != np.prod(shape[:-1]):
+            raise ValueError(f"Param {name}: matrices of {matrices} rows, and the shape is {shape}")
         self.name = name
         self.shape = shape
+        self.matrices = tuple(matrices)
         self.std = std
         self.fill = fill
         self.decay = decay

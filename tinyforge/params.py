@@ -85,6 +85,15 @@ class ParamBuffer:
             else:
                 vars(p).pop("grad", None)
 
+    def place_values(self, flat: Array) -> None:
+        """From now on the weights, as they are, lie in `flat`."""
+        flat[...] = self.values
+        if self.masters is self.values:
+            self.masters = flat
+        self.values = flat
+        for p in self.params:
+            p.value = self.view(flat, p)
+
     def _lay_out(self, params: Iterable[Param], offset: int = 0) -> int:
         """Give each its place in a flat array, from `offset` on; returns where the last one ends."""
         for p in params:
@@ -170,10 +179,10 @@ def take_weights(buffer: ParamBuffer, base: ParamBuffer, backend: Backend) -> No
     print(f"weights of the base: {len(taken)} tensors; new: {', '.join(sorted(set(have) - taken)) or 'none'}")
 
 
-def check_named(buffer: ParamBuffer, tensors: Mapping[str, np.ndarray], source: Path, prefix: str = "") -> None:
+def check_named(params: Iterable[Param], tensors: Mapping[str, np.ndarray], source: Path, prefix: str = "") -> None:
     """UserError for a tensor that is missing or has another shape than its parameter. None is read from a file."""
     shape_of = tensors.shape if isinstance(tensors, Tensors) else lambda name: np.shape(tensors[name])
-    for p in buffer.params:
+    for p in params:
         shape = shape_of(prefix + p.name) if prefix + p.name in tensors else None
         if shape != p.shape:
             got = "nothing" if shape is None else shape
@@ -184,7 +193,7 @@ def load_named(
     buffer: ParamBuffer, flat: Any, tensors: Mapping[str, np.ndarray], backend: Backend, source: Path, prefix: str = ""
 ) -> None:
     """The reverse of `named`, refusing missing tensors and wrong shapes."""
-    check_named(buffer, tensors, source, prefix)
+    check_named(buffer.params, tensors, source, prefix)
     for p in buffer.params:
         buffer.view(flat, p)[...] = backend.asarray(tensors[prefix + p.name], flat.dtype)
     if flat is buffer.masters:

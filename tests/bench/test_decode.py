@@ -122,6 +122,11 @@ def test_a_trained_model_is_timed_with_and_without_drafts(tmp_path: Path, capsys
         assert plain["acceptance"] == [] and 0 <= one["acceptance"][0] <= 1
         assert plain["tokens_per_pass"] <= 1.0 and one["tokens_per_pass"] >= plain["tokens_per_pass"]
     assert all(case["same_text_as_plain"] for case in found["results"]["greedy"])
+    records = [{"instruction": f"Say {i}.", "input": "", "output": "yes"} for i in range(40)]
+    (tmp_path / "records.json").write_text(json.dumps(records), encoding="utf-8")
+    asked = ["--checkpoint", str(path), "--instructions", str(tmp_path / "records.json"), "--rounds", "1", "--json"]
+    assert main(asked) == 0
+    assert json.loads(capsys.readouterr().out)["prompts"] == 2  # the last 20th
 
 
 @pytest.mark.parametrize(

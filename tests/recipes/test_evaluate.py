@@ -107,6 +107,20 @@ def test_a_base_model_on_shards(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "± is a standard error" in written
 
 
+def test_windows_of_another_length(folder: Path) -> None:
+    """Those of the run give its figures; shorter ones predict more tokens from little, and leave no scores."""
+    own, same, short = (measured("--checkpoint", "base", "--data", "shards", *flags)["text"]
+                        for flags in ([], ["--seq-len", "160"], ["--seq-len", "3"]))  # fmt: skip
+    assert same == own and short["bits_per_byte"] != pytest.approx(own["bits_per_byte"], rel=1e-4)
+    assert {name: part["bytes"] for name, part in short["sources"].items()} == {
+        name: part["bytes"] for name, part in own["sources"].items()
+    }
+    shutil.copytree("base", "unscored")
+    Path("unscored/scores.json").unlink()
+    measured("--checkpoint", "unscored", "--data", "shards", "--seq-len", "160")
+    assert not Path("unscored/scores.json").exists()
+
+
 def test_a_fine_tuned_model_is_asked_what_it_was_not_taught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     render = evaluate.render_prompt
@@ -259,6 +273,8 @@ def test_without_duckdb(folder: Path) -> None:
         ("--checkpoint tuned --instructions text.txt", "text.txt: record 0"),
         ("--checkpoint tuned --instructions long.json", "--instructions: none of the 4 held-out prompts has at"),
         ("--checkpoint base --seeds -1", "--seeds is -1, wants 0 or more"),
+        ("--checkpoint base --seq-len 0", "--seq-len is 0, wants 1 or more"),
+        ("--checkpoint base --data shards --seq-len 161", "--seq-len is 161, the config's context is 160; use at most"),
         ("--checkpoint base --sentences 0", "--sentences is 0, wants 1 or more"),
         ("--checkpoint base --backend abacus", "unknown backend 'abacus'"),
         ("--checkpoint base --precision fp7", "precision 'fp7' is not available"),

@@ -98,7 +98,7 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
             "use another checkpoint of the run"
         )
     # A damaged config can ask for more memory than there is: it is compared with the weights before any is taken.
-    check_named(spec.build(config, PhantomBackend("fp32")).buffer, found.weights, found.path)
+    check_named(spec.build(config, PhantomBackend("fp32")).buffer.params, found.weights, found.path)
     tokenizer.reserve(config.vocab)
     return Opened(
         found.path, spec, config, tokenizer, found.meta, template_of(found.meta), lambda: iter(found.weights.items())
