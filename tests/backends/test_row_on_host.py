@@ -47,16 +47,6 @@ BEFORE = r"""
 inline int __float_as_int(float x) { int y; memcpy(&y, &x, 4); return y; }
 inline long long __double_as_longlong(double x) { long long y; memcpy(&y, &x, 8); return y; }
 inline double __longlong_as_double(long long x) { double y; memcpy(&y, &x, 8); return y; }
-inline bool __any_sync(unsigned, bool yes) {
-    const int warp = current / 32;
-    exchanged[warp][threadIdx.x % 32] = yes;
-    warps[warp].wait(32);
-    bool any = false;
-    for (auto vote : exchanged[warp]) any |= vote != 0;
-    warps[warp].wait(32);
-    return any;
-}
-inline bool __all_sync(unsigned all, bool yes) { return !__any_sync(all, !yes); }
 inline void __threadfence() {}
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     const unsigned long long both = a | (unsigned long long)(b) << 32;
