@@ -41,9 +41,9 @@ __device__ __forceinline__ u32 decode_pair(u32 word, e4m3) {
 
 // Weights as they are stored, codes or not, as numbers of T.
 template <class T, class Code, int N>
-__device__ __forceinline__ Pack<T, N> decoded(const Pack<Code, N> &stored) {
+__device__ __forceinline__ decltype(auto) decoded(const Pack<Code, N> &stored) {
     if constexpr (sizeof(Code) == sizeof(T)) {
-        return stored;
+        return (stored);  // itself
     } else {
         Pack<T, N> numbers;
         if constexpr (sizeof(T) == 2 && N == 8) {

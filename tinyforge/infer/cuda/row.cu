@@ -274,15 +274,19 @@ struct Block {
     Weights queue;
     int dealt;   // tiles of all kinds dealt so far, modulo BLOCKS
     int parity;  // of the buffer for sums
-    const float *scales, *scales_ahead;  // of the rows of the tiles dealt last, and of those to come
+    const float *scales, *scales_ahead;  // where weights are codes: of the rows dealt last, and of those to come
     A eps;
     A square;    // of this lane's part of the residual stream
 
-    // This block's first tile of the next `count`; its others follow every BLOCKS tiles.
-    __device__ __forceinline__ int deal(int count) {
+    // This block's first tile of the next `count`; its others follow every BLOCKS tiles. `scales` become theirs, where they
+    // are rows.
+    __device__ __forceinline__ int deal(int count, bool rows = true) {
         const int first = int(blockIdx.x) - dealt;
         dealt += count % BLOCKS;
-        scales = scales_ahead, scales_ahead += count * 8;
+        if constexpr (CODES) {
+            if (rows) scales = scales_ahead;
+            scales_ahead += count * 8;
+        }
         if (dealt >= BLOCKS) dealt -= BLOCKS;
         return first < 0 ? first + BLOCKS : first;
     }
@@ -301,7 +305,7 @@ struct Block {
         for (int j = 0; j < STEPS; j++) {
 #pragma unroll
             for (int i = 0; i < MOST; i++) {
-                const Piece weights = piece(i * STEPS + j);
+                const Piece &weights = piece(i * STEPS + j);
                 const uint4 w = reinterpret_cast<const uint4 &>(weights);
                 multiply_add(sum[i][j % CHAINS], w.x, w.y, w.z, w.w, x[j][0], x[j][1]);
             }
@@ -360,7 +364,13 @@ struct Block {
                 if (tile != first) weights(tile);
             }
             if constexpr (TENSOR_CORES) {
-                const auto piece = [&](int i) -> Piece { return EARLY ? held[EARLY ? i : 0] : decoded<T>(queue[i]); };
+                const auto piece = [&](int i) -> decltype(auto) {
+                    if constexpr (EARLY) {
+                        return (held[i]);
+                    } else {
+                        return decoded<T>(queue[i]);
+                    }
+                };
                 multiply<STEPS, MOST>(piece, x.x, sums);
             } else {
                 for (int i = 0; i < count; i++) {
@@ -991,13 +1001,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
         const A *gain = gains;
         for (int layer = 0; layer < layers; layer++, exchange += LAYER, gain += 2 * DIM) {
             const int qkv = block.deal(WIDTH / 8);
+            const int attends = block.deal(ATTENTION, false);
             const auto at = [](int row, int n) { return Goal{place(n, max(row, 0)), nullptr, {}}; };
             const auto take = [&](auto &x) { block.take_stream(x, stream, embedding, ids, gain); };
             block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, take, at, [&](Goal goal, int row, int, A sum) {
                 if (row >= 0) publish(exchange + QKV + goal.at, sum);
             });
 
-            const int attends = block.deal(ATTENTION);
             for (int unit = attends; unit < UNITS; unit += BLOCKS) {
                 const int kv_head = unit / SPLITS % KV_HEADS;
                 const i64 cache = i64(layer * KV_HEADS + kv_head) * capacity * HEAD_DIM;
