@@ -64,6 +64,7 @@ from models.nanoeuler.model import NanoEuler
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.frozen_model import quantised_copy
 from tinyforge.hub import load
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.generation import draw_blocks
@@ -71,7 +72,6 @@ from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
 from tinyforge.params import named
 from tinyforge.quantised import FORMATS
-from tinyforge.quantised_model import quantised_copy
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.train.settings import PretrainSettings, config_of
 

@@ -446,7 +446,7 @@ def measure_tasks(names: Sequence[str], args: argparse.Namespace) -> dict[str, A
     same = ("model_sha256", "tokenizer_sha256", "precision", "weights", "limit")
     before = read_before(args.json, {key: found[key] for key in same}) if args.resume else {}
     tokens = tokens_that_fit(opened, backend, args.weights)
-    model = opened.build(backend, weights=args.weights).model
+    model = opened.build(backend, frozen=True, weights=args.weights).model
     found["parameters"] = model.buffer.count
     for name, read in zip(names, sets, strict=True):
         kept = before.get(name)
@@ -542,7 +542,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that was asked for."""
     backend = backend_of(args)
     path = trained_model(args.checkpoint)
-    loaded = load(path, backend, weights=args.weights)
+    loaded = load(path, backend, frozen=True, weights=args.weights)
     config, tuned = loaded.model.config, loaded.meta["kind"] != "pretrain"
     started = time.perf_counter()
 
@@ -567,7 +567,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     found["text"] = measure_text(loaded, backend, text, args.sentences, args.seed)
     if args.weights:
         said("text: bits per byte without rounding the weights")
-        compare_weights(found, load(path, backend), backend, text)
+        compare_weights(found, load(path, backend, frozen=True), backend, text)
     if args.kneser_ney:
         said("the 5-gram model")
         by_source = kneser_ney(loaded, text)

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("records", "max_tokens"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants 1 or more")
-    loaded = load(Path(args.base), get_backend(args.backend, args.precision))
+    loaded = load(Path(args.base), get_backend(args.backend, args.precision), frozen=True)
     records = records_to_ask(loaded, read_split(args.data, args.encoding)[0], args.records, args.max_tokens)
     greedy, sampled = Sampling(temperature=0, max_tokens=args.max_tokens), Sampling(max_tokens=args.max_tokens)
     pairs = own_pairs(loaded, records, (greedy, sampled))

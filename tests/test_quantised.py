@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,11 +13,11 @@ from tinyforge import quantised
 from tinyforge.backends import get_backend
 from tinyforge.backends.phantom import METER, PhantomBackend
 from tinyforge.errors import UserError
+from tinyforge.frozen_model import frozen_model, matrices, quantised_copy
 from tinyforge.hub import load, open_model
 from tinyforge.infer import Conversation, Sampling, make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.quantised import E4M3, FORMATS, Quantised, dequantise, quantise, to_e4m3
-from tinyforge.quantised_model import matrices, quantised_copy, quantised_model
 from tinyforge.registry import models
 from tinyforge.text.chat_templates import TEMPLATES
 
@@ -126,7 +125,7 @@ def test_every_model_has_its_matrices_in_one_byte_and_nothing_beside_them(name: 
     spec = models()[name]
     backend = get_backend("numpy", "fp32", workers=1)
     config = next(iter(spec.build.cases(backend, np.random.default_rng(0))))[0].config
-    model = quantised_model(partial(spec.build, config, backend), kind)
+    model = frozen_model(partial(spec.build, config, backend), kind)
     found = matrices(model)
     assert found and all(isinstance(p.stored, Quantised) for p in found)
     small = [p for p in model.buffer.frozen if p not in found]
@@ -138,6 +137,21 @@ def test_every_model_has_its_matrices_in_one_byte_and_nothing_beside_them(name: 
         model.buffer.set_master(p, value)
         assert p.grad is None and p.value.dtype == np.float32
         assert np.array_equal(p.value, dequantise(*quantise(value, kind), np.dtype(np.float32)))
+
+
+@pytest.mark.parametrize("name", models())
+def test_a_model_that_is_only_read_has_its_weights_and_nothing_beside_them(name: str) -> None:
+    backend = get_backend("numpy", "fp32", workers=1)
+    learned, inputs = next(iter(models()[name].build.cases(backend, np.random.default_rng(0))))
+    model = frozen_model(partial(models()[name].build, learned.config, backend))
+    for p, own in zip(model.params(), learned.params(), strict=True):
+        model.buffer.set_master(p, own.value)
+        assert p.grad is None and not p.weights
+    assert model.buffer.nbytes == 4 * model.buffer.count == 4 * learned.buffer.count
+    assert not model.buffer.values.size and not model.buffer.grads.size
+    outputs = [op.forward(*inputs) for op in (model, learned)]
+    for got, wanted in zip(*(found if isinstance(found, tuple) else (found,) for found in outputs), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -173,15 +187,16 @@ def test_the_models_that_come_with_the_repository_still_answer(kind: str) -> Non
 def test_memory_is_forecast_with_codes_and_without_gradients() -> None:
     opened = open_model(SPEC.bundled)  # type: ignore[arg-type]
 
-    def held(**options: Any) -> int:
+    def held(weights: str = "", learned: bool = False) -> int:
         before = METER.now
-        model = opened.spec.build(opened.config, PhantomBackend("bf16")) if not options else quantised_model(
-            partial(opened.spec.build, opened.config, PhantomBackend("bf16")), **options)  # fmt: skip
+        make = partial(opened.spec.build, opened.config, PhantomBackend("bf16"))
+        model = make() if learned else frozen_model(make, weights)
         return METER.now - before + 0 * id(model)
 
     count = opened.spec.build(opened.config, PhantomBackend("bf16")).buffer.count
-    assert held() >= 10 * count  # a value, a master weight, a gradient
-    assert held(kind="int8") <= 1.2 * count + 2 * opened.config.vocab * opened.config.dim
+    assert held(learned=True) >= 10 * count  # a value, a master weight, a gradient
+    assert 2 * count <= held() <= 2.1 * count  # tables of rotary positions too
+    assert held("int8") <= 1.2 * count + 2 * opened.config.vocab * opened.config.dim
 
 
 def test_dequantise_is_a_kernel_with_a_memory_of_its_numbers() -> None:

@@ -245,7 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     sampling = Sampling(**{name: getattr(args, name) for name in SETTINGS})
     path = trained_model(args.checkpoint, for_chat=True)
-    loaded = load(path, get_backend(args.backend, args.precision, workers=1), weights=args.weights)
+    backend = get_backend(args.backend, args.precision, workers=1)
+    loaded = load(path, backend, frozen=True, weights=args.weights)
     if args.prompt is not None:
         once(loaded, args.prompt, sampling)
     elif not sys.stdin.isatty():

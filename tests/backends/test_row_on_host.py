@@ -11,11 +11,11 @@ import pytest
 from models.nanoeuler import Config, NanoEuler
 from tests.backends.on_host import HOPPER_BODIES, INLINE, hopper, run_on_host
 from tinyforge.backends import get_backend
+from tinyforge.frozen_model import quantised_copy
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.row_plan import RowPlan
 from tinyforge.infer.sampling import Sampling, probabilities
 from tinyforge.quantised import FORMATS, Quantised
-from tinyforge.quantised_model import quantised_copy
 from tinyforge.rng import Stream
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,8 @@ from models.nanoeuler import Config, NanoEuler
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.frozen_model import quantised_copy
 from tinyforge.params import named
-from tinyforge.quantised_model import quantised_copy
 from tinyforge.text import Tokenizer
 
 TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=40, vocab=19, mtp_heads=2, hidden=24,

@@ -11,13 +11,13 @@ import pytest
 from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.frozen_model import quantised_copy
 from tinyforge.hub import load
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.infer.sampling import Sampling, probabilities
 from tinyforge.infer.session import Session, Stats
 from tinyforge.quantised import FORMATS
-from tinyforge.quantised_model import quantised_copy
 from tinyforge.rng import Stream
 
 pytestmark = pytest.mark.gpu

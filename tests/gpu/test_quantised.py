@@ -7,11 +7,11 @@ import pytest
 
 from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.backends import get_backend
+from tinyforge.frozen_model import quantised_copy
 from tinyforge.hub import load
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.quantised import FORMATS, Quantised
-from tinyforge.quantised_model import quantised_copy
 
 pytestmark = pytest.mark.gpu
 

@@ -15,9 +15,9 @@ from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
+from tinyforge.frozen_model import frozen_model
 from tinyforge.op import Recompute
 from tinyforge.params import ParamBuffer
-from tinyforge.quantised_model import quantised_model
 from tinyforge.registry import ModelSpec
 from tinyforge.text import TextTokenizer
 
@@ -53,14 +53,16 @@ class Opened:
     tensors: Tensors
 
     def build(
-        self, backend: Backend, recompute: Recompute = "", adapters: Adapters | None = None, weights: str = ""
-    ) -> Loaded:
+        self, backend: Backend, recompute: Recompute = "", adapters: Adapters | None = None, *, frozen: bool = False,
+        weights: str = "",
+    ) -> Loaded:  # fmt: skip
         """The model with its weights; with `adapters` these are frozen, and the adapters' own are still all zero.
 
-        weights: "int8" or "fp8" for a model that is only read, with its matrices in one byte a weight.
+        frozen: for a model that is only read: without master weights and gradients. weights: of such a model, "int8" or
+        "fp8" for matrices in one byte a weight.
         """
         make: Callable[..., Any] = partial(self.spec.build, self.config, backend, recompute=recompute)
-        model = Adapted(make, adapters) if adapters else quantised_model(make, weights) if weights else make()
+        model = Adapted(make, adapters) if adapters else frozen_model(make, weights) if frozen or weights else make()
         fill(model.buffer, self.tensors(), self.path)
         return Loaded(model, self.tokenizer, self.meta, self.path, self.template)
 

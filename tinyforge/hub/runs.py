@@ -30,10 +30,11 @@ FINE_TUNED = ("sft", "dpo", "grpo")
 
 
 def load(
-    path: Path, backend: Backend, tokenizer: Path | None = None, base: Path | None = None, weights: str = ""
-) -> Loaded:
-    """The model that `open_model` finds; weights: see `Opened.build`."""
-    return open_model(path, tokenizer, base).build(backend, weights=weights)
+    path: Path, backend: Backend, tokenizer: Path | None = None, base: Path | None = None, *,
+    frozen: bool = False, weights: str = "",
+) -> Loaded:  # fmt: skip
+    """The model that `open_model` finds; frozen, weights: see `Opened.build`."""
+    return open_model(path, tokenizer, base).build(backend, frozen=frozen, weights=weights)
 
 
 def open_model(path: Path, tokenizer: Path | None = None, base: Path | None = None) -> Opened:

@@ -22,9 +22,9 @@ import numpy as np
 from tinyforge.backends.phantom import METER, PhantomBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
+from tinyforge.frozen_model import frozen_model
 from tinyforge.infer.causal_lm import CausalLM, check_causal_lm
 from tinyforge.kernel import Array
-from tinyforge.quantised_model import quantised_model
 from tinyforge.registry import ModelSpec
 from tinyforge.text import TextTokenizer
 from tinyforge.text.shards import separator_of
@@ -217,7 +217,7 @@ def bytes_needed(spec: ModelSpec, config: ModelConfig, precision: str, tokens: i
     start = METER.now
     METER.peak = start
     make: Callable[..., Any] = partial(spec.build, config, backend)
-    phantom = quantised_model(make, weights) if weights else make()
+    phantom = frozen_model(make, weights)
     h = phantom.hidden(backend.zeros((max(1, tokens // length), length), np.dtype(np.int32)))
     peak = METER.peak - start
     rows = min(h.shape[0] * length, max(1, LOGITS // config.vocab))

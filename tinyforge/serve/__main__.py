@@ -110,7 +110,7 @@ def loaded_model(args: argparse.Namespace) -> tuple[Loaded, str]:
     path = trained_model(args.checkpoint, for_chat=True) if args.checkpoint or not args.adapter else None
     backend = get_backend(args.backend, args.precision, workers=1)
     opened = open_model(Path(args.adapter), base=path) if args.adapter else open_model(path or Path())
-    loaded = opened.build(backend, weights=args.weights)
+    loaded = opened.build(backend, frozen=True, weights=args.weights)
     check_causal_lm(loaded.model)
     if loaded.template not in TEMPLATES:
         raise UserError(f"{loaded.path}: its chat template is {loaded.template!r}; known: {', '.join(TEMPLATES)}")
