@@ -104,6 +104,13 @@ template <class Kernel> static void host_launch(int grid_x, int grid_y, int thre
 
 // --- waiting for others
 
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long both = a | (unsigned long long)(b) << 32;
+    unsigned found = 0;
+    for (int i = 0; i < 4; i++) found |= (both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return found;
+}
+
 struct Meeting {
     int arrived = 0, round = 0;
     void wait(int all) {

@@ -48,12 +48,6 @@ inline int __float_as_int(float x) { int y; memcpy(&y, &x, 4); return y; }
 inline long long __double_as_longlong(double x) { long long y; memcpy(&y, &x, 8); return y; }
 inline double __longlong_as_double(long long x) { double y; memcpy(&y, &x, 8); return y; }
 inline void __threadfence() {}
-inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
-    const unsigned long long both = a | (unsigned long long)(b) << 32;
-    u32 found = 0;
-    for (int i = 0; i < 4; i++) found |= (both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
-    return found;
-}
 static u32 operands[64][32][6];
 static float host_number(u32 pair, int i) { return __uint_as_float(i ? pair & 0xffff0000 : pair << 16); }
 static u32 host_fma_pair(u32 a, u32 b, u32 c) {

@@ -199,7 +199,7 @@ def test_the_peak_of_a_matrix_product_is_measured() -> None:
 # What is done to the model, and whom the error must name.
 FAULTS: dict[str, tuple[Callable[[NanoEuler], None], str]] = {
     "a forward": (lambda m: spoil(m.blocks[1].down, "swiglu_linear_fwd"), "forward of blocks.1.down"),
-    "a backward": (lambda m: spoil(m.blocks[2].attention, "attention_bwd", 0), "backward of blocks.2.attention"),
+    "a backward": (lambda m: spoil(m.blocks[2].attention, "attention_rope_bwd", 0), "backward of blocks.2.attention"),
     "a gradient": (lambda m: spoil(m.blocks[0].qkv, "linear_bwd", 0), "backward of blocks.0.qkv"),
     "a weight": (lambda m: m.blocks[1].down.weight.value.fill(np.inf), "weight blocks.1.down.weight"),
 }
