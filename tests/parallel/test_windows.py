@@ -13,7 +13,7 @@ from tinyforge.errors import UserError
 
 pytest.importorskip("cupy")
 from tinyforge.backends import cupy_backend
-from tinyforge.parallel import windows
+from tinyforge.parallel import windows_cuda as windows
 
 BASE = 1 << 40
 

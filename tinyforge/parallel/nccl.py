@@ -5,7 +5,7 @@ what is computed meanwhile runs beside it, until `join` makes the next work wait
 layers travel while backward still computes those of the first (docs/parallel.md).
 
 A kernel of NCCL's holds multiprocessors that the ops' kernels miss: it has few blocks. With NCCL_CTA_POLICY=2 gradients
-and weights travel by **copies** on one host: the arrays lie in windows (windows.py), NCCL hands an all-to-all or an
+and weights travel by **copies** on one host: the arrays lie in windows (windows_cuda.py), NCCL hands an all-to-all or an
 all-gather to the GPU's copy engines, and a kernel of ours adds what has come, in the order of the ranks.
 
 The ranks' processes talk over lines (star.py). A collective of NCCL's does not wait for a meeting; what was called
@@ -33,7 +33,7 @@ from tinyforge.parallel.sums import add_
 from tinyforge.parallel.watch import Watch
 
 if TYPE_CHECKING:
-    from tinyforge.parallel.windows import Windows
+    from tinyforge.parallel.windows_cuda import Windows
 
 BLOCKS = 4
 """Of NCCL's kernels where NCCL_MAX_CTAS does not say otherwise. Each holds a multiprocessor, and kernels that are made
@@ -328,7 +328,7 @@ class CupyEngine:
         self._comm = nccl.NcclCommunicator(size, token, rank)
         self._windows: Windows | None = None
         if copies:
-            from tinyforge.parallel.windows import Windows
+            from tinyforge.parallel.windows_cuda import Windows
 
             self._windows = Windows(self._comm.comm)
         # Its blocks come before those of kernels that were started earlier and still wait for a multiprocessor.
