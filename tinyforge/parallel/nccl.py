@@ -5,8 +5,8 @@ what is computed meanwhile runs beside it, until `join` makes the next work wait
 layers travel while backward still computes those of the first (docs/parallel.md).
 
 A kernel of NCCL's holds multiprocessors that the ops' kernels miss: it has few blocks. With NCCL_CTA_POLICY=2 gradients
-and weights travel by **copies** on one host: the arrays lie in windows (windows_cuda.py), NCCL hands an all-to-all or an
-all-gather to the GPU's copy engines, and a kernel of ours adds what has come, in the order of the ranks.
+and weights travel by **copies** on one host: the arrays lie in windows (windows_cuda.py), NCCL hands an all-to-all or
+an all-gather to the GPU's copy engines, and a kernel of ours adds what has come, in the order of the ranks.
 
 The ranks' processes talk over lines (star.py). A collective of NCCL's does not wait for a meeting; what was called
 since the last one is compared at the next. A rank that dies or hangs in between is for the watch to notice (watch.py).
