@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.alpaca import end_of_reply, read_split, render_prompt
+from data.alpaca import end_of_reply, evenly, read_split, render_prompt
 from data.evaluation import TASKS, TEXT_TASKS, Set, check_tasks, find_sets, first_of_each, read_set, text_set
 from data.local import read_documents
 from data.published import MODELS, PUBLISHED
@@ -228,8 +228,7 @@ def held_out_prompts(
             f"--instructions: none of the {len(prompts)} held-out prompts has at most {room} tokens, so that a reply "
             f"has room in the context of {context}; give shorter ones"
         )
-    count = min(count, len(fit))
-    return [fit[i * len(fit) // count] for i in range(count)], len(prompts) - len(fit)
+    return evenly(fit, count), len(prompts) - len(fit)
 
 
 def measure_replies(loaded: Loaded, prompts: Sequence[Sequence[int]], max_tokens: int, seeds: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.alpaca import Record, read_split
+from data.alpaca import Record, evenly, read_split
 from data.files import write_json
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
@@ -29,11 +29,6 @@ from tinyforge.hub.tuning import prompt_ids
 from tinyforge.infer import Sampling
 from tinyforge.infer.evaluate import Reply, reply_decoder, reply_shares, reply_to
 from tinyforge.text.chat_templates import end_of_reply
-
-
-def evenly(records: Sequence[Record], count: int) -> list[Record]:
-    count = min(count, len(records))
-    return [records[i * len(records) // count] for i in range(count)]
 
 
 def records_to_ask(loaded: Loaded, records: Sequence[Record], count: int, max_tokens: int) -> list[Record]:

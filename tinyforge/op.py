@@ -9,6 +9,7 @@ One rule for gradients, everywhere: parameter gradients are accumulated (`+=`), 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -33,8 +34,8 @@ class Param:
     an op's backward to leave that product out, and it has no master weights and no moments.
 
     matrices: rows of each of the matrices that lie in it one below the other (the leading axes folded), where it maps
-    one hidden layer to the next: Muon makes the update of each orthogonal. Empty for all else: embeddings, heads,
-    norms, vectors.
+    one hidden layer to the next: Muon makes the update of each orthogonal. A number stands for so many of equal height.
+    Empty for all else: embeddings, heads, norms, vectors.
 
     weights: of a frozen parameter, set before the buffer is made: the format of one byte in which it is kept, see
     quantised.py; `value` is then computed from `stored` each time that it is read.
@@ -46,8 +47,10 @@ class Param:
 
     def __init__(
         self, name: str, shape: tuple[int, ...], *, std: float = 0.0, fill: float = 0.0, decay: bool = True,
-        matrices: Sequence[int] = (),
+        matrices: Sequence[int] | int = (),
     ) -> None:  # fmt: skip
+        if isinstance(matrices, int):
+            matrices = (math.prod(shape[:-1]) // max(1, matrices),) * matrices
         if matrices and sum(matrices) != np.prod(shape[:-1]):
             raise ValueError(f"Param {name}: matrices of {matrices} rows, and the shape is {shape}")
         self.name = name

@@ -52,8 +52,7 @@ class ParamBuffer:
         self._slices: dict[str, slice] = {}
         self.decay_end = self._lay_out([p for p in self.params if p.decay])
         size = self._lay_out([p for p in self.params if not p.decay], self.decay_end)
-        whole = [p for p in self.frozen if not p.weights]
-        size_frozen = self._lay_out(whole)
+        size_frozen = self._lay_out(p for p in self.frozen if not p.weights)
         self._backend = backend
         if values is UNPLACED:
             return
@@ -68,12 +67,11 @@ class ParamBuffer:
         for p in self.params:
             p.value = self.view(self.values, p)
         self.place_grads(self.grads)
-        for p in whole:
-            p.value = self.view(self.frozen_values, p)
         for p in self.frozen:
             p.grad = None
-            if p.weights:
-                p.value = Quantised.zeros(p.weights, p.shape, backend)
+            p.value = (
+                Quantised.zeros(p.weights, p.shape, backend) if p.weights else self.view(self.frozen_values, p)
+            )
 
     def place_grads(self, flat: Array) -> None:
         """From now on the gradients of all that is learned lie in `flat`; None: nowhere, and reading one is an error

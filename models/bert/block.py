@@ -22,8 +22,8 @@ def residual_std(layers: int) -> float:
 def linear(
     name: str, rows: int, columns: int, backend: Backend, bias: bool = True, std: float = STD, matrices: int = 1
 ) -> Linear:
-    """matrices: of equal height in the weight, see `Param`; 0 for a head."""
-    weight = Param(f"{name}.weight", (rows, columns), std=std, matrices=(rows // max(1, matrices),) * matrices)
+    """matrices: see `Param`; 0 for a head."""
+    weight = Param(f"{name}.weight", (rows, columns), std=std, matrices=matrices)
     return Linear(weight, backend, name, bias=Param(f"{name}.bias", (rows,), decay=False) if bias else None)
 
 
@@ -47,7 +47,7 @@ class Block:
         self.norm1 = norm(f"{at}.norm1", c, backend)
         self.up = linear(f"{at}.up", c.hidden, c.dim, backend, bias=False)
         self.down = GELULinear(
-            Param(f"{at}.down.weight", (c.dim, c.hidden), std=small, matrices=(c.dim,)), backend, f"{at}.down",
+            Param(f"{at}.down.weight", (c.dim, c.hidden), std=small, matrices=1), backend, f"{at}.down",
             approximate="erf",
             bias=Param(f"{at}.down.bias", (c.dim,), decay=False),
             input_bias=Param(f"{at}.up.bias", (c.hidden,), decay=False),

@@ -34,7 +34,7 @@ class Block:
         def linear(
             name: str, rows: int, columns: int, std: float, bias: Param | None = None, matrices: int = 1
         ) -> Linear:
-            weight = Param(f"{at}.{name}.weight", (rows, columns), std=std, matrices=(rows // matrices,) * matrices)
+            weight = Param(f"{at}.{name}.weight", (rows, columns), std=std, matrices=matrices)
             return Linear(weight, backend, f"{at}.{name}", bias=bias)
 
         def dropout(name: str) -> Dropout:
@@ -50,7 +50,7 @@ class Block:
         self.out = linear("out", dim, dim, residual_std, out_bias)
         self.out_dropout = dropout("out_dropout")
         self.up = linear("up", 4 * dim, dim, std)
-        down = Param(f"{at}.down.weight", (dim, 4 * dim), std=residual_std, matrices=(dim,))
+        down = Param(f"{at}.down.weight", (dim, 4 * dim), std=residual_std, matrices=1)
         self.down = GELULinear(down, backend, f"{at}.down", bias=down_bias, input_bias=bias("up", 4 * dim))
         self.down_dropout = dropout("down_dropout")
         self.split = 3 * config.heads, config.head_dim  # of what qkv gives

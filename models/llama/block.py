@@ -64,7 +64,7 @@ class AttentionHalf:
         self.rope = RoPE(c.head_dim, c.context, c.heads + c.kv_heads, backend, c.rope_theta, f"{at}.rope",
                          scaling=scaling)  # fmt: skip
         self.attention = Attention(c.heads, c.kv_heads, backend, f"{at}.attention", window=c.window or None)
-        out = Param(f"{at}.out.weight", (c.dim, queries), std=residual_std(c.layers), matrices=(c.dim,))
+        out = Param(f"{at}.out.weight", (c.dim, queries), std=residual_std(c.layers), matrices=1)
         self.out = Linear(out, backend, f"{at}.out")
         self.out_dropout = Dropout(c.dropout, backend, f"{at}.out_dropout")
         self.down_dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
@@ -112,8 +112,8 @@ class Block(AttentionHalf):
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
         super().__init__(config, layer, backend)
         c, at = config, f"blocks.{layer}"
-        gate_up = Param(f"{at}.gate_up.weight", (2 * c.hidden, c.dim), std=STD, matrices=(c.hidden, c.hidden))
-        down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers), matrices=(c.dim,))
+        gate_up = Param(f"{at}.gate_up.weight", (2 * c.hidden, c.dim), std=STD, matrices=2)
+        down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers), matrices=1)
         self.gate_up = LinearSwiGLU(gate_up, backend, f"{at}.gate_up")
         self.down = SwiGLULinear(down, backend, f"{at}.down")
 

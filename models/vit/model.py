@@ -45,7 +45,7 @@ class Block(gpt2.Block):
             return Param(f"{at}.{name}.bias", (rows,), decay=False)
 
         def weight(name: str, rows: int, columns: int, std: float, matrices: int = 1) -> Param:
-            return Param(f"{at}.{name}.weight", (rows, columns), std=std, matrices=(rows // matrices,) * matrices)
+            return Param(f"{at}.{name}.weight", (rows, columns), std=std, matrices=matrices)
 
         self.qkv = Linear(
             weight("qkv", 3 * dim, dim, std, matrices=3), backend, f"{at}.qkv", bias=bias("qkv", 3 * dim)

@@ -196,6 +196,9 @@ def test_queries_keys_values_gate_and_up_are_matrices_of_their_own() -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"Param x: matrices of \(3, 4\) rows, and the shape is \(8, 2\)"):
         Param("x", (8, 2), matrices=(3, 4))
+    with pytest.raises(ValueError, match=r"matrices of \(2, 2, 2\) rows"):
+        Param("x", (8, 2), matrices=3)
+    assert Param("x", (2, 4, 6), matrices=4).matrices == (2, 2, 2, 2)
 
 
 def test_what_muon_cannot_do_is_one_line() -> None:
