@@ -29,8 +29,8 @@ from tinyforge.backends.tensor_map import distances, encoded
 from tinyforge.kernel import Array
 
 FILE, PLAIN, TABLE = "ops/gemm_hopper.cu", "ops/gemm.cu", "gemm_table.json"
-DEPTH, THREADS, LINE, BARRIERS, PIECE, PIECES, HEAD = (
-    constant(FILE, name) for name in ("DEPTH", "THREADS", "LINE", "BARRIERS", "PIECE", "PIECES", "HEAD")
+DEPTH, THREADS, LINE, BARRIERS, PIECE, SLOTS, HEAD = (
+    constant(FILE, name) for name in ("DEPTH", "THREADS", "LINE", "BARRIERS", "PIECE", "SLOTS", "HEAD")
 )
 SIDE = constant(PLAIN, "SIDE")
 MOST_BLOCKS = 1024  # of the plain kernel
@@ -81,7 +81,7 @@ class Variant:
                 f"band {self.band}, splits {self.splits}")  # fmt: skip
 
     def shared_bytes(self, product: str) -> int:
-        gates = PIECES * PIECE if product == "SWIGLU_BACKWARD" else 0
+        gates = SLOTS * PIECE if product == "SWIGLU_BACKWARD" else 0
         return self.stages * (self.rows + self.columns) * LINE + gates + BARRIERS
 
 
@@ -234,7 +234,9 @@ def _plan(variant: Variant, product: str, accumulate: bool, *arrays: Described) 
     splits = min(variant.splits, -(-k // DEPTH)) if across_a else 1
     pairs = 2 if product == "SWIGLU" else 1  # a column of the gate, and one of up
     width, columns = n // pairs, variant.columns // pairs  # of h, or the result; of a tile
-    boxes = (DEPTH if across_a else variant.rows), (DEPTH if across_b else columns) // variant.cluster
+    # Of b a block copies its share, of SwiGLU's the gate or up; alone, both of them.
+    shares = 1 if product == "SWIGLU" else variant.cluster
+    boxes = (DEPTH if across_a else variant.rows), (DEPTH if across_b else columns) // shares
     units = -(-m // (variant.rows * variant.cluster)) * -(-width // columns) * splits
     kernel = load(
         FILE, "gemm_hopper", variant.shared_bytes(product), arch="sm_90a", SCALAR="bf16", **macros, ROWS=variant.rows,

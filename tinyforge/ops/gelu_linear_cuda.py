@@ -7,14 +7,18 @@ from tinyforge.backends.gemm import gemm
 from tinyforge.kernel import Array
 from tinyforge.ops import gelu_linear
 from tinyforge.ops.gelu_cuda import gelu_bwd, gelu_fwd
-from tinyforge.ops.linear_cuda import linear_bwd_bias, linear_fwd
+from tinyforge.ops.linear_cuda import linear_add_fwd, linear_bwd_bias, linear_fwd
 
 
 @gelu_linear.gelu_linear_fwd.on("cupy")
 def gelu_linear_fwd(
-    u: Array, weight: Array, bias: Array | None, input_bias: Array | None, approximate: str, *, backend: CupyBackend
-) -> Array:
-    return linear_fwd(gelu_fwd(u, input_bias, approximate), weight, bias, backend=backend)
+    u: Array, weight: Array, bias: Array | None, input_bias: Array | None, add: Array | None, approximate: str, *,
+    backend: CupyBackend,
+) -> Array:  # fmt: skip
+    hidden = gelu_fwd(u, input_bias, approximate)
+    if add is None:
+        return linear_fwd(hidden, weight, bias, backend=backend)
+    return linear_add_fwd(hidden, weight, bias, add, backend=backend)
 
 
 @gelu_linear.gelu_linear_bwd.on("cupy")

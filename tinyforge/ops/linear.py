@@ -28,15 +28,15 @@ def linear_fwd_memory(x: Array, weight: Array, bias: Array | None) -> Array:
 
 
 @kernel
-def linear_add_fwd(x: Array, weight: Array, add: Array) -> Array:
-    """x W^T + add, rounded once."""
-    y = linear_fwd(x, weight, None)
+def linear_add_fwd(x: Array, weight: Array, bias: Array | None, add: Array) -> Array:
+    """x W^T + bias + add, rounded once."""
+    y = linear_fwd(x, weight, bias)
     y += add
     return y
 
 
 @linear_add_fwd.on("phantom")
-def linear_add_fwd_memory(x: Array, weight: Array, add: Array) -> Array:
+def linear_add_fwd_memory(x: Array, weight: Array, bias: Array | None, add: Array) -> Array:
     return linear_fwd_memory(x, weight, None)
 
 
@@ -76,19 +76,19 @@ class Linear(Op):
     from what other ops have saved anyway: memory for the price of that function (Chen et al., "Training Deep Nets with
     Sublinear Memory Cost", 2016). With a frozen W nothing is saved.
 
-    add: (..., O), added to y where there is no bias, as the residual stream is: a pass over memory less than adding it
-    afterwards, and a rounding. Its gradient is dy.
+    add: (..., O), added to y, as the residual stream is: a pass over memory less than adding it afterwards, and a
+    rounding. Its gradient is dy.
 
     backward: dx = dy W, dW += dy^T x, db += sum over rows of dy, with all leading axes folded into one.
     """
 
     kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (linear_fwd, linear_bwd, linear_add_fwd)
+    adds = True
 
     def __init__(self, weight: Param, backend: Backend, name: str = "", *, bias: Param | None = None) -> None:
         super().__init__(backend, name)
         self.weight = weight
         self.bias = bias
-        self.adds = bias is None
 
     def params(self) -> list[Param]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
@@ -98,9 +98,10 @@ class Linear(Op):
         add: Array | None = None,
     ) -> Array:  # fmt: skip
         self.keep(x, stash, recompute)
+        bias = self.bias.value if self.bias else None
         if add is not None:
-            return self.k.linear_add_fwd(x, self.weight.value, add)
-        return self.k.linear_fwd(x, self.weight.value, self.bias.value if self.bias else None)
+            return self.k.linear_add_fwd(x, self.weight.value, bias, add)
+        return self.k.linear_fwd(x, self.weight.value, bias)
 
     def keep(self, x: Array, stash: Stash | None, recompute: Callable[[], Array] | None) -> None:
         if stash is not None:

@@ -39,12 +39,12 @@ def linear_fwd(x: Array, weight: Array, bias: Array | None, *, backend: CupyBack
 
 
 @linear.linear_add_fwd.on("cupy")
-def linear_add_fwd(x: Array, weight: Array, add: Array, *, backend: CupyBackend) -> Array:
+def linear_add_fwd(x: Array, weight: Array, bias: Array | None, add: Array, *, backend: CupyBackend) -> Array:
     x, add = contiguous(x), contiguous(add)
     rows, width = x.size // x.shape[-1], x.shape[-1]
     y, flat, more = new((rows, len(weight)), x.dtype), x.reshape(rows, width), add.reshape(rows, len(weight))
-    if not (x.size and y.size and gemm_plus(flat, weight, y, add=more, tf32=backend.tf32)):
-        y[...] = more
+    if not (x.size and y.size and gemm_plus(flat, weight, y, bias=bias, add=more, tf32=backend.tf32)):
+        y[...] = more if bias is None else more + bias
         gemm(flat, weight, y, transpose_b=True, accumulate=True, tf32=backend.tf32)
     return y.reshape(add.shape)
 

@@ -37,7 +37,7 @@ def linear_swiglu_fwd_memory(x: Array, weight: Array) -> tuple[Array, Array]:
 def swiglu_linear_fwd(gu: Array, hidden: Array | None, weight: Array, add: Array | None) -> Array:
     """hidden: swiglu(gu), where it is there already; gu is not read then. add: as in Linear."""
     hidden = swiglu_fwd(gu) if hidden is None else hidden
-    return linear_fwd(hidden, weight, None) if add is None else linear_add_fwd(hidden, weight, add)
+    return linear_fwd(hidden, weight, None) if add is None else linear_add_fwd(hidden, weight, None, add)
 
 
 @swiglu_linear_fwd.on("phantom")

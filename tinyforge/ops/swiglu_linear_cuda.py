@@ -29,7 +29,7 @@ def swiglu_linear_fwd(
     hidden = swiglu_fwd(gu) if hidden is None else hidden
     if add is None:
         return linear_fwd(hidden, weight, None, backend=backend)
-    return linear_add_fwd(hidden, weight, add, backend=backend)
+    return linear_add_fwd(hidden, weight, None, add, backend=backend)
 
 
 @swiglu_linear.swiglu_linear_bwd.on("cupy")
