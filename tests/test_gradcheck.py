@@ -370,8 +370,8 @@ FAULTS = [
     Fault(ops.Linear, "sign of dx", linear_bwd, scaled(-1)),
     Fault(ops.Linear, "dx 1 %", linear_bwd, scaled(1.01)),
     Fault(ops.Linear, "dW of the last row lost", linear_bwd,
-          with_args(lambda dw, db, dy, x, w: (dw, db, dy, no_tail(x), w))),
-    Fault(ops.Linear, "dW 1 %", linear_bwd, with_args(lambda dw, db, dy, x, w: (dw, db, dy, x * 1.01, w))),
+          with_args(lambda dw, db, dy, x, *a: (dw, db, dy, no_tail(x), *a))),
+    Fault(ops.Linear, "dW 1 %", linear_bwd, with_args(lambda dw, db, dy, x, *a: (dw, db, dy, x * 1.01, *a))),
     Fault(ops.Linear, "db of the first row alone", linear_bwd,
           then(lambda dw, db, dy, *_: None if db is None else db.__setitem__(..., dy.reshape(-1, len(db))[:1].sum(0)))),
     Fault(ops.Linear, "db lost", linear_bwd, with_args(lambda dw, db, *a: (dw, None, *a))),
@@ -444,8 +444,9 @@ FAULTS = [
     Fault(ops.GELULinear, "dW 1 %", gelu_linear_bwd, then(lambda dw, *_: times(dw, 1.01))),
     Fault(ops.GELULinear, "db 1 %", gelu_linear_bwd, then(lambda dw, db, *_: db is not None and times(db, 1.01))),
     Fault(ops.GELULinear, "no input bias in backward", gelu_linear_bwd,
-          with_args(lambda *a: (*a[:-2], None if a[-2] is None else 0 * a[-2], a[-1]))),
-    Fault(ops.GELULinear, "slope of the other formula", gelu_linear_bwd, with_args(lambda *a: (*a[:-1], "tanh"))),
+          with_args(lambda *a: (*a[:6], None if a[6] is None else 0 * a[6], *a[7:]))),
+    Fault(ops.GELULinear, "slope of the other formula", gelu_linear_bwd,
+          with_args(lambda *a: (*a[:7], "tanh", *a[8:]))),
     Fault(ops.GELULinear, "input bias after the GELU", gelu_linear_fwd,
           with_args(lambda u, w, b, b_in, *a: (
               u, w, b if b_in is None else (0 if b is None else b) + w @ b_in, None, *a))),
@@ -672,8 +673,8 @@ def test_a_fault_in_a_models_wiring_is_caught(model: Any, what: str, miswire: Ca
 
 
 def test_a_fault_in_a_kernel_is_caught_through_the_whole_model() -> None:
-    def without_slope(dweight: Array, dy: Array, gu: Array, weight: Array) -> Array:
-        linear_bwd(dweight, None, dy, swiglu_fwd(gu), weight)
+    def without_slope(dweight: Array, dy: Array, gu: Array, weight: Array, accumulate: bool) -> Array:
+        linear_bwd(dweight, None, dy, swiglu_fwd(gu), weight, accumulate)
         return swiglu_without_slope(None, dy @ weight, gu)
 
     with override(swiglu_linear_bwd, "numpy", without_slope):

@@ -12,7 +12,7 @@ from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.gelu import gelu_bwd, gelu_fwd
-from tinyforge.ops.linear import linear_add_fwd, linear_bwd_bias, linear_fwd
+from tinyforge.ops.linear import add_product, linear_add_fwd, linear_bwd_bias, linear_fwd
 from tinyforge.params import with_buffer
 
 
@@ -36,13 +36,13 @@ def gelu_linear_fwd_memory(
 @kernel
 def gelu_linear_bwd(
     dweight: Array | None, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
-    input_bias: Array | None, approximate: str,
+    input_bias: Array | None, approximate: str, accumulate: bool = True,
 ) -> Array:  # fmt: skip
     rows = dy.reshape(-1, dy.shape[-1])
     hidden = None if dweight is None else np.empty(u.shape, u.dtype)
     du = gelu_bwd(hidden, dinput_bias, (rows @ weight).reshape(u.shape), u, input_bias, approximate)
     if dweight is not None and hidden is not None:
-        dweight += rows.T @ hidden.reshape(len(rows), weight.shape[1])
+        add_product(dweight, rows.T, hidden.reshape(len(rows), weight.shape[1]), accumulate)
     if dbias is not None:
         linear_bwd_bias(dbias, rows)
     return du
@@ -51,7 +51,7 @@ def gelu_linear_bwd(
 @gelu_linear_bwd.on("phantom")
 def gelu_linear_bwd_memory(
     dweight: Array | None, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
-    input_bias: Array | None, approximate: str,
+    input_bias: Array | None, approximate: str, accumulate: bool = True,
 ) -> Array:  # fmt: skip
     _hidden = None if dweight is None else empty(u.shape, u.dtype)
     dhidden = empty(u.shape, u.dtype)
@@ -79,6 +79,7 @@ class GELULinear(Op):
         super().__init__(backend, name)
         self.approximate = approximate
         self.weight, self.bias, self.input_bias = weight, bias, input_bias
+        weight.by_product = True
 
     def params(self) -> list[Param]:
         return [p for p in (self.input_bias, self.weight, self.bias) if p is not None]
@@ -93,8 +94,9 @@ class GELULinear(Op):
         (u,) = stash.pop(self)
         dbias, dinput_bias = (p.grad if p else None for p in (self.bias, self.input_bias))
         input_bias = self.input_bias.value if self.input_bias else None
+        dweight, accumulate = self.weight.summed_in()
         return self.k.gelu_linear_bwd(
-            self.weight.grad, dbias, dinput_bias, dy, u, self.weight.value, input_bias, self.approximate
+            dweight, dbias, dinput_bias, dy, u, self.weight.value, input_bias, self.approximate, accumulate
         )
 
     @classmethod

@@ -24,7 +24,7 @@ def gelu_linear_fwd(
 @gelu_linear.gelu_linear_bwd.on("cupy")
 def gelu_linear_bwd(
     dweight: Array | None, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
-    input_bias: Array | None, approximate: str, *, backend: CupyBackend,
+    input_bias: Array | None, approximate: str, accumulate: bool = True, *, backend: CupyBackend,
 ) -> Array:  # fmt: skip
     dy, u = contiguous(dy), contiguous(u)
     rows = dy.size // dy.shape[-1]
@@ -33,7 +33,7 @@ def gelu_linear_bwd(
     dhidden = gemm(up, weight, tf32=backend.tf32)
     du = gelu_bwd(hidden, dinput_bias, dhidden, u.reshape(dhidden.shape), input_bias, approximate)
     if dweight is not None:
-        gemm(up, hidden, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
+        gemm(up, hidden, dweight, transpose_a=True, accumulate=accumulate, tf32=backend.tf32)
     if dbias is not None:
         linear_bwd_bias(dbias, up)
     return du.reshape(u.shape)

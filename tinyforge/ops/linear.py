@@ -52,19 +52,29 @@ def linear_bwd_bias_memory(dbias: Array, dy: Array) -> None:
 
 
 @kernel
-def linear_bwd(dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array) -> Array:
-    """x is read for dweight alone."""
+def linear_bwd(
+    dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array, accumulate: bool = True
+) -> Array:
+    """x is read for dweight alone. accumulate: as of `Param.summed_in`, for dweight."""
     rows = dy.reshape(-1, dy.shape[-1])
     if dweight is not None and x is not None:
-        dweight += rows.T @ x.reshape(-1, x.shape[-1])
+        add_product(dweight, rows.T, x.reshape(-1, x.shape[-1]), accumulate)
     if dbias is not None:
         linear_bwd_bias(dbias, rows)
     return (rows @ weight).reshape(*dy.shape[:-1], weight.shape[1])
 
 
+def add_product(out: Array, a: Array, b: Array, accumulate: bool) -> None:
+    """out += a b, or out = a b, on NumPy."""
+    if accumulate:
+        out += a @ b
+    else:
+        np.matmul(a, b, out=out)
+
+
 @linear_bwd.on("phantom")
 def linear_bwd_memory(
-    dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array
+    dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array, accumulate: bool = True
 ) -> Array:
     return empty((*dy.shape[:-1], weight.shape[1]), dy.dtype)
 
@@ -89,6 +99,7 @@ class Linear(Op):
         super().__init__(backend, name)
         self.weight = weight
         self.bias = bias
+        weight.by_product = True
 
     def params(self) -> list[Param]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
@@ -110,7 +121,8 @@ class Linear(Op):
     def backward(self, dy: Array, stash: Stash) -> Array:
         (x,) = stash.pop(self)
         dbias = self.bias.grad if self.bias else None
-        return self.k.linear_bwd(self.weight.grad, dbias, dy, x and x(), self.weight.value)
+        dweight, accumulate = self.weight.summed_in()
+        return self.k.linear_bwd(dweight, dbias, dy, x and x(), self.weight.value, accumulate)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

@@ -51,14 +51,15 @@ def linear_add_fwd(x: Array, weight: Array, bias: Array | None, add: Array, *, b
 
 @linear.linear_bwd.on("cupy")
 def linear_bwd(
-    dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array, *, backend: CupyBackend
-) -> Array:
+    dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array, accumulate: bool = True, *,
+    backend: CupyBackend,
+) -> Array:  # fmt: skip
     dy = contiguous(dy)
     rows, width = dy.size // dy.shape[-1], weight.shape[1]
     up = dy.reshape(rows, dy.shape[-1])
     if dweight is not None:
         flat = contiguous(x).reshape(rows, width)
-        gemm(up, flat, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
+        gemm(up, flat, dweight, transpose_a=True, accumulate=accumulate, tf32=backend.tf32)
     if dbias is not None:
         linear_bwd_bias(dbias, up)
     return gemm(up, weight, tf32=backend.tf32).reshape(*dy.shape[:-1], width)
