@@ -156,7 +156,7 @@ def linear_cross_entropy_bwd(
         if gradient is not None:
             gradient += rows @ h[part]
         np.matmul(rows.T, flat, out=dh[part])
-    if gradient is not None:
+    if dweight is not None and gradient is not None:
         gradient = gradient.reshape(weight.shape)
         gradient = gradient * scale if shared else gradient
         if accumulate:
