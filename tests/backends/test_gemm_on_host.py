@@ -291,6 +291,122 @@ GATED_TILES = {
 }
 
 
+# The same of GELU, with a bias; the lines of partial sums add up to the gradient of the bias.
+GELUS = r"""
+int main() {
+    const int rows = M, columns = N, depth = K, again = AGAIN;
+    constexpr bool FORWARDS = EPILOGUE == GELU;
+    const int b_pitch = (ACROSS_B ? columns : depth) + 8;
+    host_jitter = true, host_limit = 100000;
+    auto drawn = [](int n, bool whole) {
+        std::vector<T> x(n);
+        for (T &v : x) v.bits = host_bf16(whole ? int(host_normal() * 1.5) : host_normal());
+        return x;
+    };
+    auto a = drawn(rows * depth, true), b = drawn((ACROSS_B ? depth : columns) * b_pitch, true);
+    auto bias = drawn(columns, false), u = drawn(rows * columns, false);
+    const TensorMap a_map = map(a, false, rows, depth, depth, ROWS);
+    const TensorMap b_map = map(b, ACROSS_B, columns, depth, b_pitch, (ACROSS_B ? 64 : COLUMNS) / CLUSTER);
+    T poison;
+    memset(&poison, 0xff, sizeof poison);
+    std::vector<T> out(rows * columns + 4096, poison), hidden(out);
+    T *const h = again ? hidden.data() : nullptr;
+    const int lines = (rows + ROWS * CLUSTER - 1) / (ROWS * CLUSTER) * CLUSTER * SHARERS * 4;
+    std::vector<float> partial(lines * columns + 4096, 0.0f / 0.0f);
+#if EPILOGUE == GELU
+#define MORE h, bias.data()
+#else
+    const TensorMap u_map = map(u, false, rows, columns, columns, 64);
+#define MORE h, u_map, bias.data(), partial.data()
+#endif
+    host_launch(2 * CLUSTER, 1, THREADS, [&] {
+        gemm_hopper(out.data(), a_map, b_map, rows, columns, depth, columns, BAND, 1, 0, MORE);
+    }, CLUSTER);
+    if (!host_boxes.empty()) host_fault("a box was never waited for");
+    int wrong = 0;
+    for (int c = 0; c < columns; c++) {
+        double whole = 0, size = 0, found = 0;
+        for (int r = 0; r < rows; r++) {
+            double sum = 0;
+            for (int k = 0; k < depth; k++)
+                sum += double(widen(a[r * depth + k])) * widen(ACROSS_B ? b[k * b_pitch + c] : b[c * b_pitch + k]);
+            T s, first, y;
+            s.bits = host_bf16(sum);
+            if constexpr (FORWARDS) {
+                first = s, gelu<T, false>(y, widen(s) + widen(bias[c]));
+            } else {
+                const float slope = gelu_gradient<T, false>(
+                    first, y, widen(s), widen(u[r * columns + c]) + widen(bias[c])
+                );
+                whole += slope, size += std::abs(slope);
+            }
+            wrong += out[r * columns + c].bits != first.bits;
+            wrong += hidden[r * columns + c].bits != (again ? y.bits : 0xffff);
+        }
+        for (int line = 0; line < lines; line++) found += partial[line * columns + c];
+        if (!FORWARDS) wrong += !(std::abs(found - whole) <= 1e-6 * size);
+    }
+    for (size_t i = rows * columns; i < out.size(); i++) wrong += out[i].bits != 0xffff || hidden[i].bits != 0xffff;
+    for (size_t i = lines * columns; i < partial.size(); i++) wrong += !std::isnan(partial[i]);
+    printf("%d\n", wrong);
+}
+"""
+GELU_TILES = {
+    "GELU": ((128, 192, 5, 1, 1), (256, 192, 4, 0, 1), (128, 192, 5, 1, 2)),
+    "GELU_BACKWARD": ((128, 128, 5, 1, 1), (128, 256, 3, 0, 1), (128, 128, 5, 1, 2)),
+}
+
+
+def with_gelu(
+    epilogue: str, tile: tuple[int, int, int, int, int], folder: Path, *, shape: tuple[int, int, int] = (264, 136, 200),
+    again: bool = True, fault: tuple[str, str] | None = None,
+) -> int:  # fmt: skip
+    """How many numbers are not what the product and GELU's own formulas give."""
+    macros: dict[str, int | str] = {"SCALAR": "bf16", "EPILOGUE": epilogue}
+    macros["PRODUCT"] = "FORWARD" if epilogue == "GELU" else "INPUT"
+    macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER"), tile, strict=True))
+    main = GELUS.replace("AGAIN", str(int(again))).replace("BAND", "2")
+    for name, value in zip(("M", "N", "K"), shape, strict=True):
+        main = main.replace(f" {name},", f" {value},", 1)
+    return int(
+        run_on_host("ops/gemm_hopper.cu", macros, HOPPER_BODIES, MAP + main, folder, before=hopper(), fault=fault)
+    )
+
+
+@pytest.mark.parametrize(("epilogue", "tile"), [(e, tile) for e, tiles in GELU_TILES.items() for tile in tiles])
+def test_gelu_at_the_end_of_a_product_is_gelu(
+    epilogue: str, tile: tuple[int, int, int, int, int], tmp_path: Path
+) -> None:
+    """Bit for bit, and the sums of its gradient's columns."""
+    assert with_gelu(epilogue, tile, tmp_path) == 0
+    assert epilogue == "GELU" or with_gelu(epilogue, tile, tmp_path, shape=(72, 40, 72), again=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "fault"),
+    [
+        ("GELU", ("load<8>(bias + column)", "load<8>(bias)")),
+        ("GELU", ("if (column >= columns) continue;", "")),
+        ("GELU", ("widen(taken[below][n].v[k]) + widen", "widen(taken[0][n].v[k]) + widen")),
+        ("GELU_BACKWARD", ("x[below][j].v[k]) + widen(b.v[k])", "x[below][j].v[k])")),
+        ("GELU_BACKWARD", ("fold<GAP / 2, N / 2>(x)", "fold<GAP / 4, N / 2>(x)")),
+        ("GELU_BACKWARD", ("upper ? N / 2 : 0", "0")),
+        ("GELU_BACKWARD", ("total[8 * n + k] +=", "total[8 * n + k] =")),
+        ("GELU_BACKWARD", ("(PINGPONG ? 0 : products.group)) * 4", "0) * 4")),
+        ("GELU_BACKWARD", ("barrier_wait(ring.gates_full(group, slot), parities >> slot & 1);\n"
+                           "                parities ^= 1 << slot;\n                Pack<R, 8> x", "Pack<R, 8> x")),
+    ],
+    ids=lambda x: x[0] if isinstance(x, tuple) else x,
+)  # fmt: skip
+def test_faults_of_gelu_show(epilogue: str, fault: tuple[str, str], tmp_path: Path) -> None:
+    tile = (128, 128, 4, 1, 1) if epilogue == "GELU" else (128, 256, 3, 0, 1)
+    try:
+        wrong = with_gelu(epilogue, tile, tmp_path, shape=(264, 264, 72), fault=fault)
+    except AssertionError:  # it said what was wrong
+        return
+    assert wrong
+
+
 # The same of RoPE: angles that change a bit wherever a wrong one is taken.
 ROPES = r"""
 typedef Pack<T, 1> One;

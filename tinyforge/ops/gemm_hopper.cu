@@ -27,6 +27,9 @@
 //                      the same of up: two boxes of W.
 //   SWIGLU_BACKWARD    of dh = dy W: dgate|dup and h, from gate|up; dh itself is not written. A thread of its own copies a
 //                      tile's gate|up ahead, in pieces of 64 rows and 64 columns, round buffers of their own.
+//   GELU               of u = x W^T, with h = gelu(u + bias) beside it, by the tanh formula
+//   GELU_BACKWARD      of dh = dy W: du and h, from u, copied ahead in the same way; and sums of du over the rows of each
+//                      warp, of which the bias's gradient is made
 //   ROPE               of q|k|v = x W^T, heads of 64: each pair of q and k is turned by the angle of its position
 //   With `splits` parts of the sum, `out` has a plane in float32 for each, which gemm_sum (gemm.cu) adds up in their order.
 // Grid: a multiple of CLUSTER blocks, one for each multiprocessor. Block: THREADS. Shared memory: STAGES x (ROWS +
@@ -44,11 +47,16 @@
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=128 STAGES=5 PINGPONG=1 CLUSTER=1|2
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=256 STAGES=3 PINGPONG=0 CLUSTER=1|2
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=256 COLUMNS=128 STAGES=3 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=GELU ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=GELU ROWS=256 COLUMNS=192 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=GELU_BACKWARD ROWS=128 COLUMNS=128 STAGES=5 PINGPONG=1 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=GELU_BACKWARD ROWS=128 COLUMNS=256 STAGES=3 PINGPONG=0 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=ROPE ROWS=64 COLUMNS=256 STAGES=5 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=ROPE ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1|2
 // spills: none
 
 #include "ops/gemm.cuh"
+#include "ops/gelu.cuh"
 #include "ops/hopper.cuh"
 #include "ops/rope.cuh"
 #include "ops/swiglu.cuh"
@@ -68,6 +76,8 @@
 #define SWIGLU 1
 #define SWIGLU_BACKWARD 2
 #define ROPE 3
+#define GELU 4
+#define GELU_BACKWARD 5
 #ifndef EPILOGUE
 #define EPILOGUE NONE
 #endif
@@ -84,12 +94,13 @@ constexpr int SHARERS = PINGPONG ? 1 : 2;                  // warpgroups that wo
 constexpr int BLOCKS = ROWS / SHARERS / 64;                // products of 64 rows that each of them does
 constexpr int WIDE = EPILOGUE == SWIGLU ? COLUMNS / 2 : COLUMNS;  // columns of the result from one tile to the next
 constexpr int GATES = STAGES * (LEFT + RIGHT);             // where gate|up begins in shared memory
-constexpr int BEHIND = GATES + (EPILOGUE == SWIGLU_BACKWARD ? SLOTS * PIECE : 0);  // and the barriers
+constexpr bool AHEAD = EPILOGUE == SWIGLU_BACKWARD || EPILOGUE == GELU_BACKWARD;  // copies what the epilogue reads
+constexpr int BEHIND = GATES + (AHEAD ? SLOTS * PIECE : 0);  // and the barriers
 constexpr int PIECES = BLOCKS * COLUMNS / 64;              // of gate|up, which a warpgroup reads for a tile
 
 static_assert(ROWS % (64 * SHARERS) == 0 && (CLUSTER == 1 || CLUSTER == 2), "");
 static_assert((2 * STAGES + 2 + 3 * SLOTS) * 8 <= BARRIERS, "");
-static_assert(EPILOGUE != SWIGLU_BACKWARD || 2 * PIECES % SLOTS == 0, "a warpgroup finds a tile's pieces in the same slots");
+static_assert(!AHEAD || 2 * PIECES % SLOTS == 0, "a warpgroup finds a tile's pieces in the same slots");
 
 extern __shared__ __align__(1024) unsigned char room[];  // the stages, gate|up, the barriers
 
@@ -128,7 +139,7 @@ __device__ __forceinline__ void make_barriers() {
             barrier_make(ring.empty(), 4 * SHARERS * CLUSTER);
         }
         for (int group = 0; group < 2; group++) barrier_make(ring.turn(group), 4);
-        if constexpr (EPILOGUE == SWIGLU_BACKWARD) {
+        if constexpr (AHEAD) {
             for (int slot = 0; slot < SLOTS; slot++) {
                 barrier_make(ring.gates_full(0, slot), 1);
                 barrier_make(ring.gates_full(1, slot), 1);
@@ -177,7 +188,7 @@ __device__ __forceinline__ void copy_pieces(
     barrier_arrive(full);
 }
 
-// Copies gate|up of tile after tile, 64 rows and 64 columns at a time, in the order in which they are read: a tile of a
+// Copies gate|up, or GELU's u, of tile after tile, 64 rows and 64 columns at a time, in the order in which they are read: a tile of a
 // warpgroup's own whole, one that both work on in turns.
 struct Gates {
     u32 slot = 0, parities = 0;  // of `gates_empty`, a bit for each slot
@@ -193,9 +204,9 @@ struct Gates {
             const int y = row + i % SHARERS * (ROWS / 2) + piece / (COLUMNS / 64) * 64;
             barrier_wait(ring.gates_empty(slot), ~parities >> slot & 1);
             parities ^= 1 << slot;
-            barrier_expect(full, PIECE);
+            barrier_expect(full, EPILOGUE == SWIGLU_BACKWARD ? PIECE : PIECE / 2);
             copy_box(to, gu, x, y, 0, full);
-            copy_box(to + PIECE / 2, gu, half + x, y, 0, full);
+            if constexpr (EPILOGUE == SWIGLU_BACKWARD) copy_box(to + PIECE / 2, gu, half + x, y, 0, full);
             barrier_arrive(full);
         }
         group ^= 1;
@@ -360,6 +371,114 @@ struct Products {
         }
     }
 
+    // u, and h = gelu(u + bias) beside it. u, hidden, bias: the tile's first numbers.
+    template <class R>
+    __device__ __forceinline__ void write_gelu(R *u, R *hidden, const R *bias, int stride, int rows, int columns) {
+        const int first = lane % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+            Pack<R, 8> taken[2][COLUMNS / 32];
+            take_rounded(taken, i);
+            asm volatile("" ::: "memory");  // the bias comes when its registers are free
+#pragma unroll
+            for (int n = 0; n < COLUMNS / 32; n++) {
+                const int column = 32 * n + first;
+                if (column >= columns) continue;
+                const Pack<R, 8> b = load<8>(bias + column);
+#pragma unroll
+                for (int below = 0; below < 2; below++) {
+                    const int row = row_of(i) + 8 * below;
+                    const i64 at = i64(row) * stride + column;
+                    Pack<R, 8> h;
+#pragma unroll
+                    for (int k = 0; k < 8; k++) gelu<R, false>(h.v[k], widen(taken[below][n].v[k]) + widen(b.v[k]));
+                    if (row < rows) {
+                        store_streaming(u + at, taken[below][n]);  // backward reads it
+                        store(hidden + at, h);
+                    }
+                }
+            }
+        }
+    }
+
+    // Eight threads, lanes 4 apart, have N sums of the same columns: each ends with an eighth of them, those from where this
+    // says on.
+    template <int GAP, int N, int M>
+    __device__ __forceinline__ int fold(float (&x)[M]) const {
+        const bool upper = lane & GAP;
+#pragma unroll
+        for (int k = 0; k < N / 2; k++) {
+            const float given = upper ? x[k] : x[k + N / 2], kept = upper ? x[k + N / 2] : x[k];
+            x[k] = kept + __shfl_xor_sync(~0u, given, GAP);
+        }
+        const int first = upper ? N / 2 : 0;
+        if constexpr (GAP > 4) return first + fold<GAP / 2, N / 2>(x);
+        else return first;
+    }
+
+    // du, and h where there is room for it, from the sums dh and from u, which Gates brings; and this warp's sums of du
+    // over its rows of the tile. partial: its line of them, at the tile's first column.
+    template <class R>
+    __device__ __forceinline__ void write_gelu_backward(
+        R *du, R *hidden, float *partial, const R *bias, u32 &parities, int stride, int rows, int columns
+    ) {
+        constexpr int MINE = COLUMNS / 4;  // columns of a thread, by eights
+        Pack<R, 8> dh[BLOCKS][2][COLUMNS / 32];
+        float total[MINE] = {};
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) take_rounded(dh[i], i);
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+#pragma unroll
+            for (int across = 0; across < COLUMNS; across += 64) {
+                const int slot = Gates::slot_of((i * COLUMNS + across) / 64, group);
+                barrier_wait(ring.gates_full(group, slot), parities >> slot & 1);
+                parities ^= 1 << slot;
+                Pack<R, 8> x[2][2];  // of rows 8 apart, and columns 32 apart
+#pragma unroll
+                for (int below = 0; below < 2; below++) {
+#pragma unroll
+                    for (int j = 0; j < 2; j++) {
+                        const int line = row_of(0) - top + 8 * below, column = (4 * j + lane % 4 ^ line % 8) * 16;
+                        const uint4 found = load_line(ring.base + GATES + slot * PIECE + line * LINE + column);
+                        x[below][j] = reinterpret_cast<const Pack<R, 8> &>(found);
+                    }
+                }
+                __syncwarp();
+                if (lane == 0) barrier_arrive(ring.gates_empty(slot));
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const int n = across / 32 + j, column = 32 * n + 8 * (lane % 4);
+                    Pack<R, 8> b = {};
+                    if (column < columns) b = load<8>(bias + column);
+#pragma unroll
+                    for (int below = 0; below < 2; below++) {
+                        const int row = row_of(i) + 8 * below;
+                        const i64 at = i64(row) * stride + column;
+                        Pack<R, 8> dx, y;
+#pragma unroll
+                        for (int k = 0; k < 8; k++) {
+                            total[8 * n + k] += gelu_gradient<R, false>(
+                                dx.v[k], y.v[k], widen(dh[i][below][n].v[k]), widen(x[below][j].v[k]) + widen(b.v[k])
+                            );  // rows past the last are 0 in dh
+                        }
+                        if (row < rows && column < columns) {
+                            store_streaming(du + at, dx);
+                            if (hidden) store(hidden + at, y);
+                        }
+                    }
+                }
+            }
+        }
+        __syncwarp();
+        const int first = fold<16, MINE>(total);
+#pragma unroll
+        for (int k = 0; k < MINE / 8; k++) {
+            const int column = (first + k) / 8 * 32 + lane % 4 * 8 + (first + k) % 8;
+            if (column < columns) partial[column] = total[k];
+        }
+    }
+
     // q|k|v with q and k turned. out: the tile's first number; token: of the tile's first row, which is at position token %
     // positions; turned_columns: how many there are of q and k from there on.
     template <class R>
@@ -400,11 +519,16 @@ struct Products {
 #define IN_CLUSTERS(n) __cluster_dims__(n, 1, 1)
 
 // With an epilogue of SwiGLU `columns` are those of h, of which `hidden` has no gaps; out and gu have rows of 2 x columns.
+// Of GELU out, hidden and gu, which is u, are alike; partial: 4 SHARERS lines of float32 for each row of tiles.
 // Of ROPE the first `turned_columns` are q and k; a row is a token, at position row % positions.
 #if EPILOGUE == SWIGLU
 #define MORE_ARGUMENTS , Result *hidden
 #elif EPILOGUE == SWIGLU_BACKWARD
 #define MORE_ARGUMENTS , Result *hidden, const __grid_constant__ TensorMap gu
+#elif EPILOGUE == GELU
+#define MORE_ARGUMENTS , Result *hidden, const Result *bias
+#elif EPILOGUE == GELU_BACKWARD
+#define MORE_ARGUMENTS , Result *hidden, const __grid_constant__ TensorMap gu, const Result *bias, float *partial
 #elif EPILOGUE == ROPE
 #define MORE_ARGUMENTS , const float *cosines, const float *sines, int positions, int turned_columns
 #else
@@ -431,7 +555,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
                 }
             }
         }
-#if EPILOGUE == SWIGLU_BACKWARD
+#if EPILOGUE == SWIGLU_BACKWARD || EPILOGUE == GELU_BACKWARD
         if (threadIdx.x == 32) {
             Gates gates;
             for (int number = blockIdx.x / CLUSTER; number < units; number += stride_of_units) {
@@ -482,6 +606,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
             products.write_swiglu(to, hidden + at, stride, columns, below, beside);
 #elif EPILOGUE == SWIGLU_BACKWARD
             products.write_swiglu_backward(to, hidden ? hidden + at : nullptr, gates_parities, stride, columns, below, beside);
+#elif EPILOGUE == GELU
+            products.write_gelu(to, hidden + at, bias + column, stride, below, beside);
+#elif EPILOGUE == GELU_BACKWARD
+            // A line of `partial` for each warp that works on a tile's rows.
+            const int warp = (row / ROWS * SHARERS + (PINGPONG ? 0 : products.group)) * 4 + threadIdx.x % 128 / 32;
+            products.write_gelu_backward(
+                to, hidden ? hidden + at : nullptr, partial + i64(warp) * columns + column, bias + column, gates_parities,
+                stride, below, beside
+            );
 #else
             products.write_rope(to, stride, below, beside, cosines, sines, row, positions, turned_columns - column);
 #endif
