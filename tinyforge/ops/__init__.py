@@ -40,6 +40,6 @@ ALL: tuple[type[Op], ...] = (
 __all__ = [
     "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CausalConv", "ClassToken", "CrossEntropy", "Dropout",
     "Embedding", "Fork", "GELU", "GELULinear", "LSTM", "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy",
-    "LinearGELU", "LinearSwiGLU", "LoRA", "MixtureOfExperts", "Patches", "RMSNorm", "RoPE", "RopeScaling", "RouterLosses",
-    "SelectiveScan", "Softmax", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter",
+    "LinearGELU", "LinearSwiGLU", "LoRA", "MixtureOfExperts", "Patches", "RMSNorm", "RoPE", "RopeScaling",
+    "RouterLosses", "SelectiveScan", "Softmax", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter",
 ]  # fmt: skip
