@@ -5,7 +5,7 @@
     python bench/gemm.py --table tinyforge/backends/gemm_table.json    and write what the backend will use
     python bench/gemm.py --epilogues                                   only products that end with an op's pass
 
-A product that ends with SwiGLU or RoPE is timed beside cuBLAS's product and the op's kernel one after the other.
+A product that ends with SwiGLU, GELU or RoPE is timed beside cuBLAS's product and the op's kernel one after the other.
 
 A variant must first be right: against cuBLAS with results in float32, over poisoned memory, the same bits twice. All
 that are right take a short turn. The best of them then take long turns with cuBLAS, one after the other, so that a
