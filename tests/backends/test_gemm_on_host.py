@@ -285,9 +285,8 @@ int main() {
 }
 """
 GATED_TILES = {
-    "SWIGLU": ((128, 192, 5, 1, 1), (256, 192, 4, 0, 1), (128, 192, 5, 1, 2)),
-    "SWIGLU_BACKWARD": ((128, 128, 5, 1, 1), (128, 256, 3, 0, 1), (256, 128, 3, 0, 1), (128, 192, 4, 1, 1),
-                        (128, 128, 5, 1, 2), (128, 256, 3, 0, 2)),
+    "SWIGLU": ((128, 192, 5, 1, 1), (128, 256, 4, 0, 1)),
+    "SWIGLU_BACKWARD": ((128, 128, 5, 1, 1), (128, 256, 3, 0, 1)),
 }
 
 
@@ -352,8 +351,8 @@ int main() {
 }
 """
 GELU_TILES = {
-    "GELU": ((128, 192, 5, 1, 1), (256, 192, 4, 0, 1), (128, 192, 5, 1, 2)),
-    "GELU_BACKWARD": ((128, 128, 5, 1, 1), (128, 256, 3, 0, 1), (128, 128, 5, 1, 2)),
+    "GELU": ((128, 192, 5, 1, 1), (256, 192, 4, 0, 1)),
+    "GELU_BACKWARD": ((128, 128, 5, 1, 1), (128, 256, 3, 0, 1)),
 }
 
 
@@ -469,7 +468,7 @@ def roped(
     )
 
 
-@pytest.mark.parametrize("tile", [(128, 192, 5, 1, 1), (128, 256, 4, 0, 1), (128, 192, 5, 1, 2)])
+@pytest.mark.parametrize("tile", [(64, 256, 5, 1, 1), (128, 192, 5, 1, 1)])
 def test_rope_at_the_end_of_a_product_is_rope(tile: tuple[int, int, int, int, int], tmp_path: Path) -> None:
     """Bit for bit: heads that are turned and heads that are not, in one tile; positions that begin again inside one."""
     assert roped(tile, tmp_path) == 0

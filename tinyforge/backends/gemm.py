@@ -88,7 +88,7 @@ class Variant:
 
     def warps(self, rows: int) -> int:
         """Lines of GELU_BACKWARD's partial sums: four warps for a tile's rows, or with both warpgroups eight."""
-        return -(-rows // (self.rows * self.cluster)) * self.cluster * (4 if self.pingpong else 8)
+        return -(-rows // self.rows) * (4 if self.pingpong else 8)
 
 
 def compiled(product: str = "FORWARD") -> list[Variant]:
@@ -267,9 +267,7 @@ def _plan(variant: Variant, product: str, accumulate: bool, *arrays: Described) 
     splits = min(variant.splits, -(-k // DEPTH)) if across_a else 1
     pairs = 2 if product == "SWIGLU" else 1  # a column of the gate, and one of up
     width, columns = n // pairs, variant.columns // pairs  # of h, or the result; of a tile
-    # Of b a block copies its share, of SwiGLU's the gate or up; alone, both of them.
-    shares = 1 if product == "SWIGLU" else variant.cluster
-    boxes = (DEPTH if across_a else variant.rows), (DEPTH if across_b else columns) // shares
+    boxes = (DEPTH if across_a else variant.rows), (DEPTH if across_b else columns) // variant.cluster
     units = -(-m // (variant.rows * variant.cluster)) * -(-width // columns) * splits
     kernel = load(
         FILE, "gemm_hopper", variant.shared_bytes(product), arch="sm_90a", SCALAR="bf16", **macros, ROWS=variant.rows,
