@@ -312,7 +312,7 @@ def add_then_layernorm(residual: np.ndarray, delta: np.ndarray, *more: Any) -> A
 
 
 def gelu_then_linear(
-    u: np.ndarray, weight: np.ndarray, bias: np.ndarray, input_bias: Any, add: Any, how: str
+    u: np.ndarray, _: None, weight: np.ndarray, bias: np.ndarray, input_bias: Any, add: Any, how: str
 ) -> np.ndarray:
     """What the activation gives is stored, and so rounded, before it is multiplied."""
     hidden = KERNELS["gelu_fwd"](u, input_bias, how).astype(dtype_of("bfloat16")).astype(np.float32)
