@@ -5,7 +5,7 @@
     python bench/gemm.py --table tinyforge/backends/gemm_table.json    and write what the backend will use
     python bench/gemm.py --epilogues                                   only products that end with an op's pass
 
-A product that ends with SwiGLU, GELU or RoPE is timed beside cuBLAS's product and the op's kernel one after the other.
+A product that ends with SwiGLU or RoPE is timed beside cuBLAS's product and the op's kernel one after the other.
 
 A variant must first be right: against cuBLAS with results in float32, over poisoned memory, the same bits twice. All
 that are right take a short turn. The best of them then take long turns with cuBLAS, one after the other, so that a
@@ -94,11 +94,7 @@ def products(model: str, tokens: int) -> Iterator[Product]:
             yield Product(model, f"{name} forward", "FORWARD", tokens, o, i, layers)
         yield Product(model, f"{name} dX", "INPUT", tokens, i, o, layers)
         yield Product(model, f"{name} dW", "WEIGHT", o, i, tokens, layers, accumulate=True)
-    if model == "124m":
-        g = GPT2[model]
-        yield Product(model, "up, GELU", "GELU", tokens, 4 * g.dim, g.dim, layers, instead="up forward")
-        yield Product(model, "down dX, GELU", "GELU_BACKWARD", tokens, 4 * g.dim, g.dim, layers, instead="down dX")
-    else:
+    if model != "124m":
         h, i = NANOEULER[model].hidden, ins
         qkv = next(o for name, o, _ in maps if name == "qkv")
         yield Product(model, "qkv, RoPE", "ROPE", tokens, qkv, i, layers, instead="qkv forward")
@@ -233,8 +229,7 @@ class Gated(Bench):
         from tinyforge.ops.swiglu_cuda import swiglu_bwd, swiglu_fwd
 
         self.xp, self.product, self.gemm, self.cublas = backend.xp, product, gemm, cublas.gemm
-        self.passes: Any = swiglu_fwd, swiglu_bwd
-        self.result = backend.dtype
+        self.passes, self.result = (swiglu_fwd, swiglu_bwd), backend.dtype
         m, n, k = product.m, product.n, product.k
         self.forward = product.product == "SWIGLU"
         half = n // 2 if self.forward else n
@@ -331,53 +326,6 @@ class Roped(Gated):
         return self.sets[0][2:]
 
 
-class WithGELU(Gated):
-    """A product that ends with GELU, forward or backward."""
-
-    def __init__(self, backend: Any, product: Product) -> None:
-        from tinyforge.backends import cublas, gemm
-        from tinyforge.ops.gelu_cuda import gelu_bwd, gelu_fwd
-
-        self.xp, self.product, self.gemm, self.cublas = backend.xp, product, gemm, cublas.gemm
-        self.passes, self.result = (gelu_fwd, gelu_bwd), backend.dtype
-        m, n, k = product.m, product.n, product.k
-        self.forward = product.product == "GELU"
-        random, empty = self.xp.random.default_rng(0), self.xp.empty
-
-        def normal(*shape: int) -> Any:
-            return random.standard_normal(shape, np.float32).astype(backend.dtype)
-
-        def one() -> tuple[Any, ...]:
-            u = None if self.forward else normal(m, n)
-            weight = normal(*((n, k) if self.forward else (k, n)))
-            return normal(m, k), weight, empty((m, n), backend.dtype), empty((m, n), backend.dtype), u
-
-        self.bias, self.dbias = normal(n), self.xp.zeros(n, np.float32)
-        self.sets = [one() for _ in range(2)]
-
-    def apart(self, a: Any, b: Any, out: Any, hidden: Any, gu: Any) -> tuple[Any, Any]:
-        if self.forward:
-            return self.cublas(a, b, out, transpose_b=True), self.passes[0](out, self.bias, "tanh")
-        self.cublas(a, b, hidden)
-        return self.passes[1](hidden, self.dbias, hidden, gu, self.bias, "tanh"), hidden
-
-    def by_ours(self, variant: Any) -> Callable[[int], None]:
-        from tinyforge.backends.cupy_backend import add_columns
-
-        def launch(i: int) -> None:
-            a, b, out, hidden, u = self.sets[i % 2]
-            more = {} if self.forward else {
-                "gu": u, "partial": self.xp.empty((variant.warps(len(a)), self.product.n), np.float32)
-            }  # fmt: skip
-            made = self.gemm.hopper(variant, a, b, out, self.product.product, hidden=hidden, bias=self.bias, **more)
-            if made is None:
-                raise UserError(f"bench/gemm.py: the kernel refuses {self.product.key}")
-            if more:
-                add_columns(self.dbias, None, more["partial"])
-
-        return launch
-
-
 def child(pipe: Any, device: int | None, wanted: list[Product], left_out: set[tuple[Any, ...]], until: float) -> None:
     from tinyforge.backends import get_backend
     from tinyforge.backends.cupy_backend import processors
@@ -388,8 +336,7 @@ def child(pipe: Any, device: int | None, wanted: list[Product], left_out: set[tu
     for product in wanted:
         if time.time() > until:
             break
-        kinds = {"ROPE": Roped, "GELU": WithGELU, "GELU_BACKWARD": WithGELU}
-        bench = kinds.get(product.product, Gated if product.instead else Bench)(backend, product)
+        bench = {"ROPE": Roped}.get(product.product, Gated if product.instead else Bench)(backend, product)
         reference, size = bench.reference()
         times: list[tuple[float, Any]] = []
         wrong = []

@@ -440,7 +440,6 @@ FAULTS = [
     Fault(ops.SwiGLULinear, "dW 1 %", swiglu_linear_bwd, then(lambda dw, *_: times(dw, 1.01))),
     Fault(ops.GELU, "slope of the other formula", gelu_bwd, with_args(lambda *a: (*a[:-1], "tanh"))),
     Fault(ops.GELU, "sign", gelu_bwd, scaled(-1)),
-    Fault(ops.LinearGELU, "dx 1 %", linear_bwd, scaled(1.01)),
     Fault(ops.GELULinear, "sign", gelu_linear_bwd, scaled(-1)),
     Fault(ops.GELULinear, "dW 1 %", gelu_linear_bwd, then(lambda dw, *_: times(dw, 1.01))),
     Fault(ops.GELULinear, "db 1 %", gelu_linear_bwd, then(lambda dw, db, *_: db is not None and times(db, 1.01))),
@@ -449,8 +448,8 @@ FAULTS = [
     Fault(ops.GELULinear, "slope of the other formula", gelu_linear_bwd,
           with_args(lambda *a: (*a[:7], "tanh", *a[8:]))),
     Fault(ops.GELULinear, "input bias after the GELU", gelu_linear_fwd,
-          with_args(lambda u, h, w, b, b_in, *a: (
-              u, h, w, b if b_in is None else (0 if b is None else b) + w @ b_in, None, *a))),
+          with_args(lambda u, w, b, b_in, *a: (
+              u, w, b if b_in is None else (0 if b is None else b) + w @ b_in, None, *a))),
     Fault(ops.GELULinear, "db_in 1 %", gelu_linear_bwd,
           then(lambda dw, db, db_in, *_: db_in is not None and times(db_in, 1.01))),
     Fault(ops.LoRA, "scale forgotten in backward", lora_bwd, with_args(lambda *a: (*a[:8], 1.0, *a[9:]))),
@@ -833,7 +832,7 @@ USES: list[tuple[type[Op], Kernel[..., Any], Callable[[Function], Function]]] = 
     (Turned, attention_rope_bwd, with_args(lambda *a: (*a[:8], -a[8], *a[9:]))),  # turned the same way twice
     (Turned, attention_rope_bwd, with_args(lambda *a: (*a[:9], a[9] - 1, *a[10:]))),
     (BiasedResidual, linear_add_fwd, with_args(lambda x, w, b, add: (x, w, b, 2 * add))),
-    (BiasedResidual, gelu_linear_fwd, with_args(lambda u, h, w, b, b_in, add, how: (u, h, w, b, b_in, 0 * add, how))),
+    (BiasedResidual, gelu_linear_fwd, with_args(lambda u, w, b, b_in, add, how: (u, w, b, b_in, 0 * add, how))),
 ]
 
 

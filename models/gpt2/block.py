@@ -13,10 +13,9 @@ from models.gpt2.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 from tinyforge.op import Param, Stash
-from tinyforge.ops import AddLayerNorm, Attention, Dropout, GELULinear, Linear, LinearGELU
+from tinyforge.ops import AddLayerNorm, Attention, Dropout, GELULinear, Linear
 from tinyforge.ops.attention import LayerCache
 from tinyforge.ops.dropout import adding
-from tinyforge.ops.gelu_linear import gelu_mlp
 
 
 class Block:
@@ -43,7 +42,7 @@ class Block:
         self.attention = Attention(config.heads, config.heads, backend, f"{at}.attention", dropout=config.dropout)
         self.out = linear("out", dim, dim, residual_std, bias("out", dim))
         self.out_dropout = dropout("out_dropout")
-        self.up: Linear = LinearGELU(Param(f"{at}.up.weight", (4 * dim, dim), std=std, matrices=1), backend, f"{at}.up")
+        self.up = linear("up", 4 * dim, dim, std)
         down = Param(f"{at}.down.weight", (dim, 4 * dim), std=residual_std, matrices=1)
         self.down = GELULinear(down, backend, f"{at}.down", bias=bias("down", dim), input_bias=bias("up", 4 * dim))
         self.down_dropout = dropout("down_dropout")
@@ -62,9 +61,9 @@ class Block:
         add = adding(self.out, self.out_dropout, x)
         a = self.out_dropout.forward(self.out.forward(a.reshape(x.shape), stash, **add), stash)  # (B, T, C)
         x, h = joint.forward(a, None, stash) if add else joint.forward(x, a, stash)
-        again = partial(joint.normed, x) if normed else None
+        u = self.up.forward(h, stash, recompute=partial(joint.normed, x) if normed else None)  # (B, T, 4 C)
         add = adding(self.down, self.down_dropout, x)
-        f = self.down_dropout.forward(gelu_mlp(self.up, self.down, h, stash, recompute=again, **add), stash)
+        f = self.down_dropout.forward(self.down.forward(u, stash, **add), stash)
         return next_joint.forward(f, None, stash) if add else next_joint.forward(x, f, stash)
 
     def backward(

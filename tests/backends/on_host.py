@@ -85,6 +85,5 @@ HOPPER_BODIES = {
         for n in (8, 16)
     },
     f"{INLINE}void copy_line(": "host_line(to, from, bytes, barrier);",
-    f"{INLINE}uint4 load_line(": "uint4 x; memcpy(&x, host_at(from), 16); return x;",
     f"{INLINE}u32 pair(": "return host_bf16(x) | u32(host_bf16(y)) << 16;",
 }

@@ -245,7 +245,7 @@ int main() {
     std::vector<T> gates(rows * 2 * half);
     for (T &v : gates) v.bits = host_bf16(host_normal() * 2);
     const TensorMap a_map = map(a, false, rows, depth, a_pitch, ROWS);
-    const TensorMap b_map = map(b, ACROSS_B, lines, depth, b_pitch, ACROSS_B ? 64 / CLUSTER : WIDE);
+    const TensorMap b_map = map(b, ACROSS_B, lines, depth, b_pitch, ACROSS_B ? 64 : WIDE);
     T poison;
     memset(&poison, 0xff, sizeof poison);
     std::vector<T> out(rows * 2 * half + 4096, poison), hidden(rows * half + 4096, poison);
@@ -256,9 +256,9 @@ int main() {
     const TensorMap gu_map = map(gates, false, rows, 2 * half, 2 * half, 64);
 #define MORE h, gu_map
 #endif
-    host_launch(2 * CLUSTER, 1, THREADS, [&] {
+    host_launch(2, 1, THREADS, [&] {
         gemm_hopper(out.data(), a_map, b_map, rows, half, depth, 2 * half, BAND, 1, 0, MORE);
-    }, CLUSTER);
+    });
     if (!host_boxes.empty()) host_fault("a box was never waited for");
     auto sum = [&](int r, int c) {
         double s = 0;
@@ -285,125 +285,9 @@ int main() {
 }
 """
 GATED_TILES = {
-    "SWIGLU": ((128, 192, 5, 1, 1), (128, 256, 4, 0, 1)),
-    "SWIGLU_BACKWARD": ((128, 128, 5, 1, 1), (128, 256, 3, 0, 1)),
+    "SWIGLU": ((128, 192, 5, 1), (128, 256, 4, 0)),
+    "SWIGLU_BACKWARD": ((128, 128, 5, 1), (64, 256, 4, 1)),
 }
-
-
-# The same of GELU, with a bias; the lines of partial sums add up to the gradient of the bias.
-GELUS = r"""
-int main() {
-    const int rows = M, columns = N, depth = K, again = AGAIN;
-    constexpr bool FORWARDS = EPILOGUE == GELU;
-    const int b_pitch = (ACROSS_B ? columns : depth) + 8;
-    host_jitter = true, host_limit = 100000;
-    auto drawn = [](int n, bool whole) {
-        std::vector<T> x(n);
-        for (T &v : x) v.bits = host_bf16(whole ? int(host_normal() * 1.5) : host_normal());
-        return x;
-    };
-    auto a = drawn(rows * depth, true), b = drawn((ACROSS_B ? depth : columns) * b_pitch, true);
-    auto bias = drawn(columns, false), u = drawn(rows * columns, false);
-    const TensorMap a_map = map(a, false, rows, depth, depth, ROWS);
-    const TensorMap b_map = map(b, ACROSS_B, columns, depth, b_pitch, (ACROSS_B ? 64 : COLUMNS) / CLUSTER);
-    T poison;
-    memset(&poison, 0xff, sizeof poison);
-    std::vector<T> out(rows * columns + 4096, poison), hidden(out);
-    T *const h = again ? hidden.data() : nullptr;
-    const int lines = (rows + ROWS * CLUSTER - 1) / (ROWS * CLUSTER) * CLUSTER * SHARERS * 4;
-    std::vector<float> partial(lines * columns + 4096, 0.0f / 0.0f);
-#if EPILOGUE == GELU
-#define MORE h, bias.data()
-#else
-    const TensorMap u_map = map(u, false, rows, columns, columns, 64);
-#define MORE h, u_map, bias.data(), partial.data()
-#endif
-    host_launch(2 * CLUSTER, 1, THREADS, [&] {
-        gemm_hopper(out.data(), a_map, b_map, rows, columns, depth, columns, BAND, 1, 0, MORE);
-    }, CLUSTER);
-    if (!host_boxes.empty()) host_fault("a box was never waited for");
-    int wrong = 0;
-    for (int c = 0; c < columns; c++) {
-        double whole = 0, size = 0, found = 0;
-        for (int r = 0; r < rows; r++) {
-            double sum = 0;
-            for (int k = 0; k < depth; k++)
-                sum += double(widen(a[r * depth + k])) * widen(ACROSS_B ? b[k * b_pitch + c] : b[c * b_pitch + k]);
-            T s, first, y;
-            s.bits = host_bf16(sum);
-            if constexpr (FORWARDS) {
-                first = s, gelu<T, false>(y, widen(s) + widen(bias[c]));
-            } else {
-                const float slope = gelu_gradient<T, false>(
-                    first, y, widen(s), widen(u[r * columns + c]) + widen(bias[c])
-                );
-                whole += slope, size += std::abs(slope);
-            }
-            wrong += out[r * columns + c].bits != first.bits;
-            wrong += hidden[r * columns + c].bits != (again ? y.bits : 0xffff);
-        }
-        for (int line = 0; line < lines; line++) found += partial[line * columns + c];
-        if (!FORWARDS) wrong += !(std::abs(found - whole) <= 1e-6 * size);
-    }
-    for (size_t i = rows * columns; i < out.size(); i++) wrong += out[i].bits != 0xffff || hidden[i].bits != 0xffff;
-    for (size_t i = lines * columns; i < partial.size(); i++) wrong += !std::isnan(partial[i]);
-    printf("%d\n", wrong);
-}
-"""
-GELU_TILES = {
-    "GELU": ((128, 192, 5, 1, 1), (256, 192, 4, 0, 1)),
-    "GELU_BACKWARD": ((128, 128, 5, 1, 1), (128, 256, 3, 0, 1)),
-}
-
-
-def with_gelu(
-    epilogue: str, tile: tuple[int, int, int, int, int], folder: Path, *, shape: tuple[int, int, int] = (264, 136, 200),
-    again: bool = True, fault: tuple[str, str] | None = None,
-) -> int:  # fmt: skip
-    """How many numbers are not what the product and GELU's own formulas give."""
-    macros: dict[str, int | str] = {"SCALAR": "bf16", "EPILOGUE": epilogue}
-    macros["PRODUCT"] = "FORWARD" if epilogue == "GELU" else "INPUT"
-    macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER"), tile, strict=True))
-    main = GELUS.replace("AGAIN", str(int(again))).replace("BAND", "2")
-    for name, value in zip(("M", "N", "K"), shape, strict=True):
-        main = main.replace(f" {name},", f" {value},", 1)
-    return int(
-        run_on_host("ops/gemm_hopper.cu", macros, HOPPER_BODIES, MAP + main, folder, before=hopper(), fault=fault)
-    )
-
-
-@pytest.mark.parametrize(("epilogue", "tile"), [(e, tile) for e, tiles in GELU_TILES.items() for tile in tiles])
-def test_gelu_at_the_end_of_a_product_is_gelu(
-    epilogue: str, tile: tuple[int, int, int, int, int], tmp_path: Path
-) -> None:
-    """Bit for bit, and the sums of its gradient's columns."""
-    assert with_gelu(epilogue, tile, tmp_path) == 0
-    assert epilogue == "GELU" or with_gelu(epilogue, tile, tmp_path, shape=(72, 40, 72), again=False) == 0
-
-
-@pytest.mark.parametrize(
-    ("epilogue", "fault"),
-    [
-        ("GELU", ("load<8>(bias + column)", "load<8>(bias)")),
-        ("GELU", ("if (column >= columns) continue;", "")),
-        ("GELU", ("widen(taken[below][n].v[k]) + widen", "widen(taken[0][n].v[k]) + widen")),
-        ("GELU_BACKWARD", ("x[below][j].v[k]) + widen(b.v[k])", "x[below][j].v[k])")),
-        ("GELU_BACKWARD", ("fold<GAP / 2, N / 2>(x)", "fold<GAP / 4, N / 2>(x)")),
-        ("GELU_BACKWARD", ("upper ? N / 2 : 0", "0")),
-        ("GELU_BACKWARD", ("total[8 * n + k] +=", "total[8 * n + k] =")),
-        ("GELU_BACKWARD", ("(PINGPONG ? 0 : products.group)) * 4", "0) * 4")),
-        ("GELU_BACKWARD", ("barrier_wait(ring.gates_full(group, slot), parities >> slot & 1);\n"
-                           "                parities ^= 1 << slot;\n                Pack<R, 8> x", "Pack<R, 8> x")),
-    ],
-    ids=lambda x: x[0] if isinstance(x, tuple) else x,
-)  # fmt: skip
-def test_faults_of_gelu_show(epilogue: str, fault: tuple[str, str], tmp_path: Path) -> None:
-    tile = (128, 128, 4, 1, 1) if epilogue == "GELU" else (128, 256, 3, 0, 1)
-    try:
-        wrong = with_gelu(epilogue, tile, tmp_path, shape=(264, 264, 72), fault=fault)
-    except AssertionError:  # it said what was wrong
-        return
-    assert wrong
 
 
 # The same of RoPE: angles that change a bit wherever a wrong one is taken.
@@ -422,14 +306,14 @@ int main() {
     std::vector<float> cosines(positions * HEAD / 2), sines(cosines);
     for (size_t i = 0; i < sines.size(); i++) cosines[i] = host_normal(), sines[i] = host_normal();
     const TensorMap a_map = map(a, false, rows, depth, depth, ROWS);
-    const TensorMap b_map = map(b, false, columns, depth, depth, COLUMNS / CLUSTER);
+    const TensorMap b_map = map(b, false, columns, depth, depth, COLUMNS);
     T poison;
     memset(&poison, 0xff, sizeof poison);
     std::vector<T> out(rows * columns + 4096, poison);
-    host_launch(2 * CLUSTER, 1, THREADS, [&] {
+    host_launch(2, 1, THREADS, [&] {
         gemm_hopper(out.data(), a_map, b_map, rows, columns, depth, columns, BAND, 1, 0, cosines.data(), sines.data(),
                     positions, turned_columns);
-    }, CLUSTER);
+    });
     if (!host_boxes.empty()) host_fault("a box was never waited for");
     int wrong = 0;
     for (int r = 0; r < rows; r++) for (int c = 0; c < columns; c++) {
@@ -454,12 +338,12 @@ int main() {
 
 
 def roped(
-    tile: tuple[int, int, int, int, int], folder: Path, *, shape: tuple[int, int, int] = (264, 320, 136),
+    tile: tuple[int, int, int, int], folder: Path, *, shape: tuple[int, int, int] = (264, 320, 136),
     positions: int = 24, turned: int = 192, fault: tuple[str, str] | None = None,
 ) -> int:  # fmt: skip
     """How many numbers are not what the product and RoPE's own formula give."""
-    macros: dict[str, int | str] = {"SCALAR": "bf16", "PRODUCT": "FORWARD", "EPILOGUE": "ROPE"}
-    macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER"), tile, strict=True))
+    macros: dict[str, int | str] = {"SCALAR": "bf16", "PRODUCT": "FORWARD", "EPILOGUE": "ROPE", "CLUSTER": 1}
+    macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG"), tile, strict=True))
     main = ROPES.replace("POSITIONS", str(positions)).replace("TURNED", str(turned)).replace("BAND", "2")
     for name, value in zip(("M", "N", "K"), shape, strict=True):
         main = main.replace(f" {name},", f" {value},", 1)
@@ -468,8 +352,8 @@ def roped(
     )
 
 
-@pytest.mark.parametrize("tile", [(64, 256, 5, 1, 1), (128, 192, 5, 1, 1)])
-def test_rope_at_the_end_of_a_product_is_rope(tile: tuple[int, int, int, int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("tile", [(128, 128, 6, 1), (64, 256, 5, 1)])
+def test_rope_at_the_end_of_a_product_is_rope(tile: tuple[int, int, int, int], tmp_path: Path) -> None:
     """Bit for bit: heads that are turned and heads that are not, in one tile; positions that begin again inside one."""
     assert roped(tile, tmp_path) == 0
 
@@ -477,31 +361,31 @@ def test_rope_at_the_end_of_a_product_is_rope(tile: tuple[int, int, int, int, in
 @pytest.mark.parametrize(
     "fault",
     [
-        ("(token + row_of(i) + 8 * below) % positions", "(token + row_of(i) + 8 * below)"),
-        ("(token + row_of(i) + 8 * below) % positions", "(row_of(i) + 8 * below) % positions"),
+        ("(token + row) % positions", "(token + row)"),
+        ("(token + row) % positions", "row % positions"),  # every tile begins at position 0
         ("turned_columns - column", "turned_columns"),
-        ("&right = taken[below][n + 1]", "&right = taken[below][n]"),
-        ("turn(left, right, c[below], s[below])", "turn(left, right, s[below], c[below])"),
+        ("&right = taken[i][below][n + 1]", "&right = taken[i][below][n]"),
+        ("turn(left, right, c, s)", "turn(left, right, s, c)"),
         ("row < rows && 32 * n < columns", "row < rows"),
     ],
     ids=lambda x: x[1],
 )
 def test_faults_of_rope_show(fault: tuple[str, str], tmp_path: Path) -> None:
     try:
-        wrong = roped((128, 128, 4, 1, 1), tmp_path, shape=(136, 192, 72), positions=20, turned=128, fault=fault)
+        wrong = roped((128, 128, 4, 1), tmp_path, shape=(136, 192, 72), positions=20, turned=128, fault=fault)
     except AssertionError:  # it said what was wrong
         return
     assert wrong
 
 
 def gated(
-    epilogue: str, tile: tuple[int, int, int, int, int], folder: Path, *, shape: tuple[int, int, int] = (264, 136, 200),
+    epilogue: str, tile: tuple[int, int, int, int], folder: Path, *, shape: tuple[int, int, int] = (264, 136, 200),
     again: bool = True, fault: tuple[str, str] | None = None,
 ) -> int:  # fmt: skip
     """How many numbers are not what the product and SwiGLU's own formulas give."""
-    macros: dict[str, int | str] = {"SCALAR": "bf16", "EPILOGUE": epilogue}
+    macros: dict[str, int | str] = {"SCALAR": "bf16", "EPILOGUE": epilogue, "CLUSTER": 1}
     macros["PRODUCT"] = "FORWARD" if epilogue == "SWIGLU" else "INPUT"
-    macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER"), tile, strict=True))
+    macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG"), tile, strict=True))
     main = GATED.replace("AGAIN", str(int(again))).replace("BAND", "2")
     for name, value in zip(("M", "N", "K"), shape, strict=True):
         main = main.replace(f" {name},", f" {value},", 1)
@@ -512,20 +396,20 @@ def gated(
 
 @pytest.mark.parametrize(("epilogue", "tile"), [(e, tile) for e, tiles in GATED_TILES.items() for tile in tiles])
 def test_swiglu_at_the_end_of_a_product_is_swiglu(
-    epilogue: str, tile: tuple[int, int, int, int, int], tmp_path: Path
+    epilogue: str, tile: tuple[int, int, int, int], tmp_path: Path
 ) -> None:
     """Bit for bit. Tiles stand out on both sides; the gate's last one reaches into what is up's."""
     assert gated(epilogue, tile, tmp_path) == 0
 
 
 def test_h_is_not_written_where_there_is_no_room_for_it(tmp_path: Path) -> None:
-    assert gated("SWIGLU_BACKWARD", (128, 128, 5, 1, 1), tmp_path, shape=(72, 40, 72), again=False) == 0
+    assert gated("SWIGLU_BACKWARD", (128, 128, 5, 1), tmp_path, shape=(72, 40, 72), again=False) == 0
 
 
 @pytest.mark.parametrize(
     ("epilogue", "fault"),
     [
-        ("SWIGLU", ("k, half + column, 0, full", "k, column, 0, full")),  # the gate twice
+        ("SWIGLU", ("half + column, 0, full", "column, 0, full")),  # the gate twice
         ("SWIGLU", ("ring.right() + WIDE * LINE", "ring.right()")),  # up in the place of the gate
         ("SWIGLU", ("rounded_row(sum[i], n + WIDE / 8, below)", "rounded_row(sum[i], n + WIDE / 8, 0)")),
         ("SWIGLU", ("swiglu(gate, up));", "swiglu(up, gate));")),
@@ -537,16 +421,15 @@ def test_h_is_not_written_where_there_is_no_room_for_it(tmp_path: Path) -> None:
         ("SWIGLU_BACKWARD", ("(dgu + line + half + column, dup)", "(dgu + line + column, dup)")),
         ("SWIGLU_BACKWARD", ("dh[i][below][n], gate", "dh[i][0][n], gate")),
         # Nobody waits until a buffer has been read, nor until it is full; its rounds are not told apart.
-        ("SWIGLU_BACKWARD", ("barrier_wait(ring.gates_empty(slot), ~parities >> slot & 1);", "")),
-        ("SWIGLU_BACKWARD", ("barrier_wait(ring.gates_full(group, slot), parities >> slot & 1);", "")),
-        ("SWIGLU_BACKWARD", ("const Ring ring;\n        for", "const Ring ring; parities = 0;\n        for")),
-        ("SWIGLU_BACKWARD", ("gates_parities, stride", "gates_parities = 0, stride")),
-        ("SWIGLU_BACKWARD", ("SHARERS == 1 ? group : i % 2", "0")),
+        ("SWIGLU_BACKWARD", ("barrier_wait(ring.gates_empty(piece), parity);", "")),
+        ("SWIGLU_BACKWARD", ("barrier_wait(ring.gates_full(group, piece), parity);", "")),
+        ("SWIGLU_BACKWARD", ("gates_parity ^= 1;", "")),
+        ("SWIGLU_BACKWARD", ("copy_gates(&gu, group, group ^ 1,", "copy_gates(&gu, group, 1,")),
     ],
     ids=lambda x: x[0] if isinstance(x, tuple) else x,
 )  # fmt: skip
 def test_faults_of_the_epilogues_show(epilogue: str, fault: tuple[str, str], tmp_path: Path) -> None:
-    tile = (128, 128, 4, 1, 1) if epilogue == "SWIGLU" else (64, 256, 4, 1, 1)
+    tile = (128, 128, 4, 1) if epilogue == "SWIGLU" else (64, 256, 4, 1)
     shape = (136, 264, 72) if epilogue == "SWIGLU" else (456, 264, 72)  # eight tiles of each block, in turns
     try:
         wrong = gated(epilogue, tile, tmp_path, shape=shape, fault=fault)

@@ -30,7 +30,6 @@ from tinyforge.kernel import bind
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.attention import attention_bwd, attention_fwd, attention_rope_bwd, split
 from tinyforge.ops.cross_entropy import linear_cross_entropy_fwd, sum_tokens
-from tinyforge.ops.gelu_linear import gelu_linear_bwd, linear_gelu_fwd
 from tinyforge.ops.mixture import grouped_bwd_input, grouped_bwd_weight, grouped_fwd
 from tinyforge.ops.rope import linear_rope_fwd
 from tinyforge.ops.swiglu_linear import linear_swiglu_fwd, swiglu_linear_bwd
@@ -231,7 +230,7 @@ def test_launchers_pass_what_their_kernels_declare(
             y = op.forward(*inputs, stash=stash)
             op.backward(y[0, :].reshape(-1)[: y.shape[-1]] if per_head else y, stash)
             assert not len(stash)
-    assert launches.seen or kind in (ops.LinearSwiGLU, ops.LinearGELU)  # whose products launch nothing here; see below
+    assert launches.seen or kind is ops.LinearSwiGLU  # whose products launch nothing here; see below
 
 
 @pytest.mark.parametrize("hopper", [True, False])
@@ -449,36 +448,6 @@ def test_swiglu_is_at_the_end_of_a_product_where_the_table_says(
         with pytest.raises(ValueError, match="gemm: bfloat16 .40, 16. beside .40, 48. of SWIGLU, wants .40, 24."):
             gemm.hopper(gemm.compiled("SWIGLU")[0], x, backend.zeros((48, 64)), out, "SWIGLU",
                         hidden=backend.zeros((40, 16)))  # fmt: skip
-
-
-@pytest.mark.parametrize("in_table", [True, False])
-def test_gelu_is_at_the_end_of_a_product_where_the_table_says(
-    in_table: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One kernel each way, and backward a sum over rows; by erf, or without a bias, a product and a pass."""
-    from tinyforge.backends import gemm
-
-    backend = FakeCupy("bf16")
-    k = bind((linear_gelu_fwd, gelu_linear_bwd), backend, "test")
-    monkeypatch.setattr(gemm, "on_choice", None)
-    rows = {"GELU 40 24 64": [128, 192, 5, 1, 1, 8, 1], "GELU_BACKWARD 40 24 64": [128, 256, 3, 0, 1, 8, 1]}
-    monkeypatch.setattr(gemm, "_table", lambda: gemm.parsed(rows if in_table else {}))
-    x, dy, weight, behind = (backend.zeros(shape) for shape in ((2, 20, 64), (2, 20, 64), (24, 64), (64, 24)))
-    for approximate, biased, fits in (("tanh", True, in_table), ("erf", True, False), ("tanh", False, False)):
-        launches.seen.clear()
-        bias = backend.zeros((24,)) if biased else None
-        u, h = k.linear_gelu_fwd(x, weight, bias, approximate)
-        assert u.shape == h.shape == (2, 20, 24)
-        forward = list(launches.seen)
-        launches.seen.clear()
-        dbias = backend.zeros((24,), backend.master_dtype) if biased else None
-        dweight = backend.zeros((64, 24), backend.master_dtype)
-        assert k.gelu_linear_bwd(dweight, None, dbias, dy, u, behind, bias, approximate).shape == u.shape
-        name = "gelu_fwd_bias", "gelu_bwd_bias"
-        passes = [name[0]], [name[1], "add_columns"]
-        if not biased:
-            passes = ["gelu_fwd"], ["gelu_bwd"]
-        assert (forward, launches.seen) == ((["gemm_hopper"], ["gemm_hopper", "add_columns"]) if fits else passes)
 
 
 @pytest.mark.parametrize("in_table", [True, False])

@@ -191,55 +191,6 @@ def test_swiglu_at_the_end_of_a_product_is_the_op_behind_it(epilogue: str, varia
             assert np.array_equal(wide(alone), wide(wanted[0]))
 
 
-def gelu_cases() -> Iterator[Any]:
-    for epilogue in ("GELU", "GELU_BACKWARD"):
-        for variant in gemm.compiled(epilogue):
-            for band in (1, 8):
-                yield pytest.param(epilogue, replace(variant, band=band), id=f"{epilogue}-{variant}-{band}")
-
-
-@pytest.mark.parametrize(("epilogue", "variant"), list(gelu_cases()))
-def test_gelu_at_the_end_of_a_product_is_the_op_behind_it(epilogue: str, variant: Any, hopper: None) -> None:
-    """Bit for bit, as above; the bias's gradient up to the order of its sum."""
-    from tinyforge.ops.gelu_cuda import gelu_bwd, gelu_fwd
-
-    forward, dtype = epilogue == "GELU", dtype_of(BF16)
-    for seed, (m, n, k) in enumerate(GATED):
-        rng = np.random.default_rng(seed)
-        a, b = drawn(rng, m, k, dtype), drawn(rng, *((n, k) if forward else (k, n)), dtype)
-        bias = cp.asarray(rng.normal(size=n).astype(dtype))
-        u = cp.asarray((2 * rng.normal(size=(m, n))).astype(dtype))
-        plain, dbias = cp.empty((m, n), dtype), cp.zeros(n, np.float32)
-        assert gemm.hopper(variant, a, b, plain, gemm.EPILOGUES[epilogue]) is plain
-        if forward:
-            wanted = plain, gelu_fwd(plain, bias, "tanh")
-        else:
-            hidden = cp.empty((m, n), dtype)
-            wanted = gelu_bwd(hidden, dbias, plain, u, bias, "tanh"), hidden
-            assert np.array_equal(wide(gelu_bwd(plain, None, plain, u, bias, "tanh")), wide(wanted[0]))
-            assert np.array_equal(wide(plain), wide(hidden))  # h in the place of dh
-        more: dict[str, Any] = {} if forward else {"gu": u}
-        sums = []
-        for _ in range(2):
-            found = cp.empty((m, n), dtype), cp.empty((m, n), dtype)
-            for array in found:
-                array.data.memset(0xFF, array.nbytes)  # NaN
-            if not forward:
-                more["partial"] = cp.full((variant.warps(m), n), np.nan, np.float32)
-            assert gemm.hopper(variant, a, b, found[0], epilogue, hidden=found[1], bias=bias, **more) is found[0]
-            for ours, theirs in zip(found, wanted, strict=True):
-                assert np.array_equal(wide(ours), wide(theirs)), (m, n, k)
-            if not forward:
-                sums.append(wide(more["partial"]))
-        if not forward:
-            assert np.array_equal(*sums), "not the same bits twice"
-            slack = 1e-6 * np.abs(wide(wanted[0])).sum(0) + 1e-6
-            assert (np.abs(sums[0].sum(0) - wide(dbias)) <= slack).all()
-            alone = cp.empty((m, n), dtype)
-            gemm.hopper(variant, a, b, alone, epilogue, bias=bias, **more)  # a frozen weight: h is nobody's
-            assert np.array_equal(wide(alone), wide(wanted[0]))
-
-
 # (rows, positions, heads, turned, steps): as above; a tile of positions that begin again, heads that are not turned.
 TURNED = ((8, 8, 1, 1, 8), (200, 25, 3, 2, 72), (777, 777, 5, 4, 200), (2100, 700, 20, 16, 136),
           (4096, 512, 20, 16, 768))  # fmt: skip

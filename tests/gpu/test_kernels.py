@@ -185,13 +185,9 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "swiglu_linear_fwd hidden": lambda r, n, c: (act(r, n, 2 * c), act(r, n, c), act(r, 24, c), None),
     "swiglu_linear_fwd add": lambda r, n, c: (act(r, n, 2 * c), act(r, n, c), act(r, 24, c), act(r, n, 24)),
     "linear_swiglu_fwd": lambda r, n, c: (act(r, n, 24), act(r, 2 * c, 24)),
-    "linear_gelu_fwd": lambda r, n, c: (act(r, n, 24), act(r, c, 24), act(r, c), "tanh"),
-    "gelu_linear_fwd": lambda r, n, c: (act(r, n, c), None, act(r, 24, c), act(r, 24), None, None, "tanh"),
-    "gelu_linear_fwd bias": lambda r, n, c: (act(r, n, c), None, act(r, 24, c), act(r, 24), act(r, c), None, "tanh"),
-    "gelu_linear_fwd hidden": lambda r, n, c: (
-        act(r, n, c), act(r, n, c), act(r, 24, c), act(r, 24), act(r, c), None, "tanh"),
-    "gelu_linear_fwd erf": lambda r, n, c: (
-        act(r, n, c), None, act(r, 24, c), act(r, 24), act(r, c), act(r, n, 24), "erf"),
+    "gelu_linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), None, None, "tanh"),
+    "gelu_linear_fwd bias": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), act(r, c), None, "tanh"),
+    "gelu_linear_fwd erf": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), act(r, c), act(r, n, 24), "erf"),
     "gelu_linear_bwd": lambda r, n, c: (
         acc(r, 24, c), acc(r, 24), None, act(r, n, 24), act(r, n, c), act(r, 24, c), None, "tanh"),
     "gelu_linear_bwd bias": lambda r, n, c: (
@@ -312,7 +308,7 @@ def add_then_layernorm(residual: np.ndarray, delta: np.ndarray, *more: Any) -> A
 
 
 def gelu_then_linear(
-    u: np.ndarray, _: None, weight: np.ndarray, bias: np.ndarray, input_bias: Any, add: Any, how: str
+    u: np.ndarray, weight: np.ndarray, bias: np.ndarray, input_bias: Any, add: Any, how: str
 ) -> np.ndarray:
     """What the activation gives is stored, and so rounded, before it is multiplied."""
     hidden = KERNELS["gelu_fwd"](u, input_bias, how).astype(dtype_of("bfloat16")).astype(np.float32)

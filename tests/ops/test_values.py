@@ -17,7 +17,6 @@ from tinyforge.kernel import Array, override
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd, dropout_mask
 from tinyforge.ops.cross_entropy import CHUNK_BYTES, masked_targets, sum_tokens
-from tinyforge.ops.gelu_linear import gelu_mlp
 from tinyforge.ops.mixture import sort_by_expert
 from tinyforge.ops.selective_scan import TILE as SCAN_TILE
 from tinyforge.ops.swiglu_linear import swiglu_mlp
@@ -751,28 +750,8 @@ def test_h_is_handed_on_and_changes_no_bit(adapted: str, rng: np.random.Generato
         np.testing.assert_array_equal(one, other)
 
 
-def test_gelu_is_handed_on_and_changes_no_bit(rng: np.random.Generator) -> None:
-    x, dy = rng.normal(size=(2, 3, 6)), rng.normal(size=(2, 3, 4))
-    before = with_buffer(ops.LinearGELU(Param("b", (5, 6), std=1.0), FP64), FP64, rng)
-    input_bias = Param("c", (5,), decay=False)
-    behind = with_buffer(ops.GELULinear(Param("w", (4, 5), std=1.0), FP64, input_bias=input_bias), FP64, rng)
-    found = []
-    for adapted in ("", "before", "behind", None):
-        first = ops.Linear(before.weight, FP64) if adapted in ("before", None) else before
-        second = _Adapter(behind) if adapted in ("behind", None) else behind
-        stash, grads = Stash(), [p.grad for p in (before.weight, behind.weight, input_bias)]
-        for grad in grads:
-            grad[...] = 0
-        y = gelu_mlp(first, second, x, stash)
-        dx = first.backward(behind.backward(dy, stash), stash)
-        found.append([y, dx, *(grad.copy() for grad in grads)])
-    for others in found[1:]:
-        for one, other in zip(found[0], others, strict=True):
-            np.testing.assert_array_equal(one, other)
-
-
 class _Adapter:
-    """Takes gate|up or u, and knows of no h."""
+    """Takes gate|up, and knows of no h."""
 
     def __init__(self, op: Op) -> None:
         self.op = op

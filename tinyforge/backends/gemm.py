@@ -5,8 +5,8 @@ faster, was measured once for each shape by bench/gemm.py, and lies in gemm_tabl
 that is not in the table goes to cuBLAS: another GPU, another shape, another precision. So the choice depends on the
 shape alone, and a run gives the same bits every time.
 
-Some products of ours end with an op's whole pass over memory (EPILOGUES): `gemm_swiglu`, `gemm_gelu`, their backward
-and `gemm_rope` give None where the table has none of these for a shape, and the op takes its passes one by one.
+Some products of ours end with an op's whole pass over memory (EPILOGUES): `gemm_swiglu`, `gemm_swiglu_backward` and
+`gemm_rope` give None where the table has none of these for a shape, and the op takes its passes one by one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tinyforge.backends.tensor_map import distances, encoded
 from tinyforge.kernel import Array
 
 FILE, PLAIN, TABLE = "ops/gemm_hopper.cu", "ops/gemm.cu", "gemm_table.json"
-DEPTH, THREADS, LINE, BARRIERS, PIECE, SLOTS, HEAD = (
-    constant(FILE, name) for name in ("DEPTH", "THREADS", "LINE", "BARRIERS", "PIECE", "SLOTS", "HEAD")
+DEPTH, THREADS, LINE, BARRIERS, PIECE, PIECES, HEAD = (
+    constant(FILE, name) for name in ("DEPTH", "THREADS", "LINE", "BARRIERS", "PIECE", "PIECES", "HEAD")
 )
 SIDE = constant(PLAIN, "SIDE")
 MOST_BLOCKS = 1024  # of the plain kernel
@@ -39,9 +39,7 @@ MOST_BLOCKS = 1024  # of the plain kernel
 PRODUCTS = {(False, True): "FORWARD", (False, False): "INPUT", (True, False): "WEIGHT"}
 
 # What may stand in the table beside them: a product, and the epilogue of its kernel.
-EPILOGUES = {"SWIGLU": "FORWARD", "SWIGLU_BACKWARD": "INPUT", "GELU": "FORWARD", "GELU_BACKWARD": "INPUT",
-             "ROPE": "FORWARD"}  # fmt: skip
-READ_AHEAD = ("SWIGLU_BACKWARD", "GELU_BACKWARD")  # what an epilogue reads beside its sums
+EPILOGUES = {"SWIGLU": "FORWARD", "SWIGLU_BACKWARD": "INPUT", "ROPE": "FORWARD"}
 
 on_choice: Callable[[str, int, int, int, Variant | None], None] | None = None
 """Called with every product of bf16: (product, m, n, k) and the variant, None being cuBLAS."""
@@ -83,12 +81,8 @@ class Variant:
                 f"band {self.band}, splits {self.splits}")  # fmt: skip
 
     def shared_bytes(self, product: str) -> int:
-        gates = SLOTS * PIECE if product in READ_AHEAD else 0
+        gates = PIECES * PIECE if product == "SWIGLU_BACKWARD" else 0
         return self.stages * (self.rows + self.columns) * LINE + gates + BARRIERS
-
-    def warps(self, rows: int) -> int:
-        """Lines of GELU_BACKWARD's partial sums: four warps for a tile's rows, or with both warpgroups eight."""
-        return -(-rows // self.rows) * (4 if self.pingpong else 8)
 
 
 def compiled(product: str = "FORWARD") -> list[Variant]:
@@ -148,30 +142,6 @@ def gemm_swiglu_backward(dy: Array, weight: Array, gu: Array, *, again: bool) ->
     return None if made is None else (dgu, hidden)
 
 
-def gemm_gelu(x: Array, weight: Array, bias: Array) -> tuple[Array, Array] | None:
-    """u = x weight^T and h = gelu(u + bias) by the tanh formula, both (m, n), by one kernel; or None, as above."""
-    variant = _chosen("GELU", x, (len(x), *weight.shape))
-    if variant is None:
-        return None
-    u, hidden = (new((len(x), len(weight)), x.dtype) for _ in range(2))
-    return None if hopper(variant, x, weight, u, "GELU", hidden=hidden, bias=bias) is None else (u, hidden)
-
-
-def gemm_gelu_backward(
-    dy: Array, weight: Array, u: Array, bias: Array, *, again: bool
-) -> tuple[Array, Array | None, Array] | None:
-    """du of dh = dy weight, with `again` h = gelu(u + bias), and sums of du over some rows each, whose own sum is the
-    bias's gradient, by one kernel; or None, as above."""
-    m, n = u.shape
-    variant = _chosen("GELU_BACKWARD", dy, (m, n, len(weight)))
-    if variant is None:
-        return None
-    du, hidden = new(u.shape, u.dtype), new(u.shape, u.dtype) if again else None
-    partial = new((variant.warps(m), n), FLOAT32)
-    made = hopper(variant, dy, weight, du, "GELU_BACKWARD", hidden=hidden, gu=u, bias=bias, partial=partial)
-    return None if made is None else (du, hidden, partial)
-
-
 @dataclass(frozen=True)
 class Turn:
     """How RoPE turns heads: cosines, sines: (T, D/2), float32; the first `heads` of a token's are turned."""
@@ -196,22 +166,21 @@ def _chosen(epilogue: str, a: Array, size: tuple[int, int, int]) -> Variant | No
 
 def hopper(
     variant: Variant, a: Array, b: Array, out: Array | None, product: str, *, accumulate: bool = False,
-    hidden: Array | None = None, gu: Array | None = None, turn: Turn | None = None, bias: Array | None = None,
-    partial: Array | None = None,
+    hidden: Array | None = None, gu: Array | None = None, turn: Turn | None = None,
 ) -> Array | None:  # fmt: skip
     """out = a b^T, the factors lying as `product` has them, or None, with nothing done, where the kernel cannot take
-    them: it wants bf16, rows that begin at 16 bytes, columns by eights, and adds in float32 alone. hidden, gu (or u of
-    GELU), turn, bias, partial: of the epilogues; these arrays have no gaps, nor has out then."""
+    them: it wants bf16, rows that begin at 16 bytes, columns by eights, and adds in float32 alone. hidden, gu, turn: of
+    the epilogues; these arrays have no gaps, nor has out then."""
     if out is None:
         if product == "WEIGHT":  # it would be in bf16
             return None
         out = new((len(a), b.shape[product == "INPUT"]), a.dtype)
     plan = _plan(variant, product, accumulate, *((x.dtype, x.shape, x.strides) for x in (a, b, out)))
-    beside = [*(x for x in (hidden, gu, bias) if x is not None), *([turn.cosines, turn.sines] if turn else [])]
+    beside = [*(x for x in (hidden, gu) if x is not None), *([turn.cosines, turn.sines] if turn else [])]
     if plan is None or any(x.data.ptr % 16 for x in (a, b, out, *beside)):
         return None
-    m, n = out.shape[0], out.shape[1] // (2 if product in ("SWIGLU", "SWIGLU_BACKWARD") else 1)
-    for x, shape in ((hidden, (m, n)), (gu, out.shape), (bias, (n,))):
+    m, n = out.shape[0], out.shape[1] // 2
+    for x, shape in ((hidden, (m, n)), (gu, (m, 2 * n))):
         if x is not None and (x.shape != shape or not x.flags.c_contiguous or x.dtype != a.dtype):
             raise ValueError(f"gemm: {x.dtype} {x.shape} beside {out.shape} of {product}, wants {shape} of {a.dtype}")
     maps = [encoded(x.data.ptr, *known) for x, known in zip((a, b, gu), plan.maps, strict=False)]
@@ -219,8 +188,6 @@ def hopper(
     arguments = (parts, *maps[:2], *plan.numbers)
     if product in ("SWIGLU", "SWIGLU_BACKWARD"):
         arguments += or_null(hidden), *maps[2:]
-    elif product in ("GELU", "GELU_BACKWARD"):
-        arguments += or_null(hidden), *maps[2:], bias, *(() if partial is None else (partial,))
     elif turn is not None:
         arguments += turn.cosines, turn.sines, np.int32(len(turn.cosines)), np.int32(turn.heads * HEAD)
     grid = (variant.cluster * min(free_processors() // variant.cluster, plan.units),)
@@ -275,7 +242,7 @@ def _plan(variant: Variant, product: str, accumulate: bool, *arrays: Described) 
     )  # fmt: skip
     numbers = (m, width, k, stride if splits == 1 else n, variant.band, splits, accumulate and splits == 1)
     maps = [((1, *shape), row, (1, lines, DEPTH)) for shape, row, lines in zip((a, b), rows, boxes, strict=True)]
-    if product in READ_AHEAD:
+    if product == "SWIGLU_BACKWARD":
         maps.append(((1, *out), distances((1, *out), (0, *out_strides), 2), (1, 64, 64)))
     return Plan(kernel, units, tuple(map(np.int32, numbers)), tuple(maps), splits)
 

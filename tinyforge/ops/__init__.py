@@ -11,7 +11,7 @@ from tinyforge.ops.dropout import Dropout
 from tinyforge.ops.embedding import Embedding
 from tinyforge.ops.fork import Fork
 from tinyforge.ops.gelu import GELU
-from tinyforge.ops.gelu_linear import GELULinear, LinearGELU
+from tinyforge.ops.gelu_linear import GELULinear
 from tinyforge.ops.layernorm import LayerNorm
 from tinyforge.ops.linear import Linear
 from tinyforge.ops.lora import LoRA
@@ -32,14 +32,14 @@ from tinyforge.ops.tanh import Tanh
 
 ALL: tuple[type[Op], ...] = (
     Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Linear, RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm,
-    RoPE, Attention, SwiGLU, LinearSwiGLU, SwiGLULinear, GELU, LinearGELU, GELULinear, LoRA, Tanh, Softmax, Dropout,
-    CausalConv, SelectiveScan, LSTM, TopKRouter, RouterLosses, MixtureOfExperts, CrossEntropy, LinearCrossEntropy,
+    RoPE, Attention, SwiGLU, LinearSwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh, Softmax, Dropout, CausalConv,
+    SelectiveScan, LSTM, TopKRouter, RouterLosses, MixtureOfExperts, CrossEntropy, LinearCrossEntropy,
 )  # fmt: skip
 """Every op, in the order of the gradient-check ledger."""
 
 __all__ = [
     "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CausalConv", "ClassToken", "CrossEntropy", "Dropout",
     "Embedding", "Fork", "GELU", "GELULinear", "LSTM", "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy",
-    "LinearGELU", "LinearSwiGLU", "LoRA", "MixtureOfExperts", "Patches", "RMSNorm", "RoPE", "RopeScaling",
-    "RouterLosses", "SelectiveScan", "Softmax", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter",
+    "LinearSwiGLU", "LoRA", "MixtureOfExperts", "Patches", "RMSNorm", "RoPE", "RopeScaling", "RouterLosses",
+    "SelectiveScan", "Softmax", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter",
 ]  # fmt: skip

@@ -19,20 +19,42 @@
 // spills: none
 
 #include "ops/common.cuh"
-#include "ops/gelu.cuh"
 
 typedef SCALAR T;
 typedef Wide<T> A;
 
+#define SQRT_2_OVER_PI A(0.7978845608028654)
+#define CUBIC A(0.044715)
 #define ROWS 2                    // that a thread of gelu_bwd_bias has under way
 #define RESIDENT (EXACT ? 1 : 4)  // of its blocks, on each multiprocessor; erf takes more registers
+
+__device__ __forceinline__ A phi(A x) {
+#if EXACT
+    return A(0.5) * (A(1) + erf(x * A(0.7071067811865476)));
+#else
+    // (1 + tanh u) / 2 = 1 / (1 + exp(-2u)): an exponential and a quotient, which bf16 has from the hardware.
+    return inverse_for<T>(A(1) + exp_for<T>(A(-2) * SQRT_2_OVER_PI * (x + CUBIC * x * x * x)));
+#endif
+}
+
+__device__ __forceinline__ A slope_of_phi(A x, A p) {
+#if EXACT
+    return exp(A(-0.5) * x * x) * (A(0.5) * SQRT_2_OVER_PI);
+#else
+    // Phi = (1 + tanh u) / 2, and 1 - tanh^2 u = 4 Phi (1 - Phi)
+    return A(2) * p * (A(1) - p) * SQRT_2_OVER_PI * (A(1) + A(3) * CUBIC * x * x);
+#endif
+}
 
 extern "C" __global__ void __launch_bounds__(256) gelu_fwd(T *y, const T *x, u32 total) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= total) return;
     Pack<T, VEC> p = load<VEC>(x + i64(i) * VEC);
 #pragma unroll
-    for (int j = 0; j < VEC; j++) gelu<T, EXACT>(p.v[j], widen(p.v[j]));
+    for (int j = 0; j < VEC; j++) {
+        const A value = widen(p.v[j]);
+        narrow(value * phi(value), p.v[j]);
+    }
     store(y + i64(i) * VEC, p);
 }
 
@@ -45,7 +67,10 @@ extern "C" __global__ void __launch_bounds__(256) gelu_fwd_bias(
     Pack<T, VEC> p = load<VEC>(x + i64(i) * VEC);
     const Pack<T, VEC> b = load<VEC>(bias + (i % width) * VEC);
 #pragma unroll
-    for (int j = 0; j < VEC; j++) gelu<T, EXACT>(p.v[j], widen(p.v[j]) + widen(b.v[j]));
+    for (int j = 0; j < VEC; j++) {
+        const A value = widen(p.v[j]) + widen(b.v[j]);
+        narrow(value * phi(value), p.v[j]);
+    }
     store(y + i64(i) * VEC, p);
 }
 
@@ -55,7 +80,11 @@ extern "C" __global__ void __launch_bounds__(256) gelu_bwd(T *dx, T *y, const T 
     const Pack<T, VEC> p = load<VEC>(x + i64(i) * VEC), d = load<VEC>(dy + i64(i) * VEC);
     Pack<T, VEC> out, activated;
 #pragma unroll
-    for (int j = 0; j < VEC; j++) gelu_gradient<T, EXACT>(out.v[j], activated.v[j], widen(d.v[j]), widen(p.v[j]));
+    for (int j = 0; j < VEC; j++) {
+        const A value = widen(p.v[j]), share = phi(value);
+        narrow(widen(d.v[j]) * (share + value * slope_of_phi(value, share)), out.v[j]);
+        narrow(value * share, activated.v[j]);
+    }
     store_streaming(dx + i64(i) * VEC, out);
     if (y) store(y + i64(i) * VEC, activated);
 }
@@ -83,8 +112,11 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) gelu_bwd_bias(
                 Pack<T, VEC> out, activated;
 #pragma unroll
                 for (int j = 0; j < VEC; j++) {
-                    const A value = widen(p[k].v[j]) + widen(b.v[j]);
-                    sum.v[j] += gelu_gradient<T, EXACT>(out.v[j], activated.v[j], widen(d[k].v[j]), value);
+                    const A value = widen(p[k].v[j]) + widen(b.v[j]), share = phi(value);
+                    const A slope = widen(d[k].v[j]) * (share + value * slope_of_phi(value, share));
+                    sum.v[j] += slope;
+                    narrow(slope, out.v[j]);
+                    narrow(value * share, activated.v[j]);
                 }
                 store_streaming(dx + at, out);
                 if (y) store(y + at, activated);

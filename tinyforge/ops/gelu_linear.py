@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,41 +12,24 @@ from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.gelu import gelu_bwd, gelu_fwd
-from tinyforge.ops.linear import Linear, add_product, linear_add_fwd, linear_bwd_bias, linear_fwd
+from tinyforge.ops.linear import add_product, linear_add_fwd, linear_bwd_bias, linear_fwd
 from tinyforge.params import with_buffer
 
 
 @kernel
-def linear_gelu_fwd(x: Array, weight: Array, input_bias: Array | None, approximate: str) -> tuple[Array, Array]:
-    """u = x W^T, and gelu(u + input_bias)."""
-    u = linear_fwd(x, weight, None)
-    return u, gelu_fwd(u, input_bias, approximate)
-
-
-@linear_gelu_fwd.on("phantom")
-def linear_gelu_fwd_memory(
-    x: Array, weight: Array, input_bias: Array | None, approximate: str
-) -> tuple[Array, Array]:
-    u = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
-    return u, empty(u.shape, x.dtype)
-
-
-@kernel
 def gelu_linear_fwd(
-    u: Array, hidden: Array | None, weight: Array, bias: Array | None, input_bias: Array | None, add: Array | None,
-    approximate: str,
-) -> Array:  # fmt: skip
-    """hidden: gelu(u + input_bias), where it is there already; u is not read then. add: as in Linear."""
-    hidden = gelu_fwd(u, input_bias, approximate) if hidden is None else hidden
+    u: Array, weight: Array, bias: Array | None, input_bias: Array | None, add: Array | None, approximate: str
+) -> Array:
+    """add: as in Linear."""
+    hidden = gelu_fwd(u, input_bias, approximate)
     return linear_fwd(hidden, weight, bias) if add is None else linear_add_fwd(hidden, weight, bias, add)
 
 
 @gelu_linear_fwd.on("phantom")
 def gelu_linear_fwd_memory(
-    u: Array, hidden: Array | None, weight: Array, bias: Array | None, input_bias: Array | None, add: Array | None,
-    approximate: str,
-) -> Array:  # fmt: skip
-    hidden = empty(u.shape, u.dtype) if hidden is None else hidden
+    u: Array, weight: Array, bias: Array | None, input_bias: Array | None, add: Array | None, approximate: str
+) -> Array:
+    hidden = empty(u.shape, u.dtype)
     return empty((*u.shape[:-1], weight.shape[0]), hidden.dtype)
 
 
@@ -70,44 +53,17 @@ def gelu_linear_bwd_memory(
     dweight: Array | None, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
     input_bias: Array | None, approximate: str, accumulate: bool = True,
 ) -> Array:  # fmt: skip
-    hidden = empty(u.shape, u.dtype)  # dh, in whose place h comes
-    return empty(u.shape, hidden.dtype)
-
-
-class LinearGELU(Linear):
-    """u = x W^T, and with `gelu` also h = gelu(u + b_in), for the GELULinear behind: the same bits as there
-
-    x: (..., I); W: (H, I); u, h: (..., H). gelu: b_in, (H,) or None, and the formula. Saves and backward as Linear; the
-    gradient by way of h is in du, as GELULinear hands it back.
-    """
-
-    kernels = (*Linear.kernels, linear_gelu_fwd)
-
-    def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
-        super().__init__(weight, backend, name)
-
-    def forward(
-        self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,
-        add: Array | None = None, gelu: tuple[Array | None, str] | None = None,
-    ) -> Any:  # fmt: skip
-        if gelu is None:
-            return super().forward(x, stash, recompute=recompute, add=add)
-        self.keep(x, stash, recompute)
-        return self.k.linear_gelu_fwd(x, self.weight.value, *gelu)
-
-    @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        for (o, i), lead in (((6, 7), (2, 3)), ((1, 1), (1,)), ((4, 2), (0,))):
-            op = with_buffer(cls(Param("weight", (o, i), std=1.0), backend), backend, rng)
-            yield op, (backend.asarray(rng.normal(size=(*lead, i))),)
+    _hidden = None if dweight is None else empty(u.shape, u.dtype)
+    dhidden = empty(u.shape, u.dtype)
+    return empty(u.shape, dhidden.dtype)
 
 
 class GELULinear(Op):
     """y = h W^T + b,  h = gelu(u + b_in) by GELU's formula `approximate`: the reference is GELU, then Linear
 
     u: (..., H); W: (O, H); b: (O,), or none; b_in: (H,), or none; y: (..., O). b_in is the bias of the linear map that
-    made u: added here it costs no pass over u. `hidden`: h, where somebody has it; `add`: as in Linear. Saves u: h, as
-    large, is computed again in the pass over u that backward takes anyway:
+    made u: added here it costs no pass over u. `add`: as in Linear. Saves u: h, as large, is computed again in the pass
+    over u that backward takes anyway:
 
         dh = dy W,   du = gelu_bwd(dh, u + b_in),   dW += dy^T h,   db += sum over rows of dy,
         db_in += sum over rows of du
@@ -128,13 +84,11 @@ class GELULinear(Op):
     def params(self) -> list[Param]:
         return [p for p in (self.input_bias, self.weight, self.bias) if p is not None]
 
-    def forward(
-        self, u: Array, stash: Stash | None = None, *, hidden: Array | None = None, add: Array | None = None
-    ) -> Array:
+    def forward(self, u: Array, stash: Stash | None = None, *, add: Array | None = None) -> Array:
         if stash is not None:
             stash.push(self, u)
         bias, input_bias = (p.value if p else None for p in (self.bias, self.input_bias))
-        return self.k.gelu_linear_fwd(u, hidden, self.weight.value, bias, input_bias, add, self.approximate)
+        return self.k.gelu_linear_fwd(u, self.weight.value, bias, input_bias, add, self.approximate)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (u,) = stash.pop(self)
@@ -158,18 +112,3 @@ class GELULinear(Op):
         weight = Param("weight", (3, 5), std=1.0)
         exact = cls(weight, backend, bias=bias, input_bias=input_bias, approximate="erf")
         yield with_buffer(exact, backend, rng), (backend.asarray(rng.normal(size=(2, 4, 5)) * 2),)
-
-
-def gelu_mlp(
-    before: Any, behind: Any, x: Array, stash: Stash | None, *, recompute: Callable[[], Array] | None = None,
-    **add: Array,
-) -> Array:  # fmt: skip
-    """behind(before(x)), as LinearGELU and GELULinear do it together; an adapter in either's place takes u. recompute:
-    for before's forward; add: for behind's, as in Linear."""
-    more: dict[str, Any] = {"recompute": recompute} if recompute else {}
-    if isinstance(before, LinearGELU) and isinstance(behind, GELULinear):
-        input_bias = behind.input_bias.value if behind.input_bias else None
-        u, hidden = before.forward(x, stash, gelu=(input_bias, behind.approximate), **more)
-        return behind.forward(u, stash, hidden=hidden, **add)
-    y: Array = behind.forward(before.forward(x, stash=stash, **more), stash=stash, **add)
-    return y

@@ -27,9 +27,6 @@
 //                      the same of up: two boxes of W.
 //   SWIGLU_BACKWARD    of dh = dy W: dgate|dup and h, from gate|up; dh itself is not written. A thread of its own copies a
 //                      tile's gate|up ahead, in pieces of 64 rows and 64 columns, round buffers of their own.
-//   GELU               of u = x W^T, with h = gelu(u + bias) beside it, by the tanh formula
-//   GELU_BACKWARD      of dh = dy W: du and h, from u, copied ahead in the same way; and sums of du over the rows of each
-//                      warp, of which the bias's gradient is made
 //   ROPE               of q|k|v = x W^T, heads of 64: each pair of q and k is turned by the angle of its position
 //   With `splits` parts of the sum, `out` has a plane in float32 for each, which gemm_sum (gemm.cu) adds up in their order.
 // Grid: a multiple of CLUSTER blocks, one for each multiprocessor. Block: THREADS. Shared memory: STAGES x (ROWS +
@@ -43,15 +40,11 @@
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=64 COLUMNS=256 STAGES=5 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD|GELU_BACKWARD ROWS=128 COLUMNS=128 STAGES=5 PINGPONG=1 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=GELU ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=GELU ROWS=256 COLUMNS=192 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=128 STAGES=5 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=ROPE ROWS=64 COLUMNS=256 STAGES=5 PINGPONG=1 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=ROPE ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
 // spills: none
 
 #include "ops/gemm.cuh"
-#include "ops/gelu.cuh"
 #include "ops/hopper.cuh"
 #include "ops/rope.cuh"
 #include "ops/swiglu.cuh"
@@ -61,7 +54,7 @@
 #define LINE 128      // bytes of a line: 64 numbers, steps of the sum or what stays
 #define BARRIERS 256  // bytes: full and empty of each stage, the turns, and of gate|up
 #define PIECE 16384   // bytes of 64 rows and 64 columns of gate|up
-#define SLOTS 4       // buffers for such pieces
+#define PIECES 4      // of a tile of SWIGLU_BACKWARD
 #define HEAD 64       // width of a head of ROPE
 
 #define FORWARD 0
@@ -71,8 +64,6 @@
 #define SWIGLU 1
 #define SWIGLU_BACKWARD 2
 #define ROPE 3
-#define GELU 4
-#define GELU_BACKWARD 5
 #ifndef EPILOGUE
 #define EPILOGUE NONE
 #endif
@@ -89,14 +80,12 @@ constexpr int SHARERS = PINGPONG ? 1 : 2;                  // warpgroups that wo
 constexpr int BLOCKS = ROWS / SHARERS / 64;                // products of 64 rows that each of them does
 constexpr int WIDE = EPILOGUE == SWIGLU ? COLUMNS / 2 : COLUMNS;  // columns of the result from one tile to the next
 constexpr int GATES = STAGES * (LEFT + RIGHT);             // where gate|up begins in shared memory
-constexpr bool AHEAD = EPILOGUE == SWIGLU_BACKWARD || EPILOGUE == GELU_BACKWARD;  // copies what the epilogue reads
-constexpr int BEHIND = GATES + (AHEAD ? SLOTS * PIECE : 0);  // and the barriers
-constexpr int PIECES = BLOCKS * COLUMNS / 64;              // of gate|up, which a warpgroup reads for a tile
+constexpr int BEHIND = GATES + (EPILOGUE == SWIGLU_BACKWARD ? PIECES * PIECE : 0);  // and the barriers
 
 static_assert(ROWS % (64 * SHARERS) == 0 && (CLUSTER == 1 || CLUSTER == 2), "");
-static_assert((2 * STAGES + 2 + 3 * SLOTS) * 8 <= BARRIERS, "");
-static_assert(EPILOGUE == NONE || CLUSTER == 1, "clusters were slower at the shapes that end with an op");
-static_assert(!AHEAD || 2 * PIECES % SLOTS == 0, "a warpgroup finds a tile's pieces in the same slots");
+static_assert((2 * STAGES + 2 + 3 * PIECES) * 8 <= BARRIERS, "");
+static_assert(EPILOGUE == NONE || CLUSTER == 1, "clusters were slower at the shapes that end with SwiGLU");
+static_assert(EPILOGUE != SWIGLU_BACKWARD || (PINGPONG && ROWS / 64 * (COLUMNS / 64) == PIECES), "");
 
 extern __shared__ __align__(1024) unsigned char room[];  // the stages, gate|up, the barriers
 
@@ -111,10 +100,10 @@ struct Ring {
     __device__ __forceinline__ u32 empty() const { return full() + STAGES * 8; }
     // Says that warpgroup 0 or 1 may multiply.
     __device__ __forceinline__ u32 turn(int group) const { return base + BEHIND + (2 * STAGES + group) * 8; }
-    // Of a slot with a piece of gate|up: that it is there, for the warpgroup that is to read it, and that it has been read.
-    // A slot may serve both warpgroups in turn; with one barrier for both, a parity could be of the other's round.
-    __device__ __forceinline__ u32 gates_full(int group, int slot) const { return turn(2 + group * SLOTS + slot); }
-    __device__ __forceinline__ u32 gates_empty(int slot) const { return turn(2 + 2 * SLOTS + slot); }
+    // Of a piece of gate|up: that it is there, for the warpgroup whose tile it is of, and that it has been read. A buffer
+    // serves both warpgroups in turn; with one barrier for both, a parity could be of the other's round.
+    __device__ __forceinline__ u32 gates_full(int group, int piece) const { return turn(2 + group * PIECES + piece); }
+    __device__ __forceinline__ u32 gates_empty(int piece) const { return turn(2 + 2 * PIECES + piece); }
     __device__ __forceinline__ void next() {
         if (++slot == STAGES) slot = 0, phase ^= 1;
     }
@@ -135,11 +124,11 @@ __device__ __forceinline__ void make_barriers() {
             barrier_make(ring.empty(), 4 * SHARERS * CLUSTER);
         }
         for (int group = 0; group < 2; group++) barrier_make(ring.turn(group), 4);
-        if constexpr (AHEAD) {
-            for (int slot = 0; slot < SLOTS; slot++) {
-                barrier_make(ring.gates_full(0, slot), 1);
-                barrier_make(ring.gates_full(1, slot), 1);
-                barrier_make(ring.gates_empty(slot), 4);
+        if constexpr (EPILOGUE == SWIGLU_BACKWARD) {
+            for (int piece = 0; piece < PIECES; piece++) {
+                barrier_make(ring.gates_full(0, piece), 1);
+                barrier_make(ring.gates_full(1, piece), 1);
+                barrier_make(ring.gates_empty(piece), 4);
             }
         }
         barriers_made();
@@ -182,34 +171,23 @@ __device__ __forceinline__ void copy_pieces(
     barrier_arrive(full);
 }
 
-// Copies gate|up, or GELU's u, of tile after tile, 64 rows and 64 columns at a time, in the order in which they are read: a tile of a
-// warpgroup's own whole, one that both work on in turns.
-struct Gates {
-    u32 slot = 0, parities = 0;  // of `gates_empty`, a bit for each slot
-    int group = 0;
-
-    // half: columns of the gate.
-    __device__ __forceinline__ void copy_tile(const TensorMap *gu, int row, int column, int half) {
-        const Ring ring;
-        for (int i = 0; i < PIECES * SHARERS; i++, slot = (slot + 1) % SLOTS) {
-            const int piece = i / SHARERS, reader = SHARERS == 1 ? group : i % 2;
-            const u32 full = ring.gates_full(reader, slot), to = ring.base + GATES + slot * PIECE;
-            const int x = column + piece % (COLUMNS / 64) * 64;
-            const int y = row + i % SHARERS * (ROWS / 2) + piece / (COLUMNS / 64) * 64;
-            barrier_wait(ring.gates_empty(slot), ~parities >> slot & 1);
-            parities ^= 1 << slot;
-            barrier_expect(full, EPILOGUE == SWIGLU_BACKWARD ? PIECE : PIECE / 2);
-            copy_box(to, gu, x, y, 0, full);
-            if constexpr (EPILOGUE == SWIGLU_BACKWARD) copy_box(to + PIECE / 2, gu, half + x, y, 0, full);
-            barrier_arrive(full);
-        }
-        group ^= 1;
+// Copies gate|up of tile after tile, which the epilogues of the two warpgroups read in turn. parity: of the phase of
+// `gates_empty` that this tile waits for. half: columns of the gate.
+__device__ __forceinline__ void copy_gates(
+    const TensorMap *gu, int group, u32 parity, int row, int column, int half
+) {
+    const Ring ring;
+#pragma unroll
+    for (int piece = 0; piece < PIECES; piece++) {
+        const u32 full = ring.gates_full(group, piece), to = ring.base + GATES + piece * PIECE;
+        const int x = column + piece % (COLUMNS / 64) * 64, y = row + piece / (COLUMNS / 64) * 64;
+        barrier_wait(ring.gates_empty(piece), parity);
+        barrier_expect(full, PIECE);
+        copy_box(to, gu, x, y, 0, full);
+        copy_box(to + PIECE / 2, gu, half + x, y, 0, full);
+        barrier_arrive(full);
     }
-    // Where warpgroup `group` finds one of its pieces.
-    static __device__ __forceinline__ int slot_of(int piece, int group) {
-        return (SHARERS == 1 ? group * PIECES + piece : 2 * piece + group) % SLOTS;
-    }
-};
+}
 
 // The side of a warpgroup that multiplies.
 struct Products {
@@ -298,178 +276,65 @@ struct Products {
         }
     }
 
-    // The sums of block i, rounded, and each row's 8 columns in one thread: half of the registers. The sums become 0, since
-    // the next product reads what is there even though it does not use it: they would be kept for that.
+    // The sums, rounded and each row's 8 columns in one thread: half of the registers. The sums become 0, since the next
+    // product reads what is there even though it does not use it: they would be kept for that.
     template <class R>
-    __device__ __forceinline__ void take_rounded(Pack<R, 8> (&taken)[2][COLUMNS / 32], int i) {
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 32; n++) {
-#pragma unroll
-            for (int below = 0; below < 2; below++) {
-                taken[below][n] = rounded_row(sum[i], 4 * n, below);
-#pragma unroll
-                for (int j = 0; j < 4; j++) sum[i][4 * n + j][2 * below] = sum[i][4 * n + j][2 * below + 1] = 0;
-            }
-        }
-    }
-
-    // dgate|dup, and h where there is room for it, from the sums dh and from gate|up, which Gates brings. parities: of
-    // `gates_full`, a bit for each slot. Other arguments as above.
-    template <class R>
-    __device__ __forceinline__ void write_swiglu_backward(
-        R *dgu, R *hidden, u32 &parities, int stride, int half, int rows, int columns
-    ) {
-        // All sums here, while the assembler knows that the threads of a warp are together; behind a wait it does not, and
-        // each of their exchanges costs it a branch.
-        Pack<R, 8> dh[BLOCKS][2][COLUMNS / 32];
-#pragma unroll
-        for (int i = 0; i < BLOCKS; i++) take_rounded(dh[i], i);
+    __device__ __forceinline__ void take_rounded(Pack<R, 8> (&taken)[BLOCKS][2][COLUMNS / 32]) {
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
-#pragma unroll
-            for (int across = 0; across < COLUMNS; across += 64) {
-                const int slot = Gates::slot_of((i * COLUMNS + across) / 64, group);
-                barrier_wait(ring.gates_full(group, slot), parities >> slot & 1);
-                parities ^= 1 << slot;
-                Pack<R, 8> gate[2][2], up[2][2];  // of rows 8 apart, and columns 32 apart
-#pragma unroll
-                for (int below = 0; below < 2; below++) {
-#pragma unroll
-                    for (int j = 0; j < 2; j++) {
-                        const int line = row_of(0) - top + 8 * below, column = (4 * j + lane % 4 ^ line % 8) * 16;
-                        const u32 from = ring.base + GATES + slot * PIECE + line * LINE + column;
-                        const uint4 g = load_line(from), u = load_line(from + PIECE / 2);
-                        gate[below][j] = reinterpret_cast<const Pack<R, 8> &>(g);
-                        up[below][j] = reinterpret_cast<const Pack<R, 8> &>(u);
-                    }
-                }
-                __syncwarp();
-                if (lane == 0) barrier_arrive(ring.gates_empty(slot));
-#pragma unroll
-                for (int below = 0; below < 2; below++) {
-                    const int row = row_of(i) + 8 * below;
-                    const i64 line = i64(row) * stride;
-#pragma unroll
-                    for (int j = 0; j < 2; j++) {
-                        const int n = across / 32 + j, column = 32 * n + 8 * (lane % 4);
-                        Pack<R, 8> dgate, dup, y;
-                        swiglu_gradient(dgate, dup, y, dh[i][below][n], gate[below][j], up[below][j]);
-                        if (row < rows && column < columns) {
-                            store_streaming(dgu + line + column, dgate);
-                            store_streaming(dgu + line + half + column, dup);
-                            if (hidden) store(hidden + i64(row) * half + column, y);
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    // u, and h = gelu(u + bias) beside it. u, hidden, bias: the tile's first numbers.
-    template <class R>
-    __device__ __forceinline__ void write_gelu(R *u, R *hidden, const R *bias, int stride, int rows, int columns) {
-        const int first = lane % 4 * 8;
-#pragma unroll
-        for (int i = 0; i < BLOCKS; i++) {
-            Pack<R, 8> taken[2][COLUMNS / 32];
-            take_rounded(taken, i);
-            asm volatile("" ::: "memory");  // the bias comes when its registers are free
 #pragma unroll
             for (int n = 0; n < COLUMNS / 32; n++) {
-                const int column = 32 * n + first;
-                if (column >= columns) continue;
-                const Pack<R, 8> b = load<8>(bias + column);
 #pragma unroll
                 for (int below = 0; below < 2; below++) {
-                    const int row = row_of(i) + 8 * below;
-                    const i64 at = i64(row) * stride + column;
-                    Pack<R, 8> h;
+                    taken[i][below][n] = rounded_row(sum[i], 4 * n, below);
 #pragma unroll
-                    for (int k = 0; k < 8; k++) gelu<R, false>(h.v[k], widen(taken[below][n].v[k]) + widen(b.v[k]));
-                    if (row < rows) {
-                        store_streaming(u + at, taken[below][n]);  // backward reads it
-                        store(hidden + at, h);
-                    }
+                    for (int j = 0; j < 4; j++) sum[i][4 * n + j][2 * below] = sum[i][4 * n + j][2 * below + 1] = 0;
                 }
             }
         }
     }
 
-    // Eight threads, lanes 4 apart, have N sums of the same columns: each ends with an eighth of them, those from where this
-    // says on.
-    template <int GAP, int N, int M>
-    __device__ __forceinline__ int fold(float (&x)[M]) const {
-        const bool upper = lane & GAP;
-#pragma unroll
-        for (int k = 0; k < N / 2; k++) {
-            const float given = upper ? x[k] : x[k + N / 2], kept = upper ? x[k + N / 2] : x[k];
-            x[k] = kept + __shfl_xor_sync(~0u, given, GAP);
-        }
-        const int first = upper ? N / 2 : 0;
-        if constexpr (GAP > 4) return first + fold<GAP / 2, N / 2>(x);
-        else return first;
-    }
-
-    // du, and h where there is room for it, from the sums dh and from u, which Gates brings; and this warp's sums of du
-    // over its rows of the tile. partial: its line of them, at the tile's first column.
+    // dgate|dup, and h where there is room for it, from the sums dh and from gate|up, which copy_gates brings. parity: of the
+    // phase of `gates_full` that it waits for. Arguments as above.
     template <class R>
-    __device__ __forceinline__ void write_gelu_backward(
-        R *du, R *hidden, float *partial, const R *bias, u32 &parities, int stride, int rows, int columns
+    __device__ __forceinline__ void write_swiglu_backward(
+        R *dgu, R *hidden, u32 parity, int stride, int half, int rows, int columns
     ) {
-        constexpr int MINE = COLUMNS / 4;  // columns of a thread, by eights
         Pack<R, 8> dh[BLOCKS][2][COLUMNS / 32];
-        float total[MINE] = {};
+        take_rounded(dh);
 #pragma unroll
-        for (int i = 0; i < BLOCKS; i++) take_rounded(dh[i], i);
+        for (int piece = 0; piece < PIECES; piece++) {
+            const int i = piece / (COLUMNS / 64), across = piece % (COLUMNS / 64) * 64;
+            barrier_wait(ring.gates_full(group, piece), parity);
+            Pack<R, 8> gate[2][2], up[2][2];  // of rows 8 apart, and columns 32 apart
 #pragma unroll
-        for (int i = 0; i < BLOCKS; i++) {
+            for (int below = 0; below < 2; below++) {
 #pragma unroll
-            for (int across = 0; across < COLUMNS; across += 64) {
-                const int slot = Gates::slot_of((i * COLUMNS + across) / 64, group);
-                barrier_wait(ring.gates_full(group, slot), parities >> slot & 1);
-                parities ^= 1 << slot;
-                Pack<R, 8> x[2][2];  // of rows 8 apart, and columns 32 apart
-#pragma unroll
-                for (int below = 0; below < 2; below++) {
-#pragma unroll
-                    for (int j = 0; j < 2; j++) {
-                        const int line = row_of(0) - top + 8 * below, column = (4 * j + lane % 4 ^ line % 8) * 16;
-                        const uint4 found = load_line(ring.base + GATES + slot * PIECE + line * LINE + column);
-                        x[below][j] = reinterpret_cast<const Pack<R, 8> &>(found);
-                    }
+                for (int j = 0; j < 2; j++) {
+                    const int line = row_of(i) - 64 * i + 8 * below, column = (4 * j + lane % 4 ^ line % 8) * 16;
+                    const unsigned char *from = room + GATES + piece * PIECE + line * LINE + column;
+                    gate[below][j] = load<8>(reinterpret_cast<const R *>(from));
+                    up[below][j] = load<8>(reinterpret_cast<const R *>(from + PIECE / 2));
                 }
-                __syncwarp();
-                if (lane == 0) barrier_arrive(ring.gates_empty(slot));
+            }
+            __syncwarp();
+            if (lane == 0) barrier_arrive(ring.gates_empty(piece));
+#pragma unroll
+            for (int below = 0; below < 2; below++) {
+                const int row = row_of(i) + 8 * below;
+                const i64 line = i64(row) * stride;
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
                     const int n = across / 32 + j, column = 32 * n + 8 * (lane % 4);
-                    Pack<R, 8> b = {};
-                    if (column < columns) b = load<8>(bias + column);
-#pragma unroll
-                    for (int below = 0; below < 2; below++) {
-                        const int row = row_of(i) + 8 * below;
-                        const i64 at = i64(row) * stride + column;
-                        Pack<R, 8> dx, y;
-#pragma unroll
-                        for (int k = 0; k < 8; k++) {
-                            total[8 * n + k] += gelu_gradient<R, false>(
-                                dx.v[k], y.v[k], widen(dh[i][below][n].v[k]), widen(x[below][j].v[k]) + widen(b.v[k])
-                            );  // rows past the last are 0 in dh
-                        }
-                        if (row < rows && column < columns) {
-                            store_streaming(du + at, dx);
-                            if (hidden) store(hidden + at, y);
-                        }
+                    Pack<R, 8> dgate, dup, y;
+                    swiglu_gradient(dgate, dup, y, dh[i][below][n], gate[below][j], up[below][j]);
+                    if (row < rows && column < columns) {
+                        store_streaming(dgu + line + column, dgate);
+                        store_streaming(dgu + line + half + column, dup);
+                        if (hidden) store(hidden + i64(row) * half + column, y);
                     }
                 }
             }
-        }
-        __syncwarp();
-        const int first = fold<16, MINE>(total);
-#pragma unroll
-        for (int k = 0; k < MINE / 8; k++) {
-            const int column = (first + k) / 8 * 32 + lane % 4 * 8 + (first + k) % 8;
-            if (column < columns) partial[column] = total[k];
         }
     }
 
@@ -480,26 +345,20 @@ struct Products {
         R *out, int stride, int rows, int columns, const float *cosines, const float *sines, int token, int positions,
         int turned_columns
     ) {
-        const int first = lane % 4 * 8;
+        Pack<R, 8> taken[BLOCKS][2][COLUMNS / 32];
+        take_rounded(taken);
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
-            Pack<R, 8> taken[2][COLUMNS / 32];
-            take_rounded(taken, i);
-            asm volatile("" ::: "memory");  // the angles come when their registers are free, and before any store
-            Pack<float, 8> c[2], s[2];
 #pragma unroll
             for (int below = 0; below < 2; below++) {
-                const i64 angle = i64((token + row_of(i) + 8 * below) % positions) * (HEAD / 2) + first;
-                c[below] = load<8>(cosines + angle), s[below] = load<8>(sines + angle);
-            }
-#pragma unroll
-            for (int below = 0; below < 2; below++) {
-                const int row = row_of(i) + 8 * below;
+                const int row = row_of(i) + 8 * below, first = lane % 4 * 8;
+                const i64 angle = i64((token + row) % positions) * (HEAD / 2) + first;
+                const Pack<float, 8> c = load<8>(cosines + angle), s = load<8>(sines + angle);
                 R *to = out + i64(row) * stride + first;
 #pragma unroll
                 for (int n = 0; n < COLUMNS / 32; n += 2) {
-                    Pack<R, 8> &left = taken[below][n], &right = taken[below][n + 1];
-                    if (32 * n < turned_columns) turn(left, right, c[below], s[below]);
+                    Pack<R, 8> &left = taken[i][below][n], &right = taken[i][below][n + 1];
+                    if (32 * n < turned_columns) turn(left, right, c, s);
                     if (row < rows && 32 * n < columns) {
                         store(to + 32 * n, left);
                         store(to + 32 * n + HEAD / 2, right);
@@ -513,16 +372,11 @@ struct Products {
 #define IN_CLUSTERS(n) __cluster_dims__(n, 1, 1)
 
 // With an epilogue of SwiGLU `columns` are those of h, of which `hidden` has no gaps; out and gu have rows of 2 x columns.
-// Of GELU out, hidden and gu, which is u, are alike; partial: 4 SHARERS lines of float32 for each row of tiles.
 // Of ROPE the first `turned_columns` are q and k; a row is a token, at position row % positions.
 #if EPILOGUE == SWIGLU
 #define MORE_ARGUMENTS , Result *hidden
 #elif EPILOGUE == SWIGLU_BACKWARD
 #define MORE_ARGUMENTS , Result *hidden, const __grid_constant__ TensorMap gu
-#elif EPILOGUE == GELU
-#define MORE_ARGUMENTS , Result *hidden, const Result *bias
-#elif EPILOGUE == GELU_BACKWARD
-#define MORE_ARGUMENTS , Result *hidden, const __grid_constant__ TensorMap gu, const Result *bias, float *partial
 #elif EPILOGUE == ROPE
 #define MORE_ARGUMENTS , const float *cosines, const float *sines, int positions, int turned_columns
 #else
@@ -549,12 +403,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
                 }
             }
         }
-#if EPILOGUE == SWIGLU_BACKWARD || EPILOGUE == GELU_BACKWARD
+#if EPILOGUE == SWIGLU_BACKWARD
         if (threadIdx.x == 32) {
-            Gates gates;
-            for (int number = blockIdx.x / CLUSTER; number < units; number += stride_of_units) {
+            int group = 0;
+            for (int number = blockIdx.x; number < units; number += stride_of_units, group ^= 1) {
                 const Unit unit = tiling.unit(number);
-                gates.copy_tile(&gu, (unit.down * CLUSTER + rank) * ROWS, unit.across * WIDE, columns);
+                copy_gates(&gu, group, group ^ 1, unit.down * ROWS, unit.across * WIDE, columns);
             }
         }
 #endif
@@ -562,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
         more_registers<232>();
         Products products;
         u32 parity = products.group == 0;  // the first tile is warpgroup 0's
-        u32 gates_parities = 0;
+        u32 gates_parity = 0;
         bool mine = products.group == 0;
         int number = blockIdx.x / CLUSTER;
         Unit unit = tiling.unit(number);
@@ -599,16 +453,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
 #elif EPILOGUE == SWIGLU
             products.write_swiglu(to, hidden + at, stride, columns, below, beside);
 #elif EPILOGUE == SWIGLU_BACKWARD
-            products.write_swiglu_backward(to, hidden ? hidden + at : nullptr, gates_parities, stride, columns, below, beside);
-#elif EPILOGUE == GELU
-            products.write_gelu(to, hidden + at, bias + column, stride, below, beside);
-#elif EPILOGUE == GELU_BACKWARD
-            // A line of `partial` for each warp that works on a tile's rows.
-            const int warp = (row / ROWS * SHARERS + (PINGPONG ? 0 : products.group)) * 4 + threadIdx.x % 128 / 32;
-            products.write_gelu_backward(
-                to, hidden ? hidden + at : nullptr, partial + i64(warp) * columns + column, bias + column, gates_parities,
-                stride, below, beside
-            );
+            products.write_swiglu_backward(to, hidden ? hidden + at : nullptr, gates_parity, stride, columns, below, beside);
+            gates_parity ^= 1;
 #else
             products.write_rope(to, stride, below, beside, cosines, sines, row, positions, turned_columns - column);
 #endif

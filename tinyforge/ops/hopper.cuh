@@ -205,13 +205,6 @@ __device__ __forceinline__ void write_sums(
     }
 }
 
-__device__ __forceinline__ uint4 load_line(u32 from) {
-    uint4 x;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from)
-                 : "memory");
-    return x;
-}
-
 // A warpgroup that copies needs few registers, those that multiply need many: a kernel starts with the same for all. N: a
 // multiple of 8. By all threads of the warpgroup.
 template <int N>
