@@ -4,7 +4,8 @@ There is no graph and no tape. An `Op` computes forward and has a backward writt
 needs, forward pushes on a `Stash`; a model's backward is its forward read upwards, so records come off in reverse.
 
 One rule for gradients, everywhere: parameter gradients are accumulated (`+=`), activation gradients are assigned
-(`=`), and backward never writes to the `dy` that it was given. `tests/ops/test_contract.py` enforces it for all ops.
+(`=`), and backward never writes to the `dy` that it was given. `tests/ops/test_contract.py` enforces it for all ops. A
+product need not add to zeros: `Param.summed_in`.
 """
 
 from __future__ import annotations
