@@ -4,7 +4,8 @@ There is no graph and no tape. An `Op` computes forward and has a backward writt
 needs, forward pushes on a `Stash`; a model's backward is its forward read upwards, so records come off in reverse.
 
 One rule for gradients, everywhere: parameter gradients are accumulated (`+=`), activation gradients are assigned
-(`=`), and backward never writes to the `dy` that it was given. `tests/ops/test_contract.py` enforces it for all ops.
+(`=`), and backward never writes to the `dy` that it was given. `tests/ops/test_contract.py` enforces it for all ops. A
+product need not add to zeros: `Param.summed_in`.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ class Param:
     quantised.py; `value` is then computed from `stored` each time that it is read.
 
     arrive: set while the value is on its way from other ranks; makes the device wait for it.
-    """
 
-    grad: Array
+    by_product: set by ops that take the gradient by `summed_in`. blank: the gradient is 0, which its memory does not
+    say yet, see `ParamBuffer.clear_grads`. Reading `grad` writes the zeros.
+    """
 
     def __init__(
         self, name: str, shape: tuple[int, ...], *, std: float = 0.0, fill: float = 0.0, decay: bool = True,
@@ -62,6 +64,34 @@ class Param:
         self.frozen = False
         self.weights = ""
         self.arrive: Callable[[], None] | None = None
+        self.by_product = False
+        self.blank = False
+
+    @property
+    def grad(self) -> Array:
+        if self.blank:
+            self.blank = False
+            self._grad.fill(0)
+        return self._grad
+
+    @grad.setter
+    def grad(self, grad: Array) -> None:
+        self._grad = grad
+
+    @grad.deleter
+    def grad(self) -> None:
+        del self._grad
+
+    def summed_in(self) -> tuple[Array, bool]:
+        """The gradient, and whether it is to be added to. If not, its memory may hold anything, and whoever has called
+        this writes all of it: a product that does so needs no zeros, and reads nothing."""
+        blank, self.blank = self.blank, False
+        return self._grad, not blank
+
+    def settle(self) -> None:
+        """Write the zeros of a blank gradient."""
+        if self.blank:
+            _ = self.grad
 
     @property
     def value(self) -> Array:
@@ -80,7 +110,7 @@ class Param:
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for what is not set.
-        if name in ("_value", "grad"):
+        if name in ("_value", "_grad"):
             raise RuntimeError(
                 f"Param {self.name} has no {name.removeprefix('_')} yet: give the model's parameters memory with "
                 "ParamBuffer(op.params(), backend), or a single op with with_buffer(op, backend, rng)"

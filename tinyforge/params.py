@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,7 +82,31 @@ class ParamBuffer:
             if flat is not None:
                 p.grad = self.view(flat, p)
             else:
-                vars(p).pop("grad", None)
+                vars(p).pop("_grad", None)
+
+    def clear_grads(self) -> None:
+        """All gradients become 0. Where a product comes first (`Param.by_product`) nothing is written: it puts its
+        result there instead of adding it. `settle_grads` when backward is over."""
+        for p in self.params:
+            p.blank = p.by_product
+        for where in self._added_to:
+            self.grads[where].fill(0)
+
+    def settle_grads(self) -> None:
+        """Write the zeros of gradients to which nothing was added."""
+        for p in self.params:
+            p.settle()
+
+    @cached_property
+    def _added_to(self) -> list[slice]:
+        """What `clear_grads` sets to 0: the flat gradient without those that a product writes whole."""
+        bounds = [0]
+        for p in self.params:
+            if p.by_product:
+                place = self.place(p)
+                bounds += [place.start, place.stop]
+        bounds.append(self.size)
+        return [slice(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if b > a]
 
     def place_values(self, flat: Array) -> None:
         """From now on the weights, as they are, lie in `flat`."""

@@ -18,6 +18,7 @@ from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import AddRMSNorm, Attention, Dropout, Linear, LinearSwiGLU, RMSNorm, RoPE, RopeScaling, SwiGLULinear
 from tinyforge.ops.attention import LayerCache
+from tinyforge.ops.dropout import adding
 from tinyforge.ops.swiglu_linear import swiglu_mlp
 
 STD = 0.02
@@ -27,12 +28,6 @@ STD = 0.02
 def residual_std(layers: int) -> float:
     """GPT-2: 2 * layers projections add to the residual stream; this keeps its variance from growing with them."""
     return STD / (2 * layers) ** 0.5
-
-
-def adding(op: Op, dropout: Dropout, x: Array) -> dict[str, Array]:
-    """For op's forward, where it can add x to its result and nothing comes in between: else an adapter is in its place,
-    or something is dropped, and the norm behind adds."""
-    return {"add": x} if op.adds and not dropout.rate else {}
 
 
 def gain(name: str, width: int) -> Param:

@@ -42,6 +42,7 @@
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=128 STAGES=5 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=ROPE ROWS=64 COLUMNS=256 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=ROPE ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
 // spills: none
 
 #include "ops/gemm.cuh"
@@ -276,20 +277,17 @@ struct Products {
         }
     }
 
-    // The sums, rounded and each row's 8 columns in one thread: half of the registers. The sums become 0, since the next
-    // product reads what is there even though it does not use it: they would be kept for that.
+    // The sums of block i, rounded, and each row's 8 columns in one thread: half of the registers. The sums become 0, since
+    // the next product reads what is there even though it does not use it: they would be kept for that.
     template <class R>
-    __device__ __forceinline__ void take_rounded(Pack<R, 8> (&taken)[BLOCKS][2][COLUMNS / 32]) {
+    __device__ __forceinline__ void take_rounded(Pack<R, 8> (&taken)[2][COLUMNS / 32], int i) {
 #pragma unroll
-        for (int i = 0; i < BLOCKS; i++) {
+        for (int n = 0; n < COLUMNS / 32; n++) {
 #pragma unroll
-            for (int n = 0; n < COLUMNS / 32; n++) {
+            for (int below = 0; below < 2; below++) {
+                taken[below][n] = rounded_row(sum[i], 4 * n, below);
 #pragma unroll
-                for (int below = 0; below < 2; below++) {
-                    taken[i][below][n] = rounded_row(sum[i], 4 * n, below);
-#pragma unroll
-                    for (int j = 0; j < 4; j++) sum[i][4 * n + j][2 * below] = sum[i][4 * n + j][2 * below + 1] = 0;
-                }
+                for (int j = 0; j < 4; j++) sum[i][4 * n + j][2 * below] = sum[i][4 * n + j][2 * below + 1] = 0;
             }
         }
     }
@@ -301,7 +299,8 @@ struct Products {
         R *dgu, R *hidden, u32 parity, int stride, int half, int rows, int columns
     ) {
         Pack<R, 8> dh[BLOCKS][2][COLUMNS / 32];
-        take_rounded(dh);
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) take_rounded(dh[i], i);
 #pragma unroll
         for (int piece = 0; piece < PIECES; piece++) {
             const int i = piece / (COLUMNS / 64), across = piece % (COLUMNS / 64) * 64;
@@ -345,20 +344,26 @@ struct Products {
         R *out, int stride, int rows, int columns, const float *cosines, const float *sines, int token, int positions,
         int turned_columns
     ) {
-        Pack<R, 8> taken[BLOCKS][2][COLUMNS / 32];
-        take_rounded(taken);
+        const int first = lane % 4 * 8;
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
+            Pack<R, 8> taken[2][COLUMNS / 32];
+            take_rounded(taken, i);
+            asm volatile("" ::: "memory");  // the angles come when their registers are free, and before any store
+            Pack<float, 8> c[2], s[2];
 #pragma unroll
             for (int below = 0; below < 2; below++) {
-                const int row = row_of(i) + 8 * below, first = lane % 4 * 8;
-                const i64 angle = i64((token + row) % positions) * (HEAD / 2) + first;
-                const Pack<float, 8> c = load<8>(cosines + angle), s = load<8>(sines + angle);
+                const i64 angle = i64((token + row_of(i) + 8 * below) % positions) * (HEAD / 2) + first;
+                c[below] = load<8>(cosines + angle), s[below] = load<8>(sines + angle);
+            }
+#pragma unroll
+            for (int below = 0; below < 2; below++) {
+                const int row = row_of(i) + 8 * below;
                 R *to = out + i64(row) * stride + first;
 #pragma unroll
                 for (int n = 0; n < COLUMNS / 32; n += 2) {
-                    Pack<R, 8> &left = taken[i][below][n], &right = taken[i][below][n + 1];
-                    if (32 * n < turned_columns) turn(left, right, c, s);
+                    Pack<R, 8> &left = taken[below][n], &right = taken[below][n + 1];
+                    if (32 * n < turned_columns) turn(left, right, c[below], s[below]);
                     if (row < rows && 32 * n < columns) {
                         store(to + 32 * n, left);
                         store(to + 32 * n + HEAD / 2, right);

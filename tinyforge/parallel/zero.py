@@ -194,11 +194,13 @@ class _Windows:
         for p in o.buckets.params[number]:
             start = o.buffer.place(p).start - bucket.start
             p.grad = window[start : start + p.size].reshape(p.shape)
+            p.blank = p.by_product  # as it is where the whole gradient has a place: the same product, the same bits
 
     def sum(self, number: int) -> None:
         o = self.optimizer
         assert o.grads is not None
         for p in o.buckets.params[number]:
+            p.settle()
             del p.grad
         window, bucket, (place, mine, _) = self._open.pop(number), o.buckets.slices[number], o.parts[number]
         o.group.reduce_scatter_(window, o._tree, UNIT)

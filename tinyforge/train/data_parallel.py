@@ -281,6 +281,8 @@ def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray,
 def _begin(rank: Rank, number: int) -> None:
     """Start to sum a bucket of the gradients over the ranks."""
     assert rank.buckets
+    for p in rank.buckets.params[number]:
+        p.settle()
     grads, tree = rank.model.buffer.grads[rank.buckets.slices[number]], rank.shards > 0
     if rank.sharded:
         rank.group.reduce_scatter_(grads, tree, UNIT)
@@ -297,7 +299,7 @@ def _gradients_of_part(
     model, backend, objective = rank.model, rank.backend, rank.objective
     assert objective is not None
     if model.buffer.grads is not None:
-        model.buffer.grads.fill(0)
+        model.buffer.clear_grads()
     total: Array = 0.0
     # A number that is not finite stops the run by name (train/run.py); NumPy's own warnings would only precede that.
     with np.errstate(all="ignore"):
@@ -313,6 +315,7 @@ def _gradients_of_part(
                 model.backward(dnll, stash)
             if isinstance(stash, Watched):
                 _finish(rank, stash, index == len(batches) - 1)
+    model.buffer.settle_grads()
     return total
 
 
