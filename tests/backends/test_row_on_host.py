@@ -202,6 +202,7 @@ def bf16_model() -> NanoEuler:
 
 def test_bf16_with_tensor_cores_gives_the_same_bits_for_any_rows(tmp_path: Path) -> None:
     model, tokens = bf16_model(), some_tokens(24)
+    # With six blocks each has all of its tiles at one time, and takes weights a step ahead.
     kinds = ((1, {"producers": 1, "blocks": 6}), (4, {"producers": 4}))
     one, four = (logits_of(model, rows, tokens, tmp_path, bf16=True, depth=16, **kind) for rows, kind in kinds)
     wanted = forward(model, tokens)
@@ -212,8 +213,8 @@ def test_bf16_with_tensor_cores_gives_the_same_bits_for_any_rows(tmp_path: Path)
 @pytest.mark.parametrize(
     ("right", "wrong", "producers"),
     [
-        ("            queue.await(count * STEPS);\n", "", 0),  # weights are read before they have come
-        ("            queue.await(count * STEPS);\n", "", 4),
+        ("        queue.await(p.count * STEPS);\n", "", 0),  # weights are read before they have come
+        ("        queue.await(p.count * STEPS);\n", "", 4),
         ("unit >= DEPTH && !barrier_passed(", "false && !barrier_passed(", 4),  # a place is filled before it is empty
         ("score[u][i] += other[u][i]", "score[u][i] += 0 * other[u][i]", 4),
         ("narrow(mean[j] * scale, word.v[j]);", "narrow(mean[j], word.v[j]);", 4),

@@ -6,18 +6,16 @@
 // Idea. A token reads every weight once and takes five dependent steps per layer. At batch 1 that is 80 waits, and a
 // launch or a grid barrier at each would cost more than the bytes. So one block per multiprocessor stays resident for
 // many tokens.
-//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory, filled up to DEPTH pieces
-// ahead, across all waits and from one token into the next; `weights` is stored in the order in which lanes read it. On
-// Hopper a thread of a warpgroup of its own fills the queues of all lanes by TMA (`SharedQueue`): it takes no instruction
-// from those that compute. Elsewhere each lane fills its own by cp.async (`LaneQueue`).
+//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory (`Queue`). cp.async fills
+// it up to DEPTH pieces ahead, across all waits and from one token into the next. `weights` is stored in the order in
+// which lanes read it. A lane reads only what it copied itself, so no barrier is needed.
 //   Activations are their own flags. Every number that one block computes for another has a place of its own in
 // `exchange`, filled beforehand with a bit pattern that no result has (`absent`). The reader polls the place until the
 // number arrives: one trip to the L2 cache, no fence, no counter. Only single words need to be atomic, because each
 // word shows by itself whether it has arrived.
 //   Products. A tile is 8 rows of a matrix. Tiles are dealt to blocks round-robin through all layers. The warps of a
 // block split the columns, and each reads the inputs of its own columns, so a product has one barrier: between the
-// warps' partial sums and the total. bf16 runs on tensor cores, and up to four rows of activations cost as much as one; a
-// lane polls for the very numbers that it gives to them. What is known before an input comes is computed before.
+// warps' partial sums and the total. bf16 runs on tensor cores, and up to four rows of activations cost as much as one.
 // float and double use multiply-adds on the same queue. A norm's gain is applied before the product and 1 / rms after
 // it, so there is no barrier between them.
 //   Attention. Position p belongs to split p % SPLITS of its kv head. One block owns the query heads of that group and
@@ -27,8 +25,7 @@
 // begins.
 //   The order of sums depends only on shapes and the number of blocks: the same bits every time, for any ROWS.
 // Tried and dropped: docs/kernels/decode.md, with times.
-// Grid: at most what fits at once (cooperative launch). Block: (WARPS + PRODUCERS) x 32 threads, one block per
-// multiprocessor.
+// Grid: at most what fits at once (cooperative launch). Block: WARPS x 32 threads, one block per multiprocessor.
 //
 // compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
 // compile: SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
@@ -179,7 +176,7 @@ struct Awaited {
         for (int i = 0; i < COUNT; i++) peek(at(i), got[i], missing[i]);
     }
     // Whether something has not come.
-    __device__ __forceinline__ bool check(const Pack<A, N> (&got)[COUNT]) {
+    __device__ __forceinline__ u32 check(const Pack<A, N> (&got)[COUNT]) {
         u32 any = 0;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
@@ -207,6 +204,45 @@ __device__ __forceinline__ void await_together(Pack<A, N> (&got)[COUNT], At at, 
     }
 }
 
+// The number of the residual stream that a thread adds to its sum. It comes with the product's input, as no other wait
+// should lie between the two.
+struct Residual {
+    Pack<A, 1> word[1];
+    const A *from;
+    Awaited<1, 1> awaited;
+
+    __device__ __forceinline__ Residual(const A *from, bool wanted) : from(from), awaited([&](int) { return wanted; }) {}
+    __device__ __forceinline__ void await() {
+        for (u32 polls = 0;; pause(polls)) {
+            request();
+            if (!check()) return;
+        }
+    }
+    __device__ __forceinline__ void request() {
+        awaited.request(word, [&](int) { return from; });
+    }
+    __device__ __forceinline__ u32 check() { return awaited.check(word); }
+    template <int COUNT, int N, class At, class Wanted>
+    __device__ __forceinline__ void await_with(Pack<A, N> (&got)[COUNT], At at, Wanted wanted) {
+        Awaited<COUNT, N> others(wanted);
+        for (u32 polls = 0;; pause(polls)) {
+            others.request(got, at);
+            request();
+            const u32 missing = check();
+            if (!__any_sync(~0u, others.check(got) | missing)) return;
+        }
+    }
+};
+
+// The token of row n; 0 in place of no draft.
+__device__ __forceinline__ int id_of_row(const int (&ids)[ROWS], u32 n) {
+    int id = ids[0];
+#pragma unroll
+    for (u32 m = 1; m < ROWS; m++)
+        if (m == n) id = ids[m];
+    return max(id, 0);
+}
+
 // What the threads of a block share.
 struct Shared {
     T *by_dim, *by_hidden;  // inputs of a product: ROWS of pitch(DIM), ROWS of pitch(HIDDEN)
@@ -222,23 +258,6 @@ typedef SharedQueue Weights;
 #else
 typedef LaneQueue<THREADS * PIECE> Weights;
 #endif
-
-// Where a number goes that a thread makes, and what is added to it: both are known before the product's input is.
-struct Goal {
-    u32 at;         // of an array in `exchange`
-    const A *from;  // the place of the residual, or null
-    Pack<A, 1> residual;
-
-    __device__ __forceinline__ void ask(const A *place) {
-        from = place;
-        residual.v[0] = absent(A());
-        peek(from, residual);
-    }
-    __device__ __forceinline__ A residual_there() {
-        for (u32 polls = 0; from && !there(residual); pause(polls)) peek(from, residual);
-        return residual.v[0];
-    }
-};
 
 // The numbers of a product's input that a lane gives to the tensor cores: of row lane / 4 % 4, in each step four columns
 // side by side.
@@ -262,6 +281,26 @@ struct Input {
         return from + place(row(), column(0) / PER_WORD) + j * (STEP / PER_WORD * 4);
     }
 };
+
+// A block's share of a product of a matrix of COUNT tiles: what is known of it before its input is.
+template <int COLUMNS, int COUNT>
+struct Matrix {
+    static constexpr int STEPS = steps(COLUMNS), EACH = ceil_div(COUNT, BLOCKS), MOST = EACH < TILES ? EACH : TILES;
+    Piece held[EARLY ? MOST * STEPS : 1];  // weights
+    int first, count;                      // tile and number of those that are multiplied at one time
+    int row;                               // that this thread finishes, -1 for none
+    u32 at;                                // where it goes, in an array of `exchange`
+
+    __device__ __forceinline__ bool mine() const { return first < COUNT; }
+    __device__ static u32 input_row() { return threadIdx.x / 8 % ROWS; }
+};
+
+// Whether a product's weights are taken a step ahead: while the block waits for the input of the product before it. They
+// must be all that it has of the matrix, and fit into registers beside those of the other.
+constexpr int MOST_TILES = ceil_div(HIDDEN_TILES > WIDTH / 8 ? HIDDEN_TILES : WIDTH / 8, BLOCKS);
+constexpr bool AHEAD =
+    PRODUCERS && EARLY && MOST_TILES <= TILES && DIM / 8 <= BLOCKS &&
+    (MOST_TILES + 1) * steps(DIM) + steps(HIDDEN) <= (DEPTH < 32 ? DEPTH : 32);
 
 struct Block {
     Shared shared;
@@ -312,44 +351,44 @@ struct Block {
         }
     }
 
-    // Calls take(x), which waits for the input, then finish(goal, row, n, sum) for each row of this block's share of COUNT
-    // tiles and each row n of input, where goal = aim(row, n) is made before; with NORM the sum is divided by the rms of
-    // the residual stream. Whole warps call it; row is -1 for threads without one.
+    // Takes the weights of the tiles from p.first on; at = aim(row).
+    template <int COLUMNS, int COUNT, class Aim>
+    __device__ __forceinline__ void prepare(Matrix<COLUMNS, COUNT> &p, Aim aim) {
+        constexpr int MOST = Matrix<COLUMNS, COUNT>::MOST, STEPS = Matrix<COLUMNS, COUNT>::STEPS;
+        p.count = 0;  // without a share too: `held` is written on every way, or it would need registers all along
+#pragma unroll
+        for (int i = 0; i < MOST; i++) p.count += p.first + i * BLOCKS < COUNT;
+        const u32 tile = p.first + threadIdx.x / (ROWS * 8) * BLOCKS;
+        p.row = int(threadIdx.x) < p.count * ROWS * 8 ? int(tile * 8 + threadIdx.x % 8) : -1;
+        p.at = settled(aim(u32(max(p.row, 0))));
+        queue.await(p.count * STEPS);
+        if constexpr (EARLY) {
+#pragma unroll
+            for (int i = 0; i < MOST * STEPS; i++) p.held[i] = queue[i];
+            queue.used(p.count * STEPS);
+        }
+    }
+
+    // A product that is prepared. Calls take(x), which waits for the input, then finish(row, n, sum) for each row of this
+    // block's share and each row n of input; with NORM the sum is divided by the rms of the residual stream. Whole warps
+    // call it; row is -1 for threads without one.
     // One barrier: between the warps' sums and the total. What a warp leaves in shared memory for `finish` (`squares`) is
     // overwritten only after numbers have arrived that depend on `finish`.
-    template <int COLUMNS, int COUNT, bool NORM, class Take, class Aim, class Finish>
-    __device__ __forceinline__ void product(int first, const T *input, Take take, Aim aim, Finish finish) {
-        constexpr int STEPS = steps(COLUMNS), PITCH = pitch(COLUMNS), EACH = ceil_div(COUNT, BLOCKS);
-        constexpr int MOST = EACH < TILES ? EACH : TILES;
-        const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, n = threadIdx.x / 8 % ROWS;
+    // again(): called before the sums of further tiles, where a block has more of them than it multiplies at one time.
+    template <bool NORM, int COLUMNS, int COUNT, class Take, class Aim, class Finish, class Again>
+    __device__ __forceinline__ void run(Matrix<COLUMNS, COUNT> &p, const T *input, Take take, Aim aim, Finish finish,
+                                        Again again) {
+        constexpr int EACH = Matrix<COLUMNS, COUNT>::EACH, MOST = Matrix<COLUMNS, COUNT>::MOST;
+        constexpr int STEPS = steps(COLUMNS), PITCH = pitch(COLUMNS);
+        const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, n = p.input_row();
         const T *const part = input + warp * slice(COLUMNS) + lane % 4 * PIECE;
-        Piece held[EARLY ? MOST * STEPS : 1];
         Input<TENSOR_CORES ? COLUMNS : 1> x;
-        Goal goal;
-        int count = 0, row = -1;
-        const auto weights = [&](int tile) {  // waits for those of the tiles that are multiplied at one time
-            count = 0;
-#pragma unroll
-            for (int i = 0; i < MOST; i++) count += tile + i * BLOCKS < COUNT;
-            row = thread < count * ROWS * 8 ? (tile + threadIdx.x / (ROWS * 8) * BLOCKS) * 8 + threadIdx.x % 8 : -1;
-            goal = aim(row, n);
-            goal.at = settled(goal.at);
-            queue.await(count * STEPS);
-            if constexpr (EARLY) {
-#pragma unroll
-                for (int i = 0; i < MOST * STEPS; i++) held[i] = queue[i];
-                queue.used(count * STEPS);
-            }
-        };
-        weights(first);
         take(x);
-        for (int tile = first; tile < COUNT; tile += MOST * BLOCKS) {
+        while (p.mine()) {
+            const int count = p.count, row = p.row;
             A *const sums = shared.sums + parity * (TILES * ROWS * 8 * WARPS);
-            if constexpr (EACH > MOST) {
-                if (tile != first) weights(tile);
-            }
             if constexpr (TENSOR_CORES) {
-                const auto piece = [&](int i) -> const Piece & { return EARLY ? held[EARLY ? i : 0] : queue[i]; };
+                const auto piece = [&](int i) -> const Piece & { return EARLY ? p.held[EARLY ? i : 0] : queue[i]; };
                 multiply<STEPS, MOST>(piece, x.x, sums);
             } else {
                 for (int i = 0; i < count; i++) {
@@ -376,10 +415,14 @@ struct Block {
             if (thread - lane < count * ROWS * 8) {
                 A sum = total(sums + thread * WARPS);
                 if (NORM) sum *= inverse_rms(n);
-                finish(goal, row, n, sum);
+                finish(row, n, sum);
             }
             if constexpr (!EARLY) queue.used(count * STEPS);
             parity ^= 1;
+            if constexpr (EACH <= MOST) break;
+            p.first += MOST * BLOCKS;
+            prepare(p, aim);
+            again();
         }
     }
 
@@ -445,14 +488,11 @@ struct Block {
             const auto at = [&](int i) { return TENSOR_CORES ? X::template at<1>(from, i) : Stream::at(from, i); };
             await_together(x, at, mine);
         } else {
-            int id = ids[0];
-#pragma unroll
-            for (int m = 1; m < ROWS; m++)
-                if (m == int(n)) id = ids[m];
+            const i64 id = id_of_row(ids, n);
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
                 if (!mine(i)) continue;
-                const Pack<T, PARCEL> row = load<PARCEL>(embedding + i64(max(id, 0)) * DIM + column(i));
+                const Pack<T, PARCEL> row = load<PARCEL>(embedding + id * DIM + column(i));
 #pragma unroll
                 for (int j = 0; j < PARCEL; j++) x[i].v[j] = widen(row.v[j]);
             }
@@ -502,12 +542,13 @@ struct Block {
         return inverse_root(total(shared.squares + n * WARPS) * (A(1) / A(DIM)) + eps);
     }
 
+    // With a residual: see `Residual`.
     template <class X>
-    __device__ __forceinline__ void take_gated(X &input, const A *from) {
+    __device__ __forceinline__ void take_gated(X &input, const A *from, Residual &residual) {
         if constexpr (TENSOR_CORES) {
             Pack<A, 4 / SHARED_BY> x[X::STEPS];
             const auto mine = [&](int j) { return X::template mine<HIDDEN_ROWS>(j); };
-            await_together(x, [&](int j) { return X::template at<SHARED_BY>(from, j); }, mine);
+            residual.await_with(x, [&](int j) { return X::template at<SHARED_BY>(from, j); }, mine);
 #pragma unroll
             for (int j = 0; j < X::STEPS; j++) {
                 const uint2 two = reinterpret_cast<const uint2 &>(x[j]);
@@ -516,7 +557,7 @@ struct Block {
         } else {
             using Mine = Share<HIDDEN_ROWS / SHARED_BY, slice(HIDDEN) / SHARED_BY, PARCEL>;
             Parcel x[Mine::EACH];
-            await_together(x, [&](int i) { return Mine::at(from, i); }, Mine::mine);
+            residual.await_with(x, [&](int i) { return Mine::at(from, i); }, Mine::mine);
 #pragma unroll
             for (int i = 0; i < Mine::EACH; i++) {
                 T *const to = shared.by_hidden + Mine::row() * pitch(HIDDEN) + Mine::word(i) * SHARED_BY;
@@ -528,7 +569,7 @@ struct Block {
 
     // Merges the splits of attention: each split's output has the weight exp(log-sum-exp of its scores).
     template <class X>
-    __device__ __forceinline__ void take_attended(X &input, const A *parts, const A *stats) {
+    __device__ __forceinline__ void take_attended(X &input, const A *parts, const A *stats, Residual &residual) {
         using Mine = Share<DIM / SHARED_BY, slice(DIM) / SHARED_BY, PARCEL / SHARED_BY>;
         Words x[Mine::EACH * SPLITS];
         Pack<A, 1> lse[Mine::EACH * SPLITS];
@@ -544,7 +585,8 @@ struct Block {
         for (u32 polls = 0;; pause(polls)) {
             awaited_lse.request(lse, at_lse);
             awaited_x.request(x, at_x);
-            const bool missing = awaited_lse.check(lse);
+            residual.request();
+            const u32 missing = awaited_lse.check(lse) | residual.check();
             if (!__any_sync(~0u, awaited_x.check(x) | missing)) break;
             queue.refill(REFILL);
         }
@@ -655,17 +697,28 @@ struct SplitSlab : Slab {
             const int n = (base + key(u)) * SPLITS + split - past;
 #pragma unroll
             for (int s = 0; s < CHUNKS; s++) {
-                if (n >= 0 && n < ROWS) {
-                    keys[u][s] = *reinterpret_cast<const uint4 *>(fresh + n * 2 * HEAD_DIM + s * 32 + c * 8);
-                }
+                const bool mine = n >= 0 && n < ROWS;
+                const T *const from = fresh + (mine ? n : 0) * 2 * HEAD_DIM + s * 32 + c * 8;
+                const uint4 key = *reinterpret_cast<const uint4 *>(from);
+                keys[u][s] = mine ? key : keys[u][s];
             }
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int n = (base + value(i)) * SPLITS + split - past;
-            if (n >= 0 && n < ROWS) values[i] = load<WIDE>(fresh + (n * 2 + 1) * HEAD_DIM + g * WIDE);
+            const bool mine = n >= 0 && n < ROWS;
+            typedef Pack<u32, WIDE / 2> Pairs;
+            const Pairs value = *reinterpret_cast<const Pairs *>(fresh + ((mine ? n : 0) * 2 + 1) * HEAD_DIM + g * WIDE);
+            Pairs &held = reinterpret_cast<Pairs &>(values[i]);
+#pragma unroll
+            for (int j = 0; j < WIDE / 2; j++) held.v[j] = mine ? value.v[j] : held.v[j];
         }
     }
+};
+
+template <bool VALUE>
+struct Constant {
+    __device__ constexpr bool operator()() const { return VALUE; }
 };
 
 // This warp's partial result. slab: its first 16 positions, as far as they are before `past`.
@@ -683,8 +736,7 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab s
     }
     const float scale = 1.0f / sqrtf(float(HEAD_DIM));
     float top[2] = {LOWEST, LOWEST}, total[2] = {}, output[WIDE][4] = {};
-    for (int base = warp * 16; base * SPLITS + split < past + ROWS; base += WARPS * 16) {
-        if (base != warp * 16) slab.load_old(keys, values, base, split, past);
+    const auto take = [&](int base, auto is_first) {
         if ((base + 15) * SPLITS + split >= past) slab.load_fresh(scratch.fresh, base, split, past);
         float score[2][4] = {};
         slab.scores(q, score);
@@ -702,7 +754,17 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab s
             }
             take_scores(score, h, new_top, top, total, shrink, shares);
         }
-        slab.add_values(shares, shrink, output);
+        if constexpr (is_first()) {
+            slab.add_values(shares, output);
+        } else {
+            slab.add_values(shares, shrink, output);
+        }
+    };
+    // The first slab apart: up to WARPS * 16 * SPLITS positions there is no other.
+    if (warp * 16 * SPLITS + split < past + ROWS) take(warp * 16, Constant<true>());
+    for (int base = (warp + WARPS) * 16; base * SPLITS + split < past + ROWS; base += WARPS * 16) {
+        slab.load_old(keys, values, base, split, past);
+        take(base, Constant<false>());
     }
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
@@ -798,9 +860,12 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
 
     // Half heads: the unit's queries and each row's key and value. All but the value are rotated.
     constexpr int HALF = HEAD_DIM / 2, LINE = HALF / PARCEL;
-    constexpr u32 TASKS = (QUERIES + 2 * ROWS) * LINE;
+    constexpr u32 TASKS = (QUERIES + 2 * ROWS) * LINE, TURNS = ceil_div(TASKS, THREADS);
+    Pack<T, PARCEL> turned[TURNS][2];
+    T *kept[TURNS] = {};
 #pragma unroll
-    for (u32 task = thread; task - thread < TASKS; task += THREADS) {
+    for (u32 turn = 0; turn < TURNS; turn++) {
+        const u32 task = thread + turn * THREADS;
         if (task >= TASKS) break;
         const u32 head = task / LINE, column = task % LINE * PARCEL, is_value = (head - QUERIES) % 2;
         const bool is_query = head < QUERIES;
@@ -811,27 +876,30 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
         const Parcel s = load<PARCEL>(sines + position * HALF + column);
         const A *const from = qkv + place(n, line * HEAD_DIM + column);  // the other half is HALF / 8 lines further
         T *const line_of = is_query ? scratch.queries + head * Q_PITCH : scratch.fresh + (n * 2 + is_value) * HEAD_DIM;
-        T *const to = line_of + column, *const kept = (is_value ? values : keys) + position * HEAD_DIM + column;
+        T *const to = line_of + column;
+        if (!is_query) kept[turn] = (is_value ? values : keys) + position * HEAD_DIM + column;
         Parcel x[2];
         await(x, [&](int i) { return from + i * (HALF * 4); }, [](int) { return true; });
-        Pack<T, PARCEL> turned[2];
 #pragma unroll
         for (int j = 0; j < PARCEL; j++) {
             const A a = x[0].v[j], b = x[1].v[j];
-            narrow(!is_query && is_value ? a : a * c.v[j] - b * s.v[j], turned[0].v[j]);
-            narrow(!is_query && is_value ? b : b * c.v[j] + a * s.v[j], turned[1].v[j]);
+            narrow(!is_query && is_value ? a : a * c.v[j] - b * s.v[j], turned[turn][0].v[j]);
+            narrow(!is_query && is_value ? b : b * c.v[j] + a * s.v[j], turned[turn][1].v[j]);
         }
 #pragma unroll
-        for (int half = 0; half < 2; half++) store(to + half * HALF, turned[half]);
-        if (is_query) continue;
-#pragma unroll
-        for (int half = 0; half < 2; half++) store(kept + half * HALF, turned[half]);
+        for (int half = 0; half < 2; half++) store(to + half * HALF, turned[turn][half]);
     }
     sync();
     if constexpr (TENSOR_CORES) {
         attend_slabs(scratch, slab, keys, values, split, first_row, past);
     } else {
         attend_keys(scratch, keys, values, split, first_row, past);
+    }
+#pragma unroll
+    for (u32 turn = 0; turn < TURNS; turn++) {  // for the passes to come
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            if (kept[turn]) store(kept[turn] + half * HALF, turned[turn][half]);
     }
     sync();
 #pragma unroll
@@ -841,8 +909,13 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
         const Pack<A, WARPS> tops = load<WARPS>(scratch.tops + query * WARPS);
         const Pack<A, WARPS> totals = load<WARPS>(scratch.totals + query * WARPS);
         A all = LOWEST, weight = 0, mean[SHARED_BY] = {};
+        Pack<A, WARPS> most = tops;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) all = largest(all, tops.v[w]);
+        for (int gap = WARPS / 2; gap; gap /= 2) {
+#pragma unroll
+            for (int w = 0; w < gap; w++) most.v[w] = largest(most.v[w], most.v[w + gap]);
+        }
+        all = most.v[0];
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             const A share = exp_for<T>(tops.v[w] - all);
@@ -975,14 +1048,25 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
         block.dealt = 0;
         const A *stream = nullptr;
         const A *gain = gains;
+        const u32 n = threadIdx.x / 8 % ROWS;
+        const auto at_row = [&](u32 row) { return place(n, row); };
+        const auto at_unit = [&](u32 row) { return place(n, (first_unit(row / 8) + row % 8) / SHARED_BY); };
+        Matrix<DIM, WIDTH / 8> qkv;
+        qkv.first = block.deal(WIDTH / 8);
+        if (AHEAD) block.prepare(qkv, at_row);
         for (int layer = 0; layer < layers; layer++, exchange += LAYER, gain += 2 * DIM) {
-            const int qkv = block.deal(WIDTH / 8);
+            Matrix<DIM, DIM / 8> out;
+            Matrix<DIM, HIDDEN_TILES> gate_up;
+            Matrix<HIDDEN, DIM / 8> down;
             const int attends = block.deal(ATTENTION);
-            const auto at = [](int row, int n) { return Goal{place(n, max(row, 0)), nullptr, {}}; };
+            out.first = block.deal(DIM / 8);
+            gate_up.first = block.deal(HIDDEN_TILES);
+            down.first = block.deal(DIM / 8);
+            if (!AHEAD) block.prepare(qkv, at_row);
             const auto take = [&](auto &x) { block.take_stream(x, stream, embedding, ids, gain); };
-            block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, take, at, [&](Goal goal, int row, int, A sum) {
-                if (row >= 0) publish(exchange + QKV + goal.at, sum);
-            });
+            block.template run<true>(qkv, shared.by_dim, take, at_row, [&](int row, int, A sum) {
+                if (row >= 0) publish(exchange + QKV + qkv.at, sum);
+            }, [] {});
 
             for (int unit = attends; unit < UNITS; unit += BLOCKS) {
                 const int kv_head = unit / SPLITS % KV_HEADS;
@@ -992,60 +1076,56 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
                        unit / (SPLITS * KV_HEADS) * UNIT_ROWS, past);
             }
 
-            const int out = block.deal(DIM / 8);
+            if constexpr (AHEAD) {
+                block.prepare(out, at_row);
+                block.prepare(gate_up, at_unit);
+                if constexpr (ROWS == 1) block.prepare(down, at_row);  // with more there is no room in registers
+            }
             if (attends >= UNITS) block.poll(exchange + QKV, WIDTH);
             // One row has little to poll: blocks that need it poll it directly.
-            if (ROWS > 1 || out >= DIM / 8) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
-            if (out < DIM / 8) {
-                const auto take = [&](auto &x) { block.take_attended(x, exchange + PARTS, exchange + STATS); };
-                const auto aim = [&](int row, int n) {
-                    Goal goal = at(row, n);
-                    if (row < 0) return goal;
-                    if (stream) {
-                        goal.ask(stream + place(n, row));
-                        return goal;
+            if (ROWS > 1 || !out.mine()) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
+            if (out.mine()) {
+                if (!AHEAD) block.prepare(out, at_row);
+                const auto residual_of = [&] {
+                    Residual residual(stream + out.at, stream && out.row >= 0);
+                    if (!stream && out.row >= 0) {
+                        residual.word[0].v[0] = widen(embedding[i64(id_of_row(ids, n)) * DIM + out.row]);
                     }
-                    int id = ids[0];
-#pragma unroll
-                    for (int m = 1; m < ROWS; m++)
-                        if (m == n) id = ids[m];
-                    goal.residual.v[0] = widen(embedding[i64(max(id, 0)) * DIM + row]);
-                    return goal;
+                    return residual;
                 };
-                block.product<DIM, DIM / 8, false>(out, shared.by_dim, take, aim, [&](Goal goal, int row, int, A sum) {
-                    if (row >= 0) publish(exchange + MIDDLE + goal.at, goal.residual_there() + sum);
-                });
+                Residual residual = residual_of();
+                const auto take = [&](auto &x) {
+                    block.take_attended(x, exchange + PARTS, exchange + STATS, residual);
+                };
+                block.template run<false>(out, shared.by_dim, take, at_row, [&](int row, int, A sum) {
+                    if (row >= 0) publish(exchange + MIDDLE + out.at, residual.word[0].v[0] + sum);
+                }, [&] { residual = residual_of(), residual.await(); });
             }
             queue.refill(DEPTH);
 
-            const int gate_up = block.deal(HIDDEN_TILES);
+            if (!AHEAD) block.prepare(gate_up, at_unit);
+            if constexpr (AHEAD && ROWS > 1) block.prepare(down, at_row);
             const auto take_middle = [&](auto &x) {
                 block.take_stream(x, exchange + MIDDLE, embedding, ids, gain + DIM);
             };
-            const auto aim_gated = [&](int row, int n) {
-                return Goal{place(n, row < 0 ? 0 : (first_unit(row / 8) + row % 8) / SHARED_BY), nullptr, {}};
-            };
-            block.product<DIM, HIDDEN_TILES, true>(gate_up, shared.by_dim, take_middle, aim_gated,
-                                                   [&](Goal goal, int row, int, A sum) {
+            block.template run<true>(gate_up, shared.by_dim, take_middle, at_unit, [&](int row, int, A sum) {
                 const A up = __shfl_down_sync(~0u, sum, 4);
                 const A gated = sum * inverse_for<T>(A(1) + exp_for<T>(-sum)) * up;
-                publish_narrow(exchange + GATED + goal.at, gated, row >= 0 && row % 8 < 4);
-            });
+                publish_narrow(exchange + GATED + gate_up.at, gated, row >= 0 && row % 8 < 4);
+            }, [] {});
 
-            const int down = block.deal(DIM / 8);
-            if (down >= DIM / 8) {
-                block.poll(exchange + GATED, HIDDEN_ROWS / SHARED_BY);
+            qkv.first = layer + 1 < layers ? block.deal(WIDTH / 8) : WIDTH / 8;
+            if (AHEAD) block.prepare(qkv, at_row);
+            if (down.mine()) {
+                if (!AHEAD) block.prepare(down, at_row);
+                const auto residual_of = [&] { return Residual(exchange + MIDDLE + down.at, down.row >= 0); };
+                Residual residual = residual_of();
+                const auto take = [&](auto &x) { block.take_gated(x, exchange + GATED, residual); };
+                block.template run<false>(down, shared.by_hidden, take, at_row, [&](int row, int, A sum) {
+                    if (row >= 0) publish(exchange + AFTER + down.at, residual.word[0].v[0] + sum);
+                }, [&] { residual = residual_of(), residual.await(); });
             } else {
-                const auto take = [&](auto &x) { block.take_gated(x, exchange + GATED); };
-                const auto aim = [&](int row, int n) {
-                    Goal goal = at(row, n);
-                    if (row >= 0) goal.ask(exchange + MIDDLE + place(n, row));
-                    return goal;
-                };
-                block.product<HIDDEN, DIM / 8, false>(down, shared.by_hidden, take, aim,
-                                                      [&](Goal goal, int row, int, A sum) {
-                    if (row >= 0) publish(exchange + AFTER + goal.at, goal.residual_there() + sum);
-                });
+                block.poll(exchange + GATED, HIDDEN_ROWS / SHARED_BY);
             }
             stream = exchange + AFTER;
         }
@@ -1059,14 +1139,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
                 if (head == 0) block.take_stream(last, stream, embedding, ids, gain);
                 x = last;
             };
-            const auto aim = [&](int row, int n) {
-                return Goal{u32((n * heads + head) * VOCAB_ROWS + max(row, 0)), nullptr, {}};
-            };
-            const int tile = block.deal(VOCAB_TILES);
-            block.product<DIM, VOCAB_TILES, true>(tile, shared.by_dim, take, aim,
-                                                  [&](Goal goal, int row, int n, A logit) {
+            const auto at_logit = [&](u32 row) { return u32((n * heads + head) * VOCAB_ROWS) + row; };
+            Matrix<DIM, VOCAB_TILES> logits;
+            logits.first = block.deal(VOCAB_TILES);
+            block.prepare(logits, at_logit);
+            block.template run<true>(logits, shared.by_dim, take, at_logit, [&](int row, int n, A logit) {
                 if (!begin) {
-                    if (row >= 0) publish(exchange + goal.at, row < VOCAB ? logit : A(-INFINITY));
+                    if (row >= 0) publish(exchange + logits.at, row < VOCAB ? logit : A(-INFINITY));
                     return;
                 }
                 u64 best = row >= 0 && row < VOCAB ? sort_key(float(logit), row) : 0;
@@ -1076,7 +1155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
                 A *const to = exchange + best_at(head, row / 8, n);
                 publish(to, A(logit_of(best)));
                 publish(to + 1, A(id_of(best)));
-            });
+            }, [] {});
             queue.refill(DEPTH);
         }
         if (ROWS == 1 && sampled) {
