@@ -127,6 +127,16 @@ template <class V> static V host_from(V value, int lane) {
 }
 template <class V> static V __shfl_sync(unsigned, V v, int lane) { return host_from(v, lane); }
 template <class V> static V __shfl_xor_sync(unsigned, V v, int gap) { return host_from(v, threadIdx.x % 32 ^ gap); }
+inline bool __any_sync(unsigned, bool yes) {
+    const int warp = current / 32;
+    exchanged[warp][threadIdx.x % 32] = yes;
+    warps[warp].wait(32);
+    bool any = false;
+    for (auto vote : exchanged[warp]) any |= vote != 0;
+    warps[warp].wait(32);
+    return any;
+}
+inline bool __all_sync(unsigned all, bool yes) { return !__any_sync(all, !yes); }
 template <class V> static V __shfl_up_sync(unsigned, V v, int gap) {
     const int lane = threadIdx.x % 32;
     return host_from(v, lane < gap ? lane : lane - gap);

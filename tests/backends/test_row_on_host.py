@@ -43,16 +43,6 @@ BEFORE = r"""
 inline int __float_as_int(float x) { int y; memcpy(&y, &x, 4); return y; }
 inline long long __double_as_longlong(double x) { long long y; memcpy(&y, &x, 8); return y; }
 inline double __longlong_as_double(long long x) { double y; memcpy(&y, &x, 8); return y; }
-inline bool __any_sync(unsigned, bool yes) {
-    const int warp = current / 32;
-    exchanged[warp][threadIdx.x % 32] = yes;
-    warps[warp].wait(32);
-    bool any = false;
-    for (auto vote : exchanged[warp]) any |= vote != 0;
-    warps[warp].wait(32);
-    return any;
-}
-inline bool __all_sync(unsigned all, bool yes) { return !__any_sync(all, !yes); }
 inline void __threadfence() {}
 static u32 operands[64][32][6];
 static float host_number(u32 pair, int i) { return __uint_as_float(i ? pair & 0xffff0000 : pair << 16); }
