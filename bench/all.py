@@ -102,6 +102,7 @@ GPU = (
          "--seq-len 1024 --peer torch-eager", 90),
     Part("gpu-train-moe-32x512", f"{TRAIN} --model moe --config base --batch-size 32 --seq-len 512 --peer torch "
          "--beside nanoeuler:base", 330),
+    Part("gpu-train-muon", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --muon", 60),
     Part("gpu-train-documents", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --steps 60 --documents 300", 60),
     Part("gpu-train-data", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --steps 40 --data {{shards}}", 60,
          "shards"),

@@ -21,7 +21,6 @@ from tinyforge.backends import Backend, get_backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.parallel.launch import joined
-from tinyforge.parallel.nccl import spared
 from tinyforge.params import named
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
@@ -53,7 +52,7 @@ class Ours:
         self.sharded = Sharded(self.model, backend, NextTokens(config.head_weights),
                                batches=lambda step: [batches[step % len(batches)]])  # fmt: skip
         self.sharded.rank.make_optimizer(None, zero)
-        self.spared = spared() if ranks > 1 else 0  # of the process, which the contenders share
+        self.spared = self.sharded.group.spares if ranks > 1 else 0  # of the process, which the contenders share
         self.noise = Stream(0, "dropout")
 
     def step(self, index: int) -> Any:
@@ -78,7 +77,8 @@ class Apart:
     def __init__(self, *arguments: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._line, theirs = spawn.Pipe()
-        os.environ.pop("NCCL_MAX_CTAS", None)
+        for name in ("NCCL_MAX_CTAS", "NCCL_CTA_POLICY"):
+            os.environ.pop(name, None)
         # No daemon: torch.compile starts processes of its own. It ends with the line.
         atexit.register(self._line.close)
         spawn.Process(target=_ddp_rank, args=(theirs, *arguments)).start()

@@ -28,6 +28,8 @@ on average: what keeping documents apart costs, or saves.
 With --capture our step is timed again as a CUDA graph, as with --capture in training; its losses must be those of
 ours to the last bit.
 
+With --muon our step is timed again with Muon in place of AdamW.
+
 With --gpus N the processes of bench/ranks.py take turns instead: one GPU, N of them, N with the optimizer's state and
 then the gradients too shared out, and with --peer torch compiled PyTorch's DistributedDataParallel, each GPU with
 --batch-size sequences.
@@ -75,7 +77,7 @@ from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.op import Recompute
 from tinyforge.ops.attention import Documents
-from tinyforge.optim import AdamW
+from tinyforge.optim import AdamW, Muon
 from tinyforge.parallel.launch import start, started_as_rank
 from tinyforge.params import named
 from tinyforge.registry import default_model, find_model, models
@@ -92,7 +94,7 @@ from tinyforge.train.plan import plan_step
 from tinyforge.train.run import FLOP_CONVENTION
 from tinyforge.train.settings import PretrainSettings, config_of, restarts
 
-READING, MASKED, CAPTURED = "tinyforge, data", "tinyforge, mask", "tinyforge, graph"
+READING, MASKED, CAPTURED, MUON = "tinyforge, data", "tinyforge, mask", "tinyforge, graph", "tinyforge, Muon"
 PEERS = {"torch": (EAGER, COMPILED, GRAPH), "torch-eager": (EAGER,)}
 LR, CLIP = 1e-3, 1.0
 BATCHES = 8  # distinct ones, visited in turn
@@ -123,6 +125,7 @@ class Options:
     beside: tuple[str, str] | None = None
     recompute: Recompute = ""
     capture: bool = False
+    muon: bool = False
 
     def make_backend(self) -> Backend:
         return get_backend(self.backend, self.precision, self.workers, self.device)
@@ -159,14 +162,16 @@ class Contender(Protocol):
 class Ours:
     """The step of `tinyforge.train.run`, without its logging."""
 
-    def __init__(self, options: Options, backend: Backend, masked: bool = False) -> None:
+    def __init__(
+        self, options: Options, backend: Backend, masked: bool = False, optimizer: type[AdamW] = AdamW
+    ) -> None:
         batches = options.masked_batches() if masked else options.batches()
         self.batch: Callable[[int], Batch] = lambda index: batches[index % BATCHES]
         self.model = find_model(options.model).build(options.config, backend, recompute=options.recompute)
         self.model.initialise(seed=0)
         self.objective = NextTokens(options.config.head_weights)
         self.sharded = Sharded(self.model, backend, self.objective)
-        self.optimizer = AdamW(self.model.buffer, backend)
+        self.optimizer = optimizer(self.model.buffer, backend)
         self.noise = Stream(0, "dropout")
         self.backend = backend
 
@@ -254,16 +259,17 @@ def _steps_only(name: str, options: Options) -> float:
         for i in range(MEMORY_STEPS):
             contender.step(i)
 
+    own: dict[str, Callable[..., Ours]] = {OURS: Ours, CAPTURED: Graph, MUON: partial(Ours, optimizer=Muon)}
     if options.backend != "cupy":
-        contender = Ours(options, options.make_backend()) if name == OURS else torch_peer(options, None)
+        contender = own[name](options, options.make_backend()) if name in own else torch_peer(options, None)
         take_steps(contender)
         return peak_memory_mib()  # before the contender goes, and its workers with it
-    if name in (OURS, CAPTURED):
+    if name in own:
         backend = options.make_backend()
         from tinyforge.backends.cupy_backend import PeakMemory
 
         with PeakMemory() as peak:
-            take_steps((Ours if name == OURS else Graph)(options, backend))
+            take_steps(own[name](options, backend))
         return peak.bytes / 2**20
     take_steps(torch_peer(options, MODES[name]))
     return sys.modules["torch"].cuda.max_memory_allocated() / 2**20
@@ -324,7 +330,7 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     load_average = os.getloadavg()[0]
     # First, while this process is small: Linux counts a parent's peak at the start of a child as the child's own.
     peers = PEERS[peer] if peer else ()
-    own = (OURS, CAPTURED) if options.capture else (OURS,)
+    own = (OURS, *[CAPTURED] * options.capture, *[MUON] * options.muon)
     measured = [name for name in (*own, *peers) if options.backend == "cupy" or name not in (COMPILED, GRAPH)]
     _, memory, _ = soft({name: partial(str, name) for name in measured}, lambda name: peak_memory(name, options))
     backend = options.make_backend()
@@ -339,6 +345,8 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     if options.capture:
         check_bits(options, backend)
         contenders[CAPTURED] = Graph(options, backend)
+    if options.muon:
+        contenders[MUON] = Ours(options, backend, optimizer=Muon)
     if options.data:
         contenders[READING] = Reading(options, backend)
     if options.documents:
@@ -503,6 +511,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     p.add_argument("--recompute", default="", choices=("norms", "blocks"), help="in ours, as of recipes/pretrain.py")
     p.add_argument("--capture", action="store_true", help="on a GPU, time our step as a CUDA graph too")
+    p.add_argument("--muon", action="store_true", help="time our step with Muon too")
     p.add_argument("--verbose", action="store_true", help="on a GPU, say which kernel makes each product of bf16")
     p.add_argument("--steps", type=int, default=30, help="counted steps for each contender (default: 30)")
     p.add_argument("--peer", choices=tuple(PEERS), help="time PyTorch too, all it has, or eager alone")
@@ -521,7 +530,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     if args.gpus is not None:
         return several_gpus(args, argv)
-    options = replace(options_of(args), recompute=args.recompute, capture=args.capture)
+    options = replace(options_of(args), recompute=args.recompute, capture=args.capture, muon=args.muon)
     if options.capture and options.backend != "cupy":
         raise UserError(f"--capture makes a CUDA graph of the step, the backend is {options.backend}; drop --capture")
     if args.verbose and options.backend == "cupy":

@@ -38,7 +38,7 @@ from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import attention
 from tinyforge.ops.add_layernorm import add_layernorm_fwd
 from tinyforge.ops.add_rmsnorm import add_rmsnorm_fwd
-from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd
+from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd, attention_rope_bwd
 from tinyforge.ops.causal_conv import causal_conv_bwd, causal_conv_fwd
 from tinyforge.ops.class_token import class_token_bwd, class_token_fwd
 from tinyforge.ops.cross_entropy import (
@@ -66,7 +66,7 @@ from tinyforge.ops.mixture import (
 from tinyforge.ops.patches import patches_bwd, patches_fwd
 from tinyforge.ops.positions import positions_bwd
 from tinyforge.ops.rmsnorm import rmsnorm_bwd
-from tinyforge.ops.rope import rope
+from tinyforge.ops.rope import linear_rope_fwd, rope
 from tinyforge.ops.router import router_bwd, router_fwd
 from tinyforge.ops.router_losses import router_losses_bwd, router_losses_fwd
 from tinyforge.ops.selective_scan import selective_scan_bwd, selective_scan_fwd
@@ -562,6 +562,11 @@ def other_formula(op: Any, dy: Array, stash: Stash) -> Array:
         op.approximate = "erf"
 
 
+def not_turned_back(rope: Any) -> None:
+    right = rope.turn_back
+    rope.turn_back = lambda stash: (*right(stash)[:2], 0)
+
+
 WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
     (NanoEuler, "residual gradient lost at one joint", lambda m: broken_backward(
         m.blocks[0].norm2, lambda right, dy, stash: right((None, dy[1]), stash))),
@@ -571,8 +576,7 @@ WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
         m.first_norm, lambda right, dy, stash, residual: (right(dy, stash), residual)[1])),
     (NanoEuler, "residual gradient lost at the first norm", lambda m: broken_backward(
         m.first_norm, lambda right, dy, stash, residual: right(dy, stash))),
-    (NanoEuler, "q and k not turned back", lambda m: broken_backward(
-        m.blocks[0].rope, lambda right, dy, stash, out: (right(dy, stash), dy)[1])),
+    (NanoEuler, "q and k not turned back", lambda m: not_turned_back(m.blocks[0].rope)),
     (NanoEuler, "gate and up gradients swapped", lambda m: broken_backward(
         m.blocks[-1].down, lambda right, dy, stash: swapped_halves(right(dy, stash)))),
     (NanoEuler, "upstream of the later heads lost", lambda m: broken_backward(
@@ -590,7 +594,7 @@ WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
         m.blocks[0].qkv, lambda right, dy, stash: (right(dy, stash), m.blocks[0].qkv.bias and zero(
             m.blocks[0].qkv.bias.grad))[0])),
     (Llama, "heads' gradients in the wrong order", lambda m: broken_backward(
-        m.blocks[-1].attention, lambda right, dy, stash: right(dy[:, :, ::-1], stash))),
+        m.blocks[-1].attention, lambda right, dy, stash, rope: right(dy[:, :, ::-1], stash, rope=rope))),
     (GPT2, "the embedding's share of a tied gradient lost", lambda m: broken_backward(
         m.embedding, lambda right, dy, stash: right(0 * dy, stash))),
     (GPT2, "stream and branch mixed up", lambda m: broken_backward(
@@ -764,6 +768,30 @@ class Residual(Op):
         yield with_buffer(cls(backend), backend, rng), (backend.asarray(rng.normal(size=(2, 5, 3))),)
 
 
+class Turned(Op):
+    """q|k|v with RoPE done by the map before it, forward, and by the attention behind it, backward."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__(backend)
+        self.qkv = ops.Linear(Param("qkv", (16, 3), std=1.0), backend, "qkv")
+        self.rope = ops.RoPE(4, 9, 3, backend, 50.0, "rope")
+        self.attention = ops.Attention(2, 1, backend, "attention")
+
+    def params(self) -> list[Param]:
+        return self.qkv.params()
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        return self.attention.forward(self.rope.after(self.qkv, x, stash, offset=2), stash)
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        dqkv = self.attention.backward(dy, stash, rope=self.rope)
+        return self.qkv.backward(dqkv.reshape(*dy.shape[:2], -1), stash)
+
+    @classmethod
+    def cases(cls, backend: Any, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        yield with_buffer(cls(backend), backend, rng), (backend.asarray(rng.normal(size=(2, 7, 3))),)
+
+
 def assigned(dweight: Array, dy: Array, ids: Array) -> None:
     """embedding_bwd that assigns: right alone, wrong where another op has added to the gradient before."""
     dweight[...] = 0
@@ -776,6 +804,9 @@ USES: list[tuple[type[Op], Kernel[..., Any], Callable[[Function], Function]]] = 
     (Tied, embedding_bwd, lambda _: assigned),
     (Residual, linear_add_fwd, with_args(lambda x, w, add: (x, w, 0 * add))),
     (Residual, swiglu_linear_fwd, with_args(lambda gu, h, w, add: (gu, h, w, 2 * add))),
+    (Turned, linear_rope_fwd, with_args(lambda x, w, cos, sin, n: (x, w, cos, sin, n - 1))),
+    (Turned, attention_rope_bwd, with_args(lambda *a: (*a[:8], -a[8], *a[9:]))),  # turned the same way twice
+    (Turned, attention_rope_bwd, with_args(lambda *a: (*a[:9], a[9] - 1, *a[10:]))),
 ]
 
 

@@ -9,7 +9,8 @@ One rule for gradients, everywhere: parameter gradients are accumulated (`+=`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -32,31 +33,50 @@ class Param:
     frozen: set before the buffer is made. A frozen parameter is read and never learned: its `grad` is None, which tells
     an op's backward to leave that product out, and it has no master weights and no moments.
 
+    matrices: rows of each of the matrices that lie in it one below the other (the leading axes folded), where it maps
+    one hidden layer to the next: Muon makes the update of each orthogonal. A number stands for so many of equal height.
+    Empty for all else: embeddings, heads, norms, vectors.
+
+    weights: of a frozen parameter, set before the buffer is made: the format of one byte in which it is kept, see
+    quantised.py; `value` is then computed from `stored` each time that it is read.
+
     arrive: set while the value is on its way from other ranks; makes the device wait for it.
     """
 
     grad: Array
 
     def __init__(
-        self, name: str, shape: tuple[int, ...], *, std: float = 0.0, fill: float = 0.0, decay: bool = True
-    ) -> None:
+        self, name: str, shape: tuple[int, ...], *, std: float = 0.0, fill: float = 0.0, decay: bool = True,
+        matrices: Sequence[int] | int = (),
+    ) -> None:  # fmt: skip
+        if isinstance(matrices, int):
+            matrices = (math.prod(shape[:-1]) // max(1, matrices),) * matrices
+        if matrices and sum(matrices) != np.prod(shape[:-1]):
+            raise ValueError(f"Param {name}: matrices of {matrices} rows, and the shape is {shape}")
         self.name = name
         self.shape = shape
+        self.matrices = tuple(matrices)
         self.std = std
         self.fill = fill
         self.decay = decay
         self.frozen = False
+        self.weights = ""
         self.arrive: Callable[[], None] | None = None
 
     @property
     def value(self) -> Array:
         if self.arrive is not None:
             self.arrive()
-        return self._value
+        return self._value.values() if self.weights else self._value
 
     @value.setter
     def value(self, value: Array) -> None:
         self._value = value
+
+    @property
+    def stored(self) -> Any:
+        """What is in memory: the value, or its codes and scales, `Quantised`."""
+        return self._value if self.weights else self.value
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for what is not set.

@@ -31,8 +31,10 @@ class Block:
         def bias(name: str, rows: int) -> Param | None:
             return Param(f"{at}.{name}.bias", (rows,), decay=False) if config.bias else None
 
-        def linear(name: str, rows: int, columns: int, std: float, bias: Param | None = None) -> Linear:
-            weight = Param(f"{at}.{name}.weight", (rows, columns), std=std)
+        def linear(
+            name: str, rows: int, columns: int, std: float, bias: Param | None = None, matrices: int = 1
+        ) -> Linear:
+            weight = Param(f"{at}.{name}.weight", (rows, columns), std=std, matrices=matrices)
             return Linear(weight, backend, f"{at}.{name}", bias=bias)
 
         def dropout(name: str) -> Dropout:
@@ -43,12 +45,12 @@ class Block:
         biases: Biases = bias("out", dim), bias("down", dim)
         nothing: Biases = None, None
         (out_bias, down_bias), self.joint_biases = (biases, nothing) if config.dropout else (nothing, biases)
-        self.qkv = linear("qkv", 3 * dim, dim, std, bias("qkv", 3 * dim))
+        self.qkv = linear("qkv", 3 * dim, dim, std, bias("qkv", 3 * dim), matrices=3)
         self.attention = Attention(config.heads, config.heads, backend, f"{at}.attention", dropout=config.dropout)
         self.out = linear("out", dim, dim, residual_std, out_bias)
         self.out_dropout = dropout("out_dropout")
         self.up = linear("up", 4 * dim, dim, std)
-        down = Param(f"{at}.down.weight", (dim, 4 * dim), std=residual_std)
+        down = Param(f"{at}.down.weight", (dim, 4 * dim), std=residual_std, matrices=1)
         self.down = GELULinear(down, backend, f"{at}.down", bias=down_bias, input_bias=bias("up", 4 * dim))
         self.down_dropout = dropout("down_dropout")
         self.split = 3 * config.heads, config.head_dim  # of what qkv gives

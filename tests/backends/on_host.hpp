@@ -155,6 +155,12 @@ static unsigned __ballot_sync(unsigned, bool yes) {
 }
 inline void __syncwarp() { warps[current / 32].wait(32); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long both = a | (unsigned long long)(b) << 32;
+    unsigned found = 0;
+    for (int i = 0; i < 4; i++) found |= (both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return found;
+}
 
 // The larger of two errors, and NaN for ever where one was: what was never written is NaN.
 static double host_worse(double worst, double error) { return error <= worst || std::isnan(worst) ? worst : error; }

@@ -11,9 +11,11 @@ import pytest
 from models.nanoeuler import Config, NanoEuler
 from tests.backends.on_host import HOPPER_BODIES, INLINE, hopper, run_on_host
 from tinyforge.backends import get_backend
+from tinyforge.frozen_model import quantised_copy
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.row_plan import RowPlan
 from tinyforge.infer.sampling import Sampling, probabilities
+from tinyforge.quantised import FORMATS, Quantised
 from tinyforge.rng import Stream
 
 pytestmark = pytest.mark.slow
@@ -24,6 +26,8 @@ CONFIG = Config(dim=32, heads=2, kv_heads=1, layers=2, context=12, vocab=27, mtp
 DRAWN = Sampling(temperature=0.7, top_k=8, top_p=0.9, min_p=0.02, seed=3)
 BODIES = {
     f"{INLINE}void copy_async(u32 to, const void *from)": "host_copy(to % HOST_ROOM, from, true);",
+    f"{INLINE}void copy_codes(u32 to": "host_copy(to % HOST_ROOM, from, true, sizeof(Stored));",
+    f"{INLINE}u32 fma_pair(": "return host_fma_pair(a, b, c);",
     f"{INLINE}void copy_commit()": "host_commit();",
     f"{INLINE}void copy_wait()": "host_wait(pending);",
     f"{INLINE}void publish(float": "*to = there(x) ? x : NAN;",
@@ -46,6 +50,12 @@ inline double __longlong_as_double(long long x) { double y; memcpy(&y, &x, 8); r
 inline void __threadfence() {}
 static u32 operands[64][32][6];
 static float host_number(u32 pair, int i) { return __uint_as_float(i ? pair & 0xffff0000 : pair << 16); }
+static u32 host_fma_pair(u32 a, u32 b, u32 c) {
+    u32 both = 0;
+    for (int i = 0; i < 2; i++)
+        both |= u32(host_bf16(host_number(a, i) * host_number(b, i) + host_number(c, i))) << 16 * i;
+    return both;
+}
 static void host_multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     auto &all = operands[current / 32];
     const int lane = threadIdx.x % 32;
@@ -70,15 +80,17 @@ int main() {
     host_limit = 2000000;
     host_jitter = true;
     host_file = fopen("PATH", "rb");
-    auto sizes = host_taken<int>(8);
+    auto sizes = host_taken<int>(9);
     const int units = sizes[0], layers = sizes[1], capacity = sizes[2], launches = sizes[3], stride = sizes[4],
               outputs = sizes[5], region = sizes[6], speculates = sizes[7];
-    auto weights = host_taken<T>(units), embedding = host_taken<T>(VOCAB * DIM);
+    auto weights = host_taken<W>(units);
+    auto embedding = host_taken<T>(VOCAB * DIM);
     auto gains = host_taken<A>((2 * layers + 1) * DIM);
     auto cosines = host_taken<A>(capacity * HEAD_DIM / 2), sines = host_taken<A>(capacity * HEAD_DIM / 2);
     auto lengths = host_taken<int>(BLOCKS);
     const A eps = host_taken<A>(1)[0];
     auto tokens = host_taken<int>(capacity + 1);
+    auto scales = host_taken<float>(sizes[8]);
     std::vector<T> keys(layers * KV_HEADS * capacity * HEAD_DIM), values = keys;
     std::vector<int> begin(1 + ROWS, -1);
     begin[0] = 0, begin[1] = tokens[0];
@@ -91,7 +103,7 @@ int main() {
             decode(weights.data(), embedding.data(), gains.data(), cosines.data(), sines.data(), keys.data(),
                    values.data(), tokens.data(), exchange.data(), lengths.data(), stride, layers, outputs, capacity,
                    past, passes, eps, sampled, drawn * 0.7f, drawn * 8, drawn * 0.9f, drawn * 0.02f, how[3], how[4],
-                   past, speculates ? begin.data() : nullptr, report.data());
+                   past, speculates ? begin.data() : nullptr, report.data(), scales.data());
         }, BLOCKS);
         if (speculates) {
             for (int pass = 0; pass < passes; pass++)
@@ -118,18 +130,25 @@ def by_the_kernel(
     # The upper halves of float32 are numbers in bf16.
     cut = (lambda x: (np.ascontiguousarray(x).view(np.uint32) >> 16).astype(np.uint16)) if bf16 else lambda x: x
     itemsize = 2 if bf16 else 4
+    quantised = isinstance(w.lm_heads, Quantised)
+    code = FORMATS[w.lm_heads.kind].scalar if quantised else ""
     plan = RowPlan(dim=w.dim, hidden=w.hidden, heads=w.heads, kv_heads=w.kv_heads, layers=len(w.layers), vocab=w.vocab,
-                   outputs=len(w.lm_heads), itemsize=itemsize, rows=rows, shared=1 << 17,
+                   outputs=len(w.lm_heads), itemsize=itemsize, code=code, rows=rows, shared=1 << 17,
                    **{"blocks": 2, "warps": 4, "depth": 8, "spin": 1, **tuning})  # fmt: skip
-    capacity, matrices = model.config.context, plan.arrange([FusedLayer(*map(cut, layer)) for layer in w.layers],
-                                                          cut(np.stack(w.lm_heads)), np)
+    capacity, scales = model.config.context, np.zeros(0, np.float32)
+    if quantised:
+        matrices = plan.arrange([FusedLayer(*(m.codes for m in layer)) for layer in w.layers], w.lm_heads.codes, np)
+        of_layers = [FusedLayer(*(m.scales[:, None] for m in layer)) for layer in w.layers]
+        scales = plan.arrange_scales(of_layers, w.lm_heads.scales[..., None], np)
+    else:
+        matrices = plan.arrange([FusedLayer(*map(cut, layer)) for layer in w.layers], cut(np.stack(w.lm_heads)), np)
     sizes = [matrices.size, len(w.layers), capacity, len(launches), matrices.shape[1], outputs, plan.exchange(outputs),
-             speculates]  # fmt: skip
+             speculates, len(scales)]  # fmt: skip
     padded = np.zeros(capacity + 1, np.int32)
     padded[: len(tokens)] = tokens
     parts: list[Any] = [np.array(sizes, np.int32), matrices, cut(w.embedding), np.stack(w.gains), w.cos[:capacity],
                         w.sin[:capacity], plan.lengths[outputs - 1].astype(np.int32), np.float32(w.norm_eps), padded,
-                        *(np.array((*launch, 0, 0)[:5], np.uint32) for launch in launches)]  # fmt: skip
+                        scales, *(np.array((*launch, 0, 0)[:5], np.uint32) for launch in launches)]  # fmt: skip
     path = folder / "launches.bin"
     path.write_bytes(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
     return run_on_host("infer/cuda/row.cu", {"SCALAR": "bf16" if bf16 else "float", **plan.macros}, BODIES,
@@ -218,6 +237,44 @@ def test_faults_show(right: str, wrong: str, producers: int, tmp_path: Path) -> 
         assert any(said in str(error) for said in ("wait for ever", "trap", "barrier"))
         return
     wanted = forward(model, tokens)
+    assert not np.abs(got - wanted).max() <= 0.02 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_weights_of_one_byte_in_float(model: NanoEuler, kind: str, tmp_path: Path) -> None:
+    """The reference has the same codes: nothing but the order of sums differs."""
+    tokens, small = some_tokens(8), quantised_copy(model, kind)
+    got, wanted = logits_of(small, 2, tokens, tmp_path), forward(small, tokens)
+    tolerance = 1e-5 * np.abs(wanted).max()
+    assert np.abs(got - wanted).max() <= tolerance < 0.1 * np.abs(wanted - forward(model, tokens)).max()
+
+
+@pytest.mark.parametrize("producers", [0, 4])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_weights_of_one_byte_in_bf16(kind: str, producers: int, tmp_path: Path) -> None:
+    tokens, small = some_tokens(12), quantised_copy(bf16_model(), kind)
+    kinds = {"bf16": True, "depth": 16, "producers": producers}
+    one, four = (logits_of(small, rows, tokens, tmp_path, **kinds) for rows in (1, 4))
+    wanted = forward(small, tokens)
+    assert one.tobytes() == four.tobytes()
+    assert np.abs(one - wanted).max() <= 0.02 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("int8", ("(bytes & 0x00800080) | 0x43004300", "0x43004300")),  # no sign
+        ("int8", ("0x4342 : 0x4140", "0x4140 : 0x4342")),
+        ("fp8", ("0x3424 : 0x1404", "0x1404 : 0x3424")),
+        ("fp8", ("0x07F007F0", "0x07C007C0")),  # a bit of mantissa is lost
+        ("int8", ("if constexpr (CODES) sum *= p.scale;", "")),
+        ("int8", ("scales += count * 8;", "scales += count * 8 - 8;")),
+    ],
+    ids=str,
+)
+def test_faults_of_codes_show(kind: str, fault: tuple[str, str], tmp_path: Path) -> None:
+    tokens, small = some_tokens(4), quantised_copy(bf16_model(), kind)
+    got, wanted = logits_of(small, 4, tokens, tmp_path, bf16=True, depth=16, fault=fault), forward(small, tokens)
     assert not np.abs(got - wanted).max() <= 0.02 * np.abs(wanted).max()
 
 

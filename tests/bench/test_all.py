@@ -117,13 +117,14 @@ def test_the_parts_are_those_of_the_results() -> None:
     assert len(set(names)) == len(names)
     committed = {path.stem for path in Path("docs/results").glob("*.json")}
     trained = {
-        "all", "models", "cpu-corpus", "cpu-grpo", "cpu-shakespeare-recurrent", "gpu-ablation-small", "gpu-all-reduce",
+        "all", "models", "cpu-corpus", "cpu-grpo", "cpu-muon", "cpu-shakespeare-recurrent", "gpu-ablation-small",
+        "gpu-all-reduce", "cpu-own-pairs",
         "gpu-base-run-2", "gpu-bert-imdb", "gpu-evaluate-base-2", "gpu-evaluate-base-2-dpo", "gpu-evaluate-base-2-sft",
-        "gpu-evaluate-base-sft", "gpu-loss-curve", "gpu-ranks-base", "gpu-ranks-xl", "gpu-scan-groups-fp32",
+        "gpu-evaluate-base-sft", "gpu-loss-curve", "gpu-muon", "gpu-ranks-base", "gpu-ranks-xl", "gpu-scan-groups-fp32",
         "gpu-scan-warp-bf16", "gpu-scan-warp-fp32", "gpu-sft-trials", "gpu-shakespeare-seeds",
         # other settings of the parts' commands
-        "gpu-attention-shapes", "gpu-captured", "gpu-decode-base-alone", "gpu-decode-row", "gpu-step-by-kernel",
-        "gpu-train-moe-beside-dense",
+        "gpu-attention-shapes", "gpu-captured", "gpu-decode-base-alone", "gpu-decode-row", "gpu-decode-weights",
+        "gpu-fp8", "gpu-step-by-kernel", "gpu-train-moe-beside-dense",
     }  # fmt: skip
     assert committed - set(names) <= trained
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,15 @@ from tinyforge.train.data_parallel import Sharded, clip, gradients_of, update
 from tinyforge.train.objectives import NextTokens
 
 
-def collectives(group: Any, xp: Any) -> int:
-    """Every collective, sizes that divide and not, beside NumPy; returns how many were compared."""
+def collectives(group: Any, xp: Any, counts: Sequence[int] = (1, 7, 64, 1000, 65_536, 1_000_001)) -> int:
+    """Every collective beside NumPy: sizes that divide and not, of memory as it comes and of windows, of numbers so
+    small that they have few bits; returns how many were compared."""
     compared = 0
-    for count in (1, 7, 64, 1000, 65_536, 1_000_001):
-        for dtype in ("float32", "float64", "int32"):
-            brought = [(np.random.default_rng((rank, count)).normal(size=count) * 100).astype(dtype)
+    for count in counts:
+        for dtype, scale in (("float32", 100), ("float64", 100), ("int32", 100), ("float32", 1e-41)):
+            brought = [(np.random.default_rng((rank, count)).normal(size=count) * scale).astype(dtype)
                        for rank in range(group.size)]  # fmt: skip
+            window = group.reachable(count, np.dtype(dtype))
             total = brought[0].copy()
             for other in brought[1:]:
                 total = total + other
@@ -48,23 +51,26 @@ def collectives(group: Any, xp: Any) -> int:
                                  ("reduce_scatter_", 32), ("all_gather_", 32)):  # fmt: skip
                 if count % unit:
                     continue
-                array = xp.array(brought[group.rank])
                 options = {"unit": unit} if unit > 1 else {}
-                getattr(group, method)(array, **options)
-                group.join()
-                found = xp.asnumpy(array)
                 own = part_of(group.rank, group.size, count, unit)
-                if method == "all_reduce_":
-                    assert group.size > 2 or np.array_equal(found, total), (method, count, dtype)
-                elif method == "reduce_scatter_":
-                    assert group.size > 2 or np.array_equal(found[own], total[own]), (method, count, dtype, unit)
-                elif method == "all_gather_":
-                    for rank in range(group.size):
-                        part = part_of(rank, group.size, count, unit)
-                        assert np.array_equal(found[part], brought[rank][part]), (method, count, dtype, unit)
-                else:
-                    assert np.array_equal(found, brought[0])
-                compared += 1
+                for array in (xp.empty(count, dtype), window):
+                    if array is None:
+                        continue
+                    array[...] = xp.array(brought[group.rank])
+                    getattr(group, method)(array, **options)
+                    group.join()
+                    found, what = xp.asnumpy(array), (method, count, dtype, scale, unit, array is window)
+                    if method == "all_reduce_":
+                        assert group.size > 2 or np.array_equal(found, total), what
+                    elif method == "reduce_scatter_":
+                        assert group.size > 2 or np.array_equal(found[own], total[own]), what
+                    elif method == "all_gather_":
+                        for rank in range(group.size):
+                            part = part_of(rank, group.size, count, unit)
+                            assert np.array_equal(found[part], brought[rank][part]), what
+                    else:
+                        assert np.array_equal(found, brought[0]), what
+                    compared += 1
     return compared
 
 

@@ -10,7 +10,7 @@ import pytest
 from tinyforge.backends.compile import read
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import FusedLayer
-from tinyforge.infer.cuda.plan import TILE
+from tinyforge.infer.cuda.plan import MOST_PLACES, TILE
 from tinyforge.infer.cuda.row_plan import QUEUE_BARRIERS, RowPlan
 
 SMALL = RowPlan(dim=64, hidden=26, heads=4, kv_heads=2, layers=2, vocab=19, outputs=3, rows=2, itemsize=4, blocks=5,
@@ -63,6 +63,37 @@ def test_each_block_takes_its_rows_in_the_order_of_the_pass(itemsize: int) -> No
         gate, up = pairs.transpose(1, 0, 2).reshape(2, -1)[:, :26]
         np.testing.assert_allclose(np.concatenate([gate, up]), layer.gate_up @ x)
     np.testing.assert_allclose(np.stack(products[-3:])[:, :19], heads @ x)
+
+
+def test_codes_and_scales_lie_as_the_weights_do() -> None:
+    """A code lies where the number would lie that it stands for, in a piece of fewer bytes, and so does its scale."""
+    plan, rng = SMALL, np.random.default_rng(0)
+    shapes = [((plan.heads + 2 * plan.kv_heads) * plan.head_dim, 64), (64, 64), (52, 64), (64, 26)]
+    codes = [FusedLayer(*(rng.integers(1, 100, shape).astype(np.int8) for shape in shapes)) for _ in range(2)]
+    heads = rng.integers(1, 100, (3, 19, 64)).astype(np.int8)
+    small = replace(plan, code="int8")
+    numbers = [FusedLayer(*(m.astype(np.int32) for m in layer)) for layer in codes]
+    wide = plan.arrange(numbers, heads.astype(np.int32), np)
+    found = small.arrange(codes, heads, np)
+    assert found.dtype == np.uint8 and np.array_equal(found, wide)
+    assert small.slots == min(4 * plan.slots, MOST_PLACES) and small.shared_bytes <= plan.shared_bytes
+
+    def across(layer: FusedLayer) -> FusedLayer:
+        return FusedLayer(*(np.repeat(rows[:, None], shape[1], 1) for rows, shape in zip(layer, shapes, strict=True)))
+
+    rows = [FusedLayer(*(rng.integers(1, 10**4, shape[0]).astype(np.float32) for shape in shapes)) for _ in range(2)]
+    of_heads = rng.integers(1, 10**4, (3, 19)).astype(np.float32)
+    scales = plan.arrange_scales([FusedLayer(*(r[:, None] for r in layer)) for layer in rows], of_heads[..., None], np)
+    stream = plan.arrange([across(layer) for layer in rows], np.repeat(of_heads[..., None], 64, 2), np)
+    taken, dealt, done = np.zeros(5, int), 0, 0
+    for count, columns in plan.deals():
+        for tile in range(count if columns else 0):
+            block = (dealt + tile) % 5
+            first = stream[block, taken[block], 0].view(np.float32).reshape(TILE, -1)[:, 0]  # a column of its 8 rows
+            assert np.array_equal(first, scales[(done + tile) * TILE :][:TILE])
+            taken[block] += plan.steps(columns)
+        dealt, done = dealt + count, done + count
+    assert len(scales) == done * TILE
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -35,9 +35,13 @@ from tinyforge.train import data_parallel, settings, state
 
 
 class FakeEngine:
-    """See `nccl.Engine`. token: the folder's name, known to all ranks. seconds: before a wait is given up."""
+    """See `nccl.Engine`. token: the folder's name, known to all ranks. seconds: before a wait is given up. copies: what
+    lies in windows is exchanged by copies, and nothing else may be."""
 
-    def __init__(self, size: int, rank: int, token: bytes, seconds: float = 600.0) -> None:
+    def __init__(
+        self, size: int, rank: int, token: bytes, seconds: float = 600.0, copies: bool = False
+    ) -> None:  # fmt: skip
+        self.copies, self.windows = copies, list[np.ndarray]()
         self.folder, self.size, self.rank, self.seconds = Path(token.decode()), size, rank, seconds
         self._count = 0
         self._later: list[Callable[[], None]] | None = None
@@ -107,6 +111,20 @@ class FakeEngine:
         self._everybody(np.zeros(1))  # so that the next names are new
         self._later = None
 
+    def window(self, count: int, dtype: Any) -> np.ndarray:
+        self._everybody(np.array([count]))
+        self.windows.append(np.zeros(count, dtype))
+        return self.windows[-1]
+
+    def holds(self, array: np.ndarray) -> bool:
+        return any(np.may_share_memory(array, window) for window in self.windows)
+
+    def exchange(self, array: np.ndarray, out: np.ndarray) -> None:
+        assert self.holds(array) and self.holds(out) and array.size == out.size
+        everybody = self._everybody(array)
+        for row, theirs in zip(out, everybody, strict=True):
+            row[...] = theirs[self.rank * row.size : (self.rank + 1) * row.size]
+
     def run(self, work: Callable[[], Any]) -> None:
         work()
 
@@ -136,12 +154,13 @@ class LateEngine(FakeEngine):
     """What is asked of the communicator's stream is done when somebody waits for it, and not before: as late as a GPU
     may do it. Whoever forgets to wait reads what was there before."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._queue: list[Callable[[], None]] = []
         self._finished = 0
         self._grouped: list[Callable[[], None]] | None = None
-        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "send", "receive"):
+        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "send", "receive",
+                     "exchange"):  # fmt: skip
             setattr(self, name, functools.partial(self._later_on, getattr(super(), name)))
 
     def _later_on(self, call: Callable[..., None], *arguments: Any) -> None:
@@ -195,6 +214,7 @@ def install_gpus(count: int) -> None:
     launch.Ranks.group = group  # type: ignore[method-assign]
     nccl.CupyEngine = FakeEngine  # type: ignore[assignment, misc]
     nccl.new_token = new_token
+    nccl.no_copies = lambda hosts: ""  # with NCCL_CTA_POLICY=2
 
 
 def install_fault(rank: int, step: int, kind: str) -> None:

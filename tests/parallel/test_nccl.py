@@ -11,18 +11,20 @@ from functools import partial
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from models.nanoeuler import Config, NanoEuler
+from tests.gpu.ranks_check import collectives
+from tests.parallel import fake_nccl
 from tests.parallel.fake_nccl import FakeEngine, LateEngine
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.op import Param
 from tinyforge.optim import AdamW
-from tinyforge.parallel import Alone, nccl, part_of, watch
+from tinyforge.parallel import Alone, launch, nccl, part_of, watch
 from tinyforge.parallel.buckets import Buckets
 from tinyforge.parallel.nccl import CupyEngine, NCCLGroup
 from tinyforge.parallel.star import Lost, Star
@@ -60,6 +62,9 @@ def on_ranks(
     for thread in threads:
         thread.join(60)
     return found
+
+
+COPIES, LATE_COPIES = partial(FakeEngine, copies=True), partial(LateEngine, copies=True)
 
 
 def own(rank: int, count: int) -> np.ndarray:
@@ -107,6 +112,41 @@ def test_collectives(size: int, tmp_path: Path) -> None:
                     part = part_of(r, size, whole, unit)
                     assert np.array_equal(gathered[part], own(r, whole)[part])
             assert np.array_equal(next(results), parts[0])
+
+
+def checked(group: NCCLGroup) -> int:
+    """What the check on GPUs compares, in windows and outside."""
+    xp = SimpleNamespace(array=np.array, empty=np.empty, asnumpy=np.array)
+    return collectives(group, xp, (7, 64, 9600))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_by_copies(size: int, tmp_path: Path) -> None:
+    for kind, compared in ((FakeEngine, 64), (LATE_COPIES, 128)):
+        assert on_ranks(size, tmp_path / str(compared), checked, kind=kind) == [compared] * size
+
+
+def test_a_copy_that_brings_nothing_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail."""
+    monkeypatch.setattr(FakeEngine, "exchange", lambda self, array, out: None)
+    for error in on_ranks(2, tmp_path, checked, kind=LATE_COPIES):
+        assert isinstance(error, AssertionError)
+
+
+def test_sums_by_copies_are_in_the_order_of_the_ranks(tmp_path: Path) -> None:
+    def work(group: NCCLGroup) -> list[np.ndarray]:
+        found = []
+        for tree in (False, True):
+            array = group.reachable(96, np.float64)
+            array[...] = own(group.rank, 96)
+            group.all_reduce_(array, tree)
+            found.append(array)
+        group.barrier()
+        return found
+
+    a, b, c, d = (own(rank, 96) for rank in range(4))
+    for in_order, as_a_tree in on_ranks(4, tmp_path, work, kind=COPIES):
+        assert np.array_equal(in_order, ((a + b) + c) + d) and np.array_equal(as_a_tree, (a + b) + (c + d))
 
 
 def test_calls_that_do_not_match_are_found_at_the_next_meeting(tmp_path: Path) -> None:
@@ -181,12 +221,13 @@ def all_of(found: list[Any]) -> dict[str, np.ndarray]:
 def test_sums_under_backward_and_weights_under_forward_wait_for_what_they_need(
     micro_batches: int, tmp_path: Path
 ) -> None:
-    """The steps of ranks whose collectives happen at once, and as late as can be; whole and shared out."""
+    """The steps of ranks whose collectives happen at once, and as late as can be; kernels and copies; whole and shared
+    out."""
     found = {}
     for zero in (0, 1, 2):
-        for kind in (FakeEngine, LateEngine):
+        for number, kind in enumerate((FakeEngine, LateEngine, LATE_COPIES)):
             work = partial(trained, zero=zero, micro_batches=micro_batches)
-            found[zero, kind] = all_of(on_ranks(2, tmp_path / f"{zero}{kind.__name__}", work, kind=kind))
+            found[zero, kind] = all_of(on_ranks(2, tmp_path / f"{zero}{number}", work, kind=kind))
     wanted = found[0, FakeEngine]
     for (zero, kind), state in found.items():
         assert state.keys() == wanted.keys()
@@ -196,10 +237,11 @@ def test_sums_under_backward_and_weights_under_forward_wait_for_what_they_need(
         np.testing.assert_allclose(found[2, FakeEngine][name], array, rtol=2e-3, atol=2e-6)
 
 
-def test_the_bits_of_shards_with_collectives_that_are_late(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [LateEngine, LATE_COPIES], ids=["kernels", "copies"])
+def test_the_bits_of_shards_with_collectives_that_are_late(kind: Any, tmp_path: Path) -> None:
     wanted = trained(Alone(), zero=0, shards=2)
     for zero in (0, 1, 2):
-        state = all_of(on_ranks(2, tmp_path / str(zero), partial(trained, zero=zero, shards=2), kind=LateEngine))
+        state = all_of(on_ranks(2, tmp_path / str(zero), partial(trained, zero=zero, shards=2), kind=kind))
         assert all(np.array_equal(state[name], wanted[name]) for name in wanted if name != "loss"), zero
 
 
@@ -264,19 +306,106 @@ def test_collectives_take_few_multiprocessors_and_come_first(
 
 
 @pytest.mark.parametrize(("ranks", "shards", "spared"), [(1, 0, 0), (1, 2, 4), (2, 0, 4), (2, 2, 4)])
+@pytest.mark.parametrize("copies", [False, True])
 def test_products_leave_room_wherever_bits_are_to_be_the_same(
-    ranks: int, shards: int, spared: int, monkeypatch: pytest.MonkeyPatch
+    ranks: int, shards: int, spared: int, copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many multiprocessors on one GPU with --shards-per-step as on several."""
+    """As many multiprocessors on one GPU with --shards-per-step as on several: none where sums are copies."""
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    monkeypatch.setenv("NCCL_CTA_POLICY", "2" if copies else "0")
     backend = get_backend("numpy", "fp32", workers=1)
     told = list[int]()
     monkeypatch.setattr(backend, "spare", told.append)
     if ranks > 1:
-        backend.group = SimpleNamespace(size=ranks, rank=0, overlaps=True, shares=False)
+        engine = SimpleNamespace(copies=copies, check=lambda: None)
+        backend.group = NCCLGroup(0, ranks, engine, None, SimpleNamespace())  # type: ignore[arg-type]
     model = NanoEuler(TINY, backend)
     Sharded(model, backend, NextTokens(TINY.head_weights), shards=shards)
-    assert told == [spared]
+    assert told == [0 if copies else spared]
+
+
+# --- whether there are copies -----------------------------------------------------------------------------------------
+
+
+class Tried(LateEngine):
+    """faults: of the first window, by rank."""
+
+    faults: ClassVar[dict[int, str]] = {}
+    given_up: ClassVar[list[int]] = []
+
+    def window(self, count: int, dtype: Any) -> np.ndarray:
+        made = super().window(count, dtype)
+        if self.rank in self.faults:
+            raise UserError(self.faults[self.rank])
+        return made
+
+    def give_up(self) -> None:
+        self.given_up.append(self.rank)
+
+
+def engines(monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...] = ("here", "here")) -> list[Any]:
+    """What `Ranks.group` makes on each rank where copies are wanted."""
+    monkeypatch.setenv("NCCL_CTA_POLICY", "2")
+    monkeypatch.setattr(nccl, "CupyEngine", Tried)
+    monkeypatch.setattr(nccl, "new_token", fake_nccl.new_token)
+    monkeypatch.setattr(Tried, "given_up", [])
+    names, pipes = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)], Pipe()
+    found: list[Any] = [None, None]
+
+    def live(rank: int) -> None:
+        star, watch = Star(rank, [pipes[rank]], names, "resume", 20.0), Watch(rank, [], names, "resume", 20.0)
+        ranks = launch.Ranks(rank, 2, rank, "variables", star, watch)
+        found[rank] = ranks.group(SimpleNamespace(name="cupy"))._engine  # type: ignore[arg-type, attr-defined]
+
+    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+def test_copies_where_all_ranks_have_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)  # an engine of another test leaves it
+    monkeypatch.setattr(nccl, "no_copies", lambda hosts: "")
+    assert [engine.copies for engine in engines(monkeypatch)] == [True, True]
+    # One rank cannot: none does, the communicators are made anew, and one line says why.
+    monkeypatch.setattr(Tried, "faults", {1: "ncclMemAlloc failed: no such thing"})
+    assert [engine.copies for engine in engines(monkeypatch)] == [False, False] and sorted(Tried.given_up) == [0, 1]
+    assert capsys.readouterr().out == (
+        "gradients travel by NCCL's kernels, which take 4 multiprocessors: ncclMemAlloc failed: no such thing\n"
+    )
+
+
+@pytest.mark.parametrize("lost", ["exchange", "all_gather"])
+def test_copies_that_bring_nothing_are_not_taken(
+    lost: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    monkeypatch.setattr(nccl, "no_copies", lambda hosts: "")
+    monkeypatch.setattr(FakeEngine, lost, lambda self, array, out: None)
+    assert [engine.copies for engine in engines(monkeypatch)] == [False, False]
+    assert "multiprocessors: copies gave [[" in capsys.readouterr().out
+
+
+def test_no_copies_between_hosts_by_an_old_library_or_unasked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cupy")
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    library = SimpleNamespace(get_version=lambda: 22809)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", library)
+    monkeypatch.setattr("cupy.cuda.nccl", library, raising=False)
+    assert [engine.copies for engine in engines(monkeypatch)] == [True, True] and not capsys.readouterr().out
+    assert [engine.copies for engine in engines(monkeypatch, ("here", "there"))] == [False, False]
+    assert "the ranks are on 2 hosts" in capsys.readouterr().out
+    library.get_version = lambda: 22703
+    assert [engine.copies for engine in engines(monkeypatch)] == [False, False]
+    assert "this NCCL is 2.27, 2.28 is the first with windows" in capsys.readouterr().out
+    monkeypatch.setattr(nccl, "copies_wanted", lambda: False)
+    assert [engine.copies for engine in engines(monkeypatch)] == [False, False] and not capsys.readouterr().out
 
 
 # --- the watch --------------------------------------------------------------------------------------------------------

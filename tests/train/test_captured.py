@@ -24,7 +24,7 @@ from tests.train.trained import Trained, assert_same_bits
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.ops.attention import Documents
-from tinyforge.optim import AdamW
+from tinyforge.optim import AdamW, AdamWConfig, MuonConfig
 from tinyforge.train import captured
 from tinyforge.train.captured import MOST, Captured, Inputs
 from tinyforge.train.data_parallel import Sharded
@@ -48,15 +48,19 @@ def batch(number: int, heads: int, rows: int = 3, **more: Any) -> Batch:
     return Batch(ids, rng.integers(-5, VOCAB, (rows, 6, heads), dtype=np.int32).clip(-1), **more)
 
 
-def trained(model: str, with_graph: bool, precision: str = "fp32") -> tuple[Trained, AsGraphs]:
-    kind, config = MODELS[model]
+def trained(
+    model: str, with_graph: bool, precision: str = "fp32", config: AdamWConfig | None = None
+) -> tuple[Trained, AsGraphs]:
+    kind, shape = MODELS[model]
     backend, graphs = get_backend("numpy", precision, workers=1), AsGraphs()
     backend.graphs = lambda: graphs  # type: ignore[method-assign]
-    return Trained(backend, kind(config, backend), with_graph), graphs
+    return Trained(backend, kind(shape, backend), with_graph, config), graphs
 
 
-def same_bits(model: str, steps: Sequence[Sequence[Batch]], precision: str = "fp32") -> AsGraphs:
-    (plain, _), (graph, graphs) = trained(model, False, precision), trained(model, True, precision)
+def same_bits(
+    model: str, steps: Sequence[Sequence[Batch]], precision: str = "fp32", config: AdamWConfig | None = None
+) -> AsGraphs:
+    (plain, _), (graph, graphs) = (trained(model, with_graph, precision, config) for with_graph in (False, True))
     assert_same_bits(plain, graph, steps)
     return graphs
 
@@ -67,6 +71,10 @@ def test_the_bits_are_those_of_plain_steps(model: str, precision: str) -> None:
     heads = MODELS[model][1].prediction_heads
     graphs = same_bits(model, [[batch(n, heads), batch(n + 50, heads)] for n in range(6)], precision)
     assert graphs.done == ["run", "capture", *["replay"] * 4]
+
+
+def test_the_bits_of_muon_are_those_of_plain_steps() -> None:
+    same_bits("nanoeuler", [[batch(n, 2)] for n in range(6)], config=MuonConfig())
 
 
 def test_weights_and_documents_are_read_anew() -> None:

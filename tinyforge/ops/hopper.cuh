@@ -235,12 +235,14 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap *map, int x, in
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// Arrives at the barrier that lies at this place in block `rank`.
+// Arrives at the barrier that lies at this place in block `rank`. Not `.release.cluster`: the assembler makes a barrier for
+// all of the GPU's memory of that, MEMBAR.ALL.GPU, a microsecond. This one says that a buffer has been read, by products
+// that were waited for; there are no writes that the other block should see.
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
     asm volatile(
         "{.reg .b32 there;\n"
         "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(rank)
+        "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(rank)
         : "memory");
 }
 // copy_box to the same place in each block whose bit is set in `blocks`; the bytes count at each one's own barrier.

@@ -4,6 +4,10 @@ A collective is started on a stream of its own, behind what has been asked of th
 what is computed meanwhile runs beside it, until `join` makes the next work wait for it. So the gradients of the last
 layers travel while backward still computes those of the first (docs/parallel.md).
 
+A kernel of NCCL's holds multiprocessors that the ops' kernels miss: it has few blocks. With NCCL_CTA_POLICY=2 gradients
+and weights travel by **copies** on one host: the arrays lie in windows (windows_cuda.py), NCCL hands an all-to-all or
+an all-gather to the GPU's copy engines, and a kernel of ours adds what has come, in the order of the ranks.
+
 The ranks' processes talk over lines (star.py). A collective of NCCL's does not wait for a meeting; what was called
 since the last one is compared at the next. A rank that dies or hangs in between is for the watch to notice (watch.py).
 
@@ -13,10 +17,12 @@ since the last one is compared at the next. A rank that dies or hangs in between
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -26,18 +32,35 @@ from tinyforge.parallel.star import Call, Star
 from tinyforge.parallel.sums import add_
 from tinyforge.parallel.watch import Watch
 
+if TYPE_CHECKING:
+    from tinyforge.parallel.windows_cuda import Windows
+
 BLOCKS = 4
 """Of NCCL's kernels where NCCL_MAX_CTAS does not say otherwise. Each holds a multiprocessor, and kernels that are made
 for all of them take twice their time (`Backend.spare`). NCCL by itself takes 24 and is done sooner, but nothing waits
 for a sum under backward."""
 MOST_SPARED = 8
+SMALL = 1 << 14  # bytes of an array that goes to all ranks whole, to be summed there
+FIRST_WITH_COPIES = 22800  # as the library gives its version: 2.28
+PATIENCE = 20.0  # seconds for the first copy
 HIGHEST = -5  # of the priorities of streams; CUDA takes the highest that the device has
 
 
 def spared() -> int:
-    """Multiprocessors that the ops' kernels leave to NCCL's: as many as it has blocks, but none above MOST_SPARED.
-    Sparing more would slow every kernel down by more than a second wave costs those that run beside a sum."""
+    """Multiprocessors that the ops' kernels leave to sums by NCCL's: as many as it has blocks, but none above
+    MOST_SPARED. Sparing more would slow every kernel down by more than a second wave costs those that run beside a sum.
+    """
     return found if (found := blocks()) <= MOST_SPARED else 0
+
+
+def copies_wanted() -> bool:
+    """By NCCL's own variable for it: zero CTA. They have not run in a step on GPUs, see docs/parallel.md."""
+    return os.environ.get("NCCL_CTA_POLICY") == "2"
+
+
+def spared_alone() -> int:
+    """Of one GPU that is to compute the bits of several."""
+    return 0 if copies_wanted() else spared()
 
 
 def blocks() -> int:
@@ -49,7 +72,22 @@ def blocks() -> int:
 
 
 class Engine(Protocol):
-    """NCCL's calls over C-contiguous arrays of one device, started on the communicator's stream, in order."""
+    """NCCL's calls over C-contiguous arrays of one device, started on the communicator's stream, in order.
+
+    copies: whether all-to-all and all-gather within windows are copies.
+    """
+
+    @property
+    def copies(self) -> bool: ...
+
+    def window(self, count: int, dtype: Any) -> Array:
+        """Zeros, (count,), in a window. All ranks call it."""
+
+    def holds(self, array: Array) -> bool:
+        """Whether the array lies in a window."""
+
+    def exchange(self, array: Array, out: Array) -> None:
+        """out[r] = the part of rank r's flat array that is this rank's; parts are of one size. Both lie in windows."""
 
     def all_reduce(self, array: Array) -> None: ...
     def reduce_scatter(self, array: Array, out: Array) -> None: ...
@@ -94,21 +132,42 @@ class NCCLGroup:
         self.rank, self.size = rank, size
         self._engine, self._star, self._watch = engine, star, watch
         self._calls: list[Call] = []
+        self._inbox: Array = None  # bytes, in windows: what the other ranks send, and what they are sent
+        self._outbox: Array = None
         watch.check = engine.check
+
+    @property
+    def spares(self) -> int:
+        return 0 if self._engine.copies else spared()
+
+    def reachable(self, count: int, dtype: Any) -> Array | None:
+        if not self._engine.copies:
+            return None
+        self._calls.append(("reachable", count, str(np.dtype(dtype))))
+        started = self._watch.begin("reachable")
+        array = self._engine.window(count, dtype)
+        started.done = lambda: True
+        return array
+
+    def prepare(self, most: int) -> None:
+        if self._engine.copies and (self._inbox is None or self._inbox.size < most):
+            self._inbox = self._engine.window(most, np.uint8)
 
     def all_reduce_(self, array: Array, tree: bool = False) -> None:
         flat = self._begin("all_reduce_", array)
-        if tree and self.size > 2:  # of two the order is no question
-            self._tree(flat, 1)
+        if (self._splits(flat) and self._engine.holds(flat)) or (tree and self.size > 2):
+            self._sum(flat, 1, tree)
             self._gather(flat, 1)
+        elif self._engine.copies and 0 < flat.nbytes <= SMALL:
+            self._sum_of_all(flat, tree)
         elif flat.size:
             self._engine.all_reduce(flat)
         self._end()
 
     def reduce_scatter_(self, array: Array, tree: bool = False, unit: int = 1) -> None:
         flat = self._begin("reduce_scatter_", array)
-        if tree and self.size > 2:
-            self._tree(flat, unit)
+        if self._splits(flat, unit) or (tree and self.size > 2):
+            self._sum(flat, unit, tree)
         elif flat.size % (self.size * unit) == 0 and flat.size:
             self._engine.reduce_scatter(flat, flat[part_of(self.rank, self.size, flat.size, unit)])
         else:
@@ -182,9 +241,58 @@ class NCCLGroup:
                 if (part := flat[part_of(rank, self.size, flat.size, unit)]).size:
                     self._engine.broadcast(part, rank)
 
-    def _tree(self, flat: Array, unit: int) -> None:
-        """The rank's own part becomes the sum of all ranks' in the order of a tree: NCCL's own order is its own."""
+    def _splits(self, flat: Array, unit: int = 1) -> bool:
+        """Whether copies can exchange the parts of these arrays."""
+        return self._engine.copies and flat.size > 0 and flat.size % (self.size * unit) == 0
+
+    def _sum(self, flat: Array, unit: int, tree: bool) -> None:
+        """The rank's own part becomes the sum of all ranks', in their order or in that of a tree."""
         own = flat[part_of(self.rank, self.size, flat.size, unit)]
+        if not self._splits(flat, unit):
+            rows = self._sent(flat, own, unit)
+        else:
+            self.prepare(flat.nbytes)
+            rows = _in(self._inbox, flat).reshape(self.size, -1)
+            if not self._engine.holds(flat):
+                flat = self._put(flat)
+            self._engine.exchange(flat, rows)
+        self._engine.run(partial(self._add, rows, own, tree))
+
+    def _sum_of_all(self, flat: Array, tree: bool) -> None:
+        """Every rank gets the others' arrays, and adds them up. Nobody waits for a rank that is late in a kernel."""
+        self.prepare(self.size * SMALL)
+        rows = _in(self._inbox, flat, self.size).reshape(self.size, -1)
+
+        def put() -> None:
+            rows[self.rank] = flat
+
+        self._engine.run(put)
+        self._engine.all_gather(rows[self.rank], rows.reshape(-1))
+        self._engine.run(partial(self._add, rows, flat, tree))
+
+    def _add(self, rows: Array, own: Array, tree: bool) -> None:
+        """own = the sum of the rows, this rank's being its own."""
+        if self.size == 2:  # of two the order is no question
+            self._engine.add(own, rows[1 - self.rank])
+            return
+        rows[self.rank] = own
+        summed(list(rows), tree, own, self._engine.add)
+
+    def _put(self, flat: Array) -> Array:
+        """The other ranks' parts, where copies can take them from."""
+        if self._outbox is None or self._outbox.size < flat.nbytes:
+            self._outbox = self._engine.window(self._inbox.size, np.uint8)
+        out, own = _in(self._outbox, flat), part_of(self.rank, self.size, flat.size)
+
+        def put() -> None:
+            out[: own.start] = flat[: own.start]
+            out[own.stop :] = flat[own.stop :]
+
+        self._engine.run(put)
+        return out
+
+    def _sent(self, flat: Array, own: Array, unit: int) -> Array:
+        """The other ranks' parts, by NCCL's kernels."""
         rows = self._engine.empty((self.size, own.size), own.dtype)
         with self._engine.together():
             for rank in range(self.size):
@@ -193,18 +301,18 @@ class NCCLGroup:
                         self._engine.send(part, rank)
                     if own.size:
                         self._engine.receive(rows[rank], rank)
+        return rows
 
-        def add() -> None:
-            rows[self.rank] = own
-            summed(list(rows), True, own, self._engine.add)
 
-        self._engine.run(add)
+def _in(box: Array, flat: Array, count: int = 1) -> Array:
+    """The beginning of a box, as `count` arrays like `flat` one behind the other."""
+    return box[: count * flat.nbytes].view(flat.dtype)
 
 
 class CupyEngine:
-    """NCCL by way of CuPy."""
+    """NCCL by way of CuPy. copies: wanted; `window` shows whether the library has them."""
 
-    def __init__(self, size: int, rank: int, token: bytes) -> None:
+    def __init__(self, size: int, rank: int, token: bytes, copies: bool = False) -> None:
         import cupy
         from cupy.cuda import nccl
 
@@ -215,10 +323,37 @@ class CupyEngine:
             "int32": nccl.NCCL_INT32, "int64": nccl.NCCL_INT64, "uint8": nccl.NCCL_UINT8,
         }  # fmt: skip
         os.environ["NCCL_MAX_CTAS"] = str(blocks())  # read by the library when it makes its first communicator
+        if copies:
+            os.environ["NCCL_NVLS_ENABLE"] = "0"  # windows would be bound to multicast, which copies do not use
         self._comm = nccl.NcclCommunicator(size, token, rank)
+        self._windows: Windows | None = None
+        if copies:
+            from tinyforge.parallel.windows_cuda import Windows
+
+            self._windows = Windows(self._comm.comm)
         # Its blocks come before those of kernels that were started earlier and still wait for a multiprocessor.
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=HIGHEST)
         self._add = add_.bind(_Name("cupy"))
+
+    @property
+    def copies(self) -> bool:
+        return self._windows is not None
+
+    def window(self, count: int, dtype: Any) -> Array:
+        assert self._windows
+        return self._windows.zeros(count, dtype)
+
+    def give_up(self) -> None:
+        """Leave the communicator, which may be broken."""
+        self._windows = None
+        self._comm.abort()
+
+    def holds(self, array: Array) -> bool:
+        return self._windows is not None and self._windows.holds(array)
+
+    def exchange(self, array: Array, out: Array) -> None:
+        assert self._windows
+        self._windows.exchange(array, out, self._type(array), self._stream.ptr)
 
     def all_reduce(self, array: Array) -> None:
         at = array.data.ptr
@@ -276,7 +411,10 @@ class CupyEngine:
         return ask
 
     def add(self, out: Array, x: Array) -> None:
-        self._add(out, x)
+        if out.dtype.kind == "f":
+            self._add(out, x)
+        else:
+            out += x
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         with self._stream:  # the pool hands memory out by stream
@@ -310,3 +448,45 @@ def new_token() -> bytes:
     from cupy.cuda import nccl
 
     return nccl.get_unique_id()
+
+
+def first_window(engine: Engine, size: int) -> tuple[Array, str]:
+    """Three numbers for each rank in a window, or why there is none. All ranks call it."""
+    try:
+        return engine.window(3 * size, np.int32), ""
+    except (RuntimeError, UserError) as error:
+        return None, str(error)
+
+
+def first_copies(engine: Engine, window: Array, rank: int, size: int) -> str:
+    """Why copies do not work here; empty where they do. All ranks that have a window call it."""
+    given, got, gathered = rows = window.reshape(3, size)
+    given[...] = size * rank
+    for other in range(size):
+        given[other] += other
+    try:
+        engine.fork()
+        engine.exchange(given, got.reshape(size, 1))
+        engine.all_gather(got[rank : rank + 1], gathered)
+    except (RuntimeError, UserError) as error:
+        return str(error)
+    over, until = engine.done(), time.monotonic() + PATIENCE
+    while not over():
+        if time.monotonic() > until:
+            return f"a copy of {size} numbers has not ended after {PATIENCE:.0f} s"
+        time.sleep(0.001)
+    engine.join()
+    found = [[int(number) for number in row] for row in rows[1:]]
+    wanted = [[size * r + rank for r in range(size)], [size * r + r for r in range(size)]]
+    return "" if found == wanted else f"copies gave {found}, wanted {wanted}"
+
+
+def no_copies(hosts: int) -> str:
+    """Why sums are not made of copies here, where ranks on so many hosts wish for them; empty where they may be."""
+    from cupy.cuda import nccl
+
+    if hosts > 1:
+        return f"the ranks are on {hosts} hosts"
+    if (version := nccl.get_version()) < FIRST_WITH_COPIES:
+        return f"this NCCL is {version // 10000}.{version // 100 % 100}, 2.28 is the first with windows"
+    return ""

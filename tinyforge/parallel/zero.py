@@ -86,8 +86,8 @@ class ShardedAdamW(AdamW):
         self._leaving: deque[tuple[Any, Array]] = deque()
 
     @property
-    def size(self) -> int:
-        return self._size
+    def moment_sizes(self) -> tuple[int, int]:
+        return self._size, self._size
 
     def windows(self, first: bool) -> Watched:
         """Of stage 2: the stash of a backward pass that leaves each rank its part of the sums. first: of the step; the
@@ -138,7 +138,7 @@ class ShardedAdamW(AdamW):
             p.arrive = None
         self.group.join()
 
-    def owned(self) -> list[Param]:
+    def owned(self, what: str = "masters") -> list[Param]:
         """Whole tensors, of about as many elements on every rank."""
         ranks, size = self.group.size, self.buffer.size
         return [p for p in self.buffer.params if self.buffer.place(p).start * ranks // size == self.group.rank]

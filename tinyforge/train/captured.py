@@ -93,8 +93,8 @@ class _Kind:
             asked: dict[str, Any] = {}
             totals, norm = owner.plain(batches, counts, _Asked(noise, asked), lr)
             self.names = list(asked)
-            self.inputs = Inputs([*self._arrays(batches), factors, self._rates(np.zeros((2, 3))), self._keys(noise)],
-                                 self.backend)  # fmt: skip
+            rates = self._rates(owner.optimizer.rates(1, lr))
+            self.inputs = Inputs([*self._arrays(batches), factors, rates, self._keys(noise)], self.backend)
             self.out = self.backend.zeros((len(totals.sums) + 1,), np.dtype(np.float64))
             self._work = self._step_on(batches)
             return totals, norm

@@ -14,10 +14,10 @@ from tinyforge.config import ModelConfig
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Stash
 from tinyforge.ops.cross_entropy import sum_tokens
-from tinyforge.optim import AdamW, AdamWConfig
+from tinyforge.optim import AdamW, AdamWConfig, Muon, MuonConfig
 from tinyforge.parallel import Group, part_of, start_group
 from tinyforge.parallel.buckets import UNIT, Buckets, Watched
-from tinyforge.parallel.nccl import spared
+from tinyforge.parallel.nccl import spared_alone
 from tinyforge.parallel.sums import add_
 from tinyforge.parallel.zero import ShardedAdamW, pieces_of, stage_of
 from tinyforge.params import ParamBuffer
@@ -88,16 +88,32 @@ class Rank:
         return slice(part.start * batch.together, part.stop * batch.together)
 
     def make_optimizer(self, config: AdamWConfig | None, zero: int = 0, micro_batches: int = 1) -> AdamW:
-        """AdamW over the model's weights as they are now. The bits are those of `zero` 0, see `stage_of`."""
+        """AdamW, or Muon with its config, over the model's weights as they are now. The bits are those of `zero` 0, see
+        `stage_of`; Muon knows no other."""
         buffer, ranks = self.model.buffer, self.group.size
         buckets = self.buckets or Buckets(buffer, self.model.ops())
         stage = 0 if self.group.shares else stage_of(zero, ranks, self.shards, micro_batches)
         parts = self.shards or (ranks if self.buckets else 0)
-        self.optimizer = (
-            ShardedAdamW(buffer, self.backend, config, self.group, buckets, self.shards, stage) if stage
-            else AdamW(buffer, self.backend, config, pieces_of(buckets, parts) if parts else None)
-        )  # fmt: skip
+        pieces = pieces_of(buckets, parts) if parts else None
+        if isinstance(config, MuonConfig):
+            self.optimizer = Muon(buffer, self.backend, config, pieces)
+        elif stage:
+            self.optimizer = ShardedAdamW(buffer, self.backend, config, self.group, buckets, self.shards, stage)
+        else:
+            self.optimizer = AdamW(buffer, self.backend, config, pieces)
+        if self.buckets:
+            self._move(stage)
         return self.optimizer
+
+    def _move(self, stage: int) -> None:
+        """Move what the ranks send each other to where it travels best."""
+        assert self.buckets
+        buffer, group = self.model.buffer, self.group
+        group.prepare(self.buckets.largest * self.backend.master_dtype.itemsize)
+        if stage < 2 and (grads := group.reachable(buffer.size, self.backend.master_dtype)) is not None:
+            buffer.place_grads(grads)
+        if stage and (values := group.reachable(buffer.size, self.backend.dtype)) is not None:
+            buffer.place_values(values)
 
     @property
     def sharded(self) -> ShardedAdamW | None:
@@ -129,7 +145,7 @@ class Sharded:
         if backend.group and self.objective:
             self.rank.buckets = Buckets(model.buffer, model.ops())
         # Where the bits of one GPU are to be those of several, it works as if there were others.
-        backend.spare(spared() if self.group.overlaps or shards else 0)
+        backend.spare(self.group.spares if backend.group else spared_alone() if shards else 0)
 
     @property
     def alone(self) -> bool:

@@ -17,9 +17,10 @@ from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.op import Recompute, Stash
 from tinyforge.ops.attention import Documents
-from tinyforge.optim import AdamW
+from tinyforge.optim import AdamW, Muon
 from tinyforge.parallel import Alone
 from tinyforge.parallel.buckets import Buckets, Watched
+from tinyforge.parallel.nccl import copies_wanted
 from tinyforge.parallel.zero import ShardedAdamW, stage_of
 from tinyforge.registry import ModelSpec
 from tinyforge.rng import Stream
@@ -30,17 +31,18 @@ OUTSIDE = 128 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes. weights: with masters and gradients. moments: AdamW's. saved: what forward keeps for backward. peak: the
-    most at one time, the other three included."""
+    """Bytes. weights: with masters and gradients. moments: the optimizer's. saved: what forward keeps for backward.
+    peak: the most at one time, the other three included. gradients: of the weights' part."""
 
     weights: int
     moments: int
     saved: int
     peak: int
+    gradients: int
 
     def __str__(self) -> str:
         rows = (
-            ("weights, masters, gradients", self.weights), ("AdamW's moments", self.moments),
+            ("weights, masters, gradients", self.weights), ("the optimizer's moments", self.moments),
             ("saved for backward", self.saved), ("temporary", self.peak - self.weights - self.moments - self.saved),
             ("peak", self.peak),
         )  # fmt: skip
@@ -54,12 +56,13 @@ def gib(count: int) -> str:
 
 @dataclass(frozen=True)
 class Split:
-    """How a step is spread over ranks. zero: the stage of what they share out, see `zero.stage_of`. shards: of
-    --shards-per-step."""
+    """How a step is spread over ranks, and what updates the weights. zero: the stage of what the ranks share out, see
+    `zero.stage_of`. shards: of --shards-per-step."""
 
     ranks: int = 1
     zero: int = 0
     shards: int = 0
+    optimizer: str = "adamw"
 
     @property
     def levels(self) -> int:
@@ -69,7 +72,7 @@ class Split:
     @classmethod
     def of(cls, settings: Any, ranks: int) -> Split:
         shards = settings.shards_per_step or 0
-        return cls(ranks, stage_of(settings.zero, ranks, shards, settings.grad_accum), shards)
+        return cls(ranks, stage_of(settings.zero, ranks, shards, settings.grad_accum), shards, settings.optimizer)
 
 
 ONE = Split()
@@ -102,9 +105,12 @@ def plan_step(
         METER.peak = METER.now  # of before, when nothing else was there yet
         weights = METER.now - start - optimizer.m.nbytes - optimizer.v.nbytes
     else:
-        optimizer = AdamW(model.buffer, backend)
+        optimizer = (Muon if split.optimizer == "muon" else AdamW)(model.buffer, backend)
     ready = METER.now - start
     sums = [backend.zeros((model.buffer.size,), backend.master_dtype) for _ in range(split.levels)]
+    if split.ranks > 1 and copies_wanted():  # the boxes of `NCCLGroup`
+        largest = Buckets(model.buffer, model.ops()).largest
+        sums += [backend.zeros((largest,), backend.master_dtype) for _ in range(1 + (split.zero == 2))]
     integers = np.dtype(np.int32)
     inputs = [backend.zeros(shape, integers) for shape in config.input_shapes(batch_size, seq_len)]
     stash = sharded.windows(first=True) if sharded and split.zero == 2 else Stash()
@@ -121,7 +127,8 @@ def plan_step(
     _, factor = optimizer.clip(1.0)
     optimizer.step(1e-3, factor)
     del sums
-    return Plan(weights, ready - weights, saved, METER.peak - start)
+    gradients = model.buffer.size * backend.master_dtype.itemsize
+    return Plan(weights, ready - weights, saved, METER.peak - start, gradients)
 
 
 def print_plan(
@@ -163,7 +170,7 @@ def check_fits(
     def total(plan: Plan) -> int:
         if place == "on the GPU":
             return plan.peak + OUTSIDE
-        return plan.peak + (backend.workers - 1) * plan.moments // 2
+        return plan.peak + (backend.workers - 1) * plan.gradients
 
     plan = planned(batch_size)
     if free is None or total(plan) <= free:

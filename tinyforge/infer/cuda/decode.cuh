@@ -1,9 +1,11 @@
 // What row.cu and batch.cu share: the queue of weights, products on tensor cores, attention over slabs.
 //
-// Macros: SCALAR, HEADS, KV_HEADS, HEAD_DIM, VOCAB, and DEPTH, the pieces in a lane's queue.
+// Macros: SCALAR, HEADS, KV_HEADS, HEAD_DIM, VOCAB, and DEPTH, the pieces in a lane's queue. WEIGHT: how weights are
+// stored, where that is not SCALAR: int8 or e4m3.
 
 #include "ops/common.cuh"
 #include "ops/barriers.cuh"
+#include "infer/cuda/codes.cuh"
 
 // How the work is spread, unless the launcher defines it.
 #ifndef WARPS
@@ -22,10 +24,15 @@
 #define SPIN 0
 #endif
 
+#ifndef WEIGHT
+#define WEIGHT SCALAR
+#endif
+
 typedef SCALAR T;
 typedef Wide<T> A;
+typedef WEIGHT W;
 
-constexpr bool TENSOR_CORES = sizeof(T) == 2;
+constexpr bool TENSOR_CORES = sizeof(T) == 2, CODES = sizeof(W) == 1;
 constexpr int THREADS = WARPS * 32;
 constexpr int GROUP = HEADS / KV_HEADS, WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
 constexpr int PIECE = 16 / sizeof(T);   // numbers in 16 bytes, which a lane reads at once
@@ -34,6 +41,7 @@ constexpr int PARCEL = 16 / sizeof(A);  // numbers of the wider type that a thre
 constexpr int VOCAB_TILES = (VOCAB + 7) / 8, VOCAB_ROWS = VOCAB_TILES * 8;
 
 typedef Pack<T, PIECE> Piece;
+typedef Pack<W, PIECE> Stored;  // a piece of weights in memory
 typedef Pack<A, PARCEL> Parcel;
 
 // Pieces of a tile per lane, and the columns of a product, padded to whole pieces.
@@ -64,10 +72,25 @@ __device__ __forceinline__ void pause(u32 &polls) {
     if (SPIN) __nanosleep(SPIN);
 }
 
+// copy_weights of codes: 8 bytes, or the 4 beside float.
+__device__ __forceinline__ void copy_codes(u32 to, const void *from) {
+    if constexpr (ONCE) {
+        u64 policy;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3;" ::"r"(to), "l"(from),
+                     "n"(sizeof(Stored)), "l"(policy)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(sizeof(Stored)) : "memory");
+    }
+}
+
 // copy_async of weights. Those that will have left the L2 cache before they are read again are the first to leave it, so
 // that they push out nothing else.
 __device__ __forceinline__ void copy_weights(u32 to, const void *from) {
-    if constexpr (ONCE) {
+    if constexpr (CODES) {
+        copy_codes(to, from);
+    } else if constexpr (ONCE) {
         u64 policy;
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
         asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
@@ -85,8 +108,8 @@ __device__ __forceinline__ void copy_weights(u32 to, const void *from) {
 // a piece to this lane's next one.
 template <int STRIDE>
 struct LaneQueue {
-    Piece *slots;
-    const T *source;
+    Stored *slots;
+    const W *source;
     u32 taken, requested, early;  // pieces so far: used; requested; requested before the last group of copies
     int next, length;             // the index in `source` of the next piece to request; how many a pass has
     int left;                     // pieces still to be requested
@@ -96,7 +119,7 @@ struct LaneQueue {
         early = requested;
         for (int pieces = min(min(most, int(taken + DEPTH - requested)), left); pieces > 0; pieces -= 4) {
             if (pieces >= 4 && next + 4 <= length) {
-                const T *const from = source + next * STRIDE;
+                const W *const from = source + next * STRIDE;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     copy_weights(shared_address(slots + (requested + i) % DEPTH * THREADS), from + i * STRIDE);
@@ -134,27 +157,27 @@ struct LaneQueue {
     }
 
     // Piece `index` of those that have arrived.
-    __device__ __forceinline__ const Piece &operator[](int index) const {
+    __device__ __forceinline__ const Stored &operator[](int index) const {
         return slots[(taken + index) % DEPTH * THREADS];
     }
 };
 static_assert((DEPTH & (DEPTH - 1)) == 0, "the queue's places are counted modulo a power of 2");
 typedef LaneQueue<32 * PIECE> Queue;
 
-constexpr int UNIT = THREADS * 16;    // bytes of a unit of weights: a piece for each thread that computes
+constexpr int UNIT = THREADS * sizeof(Stored);  // bytes of a unit of weights: a piece for each thread that computes
 constexpr int QUEUE_BARRIERS = 2048;  // bytes in front of a block's queue, as in row_plan.py
 
 // The queues of all lanes of a block, by units, filled by one thread that has nothing else to do. A unit has two
 // barriers: `full`, which counts its bytes, and `empty`, at which each warp arrives that has taken its pieces. The first
 // QUEUE_BARRIERS bytes of `memory` are the barriers, the units follow.
 struct SharedQueue {
-    const Piece *pieces;  // this thread's piece of the first place
+    const Stored *pieces;  // this thread's piece of the first place
     volatile int *stop;   // set where no unit will be taken any more
     u32 full, empty;      // barriers of the places
     u32 taken;
 
     __device__ explicit SharedQueue(unsigned char *memory)
-        : pieces(reinterpret_cast<const Piece *>(memory + QUEUE_BARRIERS) + threadIdx.x),
+        : pieces(reinterpret_cast<const Stored *>(memory + QUEUE_BARRIERS) + threadIdx.x),
           stop(reinterpret_cast<volatile int *>(memory + DEPTH * 16)), full(shared_address(memory)),
           empty(full + DEPTH * 8), taken(0) {
         static_assert(DEPTH * 16 + 4 <= QUEUE_BARRIERS, "room for the barriers");
@@ -195,7 +218,7 @@ struct SharedQueue {
             for (u32 polls = 0; !__all_sync(~0u, i >= units || barrier_passed(barrier, parity)); pause(polls)) continue;
         }
     }
-    __device__ __forceinline__ const Piece &operator[](int index) const {
+    __device__ __forceinline__ const Stored &operator[](int index) const {
         return pieces[(taken + index) % DEPTH * THREADS];
     }
     // The next `units` are in registers, or are not needed any more.

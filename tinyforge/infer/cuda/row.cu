@@ -23,11 +23,17 @@
 // splits, in order.
 //   Speculation. All blocks find the most likely tokens, so all know which drafts are accepted and where the next pass
 // begins.
+//   Weights may be of one byte (WEIGHT). A lane's piece is then 8 bytes in place of 16, and a bf16 piece as soon as it is
+// in registers; a row's scale multiplies its sum.
 //   The order of sums depends only on shapes and the number of blocks: the same bits every time, for any ROWS.
 // Tried and dropped: docs/kernels/decode.md, with times.
 // Grid: at most what fits at once (cooperative launch). Block: WARPS x 32 threads, one block per multiprocessor.
 //
 // compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
+// compile: SCALAR=bf16 WEIGHT=int8|e4m3 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=64 ONCE=1
+// compile: SCALAR=float WEIGHT=int8|e4m3 ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
+// compile: arch=sm_90a PRODUCERS=4 SCALAR=float WEIGHT=int8|e4m3 ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
+// compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16 WEIGHT=int8|e4m3 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=64 ONCE=1
 // compile: SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
 // compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
 // compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
@@ -290,6 +296,8 @@ struct Matrix {
     int first, count;                      // tile and number of those that are multiplied at one time
     int row;                               // that this thread finishes, -1 for none
     u32 at;                                // where it goes, in an array of `exchange`
+    const float *scales;                   // of the matrix's rows, where its weights are codes
+    A scale;                               // of that row
 
     __device__ __forceinline__ bool mine() const { return first < COUNT; }
     __device__ static u32 input_row() { return threadIdx.x / 8 % ROWS; }
@@ -307,6 +315,7 @@ struct Block {
     Weights queue;
     int dealt;   // tiles of all kinds dealt so far, modulo BLOCKS
     int parity;  // of the buffer for sums
+    const float *scales;  // where weights are codes: of the rows that are dealt next
     A eps;
     A square;    // of this lane's part of the residual stream
 
@@ -314,8 +323,14 @@ struct Block {
     __device__ __forceinline__ int deal(int count) {
         const int first = int(blockIdx.x) - dealt;
         dealt += count % BLOCKS;
+        if constexpr (CODES) scales += count * 8;
         if (dealt >= BLOCKS) dealt -= BLOCKS;
         return first < 0 ? first + BLOCKS : first;
+    }
+    template <int COLUMNS, int COUNT>
+    __device__ __forceinline__ void deal(Matrix<COLUMNS, COUNT> &p) {
+        p.scales = scales;
+        p.first = deal(COUNT);
     }
 
     // This warp's part of the sums of up to MOST tiles. Each tile has several chains of sums, because a tensor-core
@@ -332,7 +347,8 @@ struct Block {
         for (int j = 0; j < STEPS; j++) {
 #pragma unroll
             for (int i = 0; i < MOST; i++) {
-                const uint4 w = reinterpret_cast<const uint4 &>(piece(i * STEPS + j));
+                const Piece &weights = piece(i * STEPS + j);
+                const uint4 w = reinterpret_cast<const uint4 &>(weights);
                 multiply_add(sum[i][j % CHAINS], w.x, w.y, w.z, w.w, x[j][0], x[j][1]);
             }
         }
@@ -361,10 +377,11 @@ struct Block {
         const u32 tile = p.first + threadIdx.x / (ROWS * 8) * BLOCKS;
         p.row = int(threadIdx.x) < p.count * ROWS * 8 ? int(tile * 8 + threadIdx.x % 8) : -1;
         p.at = settled(aim(u32(max(p.row, 0))));
+        if constexpr (CODES) p.scale = p.row < 0 ? 0 : p.scales[p.row];
         queue.await(p.count * STEPS);
         if constexpr (EARLY) {
 #pragma unroll
-            for (int i = 0; i < MOST * STEPS; i++) p.held[i] = queue[i];
+            for (int i = 0; i < MOST * STEPS; i++) p.held[i] = decoded<T>(queue[i]);
             queue.used(p.count * STEPS);
         }
     }
@@ -388,13 +405,19 @@ struct Block {
             const int count = p.count, row = p.row;
             A *const sums = shared.sums + parity * (TILES * ROWS * 8 * WARPS);
             if constexpr (TENSOR_CORES) {
-                const auto piece = [&](int i) -> const Piece & { return EARLY ? p.held[EARLY ? i : 0] : queue[i]; };
+                const auto piece = [&](int i) -> decltype(auto) {
+                    if constexpr (EARLY) {
+                        return (p.held[i]);
+                    } else {
+                        return decoded<T>(queue[i]);
+                    }
+                };
                 multiply<STEPS, MOST>(piece, x.x, sums);
             } else {
                 for (int i = 0; i < count; i++) {
                     A sum[ROWS] = {};
                     for (int j = 0; j < STEPS; j++) {
-                        const Piece w = queue[i * STEPS + j];
+                        const Piece w = decoded<T>(queue[i * STEPS + j]);
 #pragma unroll
                         for (int n = 0; n < ROWS; n++) {
                             const Piece x = load<PIECE>(part + n * PITCH + j * STEP);
@@ -414,6 +437,7 @@ struct Block {
             sync();
             if (thread - lane < count * ROWS * 8) {
                 A sum = total(sums + thread * WARPS);
+                if constexpr (CODES) sum *= p.scale;
                 if (NORM) sum *= inverse_rms(n);
                 finish(row, n, sum);
             }
@@ -994,11 +1018,12 @@ __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (
 // chosen itself, and what it chooses after them; the other heads at the last of these positions give the next drafts.
 // report: (passes + 1, 1 + ROWS): for each pass the number of tokens it gave, 0 where the cache had no room for it, and
 // these; at last the next launch's `begin`.
+// scales: of weights that are codes, 8 for each unit that `deal` counts, in its order; attention's are not read.
 extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode(
-    const T *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
+    const W *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
     int *tokens, A *exchange, const int *lengths, int stride, int layers, int heads, int capacity, int past, int passes,
     A eps, int sampled, float temperature, int top_k, float top_p, float min_p, u32 key0, u32 key1, u32 draw,
-    const int *begin, int *report
+    const int *begin, int *report, const float *scales
 ) {
     extern __shared__ __align__(128) unsigned char memory[];
     const int thread = threadIdx.x;
@@ -1019,7 +1044,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
 #endif
 #else
     Block block;
-    block.queue.slots = reinterpret_cast<Piece *>(memory + QUEUE_BARRIERS) + thread;
+    block.queue.slots = reinterpret_cast<Stored *>(memory + QUEUE_BARRIERS) + thread;
     block.queue.source = weights + (i64(blockIdx.x) * stride * THREADS + thread) * PIECE;
     block.queue.length = lengths[blockIdx.x];
     block.queue.left = block.queue.length * passes;
@@ -1046,22 +1071,23 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
     int pass = 0;
     for (; pass < passes && past + ROWS <= capacity; pass++) {
         block.dealt = 0;
+        block.scales = scales;
         const A *stream = nullptr;
         const A *gain = gains;
         const u32 n = threadIdx.x / 8 % ROWS;
         const auto at_row = [&](u32 row) { return place(n, row); };
         const auto at_unit = [&](u32 row) { return place(n, (first_unit(row / 8) + row % 8) / SHARED_BY); };
         Matrix<DIM, WIDTH / 8> qkv;
-        qkv.first = block.deal(WIDTH / 8);
+        block.deal(qkv);
         if (AHEAD) block.prepare(qkv, at_row);
         for (int layer = 0; layer < layers; layer++, exchange += LAYER, gain += 2 * DIM) {
             Matrix<DIM, DIM / 8> out;
             Matrix<DIM, HIDDEN_TILES> gate_up;
             Matrix<HIDDEN, DIM / 8> down;
             const int attends = block.deal(ATTENTION);
-            out.first = block.deal(DIM / 8);
-            gate_up.first = block.deal(HIDDEN_TILES);
-            down.first = block.deal(DIM / 8);
+            block.deal(out);
+            block.deal(gate_up);
+            block.deal(down);
             if (!AHEAD) block.prepare(qkv, at_row);
             const auto take = [&](auto &x) { block.take_stream(x, stream, embedding, ids, gain); };
             block.template run<true>(qkv, shared.by_dim, take, at_row, [&](int row, int, A sum) {
@@ -1114,7 +1140,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
                 publish_narrow(exchange + GATED + gate_up.at, gated, row >= 0 && row % 8 < 4);
             }, [] {});
 
-            qkv.first = layer + 1 < layers ? block.deal(WIDTH / 8) : WIDTH / 8;
+            if (layer + 1 < layers) {
+                block.deal(qkv);
+            } else {
+                qkv.first = WIDTH / 8;
+            }
             if (AHEAD) block.prepare(qkv, at_row);
             if (down.mine()) {
                 if (!AHEAD) block.prepare(down, at_row);
@@ -1141,7 +1171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
             };
             const auto at_logit = [&](u32 row) { return u32((n * heads + head) * VOCAB_ROWS) + row; };
             Matrix<DIM, VOCAB_TILES> logits;
-            logits.first = block.deal(VOCAB_TILES);
+            block.deal(logits);
             block.prepare(logits, at_logit);
             block.template run<true>(logits, shared.by_dim, take, at_logit, [&](int row, int n, A logit) {
                 if (!begin) {

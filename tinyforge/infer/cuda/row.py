@@ -20,6 +20,7 @@ from tinyforge.infer.cuda.row_plan import MOST_ROWS, RowPlan
 from tinyforge.infer.decoder import Drawn
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array
+from tinyforge.quantised import FORMATS, Quantised
 from tinyforge.rng import Stream
 
 PASSES = 8
@@ -113,7 +114,7 @@ class RowLauncher:
              cache.tokens, self.exchange, weights.lengths[outputs - 1],
              *map(np.int32, (weights.matrices.shape[1], plan.layers, outputs, cache.capacity, past, passes)),
              weights.norm_eps, np.int32(draw is not None), *how.args(),
-             *(np.uintp(0) if x is None else x for x in (begin, report))),
+             *(np.uintp(0) if x is None else x for x in (begin, report, weights.scales))),
             shared_mem=plan.shared_bytes,
         )  # fmt: skip
         return region
@@ -122,15 +123,20 @@ class RowLauncher:
 class RowDecoder(DeviceDecoder):
     """A decoder of one row, whose passes of up to `MOST_ROWS` positions are one launch, and many passes too.
 
-    It copies the model's weights into the order in which the kernel reads them. tuning: fields of `RowPlan`, e.g.
-    blocks=128. Raises UserError for a model on another backend, and for a shape that the kernel does not take.
+    It copies the model's weights into the order in which the kernel reads them; those of one byte stay so. tuning:
+    fields of `RowPlan`, e.g. blocks=128. Raises UserError for a model on another backend, and for a shape that the
+    kernel does not take.
     """
 
     def __init__(self, model: CausalLM, capacity: int | None = None, **tuning: int) -> None:
         super().__init__(model, 1, capacity)
         hopper = cupy.cuda.Device().compute_capability == "90"
         tuning = {"blocks": processors(), "shared": shared_limit(), "producers": 4 if hopper else 0, **tuning}
-        plan = RowPlan(rows=MOST_ROWS, **self._shape(), **tuning)
+        heads = self.fused.lm_heads
+        # A copy of fewer than 4 bytes to a lane does not exist: beside float64 a kernel has no codes.
+        by_code = isinstance(heads, Quantised) and self.fused.embedding.itemsize < 8
+        code = FORMATS[heads.kind].scalar if by_code else ""
+        plan = RowPlan(rows=MOST_ROWS, code=code, **self._shape(), **tuning)
         self.weights = DeviceWeights(plan, self.fused)
         self.cache = RowCache(plan, self.weights.dtype, self.capacity)
         self.most_drafts = min(self.most_drafts, MOST_ROWS - 1)

@@ -5,7 +5,7 @@ Plain arithmetic over shapes: it runs, and is tested, without a GPU. The kernel 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,7 @@ QUEUE_BARRIERS = 2048
 class RowPlan(DecodePlan):
     """How the work of row.cu is spread over a GPU.
 
-    rows: new positions of a pass, 1 to 4. splits: of the positions of a kv head. refill: how many pieces a lane
+    rows: new positions of a pass, 1 to 4. splits: of the positions of a kv head. refill: how many times 16 bytes a lane
     requests between two polls for numbers of attention, where it copies its own. spin: nanoseconds that a thread sleeps
     between two polls. producers: warps that copy weights for all others, 4 on Hopper; 0: each lane copies its own.
     """
@@ -99,12 +99,14 @@ class RowPlan(DecodePlan):
         return QUEUE_BARRIERS + inputs + sums + max(attention, sampling)
 
     @property
-    def macros(self) -> dict[str, int]:
+    def macros(self) -> dict[str, int | str]:
+        code = {"WEIGHT": self.code} if self.code else {}
+        refill = self.refill * self.itemsize // self.weight_bytes  # in pieces
         return {
             "ROWS": self.rows, "DIM": self.dim, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
             "HEAD_DIM": self.head_dim, "VOCAB": self.vocab, "BLOCKS": self.blocks, "WARPS": self.warps,
-            "DEPTH": self.slots, "TILES": self.tiles, "SPLITS": self.splits, "REFILL": self.refill, "SPIN": self.spin,
-            "PRODUCERS": self.producers,
+            "DEPTH": self.slots, "TILES": self.tiles, "SPLITS": self.splits, "REFILL": refill, "SPIN": self.spin,
+            "PRODUCERS": self.producers, **code,
         }  # fmt: skip
 
     def exchange(self, outputs: int) -> int:
@@ -135,19 +137,19 @@ class RowPlan(DecodePlan):
                 found.append(total.copy())
         return np.stack(found)
 
-    def arrange(self, layers: Sequence[FusedLayer], heads: Array, xp: Any) -> Array:
+    def arrange(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Array:
         """All matrices in the order in which lanes take them: (blocks, units, warps, 32 lanes, piece).
 
         A unit is 8 rows by 4 pieces, a piece for each lane of a warp. Rows and columns are padded with zeros. heads:
         (outputs, vocab, dim). xp: numpy or cupy, whose arrays the matrices are.
         """
-        bits = np.dtype(f"u{self.itemsize}")  # moved, never computed with: any 16-bit number will do for a bf16
+        bits = np.dtype(f"u{self.weight_bytes}")  # moved, never computed with: any 16-bit number will do for a bf16
         units = int(self.lengths[-1].max())
-        layers = [FusedLayer(*(matrix.view(bits) for matrix in layer)) for layer in layers]
+        views = (FusedLayer(*(matrix.view(bits) for matrix in layer)) for layer in layers)
         stream = xp.zeros((self.blocks, units, self.warps, 32 * self.piece), bits)
         taken, dealt = np.zeros(self.blocks, np.int64), 0
         warps = np.arange(self.warps)[None, :, None]
-        for matrix, (count, columns) in zip(self._matrices(layers, heads.view(bits), xp), self.deals(), strict=True):
+        for matrix, (count, columns) in zip(self._matrices(views, heads.view(bits), xp), self.deals(), strict=True):
             if matrix is not None:
                 steps = self.steps(columns)
                 padded = xp.zeros((count * TILE, self.padded(columns)), bits)
@@ -165,7 +167,17 @@ class RowPlan(DecodePlan):
             dealt += count
         return stream
 
-    def _matrices(self, layers: Sequence[FusedLayer], heads: Array, xp: Any) -> Iterator[Array]:
+    def arrange_scales(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Array:
+        """The scales of rows in the order of `deals`, 8 for each that it counts. layers, heads: as of `arrange`, of
+        float32 and with one column."""
+        parts = []
+        for scales, (count, _) in zip(self._matrices(layers, heads, xp), self.deals(), strict=True):
+            parts.append(xp.zeros(count * TILE, np.float32))
+            if scales is not None:
+                parts[-1][: len(scales)] = scales[:, 0]
+        return xp.concatenate(parts)
+
+    def _matrices(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Iterator[Array]:
         """In the order of `deals`, None for attention."""
         for layer in layers:
             yield layer.qkv
@@ -173,12 +185,13 @@ class RowPlan(DecodePlan):
             yield layer.out
             # Four rows of gate, then the same four of up: a block that has both makes their product.
             tiles = self.hidden_rows // 4
-            pairs = xp.zeros((tiles, 2, 4, self.dim), layer.gate_up.dtype)
+            columns = layer.gate_up.shape[1]
+            pairs = xp.zeros((tiles, 2, 4, columns), layer.gate_up.dtype)
             order = xp.asarray(self.hidden_order)
             for part in range(2):
-                padded = xp.zeros((tiles * 4, self.dim), layer.gate_up.dtype)
+                padded = xp.zeros((tiles * 4, columns), layer.gate_up.dtype)
                 padded[: self.hidden] = layer.gate_up[part * self.hidden : (part + 1) * self.hidden]
-                pairs[:, part] = padded.reshape(tiles, 4, self.dim)[order]
-            yield pairs.reshape(tiles * TILE, self.dim)
+                pairs[:, part] = padded.reshape(tiles, 4, columns)[order]
+            yield pairs.reshape(tiles * TILE, columns)
             yield layer.down
         yield from heads
