@@ -48,6 +48,10 @@
 #ifndef SPLITS  // of the positions of a kv head
 #define SPLITS 3
 #endif
+// Whether one row is drawn with a temperature too: there must be room to sort the vocabulary.
+#ifndef DRAWS
+#define DRAWS 1
+#endif
 // Whether a product takes its weights into registers before its input comes. With four rows that spills on Ampere.
 #if ROWS < 4 || __CUDA_ARCH__ >= 900
 #define EARLY TENSOR_CORES
@@ -651,21 +655,22 @@ struct Block {
 // QUERIES rows fill at most half of an operand, if possible: the other half would double the cost in one block.
 constexpr int UNIT_ROWS = sizeof(T) > 2 || GROUP > 8 ? 1 : 8 / GROUP < ROWS ? 8 / GROUP : ROWS;
 constexpr int UNITS = KV_HEADS * SPLITS * ((ROWS + UNIT_ROWS - 1) / UNIT_ROWS), QUERIES = UNIT_ROWS * GROUP;
-constexpr int Q_PITCH = HEAD_DIM + STEP;
+constexpr int Q_PITCH = HEAD_DIM + STEP, QUERY_ROWS = (QUERIES + 7) / 8 * 8, FRESH = QUERY_ROWS * Q_PITCH;
 static_assert(GROUP <= 16, "a unit is 16 rows of queries at most");
 
 // In shared memory: each warp's partial result. `outputs` are not yet divided by `totals`; scores are relative to
 // `tops`.
 struct Scratch {
     A *outputs, *tops, *totals;  // WARPS x QUERIES x HEAD_DIM; QUERIES x WARPS
-    T *queries, *fresh;          // 16 x Q_PITCH, rotated; ROWS x (key, value) x HEAD_DIM
+    T *queries, *fresh;          // rotated, QUERY_ROWS x Q_PITCH; ROWS x (key, value) x HEAD_DIM; of each warp in bf16
 
     __device__ explicit Scratch(unsigned char *memory) {
         outputs = reinterpret_cast<A *>(memory);
         tops = outputs + WARPS * QUERIES * HEAD_DIM;
         totals = tops + QUERIES * WARPS;
         queries = reinterpret_cast<T *>(totals + QUERIES * WARPS);
-        fresh = queries + 16 * Q_PITCH;
+        if (TENSOR_CORES) queries += threadIdx.x / 32 * (FRESH + ROWS * 2 * HEAD_DIM);
+        fresh = queries + FRESH;
     }
 };
 
@@ -861,75 +866,107 @@ __device__ __forceinline__ void attend_keys(const Scratch &scratch, const T *key
 
 // Attention of the rows of this pass from `first_row` on, over split `split` of one kv head. Writes the keys and values
 // of the pass that belong to the split. Every block of the split writes the same numbers, so that each later reads its
-// own. keys, values: of the head. qkv, parts, stats: the layer's places in `exchange`. past: positions before the pass.
-__device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, const A *cosines, const A *sines, T *keys,
-                                       T *values, A *parts, A *stats, u32 kv_head, u32 split, u32 first_row, int past) {
-    const u32 thread = threadIdx.x;
-    // The cache does not depend on this pass: the first keys and values are loaded before the queries arrive.
+// own.
+struct Attention {
+    // Half heads: the unit's queries and each row's key and value. All but the value are rotated. In bf16 each warp does it
+    // for itself, and has the keys and values of its own positions: no warp waits for another before the sums.
+    static constexpr int HALF = HEAD_DIM / 2, LINE = HALF / PARCEL;
+    static constexpr u32 TOGETHER = TENSOR_CORES ? 32 : THREADS;
+    static constexpr u32 TASKS = (QUERIES + 2 * ROWS) * LINE, TURNS = ceil_div(TASKS, TOGETHER);
+    // A thread merges the warps' results for some words of `parts`.
+    static constexpr u32 WORDS = QUERIES * HEAD_DIM / SHARED_BY, EACH = ceil_div(WORDS, THREADS);
+    struct Task {
+        u32 head, column, n;
+        bool is_query, is_value;
+    };
+
     SplitSlab slab;
-    if constexpr (TENSOR_CORES) slab.load_old(keys, values, thread / 32 * 16, split, past);
-
-    // A thread merges the warps' results for one word of `parts`.
-    constexpr u32 WORDS = QUERIES * HEAD_DIM / SHARED_BY, EACH = ceil_div(WORDS, THREADS);
+    u32 kv_head, split, first_row;
+    u32 from[TURNS];    // where a task's first half lies in `exchange`; the other is HALF / 8 lines further
+    u32 to[TURNS];      // and goes in `scratch`
+    u32 wanted[TURNS];  // whether this thread has it
+    Parcel cosines[TURNS], sines[TURNS];
     u32 part[EACH], stat[EACH];
-    const auto query_of = [](u32 task) { return task / (HEAD_DIM / SHARED_BY); };
-    const auto column_of = [](u32 task) { return task % (HEAD_DIM / SHARED_BY) * SHARED_BY; };
-#pragma unroll
-    for (u32 i = 0; i < EACH; i++) {
-        const u32 task = thread + i * THREADS, query = query_of(task), n = first_row + query / GROUP;
-        const u32 head = kv_head * GROUP + query % GROUP;
-        part[i] = settled(place(n, (split * DIM + head * HEAD_DIM + column_of(task)) / SHARED_BY));
-        stat[i] = settled(place(n, split * HEADS + head));
-    }
 
-    // Half heads: the unit's queries and each row's key and value. All but the value are rotated.
-    constexpr int HALF = HEAD_DIM / 2, LINE = HALF / PARCEL;
-    constexpr u32 TASKS = (QUERIES + 2 * ROWS) * LINE, TURNS = ceil_div(TASKS, THREADS);
-    Pack<T, PARCEL> turned[TURNS][2];
-    T *kept[TURNS] = {};
+    __device__ __forceinline__ Task task(u32 turn) const {
+        const u32 i = threadIdx.x % TOGETHER + turn * TOGETHER, head = i / LINE, column = i % LINE * PARCEL;
+        if (head < QUERIES) return {head, column, first_row + head / GROUP, true, false};
+        return {head, column, (head - QUERIES) / 2, false, (head - QUERIES) % 2 != 0};
+    }
+    __device__ static u32 query_of(u32 word) { return word / (HEAD_DIM / SHARED_BY); }
+    __device__ static u32 column_of(u32 word) { return word % (HEAD_DIM / SHARED_BY) * SHARED_BY; }
+
+    // What does not depend on this pass. keys, values: of the layer.
+    __device__ __forceinline__ void prepare(int unit, const A *all_cosines, const A *all_sines, const T *keys,
+                                            const T *values, int capacity, int past, bool SLAB = true, bool REST = true) {
+        kv_head = unit / SPLITS % KV_HEADS, split = unit % SPLITS, first_row = unit / (SPLITS * KV_HEADS) * UNIT_ROWS;
+        const u32 thread = threadIdx.x, warp = thread / 32;
+        const i64 cache = i64(kv_head) * capacity * HEAD_DIM;
+        if constexpr (TENSOR_CORES) if (SLAB) slab.load_old(keys + cache, values + cache, warp * 16, split, past);
+        if (!REST) return;
 #pragma unroll
-    for (u32 turn = 0; turn < TURNS; turn++) {
-        const u32 task = thread + turn * THREADS;
-        if (task >= TASKS) break;
-        const u32 head = task / LINE, column = task % LINE * PARCEL, is_value = (head - QUERIES) % 2;
-        const bool is_query = head < QUERIES;
-        const int n = is_query ? first_row + head / GROUP : (head - QUERIES) / 2, position = past + n;
-        if (is_query ? n >= ROWS : u32(position) % SPLITS != split) continue;  // no row; another block's key and value
-        const int line = is_query ? kv_head * GROUP + head % GROUP : HEADS + is_value * KV_HEADS + kv_head;
-        const Parcel c = load<PARCEL>(cosines + position * HALF + column);
-        const Parcel s = load<PARCEL>(sines + position * HALF + column);
-        const A *const from = qkv + place(n, line * HEAD_DIM + column);  // the other half is HALF / 8 lines further
-        T *const line_of = is_query ? scratch.queries + head * Q_PITCH : scratch.fresh + (n * 2 + is_value) * HEAD_DIM;
-        T *const to = line_of + column;
-        if (!is_query) kept[turn] = (is_value ? values : keys) + position * HEAD_DIM + column;
-        Parcel x[2];
-        await(x, [&](int i) { return from + i * (HALF * 4); }, [](int) { return true; });
+        for (u32 turn = 0; turn < TURNS; turn++) {
+            const Task t = task(turn);
+            const u32 position = past + t.n;
+            wanted[turn] = t.is_query ? t.n < ROWS : t.n < ROWS && position % SPLITS == split;
+            if (TENSOR_CORES && !t.is_query) wanted[turn] &= position / SPLITS / 16 % WARPS == warp;
+            const u32 n = wanted[turn] ? t.n : 0;
+            const u32 line = t.is_query ? kv_head * GROUP + t.head % GROUP : HEADS + t.is_value * KV_HEADS + kv_head;
+            from[turn] = settled(place(n, line * HEAD_DIM + t.column));
+            to[turn] = settled((t.is_query ? t.head * Q_PITCH : FRESH + (t.n * 2 + t.is_value) * HEAD_DIM) + t.column);
+            cosines[turn] = load<PARCEL>(all_cosines + (past + n) * HALF + t.column);
+            sines[turn] = load<PARCEL>(all_sines + (past + n) * HALF + t.column);
 #pragma unroll
-        for (int j = 0; j < PARCEL; j++) {
-            const A a = x[0].v[j], b = x[1].v[j];
-            narrow(!is_query && is_value ? a : a * c.v[j] - b * s.v[j], turned[turn][0].v[j]);
-            narrow(!is_query && is_value ? b : b * c.v[j] + a * s.v[j], turned[turn][1].v[j]);
+            for (int j = 0; j < PARCEL; j++)
+                if (t.is_value) cosines[turn].v[j] = 1, sines[turn].v[j] = 0;
         }
 #pragma unroll
-        for (int half = 0; half < 2; half++) store(to + half * HALF, turned[turn][half]);
+        for (u32 i = 0; i < EACH; i++) {
+            const u32 word = thread + i * THREADS, query = query_of(word), n = first_row + query / GROUP;
+            const u32 head = kv_head * GROUP + query % GROUP;
+            part[i] = settled(place(n, (split * DIM + head * HEAD_DIM + column_of(word)) / SHARED_BY));
+            stat[i] = settled(place(n, split * HEADS + head));
+        }
     }
-    sync();
-    if constexpr (TENSOR_CORES) {
-        attend_slabs(scratch, slab, keys, values, split, first_row, past);
-    } else {
-        attend_keys(scratch, keys, values, split, first_row, past);
-    }
+
+    // qkv, parts, stats: the layer's places in `exchange`. past: positions before the pass.
+    __device__ __forceinline__ void run(const Scratch &scratch, const A *qkv, T *keys, T *values, A *parts, A *stats,
+                                        int capacity, int past);
+};
+
+__device__ __forceinline__ void Attention::run(const Scratch &scratch, const A *qkv, T *keys, T *values, A *parts,
+                                               A *stats, int capacity, int past) {
+    const u32 thread = threadIdx.x;
+    keys += i64(kv_head) * capacity * HEAD_DIM, values += i64(kv_head) * capacity * HEAD_DIM;
+    Pack<T, PARCEL> turned[TURNS][2];
+    Parcel x[TURNS * 2] = {};
+    await_together(
+        x, [&](int i) { return qkv + from[i / 2] + i % 2 * (HALF * 4); }, [&](int i) { return wanted[i / 2]; }
+    );
 #pragma unroll
-    for (u32 turn = 0; turn < TURNS; turn++) {  // for the passes to come
+    for (u32 turn = 0; turn < TURNS; turn++) {
+#pragma unroll
+        for (int j = 0; j < PARCEL; j++) {
+            const A a = x[turn * 2].v[j], b = x[turn * 2 + 1].v[j], c = cosines[turn].v[j], s = sines[turn].v[j];
+            narrow(a * c - b * s, turned[turn][0].v[j]);
+            narrow(b * c + a * s, turned[turn][1].v[j]);
+        }
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            if (kept[turn]) store(kept[turn] + half * HALF, turned[turn][half]);
+            if (wanted[turn]) store(scratch.queries + to[turn] + half * HALF, turned[turn][half]);
+    }
+    if constexpr (TENSOR_CORES) {
+        __syncwarp();
+        attend_slabs(scratch, slab, keys, values, split, first_row, past);
+    } else {
+        sync();
+        attend_keys(scratch, keys, values, split, first_row, past);
     }
     sync();
 #pragma unroll
     for (u32 i = 0; i < EACH; i++) {
-        const u32 task = thread + i * THREADS, query = query_of(task), d = column_of(task);
-        if (task >= WORDS || first_row + query / GROUP >= ROWS) continue;
+        const u32 word = thread + i * THREADS, query = query_of(word), d = column_of(word);
+        if (word >= WORDS || first_row + query / GROUP >= ROWS) continue;
         const Pack<A, WARPS> tops = load<WARPS>(scratch.tops + query * WARPS);
         const Pack<A, WARPS> totals = load<WARPS>(scratch.totals + query * WARPS);
         A all = LOWEST, weight = 0, mean[SHARED_BY] = {};
@@ -950,13 +987,25 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
         }
         const bool empty = weight == 0;  // no position of this split yet
         const A scale = empty ? A(0) : inverse_for<T>(weight);
-        Pack<T, SHARED_BY> word;
+        Pack<T, SHARED_BY> both;
 #pragma unroll
-        for (int j = 0; j < SHARED_BY; j++) narrow(mean[j] * scale, word.v[j]);
-        publish(parts + part[i], reinterpret_cast<const A &>(word));
+        for (int j = 0; j < SHARED_BY; j++) narrow(mean[j] * scale, both.v[j]);
+        publish(parts + part[i], reinterpret_cast<const A &>(both));
         if (d == 0) publish(stats + stat[i], empty ? A(LOWEST) : all + log_for(weight));
     }
+#pragma unroll
+    for (u32 turn = 0; turn < TURNS; turn++) {  // for the passes to come
+        const Task t = task(turn);
+        if (!wanted[turn] || t.is_query) continue;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            store((t.is_value ? values : keys) + (past + t.n) * HEAD_DIM + t.column + half * HALF, turned[turn][half]);
+        }
+    }
 }
+
+// Whether old keys and values are asked for before q, k and v are computed: with more rows there is no room in registers.
+constexpr int EARLY_ATTENTION = (EARLY && PRODUCERS && ROWS == 1) * 2;
 
 #include "infer/cuda/sampler.cuh"
 
@@ -968,7 +1017,9 @@ __device__ __forceinline__ int sample(unsigned char *scratch, const A *logits, c
     return next_token(scratch, take, how, draw);
 }
 
-// Speculation. Instead of logits, each tile of a head publishes its most likely token for each row, (logit, id).
+// Greedy text. Each tile of a head publishes its most likely token for each row, (logit, id): in place of the logits where
+// drafts are verified; with one row in front of them.
+constexpr int BEST = ROWS == 1 ? (VOCAB_TILES * 2 + 7) / 8 * 8 : 0;
 
 __device__ __forceinline__ int best_at(int head, int tile, int n) {
     return ((head * VOCAB_TILES + tile) * ROWS + n) * 2;
@@ -1068,6 +1119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
     block.parity = 0;
     block.eps = eps;
     const Sampler how = {temperature, top_p, min_p, top_k, key0, key1};
+    const bool greedy = ROWS == 1 && sampled && temperature == 0;
     int pass = 0;
     for (; pass < passes && past + ROWS <= capacity; pass++) {
         block.dealt = 0;
@@ -1089,17 +1141,24 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
             block.deal(gate_up);
             block.deal(down);
             if (!AHEAD) block.prepare(qkv, at_row);
+            T *const layer_keys = keys + i64(layer) * KV_HEADS * capacity * HEAD_DIM;
+            T *const layer_values = values + i64(layer) * KV_HEADS * capacity * HEAD_DIM;
+            Attention attention;
+            const auto prepare_attention = [&](int unit, bool slab, bool rest) {
+                attention.prepare(unit, cosines, sines, layer_keys, layer_values, capacity, past, slab, rest);
+            };
+            if (EARLY_ATTENTION && attends < UNITS) prepare_attention(attends, EARLY_ATTENTION & 1, EARLY_ATTENTION & 2);
             const auto take = [&](auto &x) { block.take_stream(x, stream, embedding, ids, gain); };
             block.template run<true>(qkv, shared.by_dim, take, at_row, [&](int row, int, A sum) {
                 if (row >= 0) publish(exchange + QKV + qkv.at, sum);
             }, [] {});
 
             for (int unit = attends; unit < UNITS; unit += BLOCKS) {
-                const int kv_head = unit / SPLITS % KV_HEADS;
-                const i64 cache = i64(layer * KV_HEADS + kv_head) * capacity * HEAD_DIM;
-                attend(Scratch(shared.scratch), exchange + QKV, cosines, sines, keys + cache, values + cache,
-                       exchange + PARTS, exchange + STATS, kv_head, unit % SPLITS,
-                       unit / (SPLITS * KV_HEADS) * UNIT_ROWS, past);
+                prepare_attention(unit, !(EARLY_ATTENTION & 1) || unit != attends, !(EARLY_ATTENTION & 2) || unit != attends);
+                attention.run(Scratch(shared.scratch), exchange + QKV, layer_keys, layer_values, exchange + PARTS,
+                              exchange + STATS, capacity, past);
+                if constexpr (UNITS <= BLOCKS) break;
+                sync();  // the next unit overwrites what some thread may still read
             }
 
             if constexpr (AHEAD) {
@@ -1169,14 +1228,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
                 if (head == 0) block.take_stream(last, stream, embedding, ids, gain);
                 x = last;
             };
-            const auto at_logit = [&](u32 row) { return u32((n * heads + head) * VOCAB_ROWS) + row; };
+            const auto at_logit = [&](u32 row) { return BEST + u32((n * heads + head) * VOCAB_ROWS) + row; };
             Matrix<DIM, VOCAB_TILES> logits;
             block.deal(logits);
             block.prepare(logits, at_logit);
             block.template run<true>(logits, shared.by_dim, take, at_logit, [&](int row, int n, A logit) {
                 if (!begin) {
                     if (row >= 0) publish(exchange + logits.at, row < VOCAB ? logit : A(-INFINITY));
-                    return;
+                    if (!greedy) return;
                 }
                 u64 best = row >= 0 && row < VOCAB ? sort_key(float(logit), row) : 0;
 #pragma unroll
@@ -1189,7 +1248,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
             queue.refill(DEPTH);
         }
         if (ROWS == 1 && sampled) {
-            ids[0] = sample(shared.scratch, exchange, how, draw + pass);
+            if (greedy) {
+                most_likely(shared.scratch, [&](int, int tile) { return exchange + best_at(0, tile, 0); }, ids);
+            } else if constexpr (DRAWS) {
+                ids[0] = sample(shared.scratch, exchange + BEST, how, draw + pass);
+            }
             if (blockIdx.x == 0 && thread == 0) tokens[past + 1] = ids[0];
         }
         int added = ROWS;
@@ -1215,7 +1278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
             for (int n = 1; n < ROWS; n++) ids[n] = drafts[n - 1];
         }
         past += added;
-        exchange += i64(heads) * ROWS * VOCAB_ROWS;
+        exchange += BEST + i64(heads) * ROWS * VOCAB_ROWS;
         sync();  // the next pass overwrites what some thread may still read
     }
     if (begin && blockIdx.x == 0 && thread == 0) {
