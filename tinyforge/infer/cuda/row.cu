@@ -656,6 +656,8 @@ struct Block {
 constexpr int UNIT_ROWS = sizeof(T) > 2 || GROUP > 8 ? 1 : 8 / GROUP < ROWS ? 8 / GROUP : ROWS;
 constexpr int UNITS = KV_HEADS * SPLITS * ((ROWS + UNIT_ROWS - 1) / UNIT_ROWS), QUERIES = UNIT_ROWS * GROUP;
 constexpr int Q_PITCH = HEAD_DIM + STEP, QUERY_ROWS = (QUERIES + 7) / 8 * 8, FRESH = QUERY_ROWS * Q_PITCH;
+// Each warp takes its own queries, keys and values, and waits for no other. With several rows each would poll too many.
+constexpr bool BY_WARP = TENSOR_CORES && ROWS == 1;
 static_assert(GROUP <= 16, "a unit is 16 rows of queries at most");
 
 // In shared memory: each warp's partial result. `outputs` are not yet divided by `totals`; scores are relative to
@@ -669,7 +671,7 @@ struct Scratch {
         tops = outputs + WARPS * QUERIES * HEAD_DIM;
         totals = tops + QUERIES * WARPS;
         queries = reinterpret_cast<T *>(totals + QUERIES * WARPS);
-        if (TENSOR_CORES) queries += threadIdx.x / 32 * (FRESH + ROWS * 2 * HEAD_DIM);
+        if (BY_WARP) queries += threadIdx.x / 32 * (FRESH + ROWS * 2 * HEAD_DIM);
         fresh = queries + FRESH;
     }
 };
@@ -871,7 +873,7 @@ struct Attention {
     // Half heads: the unit's queries and each row's key and value. All but the value are rotated. In bf16 each warp does it
     // for itself, and has the keys and values of its own positions: no warp waits for another before the sums.
     static constexpr int HALF = HEAD_DIM / 2, LINE = HALF / PARCEL;
-    static constexpr u32 TOGETHER = TENSOR_CORES ? 32 : THREADS;
+    static constexpr u32 TOGETHER = BY_WARP ? 32 : THREADS;
     static constexpr u32 TASKS = (QUERIES + 2 * ROWS) * LINE, TURNS = ceil_div(TASKS, TOGETHER);
     // A thread merges the warps' results for some words of `parts`.
     static constexpr u32 WORDS = QUERIES * HEAD_DIM / SHARED_BY, EACH = ceil_div(WORDS, THREADS);
@@ -909,7 +911,7 @@ struct Attention {
             const Task t = task(turn);
             const u32 position = past + t.n;
             wanted[turn] = t.is_query ? t.n < ROWS : t.n < ROWS && position % SPLITS == split;
-            if (TENSOR_CORES && !t.is_query) wanted[turn] &= position / SPLITS / 16 % WARPS == warp;
+            if (BY_WARP && !t.is_query) wanted[turn] &= position / SPLITS / 16 % WARPS == warp;
             const u32 n = wanted[turn] ? t.n : 0;
             const u32 line = t.is_query ? kv_head * GROUP + t.head % GROUP : HEADS + t.is_value * KV_HEADS + kv_head;
             from[turn] = settled(place(n, line * HEAD_DIM + t.column));
@@ -955,11 +957,14 @@ __device__ __forceinline__ void Attention::run(const Scratch &scratch, const A *
         for (int half = 0; half < 2; half++)
             if (wanted[turn]) store(scratch.queries + to[turn] + half * HALF, turned[turn][half]);
     }
-    if constexpr (TENSOR_CORES) {
+    if constexpr (BY_WARP) {
         __syncwarp();
-        attend_slabs(scratch, slab, keys, values, split, first_row, past);
     } else {
         sync();
+    }
+    if constexpr (TENSOR_CORES) {
+        attend_slabs(scratch, slab, keys, values, split, first_row, past);
+    } else {
         attend_keys(scratch, keys, values, split, first_row, past);
     }
     sync();
@@ -1161,11 +1166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
                 sync();  // the next unit overwrites what some thread may still read
             }
 
-            if constexpr (AHEAD) {
-                block.prepare(out, at_row);
-                block.prepare(gate_up, at_unit);
-                if constexpr (ROWS == 1) block.prepare(down, at_row);  // with more there is no room in registers
-            }
+            if (AHEAD) block.prepare(out, at_row), block.prepare(gate_up, at_unit);
             if (attends >= UNITS) block.poll(exchange + QKV, WIDTH);
             // One row has little to poll: blocks that need it poll it directly.
             if (ROWS > 1 || !out.mine()) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
@@ -1189,7 +1190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
             queue.refill(DEPTH);
 
             if (!AHEAD) block.prepare(gate_up, at_unit);
-            if constexpr (AHEAD && ROWS > 1) block.prepare(down, at_row);
+            if (AHEAD) block.prepare(down, at_row);
             const auto take_middle = [&](auto &x) {
                 block.take_stream(x, exchange + MIDDLE, embedding, ids, gain + DIM);
             };

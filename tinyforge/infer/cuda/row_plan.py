@@ -109,7 +109,7 @@ class RowPlan(DecodePlan):
         queries = group * (max(1, min(self.rows, 8 // group)) if self.itemsize == 2 else 1)
         attention = queries * self.warps * (self.head_dim + 2) * wide
         rotated = -(-queries // 8) * 8 * (self.head_dim + 4 * self.piece) + self.rows * 2 * self.head_dim
-        attention += rotated * self.itemsize * (self.warps if self.itemsize == 2 else 1)
+        attention += rotated * self.itemsize * (self.warps if self.itemsize == 2 and self.rows == 1 else 1)
         inputs = self.rows * (self.pitch(self.dim) + self.pitch(self.hidden)) * self.itemsize
         sums = self.rows * (self.warps + 2 * 4 * self.warps * TILE) * wide
         return QUEUE_BARRIERS + inputs + sums + max(attention, sampling)
