@@ -61,6 +61,9 @@
 // Pieces that a lane requests between two polls during attention. Used pieces are not replaced at once, because many
 // copies in flight delay the numbers that blocks wait for. What is still missing is requested after attention's
 // projection.
+#ifndef QUIET  // cycles for which blocks without attention poll nothing, from its queries on
+#define QUIET 1500
+#endif
 #ifndef REFILL
 #define REFILL 8
 #endif
@@ -212,6 +215,11 @@ __device__ __forceinline__ void await_together(Pack<A, N> (&got)[COUNT], At at, 
         awaited.request(got, at);
         if (!__any_sync(~0u, awaited.check(got))) return;
     }
+}
+
+__device__ __forceinline__ void rest(u32 cycles) {
+    const u32 begin = clock();
+    while (u32(clock()) - begin < cycles) continue;
 }
 
 // The number of the residual stream that a thread adds to its sum. It comes with the product's input, as no other wait
@@ -1167,7 +1175,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
             }
 
             if (AHEAD) block.prepare(out, at_row), block.prepare(gate_up, at_unit);
-            if (attends >= UNITS) block.poll(exchange + QKV, WIDTH);
+            if (attends >= UNITS) {
+                block.poll(exchange + QKV, WIDTH);
+                if (AHEAD && ROWS == 1) rest(QUIET);
+            }
             // One row has little to poll: blocks that need it poll it directly.
             if (ROWS > 1 || !out.mine()) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
             if (out.mine()) {
