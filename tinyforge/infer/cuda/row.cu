@@ -61,12 +61,12 @@
 // Pieces that a lane requests between two polls during attention. Used pieces are not replaced at once, because many
 // copies in flight delay the numbers that blocks wait for. What is still missing is requested after attention's
 // projection.
-#ifndef QUIET  // cycles for which blocks without attention poll nothing, from its queries on
-#define QUIET 1500
-#endif
 #ifndef REFILL
 #define REFILL 8
 #endif
+// Cycles, from attention's queries on, for which blocks that do not attend poll nothing: polls slow down what attention
+// waits for and what it publishes.
+constexpr u32 QUIET = 1500;
 
 // Units dealt; with any ROWS, so that weights have one layout. At `base`, 36 on 132 blocks: the 96 tiles of attention's
 // projection go to blocks that do not attend.
@@ -878,8 +878,7 @@ __device__ __forceinline__ void attend_keys(const Scratch &scratch, const T *key
 // of the pass that belong to the split. Every block of the split writes the same numbers, so that each later reads its
 // own.
 struct Attention {
-    // Half heads: the unit's queries and each row's key and value. All but the value are rotated. In bf16 each warp does it
-    // for itself, and has the keys and values of its own positions: no warp waits for another before the sums.
+    // Half heads: the unit's queries and each row's key and value. All but the value are rotated, which has angles of 0.
     static constexpr int HALF = HEAD_DIM / 2, LINE = HALF / PARCEL;
     static constexpr u32 TOGETHER = BY_WARP ? 32 : THREADS;
     static constexpr u32 TASKS = (QUERIES + 2 * ROWS) * LINE, TURNS = ceil_div(TASKS, TOGETHER);
@@ -906,14 +905,19 @@ struct Attention {
     __device__ static u32 query_of(u32 word) { return word / (HEAD_DIM / SHARED_BY); }
     __device__ static u32 column_of(u32 word) { return word % (HEAD_DIM / SHARED_BY) * SHARED_BY; }
 
-    // What does not depend on this pass. keys, values: of the layer.
-    __device__ __forceinline__ void prepare(int unit, const A *all_cosines, const A *all_sines, const T *keys,
-                                            const T *values, int capacity, int past, bool SLAB = true, bool REST = true) {
+    __device__ __forceinline__ void choose(int unit) {
         kv_head = unit / SPLITS % KV_HEADS, split = unit % SPLITS, first_row = unit / (SPLITS * KV_HEADS) * UNIT_ROWS;
-        const u32 thread = threadIdx.x, warp = thread / 32;
+    }
+    // Asks for keys and values of old positions. keys, values: of the layer.
+    __device__ __forceinline__ void load_old(int unit, const T *keys, const T *values, int capacity, int past) {
+        choose(unit);
         const i64 cache = i64(kv_head) * capacity * HEAD_DIM;
-        if constexpr (TENSOR_CORES) if (SLAB) slab.load_old(keys + cache, values + cache, warp * 16, split, past);
-        if (!REST) return;
+        if constexpr (TENSOR_CORES) slab.load_old(keys + cache, values + cache, threadIdx.x / 32 * 16, split, past);
+    }
+    // What else is known before the queries have come.
+    __device__ __forceinline__ void prepare(int unit, const A *all_cosines, const A *all_sines, int past) {
+        choose(unit);
+        const u32 thread = threadIdx.x, warp = thread / 32;
 #pragma unroll
         for (u32 turn = 0; turn < TURNS; turn++) {
             const Task t = task(turn);
@@ -939,7 +943,7 @@ struct Attention {
         }
     }
 
-    // qkv, parts, stats: the layer's places in `exchange`. past: positions before the pass.
+    // qkv, parts, stats: the layer's places in `exchange`. keys, values: of the layer. past: positions before the pass.
     __device__ __forceinline__ void run(const Scratch &scratch, const A *qkv, T *keys, T *values, A *parts, A *stats,
                                         int capacity, int past);
 };
@@ -1016,9 +1020,6 @@ __device__ __forceinline__ void Attention::run(const Scratch &scratch, const A *
         }
     }
 }
-
-// Whether old keys and values are asked for before q, k and v are computed: with more rows there is no room in registers.
-constexpr int EARLY_ATTENTION = (EARLY && PRODUCERS && ROWS == 1) * 2;
 
 #include "infer/cuda/sampler.cuh"
 
@@ -1157,17 +1158,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
             T *const layer_keys = keys + i64(layer) * KV_HEADS * capacity * HEAD_DIM;
             T *const layer_values = values + i64(layer) * KV_HEADS * capacity * HEAD_DIM;
             Attention attention;
-            const auto prepare_attention = [&](int unit, bool slab, bool rest) {
-                attention.prepare(unit, cosines, sines, layer_keys, layer_values, capacity, past, slab, rest);
-            };
-            if (EARLY_ATTENTION && attends < UNITS) prepare_attention(attends, EARLY_ATTENTION & 1, EARLY_ATTENTION & 2);
+            constexpr bool EARLY_ATTENTION = AHEAD && ROWS == 1;
+            if (EARLY_ATTENTION && attends < UNITS) attention.prepare(attends, cosines, sines, past);
             const auto take = [&](auto &x) { block.take_stream(x, stream, embedding, ids, gain); };
             block.template run<true>(qkv, shared.by_dim, take, at_row, [&](int row, int, A sum) {
                 if (row >= 0) publish(exchange + QKV + qkv.at, sum);
             }, [] {});
 
             for (int unit = attends; unit < UNITS; unit += BLOCKS) {
-                prepare_attention(unit, !(EARLY_ATTENTION & 1) || unit != attends, !(EARLY_ATTENTION & 2) || unit != attends);
+                attention.load_old(unit, layer_keys, layer_values, capacity, past);
+                if (!EARLY_ATTENTION || unit != attends) attention.prepare(unit, cosines, sines, past);
                 attention.run(Scratch(shared.scratch), exchange + QKV, layer_keys, layer_values, exchange + PARTS,
                               exchange + STATS, capacity, past);
                 if constexpr (UNITS <= BLOCKS) break;
@@ -1177,7 +1177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
             if (AHEAD) block.prepare(out, at_row), block.prepare(gate_up, at_unit);
             if (attends >= UNITS) {
                 block.poll(exchange + QKV, WIDTH);
-                if (AHEAD && ROWS == 1) rest(QUIET);
+                if (AHEAD && ROWS == 1) rest(QUIET);  // attention takes longer
             }
             // One row has little to poll: blocks that need it poll it directly.
             if (ROWS > 1 || !out.mine()) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
