@@ -73,7 +73,7 @@ def draw() -> str:
         (WORK, "a product and its wait"), (WAIT, "waits"),
         (ATTENTION, f"attention computes, {COMPUTED:g} us"), (COPY, "copies, from their request, at 4.28 TB/s"),
     )  # fmt: skip
-    for (fill, words), at in zip(legend, (0, 158, 220, 385), strict=True):
+    for (fill, words), at in zip(legend, (0, 158, 220, 392), strict=True):
         parts += [box(LEFT + at, bottom + 30, 10, fill, 10), text(LEFT + at + 14, bottom + 39, words, 11)]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 20} {bottom + 52}" '
