@@ -420,3 +420,12 @@ def test_what_it_is_for_and_what_not() -> None:
         engine().RowDecoder(model, capacity=8).prefill(0, list(range(9)))
     with pytest.raises(UserError, match="the model is on backend numpy, wants cupy"):
         engine().RowDecoder(trained_like(CONFIG, "fp32", "numpy"))
+
+
+def test_a_vocabulary_too_large_to_sort_is_drawn_from_on_the_host() -> None:
+    model, greedy = trained_like(replace(CONFIG, vocab=32000), "fp32"), Sampling(temperature=0, drafts=0, max_tokens=20)
+    decoder = engine().RowDecoder(model)
+    assert decoder.draws(greedy) and not decoder.draws(Sampling())
+    for how in (greedy, Sampling(max_tokens=20)):
+        texts = [text(Session(model, one), [5, 6, 7], how) for one in (ReferenceDecoder(model), decoder)]
+        assert texts[0] == texts[1] and len(texts[0]) == 20

@@ -127,6 +127,13 @@ def test_a_queue_has_a_power_of_2_of_places() -> None:
     assert BASE.slots == 32 and replace(BASE, depth=31).slots == 16 and replace(BASE, depth=16).slots == 16
 
 
+def test_a_vocabulary_too_large_to_sort_is_not_drawn_from() -> None:
+    large = replace(BASE, vocab=32000)
+    assert BASE.draws and not large.draws and large.slots == BASE.slots
+    # Half as many places to copy weights to are enough to draw.
+    assert replace(BASE, vocab=16384).draws and replace(BASE, vocab=16384).slots == 16
+
+
 def test_shapes_that_the_kernel_cannot_take_are_refused() -> None:
     with pytest.raises(UserError, match="head size 48 at 2 bytes a number, wanted a power of 2"):
         replace(BASE, dim=576)

@@ -223,8 +223,11 @@ struct SharedQueue {
     }
     // The next `units` are in registers, or are not needed any more.
     __device__ __forceinline__ void used(int units) {
+        const u32 lane = threadIdx.x % 32;
         __syncwarp();
-        for (int i = threadIdx.x % 32; i < units; i += 32) barrier_arrive(empty + (taken + i) % DEPTH * 8);
+#pragma unroll
+        for (u32 i = lane; i - lane < DEPTH; i += 32)
+            if (int(i) < units) barrier_arrive(empty + (taken + i) % DEPTH * 8);
         taken += units;
     }
 };
@@ -267,6 +270,13 @@ struct Slab {
         for (int t = 0; t < WIDE; t++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) output[t][i] *= shrink[i / 2];
+        }
+        add_values(shares, output);
+    }
+    // The same of the first slab, where there is nothing to shrink.
+    __device__ __forceinline__ void add_values(const u32 (&shares)[2][2], float (&output)[WIDE][4]) const {
+#pragma unroll
+        for (int t = 0; t < WIDE; t++) {
             const u32 low = pair(values[0].v[t], values[1].v[t]);
             const u32 high = pair(values[2].v[t], values[3].v[t]);
             multiply_add(output[t], shares[0][0], shares[0][1], shares[1][0], shares[1][1], low, high);

@@ -81,8 +81,10 @@ class DecodePlan(ABC):
     @property
     def slots(self) -> int:
         """Pieces in each lane's queue: a power of 2, so that a place is found by a mask."""
-        room = (self.shared - self._other_bytes) // self.place_bytes
-        room = min(room, self.depth or MOST_PLACES)
+        return self._slots_beside(self._other_bytes)
+
+    def _slots_beside(self, other_bytes: int) -> int:
+        room = min((self.shared - other_bytes) // self.place_bytes, self.depth or MOST_PLACES)
         return 1 << (room.bit_length() - 1) if room > 0 else 0
 
     @property

@@ -6,18 +6,16 @@
 // Idea. A token reads every weight once and takes five dependent steps per layer. At batch 1 that is 80 waits, and a
 // launch or a grid barrier at each would cost more than the bytes. So one block per multiprocessor stays resident for
 // many tokens.
-//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory, filled up to DEPTH pieces
-// ahead, across all waits and from one token into the next; `weights` is stored in the order in which lanes read it. On
-// Hopper a thread of a warpgroup of its own fills the queues of all lanes by TMA (`SharedQueue`): it takes no instruction
-// from those that compute. Elsewhere each lane fills its own by cp.async (`LaneQueue`).
+//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory (`Queue`). cp.async fills
+// it up to DEPTH pieces ahead, across all waits and from one token into the next. `weights` is stored in the order in
+// which lanes read it. A lane reads only what it copied itself, so no barrier is needed.
 //   Activations are their own flags. Every number that one block computes for another has a place of its own in
 // `exchange`, filled beforehand with a bit pattern that no result has (`absent`). The reader polls the place until the
 // number arrives: one trip to the L2 cache, no fence, no counter. Only single words need to be atomic, because each
 // word shows by itself whether it has arrived.
 //   Products. A tile is 8 rows of a matrix. Tiles are dealt to blocks round-robin through all layers. The warps of a
 // block split the columns, and each reads the inputs of its own columns, so a product has one barrier: between the
-// warps' partial sums and the total. bf16 runs on tensor cores, and up to four rows of activations cost as much as one; a
-// lane polls for the very numbers that it gives to them. What is known before an input comes is computed before.
+// warps' partial sums and the total. bf16 runs on tensor cores, and up to four rows of activations cost as much as one.
 // float and double use multiply-adds on the same queue. A norm's gain is applied before the product and 1 / rms after
 // it, so there is no barrier between them.
 //   Attention. Position p belongs to split p % SPLITS of its kv head. One block owns the query heads of that group and
@@ -29,8 +27,7 @@
 // in registers; a row's scale multiplies its sum.
 //   The order of sums depends only on shapes and the number of blocks: the same bits every time, for any ROWS.
 // Tried and dropped: docs/kernels/decode.md, with times.
-// Grid: at most what fits at once (cooperative launch). Block: (WARPS + PRODUCERS) x 32 threads, one block per
-// multiprocessor.
+// Grid: at most what fits at once (cooperative launch). Block: WARPS x 32 threads, one block per multiprocessor.
 //
 // compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
 // compile: SCALAR=bf16 WEIGHT=int8|e4m3 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=64 ONCE=1
@@ -51,6 +48,10 @@
 #ifndef SPLITS  // of the positions of a kv head
 #define SPLITS 3
 #endif
+// Whether one row is drawn with a temperature too: there must be room to sort the vocabulary.
+#ifndef DRAWS
+#define DRAWS 1
+#endif
 // Whether a product takes its weights into registers before its input comes. With four rows that spills on Ampere.
 #if ROWS < 4 || __CUDA_ARCH__ >= 900
 #define EARLY TENSOR_CORES
@@ -60,6 +61,9 @@
 // Pieces that a lane requests between two polls during attention. Used pieces are not replaced at once, because many
 // copies in flight delay the numbers that blocks wait for. What is still missing is requested after attention's
 // projection.
+#ifndef QUIET  // cycles for which blocks without attention poll nothing, from its queries on
+#define QUIET 1500
+#endif
 #ifndef REFILL
 #define REFILL 8
 #endif
@@ -185,7 +189,7 @@ struct Awaited {
         for (int i = 0; i < COUNT; i++) peek(at(i), got[i], missing[i]);
     }
     // Whether something has not come.
-    __device__ __forceinline__ bool check(const Pack<A, N> (&got)[COUNT]) {
+    __device__ __forceinline__ u32 check(const Pack<A, N> (&got)[COUNT]) {
         u32 any = 0;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
@@ -213,6 +217,50 @@ __device__ __forceinline__ void await_together(Pack<A, N> (&got)[COUNT], At at, 
     }
 }
 
+__device__ __forceinline__ void rest(u32 cycles) {
+    const u32 begin = clock();
+    while (u32(clock()) - begin < cycles) continue;
+}
+
+// The number of the residual stream that a thread adds to its sum. It comes with the product's input, as no other wait
+// should lie between the two.
+struct Residual {
+    Pack<A, 1> word[1];
+    const A *from;
+    Awaited<1, 1> awaited;
+
+    __device__ __forceinline__ Residual(const A *from, bool wanted) : from(from), awaited([&](int) { return wanted; }) {}
+    __device__ __forceinline__ void await() {
+        for (u32 polls = 0;; pause(polls)) {
+            request();
+            if (!check()) return;
+        }
+    }
+    __device__ __forceinline__ void request() {
+        awaited.request(word, [&](int) { return from; });
+    }
+    __device__ __forceinline__ u32 check() { return awaited.check(word); }
+    template <int COUNT, int N, class At, class Wanted>
+    __device__ __forceinline__ void await_with(Pack<A, N> (&got)[COUNT], At at, Wanted wanted) {
+        Awaited<COUNT, N> others(wanted);
+        for (u32 polls = 0;; pause(polls)) {
+            others.request(got, at);
+            request();
+            const u32 missing = check();
+            if (!__any_sync(~0u, others.check(got) | missing)) return;
+        }
+    }
+};
+
+// The token of row n; 0 in place of no draft.
+__device__ __forceinline__ int id_of_row(const int (&ids)[ROWS], u32 n) {
+    int id = ids[0];
+#pragma unroll
+    for (u32 m = 1; m < ROWS; m++)
+        if (m == n) id = ids[m];
+    return max(id, 0);
+}
+
 // What the threads of a block share.
 struct Shared {
     T *by_dim, *by_hidden;  // inputs of a product: ROWS of pitch(DIM), ROWS of pitch(HIDDEN)
@@ -228,23 +276,6 @@ typedef SharedQueue Weights;
 #else
 typedef LaneQueue<THREADS * PIECE> Weights;
 #endif
-
-// Where a number goes that a thread makes, and what is added to it: both are known before the product's input is.
-struct Goal {
-    u32 at;         // of an array in `exchange`
-    const A *from;  // the place of the residual, or null
-    Pack<A, 1> residual;
-
-    __device__ __forceinline__ void ask(const A *place) {
-        from = place;
-        residual.v[0] = absent(A());
-        peek(from, residual);
-    }
-    __device__ __forceinline__ A residual_there() {
-        for (u32 polls = 0; from && !there(residual); pause(polls)) peek(from, residual);
-        return residual.v[0];
-    }
-};
 
 // The numbers of a product's input that a lane gives to the tensor cores: of row lane / 4 % 4, in each step four columns
 // side by side.
@@ -269,26 +300,49 @@ struct Input {
     }
 };
 
+// A block's share of a product of a matrix of COUNT tiles: what is known of it before its input is.
+template <int COLUMNS, int COUNT>
+struct Matrix {
+    static constexpr int STEPS = steps(COLUMNS), EACH = ceil_div(COUNT, BLOCKS), MOST = EACH < TILES ? EACH : TILES;
+    Piece held[EARLY ? MOST * STEPS : 1];  // weights
+    int first, count;                      // tile and number of those that are multiplied at one time
+    int row;                               // that this thread finishes, -1 for none
+    u32 at;                                // where it goes, in an array of `exchange`
+    const float *scales;                   // of the matrix's rows, where its weights are codes
+    A scale;                               // of that row
+
+    __device__ __forceinline__ bool mine() const { return first < COUNT; }
+    __device__ static u32 input_row() { return threadIdx.x / 8 % ROWS; }
+};
+
+// Whether a product's weights are taken a step ahead: while the block waits for the input of the product before it. They
+// must be all that it has of the matrix, and fit into registers beside those of the other.
+constexpr int MOST_TILES = ceil_div(HIDDEN_TILES > WIDTH / 8 ? HIDDEN_TILES : WIDTH / 8, BLOCKS);
+constexpr bool AHEAD =
+    PRODUCERS && EARLY && MOST_TILES <= TILES && DIM / 8 <= BLOCKS &&
+    (MOST_TILES + 1) * steps(DIM) + steps(HIDDEN) <= (DEPTH < 32 ? DEPTH : 32);
+
 struct Block {
     Shared shared;
     Weights queue;
     int dealt;   // tiles of all kinds dealt so far, modulo BLOCKS
     int parity;  // of the buffer for sums
-    const float *scales, *scales_ahead;  // where weights are codes: of the rows dealt last, and of those to come
+    const float *scales;  // where weights are codes: of the rows that are dealt next
     A eps;
     A square;    // of this lane's part of the residual stream
 
-    // This block's first tile of the next `count`; its others follow every BLOCKS tiles. `scales` become theirs, where they
-    // are rows.
-    __device__ __forceinline__ int deal(int count, bool rows = true) {
+    // This block's first tile of the next `count`; its others follow every BLOCKS tiles.
+    __device__ __forceinline__ int deal(int count) {
         const int first = int(blockIdx.x) - dealt;
         dealt += count % BLOCKS;
-        if constexpr (CODES) {
-            if (rows) scales = scales_ahead;
-            scales_ahead += count * 8;
-        }
+        if constexpr (CODES) scales += count * 8;
         if (dealt >= BLOCKS) dealt -= BLOCKS;
         return first < 0 ? first + BLOCKS : first;
+    }
+    template <int COLUMNS, int COUNT>
+    __device__ __forceinline__ void deal(Matrix<COLUMNS, COUNT> &p) {
+        p.scales = scales;
+        p.first = deal(COUNT);
     }
 
     // This warp's part of the sums of up to MOST tiles. Each tile has several chains of sums, because a tensor-core
@@ -325,48 +379,47 @@ struct Block {
         }
     }
 
-    // Calls take(x), which waits for the input, then finish(goal, row, n, sum) for each row of this block's share of COUNT
-    // tiles and each row n of input, where goal = aim(row, n) is made before; with NORM the sum is divided by the rms of
-    // the residual stream. Whole warps call it; row is -1 for threads without one.
+    // Takes the weights of the tiles from p.first on; at = aim(row).
+    template <int COLUMNS, int COUNT, class Aim>
+    __device__ __forceinline__ void prepare(Matrix<COLUMNS, COUNT> &p, Aim aim) {
+        constexpr int MOST = Matrix<COLUMNS, COUNT>::MOST, STEPS = Matrix<COLUMNS, COUNT>::STEPS;
+        p.count = 0;  // without a share too: `held` is written on every way, or it would need registers all along
+#pragma unroll
+        for (int i = 0; i < MOST; i++) p.count += p.first + i * BLOCKS < COUNT;
+        const u32 tile = p.first + threadIdx.x / (ROWS * 8) * BLOCKS;
+        p.row = int(threadIdx.x) < p.count * ROWS * 8 ? int(tile * 8 + threadIdx.x % 8) : -1;
+        p.at = settled(aim(u32(max(p.row, 0))));
+        if constexpr (CODES) p.scale = p.row < 0 ? 0 : p.scales[p.row];
+        queue.await(p.count * STEPS);
+        if constexpr (EARLY) {
+#pragma unroll
+            for (int i = 0; i < MOST * STEPS; i++) p.held[i] = decoded<T>(queue[i]);
+            queue.used(p.count * STEPS);
+        }
+    }
+
+    // A product that is prepared. Calls take(x), which waits for the input, then finish(row, n, sum) for each row of this
+    // block's share and each row n of input; with NORM the sum is divided by the rms of the residual stream. Whole warps
+    // call it; row is -1 for threads without one.
     // One barrier: between the warps' sums and the total. What a warp leaves in shared memory for `finish` (`squares`) is
     // overwritten only after numbers have arrived that depend on `finish`.
-    template <int COLUMNS, int COUNT, bool NORM, class Take, class Aim, class Finish>
-    __device__ __forceinline__ void product(int first, const T *input, Take take, Aim aim, Finish finish) {
-        constexpr int STEPS = steps(COLUMNS), PITCH = pitch(COLUMNS), EACH = ceil_div(COUNT, BLOCKS);
-        constexpr int MOST = EACH < TILES ? EACH : TILES;
-        const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, n = threadIdx.x / 8 % ROWS;
+    // again(): called before the sums of further tiles, where a block has more of them than it multiplies at one time.
+    template <bool NORM, int COLUMNS, int COUNT, class Take, class Aim, class Finish, class Again>
+    __device__ __forceinline__ void run(Matrix<COLUMNS, COUNT> &p, const T *input, Take take, Aim aim, Finish finish,
+                                        Again again) {
+        constexpr int EACH = Matrix<COLUMNS, COUNT>::EACH, MOST = Matrix<COLUMNS, COUNT>::MOST;
+        constexpr int STEPS = steps(COLUMNS), PITCH = pitch(COLUMNS);
+        const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, n = p.input_row();
         const T *const part = input + warp * slice(COLUMNS) + lane % 4 * PIECE;
-        Piece held[EARLY ? MOST * STEPS : 1];
         Input<TENSOR_CORES ? COLUMNS : 1> x;
-        Goal goal;
-        int count = 0, row = -1;
-        A scale = 1;  // of that row
-        const auto weights = [&](int tile) {  // waits for those of the tiles that are multiplied at one time
-            count = 0;
-#pragma unroll
-            for (int i = 0; i < MOST; i++) count += tile + i * BLOCKS < COUNT;
-            row = thread < count * ROWS * 8 ? (tile + threadIdx.x / (ROWS * 8) * BLOCKS) * 8 + threadIdx.x % 8 : -1;
-            goal = aim(row, n);
-            goal.at = settled(goal.at);
-            if constexpr (CODES) scale = row < 0 ? 0 : scales[row];
-            queue.await(count * STEPS);
-            if constexpr (EARLY) {
-#pragma unroll
-                for (int i = 0; i < MOST * STEPS; i++) held[i] = decoded<T>(queue[i]);
-                queue.used(count * STEPS);
-            }
-        };
-        weights(first);
         take(x);
-        for (int tile = first; tile < COUNT; tile += MOST * BLOCKS) {
+        while (p.mine()) {
+            const int count = p.count, row = p.row;
             A *const sums = shared.sums + parity * (TILES * ROWS * 8 * WARPS);
-            if constexpr (EACH > MOST) {
-                if (tile != first) weights(tile);
-            }
             if constexpr (TENSOR_CORES) {
                 const auto piece = [&](int i) -> decltype(auto) {
                     if constexpr (EARLY) {
-                        return (held[i]);
+                        return (p.held[i]);
                     } else {
                         return decoded<T>(queue[i]);
                     }
@@ -396,12 +449,16 @@ struct Block {
             sync();
             if (thread - lane < count * ROWS * 8) {
                 A sum = total(sums + thread * WARPS);
-                if constexpr (CODES) sum *= scale;
+                if constexpr (CODES) sum *= p.scale;
                 if (NORM) sum *= inverse_rms(n);
-                finish(goal, row, n, sum);
+                finish(row, n, sum);
             }
             if constexpr (!EARLY) queue.used(count * STEPS);
             parity ^= 1;
+            if constexpr (EACH <= MOST) break;
+            p.first += MOST * BLOCKS;
+            prepare(p, aim);
+            again();
         }
     }
 
@@ -467,14 +524,11 @@ struct Block {
             const auto at = [&](int i) { return TENSOR_CORES ? X::template at<1>(from, i) : Stream::at(from, i); };
             await_together(x, at, mine);
         } else {
-            int id = ids[0];
-#pragma unroll
-            for (int m = 1; m < ROWS; m++)
-                if (m == int(n)) id = ids[m];
+            const i64 id = id_of_row(ids, n);
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
                 if (!mine(i)) continue;
-                const Pack<T, PARCEL> row = load<PARCEL>(embedding + i64(max(id, 0)) * DIM + column(i));
+                const Pack<T, PARCEL> row = load<PARCEL>(embedding + id * DIM + column(i));
 #pragma unroll
                 for (int j = 0; j < PARCEL; j++) x[i].v[j] = widen(row.v[j]);
             }
@@ -524,12 +578,13 @@ struct Block {
         return inverse_root(total(shared.squares + n * WARPS) * (A(1) / A(DIM)) + eps);
     }
 
+    // With a residual: see `Residual`.
     template <class X>
-    __device__ __forceinline__ void take_gated(X &input, const A *from) {
+    __device__ __forceinline__ void take_gated(X &input, const A *from, Residual &residual) {
         if constexpr (TENSOR_CORES) {
             Pack<A, 4 / SHARED_BY> x[X::STEPS];
             const auto mine = [&](int j) { return X::template mine<HIDDEN_ROWS>(j); };
-            await_together(x, [&](int j) { return X::template at<SHARED_BY>(from, j); }, mine);
+            residual.await_with(x, [&](int j) { return X::template at<SHARED_BY>(from, j); }, mine);
 #pragma unroll
             for (int j = 0; j < X::STEPS; j++) {
                 const uint2 two = reinterpret_cast<const uint2 &>(x[j]);
@@ -538,7 +593,7 @@ struct Block {
         } else {
             using Mine = Share<HIDDEN_ROWS / SHARED_BY, slice(HIDDEN) / SHARED_BY, PARCEL>;
             Parcel x[Mine::EACH];
-            await_together(x, [&](int i) { return Mine::at(from, i); }, Mine::mine);
+            residual.await_with(x, [&](int i) { return Mine::at(from, i); }, Mine::mine);
 #pragma unroll
             for (int i = 0; i < Mine::EACH; i++) {
                 T *const to = shared.by_hidden + Mine::row() * pitch(HIDDEN) + Mine::word(i) * SHARED_BY;
@@ -550,7 +605,7 @@ struct Block {
 
     // Merges the splits of attention: each split's output has the weight exp(log-sum-exp of its scores).
     template <class X>
-    __device__ __forceinline__ void take_attended(X &input, const A *parts, const A *stats) {
+    __device__ __forceinline__ void take_attended(X &input, const A *parts, const A *stats, Residual &residual) {
         using Mine = Share<DIM / SHARED_BY, slice(DIM) / SHARED_BY, PARCEL / SHARED_BY>;
         Words x[Mine::EACH * SPLITS];
         Pack<A, 1> lse[Mine::EACH * SPLITS];
@@ -566,7 +621,8 @@ struct Block {
         for (u32 polls = 0;; pause(polls)) {
             awaited_lse.request(lse, at_lse);
             awaited_x.request(x, at_x);
-            const bool missing = awaited_lse.check(lse);
+            residual.request();
+            const u32 missing = awaited_lse.check(lse) | residual.check();
             if (!__any_sync(~0u, awaited_x.check(x) | missing)) break;
             queue.refill(REFILL);
         }
@@ -607,21 +663,24 @@ struct Block {
 // QUERIES rows fill at most half of an operand, if possible: the other half would double the cost in one block.
 constexpr int UNIT_ROWS = sizeof(T) > 2 || GROUP > 8 ? 1 : 8 / GROUP < ROWS ? 8 / GROUP : ROWS;
 constexpr int UNITS = KV_HEADS * SPLITS * ((ROWS + UNIT_ROWS - 1) / UNIT_ROWS), QUERIES = UNIT_ROWS * GROUP;
-constexpr int Q_PITCH = HEAD_DIM + STEP;
+constexpr int Q_PITCH = HEAD_DIM + STEP, QUERY_ROWS = (QUERIES + 7) / 8 * 8, FRESH = QUERY_ROWS * Q_PITCH;
+// Each warp takes its own queries, keys and values, and waits for no other. With several rows each would poll too many.
+constexpr bool BY_WARP = TENSOR_CORES && ROWS == 1;
 static_assert(GROUP <= 16, "a unit is 16 rows of queries at most");
 
 // In shared memory: each warp's partial result. `outputs` are not yet divided by `totals`; scores are relative to
 // `tops`.
 struct Scratch {
     A *outputs, *tops, *totals;  // WARPS x QUERIES x HEAD_DIM; QUERIES x WARPS
-    T *queries, *fresh;          // 16 x Q_PITCH, rotated; ROWS x (key, value) x HEAD_DIM
+    T *queries, *fresh;          // rotated, QUERY_ROWS x Q_PITCH; ROWS x (key, value) x HEAD_DIM; of each warp in bf16
 
     __device__ explicit Scratch(unsigned char *memory) {
         outputs = reinterpret_cast<A *>(memory);
         tops = outputs + WARPS * QUERIES * HEAD_DIM;
         totals = tops + QUERIES * WARPS;
         queries = reinterpret_cast<T *>(totals + QUERIES * WARPS);
-        fresh = queries + 16 * Q_PITCH;
+        if (BY_WARP) queries += threadIdx.x / 32 * (FRESH + ROWS * 2 * HEAD_DIM);
+        fresh = queries + FRESH;
     }
 };
 
@@ -677,17 +736,28 @@ struct SplitSlab : Slab {
             const int n = (base + key(u)) * SPLITS + split - past;
 #pragma unroll
             for (int s = 0; s < CHUNKS; s++) {
-                if (n >= 0 && n < ROWS) {
-                    keys[u][s] = *reinterpret_cast<const uint4 *>(fresh + n * 2 * HEAD_DIM + s * 32 + c * 8);
-                }
+                const bool mine = n >= 0 && n < ROWS;
+                const T *const from = fresh + (mine ? n : 0) * 2 * HEAD_DIM + s * 32 + c * 8;
+                const uint4 key = *reinterpret_cast<const uint4 *>(from);
+                keys[u][s] = mine ? key : keys[u][s];
             }
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int n = (base + value(i)) * SPLITS + split - past;
-            if (n >= 0 && n < ROWS) values[i] = load<WIDE>(fresh + (n * 2 + 1) * HEAD_DIM + g * WIDE);
+            const bool mine = n >= 0 && n < ROWS;
+            typedef Pack<u32, WIDE / 2> Pairs;
+            const Pairs value = *reinterpret_cast<const Pairs *>(fresh + ((mine ? n : 0) * 2 + 1) * HEAD_DIM + g * WIDE);
+            Pairs &held = reinterpret_cast<Pairs &>(values[i]);
+#pragma unroll
+            for (int j = 0; j < WIDE / 2; j++) held.v[j] = mine ? value.v[j] : held.v[j];
         }
     }
+};
+
+template <bool VALUE>
+struct Constant {
+    __device__ constexpr bool operator()() const { return VALUE; }
 };
 
 // This warp's partial result. slab: its first 16 positions, as far as they are before `past`.
@@ -705,8 +775,7 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab s
     }
     const float scale = 1.0f / sqrtf(float(HEAD_DIM));
     float top[2] = {LOWEST, LOWEST}, total[2] = {}, output[WIDE][4] = {};
-    for (int base = warp * 16; base * SPLITS + split < past + ROWS; base += WARPS * 16) {
-        if (base != warp * 16) slab.load_old(keys, values, base, split, past);
+    const auto take = [&](int base, auto is_first) {
         if ((base + 15) * SPLITS + split >= past) slab.load_fresh(scratch.fresh, base, split, past);
         float score[2][4] = {};
         slab.scores(q, score);
@@ -724,7 +793,17 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab s
             }
             take_scores(score, h, new_top, top, total, shrink, shares);
         }
-        slab.add_values(shares, shrink, output);
+        if constexpr (is_first()) {
+            slab.add_values(shares, output);
+        } else {
+            slab.add_values(shares, shrink, output);
+        }
+    };
+    // The first slab apart: up to WARPS * 16 * SPLITS positions there is no other.
+    if (warp * 16 * SPLITS + split < past + ROWS) take(warp * 16, Constant<true>());
+    for (int base = (warp + WARPS) * 16; base * SPLITS + split < past + ROWS; base += WARPS * 16) {
+        slab.load_old(keys, values, base, split, past);
+        take(base, Constant<false>());
     }
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
@@ -797,59 +876,100 @@ __device__ __forceinline__ void attend_keys(const Scratch &scratch, const T *key
 
 // Attention of the rows of this pass from `first_row` on, over split `split` of one kv head. Writes the keys and values
 // of the pass that belong to the split. Every block of the split writes the same numbers, so that each later reads its
-// own. keys, values: of the head. qkv, parts, stats: the layer's places in `exchange`. past: positions before the pass.
-__device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, const A *cosines, const A *sines, T *keys,
-                                       T *values, A *parts, A *stats, u32 kv_head, u32 split, u32 first_row, int past) {
-    const u32 thread = threadIdx.x;
-    // The cache does not depend on this pass: the first keys and values are loaded before the queries arrive.
+// own.
+struct Attention {
+    // Half heads: the unit's queries and each row's key and value. All but the value are rotated. In bf16 each warp does it
+    // for itself, and has the keys and values of its own positions: no warp waits for another before the sums.
+    static constexpr int HALF = HEAD_DIM / 2, LINE = HALF / PARCEL;
+    static constexpr u32 TOGETHER = BY_WARP ? 32 : THREADS;
+    static constexpr u32 TASKS = (QUERIES + 2 * ROWS) * LINE, TURNS = ceil_div(TASKS, TOGETHER);
+    // A thread merges the warps' results for some words of `parts`.
+    static constexpr u32 WORDS = QUERIES * HEAD_DIM / SHARED_BY, EACH = ceil_div(WORDS, THREADS);
+    struct Task {
+        u32 head, column, n;
+        bool is_query, is_value;
+    };
+
     SplitSlab slab;
-    if constexpr (TENSOR_CORES) slab.load_old(keys, values, thread / 32 * 16, split, past);
-
-    // A thread merges the warps' results for one word of `parts`.
-    constexpr u32 WORDS = QUERIES * HEAD_DIM / SHARED_BY, EACH = ceil_div(WORDS, THREADS);
+    u32 kv_head, split, first_row;
+    u32 from[TURNS];    // where a task's first half lies in `exchange`; the other is HALF / 8 lines further
+    u32 to[TURNS];      // and goes in `scratch`
+    u32 wanted[TURNS];  // whether this thread has it
+    Parcel cosines[TURNS], sines[TURNS];
     u32 part[EACH], stat[EACH];
-    const auto query_of = [](u32 task) { return task / (HEAD_DIM / SHARED_BY); };
-    const auto column_of = [](u32 task) { return task % (HEAD_DIM / SHARED_BY) * SHARED_BY; };
-#pragma unroll
-    for (u32 i = 0; i < EACH; i++) {
-        const u32 task = thread + i * THREADS, query = query_of(task), n = first_row + query / GROUP;
-        const u32 head = kv_head * GROUP + query % GROUP;
-        part[i] = settled(place(n, (split * DIM + head * HEAD_DIM + column_of(task)) / SHARED_BY));
-        stat[i] = settled(place(n, split * HEADS + head));
-    }
 
-    // Half heads: the unit's queries and each row's key and value. All but the value are rotated.
-    constexpr int HALF = HEAD_DIM / 2, LINE = HALF / PARCEL;
-    constexpr u32 TASKS = (QUERIES + 2 * ROWS) * LINE;
+    __device__ __forceinline__ Task task(u32 turn) const {
+        const u32 i = threadIdx.x % TOGETHER + turn * TOGETHER, head = i / LINE, column = i % LINE * PARCEL;
+        if (head < QUERIES) return {head, column, first_row + head / GROUP, true, false};
+        return {head, column, (head - QUERIES) / 2, false, (head - QUERIES) % 2 != 0};
+    }
+    __device__ static u32 query_of(u32 word) { return word / (HEAD_DIM / SHARED_BY); }
+    __device__ static u32 column_of(u32 word) { return word % (HEAD_DIM / SHARED_BY) * SHARED_BY; }
+
+    // What does not depend on this pass. keys, values: of the layer.
+    __device__ __forceinline__ void prepare(int unit, const A *all_cosines, const A *all_sines, const T *keys,
+                                            const T *values, int capacity, int past, bool SLAB = true, bool REST = true) {
+        kv_head = unit / SPLITS % KV_HEADS, split = unit % SPLITS, first_row = unit / (SPLITS * KV_HEADS) * UNIT_ROWS;
+        const u32 thread = threadIdx.x, warp = thread / 32;
+        const i64 cache = i64(kv_head) * capacity * HEAD_DIM;
+        if constexpr (TENSOR_CORES) if (SLAB) slab.load_old(keys + cache, values + cache, warp * 16, split, past);
+        if (!REST) return;
 #pragma unroll
-    for (u32 task = thread; task - thread < TASKS; task += THREADS) {
-        if (task >= TASKS) break;
-        const u32 head = task / LINE, column = task % LINE * PARCEL, is_value = (head - QUERIES) % 2;
-        const bool is_query = head < QUERIES;
-        const int n = is_query ? first_row + head / GROUP : (head - QUERIES) / 2, position = past + n;
-        if (is_query ? n >= ROWS : u32(position) % SPLITS != split) continue;  // no row; another block's key and value
-        const int line = is_query ? kv_head * GROUP + head % GROUP : HEADS + is_value * KV_HEADS + kv_head;
-        const Parcel c = load<PARCEL>(cosines + position * HALF + column);
-        const Parcel s = load<PARCEL>(sines + position * HALF + column);
-        const A *const from = qkv + place(n, line * HEAD_DIM + column);  // the other half is HALF / 8 lines further
-        T *const line_of = is_query ? scratch.queries + head * Q_PITCH : scratch.fresh + (n * 2 + is_value) * HEAD_DIM;
-        T *const to = line_of + column, *const kept = (is_value ? values : keys) + position * HEAD_DIM + column;
-        Parcel x[2];
-        await(x, [&](int i) { return from + i * (HALF * 4); }, [](int) { return true; });
-        Pack<T, PARCEL> turned[2];
+        for (u32 turn = 0; turn < TURNS; turn++) {
+            const Task t = task(turn);
+            const u32 position = past + t.n;
+            wanted[turn] = t.is_query ? t.n < ROWS : t.n < ROWS && position % SPLITS == split;
+            if (BY_WARP && !t.is_query) wanted[turn] &= position / SPLITS / 16 % WARPS == warp;
+            const u32 n = wanted[turn] ? t.n : 0;
+            const u32 line = t.is_query ? kv_head * GROUP + t.head % GROUP : HEADS + t.is_value * KV_HEADS + kv_head;
+            from[turn] = settled(place(n, line * HEAD_DIM + t.column));
+            to[turn] = settled((t.is_query ? t.head * Q_PITCH : FRESH + (t.n * 2 + t.is_value) * HEAD_DIM) + t.column);
+            cosines[turn] = load<PARCEL>(all_cosines + (past + n) * HALF + t.column);
+            sines[turn] = load<PARCEL>(all_sines + (past + n) * HALF + t.column);
 #pragma unroll
-        for (int j = 0; j < PARCEL; j++) {
-            const A a = x[0].v[j], b = x[1].v[j];
-            narrow(!is_query && is_value ? a : a * c.v[j] - b * s.v[j], turned[0].v[j]);
-            narrow(!is_query && is_value ? b : b * c.v[j] + a * s.v[j], turned[1].v[j]);
+            for (int j = 0; j < PARCEL; j++)
+                if (t.is_value) cosines[turn].v[j] = 1, sines[turn].v[j] = 0;
         }
 #pragma unroll
-        for (int half = 0; half < 2; half++) store(to + half * HALF, turned[half]);
-        if (is_query) continue;
-#pragma unroll
-        for (int half = 0; half < 2; half++) store(kept + half * HALF, turned[half]);
+        for (u32 i = 0; i < EACH; i++) {
+            const u32 word = thread + i * THREADS, query = query_of(word), n = first_row + query / GROUP;
+            const u32 head = kv_head * GROUP + query % GROUP;
+            part[i] = settled(place(n, (split * DIM + head * HEAD_DIM + column_of(word)) / SHARED_BY));
+            stat[i] = settled(place(n, split * HEADS + head));
+        }
     }
-    sync();
+
+    // qkv, parts, stats: the layer's places in `exchange`. past: positions before the pass.
+    __device__ __forceinline__ void run(const Scratch &scratch, const A *qkv, T *keys, T *values, A *parts, A *stats,
+                                        int capacity, int past);
+};
+
+__device__ __forceinline__ void Attention::run(const Scratch &scratch, const A *qkv, T *keys, T *values, A *parts,
+                                               A *stats, int capacity, int past) {
+    const u32 thread = threadIdx.x;
+    keys += i64(kv_head) * capacity * HEAD_DIM, values += i64(kv_head) * capacity * HEAD_DIM;
+    Pack<T, PARCEL> turned[TURNS][2];
+    Parcel x[TURNS * 2] = {};
+    await_together(
+        x, [&](int i) { return qkv + from[i / 2] + i % 2 * (HALF * 4); }, [&](int i) { return wanted[i / 2]; }
+    );
+#pragma unroll
+    for (u32 turn = 0; turn < TURNS; turn++) {
+#pragma unroll
+        for (int j = 0; j < PARCEL; j++) {
+            const A a = x[turn * 2].v[j], b = x[turn * 2 + 1].v[j], c = cosines[turn].v[j], s = sines[turn].v[j];
+            narrow(a * c - b * s, turned[turn][0].v[j]);
+            narrow(b * c + a * s, turned[turn][1].v[j]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            if (wanted[turn]) store(scratch.queries + to[turn] + half * HALF, turned[turn][half]);
+    }
+    if constexpr (BY_WARP) {
+        __syncwarp();
+    } else {
+        sync();
+    }
     if constexpr (TENSOR_CORES) {
         attend_slabs(scratch, slab, keys, values, split, first_row, past);
     } else {
@@ -858,13 +978,18 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
     sync();
 #pragma unroll
     for (u32 i = 0; i < EACH; i++) {
-        const u32 task = thread + i * THREADS, query = query_of(task), d = column_of(task);
-        if (task >= WORDS || first_row + query / GROUP >= ROWS) continue;
+        const u32 word = thread + i * THREADS, query = query_of(word), d = column_of(word);
+        if (word >= WORDS || first_row + query / GROUP >= ROWS) continue;
         const Pack<A, WARPS> tops = load<WARPS>(scratch.tops + query * WARPS);
         const Pack<A, WARPS> totals = load<WARPS>(scratch.totals + query * WARPS);
         A all = LOWEST, weight = 0, mean[SHARED_BY] = {};
+        Pack<A, WARPS> most = tops;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) all = largest(all, tops.v[w]);
+        for (int gap = WARPS / 2; gap; gap /= 2) {
+#pragma unroll
+            for (int w = 0; w < gap; w++) most.v[w] = largest(most.v[w], most.v[w + gap]);
+        }
+        all = most.v[0];
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             const A share = exp_for<T>(tops.v[w] - all);
@@ -875,13 +1000,25 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
         }
         const bool empty = weight == 0;  // no position of this split yet
         const A scale = empty ? A(0) : inverse_for<T>(weight);
-        Pack<T, SHARED_BY> word;
+        Pack<T, SHARED_BY> both;
 #pragma unroll
-        for (int j = 0; j < SHARED_BY; j++) narrow(mean[j] * scale, word.v[j]);
-        publish(parts + part[i], reinterpret_cast<const A &>(word));
+        for (int j = 0; j < SHARED_BY; j++) narrow(mean[j] * scale, both.v[j]);
+        publish(parts + part[i], reinterpret_cast<const A &>(both));
         if (d == 0) publish(stats + stat[i], empty ? A(LOWEST) : all + log_for(weight));
     }
+#pragma unroll
+    for (u32 turn = 0; turn < TURNS; turn++) {  // for the passes to come
+        const Task t = task(turn);
+        if (!wanted[turn] || t.is_query) continue;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            store((t.is_value ? values : keys) + (past + t.n) * HEAD_DIM + t.column + half * HALF, turned[turn][half]);
+        }
+    }
 }
+
+// Whether old keys and values are asked for before q, k and v are computed: with more rows there is no room in registers.
+constexpr int EARLY_ATTENTION = (EARLY && PRODUCERS && ROWS == 1) * 2;
 
 #include "infer/cuda/sampler.cuh"
 
@@ -893,7 +1030,9 @@ __device__ __forceinline__ int sample(unsigned char *scratch, const A *logits, c
     return next_token(scratch, take, how, draw);
 }
 
-// Speculation. Instead of logits, each tile of a head publishes its most likely token for each row, (logit, id).
+// Greedy text. Each tile of a head publishes its most likely token for each row, (logit, id): in place of the logits where
+// drafts are verified; with one row in front of them.
+constexpr int BEST = ROWS == 1 ? (VOCAB_TILES * 2 + 7) / 8 * 8 : 0;
 
 __device__ __forceinline__ int best_at(int head, int tile, int n) {
     return ((head * VOCAB_TILES + tile) * ROWS + n) * 2;
@@ -993,83 +1132,101 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
     block.parity = 0;
     block.eps = eps;
     const Sampler how = {temperature, top_p, min_p, top_k, key0, key1};
+    const bool greedy = ROWS == 1 && sampled && temperature == 0;
     int pass = 0;
     for (; pass < passes && past + ROWS <= capacity; pass++) {
         block.dealt = 0;
-        block.scales_ahead = scales;
+        block.scales = scales;
         const A *stream = nullptr;
         const A *gain = gains;
+        const u32 n = threadIdx.x / 8 % ROWS;
+        const auto at_row = [&](u32 row) { return place(n, row); };
+        const auto at_unit = [&](u32 row) { return place(n, (first_unit(row / 8) + row % 8) / SHARED_BY); };
+        Matrix<DIM, WIDTH / 8> qkv;
+        block.deal(qkv);
+        if (AHEAD) block.prepare(qkv, at_row);
         for (int layer = 0; layer < layers; layer++, exchange += LAYER, gain += 2 * DIM) {
-            const int qkv = block.deal(WIDTH / 8);
-            const int attends = block.deal(ATTENTION, false);
-            const auto at = [](int row, int n) { return Goal{place(n, max(row, 0)), nullptr, {}}; };
+            Matrix<DIM, DIM / 8> out;
+            Matrix<DIM, HIDDEN_TILES> gate_up;
+            Matrix<HIDDEN, DIM / 8> down;
+            const int attends = block.deal(ATTENTION);
+            block.deal(out);
+            block.deal(gate_up);
+            block.deal(down);
+            if (!AHEAD) block.prepare(qkv, at_row);
+            T *const layer_keys = keys + i64(layer) * KV_HEADS * capacity * HEAD_DIM;
+            T *const layer_values = values + i64(layer) * KV_HEADS * capacity * HEAD_DIM;
+            Attention attention;
+            const auto prepare_attention = [&](int unit, bool slab, bool rest) {
+                attention.prepare(unit, cosines, sines, layer_keys, layer_values, capacity, past, slab, rest);
+            };
+            if (EARLY_ATTENTION && attends < UNITS) prepare_attention(attends, EARLY_ATTENTION & 1, EARLY_ATTENTION & 2);
             const auto take = [&](auto &x) { block.take_stream(x, stream, embedding, ids, gain); };
-            block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, take, at, [&](Goal goal, int row, int, A sum) {
-                if (row >= 0) publish(exchange + QKV + goal.at, sum);
-            });
+            block.template run<true>(qkv, shared.by_dim, take, at_row, [&](int row, int, A sum) {
+                if (row >= 0) publish(exchange + QKV + qkv.at, sum);
+            }, [] {});
 
             for (int unit = attends; unit < UNITS; unit += BLOCKS) {
-                const int kv_head = unit / SPLITS % KV_HEADS;
-                const i64 cache = i64(layer * KV_HEADS + kv_head) * capacity * HEAD_DIM;
-                attend(Scratch(shared.scratch), exchange + QKV, cosines, sines, keys + cache, values + cache,
-                       exchange + PARTS, exchange + STATS, kv_head, unit % SPLITS,
-                       unit / (SPLITS * KV_HEADS) * UNIT_ROWS, past);
+                prepare_attention(unit, !(EARLY_ATTENTION & 1) || unit != attends, !(EARLY_ATTENTION & 2) || unit != attends);
+                attention.run(Scratch(shared.scratch), exchange + QKV, layer_keys, layer_values, exchange + PARTS,
+                              exchange + STATS, capacity, past);
+                if constexpr (UNITS <= BLOCKS) break;
+                sync();  // the next unit overwrites what some thread may still read
             }
 
-            const int out = block.deal(DIM / 8);
-            if (attends >= UNITS) block.poll(exchange + QKV, WIDTH);
+            if (AHEAD) block.prepare(out, at_row), block.prepare(gate_up, at_unit);
+            if (attends >= UNITS) {
+                block.poll(exchange + QKV, WIDTH);
+                if (AHEAD && ROWS == 1) rest(QUIET);
+            }
             // One row has little to poll: blocks that need it poll it directly.
-            if (ROWS > 1 || out >= DIM / 8) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
-            if (out < DIM / 8) {
-                const auto take = [&](auto &x) { block.take_attended(x, exchange + PARTS, exchange + STATS); };
-                const auto aim = [&](int row, int n) {
-                    Goal goal = at(row, n);
-                    if (row < 0) return goal;
-                    if (stream) {
-                        goal.ask(stream + place(n, row));
-                        return goal;
+            if (ROWS > 1 || !out.mine()) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
+            if (out.mine()) {
+                if (!AHEAD) block.prepare(out, at_row);
+                const auto residual_of = [&] {
+                    Residual residual(stream + out.at, stream && out.row >= 0);
+                    if (!stream && out.row >= 0) {
+                        residual.word[0].v[0] = widen(embedding[i64(id_of_row(ids, n)) * DIM + out.row]);
                     }
-                    int id = ids[0];
-#pragma unroll
-                    for (int m = 1; m < ROWS; m++)
-                        if (m == n) id = ids[m];
-                    goal.residual.v[0] = widen(embedding[i64(max(id, 0)) * DIM + row]);
-                    return goal;
+                    return residual;
                 };
-                block.product<DIM, DIM / 8, false>(out, shared.by_dim, take, aim, [&](Goal goal, int row, int, A sum) {
-                    if (row >= 0) publish(exchange + MIDDLE + goal.at, goal.residual_there() + sum);
-                });
+                Residual residual = residual_of();
+                const auto take = [&](auto &x) {
+                    block.take_attended(x, exchange + PARTS, exchange + STATS, residual);
+                };
+                block.template run<false>(out, shared.by_dim, take, at_row, [&](int row, int, A sum) {
+                    if (row >= 0) publish(exchange + MIDDLE + out.at, residual.word[0].v[0] + sum);
+                }, [&] { residual = residual_of(), residual.await(); });
             }
             queue.refill(DEPTH);
 
-            const int gate_up = block.deal(HIDDEN_TILES);
+            if (!AHEAD) block.prepare(gate_up, at_unit);
+            if (AHEAD) block.prepare(down, at_row);
             const auto take_middle = [&](auto &x) {
                 block.take_stream(x, exchange + MIDDLE, embedding, ids, gain + DIM);
             };
-            const auto aim_gated = [&](int row, int n) {
-                return Goal{place(n, row < 0 ? 0 : (first_unit(row / 8) + row % 8) / SHARED_BY), nullptr, {}};
-            };
-            block.product<DIM, HIDDEN_TILES, true>(gate_up, shared.by_dim, take_middle, aim_gated,
-                                                   [&](Goal goal, int row, int, A sum) {
+            block.template run<true>(gate_up, shared.by_dim, take_middle, at_unit, [&](int row, int, A sum) {
                 const A up = __shfl_down_sync(~0u, sum, 4);
                 const A gated = sum * inverse_for<T>(A(1) + exp_for<T>(-sum)) * up;
-                publish_narrow(exchange + GATED + goal.at, gated, row >= 0 && row % 8 < 4);
-            });
+                publish_narrow(exchange + GATED + gate_up.at, gated, row >= 0 && row % 8 < 4);
+            }, [] {});
 
-            const int down = block.deal(DIM / 8);
-            if (down >= DIM / 8) {
-                block.poll(exchange + GATED, HIDDEN_ROWS / SHARED_BY);
+            if (layer + 1 < layers) {
+                block.deal(qkv);
             } else {
-                const auto take = [&](auto &x) { block.take_gated(x, exchange + GATED); };
-                const auto aim = [&](int row, int n) {
-                    Goal goal = at(row, n);
-                    if (row >= 0) goal.ask(exchange + MIDDLE + place(n, row));
-                    return goal;
-                };
-                block.product<HIDDEN, DIM / 8, false>(down, shared.by_hidden, take, aim,
-                                                      [&](Goal goal, int row, int, A sum) {
-                    if (row >= 0) publish(exchange + AFTER + goal.at, goal.residual_there() + sum);
-                });
+                qkv.first = WIDTH / 8;
+            }
+            if (AHEAD) block.prepare(qkv, at_row);
+            if (down.mine()) {
+                if (!AHEAD) block.prepare(down, at_row);
+                const auto residual_of = [&] { return Residual(exchange + MIDDLE + down.at, down.row >= 0); };
+                Residual residual = residual_of();
+                const auto take = [&](auto &x) { block.take_gated(x, exchange + GATED, residual); };
+                block.template run<false>(down, shared.by_hidden, take, at_row, [&](int row, int, A sum) {
+                    if (row >= 0) publish(exchange + AFTER + down.at, residual.word[0].v[0] + sum);
+                }, [&] { residual = residual_of(), residual.await(); });
+            } else {
+                block.poll(exchange + GATED, HIDDEN_ROWS / SHARED_BY);
             }
             stream = exchange + AFTER;
         }
@@ -1083,15 +1240,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
                 if (head == 0) block.take_stream(last, stream, embedding, ids, gain);
                 x = last;
             };
-            const auto aim = [&](int row, int n) {
-                return Goal{u32((n * heads + head) * VOCAB_ROWS + max(row, 0)), nullptr, {}};
-            };
-            const int tile = block.deal(VOCAB_TILES);
-            block.product<DIM, VOCAB_TILES, true>(tile, shared.by_dim, take, aim,
-                                                  [&](Goal goal, int row, int n, A logit) {
+            const auto at_logit = [&](u32 row) { return BEST + u32((n * heads + head) * VOCAB_ROWS) + row; };
+            Matrix<DIM, VOCAB_TILES> logits;
+            block.deal(logits);
+            block.prepare(logits, at_logit);
+            block.template run<true>(logits, shared.by_dim, take, at_logit, [&](int row, int n, A logit) {
                 if (!begin) {
-                    if (row >= 0) publish(exchange + goal.at, row < VOCAB ? logit : A(-INFINITY));
-                    return;
+                    if (row >= 0) publish(exchange + logits.at, row < VOCAB ? logit : A(-INFINITY));
+                    if (!greedy) return;
                 }
                 u64 best = row >= 0 && row < VOCAB ? sort_key(float(logit), row) : 0;
 #pragma unroll
@@ -1100,11 +1256,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
                 A *const to = exchange + best_at(head, row / 8, n);
                 publish(to, A(logit_of(best)));
                 publish(to + 1, A(id_of(best)));
-            });
+            }, [] {});
             queue.refill(DEPTH);
         }
         if (ROWS == 1 && sampled) {
-            ids[0] = sample(shared.scratch, exchange, how, draw + pass);
+            if (greedy) {
+                most_likely(shared.scratch, [&](int, int tile) { return exchange + best_at(0, tile, 0); }, ids);
+            } else if constexpr (DRAWS) {
+                ids[0] = sample(shared.scratch, exchange + BEST, how, draw + pass);
+            }
             if (blockIdx.x == 0 && thread == 0) tokens[past + 1] = ids[0];
         }
         int added = ROWS;
@@ -1130,7 +1290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
             for (int n = 1; n < ROWS; n++) ids[n] = drafts[n - 1];
         }
         past += added;
-        exchange += i64(heads) * ROWS * VOCAB_ROWS;
+        exchange += BEST + i64(heads) * ROWS * VOCAB_ROWS;
         sync();  // the next pass overwrites what some thread may still read
     }
     if (begin && blockIdx.x == 0 && thread == 0) {

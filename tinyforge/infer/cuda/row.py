@@ -77,6 +77,8 @@ class RowLauncher:
             raise ValueError(f"decode: positions {past} to {end}, {outputs} outputs: the cache or the model has fewer")
         if draw and plan.rows != 1:
             raise ValueError(f"decode: tokens are drawn one at a time, not {plan.rows}")
+        if draw and draw.sampling.temperature and not plan.draws:
+            raise ValueError(f"decode: temperature {draw.sampling.temperature}: no room to sort {plan.vocab} logits")
         if passes > 1 and not draw:
             raise ValueError(f"decode: {passes} passes over tokens that nobody draws; one after the other")
         region = self._launch(cache, past, passes, outputs, draw)
@@ -141,6 +143,10 @@ class RowDecoder(DeviceDecoder):
         self.cache = RowCache(plan, self.weights.dtype, self.capacity)
         self.most_drafts = min(self.most_drafts, MOST_ROWS - 1)
         self._launchers: dict[int, RowLauncher] = {}
+
+    def draws(self, sampling: Sampling) -> bool:
+        """Of a large vocabulary, greedy text only."""
+        return super().draws(sampling) and (sampling.temperature == 0 or replace(self.weights.plan, rows=1).draws)
 
     def launcher(self, rows: int) -> RowLauncher:
         """The kernel for so many positions a pass; compiled at first use."""

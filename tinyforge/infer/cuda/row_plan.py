@@ -51,11 +51,24 @@ class RowPlan(DecodePlan):
                 f"decode on cupy: {self.heads} heads share {self.kv_heads} keys, wanted at most 16 to a key; use "
                 "--backend numpy"
             )
-        if self.slots < max(self.steps(self.dim), self.steps(self.hidden)):
+        if self.slots < self._least_slots:
             raise UserError(
                 f"decode on cupy: {self.shared} bytes of shared memory a block hold no row of {self.hidden} numbers; "
                 "use a smaller model, or --backend numpy"
             )
+
+    @property
+    def _least_slots(self) -> int:
+        """A tile's pieces."""
+        return max(self.steps(self.dim), self.steps(self.hidden))
+
+    @property
+    def draws(self) -> bool:
+        """Whether passes of one row draw with a temperature, for which a block sorts the vocabulary in shared memory.
+
+        Where there is no room for that, they choose the most likely token only.
+        """
+        return self._slots_beside(self._bytes_beside(self.draw_bytes)) >= self._least_slots
 
     @property
     def threads(self) -> int:
@@ -83,17 +96,20 @@ class RowPlan(DecodePlan):
     @property
     def tiles(self) -> int:
         """Tiles whose sums a block keeps at one time."""
-        return max(1, min(4, self.slots // max(self.steps(self.dim), self.steps(self.hidden))))
+        return max(1, min(4, self.slots // self._least_slots))
 
     @property
     def _other_bytes(self) -> int:
-        """Shared memory beside the queues, with sums of four tiles."""
+        return self._bytes_beside(self.draw_bytes if self.rows == 1 and self.draws else 512)
+
+    def _bytes_beside(self, sampling: int) -> int:
+        """Shared memory beside the queues, with sums of four tiles, and `sampling` bytes to draw a token."""
         wide = max(self.itemsize, 4)
         group = self.heads // self.kv_heads
         queries = group * (max(1, min(self.rows, 8 // group)) if self.itemsize == 2 else 1)
         attention = queries * self.warps * (self.head_dim + 2) * wide
-        attention += (16 * (self.head_dim + 4 * self.piece) + self.rows * 2 * self.head_dim) * self.itemsize
-        sampling = self.draw_bytes if self.rows == 1 else 512
+        rotated = -(-queries // 8) * 8 * (self.head_dim + 4 * self.piece) + self.rows * 2 * self.head_dim
+        attention += rotated * self.itemsize * (self.warps if self.itemsize == 2 and self.rows == 1 else 1)
         inputs = self.rows * (self.pitch(self.dim) + self.pitch(self.hidden)) * self.itemsize
         sums = self.rows * (self.warps + 2 * 4 * self.warps * TILE) * wide
         return QUEUE_BARRIERS + inputs + sums + max(attention, sampling)
@@ -106,16 +122,20 @@ class RowPlan(DecodePlan):
             "ROWS": self.rows, "DIM": self.dim, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
             "HEAD_DIM": self.head_dim, "VOCAB": self.vocab, "BLOCKS": self.blocks, "WARPS": self.warps,
             "DEPTH": self.slots, "TILES": self.tiles, "SPLITS": self.splits, "REFILL": refill, "SPIN": self.spin,
-            "PRODUCERS": self.producers, **code,
+            "PRODUCERS": self.producers, "DRAWS": int(self.draws), **code,
         }  # fmt: skip
 
     def exchange(self, outputs: int) -> int:
-        """Words that blocks make for each other in a pass; the last rows x outputs x vocab_rows are the logits."""
+        """Words that blocks make for each other in a pass; the last rows x outputs x vocab_rows are the logits.
+
+        In front of them, with one row, are the most likely token of each tile and its logit.
+        """
         per_word = max(self.itemsize, 4) // self.itemsize
         arrays = (self.width, self.splits * self.dim // per_word, self.splits * self.heads, self.dim,
                   self.hidden_rows // per_word, self.dim)  # fmt: skip
         lines = sum(-(-words // 8) for words in arrays)  # of 8 words for each of 4 rows
-        return self.layers * lines * 32 + self.rows * outputs * self.vocab_rows
+        best = -(-2 * self.vocab_rows // TILE // 8) * 8 if self.rows == 1 else 0
+        return self.layers * lines * 32 + best + self.rows * outputs * self.vocab_rows
 
     @property
     def hidden_order(self) -> np.ndarray:
