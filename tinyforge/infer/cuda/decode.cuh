@@ -194,8 +194,13 @@ struct SharedQueue {
     __device__ void fill(const unsigned char *source, u32 length, u32 times, u32 unit) const {
         static_assert(DEPTH % FILLERS == 0, "a place is always filled by the same thread");
         const u32 to = full + QUEUE_BARRIERS, first = unit;
-        for (u32 next = unit; unit < length * times && !*stop; unit += FILLERS, next += FILLERS) {
-            while (next >= length) next -= length;
+        const auto wrapped = [&](u32 next) {
+            if constexpr (FILLERS == 1) return next < length ? next : 0;
+            for (; next >= length; next -= length) continue;
+            return next;
+        };
+        for (u32 next = FILLERS > 1 && unit < length * times ? wrapped(unit) : 0; unit < length * times && !*stop;
+             unit += FILLERS, next = wrapped(next + FILLERS)) {
             const u32 place = unit % DEPTH, barrier = full + place * 8;
             for (u32 polls = 0; unit >= DEPTH && !barrier_passed(empty + place * 8, unit / DEPTH % 2 ^ 1); pause(polls))
                 if (*stop) goto end;
