@@ -225,6 +225,7 @@ def test_bf16_with_tensor_cores_gives_the_same_bits_for_any_rows(tmp_path: Path)
         ("        queue.await(p.count * STEPS);\n", "", 0),  # weights are read before they have come
         ("        queue.await(p.count * STEPS);\n", "", 4),
         ("unit >= DEPTH && !barrier_passed(", "false && !barrier_passed(", 4),  # a place is filled before it is empty
+        ("next = wrapped(next + FILLERS)", "next = wrapped(next + 1)", 4),  # the wrong weights
         ("score[u][i] += other[u][i]", "score[u][i] += 0 * other[u][i]", 4),
         ("narrow(mean[j] * scale, both.v[j]);", "narrow(mean[j], both.v[j]);", 4),
     ],

@@ -99,7 +99,8 @@ def test_names_choose_whole_words() -> None:
     def names(only: str) -> list[str]:
         return [p.name for p in bench.chosen(GPU, only)]
 
-    assert names("decode") == ["gpu-decode-base", "gpu-decode-base-64"] and names("grouped-mma") == ["gpu-grouped-mma"]
+    assert names("decode") == ["gpu-decode-base", "gpu-decode-base-64", "gpu-decode-base-weights"]
+    assert names("grouped-mma") == ["gpu-grouped-mma"]
     with pytest.raises(UserError, match="--only trai: no part is called so; the parts are gpu-train-32x512"):
         names("train,trai")
 
@@ -124,7 +125,7 @@ def test_the_parts_are_those_of_the_results() -> None:
         "gpu-scan-warp-bf16", "gpu-scan-warp-fp32", "gpu-sft-trials", "gpu-shakespeare-seeds",
         # other settings of the parts' commands
         "gpu-attention-shapes", "gpu-captured", "gpu-decode-base-alone", "gpu-decode-row", "gpu-decode-weights",
-        "gpu-fp8", "gpu-gemm-sustained", "gpu-step-by-kernel", "gpu-train-moe-beside-dense",
+        "gpu-fp8", "gpu-gemm-sustained", "gpu-prefill-base-alone", "gpu-step-by-kernel", "gpu-train-moe-beside-dense",
     }  # fmt: skip
     assert committed - set(names) <= trained
 

@@ -167,7 +167,7 @@ typedef LaneQueue<32 * PIECE> Queue;
 constexpr int UNIT = THREADS * sizeof(Stored);  // bytes of a unit of weights: a piece for each thread that computes
 constexpr int QUEUE_BARRIERS = 2048;  // bytes in front of a block's queue, as in row_plan.py
 
-// The queues of all lanes of a block, by units, filled by one thread that has nothing else to do. A unit has two
+// The queues of all lanes of a block, by units, filled by threads that have nothing else to do. A unit has two
 // barriers: `full`, which counts its bytes, and `empty`, at which each warp arrives that has taken its pieces. The first
 // QUEUE_BARRIERS bytes of `memory` are the barriers, the units follow.
 struct SharedQueue {
@@ -188,11 +188,19 @@ struct SharedQueue {
         *stop = 0;
         barriers_made();
     }
-    // By the thread that copies: the `length` units from `source` on, `times` over, until `stop`.
-    __device__ void fill(const unsigned char *source, u32 length, u32 times) const {
-        const u32 to = full + QUEUE_BARRIERS;
-        u32 unit = 0;
-        for (u32 next = 0; unit < length * times && !*stop; next = next + 1 < length ? next + 1 : 0) {
+    // By each of FILLERS threads that copy: every FILLERS-th of the `length` units from `source` on, from `unit` on,
+    // `times` over, until `stop`.
+    template <int FILLERS>
+    __device__ void fill(const unsigned char *source, u32 length, u32 times, u32 unit) const {
+        static_assert(DEPTH % FILLERS == 0, "a place is always filled by the same thread");
+        const u32 to = full + QUEUE_BARRIERS, first = unit;
+        const auto wrapped = [&](u32 next) {
+            if constexpr (FILLERS == 1) return next < length ? next : 0;
+            for (; next >= length; next -= length) continue;
+            return next;
+        };
+        for (u32 next = FILLERS > 1 && unit < length * times ? wrapped(unit) : 0; unit < length * times && !*stop;
+             unit += FILLERS, next = wrapped(next + FILLERS)) {
             const u32 place = unit % DEPTH, barrier = full + place * 8;
             for (u32 polls = 0; unit >= DEPTH && !barrier_passed(empty + place * 8, unit / DEPTH % 2 ^ 1); pause(polls))
                 if (*stop) goto end;
@@ -203,10 +211,10 @@ struct SharedQueue {
             } else {
                 copy_line(to + place * UNIT, source + i64(next) * UNIT, UNIT, barrier);
             }
-            unit++;
         }
     end:  // no copy may be under way when the block ends
-        for (u32 i = unit < DEPTH ? 0 : unit - DEPTH; i < unit; i++) barrier_wait(full + i % DEPTH * 8, i / DEPTH % 2);
+        for (u32 i = unit < first + DEPTH ? first : unit - DEPTH; i < unit; i += FILLERS)
+            barrier_wait(full + i % DEPTH * 8, i / DEPTH % 2);
     }
 
     __device__ __forceinline__ void refill(int = 0) {}

@@ -300,10 +300,18 @@ struct Input {
     }
 };
 
+// Pieces of weights that a lane holds before the input comes, at most, where a tile has fewer: with more, registers spill.
+#ifndef HELD
+#define HELD 12
+#endif
+__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
+__device__ constexpr int least_one(int a) { return a < 1 ? 1 : a; }
+
 // A block's share of a product of a matrix of COUNT tiles: what is known of it before its input is.
 template <int COLUMNS, int COUNT>
 struct Matrix {
-    static constexpr int STEPS = steps(COLUMNS), EACH = ceil_div(COUNT, BLOCKS), MOST = EACH < TILES ? EACH : TILES;
+    static constexpr int STEPS = steps(COLUMNS), EACH = ceil_div(COUNT, BLOCKS);
+    static constexpr int MOST = least(EACH, least(TILES, EARLY ? least_one(HELD / STEPS) : TILES));
     Piece held[EARLY ? MOST * STEPS : 1];  // weights
     int first, count;                      // tile and number of those that are multiplied at one time
     int row;                               // that this thread finishes, -1 for none
@@ -321,6 +329,9 @@ constexpr int MOST_TILES = ceil_div(HIDDEN_TILES > WIDTH / 8 ? HIDDEN_TILES : WI
 constexpr bool AHEAD =
     PRODUCERS && EARLY && MOST_TILES <= TILES && DIM / 8 <= BLOCKS &&
     (MOST_TILES + 1) * steps(DIM) + steps(HIDDEN) <= (DEPTH < 32 ? DEPTH : 32);
+// Threads that start copies. One alone starts three in a microsecond, and large models and several rows wait for them.
+// Where one row waits for other blocks' numbers instead, more copies under way delay these.
+constexpr int FILLERS = AHEAD && ROWS == 1 ? 1 : least_one(least(PRODUCERS, DEPTH));
 
 struct Block {
     Shared shared;
@@ -1101,7 +1112,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
 #if PRODUCERS % 4 == 0  // a warpgroup gives its registers to the others
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
 #endif
-        if (thread == THREADS) block.queue.fill(source, lengths[blockIdx.x], passes);
+        const u32 filler = (thread - THREADS) / 32;
+        if (thread % 32 == 0 && filler < FILLERS) {
+            block.queue.fill<FILLERS>(source, lengths[blockIdx.x], passes, FILLERS > 1 ? filler : 0);
+        }
         return;
     }
 #if PRODUCERS % 4 == 0
