@@ -8,6 +8,7 @@ over the ranks in buckets under its backward (DistributedDataParallel), as ours 
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import time
@@ -171,6 +172,8 @@ def measure(
             for index in range(WARM_UP):
                 contenders[DDP].step(index)
             contenders[DDP].synchronize()
+        gc.collect()
+        gc.freeze()  # a run has one model: what the other contenders made is not looked through again and again
         seconds = take_turns(contenders, steps, alone, group)
         if ranks.rank:
             return {}

@@ -131,6 +131,7 @@ class NCCLGroup:
     def __init__(self, rank: int, size: int, engine: Engine, star: Star, watch: Watch) -> None:
         self.rank, self.size = rank, size
         self._engine, self._star, self._watch = engine, star, watch
+        self.copies = engine.copies  # or not, though there are windows: for whoever compares the two
         self._calls: list[Call] = []
         self._inbox: Array = None  # bytes, in windows: what the other ranks send, and what they are sent
         self._outbox: Array = None
@@ -138,10 +139,10 @@ class NCCLGroup:
 
     @property
     def spares(self) -> int:
-        return 0 if self._engine.copies else spared()
+        return 0 if self.copies else spared()
 
     def reachable(self, count: int, dtype: Any) -> Array | None:
-        if not self._engine.copies:
+        if not self.copies:
             return None
         self._calls.append(("reachable", count, str(np.dtype(dtype))))
         started = self._watch.begin("reachable")
@@ -150,7 +151,7 @@ class NCCLGroup:
         return array
 
     def prepare(self, most: int) -> None:
-        if self._engine.copies and (self._inbox is None or self._inbox.size < most):
+        if self.copies and (self._inbox is None or self._inbox.size < most):
             self._inbox = self._engine.window(most, np.uint8)
 
     def all_reduce_(self, array: Array, tree: bool = False) -> None:
@@ -158,7 +159,7 @@ class NCCLGroup:
         if (self._splits(flat) and self._engine.holds(flat)) or (tree and self.size > 2):
             self._sum(flat, 1, tree)
             self._gather(flat, 1)
-        elif self._engine.copies and 0 < flat.nbytes <= SMALL:
+        elif self.copies and 0 < flat.nbytes <= SMALL:
             self._sum_of_all(flat, tree)
         elif flat.size:
             self._engine.all_reduce(flat)
@@ -243,7 +244,7 @@ class NCCLGroup:
 
     def _splits(self, flat: Array, unit: int = 1) -> bool:
         """Whether copies can exchange the parts of these arrays."""
-        return self._engine.copies and flat.size > 0 and flat.size % (self.size * unit) == 0
+        return self.copies and flat.size > 0 and flat.size % (self.size * unit) == 0
 
     def _sum(self, flat: Array, unit: int, tree: bool) -> None:
         """The rank's own part becomes the sum of all ranks', in their order or in that of a tree."""
