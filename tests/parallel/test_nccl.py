@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from models.nanoeuler import Config, NanoEuler
+from tests.backends.as_graphs import AsGraphs
 from tests.gpu.ranks_check import collectives
 from tests.parallel import fake_nccl
 from tests.parallel.fake_nccl import FakeEngine, LateEngine
@@ -29,7 +30,9 @@ from tinyforge.parallel.buckets import Buckets
 from tinyforge.parallel.nccl import CupyEngine, NCCLGroup
 from tinyforge.parallel.star import Lost, Star
 from tinyforge.parallel.watch import Watch
+from tinyforge.rng import Stream
 from tinyforge.train.batches import PackedTokens
+from tinyforge.train.captured import Captured
 from tinyforge.train.data_parallel import Sharded, clip, gradients_of, update
 from tinyforge.train.objectives import NextTokens
 
@@ -185,8 +188,11 @@ def test_an_array_with_gaps_is_refused(tmp_path: Path) -> None:
 # --- steps, with collectives that are late ----------------------------------------------------------------------------
 
 
-def trained(group: Any, zero: int, micro_batches: int = 1, shards: int = 0) -> dict[str, np.ndarray]:
-    """Six steps of a small model; on each rank all weights and its own masters and moments."""
+def trained(
+    group: Any, zero: int, micro_batches: int = 1, shards: int = 0, capture: bool = False
+) -> dict[str, np.ndarray]:
+    """Six steps of a small model; on each rank all weights and its own masters and moments. capture: by `Captured`,
+    over a stand-in for graphs."""
     backend = get_backend("numpy", "fp32", workers=1)
     backend.group = group if group.size > 1 else None
     model = NanoEuler(TINY, backend)
@@ -195,10 +201,16 @@ def trained(group: Any, zero: int, micro_batches: int = 1, shards: int = 0) -> d
     data = PackedTokens(tokens, TINY.context, TINY.mtp_heads, seed=0)
     batches = lambda step: [data.batch(step * micro_batches + i, 8) for i in range(micro_batches)]  # noqa: E731
     objective = NextTokens(TINY.head_weights)
-    rank = Sharded(model, backend, objective, shards=shards, batches=batches).rank
+    sharded = Sharded(model, backend, objective, shards=shards, batches=batches)
+    rank = sharded.rank
     rank.buckets = Buckets(model.buffer, model.ops(), elements=6000)  # several
     optimizer = rank.make_optimizer(None, zero, micro_batches)
+    backend.graphs = AsGraphs  # type: ignore[method-assign]
+    captured = Captured(sharded, optimizer, 1.0) if capture else None
     for step in range(6):
+        if captured:
+            captured.of_rank(batches(step), Stream(0, "noise"), 1e-2)
+            continue
         counts = sum(objective.count(batch) for batch in batches(step))
         gradients_of(rank, step, counts, None)
         clip(rank, 1.0)
@@ -243,6 +255,15 @@ def test_the_bits_of_shards_with_collectives_that_are_late(kind: Any, tmp_path: 
     for zero in (0, 1, 2):
         state = all_of(on_ranks(2, tmp_path / str(zero), partial(trained, zero=zero, shards=2), kind=kind))
         assert all(np.array_equal(state[name], wanted[name]) for name in wanted if name != "loss"), zero
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_captured_steps_of_ranks_have_the_bits_of_plain_ones(zero: int, tmp_path: Path) -> None:
+    wanted = all_of(on_ranks(2, tmp_path / "plain", partial(trained, zero=zero)))
+    for number, kind in enumerate((LateEngine, LATE_COPIES)):
+        work = partial(trained, zero=zero, capture=True)
+        state = all_of(on_ranks(2, tmp_path / str(number), work, kind=kind))
+        assert all(np.array_equal(state[name], wanted[name]) for name in wanted), (zero, kind)
 
 
 def test_the_norm_of_sums_that_nobody_waits_for_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

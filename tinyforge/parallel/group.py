@@ -92,6 +92,10 @@ class Group(Protocol):
     def after(self, work: Callable[[], Any]) -> None:
         """Compute something behind the collectives that were called, without what is computed elsewhere waiting."""
 
+    def captured(self, capture: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """What capture() returns: a launch of what it captures in a graph, collectives among it. All ranks call it,
+        and launch together."""
+
     def be_patient(self, seconds: float) -> None:
         """A rank may keep the others waiting for so long; longer, and it counts as lost."""
 
@@ -145,6 +149,9 @@ class Finished:
 
     def after(self, work: Callable[[], Any]) -> None:
         work()
+
+    def captured(self, capture: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        return capture()
 
 
 class Alone(Finished):

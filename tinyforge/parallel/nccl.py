@@ -133,6 +133,7 @@ class NCCLGroup:
         self._engine, self._star, self._watch = engine, star, watch
         self.copies = engine.copies  # or not, though there are windows: for whoever compares the two
         self._calls: list[Call] = []
+        self._capturing = False
         self._inbox: Array = None  # bytes, in windows: what the other ranks send, and what they are sent
         self._outbox: Array = None
         watch.check = engine.check
@@ -204,6 +205,22 @@ class NCCLGroup:
     def after(self, work: Callable[[], Any]) -> None:
         self._engine.run(work)
 
+    def captured(self, capture: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        self._capturing = True
+        try:
+            launch = capture()
+        finally:
+            self._capturing = False
+
+        def watched() -> None:
+            self._calls.append(("a captured step",))
+            started = self._watch.begin("a captured step")
+            launch()
+            self._engine.fork()
+            started.done = self._engine.done()
+
+        return watched
+
     def gather_objects(self, value: Any) -> list[Any]:
         return self._meet("gather_objects", bring=value)
 
@@ -226,12 +243,13 @@ class NCCLGroup:
         if not array.flags.c_contiguous:
             raise ValueError("group: a collective works in place: it wants a C-contiguous array")
         self._calls.append((what, tuple(array.shape), str(array.dtype)))
-        self._started = self._watch.begin(what)
+        self._started = None if self._capturing else self._watch.begin(what)
         self._engine.fork()
         return array.reshape(-1)
 
     def _end(self) -> None:
-        self._started.done = self._engine.done()
+        if self._started:
+            self._started.done = self._engine.done()
 
     def _gather(self, flat: Array, unit: int) -> None:
         if flat.size % (self.size * unit) == 0 and flat.size:

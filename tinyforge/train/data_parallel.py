@@ -69,6 +69,7 @@ class Rank:
     batches: Callable[[int], Sequence[Batch]] | None = None
     optimizer: AdamW | None = None
     buckets: Buckets | None = None
+    captured: Any = None
 
     def __post_init__(self) -> None:
         count, ranks = self.shards or self.group.size, self.group.size

@@ -189,8 +189,6 @@ class Settings:
             raise UserError(f"--batch-size is {self.batch_size}, --gpus {self.gpus}; use a multiple of the GPUs")
         if self.gpus and self.device is not None:
             raise UserError("--device chooses one GPU and --gpus takes several; drop one of them")
-        if self.capture == "on" and self.gpus:
-            raise UserError("--capture: a step of several ranks is not captured; use --capture off, or drop --gpus")
         if self.zero and self.optimizer == "muon":
             raise UserError(f"--optimizer muon wants whole matrices, and --zero {self.zero} cuts them in parts; leave "
                             "out --zero, or use --optimizer adamw")  # fmt: skip
