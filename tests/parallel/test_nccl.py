@@ -209,7 +209,11 @@ def trained(
     captured = Captured(sharded, optimizer, 1.0) if capture else None
     for step in range(6):
         if captured:
-            captured.of_rank(batches(step), Stream(0, "noise"), 1e-2)
+            if group.rank:
+                work, arguments = group.send_object()
+                work(rank, *arguments)
+            else:
+                captured.step(batches(step), Stream(0, "noise"), 1e-2, step if step % 2 else None)
             continue
         counts = sum(objective.count(batch) for batch in batches(step))
         gradients_of(rank, step, counts, None)
