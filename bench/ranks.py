@@ -167,12 +167,12 @@ def measure(
     with joined() as ranks:
         size = ranks.size
         backend = get_backend("cupy", precision, device=ranks.local_rank)
-        group = ranks.group(backend)
-        group.be_patient(300.0)
         of_all, own = batches_of(rows * size), slice(rows * ranks.rank, rows * (ranks.rank + 1))
-        # First, as it compiles for half a minute.
+        # First, as it compiles for half a minute, and as a group sets variables of NCCL's for this process.
         apart = Apart(model, config, precision, ranks.rank, size, ranks.local_rank or 0,
                       [batch[own] for batch in of_all]) if peer else None  # fmt: skip
+        group = ranks.group(backend)
+        group.be_patient(300.0)
         alone, many = get_backend("cupy", precision, device=ranks.local_rank), backend
         many.group = group
         contenders: dict[str, Any] = {}

@@ -59,9 +59,6 @@ class Group(Protocol):
         """Zeros, (count,), in memory where collectives are faster; None where there is no such memory. All ranks call
         it."""
 
-    def prepare(self, most: int) -> None:
-        """Arrays of at most so many bytes will be summed. All ranks call it."""
-
     def all_reduce_(self, array: Array, tree: bool = False) -> None:
         """array = the sum of all ranks' arrays, added in the order of the ranks."""
 
@@ -95,6 +92,9 @@ class Group(Protocol):
     def captured(self, capture: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         """What capture() returns: a launch of what it captures in a graph, collectives among it. All ranks call it,
         and launch together."""
+
+    def forget(self) -> None:
+        """Drop what was captured: NCCL does not leave while a graph has its calls."""
 
     def be_patient(self, seconds: float) -> None:
         """A rank may keep the others waiting for so long; longer, and it counts as lost."""
@@ -138,9 +138,6 @@ class Finished:
     def reachable(self, count: int, dtype: Any) -> Array | None:
         return None
 
-    def prepare(self, most: int) -> None:
-        pass
-
     def mark(self) -> Any:
         pass
 
@@ -152,6 +149,9 @@ class Finished:
 
     def captured(self, capture: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         return capture()
+
+    def forget(self) -> None:
+        pass
 
 
 class Alone(Finished):

@@ -125,9 +125,9 @@ class Settings:
                                    "kept, a third slower; or norms, in GPT-2 and ViT, 2 %% slower; the same bits "
                                    "(given alone: blocks)", choices=("norms", "blocks"), bare="blocks",
                                    changes=NOTHING, card=NEVER)  # fmt: skip
-    capture: str = setting("off", "on: launch each step as one CUDA graph, on one GPU: faster where the model is "
-                           "small, the same bits (given alone: on)", choices=("on", "off"), bare="on", changes=NOTHING,
-                           card=NEVER)  # fmt: skip
+    capture: str = setting("off", "on: launch each step as one CUDA graph: faster where the model is small and on "
+                           "several GPUs, the same bits (given alone: on)", choices=("on", "off"), bare="on",
+                           changes=NOTHING, card=NEVER)  # fmt: skip
     precision: str = setting("fp32", "fp32, fp64, and on a GPU tf32 or bf16")
     data: tuple[str, ...] = setting((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
     encoding: str = setting("utf-8", "encoding of text files")
