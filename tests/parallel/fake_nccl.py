@@ -26,6 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.backends.as_graphs import AsGraphs
 from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.backends.numpy_backend import NumpyBackend
@@ -188,6 +189,9 @@ def new_token() -> bytes:
 
 class FakeGPU(NumpyBackend):
     """A NumPy backend for the group of NCCL."""
+
+    def graphs(self) -> Any:
+        return AsGraphs()
 
 
 def install_gpus(count: int) -> None:

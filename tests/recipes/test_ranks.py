@@ -151,6 +151,15 @@ def test_windows_change_no_bit(run: Run, tmp_path: Path) -> None:
     assert bytes_of(tmp_path / "plain") == wanted
 
 
+@pytest.mark.slow
+def test_captured_steps_change_no_bit(run: Run, tmp_path: Path) -> None:
+    for zero in (0, 1):
+        ended_well(run("gpus", 2, f"--zero {zero}", out=f"plain-{zero}"))
+        ended_well(run("gpus", 2, f"--zero {zero} --capture", out=f"graph-{zero}"))
+        assert bytes_of(tmp_path / f"graph-{zero}") == bytes_of(tmp_path / f"plain-{zero}")
+        assert losses(tmp_path / f"graph-{zero}") == losses(tmp_path / f"plain-{zero}")
+
+
 @needs_mpi
 @pytest.mark.slow
 def test_the_bits_of_shards_hold_with_zero_2(run: Run, tmp_path: Path) -> None:
