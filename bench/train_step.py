@@ -494,7 +494,7 @@ def several_gpus(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     options = options_of(args, backend=False)
     found = ranks.measure(
         options.model, options.config, options.precision, options.batch_size, options.seq_len, options.steps,
-        args.peer is not None, lambda rows: replace(options, batch_size=rows).batches(),
+        args.peer is not None, lambda rows: replace(options, batch_size=rows).batches(), args.capture,
     )  # fmt: skip
     if found:
         publish(found, ranks.table(found), args.json)

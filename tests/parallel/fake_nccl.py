@@ -26,6 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.backends.as_graphs import AsGraphs
 from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.backends.numpy_backend import NumpyBackend
@@ -35,13 +36,13 @@ from tinyforge.train import data_parallel, settings, state
 
 
 class FakeEngine:
-    """See `nccl.Engine`. token: the folder's name, known to all ranks. seconds: before a wait is given up. copies: what
-    lies in windows is exchanged by copies, and nothing else may be."""
+    """See `nccl.Engine`. token: the folder's name, known to all ranks. seconds: before a wait is given up. windows:
+    there are some."""
 
     def __init__(
-        self, size: int, rank: int, token: bytes, seconds: float = 600.0, copies: bool = False
+        self, size: int, rank: int, token: bytes, seconds: float = 600.0, windows: bool = False
     ) -> None:  # fmt: skip
-        self.copies, self.windows = copies, list[np.ndarray]()
+        self.has_windows = windows
         self.folder, self.size, self.rank, self.seconds = Path(token.decode()), size, rank, seconds
         self._count = 0
         self._later: list[Callable[[], None]] | None = None
@@ -113,17 +114,7 @@ class FakeEngine:
 
     def window(self, count: int, dtype: Any) -> np.ndarray:
         self._everybody(np.array([count]))
-        self.windows.append(np.zeros(count, dtype))
-        return self.windows[-1]
-
-    def holds(self, array: np.ndarray) -> bool:
-        return any(np.may_share_memory(array, window) for window in self.windows)
-
-    def exchange(self, array: np.ndarray, out: np.ndarray) -> None:
-        assert self.holds(array) and self.holds(out) and array.size == out.size
-        everybody = self._everybody(array)
-        for row, theirs in zip(out, everybody, strict=True):
-            row[...] = theirs[self.rank * row.size : (self.rank + 1) * row.size]
+        return np.zeros(count, dtype)
 
     def run(self, work: Callable[[], Any]) -> None:
         work()
@@ -159,8 +150,8 @@ class LateEngine(FakeEngine):
         self._queue: list[Callable[[], None]] = []
         self._finished = 0
         self._grouped: list[Callable[[], None]] | None = None
-        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "send", "receive",
-                     "exchange"):  # fmt: skip
+        names = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "send", "receive")
+        for name in names:  # fmt: skip
             setattr(self, name, functools.partial(self._later_on, getattr(super(), name)))
 
     def _later_on(self, call: Callable[..., None], *arguments: Any) -> None:
@@ -199,6 +190,9 @@ def new_token() -> bytes:
 class FakeGPU(NumpyBackend):
     """A NumPy backend for the group of NCCL."""
 
+    def graphs(self) -> Any:
+        return AsGraphs()
+
 
 def install_gpus(count: int) -> None:
     def get_backend(name: str, precision: str, workers: int | None, device: int | None = None) -> Backend:
@@ -214,7 +208,7 @@ def install_gpus(count: int) -> None:
     launch.Ranks.group = group  # type: ignore[method-assign]
     nccl.CupyEngine = FakeEngine  # type: ignore[assignment, misc]
     nccl.new_token = new_token
-    nccl.no_copies = lambda hosts: ""  # with NCCL_CTA_POLICY=2
+    nccl.no_windows = lambda hosts: ""
 
 
 def install_fault(rank: int, step: int, kind: str) -> None:

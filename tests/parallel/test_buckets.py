@@ -204,17 +204,6 @@ def test_the_plan_of_a_rank() -> None:
     assert trees.peak < plan_step(spec, config, "bf16", 64, 512).peak
 
 
-def test_the_plan_has_room_for_what_copies_bring(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, config = models()["nanoeuler"], PRESETS["base"]
-    box = 4 * 4 * config.vocab * config.dim  # as large as the largest bucket, the four heads
-    plain = [plan_step(spec, config, "bf16", 64, 512, split=Split(2, zero)) for zero in (0, 1, 2)]
-    monkeypatch.setenv("NCCL_CTA_POLICY", "2")
-    for zero, (before, boxes) in enumerate(zip(plain, (1, 1, 2), strict=True)):
-        plan = plan_step(spec, config, "bf16", 64, 512, split=Split(2, zero))
-        assert (plan.weights, plan.moments, plan.saved) == (before.weights, before.moments, before.saved)
-        assert plan.peak == before.peak + boxes * box
-
-
 def test_the_page_has_the_forecasts_of_what_is_shared_out() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/parallel.md").read_text(encoding="utf-8")
     rows = re.findall(r"\| `(\w+)`, (\d+) x (\d+) a GPU, (\d+) GPUs \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", page)

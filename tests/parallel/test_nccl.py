@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Pipe
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from models.nanoeuler import Config, NanoEuler
+from tests.backends.as_graphs import AsGraphs
 from tests.gpu.ranks_check import collectives
 from tests.parallel import fake_nccl
 from tests.parallel.fake_nccl import FakeEngine, LateEngine
@@ -29,7 +31,9 @@ from tinyforge.parallel.buckets import Buckets
 from tinyforge.parallel.nccl import CupyEngine, NCCLGroup
 from tinyforge.parallel.star import Lost, Star
 from tinyforge.parallel.watch import Watch
+from tinyforge.rng import Stream
 from tinyforge.train.batches import PackedTokens
+from tinyforge.train.captured import Captured
 from tinyforge.train.data_parallel import Sharded, clip, gradients_of, update
 from tinyforge.train.objectives import NextTokens
 
@@ -64,7 +68,7 @@ def on_ranks(
     return found
 
 
-COPIES, LATE_COPIES = partial(FakeEngine, copies=True), partial(LateEngine, copies=True)
+LATE_WINDOWS = partial(LateEngine, windows=True)
 
 
 def own(rank: int, count: int) -> np.ndarray:
@@ -121,32 +125,9 @@ def checked(group: NCCLGroup) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_collectives_by_copies(size: int, tmp_path: Path) -> None:
-    for kind, compared in ((FakeEngine, 64), (LATE_COPIES, 128)):
+def test_collectives_in_windows(size: int, tmp_path: Path) -> None:
+    for kind, compared in ((FakeEngine, 64), (LATE_WINDOWS, 128)):
         assert on_ranks(size, tmp_path / str(compared), checked, kind=kind) == [compared] * size
-
-
-def test_a_copy_that_brings_nothing_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail."""
-    monkeypatch.setattr(FakeEngine, "exchange", lambda self, array, out: None)
-    for error in on_ranks(2, tmp_path, checked, kind=LATE_COPIES):
-        assert isinstance(error, AssertionError)
-
-
-def test_sums_by_copies_are_in_the_order_of_the_ranks(tmp_path: Path) -> None:
-    def work(group: NCCLGroup) -> list[np.ndarray]:
-        found = []
-        for tree in (False, True):
-            array = group.reachable(96, np.float64)
-            array[...] = own(group.rank, 96)
-            group.all_reduce_(array, tree)
-            found.append(array)
-        group.barrier()
-        return found
-
-    a, b, c, d = (own(rank, 96) for rank in range(4))
-    for in_order, as_a_tree in on_ranks(4, tmp_path, work, kind=COPIES):
-        assert np.array_equal(in_order, ((a + b) + c) + d) and np.array_equal(as_a_tree, (a + b) + (c + d))
 
 
 def test_calls_that_do_not_match_are_found_at_the_next_meeting(tmp_path: Path) -> None:
@@ -185,8 +166,11 @@ def test_an_array_with_gaps_is_refused(tmp_path: Path) -> None:
 # --- steps, with collectives that are late ----------------------------------------------------------------------------
 
 
-def trained(group: Any, zero: int, micro_batches: int = 1, shards: int = 0) -> dict[str, np.ndarray]:
-    """Six steps of a small model; on each rank all weights and its own masters and moments."""
+def trained(
+    group: Any, zero: int, micro_batches: int = 1, shards: int = 0, capture: bool = False
+) -> dict[str, np.ndarray]:
+    """Six steps of a small model; on each rank all weights and its own masters and moments. capture: by `Captured`,
+    over a stand-in for graphs."""
     backend = get_backend("numpy", "fp32", workers=1)
     backend.group = group if group.size > 1 else None
     model = NanoEuler(TINY, backend)
@@ -195,10 +179,20 @@ def trained(group: Any, zero: int, micro_batches: int = 1, shards: int = 0) -> d
     data = PackedTokens(tokens, TINY.context, TINY.mtp_heads, seed=0)
     batches = lambda step: [data.batch(step * micro_batches + i, 8) for i in range(micro_batches)]  # noqa: E731
     objective = NextTokens(TINY.head_weights)
-    rank = Sharded(model, backend, objective, shards=shards, batches=batches).rank
+    sharded = Sharded(model, backend, objective, shards=shards, batches=batches)
+    rank = sharded.rank
     rank.buckets = Buckets(model.buffer, model.ops(), elements=6000)  # several
     optimizer = rank.make_optimizer(None, zero, micro_batches)
+    backend.graphs = AsGraphs  # type: ignore[method-assign]
+    captured = Captured(sharded, optimizer, 1.0) if capture else None
     for step in range(6):
+        if captured:
+            if group.rank:
+                work, arguments = group.send_object()
+                work(rank, *arguments)
+            else:
+                captured.step(batches(step), Stream(0, "noise"), 1e-2, step if step % 2 else None)
+            continue
         counts = sum(objective.count(batch) for batch in batches(step))
         gradients_of(rank, step, counts, None)
         clip(rank, 1.0)
@@ -221,11 +215,11 @@ def all_of(found: list[Any]) -> dict[str, np.ndarray]:
 def test_sums_under_backward_and_weights_under_forward_wait_for_what_they_need(
     micro_batches: int, tmp_path: Path
 ) -> None:
-    """The steps of ranks whose collectives happen at once, and as late as can be; kernels and copies; whole and shared
+    """The steps of ranks whose collectives happen at once, and as late as can be, in windows and not; whole and shared
     out."""
     found = {}
     for zero in (0, 1, 2):
-        for number, kind in enumerate((FakeEngine, LateEngine, LATE_COPIES)):
+        for number, kind in enumerate((FakeEngine, LateEngine, LATE_WINDOWS)):
             work = partial(trained, zero=zero, micro_batches=micro_batches)
             found[zero, kind] = all_of(on_ranks(2, tmp_path / f"{zero}{number}", work, kind=kind))
     wanted = found[0, FakeEngine]
@@ -237,12 +231,38 @@ def test_sums_under_backward_and_weights_under_forward_wait_for_what_they_need(
         np.testing.assert_allclose(found[2, FakeEngine][name], array, rtol=2e-3, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", [LateEngine, LATE_COPIES], ids=["kernels", "copies"])
+@pytest.mark.parametrize("kind", [LateEngine, LATE_WINDOWS], ids=["plain", "windows"])
 def test_the_bits_of_shards_with_collectives_that_are_late(kind: Any, tmp_path: Path) -> None:
     wanted = trained(Alone(), zero=0, shards=2)
     for zero in (0, 1, 2):
         state = all_of(on_ranks(2, tmp_path / str(zero), partial(trained, zero=zero, shards=2), kind=kind))
         assert all(np.array_equal(state[name], wanted[name]) for name in wanted if name != "loss"), zero
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_captured_steps_of_ranks_have_the_bits_of_plain_ones(zero: int, tmp_path: Path) -> None:
+    wanted = all_of(on_ranks(2, tmp_path / "plain", partial(trained, zero=zero)))
+    for number, kind in enumerate((LateEngine, LATE_WINDOWS)):
+        work = partial(trained, zero=zero, capture=True)
+        state = all_of(on_ranks(2, tmp_path / str(number), work, kind=kind))
+        assert all(np.array_equal(state[name], wanted[name]) for name in wanted), (zero, kind)
+
+
+def test_graphs_are_dropped_before_the_group_is_left(tmp_path: Path) -> None:
+    """NCCL waits for them when it is left."""
+
+    def work(group: NCCLGroup) -> list[bool]:
+        def launch() -> None:
+            pass
+
+        alive, again = weakref.ref(launch), group.captured(lambda made=launch: made)  # type: ignore[misc]
+        del launch
+        again()
+        there = [alive() is not None]
+        group.forget()
+        return [*there, alive() is None]
+
+    assert on_ranks(1, tmp_path, work) == [[True, True]]
 
 
 def test_the_norm_of_sums_that_nobody_waits_for_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,25 +326,23 @@ def test_collectives_take_few_multiprocessors_and_come_first(
 
 
 @pytest.mark.parametrize(("ranks", "shards", "spared"), [(1, 0, 0), (1, 2, 4), (2, 0, 4), (2, 2, 4)])
-@pytest.mark.parametrize("copies", [False, True])
 def test_products_leave_room_wherever_bits_are_to_be_the_same(
-    ranks: int, shards: int, spared: int, copies: bool, monkeypatch: pytest.MonkeyPatch
+    ranks: int, shards: int, spared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many multiprocessors on one GPU with --shards-per-step as on several: none where sums are copies."""
+    """As many multiprocessors on one GPU with --shards-per-step as on several."""
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
-    monkeypatch.setenv("NCCL_CTA_POLICY", "2" if copies else "0")
     backend = get_backend("numpy", "fp32", workers=1)
     told = list[int]()
     monkeypatch.setattr(backend, "spare", told.append)
     if ranks > 1:
-        engine = SimpleNamespace(copies=copies, check=lambda: None)
+        engine = SimpleNamespace(has_windows=False, check=lambda: None)
         backend.group = NCCLGroup(0, ranks, engine, None, SimpleNamespace())  # type: ignore[arg-type]
     model = NanoEuler(TINY, backend)
     Sharded(model, backend, NextTokens(TINY.head_weights), shards=shards)
-    assert told == [0 if copies else spared]
+    assert told == [spared]
 
 
-# --- whether there are copies -----------------------------------------------------------------------------------------
+# --- whether there are windows ----------------------------------------------------------------------------------------
 
 
 class Tried(LateEngine):
@@ -344,8 +362,7 @@ class Tried(LateEngine):
 
 
 def engines(monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...] = ("here", "here")) -> list[Any]:
-    """What `Ranks.group` makes on each rank where copies are wanted."""
-    monkeypatch.setenv("NCCL_CTA_POLICY", "2")
+    """What `Ranks.group` makes on each rank."""
     monkeypatch.setattr(nccl, "CupyEngine", Tried)
     monkeypatch.setattr(nccl, "new_token", fake_nccl.new_token)
     monkeypatch.setattr(Tried, "given_up", [])
@@ -365,32 +382,33 @@ def engines(monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...] = ("here", "
     return found
 
 
-def test_copies_where_all_ranks_have_them(
+def test_windows_where_all_ranks_have_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)  # an engine of another test leaves it
-    monkeypatch.setattr(nccl, "no_copies", lambda hosts: "")
-    assert [engine.copies for engine in engines(monkeypatch)] == [True, True]
+    monkeypatch.setattr(nccl, "no_windows", lambda hosts: "")
+    assert [engine.has_windows for engine in engines(monkeypatch)] == [True, True]
     # One rank cannot: none does, the communicators are made anew, and one line says why.
     monkeypatch.setattr(Tried, "faults", {1: "ncclMemAlloc failed: no such thing"})
-    assert [engine.copies for engine in engines(monkeypatch)] == [False, False] and sorted(Tried.given_up) == [0, 1]
+    assert [engine.has_windows for engine in engines(monkeypatch)] == [False, False]
+    assert sorted(Tried.given_up) == [0, 1]
     assert capsys.readouterr().out == (
-        "gradients travel by NCCL's kernels, which take 4 multiprocessors: ncclMemAlloc failed: no such thing\n"
+        "NCCL sums without windows, which takes longer: ncclMemAlloc failed: no such thing\n"
     )
 
 
-@pytest.mark.parametrize("lost", ["exchange", "all_gather"])
-def test_copies_that_bring_nothing_are_not_taken(
+@pytest.mark.parametrize("lost", ["all_reduce", "all_gather"])
+def test_windows_that_bring_nothing_are_not_taken(
     lost: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
-    monkeypatch.setattr(nccl, "no_copies", lambda hosts: "")
-    monkeypatch.setattr(FakeEngine, lost, lambda self, array, out: None)
-    assert [engine.copies for engine in engines(monkeypatch)] == [False, False]
-    assert "multiprocessors: copies gave [[" in capsys.readouterr().out
+    monkeypatch.setattr(nccl, "no_windows", lambda hosts: "")
+    monkeypatch.setattr(FakeEngine, lost, lambda self, *arrays: None)
+    assert [engine.has_windows for engine in engines(monkeypatch)] == [False, False]
+    assert "takes longer: the first sum in a window is wrong" in capsys.readouterr().out
 
 
-def test_no_copies_between_hosts_by_an_old_library_or_unasked(
+def test_no_windows_between_hosts_in_an_old_library_or_unwanted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("cupy")
@@ -398,14 +416,14 @@ def test_no_copies_between_hosts_by_an_old_library_or_unasked(
     library = SimpleNamespace(get_version=lambda: 22809)
     monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", library)
     monkeypatch.setattr("cupy.cuda.nccl", library, raising=False)
-    assert [engine.copies for engine in engines(monkeypatch)] == [True, True] and not capsys.readouterr().out
-    assert [engine.copies for engine in engines(monkeypatch, ("here", "there"))] == [False, False]
+    assert [engine.has_windows for engine in engines(monkeypatch)] == [True, True] and not capsys.readouterr().out
+    assert [engine.has_windows for engine in engines(monkeypatch, ("here", "there"))] == [False, False]
     assert "the ranks are on 2 hosts" in capsys.readouterr().out
     library.get_version = lambda: 22703
-    assert [engine.copies for engine in engines(monkeypatch)] == [False, False]
-    assert "this NCCL is 2.27, 2.28 is the first with windows" in capsys.readouterr().out
-    monkeypatch.setattr(nccl, "copies_wanted", lambda: False)
-    assert [engine.copies for engine in engines(monkeypatch)] == [False, False] and not capsys.readouterr().out
+    assert [engine.has_windows for engine in engines(monkeypatch)] == [False, False]
+    assert "this NCCL is 2.27, 2.28 is the first that gathers by copies" in capsys.readouterr().out
+    monkeypatch.setenv("NCCL_WIN_ENABLE", "0")
+    assert [engine.has_windows for engine in engines(monkeypatch)] == [False, False] and not capsys.readouterr().out
 
 
 # --- the watch --------------------------------------------------------------------------------------------------------

@@ -47,11 +47,6 @@ class Buckets:
             id(op): sorted({number_of[id(p)] for p in op.params() if id(p) in number_of}) for op in ops
         }  # fmt: skip
 
-    @property
-    def largest(self) -> int:
-        """Elements of the largest bucket."""
-        return max((bucket.stop - bucket.start for bucket in self.slices), default=0)
-
     def parts(self, rank: int, size: int) -> list[slice]:
         """What of each bucket is rank's."""
         found = []

@@ -59,9 +59,6 @@ class Group(Protocol):
         """Zeros, (count,), in memory where collectives are faster; None where there is no such memory. All ranks call
         it."""
 
-    def prepare(self, most: int) -> None:
-        """Arrays of at most so many bytes will be summed. All ranks call it."""
-
     def all_reduce_(self, array: Array, tree: bool = False) -> None:
         """array = the sum of all ranks' arrays, added in the order of the ranks."""
 
@@ -91,6 +88,13 @@ class Group(Protocol):
 
     def after(self, work: Callable[[], Any]) -> None:
         """Compute something behind the collectives that were called, without what is computed elsewhere waiting."""
+
+    def captured(self, capture: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """What capture() returns: a launch of what it captures in a graph, collectives among it. All ranks call it,
+        and launch together."""
+
+    def forget(self) -> None:
+        """Drop what was captured: NCCL does not leave while a graph has its calls."""
 
     def be_patient(self, seconds: float) -> None:
         """A rank may keep the others waiting for so long; longer, and it counts as lost."""
@@ -134,9 +138,6 @@ class Finished:
     def reachable(self, count: int, dtype: Any) -> Array | None:
         return None
 
-    def prepare(self, most: int) -> None:
-        pass
-
     def mark(self) -> Any:
         pass
 
@@ -145,6 +146,12 @@ class Finished:
 
     def after(self, work: Callable[[], Any]) -> None:
         work()
+
+    def captured(self, capture: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        return capture()
+
+    def forget(self) -> None:
+        pass
 
 
 class Alone(Finished):

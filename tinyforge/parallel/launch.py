@@ -69,21 +69,21 @@ class Ranks:
         return self._group
 
     def _engine(self) -> nccl.Engine:
-        """NCCL's, with copies where they are wanted and all ranks can have them. Why not, if not, is said by rank 0."""
+        """NCCL's, with windows where all ranks can have them. Why not, if they are wanted, is said by rank 0."""
         assert self.star
         hosts = len({name.rpartition(" ")[2] for name in self.star.names})
-        if self._agreed("" if nccl.copies_wanted() else "not wanted"):
+        if self._agreed("" if nccl.windows_wanted() else "not wanted"):
             return nccl.CupyEngine(self.size, self.rank, self._token())
-        reason = self._agreed(nccl.no_copies(hosts))
+        reason = self._agreed(nccl.no_windows(hosts))
         if not reason:
-            engine = nccl.CupyEngine(self.size, self.rank, self._token(), copies=True)
+            engine = nccl.CupyEngine(self.size, self.rank, self._token(), windows=True)
             window, reason = nccl.first_window(engine, self.size)
-            reason = self._agreed(reason) or self._agreed(nccl.first_copies(engine, window, self.rank, self.size))
+            reason = self._agreed(reason) or self._agreed(nccl.first_sum(engine, window, self.rank, self.size))
             if not reason:
                 return engine
             engine.give_up()
         if self.rank == 0:
-            print(f"gradients travel by NCCL's kernels, which take {nccl.blocks()} multiprocessors: {reason}")
+            print(f"NCCL sums without windows, which takes longer: {reason}")
         return nccl.CupyEngine(self.size, self.rank, self._token())
 
     def _token(self) -> Any:
@@ -167,6 +167,8 @@ def joined() -> Iterator[Ranks]:
         ranks.watch.close()
         ranks.star.stop(0 if isinstance(left, SystemExit) else 130)
         raise
+    finally:
+        ranks._group.forget()
     ranks.watch.close()
     ranks.star.stop(0)
 

@@ -4,9 +4,9 @@ A collective is started on a stream of its own, behind what has been asked of th
 what is computed meanwhile runs beside it, until `join` makes the next work wait for it. So the gradients of the last
 layers travel while backward still computes those of the first (docs/parallel.md).
 
-A kernel of NCCL's holds multiprocessors that the ops' kernels miss: it has few blocks. With NCCL_CTA_POLICY=2 gradients
-and weights travel by **copies** on one host: the arrays lie in windows (windows_cuda.py), NCCL hands an all-to-all or
-an all-gather to the GPU's copy engines, and a kernel of ours adds what has come, in the order of the ranks.
+A kernel of NCCL's holds multiprocessors that the ops' kernels miss: it has few blocks. On one host gradients and
+weights lie in **windows** (windows_cuda.py): there a block of NCCL's sums more, and an all-gather is made of copies by
+the GPU's copy engines, which take no multiprocessor.
 
 The ranks' processes talk over lines (star.py). A collective of NCCL's does not wait for a meeting; what was called
 since the last one is compared at the next. A rank that dies or hangs in between is for the watch to notice (watch.py).
@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -40,9 +39,9 @@ BLOCKS = 4
 for all of them take twice their time (`Backend.spare`). NCCL by itself takes 24 and is done sooner, but nothing waits
 for a sum under backward."""
 MOST_SPARED = 8
-SMALL = 1 << 14  # bytes of an array that goes to all ranks whole, to be summed there
-FIRST_WITH_COPIES = 22800  # as the library gives its version: 2.28
-PATIENCE = 20.0  # seconds for the first copy
+FIRST_WITH_WINDOWS = 22800  # as the library gives its version: 2.28, the first where copies gather
+TRIED = 1 << 12  # numbers of each rank in the first sum
+PATIENCE = 20.0  # seconds for it
 HIGHEST = -5  # of the priorities of streams; CUDA takes the highest that the device has
 
 
@@ -53,14 +52,9 @@ def spared() -> int:
     return found if (found := blocks()) <= MOST_SPARED else 0
 
 
-def copies_wanted() -> bool:
-    """By NCCL's own variable for it: zero CTA. They have not run in a step on GPUs, see docs/parallel.md."""
-    return os.environ.get("NCCL_CTA_POLICY") == "2"
-
-
-def spared_alone() -> int:
-    """Of one GPU that is to compute the bits of several."""
-    return 0 if copies_wanted() else spared()
+def windows_wanted() -> bool:
+    """Unless NCCL's own variable for it says no."""
+    return os.environ.get("NCCL_WIN_ENABLE") != "0"
 
 
 def blocks() -> int:
@@ -74,20 +68,14 @@ def blocks() -> int:
 class Engine(Protocol):
     """NCCL's calls over C-contiguous arrays of one device, started on the communicator's stream, in order.
 
-    copies: whether all-to-all and all-gather within windows are copies.
+    has_windows: whether `window` gives any.
     """
 
     @property
-    def copies(self) -> bool: ...
+    def has_windows(self) -> bool: ...
 
     def window(self, count: int, dtype: Any) -> Array:
         """Zeros, (count,), in a window. All ranks call it."""
-
-    def holds(self, array: Array) -> bool:
-        """Whether the array lies in a window."""
-
-    def exchange(self, array: Array, out: Array) -> None:
-        """out[r] = the part of rank r's flat array that is this rank's; parts are of one size. Both lie in windows."""
 
     def all_reduce(self, array: Array) -> None: ...
     def reduce_scatter(self, array: Array, out: Array) -> None: ...
@@ -132,16 +120,16 @@ class NCCLGroup:
         self.rank, self.size = rank, size
         self._engine, self._star, self._watch = engine, star, watch
         self._calls: list[Call] = []
-        self._inbox: Array = None  # bytes, in windows: what the other ranks send, and what they are sent
-        self._outbox: Array = None
+        self._capturing = False
+        self._launches: list[list[Callable[[], None]]] = []
         watch.check = engine.check
 
     @property
     def spares(self) -> int:
-        return 0 if self._engine.copies else spared()
+        return spared()
 
     def reachable(self, count: int, dtype: Any) -> Array | None:
-        if not self._engine.copies:
+        if not self._engine.has_windows:
             return None
         self._calls.append(("reachable", count, str(np.dtype(dtype))))
         started = self._watch.begin("reachable")
@@ -149,25 +137,19 @@ class NCCLGroup:
         started.done = lambda: True
         return array
 
-    def prepare(self, most: int) -> None:
-        if self._engine.copies and (self._inbox is None or self._inbox.size < most):
-            self._inbox = self._engine.window(most, np.uint8)
-
     def all_reduce_(self, array: Array, tree: bool = False) -> None:
         flat = self._begin("all_reduce_", array)
-        if (self._splits(flat) and self._engine.holds(flat)) or (tree and self.size > 2):
-            self._sum(flat, 1, tree)
+        if tree and self.size > 2:
+            self._sum(flat, 1)
             self._gather(flat, 1)
-        elif self._engine.copies and 0 < flat.nbytes <= SMALL:
-            self._sum_of_all(flat, tree)
         elif flat.size:
             self._engine.all_reduce(flat)
         self._end()
 
     def reduce_scatter_(self, array: Array, tree: bool = False, unit: int = 1) -> None:
         flat = self._begin("reduce_scatter_", array)
-        if self._splits(flat, unit) or (tree and self.size > 2):
-            self._sum(flat, unit, tree)
+        if tree and self.size > 2:
+            self._sum(flat, unit)
         elif flat.size % (self.size * unit) == 0 and flat.size:
             self._engine.reduce_scatter(flat, flat[part_of(self.rank, self.size, flat.size, unit)])
         else:
@@ -203,6 +185,28 @@ class NCCLGroup:
     def after(self, work: Callable[[], Any]) -> None:
         self._engine.run(work)
 
+    def captured(self, capture: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        self._capturing = True
+        try:
+            launch = capture()
+        finally:
+            self._capturing = False
+
+        self._launches.append(held := [launch])
+
+        def watched() -> None:
+            self._calls.append(("a captured step",))
+            started = self._watch.begin("a captured step")
+            held[0]()
+            self._engine.fork()
+            started.done = self._engine.done()
+
+        return watched
+
+    def forget(self) -> None:
+        while self._launches:
+            self._launches.pop().clear()
+
     def gather_objects(self, value: Any) -> list[Any]:
         return self._meet("gather_objects", bring=value)
 
@@ -225,12 +229,13 @@ class NCCLGroup:
         if not array.flags.c_contiguous:
             raise ValueError("group: a collective works in place: it wants a C-contiguous array")
         self._calls.append((what, tuple(array.shape), str(array.dtype)))
-        self._started = self._watch.begin(what)
+        self._started = None if self._capturing else self._watch.begin(what)
         self._engine.fork()
         return array.reshape(-1)
 
     def _end(self) -> None:
-        self._started.done = self._engine.done()
+        if self._started:
+            self._started.done = self._engine.done()
 
     def _gather(self, flat: Array, unit: int) -> None:
         if flat.size % (self.size * unit) == 0 and flat.size:
@@ -241,55 +246,16 @@ class NCCLGroup:
                 if (part := flat[part_of(rank, self.size, flat.size, unit)]).size:
                     self._engine.broadcast(part, rank)
 
-    def _splits(self, flat: Array, unit: int = 1) -> bool:
-        """Whether copies can exchange the parts of these arrays."""
-        return self._engine.copies and flat.size > 0 and flat.size % (self.size * unit) == 0
-
-    def _sum(self, flat: Array, unit: int, tree: bool) -> None:
-        """The rank's own part becomes the sum of all ranks', in their order or in that of a tree."""
+    def _sum(self, flat: Array, unit: int) -> None:
+        """The rank's own part becomes the sum of all ranks', as a binary tree."""
         own = flat[part_of(self.rank, self.size, flat.size, unit)]
-        if not self._splits(flat, unit):
-            rows = self._sent(flat, own, unit)
-        else:
-            self.prepare(flat.nbytes)
-            rows = _in(self._inbox, flat).reshape(self.size, -1)
-            if not self._engine.holds(flat):
-                flat = self._put(flat)
-            self._engine.exchange(flat, rows)
-        self._engine.run(partial(self._add, rows, own, tree))
+        rows = self._sent(flat, own, unit)
 
-    def _sum_of_all(self, flat: Array, tree: bool) -> None:
-        """Every rank gets the others' arrays, and adds them up. Nobody waits for a rank that is late in a kernel."""
-        self.prepare(self.size * SMALL)
-        rows = _in(self._inbox, flat, self.size).reshape(self.size, -1)
+        def add() -> None:
+            rows[self.rank] = own
+            summed(list(rows), True, own, self._engine.add)
 
-        def put() -> None:
-            rows[self.rank] = flat
-
-        self._engine.run(put)
-        self._engine.all_gather(rows[self.rank], rows.reshape(-1))
-        self._engine.run(partial(self._add, rows, flat, tree))
-
-    def _add(self, rows: Array, own: Array, tree: bool) -> None:
-        """own = the sum of the rows, this rank's being its own."""
-        if self.size == 2:  # of two the order is no question
-            self._engine.add(own, rows[1 - self.rank])
-            return
-        rows[self.rank] = own
-        summed(list(rows), tree, own, self._engine.add)
-
-    def _put(self, flat: Array) -> Array:
-        """The other ranks' parts, where copies can take them from."""
-        if self._outbox is None or self._outbox.size < flat.nbytes:
-            self._outbox = self._engine.window(self._inbox.size, np.uint8)
-        out, own = _in(self._outbox, flat), part_of(self.rank, self.size, flat.size)
-
-        def put() -> None:
-            out[: own.start] = flat[: own.start]
-            out[own.stop :] = flat[own.stop :]
-
-        self._engine.run(put)
-        return out
+        self._engine.run(add)
 
     def _sent(self, flat: Array, own: Array, unit: int) -> Array:
         """The other ranks' parts, by NCCL's kernels."""
@@ -304,15 +270,10 @@ class NCCLGroup:
         return rows
 
 
-def _in(box: Array, flat: Array, count: int = 1) -> Array:
-    """The beginning of a box, as `count` arrays like `flat` one behind the other."""
-    return box[: count * flat.nbytes].view(flat.dtype)
-
-
 class CupyEngine:
-    """NCCL by way of CuPy. copies: wanted; `window` shows whether the library has them."""
+    """NCCL by way of CuPy. windows: wanted; `window` shows whether the library has them."""
 
-    def __init__(self, size: int, rank: int, token: bytes, copies: bool = False) -> None:
+    def __init__(self, size: int, rank: int, token: bytes, windows: bool = False) -> None:
         import cupy
         from cupy.cuda import nccl
 
@@ -323,11 +284,12 @@ class CupyEngine:
             "int32": nccl.NCCL_INT32, "int64": nccl.NCCL_INT64, "uint8": nccl.NCCL_UINT8,
         }  # fmt: skip
         os.environ["NCCL_MAX_CTAS"] = str(blocks())  # read by the library when it makes its first communicator
-        if copies:
-            os.environ["NCCL_NVLS_ENABLE"] = "0"  # windows would be bound to multicast, which copies do not use
+        if windows:
+            os.environ["NCCL_NVLS_ENABLE"] = "0"  # windows would be bound to multicast, which is not needed here
+            os.environ.setdefault("NCCL_CTA_POLICY", "2")  # zero CTA: gather by copies
         self._comm = nccl.NcclCommunicator(size, token, rank)
         self._windows: Windows | None = None
-        if copies:
+        if windows:
             from tinyforge.parallel.windows_cuda import Windows
 
             self._windows = Windows(self._comm.comm)
@@ -336,7 +298,7 @@ class CupyEngine:
         self._add = add_.bind(_Name("cupy"))
 
     @property
-    def copies(self) -> bool:
+    def has_windows(self) -> bool:
         return self._windows is not None
 
     def window(self, count: int, dtype: Any) -> Array:
@@ -347,13 +309,6 @@ class CupyEngine:
         """Leave the communicator, which may be broken."""
         self._windows = None
         self._comm.abort()
-
-    def holds(self, array: Array) -> bool:
-        return self._windows is not None and self._windows.holds(array)
-
-    def exchange(self, array: Array, out: Array) -> None:
-        assert self._windows
-        self._windows.exchange(array, out, self._type(array), self._stream.ptr)
 
     def all_reduce(self, array: Array) -> None:
         at = array.data.ptr
@@ -451,42 +406,41 @@ def new_token() -> bytes:
 
 
 def first_window(engine: Engine, size: int) -> tuple[Array, str]:
-    """Three numbers for each rank in a window, or why there is none. All ranks call it."""
+    """Memory for `first_sum` in a window, or why there is none. All ranks call it."""
     try:
-        return engine.window(3 * size, np.int32), ""
+        return engine.window(2 * size * TRIED, np.float32), ""
     except (RuntimeError, UserError) as error:
         return None, str(error)
 
 
-def first_copies(engine: Engine, window: Array, rank: int, size: int) -> str:
-    """Why copies do not work here; empty where they do. All ranks that have a window call it."""
-    given, got, gathered = rows = window.reshape(3, size)
-    given[...] = size * rank
-    for other in range(size):
-        given[other] += other
+def first_sum(engine: Engine, window: Array, rank: int, size: int) -> str:
+    """Why windows do not work here; empty where they do. All ranks that have one call it."""
+    total, gathered = window.reshape(2, -1)
+    own = gathered.reshape(size, -1)[rank]
+    total[...] = rank + 1
+    own[...] = rank + 1
     try:
         engine.fork()
-        engine.exchange(given, got.reshape(size, 1))
-        engine.all_gather(got[rank : rank + 1], gathered)
+        engine.all_reduce(total)
+        engine.all_gather(own, gathered)
     except (RuntimeError, UserError) as error:
         return str(error)
     over, until = engine.done(), time.monotonic() + PATIENCE
     while not over():
         if time.monotonic() > until:
-            return f"a copy of {size} numbers has not ended after {PATIENCE:.0f} s"
+            return f"the first sum has not ended after {PATIENCE:.0f} s"
         time.sleep(0.001)
     engine.join()
-    found = [[int(number) for number in row] for row in rows[1:]]
-    wanted = [[size * r + rank for r in range(size)], [size * r + r for r in range(size)]]
-    return "" if found == wanted else f"copies gave {found}, wanted {wanted}"
+    right = all((of == r + 1).all() for r, of in enumerate(gathered.reshape(size, -1)))
+    return "" if right and (total == size * (size + 1) // 2).all() else "the first sum in a window is wrong"
 
 
-def no_copies(hosts: int) -> str:
-    """Why sums are not made of copies here, where ranks on so many hosts wish for them; empty where they may be."""
+def no_windows(hosts: int) -> str:
+    """Why there are no windows here, where ranks on so many hosts wish for them; empty where there may be."""
     from cupy.cuda import nccl
 
     if hosts > 1:
         return f"the ranks are on {hosts} hosts"
-    if (version := nccl.get_version()) < FIRST_WITH_COPIES:
-        return f"this NCCL is {version // 10000}.{version // 100 % 100}, 2.28 is the first with windows"
+    if (version := nccl.get_version()) < FIRST_WITH_WINDOWS:
+        return f"this NCCL is {version // 10000}.{version // 100 % 100}, 2.28 is the first that gathers by copies"
     return ""

@@ -1,14 +1,15 @@
-"""Memory from which NCCL's collectives travel as copies, and take no multiprocessor.
+"""Memory in which NCCL's collectives are faster.
 
-A GPU has engines that copy and do nothing else. NCCL gives them an all-gather or an all-to-all where both arrays lie in
-memory that its ranks have registered together, a *window*, and the communicator's policy is "zero CTA"
-(NCCL_CTA_POLICY=2); any other collective is a kernel. CuPy wraps neither windows nor the all-to-all, so they are
-called here, in the library that CuPy has loaded.
+Its ranks register it together, a *window*. A kernel of NCCL's then reads and writes the other GPUs' memory where it
+lies, with no buffer in between: a block of it moves several times as much. Where the communicator's policy is "zero
+CTA" (NCCL_CTA_POLICY=2), an all-gather is made of copies by engines that do nothing else, and takes no multiprocessor.
+CuPy does not wrap windows, so they are asked for here, of the library that CuPy has loaded.
 
 A window is made by all ranks, in the same order, and stays until the process ends: what one rank alone gave back and
 took again would lie elsewhere on the others.
 
-Source: the NCCL user guide, "Zero-CTA Optimization"; names and numbers as in nccl.h, from 2.28 on.
+Source: the NCCL user guide, "Window Registration" and "Zero-CTA Optimization"; names and
+numbers as in nccl.h, from 2.28 on.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ def _library() -> Any:
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     library.ncclMemAlloc.argtypes = (pointer, size)
     library.ncclCommWindowRegister.argtypes = (pointer, pointer, size, pointer, integer)
-    library.ncclAlltoAll.argtypes = (pointer, pointer, size, integer, pointer, pointer)
     library.ncclGetErrorString.restype = ctypes.c_char_p
     library.ncclGetLastError.restype = ctypes.c_char_p
     library.ncclGetLastError.argtypes = (pointer,)
@@ -63,16 +63,6 @@ class Windows:
         cupy.cuda.get_current_stream().synchronize()  # before anything arrives there
         return array
 
-    def holds(self, array: Array) -> bool:
-        """Whether the array lies in a window."""
-        at = array.data.ptr
-        return any(start <= at < stop for start, stop in self._ranges)
-
-    def exchange(self, array: Array, out: Array, kind: int, stream: int) -> None:
-        """Row r of out (ranks, n) = the part of rank r's flat array that is this rank's."""
-        each = array.size // len(out)
-        self._call("ncclAlltoAll", array.data.ptr, out.data.ptr, each, kind, self._communicator, stream)
-
     def used_bytes(self) -> int:
         return sum(stop - start for start, stop in self._ranges)
 
@@ -82,4 +72,4 @@ class Windows:
         library = _library()
         if status := getattr(library, name)(*arguments):
             why = library.ncclGetLastError(self._communicator) or library.ncclGetErrorString(status)
-            raise UserError(f"{name} failed: {why.decode(errors='replace').strip()}; leave out NCCL_CTA_POLICY")
+            raise UserError(f"{name} failed: {why.decode(errors='replace').strip()}; set NCCL_WIN_ENABLE=0")

@@ -113,9 +113,9 @@ class ShardedAdamW(AdamW):
         self._leaving.clear()
         return sums
 
-    def step(self, lr: float, grad_scale: Any = 1.0) -> None:
+    def apply(self, rates: Array, grad_scale: Any) -> None:
         """Update the rank's own parts, and begin to gather those of all."""
-        buffer, (decayed, plain) = self.buffer, self.next_rates(lr)
+        buffer, (decayed, plain) = self.buffer, rates
         for number, (place, mine, decays) in enumerate(self.parts):
             values = buffer.values[place]
             masters = values if self.own is None else self.own[mine]

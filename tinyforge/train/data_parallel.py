@@ -17,7 +17,7 @@ from tinyforge.ops.cross_entropy import sum_tokens
 from tinyforge.optim import AdamW, AdamWConfig, Muon, MuonConfig
 from tinyforge.parallel import Group, part_of, start_group
 from tinyforge.parallel.buckets import UNIT, Buckets, Watched
-from tinyforge.parallel.nccl import spared_alone
+from tinyforge.parallel.nccl import spared
 from tinyforge.parallel.sums import add_
 from tinyforge.parallel.zero import ShardedAdamW, pieces_of, stage_of
 from tinyforge.params import ParamBuffer
@@ -69,6 +69,7 @@ class Rank:
     batches: Callable[[int], Sequence[Batch]] | None = None
     optimizer: AdamW | None = None
     buckets: Buckets | None = None
+    captured: Any = None
 
     def __post_init__(self) -> None:
         count, ranks = self.shards or self.group.size, self.group.size
@@ -109,7 +110,6 @@ class Rank:
         """Move what the ranks send each other to where it travels best."""
         assert self.buckets
         buffer, group = self.model.buffer, self.group
-        group.prepare(self.buckets.largest * self.backend.master_dtype.itemsize)
         if stage < 2 and (grads := group.reachable(buffer.size, self.backend.master_dtype)) is not None:
             buffer.place_grads(grads)
         if stage and (values := group.reachable(buffer.size, self.backend.dtype)) is not None:
@@ -145,7 +145,7 @@ class Sharded:
         if backend.group and self.objective:
             self.rank.buckets = Buckets(model.buffer, model.ops())
         # Where the bits of one GPU are to be those of several, it works as if there were others.
-        backend.spare(self.group.spares if backend.group else spared_alone() if shards else 0)
+        backend.spare(self.group.spares if backend.group else spared() if shards else 0)
 
     @property
     def alone(self) -> bool:

@@ -20,7 +20,6 @@ from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW, Muon
 from tinyforge.parallel import Alone
 from tinyforge.parallel.buckets import Buckets, Watched
-from tinyforge.parallel.nccl import copies_wanted
 from tinyforge.parallel.zero import ShardedAdamW, stage_of
 from tinyforge.registry import ModelSpec
 from tinyforge.rng import Stream
@@ -108,9 +107,6 @@ def plan_step(
         optimizer = (Muon if split.optimizer == "muon" else AdamW)(model.buffer, backend)
     ready = METER.now - start
     sums = [backend.zeros((model.buffer.size,), backend.master_dtype) for _ in range(split.levels)]
-    if split.ranks > 1 and copies_wanted():  # the boxes of `NCCLGroup`
-        largest = Buckets(model.buffer, model.ops()).largest
-        sums += [backend.zeros((largest,), backend.master_dtype) for _ in range(1 + (split.zero == 2))]
     integers = np.dtype(np.int32)
     inputs = [backend.zeros(shape, integers) for shape in config.input_shapes(batch_size, seq_len)]
     stash = sharded.windows(first=True) if sharded and split.zero == 2 else Stash()

@@ -334,7 +334,7 @@ class Run:
             settings.schedule, self.progress(), settings.lr, decay=settings.lr_decay, warmup=settings.warmup
         )
         if self.captured:
-            totals, norm = self.captured.step(batches, noise, lr)
+            totals, norm = self.captured.step(batches, noise, lr, self.step)
         else:
             totals = self.sharded.gradients(batches, noise, self.step)
             norm, _ = self.sharded.clip(settings.clip)

@@ -125,9 +125,9 @@ class Settings:
                                    "kept, a third slower; or norms, in GPT-2 and ViT, 2 %% slower; the same bits "
                                    "(given alone: blocks)", choices=("norms", "blocks"), bare="blocks",
                                    changes=NOTHING, card=NEVER)  # fmt: skip
-    capture: str = setting("off", "on: launch each step as one CUDA graph, on one GPU: faster where the model is "
-                           "small, the same bits (given alone: on)", choices=("on", "off"), bare="on", changes=NOTHING,
-                           card=NEVER)  # fmt: skip
+    capture: str = setting("off", "on: launch each step as one CUDA graph: faster where the model is small and on "
+                           "several GPUs, the same bits (given alone: on)", choices=("on", "off"), bare="on",
+                           changes=NOTHING, card=NEVER)  # fmt: skip
     precision: str = setting("fp32", "fp32, fp64, and on a GPU tf32 or bf16")
     data: tuple[str, ...] = setting((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
     encoding: str = setting("utf-8", "encoding of text files")
@@ -189,8 +189,6 @@ class Settings:
             raise UserError(f"--batch-size is {self.batch_size}, --gpus {self.gpus}; use a multiple of the GPUs")
         if self.gpus and self.device is not None:
             raise UserError("--device chooses one GPU and --gpus takes several; drop one of them")
-        if self.capture == "on" and self.gpus:
-            raise UserError("--capture: a step of several ranks is not captured; use --capture off, or drop --gpus")
         if self.zero and self.optimizer == "muon":
             raise UserError(f"--optimizer muon wants whole matrices, and --zero {self.zero} cuts them in parts; leave "
                             "out --zero, or use --optimizer adamw")  # fmt: skip
