@@ -36,7 +36,7 @@
 # ids, 3.84 of 8,192, 4.28 of 16,384. Each doubling costs base 15.7 M parameters (an embedding and four heads) for 9 to 12 %
 # fewer tokens.
 #
-# It was the AdamW run of that page. The flags below are those of its second run: 21,554 steps of 16 x 1,024 tokens in 761 s,
+# Those 15,537 steps were with AdamW. The flags below are those of the run after it: 21,554 steps of 16 x 1,024 in 761 s,
 # with 7.0 GB, by `--minutes 12.68` and with this mixture, as part of $PRETRAIN:
 #
 #   --mix wikipedia=47 gutenberg=16 simple=17 web=12 textbooks=3 tinystories=2 questions=3
