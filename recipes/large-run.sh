@@ -36,11 +36,8 @@
 # ids, 3.84 of 8,192, 4.28 of 16,384. Each doubling costs base 15.7 M parameters (an embedding and four heads) for 9 to 12 %
 # fewer tokens.
 #
-# That run had the flags which stand in its page. Those below come from what it showed. Each ran on a GPU for some steps:
-# all of them together have not, and no such run was measured to the end. 19,500 steps of 16 x 1,024 tokens read the text
-# 2.2 times, in some 12 minutes by forecast: 31.5 ms a step at that context (100 steps), and 3.6 more for Muon (at 32 x
-# 512). The heads behind head 0 weigh less than in the preset, since head 0 is what is measured. To read books and web pages
-# more often, as part of $PRETRAIN:
+# Those 15,537 steps were with AdamW. The flags below are those of the run after it: 21,554 steps of 16 x 1,024 in 761 s,
+# with 7.0 GB, by `--minutes 12.68` and with this mixture, as part of $PRETRAIN:
 #
 #   --mix wikipedia=47 gutenberg=16 simple=17 web=12 textbooks=3 tinystories=2 questions=3
 #
