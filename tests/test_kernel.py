@@ -62,7 +62,8 @@ def test_the_names_of_kernels_are_unique() -> None:
 def test_every_op_lists_kernels_and_every_kernel_has_an_op() -> None:
     listed = {k.name for kind in ops.ALL for k in kind.kernels}
     assert {k.name for k in all_kernels()} - listed == {
-        "adamw_", "add_", "clip_factor", "muon_", "muon_momentum", "newton_schulz", "square_sums", "sum_tokens",
+        "adamw_", "add_", "clip_factor", "linear_bwd_bias", "muon_", "muon_momentum", "newton_schulz",
+        "square_sums", "sum_tokens",
     }  # fmt: skip
 
 
