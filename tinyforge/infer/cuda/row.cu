@@ -6,16 +6,18 @@
 // Idea. A token reads every weight once and takes five dependent steps per layer. At batch 1 that is 80 waits, and a
 // launch or a grid barrier at each would cost more than the bytes. So one block per multiprocessor stays resident for
 // many tokens.
-//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory (`Queue`). cp.async fills
-// it up to DEPTH pieces ahead, across all waits and from one token into the next. `weights` is stored in the order in
-// which lanes read it. A lane reads only what it copied itself, so no barrier is needed.
+//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory, filled up to DEPTH pieces
+// ahead, across all waits and from one token into the next; `weights` is stored in the order in which lanes read it. On
+// Hopper threads of a warpgroup of its own fill the queues of all lanes by TMA (`SharedQueue`): they take no instruction
+// from those that compute. Elsewhere each lane fills its own by cp.async (`LaneQueue`).
 //   Activations are their own flags. Every number that one block computes for another has a place of its own in
 // `exchange`, filled beforehand with a bit pattern that no result has (`absent`). The reader polls the place until the
 // number arrives: one trip to the L2 cache, no fence, no counter. Only single words need to be atomic, because each
 // word shows by itself whether it has arrived.
 //   Products. A tile is 8 rows of a matrix. Tiles are dealt to blocks round-robin through all layers. The warps of a
 // block split the columns, and each reads the inputs of its own columns, so a product has one barrier: between the
-// warps' partial sums and the total. bf16 runs on tensor cores, and up to four rows of activations cost as much as one.
+// warps' partial sums and the total. bf16 runs on tensor cores, and up to four rows of activations cost as much as one; a
+// lane polls for the very numbers that it gives to them. What is known before an input comes is computed before.
 // float and double use multiply-adds on the same queue. A norm's gain is applied before the product and 1 / rms after
 // it, so there is no barrier between them.
 //   Attention. Position p belongs to split p % SPLITS of its kv head. One block owns the query heads of that group and
@@ -27,7 +29,8 @@
 // in registers; a row's scale multiplies its sum.
 //   The order of sums depends only on shapes and the number of blocks: the same bits every time, for any ROWS.
 // Tried and dropped: docs/kernels/decode.md, with times.
-// Grid: at most what fits at once (cooperative launch). Block: WARPS x 32 threads, one block per multiprocessor.
+// Grid: at most what fits at once (cooperative launch). Block: (WARPS + PRODUCERS) x 32 threads, one block per
+// multiprocessor.
 //
 // compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
 // compile: SCALAR=bf16 WEIGHT=int8|e4m3 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=64 ONCE=1
