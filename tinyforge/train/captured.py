@@ -58,8 +58,7 @@ class Captured:
     ) -> tuple[Totals, Any]:
         """`Sharded.gradients`, `clip` and `update`: the sums, and the gradient's norm. number: as of `gradients`."""
         if not self.sharded.alone:
-            makes = self.sharded.rank.batches is not None and number is not None
-            self.sharded.group.send_object((captured_step, (number if makes else tuple(batches), noise, lr)))
+            self.sharded.group.send_object((captured_step, (self.sharded.told(batches, number), noise, lr)))
         return self.of_rank(batches, noise, lr)
 
     def of_rank(self, batches: Sequence[Batch], noise: Stream, lr: float) -> tuple[Totals, Any]:
@@ -87,10 +86,7 @@ class Captured:
 
 def captured_step(rank: Rank, batches: Sequence[Batch] | int, noise: Stream, lr: float) -> None:
     """Of a rank above 0."""
-    if isinstance(batches, int):
-        assert rank.batches is not None
-        batches = rank.batches(batches)
-    rank.captured.of_rank(batches, noise, lr)
+    rank.captured.of_rank(rank.batches_of(batches), noise, lr)
 
 
 class _Kind:

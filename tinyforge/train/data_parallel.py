@@ -80,6 +80,13 @@ class Rank:
         size = self.model.buffer.size
         self.scratch = [self.backend.zeros((size,), self.backend.master_dtype) for _ in range(levels)]
 
+    def batches_of(self, told: Sequence[Batch] | int) -> Sequence[Batch]:
+        """Those of a step, see `Sharded.told`."""
+        if not isinstance(told, int):
+            return told
+        assert self.batches is not None
+        return self.batches(told)
+
     def part(self, batch: Batch, number: int) -> Batch:
         return batch[self.rows(batch, number)]
 
@@ -161,10 +168,12 @@ class Sharded:
         """
         assert self.objective is not None, "Sharded was made without an objective"
         counts = sum((self.objective.count(batch) for batch in batches[1:]), self.objective.count(batches[0]))
-        if self.alone or self.rank.batches is None or number is None:
-            return Totals(self.on_all_ranks(gradients_of, tuple(batches), counts, noise), counts)
-        self.group.send_object((gradients_of, (number, counts, noise)))
+        self.group.send_object((gradients_of, (self.told(batches, number), counts, noise)))
         return Totals(gradients_of(self.rank, tuple(batches), counts, noise), counts)
+
+    def told(self, batches: Sequence[Batch], number: int | None) -> Sequence[Batch] | int:
+        """What the other ranks are told of a step's batches: its number, where they make them themselves."""
+        return tuple(batches) if self.alone or self.rank.batches is None or number is None else number
 
     def clip(self, limit: float) -> tuple[Any, Any]:
         """`AdamW.clip` of the gradients that `gradients` has left."""
@@ -235,9 +244,7 @@ def _fork_follows(model: Model, backend: Backend, objective: Objective | None, s
 def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray, noise: Any) -> Array:
     """Leave the sum of all ranks' gradients in the model's, or with a sharded optimizer each rank's part of it; returns
     the sums. noise: a Stream, what stands for one, or None."""
-    if isinstance(batches, int):
-        assert rank.batches is not None
-        batches = rank.batches(batches)
+    batches = rank.batches_of(batches)
     group, grads, tree = rank.group, rank.model.buffer.grads, rank.shards > 0
     begin, last = partial(_begin, rank), len(batches) - 1
     if rank.optimizer:
