@@ -29,7 +29,7 @@ from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError, run_command
-from tinyforge.hub import Opened, open_model
+from tinyforge.hub import Opened, open_model, trained_model
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.parallel.launch import Ranks
 from tinyforge.params import take_weights
@@ -99,7 +99,7 @@ def open_base(settings: PretrainSettings, resume: bool) -> Opened | None:
     """What --base names. A run that is resumed has its own weights, and of its base nothing is wanted any more."""
     if not settings.base:
         return None
-    base = open_model(Path(settings.out if resume else settings.base))
+    base = open_model(Path(settings.out) if resume else trained_model(settings.base))
     if base.spec.name != settings.model:
         raise UserError(f"--base: {base.path} is a {base.spec.name}, wanted a {settings.model}; give --model too")
     return base

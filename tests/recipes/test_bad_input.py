@@ -166,6 +166,14 @@ def test_a_damaged_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str], 
     assert "model.safetensors is missing; use another checkpoint of the run" in fault(command, capsys)
 
 
+@pytest.mark.parametrize("recipe", ["pretrain", "sft"])
+def test_a_base_that_comes_with_the_repository_is_known_by_name(
+    folder: Path, capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    assert MAINS[recipe]("--base small --plan --backend numpy".split()) == 0
+    assert "peak" in capsys.readouterr().out
+
+
 def test_data_that_changed_under_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same file name with other text gives another tokenizer, or with a given tokenizer other tokens."""
     shutil.copy("other.txt", "text.txt")
