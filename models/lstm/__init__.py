@@ -7,7 +7,7 @@ from tinyforge.registry import ModelSpec
 SPEC = ModelSpec(
     "lstm", "LSTM", LSTMModel, Config, PRESETS, "Long short-term memory; state carried between batches",
     source='Hochreiter and Schmidhuber, "Long Short-Term Memory" (1997); Gers et al., "Learning to Forget" (2000)',
-    backward="Backpropagation through time: a loop from the last position to the first, and then the weights' gradients "
+    backward="Backpropagation through time: a loop from the last position to the first, then the weights' gradients "
     "as products over all positions. It ends at the first position of a window: the state carried into the window is "
     "treated as a constant.",
     trained={
