@@ -198,6 +198,8 @@ def make_source(
     for path in inputs:
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}")
+        if path.resolve() == out.resolve():
+            raise UserError(f"--out {out} is an input too; choose another folder")
     from tqdm import tqdm
 
     with locked(out), SourceWriter(out, name, licence) as writer:

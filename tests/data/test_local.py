@@ -322,6 +322,7 @@ def test_what_the_command_refuses_as_a_whole(tmp_path: Path) -> None:
     assert "--name 'a/b': wanted letters" in command_fault(path, *out, "--name", "a/b")
     (tmp_path / "empty").mkdir()
     assert "empty: no documents there" in command_fault(tmp_path / "empty", *out)
+    assert "is an input too; choose another folder" in command_fault(tmp_path, "--out", tmp_path)
     blank = write(tmp_path / "blank.txt", "")
     assert "no documents there" in (message := command_fault(blank, *out)) and "blank.txt: is empty" in message
     assert not (tmp_path / "out" / "source.json").exists()

@@ -243,7 +243,7 @@ class Settings:
 class ModelSettings(Settings):
     """What a recipe has that makes a model: which one, its config and its tokenizer."""
 
-    model: str = setting(default_model, "which model of the zoo")
+    model: str = setting(default_model, "which model of the zoo, as python -m models list has them")
     config: str = setting("", "preset of the model, or a JSON file with the config's fields")
     set: tuple[str, ...] = setting((), "override fields of the config, e.g. --set dim=192 layers=6; given again, it "
                                    "adds to them", metavar="KEY=VALUE", adds=True)  # fmt: skip
