@@ -490,31 +490,20 @@ __device__ inline void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u3
 
 typedef float Sums[ROW_TILES][D / 8][4];
 
-// Minus infinity for keys (columns, from `key` on) outside the band of a query (row): the first row sees low .. seen -
-// 1, and no row sees `end` or what comes behind it.
+// The masks of a band, as hide_future and hide_past. The first query sees keys low .. seen - 1, each later one a key
+// further, and none sees `end` or what comes behind it.
 __device__ inline void hide_outside(Scores &s, int key, int low, int seen, int end, int row, int column) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int at = key + n * 8 + column + i % 2, r = m * 16 + i / 2 * 8 + row;
-                if (at < low + r || at >= seen + r || at >= end) s[m][n][i] = -INFINITY;
-            }
+    EACH_SCORE(m, n, i) {
+        const int at = key + n * 8 + column + i % 2, r = m * 16 + i / 2 * 8 + row;
+        if (at < low + r || at >= seen + r || at >= end) s[m][n][i] = -INFINITY;
+    }
 }
-// The transposed case: rows are keys, columns are queries.
 __device__ inline void hide_outside_transposed(Scores &s, int key, int query, int back, int forth, int there, int row,
                                                int column) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int t = query + n * 8 + column + i % 2, at = key + m * 16 + i / 2 * 8 + row;
-                if (at > t + forth || at < t - back || at >= there) s[m][n][i] = -INFINITY;
-            }
+    EACH_SCORE(m, n, i) {
+        const int t = query + n * 8 + column + i % 2, at = key + m * 16 + i / 2 * 8 + row;
+        if (at > t + forth || at < t - back || at >= there) s[m][n][i] = -INFINITY;
+    }
 }
 
 // Which of a lane's 8 scores in a 16 x 16 square are kept: bit 4 n + i stands for [n][i]. row, column: of the square.

@@ -173,50 +173,37 @@ struct Unit {
 };
 #endif
 
-// Minus infinity for keys (columns) that a query (row) must not see. The columns begin at key `key`, and the first row
-// sees `seen` keys.
+// For each score s[m][n][i] that a lane holds: that of row 16 m + i / 2 * 8 and column 8 n + i % 2, counted from the
+// lane's first row, g, and its first column, c. A macro: loops in a function with a lambda get other registers.
+#define EACH_SCORE(m, n, i)                                                                                            \
+    _Pragma("unroll") for (int m = 0; m < ROW_TILES; ++m)                                                              \
+        _Pragma("unroll") for (int n = 0; n < PIECE / 8; ++n)                                                          \
+            _Pragma("unroll") for (int i = 0; i < 4; ++i)
+
+// The masks: minus infinity for scores of a query that must not see a key. row, column: the lane's first.
+// Causal. Rows are queries, the first of which sees `seen` keys; the columns are the keys from `key` on.
 __device__ inline void hide_future(Scores &s, int key, int seen, int row, int column) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int t = key + n * 8 + column + i % 2;
-                if (t >= seen + m * 16 + i / 2 * 8 + row) s[m][n][i] = -INFINITY;
-            }
+    EACH_SCORE(m, n, i) {
+        if (key + n * 8 + column + i % 2 >= seen + m * 16 + i / 2 * 8 + row) s[m][n][i] = -INFINITY;
+    }
 }
-// The transposed case: rows are keys, columns are queries.
+// Causal and transposed. Rows are the keys from `key` on, columns the queries from `query` on.
 __device__ inline void hide_past(Scores &s, int key, int query, int row, int column) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int t = query + n * 8 + column + i % 2;
-                if (key + m * 16 + i / 2 * 8 + row > t) s[m][n][i] = -INFINITY;
-            }
+    EACH_SCORE(m, n, i) {
+        if (key + m * 16 + i / 2 * 8 + row > query + n * 8 + column + i % 2) s[m][n][i] = -INFINITY;
+    }
 }
-// Minus infinity for keys (columns, from `key` on) before the document of a query (row).
+// Documents. Keys (columns, from `key` on) before the document of a query (row).
 __device__ inline void hide_before(Scores &s, int key, const RowBounds &starts, int column) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (key + n * 8 + column + i % 2 < starts[m][i / 2]) s[m][n][i] = -INFINITY;
+    EACH_SCORE(m, n, i) {
+        if (key + n * 8 + column + i % 2 < starts[m][i / 2]) s[m][n][i] = -INFINITY;
+    }
 }
-// The transposed case: queries (columns, from `query` on) behind the document of a key (row).
+// Documents, transposed. Queries (columns, from `query` on) behind the document of a key (row).
 __device__ inline void hide_behind(Scores &s, int query, const RowBounds &ends, int column) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (query + n * 8 + column + i % 2 >= ends[m][i / 2]) s[m][n][i] = -INFINITY;
+    EACH_SCORE(m, n, i) {
+        if (query + n * 8 + column + i % 2 >= ends[m][i / 2]) s[m][n][i] = -INFINITY;
+    }
 }
 
 // The online softmax of a row (m, half): raises its maximum, `top`, to that of the new scores, and returns what sums
