@@ -767,15 +767,10 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                         x = kept >> i & 1 ? x * drop_scale : 0;
                     }
                 }
-#pragma unroll
-            for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-                for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float p = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[m][i / 2]));
-                        s[m][n][i] = p * (dp[m][n][i] - delta[m][i / 2]);
-                    }
+            EACH_SCORE(m, n, i) {
+                const float p = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[m][i / 2]));
+                s[m][n][i] = p * (dp[m][n][i] - delta[m][i / 2]);
+            }
 #pragma unroll
             for (int step = 0; step < PIECE / 16; ++step) {
                 u32 ds[ROW_TILES][4];

@@ -302,6 +302,12 @@ __device__ inline u32 pack(float low, float high) {
 __device__ inline float low(u32 x) { return __uint_as_float(x << 16); }
 __device__ inline float high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 
+// The dot product of 8 numbers and 8.
+__device__ inline float dot(uint4 x, uint4 y) {
+    return low(x.x) * low(y.x) + high(x.x) * high(y.x) + low(x.y) * low(y.y) + high(x.y) * high(y.y) +
+           low(x.z) * low(y.z) + high(x.z) * high(y.z) + low(x.w) * low(y.w) + high(x.w) * high(y.w);
+}
+
 // 16 columns of scores, as the left operand of a product: two accumulators side by side have the layout of an A.
 __device__ inline void pack_scores(u32 (&a)[4], const Scores &s, int m, int step) {
 #pragma unroll
@@ -348,12 +354,9 @@ __device__ inline void load_out(uint4 (&part)[OWN_CHUNKS], const bf16 *out, i64 
     }
 }
 
-// The sum over a row of the products of 8 numbers in shared memory and 8 in registers, by the CHUNKS lanes that hold
-// it.
+// The dot product of two rows, of which CHUNKS lanes hold a chunk each: `place` in shared memory, and y.
 __device__ inline float row_product(u32 place, uint4 y) {
-    const uint4 x = load_chunk(place);
-    float sum = low(x.x) * low(y.x) + high(x.x) * high(y.x) + low(x.y) * low(y.y) + high(x.y) * high(y.y) +
-                low(x.z) * low(y.z) + high(x.z) * high(y.z) + low(x.w) * low(y.w) + high(x.w) * high(y.w);
+    float sum = dot(load_chunk(place), y);
 #pragma unroll
     for (int lane = 1; lane < CHUNKS; lane *= 2) sum += __shfl_xor_sync(~0u, sum, lane);
     return sum;

@@ -55,55 +55,22 @@
 static_assert(D == 64, "a row is one line of the 128-byte swizzle");
 static_assert(TILE % 64 == 0, "a piece is 64 rows");
 
-// The 32 accumulators of a thread as operands of one instruction.
-#define ACCUMULATORS SIXTEEN(0), SIXTEEN(4)
-#define ACCUMULATOR_NAMES                                                                                              \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                          \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
-
-// d (+)= a b^T for one warpgroup: d is 64 x 64, a and b 64 x 16 in shared memory. `add` 0 overwrites d. Asynchronous:
-// operands are not to be touched before `multiply_wait`.
-__device__ inline void multiply_rows(float (&d)[8][4], u64 a, u64 b, int add) {
-    asm volatile(
-        "{.reg .pred p;\n"
-        "setp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        ACCUMULATOR_NAMES ", %32, %33, p, 1, 1, 0, 0;}"
-        : ACCUMULATORS
-        : "l"(a), "l"(b), "r"(add));
-}
-// d += a b: a 64 x 16 in registers, b 16 x 64 in shared memory.
-__device__ inline void multiply_add(float (&d)[8][4], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "{.reg .pred p;\n"
-        "setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        ACCUMULATOR_NAMES ", {%32, %33, %34, %35}, %36, p, 1, 1, 1;}"
-        : ACCUMULATORS
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
-}
-
 // d = a b^T over the row: 64 rows of one tile and 64 of another.
 __device__ inline void scores(float (&d)[8][4], u32 a_tile, u32 b_tile) {
     const u64 a = matrix(a_tile), b = matrix(b_tile);
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) multiply_rows(d, columns(a, step), columns(b, step), step > 0);
+    for (int step = 0; step < STEPS; ++step) multiply_wide<0, 0>(d, columns(a, step), columns(b, step), step > 0);
 }
 // d += p b over the 64 rows of a tile, p being rounded scores.
 __device__ inline void accumulate(float (&d)[8][4], const u32 (&p)[4][4], u32 tile) {
     const u64 b = matrix(tile);
 #pragma unroll
-    for (int step = 0; step < 4; ++step) multiply_add(d, p[step], rows(b, step));
+    for (int step = 0; step < 4; ++step) multiply_held(d, p[step], rows(b, step));
 }
 // The accumulators of 64 columns as four left operands of 16.
 __device__ inline void pack_scores(u32 (&p)[4][4], const Scores &s) {
 #pragma unroll
-    for (int step = 0; step < 4; ++step)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int n = 2 * step + i / 2, pair = i % 2 * 2;
-            p[step][i] = pack(s[0][n][pair], s[0][n][pair + 1]);
-        }
+    for (int step = 0; step < 4; ++step) pack_scores(p[step], s, 0, step);
 }
 
 #ifdef TURN
@@ -298,16 +265,10 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
             settled(s[0]);
             if (key + part + PIECE > seen_by_all) hide_future(s, key + part, seen_by_all, at.row, at.column);
             if (docs && key + part < last_start) hide_before(s, key + part, starts, at.column);
-#pragma unroll
-            for (int n = 0; n < 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) s[0][n][i] = exp2_fast(fmaf(s[0][n][i], scale * LOG2E, -row_lse[0][i / 2]));
+            EACH_SCORE(m, n, i) s[m][n][i] = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[m][i / 2]));
             multiply_wait<0>();
             settled(dp[0]);
-#pragma unroll
-            for (int n = 0; n < 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) s[0][n][i] *= dp[0][n][i] - delta[0][i / 2];
+            EACH_SCORE(m, n, i) s[m][n][i] *= dp[m][n][i] - delta[m][i / 2];
             u32 ds[4][4];
             pack_scores(ds, s);
             multiply_fence();
@@ -326,16 +287,6 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
 #endif
 
 #if PART == BACKWARD_KV
-// (lse, delta) of two queries.
-__device__ inline float4 stats_of_two(u32 place) {
-    float4 x;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(place)
-                 : "memory");
-    return x;
-}
-
 // Grid (batch * kv heads, ceil(keys / (64 * WORKERS))); shared: two stages of q and dO, k and v of each warp, two
 // stages of statistics. Longest blocks first: the first keys.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -403,10 +354,11 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
                 const u32 row_stats = all_stats + (stage * TILE + part + at.column) * 8;
 #pragma unroll
                 for (int n = 0; n < 8; ++n) {
-                    const float4 two = stats_of_two(row_stats + n * 64);
+                    float two[4]; // lse, delta, lse, delta of two queries
+                    load_four(two, row_stats + n * 64);
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
-                        p[0][n][i] = exp2_fast(fmaf(p[0][n][i], scale * LOG2E, i % 2 ? -two.z : -two.x));
+                        p[0][n][i] = exp2_fast(fmaf(p[0][n][i], scale * LOG2E, i % 2 ? -two[2] : -two[0]));
                 }
                 u32 a[4][4], c[4][4];
                 pack_scores(a, p);
@@ -417,11 +369,12 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
                 settled(ds[0]);
 #pragma unroll
                 for (int n = 0; n < 8; ++n) {
-                    const float4 two = stats_of_two(row_stats + n * 64); // reloaded: registers are scarcer than time
+                    float two[4];
+                    load_four(two, row_stats + n * 64); // reloaded: registers are scarcer than time
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const u32 pair = a[n / 2][n % 2 * 2 + i / 2];
-                        ds[0][n][i] = (i % 2 ? high(pair) : low(pair)) * (ds[0][n][i] - (i % 2 ? two.w : two.y));
+                        ds[0][n][i] = (i % 2 ? high(pair) : low(pair)) * (ds[0][n][i] - (i % 2 ? two[3] : two[1]));
                     }
                 }
                 pack_scores(c, ds);

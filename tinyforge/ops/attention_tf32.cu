@@ -379,15 +379,10 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
             add_scores<HELD_OF_SECOND>(dp, dy_held, dy_tile, v_tile + part * ROW_BYTES, lane);
             if (key + part + PIECE > seen_by_all) hide_future(s, 0, seen_by_all - key - part, lane / 4, lane % 4 * 2);
             if (docs && key + part < last_start) hide_before(s, key + part, starts, lane % 4 * 2);
-#pragma unroll
-            for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-                for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float p = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[m][i / 2]));
-                        s[m][n][i] = as_factor(p * (dp[m][n][i] - delta[m][i / 2]));
-                    }
+            EACH_SCORE(m, n, i) {
+                const float p = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[m][i / 2]));
+                s[m][n][i] = as_factor(p * (dp[m][n][i] - delta[m][i / 2]));
+            }
             add_product(sums, s, k_tile + part * ROW_BYTES, lane);
         }
     }

@@ -362,12 +362,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_fwd_tma
 #endif
 
 #if PART == BACKWARD_Q
-// The sum of the products of 8 numbers and 8.
-__device__ __forceinline__ float eight_products(uint4 x, uint4 y) {
-    return low(x.x) * low(y.x) + high(x.x) * high(y.x) + low(x.y) * low(y.y) + high(x.y) * high(y.y) +
-           low(x.z) * low(y.z) + high(x.z) * high(y.z) + low(x.w) * low(y.w) + high(x.w) * high(y.w);
-}
-
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_q_tma(
     const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
     const __grid_constant__ TensorMap v, const bf16 *dy_rows, const bf16 *out, const float *lse, float2 *stats, bf16 *dq,
@@ -408,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_q_t
                 }
                 log = lse[(i64(unit.batch) * heads + part.head) * queries + t] * LOG2E;
 #pragma unroll
-                for (int i = 0; i < D / 16; ++i) sum += eight_products(x[i], y[i]);
+                for (int i = 0; i < D / 16; ++i) sum += dot(x[i], y[i]);
             }
             sum += __shfl_xor_sync(~0u, sum, 1);
             if (side == 0) stats[(i64(unit.batch) * heads + part.head) * padded + t] = {log, sum};
@@ -431,20 +425,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_q_t
                 settled(s[0]);
                 part.hide(s, all.from + tile * TILE, at);
                 u32 bits = 0;
-#pragma unroll
-                for (int n = 0; n < TILE / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        s[0][n][i] = exp2_fast(fmaf(s[0][n][i], scale * LOG2E, -row_lse[i / 2]));
-                        bits |= __float_as_uint(s[0][n][i]);
-                    }
+                EACH_SCORE(m, n, i) {
+                    s[m][n][i] = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[i / 2]));
+                    bits |= __float_as_uint(s[m][n][i]);
+                }
                 stay_before(bits);
                 multiply_wait<0>();
                 settled(dp[0]);
-#pragma unroll
-                for (int n = 0; n < TILE / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) s[0][n][i] *= dp[0][n][i] - delta[i / 2];
+                EACH_SCORE(m, n, i) s[m][n][i] *= dp[m][n][i] - delta[i / 2];
                 Rounded ds;
                 round_scores(ds, s);
                 accumulate(sums, ds, k_tile);
@@ -464,9 +452,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_q_t
 #endif
 
 #if PART == BACKWARD_KV
-// (lse, delta) of two queries.
-__device__ __forceinline__ void stats_of_two(float (&x)[4], u32 place) { load_four(x, place); }
-
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_kv_tma(
     const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
     const __grid_constant__ TensorMap v, const float2 *stats, bf16 *dk, bf16 *dv, const int *schedule, i64 rounds,
@@ -547,8 +532,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_kv_
                     if (docs && query + TILE > first_end) hide_behind(p, query, ends, at.column);
 #pragma unroll
                     for (int n = 0; n < TILE / 8; ++n) {
-                        float two[4];
-                        stats_of_two(two, pairs + n * 64);
+                        float two[4]; // lse, delta, lse, delta of two queries
+                        load_four(two, pairs + n * 64);
 #pragma unroll
                         for (int i = 0; i < 4; ++i)
                             p[0][n][i] = exp2_fast(fmaf(p[0][n][i], scale * LOG2E, i % 2 ? -two[2] : -two[0]));
@@ -561,7 +546,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_kv_
 #pragma unroll
                     for (int n = 0; n < TILE / 8; ++n) {
                         float two[4];
-                        stats_of_two(two, pairs + n * 64);
+                        load_four(two, pairs + n * 64);
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
                             const u32 of_p = a[n / 2][n % 2 * 2 + i / 2];
