@@ -541,15 +541,10 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
     const int seen = unit.idle ? 0 : min_int(there, seen_by_all + OWN - 1);
     const int low = unit.first + ahead - back; // the first key that the first row sees, in a band
     int from = band ? first_key(Unit(queries, heads, kv_heads, 0).first + ahead, back, TILE) : 0;
-    // The first keys that the block's first row, and the warp's first and last, see.
-    int first_start = 0, last_start = 0;
-    RowBounds starts;
-    if (docs) {
-        const int *const own = DOCS_BOUNDS + unit.batch * queries;
-        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
-        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
-        load_bounds(starts, own, unit.first + lane / 4, queries);
-    }
+    const FirstKeys starts(unit, DOCS_BOUNDS, queries, heads, kv_heads);
+    RowBounds row_starts;
+    load_bounds(row_starts, DOCS_BOUNDS + unit.batch * queries, unit.first + lane / 4, queries);
+    if (docs) from = starts.of_block;
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
 
@@ -579,7 +574,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
         __syncthreads(); // this tile has arrived, and no thread reads the other stage any more
         if (key + TILE < seen_by_block)
             load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, keys, thread);
-        if (key >= seen || band && key + TILE <= low || docs && key + TILE <= first_start) continue;
+        if (key >= seen || band && key + TILE <= low || docs && key + TILE <= starts.of_first) continue;
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
 
         Scores s = {};
@@ -602,7 +597,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
         } else if (key + TILE > seen_by_all) {
             hide_future(s, key, seen_by_all, lane / 4, lane % 4 * 2);
         }
-        if (docs && key < last_start) hide_before(s, key, starts, lane % 4 * 2);
+        if (docs && key < starts.of_last) hide_before(s, key, row_starts, lane % 4 * 2);
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -680,14 +675,10 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
     const int seen = unit.idle ? 0 : min_int(there, seen_by_all + OWN - 1);
     const int low = unit.first - back;
     int from = band ? first_key(Unit(queries, heads, kv_heads, 0).first, back, TILE) : 0;
-    int first_start = 0, last_start = 0;
-    RowBounds starts;
-    if (docs) {
-        const int *const own = DOCS_BOUNDS + unit.batch * queries;
-        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
-        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
-        load_bounds(starts, own, unit.first + lane / 4, queries);
-    }
+    const FirstKeys starts(unit, DOCS_BOUNDS, queries, heads, kv_heads);
+    RowBounds row_starts;
+    load_bounds(row_starts, DOCS_BOUNDS + unit.batch * queries, unit.first + lane / 4, queries);
+    if (docs) from = starts.of_block;
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
     const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
@@ -731,7 +722,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
 #pragma unroll UNROLL
         for (int part = 0; part < TILE; part += PIECE) {
             if (key + part >= seen) break;
-            if (band && key + part + PIECE <= low || docs && key + part + PIECE <= first_start) continue;
+            if (band && key + part + PIECE <= low || docs && key + part + PIECE <= starts.of_first) continue;
             Scores s = {}, dp = {};
 #pragma unroll
             for (int n = 0; n < PIECE / 16; ++n)
@@ -754,7 +745,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
             } else if (key + part + PIECE > seen_by_all) {
                 hide_future(s, key + part, seen_by_all, lane / 4, lane % 4 * 2);
             }
-            if (docs && key + part < last_start) hide_before(s, key + part, starts, lane % 4 * 2);
+            if (docs && key + part < starts.of_last) hide_before(s, key + part, row_starts, lane % 4 * 2);
 #pragma unroll
             for (int m = 0; drop && m < ROW_TILES; ++m)
 #pragma unroll
@@ -817,18 +808,12 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
     const int there = unpadded(lengths, batch, queries);
     const bool idle = first >= queries;
     const int start = band ? first_key(first_of_block, forth, TILE) : first_of_block / TILE * TILE;
-    // Behind the last queries that see any of the block's keys, the warp's first and its last.
-    int stop = queries, first_end = queries, last_end = queries;
-    RowBounds ends;
-    if (docs) {
-        const int *const own = DOCS_BOUNDS + batch * queries;
-        stop = bound_of(own, first_of_block + WORKERS * OWN - 1, queries);
-        first_end = bound_of(own, first, queries), last_end = bound_of(own, first + OWN - 1, queries);
-        load_bounds(ends, own, first + lane / 4, queries);
-    }
+    const LastQueries ends(DOCS_BOUNDS, batch, queries, first_of_block, first);
+    RowBounds row_ends;
+    load_bounds(row_ends, DOCS_BOUNDS + batch * queries, first + lane / 4, queries);
     QueryTiles tiles(q + batch * q_batch + kv_head * group * D, dy + (batch * queries * heads + kv_head * group) * D,
                      stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start,
-                     docs ? stop : queries);
+                     docs ? ends.of_block : queries);
     const auto load_next = [&](u32 stage) { tiles.load_next(stage, stage + 2 * TILE_BYTES, 0, thread); };
 
     load_rows<OWN, 32>(k_tile, k + batch * k_batch + kv_head * D, k_token, first, queries, lane);
@@ -850,7 +835,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
     Sums dk_sums = {}, dv_sums = {};
     u32 stage = 0;
     for (int head = 0; head < group; ++head)
-        for (int query = start; query < (docs ? stop : queries); query += TILE, stage ^= 1) {
+        for (int query = start; query < (docs ? ends.of_block : queries); query += TILE, stage ^= 1) {
             copy_wait<0>();
             __syncthreads();
             if (tiles.head < group) load_next(stages + (stage ^ 1) * STAGE_BYTES);
@@ -860,7 +845,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
 #pragma unroll UNROLL
             for (int part = 0; part < TILE; part += PIECE) {
                 if (query + part + PIECE + forth <= first) continue; // all of them before this warp's keys
-                if (band && query + part - back > first + OWN - 1 || docs && query + part >= last_end) continue;
+                if (band && query + part - back > first + OWN - 1 || docs && query + part >= ends.of_last) continue;
                 // Rows are keys, columns queries: P^T and dS^T come out as left operands.
                 Scores p = {}, ds = {};
 #pragma unroll
@@ -892,7 +877,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                 } else if (query + part < first + OWN - 1) {
                     hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
                 }
-                if (docs && query + part + PIECE > first_end) hide_behind(p, query + part, ends, lane % 4 * 2);
+                if (docs && query + part + PIECE > ends.of_first) hide_behind(p, query + part, row_ends, lane % 4 * 2);
                 static_assert(!drop || PIECE == 16, "a piece is one square for each 16 rows");
                 u32 kept = 0; // 8 bits for each 16 rows
 #pragma unroll

@@ -65,10 +65,12 @@ typedef float Scores[ROW_TILES][PIECE / 8][4];
 // One number for each of the rows of which a lane holds scores.
 typedef float RowValues[ROW_TILES][2];
 
-// And its document's bound.
+// The bounds of their documents.
 typedef int RowBounds[ROW_TILES][2];
 
+// bounds: of this row of the batch; first: the lane's first row.
 __device__ inline void load_bounds(RowBounds &x, const int *bounds, int first, int rows) {
+    if (!docs) return;
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -169,6 +171,31 @@ struct Unit {
         first = (start + worker) / group * OWN;
         last_of_block = min_int(queries, (min_int(start + WORKERS, units) - 1) / group * OWN + OWN) - 1;
         idle = start + worker >= units;
+    }
+};
+
+// Where the documents begin of the queries that a worker owns: the first keys that these see, in the kernels that stream
+// keys. 0 without documents.
+struct FirstKeys {
+    int of_block = 0;              // the block's first query, rounded down to a multiple of TILE
+    int of_first = 0, of_last = 0; // the worker's first query, and its last
+    __device__ __forceinline__ FirstKeys(const Unit &unit, const int *bounds, i64 queries, i64 heads, i64 kv_heads) {
+        if (!docs) return;
+        const int *const own = bounds + unit.batch * queries;
+        of_block = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
+        of_first = bound_of(own, unit.first, queries), of_last = bound_of(own, unit.first + OWN - 1, queries);
+    }
+};
+// Where the documents end of the keys that a worker owns: behind the last queries that see these, in the kernels that
+// stream queries. All of them without documents.
+struct LastQueries {
+    int of_block, of_first, of_last; // the block's last key; the worker's first key, and its last
+    __device__ __forceinline__ LastQueries(const int *bounds, int batch, i64 queries, int first_of_block, int first)
+        : of_block(queries), of_first(queries), of_last(queries) {
+        if (!docs) return;
+        const int *const own = bounds + batch * queries;
+        of_block = bound_of(own, first_of_block + WORKERS * OWN - 1, queries);
+        of_first = bound_of(own, first, queries), of_last = bound_of(own, first + OWN - 1, queries);
     }
 };
 #endif

@@ -119,25 +119,19 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
     const int first = unit.first + at.slab;
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
-    // The first keys that the block's first row, and the worker's first and last, see.
-    int from = 0, first_start = 0, last_start = 0;
-    RowBounds starts;
-    if (docs) {
-        const int *const own = DOCS_BOUNDS + unit.batch * queries;
-        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
-        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
-        load_bounds(starts, own, unit.first + at.row, queries);
-    }
+    const FirstKeys starts(unit, DOCS_BOUNDS, queries, heads, kv_heads);
+    RowBounds row_starts;
+    load_bounds(row_starts, DOCS_BOUNDS + unit.batch * queries, unit.first + at.row, queries);
 
     if (!unit.idle)
         load_rows<WARP_ROWS, 32>(q_rows, q + unit.batch * q_batch + unit.head * D, q_token, first, queries, at.lane);
-    load_pair(stages, k, k_token, v, v_token, from, keys, at.thread);
+    load_pair(stages, k, k_token, v, v_token, starts.of_block, keys, at.thread);
 
     const float scale = rsqrtf(float(D)) * LOG2E; // exponentials are powers of two
     Scores sums = {};
     RowValues top = {{-INFINITY, -INFINITY}}, total = {};
     u32 stage = 0;
-    for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {
+    for (int key = starts.of_block; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         shared_fence();
         __syncthreads(); // this tile has arrived, and no thread reads the other stage any more
@@ -147,7 +141,7 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
 #pragma unroll
         for (int part = 0; part < TILE; part += 64) {
             if (key + part >= seen) break;
-            if (docs && key + part + PIECE <= first_start) continue;
+            if (docs && key + part + PIECE <= starts.of_first) continue;
             Scores s;
             multiply_fence();
             scores(s[0], q_tile, k_tile + part * ROW_BYTES);
@@ -155,7 +149,7 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
             multiply_wait<0>(); // the last piece's product too
             settled(s[0]);
             if (key + part + PIECE > seen_by_all) hide_future(s, key + part, seen_by_all, at.row, at.column);
-            if (docs && key + part < last_start) hide_before(s, key + part, starts, at.column);
+            if (docs && key + part < starts.of_last) hide_before(s, key + part, row_starts, at.column);
             settled(sums[0]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -213,14 +207,9 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
     const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
-    int from = 0, first_start = 0, last_start = 0;
-    RowBounds starts;
-    if (docs) {
-        const int *const own = DOCS_BOUNDS + unit.batch * queries;
-        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
-        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
-        load_bounds(starts, own, unit.first + at.row, queries);
-    }
+    const FirstKeys starts(unit, DOCS_BOUNDS, queries, heads, kv_heads);
+    RowBounds row_starts;
+    load_bounds(row_starts, DOCS_BOUNDS + unit.batch * queries, unit.first + at.row, queries);
 
     uint4 out_part[OWN_CHUNKS] = {}; // in flight together with the copies
     if (!unit.idle) {
@@ -229,7 +218,7 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
         load_out(out_part, out + first_output, row_of_outputs, first, queries, at.lane);
     }
     copy_commit();
-    load_pair(stages, k, k_token, v, v_token, from, queries, at.thread);
+    load_pair(stages, k, k_token, v, v_token, starts.of_block, queries, at.thread);
     copy_wait<1>();
     __syncwarp();
 
@@ -244,7 +233,7 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
     const float scale = rsqrtf(float(D));
     Scores sums = {};
     u32 stage = 0;
-    for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {
+    for (int key = starts.of_block; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         shared_fence();
         __syncthreads();
@@ -254,7 +243,7 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
 #pragma unroll
         for (int part = 0; part < TILE; part += 64) {
             if (key + part >= seen) break;
-            if (docs && key + part + PIECE <= first_start) continue;
+            if (docs && key + part + PIECE <= starts.of_first) continue;
             Scores s, dp;
             multiply_fence();
             scores(s[0], q_tile, k_tile + part * ROW_BYTES);
@@ -264,7 +253,7 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
             multiply_wait<1>();
             settled(s[0]);
             if (key + part + PIECE > seen_by_all) hide_future(s, key + part, seen_by_all, at.row, at.column);
-            if (docs && key + part < last_start) hide_before(s, key + part, starts, at.column);
+            if (docs && key + part < starts.of_last) hide_before(s, key + part, row_starts, at.column);
             EACH_SCORE(m, n, i) s[m][n][i] = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[m][i / 2]));
             multiply_wait<0>();
             settled(dp[0]);
@@ -304,19 +293,12 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
     const int first_of_block = blockIdx.y * WORKERS * OWN, first_of_worker = first_of_block + at.worker * OWN;
     const int first = first_of_worker + at.slab;
     const int start = first_of_block / TILE * TILE;
-    // Behind the last queries that see any of the block's keys, the worker's first and its last.
-    int stop = queries, first_end = queries, last_end = queries;
-    RowBounds ends;
-    if (docs) {
-        const int *const own = DOCS_BOUNDS + batch * queries;
-        stop = bound_of(own, first_of_block + WORKERS * OWN - 1, queries);
-        first_end = bound_of(own, first_of_worker, queries);
-        last_end = bound_of(own, first_of_worker + OWN - 1, queries);
-        load_bounds(ends, own, first_of_worker + at.row, queries);
-    }
+    const LastQueries ends(DOCS_BOUNDS, batch, queries, first_of_block, first_of_worker);
+    RowBounds row_ends;
+    load_bounds(row_ends, DOCS_BOUNDS + batch * queries, first_of_worker + at.row, queries);
     QueryTiles tiles(q + batch * q_batch + kv_head * group * D, dy + (batch * queries * heads + kv_head * group) * D,
                      stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start,
-                     docs ? stop : queries);
+                     docs ? ends.of_block : queries);
     const auto load_next = [&](int stage) {
         tiles.load_next(stages + stage * 2 * TILE_BYTES, all_stats, stage * TILE, at.thread);
     };
@@ -328,7 +310,7 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
     float dk_sums[1][8][4] = {}, dv_sums[1][8][4] = {};
     int stage = 0;
     for (int head = 0; head < group; ++head)
-        for (int query = start; query < (docs ? stop : queries); query += TILE, stage ^= 1) {
+        for (int query = start; query < (docs ? ends.of_block : queries); query += TILE, stage ^= 1) {
             copy_wait<0>();
             shared_fence();
             __syncthreads();
@@ -337,7 +319,7 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
 #pragma unroll
             for (int part = 0; part < TILE; part += 64) {
                 if (query + part + 64 <= first_of_worker) continue; // all of them before these keys
-                if (query + part >= (docs ? last_end : queries)) break;
+                if (query + part >= (docs ? ends.of_last : queries)) break;
                 // Rows are keys, columns queries: P^T and dS^T are left operands as they come. For dS, P is unpacked
                 // from the bf16 pairs that dV's product reads: 32 registers less, and a third warpgroup fits.
                 Scores p, ds;
@@ -350,7 +332,7 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
                 settled(p[0]);
                 if (query + part < first_of_worker + OWN - 1)
                     hide_past(p, first_of_worker + at.row, query + part, 0, at.column);
-                if (docs && query + part + PIECE > first_end) hide_behind(p, query + part, ends, at.column);
+                if (docs && query + part + PIECE > ends.of_first) hide_behind(p, query + part, row_ends, at.column);
                 const u32 row_stats = all_stats + (stage * TILE + part + at.column) * 8;
 #pragma unroll
                 for (int n = 0; n < 8; ++n) {

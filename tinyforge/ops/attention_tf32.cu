@@ -214,22 +214,16 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
     const int ahead = keys - queries, seen_by_block = unit.last_of_block + ahead + 1;
     const int seen_by_all = unit.first + ahead + 1; // keys that the first row sees
     const int seen = unit.idle ? 0 : min_int(keys, seen_by_all + OWN - 1);
-    // The first keys that the block's first row, and the warp's first and last, see.
-    int from = 0, first_start = 0, last_start = 0;
-    RowBounds starts;
-    if (docs) {
-        const int *const own = DOCS_BOUNDS + unit.batch * queries;
-        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
-        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
-        load_bounds(starts, own, unit.first + lane / 4, queries);
-    }
+    const FirstKeys starts(unit, DOCS_BOUNDS, queries, heads, kv_heads);
+    RowBounds row_starts;
+    load_bounds(row_starts, DOCS_BOUNDS + unit.batch * queries, unit.first + lane / 4, queries);
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
 
     if (!unit.idle)
         load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
     copy_commit();
-    load_pair(stages, k, k_token, v, v_token, from, keys, thread);
+    load_pair(stages, k, k_token, v, v_token, starts.of_block, keys, thread);
     copy_wait<1>();
     __syncwarp();
     round_rows(q_tile, lane);
@@ -245,7 +239,7 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
         for (int half = 0; half < 2; ++half) top[m][half] = -INFINITY, total[m][half] = 0;
 
     u32 stage = 0;
-    for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {
+    for (int key = starts.of_block; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         __syncthreads(); // this tile has arrived, and no thread reads the other stage any more
         if (key + TILE < seen_by_block)
@@ -254,12 +248,12 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
 #pragma unroll 1
         for (int part = 0; part < TILE; part += PIECE) {
             if (key + part >= seen) break;
-            if (docs && key + part + PIECE <= first_start) continue;
+            if (docs && key + part + PIECE <= starts.of_first) continue;
             Scores s = {};
             add_scores<HELD_OF_FIRST>(s, q_held, q_tile, k_tile + part * ROW_BYTES, lane);
             // The diagonal crosses this piece.
             if (key + part + PIECE > seen_by_all) hide_future(s, 0, seen_by_all - key - part, lane / 4, lane % 4 * 2);
-            if (docs && key + part < last_start) hide_before(s, key + part, starts, lane % 4 * 2);
+            if (docs && key + part < starts.of_last) hide_before(s, key + part, row_starts, lane % 4 * 2);
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -314,14 +308,9 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
     const Unit unit(queries, heads, kv_heads, warp);
     const int seen_by_block = unit.last_of_block + 1, seen_by_all = unit.first + 1;
     const int seen = unit.idle ? 0 : min_int(queries, seen_by_all + OWN - 1);
-    int from = 0, first_start = 0, last_start = 0;
-    RowBounds starts;
-    if (docs) {
-        const int *const own = DOCS_BOUNDS + unit.batch * queries;
-        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
-        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
-        load_bounds(starts, own, unit.first + lane / 4, queries);
-    }
+    const FirstKeys starts(unit, DOCS_BOUNDS, queries, heads, kv_heads);
+    RowBounds row_starts;
+    load_bounds(row_starts, DOCS_BOUNDS + unit.batch * queries, unit.first + lane / 4, queries);
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
     const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
@@ -338,7 +327,7 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
         }
     }
     copy_commit();
-    load_pair(stages, k, k_token, v, v_token, from, queries, thread);
+    load_pair(stages, k, k_token, v, v_token, starts.of_block, queries, thread);
     copy_wait<1>();
     __syncwarp();
 
@@ -364,7 +353,7 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
     const float scale = rsqrtf(float(D));
     Sums sums = {};
     u32 stage = 0;
-    for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {
+    for (int key = starts.of_block; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         __syncthreads();
         if (key + TILE < seen_by_block)
@@ -373,12 +362,12 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
 #pragma unroll 1
         for (int part = 0; part < TILE; part += PIECE) {
             if (key + part >= seen) break;
-            if (docs && key + part + PIECE <= first_start) continue;
+            if (docs && key + part + PIECE <= starts.of_first) continue;
             Scores s = {}, dp = {};
             add_scores<HELD_OF_FIRST>(s, q_held, q_tile, k_tile + part * ROW_BYTES, lane);
             add_scores<HELD_OF_SECOND>(dp, dy_held, dy_tile, v_tile + part * ROW_BYTES, lane);
             if (key + part + PIECE > seen_by_all) hide_future(s, 0, seen_by_all - key - part, lane / 4, lane % 4 * 2);
-            if (docs && key + part < last_start) hide_before(s, key + part, starts, lane % 4 * 2);
+            if (docs && key + part < starts.of_last) hide_before(s, key + part, row_starts, lane % 4 * 2);
             EACH_SCORE(m, n, i) {
                 const float p = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[m][i / 2]));
                 s[m][n][i] = as_factor(p * (dp[m][n][i] - delta[m][i / 2]));
@@ -409,18 +398,12 @@ attention_bwd_kv_tf32(const float *dy, const float *q, const float *k, const flo
     const int first_of_block = blockIdx.y * WORKERS * OWN, first = first_of_block + warp * OWN;
     const bool idle = first >= queries;
     const int start = first_of_block / TILE * TILE;
-    // Behind the last queries that see any of the block's keys, the warp's first and its last.
-    int stop = queries, first_end = queries, last_end = queries;
-    RowBounds ends;
-    if (docs) {
-        const int *const own = DOCS_BOUNDS + batch * queries;
-        stop = bound_of(own, first_of_block + WORKERS * OWN - 1, queries);
-        first_end = bound_of(own, first, queries), last_end = bound_of(own, first + OWN - 1, queries);
-        load_bounds(ends, own, first + lane / 4, queries);
-    }
+    const LastQueries ends(DOCS_BOUNDS, batch, queries, first_of_block, first);
+    RowBounds row_ends;
+    load_bounds(row_ends, DOCS_BOUNDS + batch * queries, first + lane / 4, queries);
     QueryTiles tiles(q + batch * q_batch + kv_head * group * D, dy + (batch * queries * heads + kv_head * group) * D,
                      stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start,
-                     docs ? stop : queries);
+                     docs ? ends.of_block : queries);
     const auto load_next = [&](u32 stage) { tiles.load_next(stage, stage + 2 * TILE_BYTES, 0, thread); };
 
     load_rows<OWN, 32>(k_tile, k + batch * k_batch + kv_head * D, k_token, first, queries, lane);
@@ -439,7 +422,7 @@ attention_bwd_kv_tf32(const float *dy, const float *q, const float *k, const flo
     Sums dk_sums = {}, dv_sums = {};
     u32 stage = 0;
     for (int head = 0; head < group; ++head)
-        for (int query = start; query < (docs ? stop : queries); query += TILE, stage ^= 1) {
+        for (int query = start; query < (docs ? ends.of_block : queries); query += TILE, stage ^= 1) {
             copy_wait<0>();
             __syncthreads();
             if (tiles.head < group) load_next(stages + (stage ^ 1) * STAGE_BYTES);
@@ -449,13 +432,13 @@ attention_bwd_kv_tf32(const float *dy, const float *q, const float *k, const flo
 #pragma unroll 1
             for (int part = 0; part < TILE; part += PIECE) {
                 if (query + part + PIECE <= first) continue; // all of them before this warp's keys
-                if (docs && query + part >= last_end) break;
+                if (docs && query + part >= ends.of_last) break;
                 // Rows are keys, columns queries: P^T and dS^T are left operands as they come.
                 Scores p = {}, ds = {};
                 add_scores<HELD_OF_FIRST>(p, k_held, k_tile, q_tile + part * ROW_BYTES, lane);
                 // Only if the diagonal crosses this piece.
                 if (query + part < first + OWN - 1) hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
-                if (docs && query + part + PIECE > first_end) hide_behind(p, query + part, ends, lane % 4 * 2);
+                if (docs && query + part + PIECE > ends.of_first) hide_behind(p, query + part, row_ends, lane % 4 * 2);
                 const u32 row_stats = stats_tile + (part + lane % 4 * 2) * 8; // lse, delta, lse, delta of two queries
 #pragma unroll
                 for (int n = 0; n < PIECE / 8; ++n) {
