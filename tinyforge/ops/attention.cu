@@ -602,14 +602,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
         for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                float shrink = raise_top(top[m][half], s, m, half, scale), base = top[m][half], sum = 0;
-                if ((band || docs) && base == -INFINITY) base = shrink = 0;
-#pragma unroll
-                for (int n = 0; n < TILE / 8; ++n)
-#pragma unroll
-                    for (int i = 2 * half; i < 2 * half + 2; ++i)
-                        sum += s[m][n][i] = exp2_fast(fmaf(s[m][n][i], scale, -base));
-                total[m][half] = total[m][half] * shrink + sum; // of this lane's columns; `finish_row` adds the four
+                const float shrink = softmax_step<band || docs>(s, m, half, scale, top[m][half], total[m][half]);
 #pragma unroll
                 for (int n = 0; n < D / 8; ++n) sums[m][n][2 * half] *= shrink, sums[m][n][2 * half + 1] *= shrink;
             }

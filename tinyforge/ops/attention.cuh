@@ -100,6 +100,23 @@ __device__ inline float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+#ifdef TF32
+// x as TF32, to nearest. One instruction since sm_90; before, two, and ties go away from zero.
+__device__ inline u32 rounded(float x) {
+    u32 y;
+#if __CUDA_ARCH__ >= 900
+    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+#else
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+#endif
+    return y;
+}
+// A score as the next product takes it.
+__device__ inline float as_factor(float x) { return __uint_as_float(rounded(x)); }
+#else
+__device__ inline float as_factor(float x) { return x; } // pack_scores rounds
+#endif
 __device__ inline void load_four(float (&x)[4], u32 from) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
@@ -245,6 +262,24 @@ __device__ inline float raise_top(float &top, const Scores &s, int m, int half, 
     most = fmaxf(top, most * scale);
     const float shrink = exp2_fast(top - most);
     top = most;
+    return shrink;
+}
+// One step of the online softmax of a row: turns its scores into P = exp(s - top), adds their sum over this lane's columns
+// to `total`, and returns what sums under the old maximum are to be multiplied by. MASKED: a row may have seen no key
+// yet; its maximum is then -inf, and 0 takes its place.
+template <bool MASKED>
+__device__ inline float softmax_step(Scores &s, int m, int half, float scale, float &top, float &total) {
+    float shrink = raise_top(top, s, m, half, scale), base = top, sum = 0;
+    if (MASKED && base == -INFINITY) base = shrink = 0;
+#pragma unroll
+    for (int n = 0; n < PIECE / 8; ++n)
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            const float p = exp2_fast(fmaf(s[m][n][i], scale, -base));
+            sum += p;
+            s[m][n][i] = as_factor(p);
+        }
+    total = total * shrink + sum;
     return shrink;
 }
 // The end of the softmax of a row: adds its four lanes' parts of `total`, stores its log-sum-exp if the row exists, and

@@ -153,15 +153,7 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
             settled(sums[0]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                float shrink = raise_top(top[0][half], s, 0, half, scale), base = top[0][half];
-                if (docs && base == -INFINITY) base = shrink = 0; // the row has seen no key yet
-                float sum = 0;
-#pragma unroll
-                for (int n = 0; n < 8; ++n)
-#pragma unroll
-                    for (int i = 2 * half; i < 2 * half + 2; ++i)
-                        sum += s[0][n][i] = exp2_fast(fmaf(s[0][n][i], scale, -base));
-                total[0][half] = total[0][half] * shrink + sum; // of this thread's columns; the four meet at the end
+                const float shrink = softmax_step<docs>(s, 0, half, scale, top[0][half], total[0][half]);
 #pragma unroll
                 for (int n = 0; n < 8; ++n) sums[0][n][2 * half] *= shrink, sums[0][n][2 * half + 1] *= shrink;
             }

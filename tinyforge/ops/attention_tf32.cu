@@ -69,19 +69,6 @@
 static_assert(HELD == 0 || UNROLL * 8 >= D, "registers are not counted through");
 static_assert(TILE % PIECE == 0 && PIECE % 16 == 0, "a tile is whole pieces");
 
-// x as TF32, to nearest. One instruction since sm_90; before, two, and ties go away from zero.
-__device__ inline u32 rounded(float x) {
-    u32 y;
-#if __CUDA_ARCH__ >= 900
-    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-#else
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-#endif
-    return y;
-}
-
-__device__ inline float as_factor(float x) { return __uint_as_float(rounded(x)); }
-
 __device__ inline void load_two(float &x, float &y, u32 from) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(from) : "memory");
 }
@@ -258,18 +245,7 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
             for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    float shrink = raise_top(top[m][half], s, m, half, scale), base = top[m][half];
-                    if (docs && base == -INFINITY) base = shrink = 0; // the row has seen no key yet
-                    float sum = 0;
-#pragma unroll
-                    for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-                        for (int i = 2 * half; i < 2 * half + 2; ++i) {
-                            const float p = exp2_fast(fmaf(s[m][n][i], scale, -base));
-                            sum += p;
-                            s[m][n][i] = as_factor(p);
-                        }
-                    total[m][half] = total[m][half] * shrink + sum; // of this lane's columns; the four meet at the end
+                    const float shrink = softmax_step<docs>(s, m, half, scale, top[m][half], total[m][half]);
                     scale_columns(sums, 2 * m + half, shrink, lane);
                 }
             add_product(sums, s, v_tile + part * ROW_BYTES, lane);

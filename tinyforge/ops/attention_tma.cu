@@ -300,17 +300,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_fwd_tma
         const auto exponentials = [&](int tile) {
             part.hide(s, all.from + tile * TILE, at);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                shrink[half] = raise_top(top[0][half], s, 0, half, scale);
-                float base = top[0][half], sum = 0;
-                if (docs && base == -INFINITY) base = shrink[half] = 0; // the row has seen no key yet
-#pragma unroll
-                for (int n = 0; n < TILE / 8; ++n)
-#pragma unroll
-                    for (int i = 2 * half; i < 2 * half + 2; ++i)
-                        sum += s[0][n][i] = exp2_fast(fmaf(s[0][n][i], scale, -base));
-                total[0][half] = total[0][half] * shrink[half] + sum; // of this thread's columns; the four meet later
-            }
+            for (int half = 0; half < 2; ++half)
+                shrink[half] = softmax_step<docs>(s, 0, half, scale, top[0][half], total[0][half]);
         };
         barrier_wait(ring.barrier(FIRST_FULL), ring.phase);
         scores(s, q_tile, ring.tile(0));
