@@ -484,11 +484,24 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
 //   C (16 x 8):  c[0..1] = (g, c..c+1), c[2..3] = (g + 8, c..c+1)
 // Two C side by side have the layout of an A: scores turn into the left operand of the next product in registers.
 
-__device__ inline void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    multiply_add(c, a[0], a[1], a[2], a[3], b0, b1);
+// Two C side by side: b holds two B, as one ldmatrix brings them.
+__device__ inline void multiply_two(float (&left)[4], float (&right)[4], const u32 (&a)[4], const u32 (&b)[4]) {
+    multiply_add(left, a[0], a[1], a[2], a[3], b[0], b[1]);
+    multiply_add(right, a[0], a[1], a[2], a[3], b[2], b[3]);
 }
 
 typedef float Sums[ROW_TILES][D / 8][4];
+
+// sums += p b, b being 16 rows of a streamed tile, from `row` on.
+__device__ inline void add_product(Sums &sums, const u32 (&p)[ROW_TILES][4], u32 tile, int row, int lane) {
+#pragma unroll
+    for (int n = 0; n < STEPS; ++n) {
+        u32 b[4];
+        load_matrix_transposed(b, piece(tile, row, n, lane));
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m) multiply_two(sums[m][2 * n], sums[m][2 * n + 1], p[m], b);
+    }
+}
 
 // The masks of a band, as hide_future and hide_past. The first query sees keys low .. seen - 1, each later one a key
 // further, and none sees `end` or what comes behind it.
@@ -585,10 +598,8 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
                 u32 b[4];
                 load_matrix(b, piece_of_rows(k_tile, n * 16, step, lane));
 #pragma unroll
-                for (int m = 0; m < ROW_TILES; ++m) {
-                    multiply_add(s[m][2 * n], q_part[m][step], b[0], b[1]);
-                    multiply_add(s[m][2 * n + 1], q_part[m][step], b[2], b[3]);
-                }
+                for (int m = 0; m < ROW_TILES; ++m)
+                    multiply_two(s[m][2 * n], s[m][2 * n + 1], q_part[m][step], b);
             }
         // Only if the diagonal, or a border of the band, crosses this tile.
         if (band) {
@@ -620,16 +631,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
                 }
                 pack_scores(p[m], s, m, step);
             }
-#pragma unroll
-            for (int n = 0; n < STEPS; ++n) {
-                u32 b[4];
-                load_matrix_transposed(b, piece(v_tile, step * 16, n, lane));
-#pragma unroll
-                for (int m = 0; m < ROW_TILES; ++m) {
-                    multiply_add(sums[m][2 * n], p[m], b[0], b[1]);
-                    multiply_add(sums[m][2 * n + 1], p[m], b[2], b[3]);
-                }
-            }
+            add_product(sums, p, v_tile, step * 16, lane);
         }
     }
     if (unit.idle) return;
@@ -726,10 +728,8 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                     load_matrix(c, piece_of_rows(v_tile, part + n * 16, step, lane));
 #pragma unroll
                     for (int m = 0; m < ROW_TILES; ++m) {
-                        multiply_add(s[m][2 * n], q_part[m][step], b[0], b[1]);
-                        multiply_add(s[m][2 * n + 1], q_part[m][step], b[2], b[3]);
-                        multiply_add(dp[m][2 * n], dy_part[m][step], c[0], c[1]);
-                        multiply_add(dp[m][2 * n + 1], dy_part[m][step], c[2], c[3]);
+                        multiply_two(s[m][2 * n], s[m][2 * n + 1], q_part[m][step], b);
+                        multiply_two(dp[m][2 * n], dp[m][2 * n + 1], dy_part[m][step], c);
                     }
                 }
             if (band) {
@@ -760,16 +760,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                 u32 ds[ROW_TILES][4];
 #pragma unroll
                 for (int m = 0; m < ROW_TILES; ++m) pack_scores(ds[m], s, m, step);
-#pragma unroll
-                for (int n = 0; n < STEPS; ++n) {
-                    u32 b[4];
-                    load_matrix_transposed(b, piece(k_tile, part + step * 16, n, lane));
-#pragma unroll
-                    for (int m = 0; m < ROW_TILES; ++m) {
-                        multiply_add(sums[m][2 * n], ds[m], b[0], b[1]);
-                        multiply_add(sums[m][2 * n + 1], ds[m], b[2], b[3]);
-                    }
-                }
+                add_product(sums, ds, k_tile, part + step * 16, lane);
             }
         }
     }
@@ -855,10 +846,8 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                         load_matrix(c, piece_of_rows(dy_tile, part + n * 16, step, lane));
 #pragma unroll
                         for (int m = 0; m < ROW_TILES; ++m) {
-                            multiply_add(p[m][2 * n], k_part[m][step], b[0], b[1]);
-                            multiply_add(p[m][2 * n + 1], k_part[m][step], b[2], b[3]);
-                            multiply_add(ds[m][2 * n], v_part[m][step], c[0], c[1]);
-                            multiply_add(ds[m][2 * n + 1], v_part[m][step], c[2], c[3]);
+                            multiply_two(p[m][2 * n], p[m][2 * n + 1], k_part[m][step], b);
+                            multiply_two(ds[m][2 * n], ds[m][2 * n + 1], v_part[m][step], c);
                         }
                     }
                 }
@@ -905,10 +894,8 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                         load_matrix_transposed(d, piece(q_tile, part + step * 16, n, lane));
 #pragma unroll
                         for (int m = 0; m < ROW_TILES; ++m) {
-                            multiply_add(dv_sums[m][2 * n], a[m], b[0], b[1]);
-                            multiply_add(dv_sums[m][2 * n + 1], a[m], b[2], b[3]);
-                            multiply_add(dk_sums[m][2 * n], c[m], d[0], d[1]);
-                            multiply_add(dk_sums[m][2 * n + 1], c[m], d[2], d[3]);
+                            multiply_two(dv_sums[m][2 * n], dv_sums[m][2 * n + 1], a[m], b);
+                            multiply_two(dk_sums[m][2 * n], dk_sums[m][2 * n + 1], c[m], d);
                         }
                     }
                 }

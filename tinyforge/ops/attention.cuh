@@ -250,26 +250,21 @@ __device__ inline void hide_behind(Scores &s, int query, const RowBounds &ends, 
     }
 }
 
-// The online softmax of a row (m, half): raises its maximum, `top`, to that of the new scores, and returns what sums
-// under the old maximum are to be multiplied by. Maxima are in powers of two, hence `scale`. Key 0 is in the first
-// piece and every row sees it: top is finite from there on.
-__device__ inline float raise_top(float &top, const Scores &s, int m, int half, float scale) {
+// One step of the online softmax of a row (m, half). It raises the row's maximum, `top`, to that of the new scores, turns
+// them into P = exp(s - top), adds their sum over this lane's columns to `total`, and returns the factor for sums that
+// were taken under the old maximum. Exponentials are powers of two, and so is top: hence `scale`. Key 0 is in the first
+// piece and every row sees it, so that top is finite from there on. Where MASKED, a row may have seen no key yet: its
+// maximum is then -inf, and 0 takes its place.
+template <bool MASKED>
+__device__ inline float softmax_step(Scores &s, int m, int half, float scale, float &top, float &total) {
     float most = s[m][0][2 * half];
 #pragma unroll
     for (int n = 0; n < PIECE / 8; ++n) most = fmaxf(most, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
     most = fmaxf(top, most * scale);
-    const float shrink = exp2_fast(top - most);
+    float shrink = exp2_fast(top - most), base = most, sum = 0;
     top = most;
-    return shrink;
-}
-// One step of the online softmax of a row: turns its scores into P = exp(s - top), adds their sum over this lane's columns
-// to `total`, and returns what sums under the old maximum are to be multiplied by. MASKED: a row may have seen no key
-// yet; its maximum is then -inf, and 0 takes its place.
-template <bool MASKED>
-__device__ inline float softmax_step(Scores &s, int m, int half, float scale, float &top, float &total) {
-    float shrink = raise_top(top, s, m, half, scale), base = top, sum = 0;
     if (MASKED && base == -INFINITY) base = shrink = 0;
 #pragma unroll
     for (int n = 0; n < PIECE / 8; ++n)
