@@ -485,9 +485,9 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
 // Two C side by side have the layout of an A: scores turn into the left operand of the next product in registers.
 
 // Two C side by side: b holds two B, as one ldmatrix brings them.
-__device__ inline void multiply_two(float (&left)[4], float (&right)[4], const u32 (&a)[4], const u32 (&b)[4]) {
-    multiply_add(left, a[0], a[1], a[2], a[3], b[0], b[1]);
-    multiply_add(right, a[0], a[1], a[2], a[3], b[2], b[3]);
+__device__ inline void multiply_two(float (*c)[4], const u32 (&a)[4], const u32 (&b)[4]) {
+    multiply_add(c[0], a[0], a[1], a[2], a[3], b[0], b[1]);
+    multiply_add(c[1], a[0], a[1], a[2], a[3], b[2], b[3]);
 }
 
 typedef float Sums[ROW_TILES][D / 8][4];
@@ -499,7 +499,7 @@ __device__ inline void add_product(Sums &sums, const u32 (&p)[ROW_TILES][4], u32
         u32 b[4];
         load_matrix_transposed(b, piece(tile, row, n, lane));
 #pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m) multiply_two(sums[m][2 * n], sums[m][2 * n + 1], p[m], b);
+        for (int m = 0; m < ROW_TILES; ++m) multiply_two(sums[m] + 2 * n, p[m], b);
     }
 }
 
@@ -599,7 +599,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
                 load_matrix(b, piece_of_rows(k_tile, n * 16, step, lane));
 #pragma unroll
                 for (int m = 0; m < ROW_TILES; ++m)
-                    multiply_two(s[m][2 * n], s[m][2 * n + 1], q_part[m][step], b);
+                    multiply_two(s[m] + 2 * n, q_part[m][step], b);
             }
         // Only if the diagonal, or a border of the band, crosses this tile.
         if (band) {
@@ -728,8 +728,8 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                     load_matrix(c, piece_of_rows(v_tile, part + n * 16, step, lane));
 #pragma unroll
                     for (int m = 0; m < ROW_TILES; ++m) {
-                        multiply_two(s[m][2 * n], s[m][2 * n + 1], q_part[m][step], b);
-                        multiply_two(dp[m][2 * n], dp[m][2 * n + 1], dy_part[m][step], c);
+                        multiply_two(s[m] + 2 * n, q_part[m][step], b);
+                        multiply_two(dp[m] + 2 * n, dy_part[m][step], c);
                     }
                 }
             if (band) {
@@ -846,8 +846,8 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                         load_matrix(c, piece_of_rows(dy_tile, part + n * 16, step, lane));
 #pragma unroll
                         for (int m = 0; m < ROW_TILES; ++m) {
-                            multiply_two(p[m][2 * n], p[m][2 * n + 1], k_part[m][step], b);
-                            multiply_two(ds[m][2 * n], ds[m][2 * n + 1], v_part[m][step], c);
+                            multiply_two(p[m] + 2 * n, k_part[m][step], b);
+                            multiply_two(ds[m] + 2 * n, v_part[m][step], c);
                         }
                     }
                 }
@@ -894,8 +894,8 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                         load_matrix_transposed(d, piece(q_tile, part + step * 16, n, lane));
 #pragma unroll
                         for (int m = 0; m < ROW_TILES; ++m) {
-                            multiply_two(dv_sums[m][2 * n], dv_sums[m][2 * n + 1], a[m], b);
-                            multiply_two(dk_sums[m][2 * n], dk_sums[m][2 * n + 1], c[m], d);
+                            multiply_two(dv_sums[m] + 2 * n, a[m], b);
+                            multiply_two(dk_sums[m] + 2 * n, c[m], d);
                         }
                     }
                 }
