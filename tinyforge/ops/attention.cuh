@@ -89,12 +89,6 @@ __device__ inline u32 swizzled(int row, int chunk) {
     return row * ROW_BYTES + ((chunk ^ turn) << 4);
 }
 
-__device__ inline void load_matrix(u32 (&x)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(from)
-                 : "memory");
-}
 __device__ inline float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -345,12 +339,6 @@ struct QueryTiles {
 #endif
 
 #ifndef TF32
-__device__ inline void load_matrix_transposed(u32 (&x)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(from)
-                 : "memory");
-}
 __device__ inline u32 pack(float low, float high) {
     u32 x;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));

@@ -1,5 +1,16 @@
 // Barriers in shared memory, and the copies that count at them (sm_90). Needs common.cuh.
 
+// A warpgroup that copies needs few registers, those that multiply need many: a kernel starts with the same for all. N: a
+// multiple of 8. By all threads of the warpgroup.
+template <int N>
+__device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
 // Lets wgmma and TMA see what this thread wrote to shared memory.
 __device__ __forceinline__ void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -42,12 +53,15 @@ __device__ __forceinline__ void copy_line(u32 to, const void *from, u32 bytes, u
                      "r"(to), "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
-// The same for what is read once: it is the first to leave the L2 cache.
-__device__ __forceinline__ void copy_line_once(u32 to, const void *from, u32 bytes, u32 barrier) {
+// For copies of what is read once: such lines are the first to leave the L2 cache.
+__device__ __forceinline__ u64 evict_first() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void copy_line_once(u32 to, const void *from, u32 bytes, u32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-            "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+            "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(evict_first())
         : "memory");
 }

@@ -123,6 +123,21 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], u32 a0, u32 a1, u3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Four 8 x 8 matrices of 16-bit numbers from shared memory, as fragments of a product (ldmatrix). A lane passes the address
+// of row lane % 8 of matrix lane / 8.
+__device__ __forceinline__ void load_matrix(u32 (&x)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void load_matrix_transposed(u32 (&x)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from)
+                 : "memory");
+}
+
 // exp(x) and 1 / x for results that are stored as a T: where that is bf16, by the hardware's own approximations, some
 // hundred times as exact as what is stored.
 template <class T>
@@ -140,6 +155,12 @@ __device__ __forceinline__ Wide<T> inverse_for(Wide<T> x) {
 template <>
 __device__ __forceinline__ float inverse_for<bf16>(float x) {
     return __fdividef(1.0f, x);
+}
+
+// 1 / (1 + exp(-x)), for x far below 0 as well: exp(-x) overflows to infinity, and 1 / infinity is 0.
+template <class T>
+__device__ __forceinline__ Wide<T> sigmoid(Wide<T> x) {
+    return inverse_for<T>(Wide<T>(1) + exp_for<T>(-x));
 }
 
 template <class A>

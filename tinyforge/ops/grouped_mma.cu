@@ -36,20 +36,6 @@ typedef Pack<T, 8> Piece;  // 16 bytes, what is copied at a time
 
 extern __shared__ uint4 room[];  // STAGES x 2 x FACTOR bytes
 
-// Four 8 x 8 matrices, one address a lane: of row lane % 8 of matrix lane / 8.
-__device__ __forceinline__ void load_matrices(u32 (&x)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(from)
-                 : "memory");
-}
-__device__ __forceinline__ void load_matrices_transposed(u32 (&x)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(from)
-                 : "memory");
-}
-
 // A factor, 128 wide in the direction that stays and as deep as the sum. A thread copies 8 of a piece's 1,024 vectors.
 // TRANSPOSED: the array's rows are steps of the sum, and tokens, if any, say which array row a step is.
 // Otherwise: the array's rows are what stays, and tokens say which array row each of them is.
@@ -99,15 +85,15 @@ struct Factor {
     // A of mma.m16n8k16 (see common.cuh): rows m to m + 15, steps k to k + 15 of the piece.
     __device__ __forceinline__ static void left(u32 (&a)[4], u32 at, int m, int k) {
         const int lane = threadIdx.x % 32, low = lane % 8, odd = lane / 8 % 2, high = lane / 16;
-        if (TRANSPOSED) load_matrices_transposed(a, at + place(k + low + high * 8, m / 8 + odd));
-        else load_matrices(a, at + place(m + low + odd * 8, k / 8 + high));
+        if (TRANSPOSED) load_matrix_transposed(a, at + place(k + low + high * 8, m / 8 + odd));
+        else load_matrix(a, at + place(m + low + odd * 8, k / 8 + high));
     }
 
     // B of two products: columns n to n + 7 in b[0..1], n + 8 to n + 15 in b[2..3].
     __device__ __forceinline__ static void right(u32 (&b)[4], u32 at, int n, int k) {
         const int lane = threadIdx.x % 32, low = lane % 8, odd = lane / 8 % 2, high = lane / 16;
-        if (TRANSPOSED) load_matrices_transposed(b, at + place(k + low + odd * 8, n / 8 + high));
-        else load_matrices(b, at + place(n + low + high * 8, k / 8 + odd));
+        if (TRANSPOSED) load_matrix_transposed(b, at + place(k + low + odd * 8, n / 8 + high));
+        else load_matrix(b, at + place(n + low + high * 8, k / 8 + odd));
     }
 };
 

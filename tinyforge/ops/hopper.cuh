@@ -205,17 +205,6 @@ __device__ __forceinline__ void write_sums(
     }
 }
 
-// A warpgroup that copies needs few registers, those that multiply need many: a kernel starts with the same for all. N: a
-// multiple of 8. By all threads of the warpgroup.
-template <int N>
-__device__ __forceinline__ void fewer_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N>
-__device__ __forceinline__ void more_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-
 // What TMA knows of an array, and of the boxes that it copies: written by backends/tensor_map.py, passed by value.
 struct alignas(64) TensorMap {
     u64 words[16];

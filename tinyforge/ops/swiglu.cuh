@@ -2,12 +2,6 @@
 // common.cuh, pasted in before it. Who uses it: swiglu.cu, and gemm_hopper.cu at the end of a product. Both round what
 // they hand in to T, so they give the same bits.
 
-// exp(-g) overflows to infinity for g far below 0, and 1 / infinity is the 0 that s tends to.
-template <class T>
-__device__ __forceinline__ Wide<T> sigmoid(Wide<T> g) {
-    return inverse_for<T>(Wide<T>(1) + exp_for<T>(-g));
-}
-
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> swiglu(const Pack<T, N> &gate, const Pack<T, N> &up) {
     Pack<T, N> y;

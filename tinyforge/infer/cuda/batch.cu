@@ -349,14 +349,8 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, CacheSlab s
         float shrink[2] = {1, 1};
 #pragma unroll
         for (int h = 0; h < HALVES; h++) {
-            float new_top = top[h];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float &x = score[i / 2][h * 2 + i % 2];
-                x = base + i / 2 * 8 + c * 2 + i % 2 <= position ? x * scale : 2 * LOWEST;
-                new_top = largest(new_top, x);
-            }
-            take_scores(score, h, new_top, top, total, shrink, shares);
+            const auto seen = [&](int i) { return base + i <= position; };
+            take_scores(score, h, scale, seen, top, total, shrink, shares);
         }
         slab.add_values(shares, shrink, output);
         slab = next, base = after;

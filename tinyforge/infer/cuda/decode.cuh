@@ -75,10 +75,8 @@ __device__ __forceinline__ void pause(u32 &polls) {
 // copy_weights of codes: 8 bytes, or the 4 beside float.
 __device__ __forceinline__ void copy_codes(u32 to, const void *from) {
     if constexpr (ONCE) {
-        u64 policy;
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
         asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3;" ::"r"(to), "l"(from),
-                     "n"(sizeof(Stored)), "l"(policy)
+                     "n"(sizeof(Stored)), "l"(evict_first())
                      : "memory");
     } else {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(sizeof(Stored)) : "memory");
@@ -91,9 +89,7 @@ __device__ __forceinline__ void copy_weights(u32 to, const void *from) {
     if constexpr (CODES) {
         copy_codes(to, from);
     } else if constexpr (ONCE) {
-        u64 policy;
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(evict_first())
                      : "memory");
     } else {
         copy_async(to, from);
@@ -292,11 +288,19 @@ struct Slab {
     }
 };
 
-// One step of the online softmax of query g + 8 h. top: the largest score so far; new_top: the largest of it and this
-// lane's new scores. total: this lane's sum of exp(score - top). shares: exp(score - top) of the slab, as a left
-// operand. shrink: the factor for sums over earlier positions.
-__device__ __forceinline__ void take_scores(const float (&score)[2][4], int h, float new_top, float (&top)[2],
+// One step of the online softmax of query g + 8 h. seen(i): whether it sees position i of the slab. top: the largest
+// score so far. total: this lane's sum of exp(score - top). shares: exp(score - top) of the slab, as a left operand.
+// shrink: the factor for sums over earlier positions.
+template <class Seen>
+__device__ __forceinline__ void take_scores(float (&score)[2][4], int h, float scale, Seen seen, float (&top)[2],
                                             float (&total)[2], float (&shrink)[2], u32 (&shares)[2][2]) {
+    float new_top = top[h];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float &x = score[i / 2][h * 2 + i % 2];
+        x = seen(i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2) ? x * scale : 2 * LOWEST;
+        new_top = largest(new_top, x);
+    }
     new_top = largest(new_top, __shfl_xor_sync(~0u, new_top, 1));
     new_top = largest(new_top, __shfl_xor_sync(~0u, new_top, 2));
     shrink[h] = __expf(top[h] - new_top);

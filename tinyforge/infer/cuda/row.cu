@@ -798,14 +798,8 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab s
 #pragma unroll
         for (int h = 0; h < HALVES; h++) {
             const int last = past + first_row + (h * 8 + g) / GROUP;
-            float new_top = top[h];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float &x = score[i / 2][h * 2 + i % 2];
-                x = (base + i / 2 * 8 + c * 2 + i % 2) * SPLITS + split <= last ? x * scale : 2 * LOWEST;
-                new_top = largest(new_top, x);
-            }
-            take_scores(score, h, new_top, top, total, shrink, shares);
+            const auto seen = [&](int i) { return (base + i) * SPLITS + split <= last; };
+            take_scores(score, h, scale, seen, top, total, shrink, shares);
         }
         if constexpr (is_first()) {
             slab.add_values(shares, output);
@@ -959,81 +953,78 @@ struct Attention {
 
     // qkv, parts, stats: the layer's places in `exchange`. keys, values: of the layer. past: positions before the pass.
     __device__ __forceinline__ void run(const Scratch &scratch, const A *qkv, T *keys, T *values, A *parts, A *stats,
-                                        int capacity, int past);
-};
-
-__device__ __forceinline__ void Attention::run(const Scratch &scratch, const A *qkv, T *keys, T *values, A *parts,
-                                               A *stats, int capacity, int past) {
-    const u32 thread = threadIdx.x;
-    keys += i64(kv_head) * capacity * HEAD_DIM, values += i64(kv_head) * capacity * HEAD_DIM;
-    Pack<T, PARCEL> turned[TURNS][2];
-    Parcel x[TURNS * 2] = {};
-    await_together(
-        x, [&](int i) { return qkv + from[i / 2] + i % 2 * (HALF * 4); }, [&](int i) { return wanted[i / 2]; }
-    );
+                                        int capacity, int past) {
+        const u32 thread = threadIdx.x;
+        keys += i64(kv_head) * capacity * HEAD_DIM, values += i64(kv_head) * capacity * HEAD_DIM;
+        Pack<T, PARCEL> turned[TURNS][2];
+        Parcel x[TURNS * 2] = {};
+        await_together(
+            x, [&](int i) { return qkv + from[i / 2] + i % 2 * (HALF * 4); }, [&](int i) { return wanted[i / 2]; }
+        );
 #pragma unroll
-    for (u32 turn = 0; turn < TURNS; turn++) {
+        for (u32 turn = 0; turn < TURNS; turn++) {
 #pragma unroll
-        for (int j = 0; j < PARCEL; j++) {
-            const A a = x[turn * 2].v[j], b = x[turn * 2 + 1].v[j], c = cosines[turn].v[j], s = sines[turn].v[j];
-            narrow(a * c - b * s, turned[turn][0].v[j]);
-            narrow(b * c + a * s, turned[turn][1].v[j]);
+            for (int j = 0; j < PARCEL; j++) {
+                const A a = x[turn * 2].v[j], b = x[turn * 2 + 1].v[j], c = cosines[turn].v[j], s = sines[turn].v[j];
+                narrow(a * c - b * s, turned[turn][0].v[j]);
+                narrow(b * c + a * s, turned[turn][1].v[j]);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                if (wanted[turn]) store(scratch.queries + to[turn] + half * HALF, turned[turn][half]);
         }
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            if (wanted[turn]) store(scratch.queries + to[turn] + half * HALF, turned[turn][half]);
-    }
-    if constexpr (BY_WARP) {
-        __syncwarp();
-    } else {
+        if constexpr (BY_WARP) {
+            __syncwarp();
+        } else {
+            sync();
+        }
+        if constexpr (TENSOR_CORES) {
+            attend_slabs(scratch, slab, keys, values, split, first_row, past);
+        } else {
+            attend_keys(scratch, keys, values, split, first_row, past);
+        }
         sync();
-    }
-    if constexpr (TENSOR_CORES) {
-        attend_slabs(scratch, slab, keys, values, split, first_row, past);
-    } else {
-        attend_keys(scratch, keys, values, split, first_row, past);
-    }
-    sync();
 #pragma unroll
-    for (u32 i = 0; i < EACH; i++) {
-        const u32 word = thread + i * THREADS, query = query_of(word), d = column_of(word);
-        if (word >= WORDS || first_row + query / GROUP >= ROWS) continue;
-        const Pack<A, WARPS> tops = load<WARPS>(scratch.tops + query * WARPS);
-        const Pack<A, WARPS> totals = load<WARPS>(scratch.totals + query * WARPS);
-        A all = LOWEST, weight = 0, mean[SHARED_BY] = {};
-        Pack<A, WARPS> most = tops;
+        for (u32 i = 0; i < EACH; i++) {
+            const u32 word = thread + i * THREADS, query = query_of(word), d = column_of(word);
+            if (word >= WORDS || first_row + query / GROUP >= ROWS) continue;
+            const Pack<A, WARPS> tops = load<WARPS>(scratch.tops + query * WARPS);
+            const Pack<A, WARPS> totals = load<WARPS>(scratch.totals + query * WARPS);
+            A weight = 0, mean[SHARED_BY] = {};
+            Pack<A, WARPS> most = tops;
 #pragma unroll
-        for (int gap = WARPS / 2; gap; gap /= 2) {
+            for (int gap = WARPS / 2; gap; gap /= 2) {
 #pragma unroll
-            for (int w = 0; w < gap; w++) most.v[w] = largest(most.v[w], most.v[w + gap]);
+                for (int w = 0; w < gap; w++) most.v[w] = largest(most.v[w], most.v[w + gap]);
+            }
+            const A all = most.v[0];
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                const A share = exp_for<T>(tops.v[w] - all);
+                const auto output = load<SHARED_BY>(scratch.outputs + (w * QUERIES + query) * HEAD_DIM + d);
+                weight += share * totals.v[w];
+#pragma unroll
+                for (int j = 0; j < SHARED_BY; j++) mean[j] += share * output.v[j];
+            }
+            const bool empty = weight == 0;  // no position of this split yet
+            const A scale = empty ? A(0) : inverse_for<T>(weight);
+            Pack<T, SHARED_BY> both;
+#pragma unroll
+            for (int j = 0; j < SHARED_BY; j++) narrow(mean[j] * scale, both.v[j]);
+            publish(parts + part[i], reinterpret_cast<const A &>(both));
+            if (d == 0) publish(stats + stat[i], empty ? A(LOWEST) : all + log_for(weight));
         }
-        all = most.v[0];
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const A share = exp_for<T>(tops.v[w] - all);
-            const auto output = load<SHARED_BY>(scratch.outputs + (w * QUERIES + query) * HEAD_DIM + d);
-            weight += share * totals.v[w];
+        for (u32 turn = 0; turn < TURNS; turn++) {  // for the passes to come
+            const Task t = task(turn);
+            if (!wanted[turn] || t.is_query) continue;
 #pragma unroll
-            for (int j = 0; j < SHARED_BY; j++) mean[j] += share * output.v[j];
-        }
-        const bool empty = weight == 0;  // no position of this split yet
-        const A scale = empty ? A(0) : inverse_for<T>(weight);
-        Pack<T, SHARED_BY> both;
-#pragma unroll
-        for (int j = 0; j < SHARED_BY; j++) narrow(mean[j] * scale, both.v[j]);
-        publish(parts + part[i], reinterpret_cast<const A &>(both));
-        if (d == 0) publish(stats + stat[i], empty ? A(LOWEST) : all + log_for(weight));
-    }
-#pragma unroll
-    for (u32 turn = 0; turn < TURNS; turn++) {  // for the passes to come
-        const Task t = task(turn);
-        if (!wanted[turn] || t.is_query) continue;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            store((t.is_value ? values : keys) + (past + t.n) * HEAD_DIM + t.column + half * HALF, turned[turn][half]);
+            for (int half = 0; half < 2; half++) {
+                store((t.is_value ? values : keys) + (past + t.n) * HEAD_DIM + t.column + half * HALF, turned[turn][half]);
+            }
         }
     }
-}
+};
 
 #include "infer/cuda/sampler.cuh"
 
@@ -1113,7 +1104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
     if (thread >= THREADS) {
         const auto *const source = reinterpret_cast<const unsigned char *>(weights) + i64(blockIdx.x) * stride * UNIT;
 #if PRODUCERS % 4 == 0  // a warpgroup gives its registers to the others
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        fewer_registers<24>();
 #endif
         const u32 filler = (thread - THREADS) / 32;
         if (thread % 32 == 0 && filler < FILLERS) {
@@ -1122,7 +1113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
         return;
     }
 #if PRODUCERS % 4 == 0
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    more_registers<240>();
 #endif
 #else
     Block block;
