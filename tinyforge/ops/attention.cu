@@ -576,10 +576,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
     const float scale = rsqrtf(float(D)) * LOG2E; // exponentials are powers of two
     Sums sums = {};
     RowValues top, total;
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) top[m][half] = -INFINITY, total[m][half] = 0;
+    set_rows(top, -INFINITY), set_rows(total, 0);
 
     u32 stage = 0;
     for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {

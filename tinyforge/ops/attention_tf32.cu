@@ -220,10 +220,7 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
     const float scale = rsqrtf(float(D)) * LOG2E; // exponentials are powers of two
     Sums sums = {};
     RowValues top, total;
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) top[m][half] = -INFINITY, total[m][half] = 0;
+    set_rows(top, -INFINITY), set_rows(total, 0);
 
     u32 stage = 0;
     for (int key = starts.of_block; key < seen_by_block; key += TILE, stage ^= 1) {

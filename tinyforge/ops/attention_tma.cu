@@ -188,6 +188,17 @@ __device__ __forceinline__ void scale_sums(Sums &d, float above, float below) {
     for (int n = 0; n < WIDE / 8; ++n) d[n][0] *= above, d[n][1] *= above, d[n][2] *= below, d[n][3] *= below;
 }
 
+// Starts the copies of the rows that a unit's workers own: of q, of q and dO, or of k and v.
+__device__ __forceinline__ void copy_own(const Unit &unit, const TensorMap *own, const TensorMap *second, u32 phase) {
+    barrier_wait(own_empty(), phase ^ 1);
+    barrier_expect(own_full(), WORKERS * OWNED * OWN_TILE);
+    for (int w = 0; w < WORKERS; ++w) {
+        copy_rows<OWN>(own_tile(w, 0), own, unit.batch, unit.head(w), unit.first(w), own_full());
+        if (OWNED > 1) copy_rows<OWN>(own_tile(w, 1), second, unit.batch, unit.head(w), unit.first(w), own_full());
+    }
+    barrier_arrive(own_full());
+}
+
 // The thread that copies keys and values for workers that own queries: `own` and, in backward, `second` are their rows.
 __device__ __forceinline__ void copy_keys(const TensorMap *own, const TensorMap *second, const TensorMap *k,
                                           const TensorMap *v, const int *schedule, int rounds, int queries, int ahead,
@@ -213,14 +224,7 @@ __device__ __forceinline__ void copy_keys(const TensorMap *own, const TensorMap 
             copy_rows<TILE>(ring.tile(1), v, unit.batch, unit.kv_head, key, both);
             barrier_arrive(both);
             if (tile > 0) continue;
-            barrier_wait(own_empty(), phase ^ 1);
-            barrier_expect(own_full(), WORKERS * OWNED * OWN_TILE);
-            for (int w = 0; w < WORKERS; ++w) {
-                copy_rows<OWN>(own_tile(w, 0), own, unit.batch, unit.head(w), unit.first(w), own_full());
-                if (PART == BACKWARD_Q)
-                    copy_rows<OWN>(own_tile(w, 1), second, unit.batch, unit.head(w), unit.first(w), own_full());
-            }
-            barrier_arrive(own_full());
+            copy_own(unit, own, second, phase);
         }
     }
 }
@@ -473,13 +477,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_kv_
                     barrier_arrive(full);
                     if (begun) continue;
                     begun = true;
-                    barrier_wait(own_empty(), phase ^ 1);
-                    barrier_expect(own_full(), WORKERS * OWNED * OWN_TILE);
-                    for (int w = 0; w < WORKERS; ++w) {
-                        copy_rows<OWN>(own_tile(w, 0), &k, unit.batch, unit.kv_head, unit.first(w), own_full());
-                        copy_rows<OWN>(own_tile(w, 1), &v, unit.batch, unit.kv_head, unit.first(w), own_full());
-                    }
-                    barrier_arrive(own_full());
+                    copy_own(unit, &k, &v, phase);
                 }
         }
         return;
