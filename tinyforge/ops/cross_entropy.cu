@@ -208,35 +208,30 @@ extern "C" __global__ void __launch_bounds__(HELD ? HELD_THREADS : 256, RESIDENT
     }
     // Again by the thread that wrote its vector: 1 less at the target.
     if (target / VEC % blockDim.x == threadIdx.x) narrow(exp_for<T>(picked - highest) * scale - A(1), z[target]);
-}
 #else
+    // Writes vector v of the residual. probability(j): of its number j.
+    const auto write_vector = [&](int v, auto probability) {
+        Pack<T, VEC> out;
+#pragma unroll
+        for (int j = 0; j < VEC; j++) narrow(probability(j) - (v * VEC + j == target ? A(1) : A(0)), out.v[j]);
+        store(z + v * VEC, out);
+    };
 #if PER
     const A scale = exp_for<T>(top - highest) / sum;
 #pragma unroll
     for (int i = 0; i < PER; i++) {
         const int v = i * blockDim.x + threadIdx.x;
-        if (v < vectors) {
+        if (v < vectors) write_vector(v, [&](int j) { return kept[i][j] * scale; });
+    }
 #else
     const A scale = A(1) / sum;
     for (int v = threadIdx.x; v < all; v += blockDim.x) {
-        {
-            const Pack<T, VEC> p = logits_at(z, v, vocab);
-#endif
-            Pack<T, VEC> out;
-#pragma unroll
-            for (int j = 0; j < VEC; j++) {
-#if PER
-                const A probability = kept[i][j] * scale;
-#else
-                const A probability = exp_for<T>(widen(p.v[j]) - highest) * scale;
-#endif
-                narrow(probability - (v * VEC + j == target ? A(1) : A(0)), out.v[j]);
-            }
-            store(z + v * VEC, out);
-        }
+        const Pack<T, VEC> p = logits_at(z, v, vocab);
+        write_vector(v, [&](int j) { return exp_for<T>(widen(p.v[j]) - highest) * scale; });
     }
-}
 #endif
+#endif
+}
 
 // Grid: heads. Block: 1024 threads.
 extern "C" __global__ void sum_heads(double *out, const A *nll, int tokens, int heads) {
