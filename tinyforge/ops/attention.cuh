@@ -1,13 +1,15 @@
-// What attention.cu, attention_hopper.cu, attention_tma.cu and attention_tf32.cu share: the parts of FlashAttention on
-// tensor cores.
+// What the attention kernels on tensor cores share: attention.cu, attention_hopper.cu, attention_tma.cu
+// and attention_tf32.cu.
 //
-// A worker is one warp (mma.sync) or a warpgroup of four warps (wgmma). It owns OWN rows, WARP_ROWS of them in each of
-// its warps, and streams the rows of the other side past them.
+// A worker is one warp (mma.sync) or a warpgroup of four warps (wgmma). It owns OWN rows, WARP_ROWS in each of its
+// warps, and streams the rows of the other side past them. In the order of this file: the layout of rows in shared
+// memory, loads of fragments, loads of tiles, units of work, masks, the online softmax, the statistics (lse, delta),
+// stores.
 //
-// Macros: PART (FORWARD, BACKWARD_Q, BACKWARD_KV); HEAD_DIM; WORKERS in a block; WORKER_WARPS; ROW_TILES, the tiles of
+// Macros: PART (FORWARD, BACKWARD_Q, BACKWARD_KV); HEAD_DIM; WORKERS of a block; WORKER_WARPS; ROW_TILES, the tiles of
 // 16 rows that a warp owns; TILE, the rows streamed at a time; PIECE, the rows of a tile whose scores a warp holds at a
-// time, TILE if undefined; TF32 for float numbers instead of bf16; DOCS for rows of several documents; BY_TMA, no
-// function that copies rows. The plain kernels define REAL and take only D and DOCS.
+// time, TILE if undefined; TF32 for float numbers in place of bf16; DOCS for rows of several documents; BY_TMA leaves
+// out what copies rows. The plain kernels define REAL and use only D and DOCS.
 
 #include "ops/common.cuh"
 
@@ -15,9 +17,9 @@ __device__ inline int min_int(int a, int b) { return a < b ? a : b; }
 
 constexpr int D = HEAD_DIM;
 
-// Rows of several documents: each row that is owned has a bound, and bounds ascend along a sequence. Of a query it is
-// the first key that it sees, where its document begins; of a key it is behind the last query that sees it, where its
-// document ends. bounds: (batch, rows).
+// Rows of several documents: each owned row has a bound, and bounds ascend along a sequence. The bound of a query is
+// the first key that it sees, where its document begins. The bound of a key is one past the last query that sees it,
+// where its document ends. bounds: (batch, rows).
 #ifdef DOCS
 #define DOCS_ARGUMENTS , const int *bounds
 #define DOCS_BOUNDS bounds
@@ -25,10 +27,10 @@ enum : bool { docs = true };
 #else
 #define DOCS_ARGUMENTS
 #define DOCS_BOUNDS static_cast<const int *>(nullptr) // never read
-enum : bool { docs = false }; // a constant would stand in the cubin, which is to stay what it was
+enum : bool { docs = false }; // not a constexpr variable, which would be stored in the cubin
 #endif
 
-// The bound of a row, or of the last of `rows` for those behind it.
+// The bound of a row; past the end, that of the last of `rows`.
 __device__ inline int bound_of(const int *bounds, int row, int rows) { return bounds[min_int(row, rows - 1)]; }
 
 #ifndef REAL
@@ -50,7 +52,7 @@ constexpr int THREADS = WORKERS * WORKER_WARPS * 32;
 constexpr int WARP_ROWS = ROW_TILES * 16;              // rows that a warp owns
 constexpr int OWN = WORKER_WARPS * WARP_ROWS;          // rows that a worker owns
 constexpr int ROW_BYTES = D * sizeof(Number);
-constexpr int STEPS = ROW_BYTES / 32;                  // products along a row; each takes 32 bytes of it
+constexpr int STEPS = ROW_BYTES / 32;                  // products along a row, of 32 bytes each
 constexpr int CHUNKS = ROW_BYTES / 16;                 // 16-byte chunks in a row
 constexpr int CHUNK = 16 / sizeof(Number);             // numbers in a chunk
 constexpr int TILE_BYTES = TILE * ROW_BYTES;
@@ -82,8 +84,9 @@ __device__ inline void set_rows(RowValues &x, float value) {
     for (int m = 0; m < ROW_TILES; ++m) x[m][0] = x[m][1] = value;
 }
 
-// ldmatrix reads 16 bytes at the same column of 8 rows. The exclusive or with the row spreads those over all banks, for
-// stores too, without padding. At 128 bytes a row it is the 128-byte swizzle of wgmma.
+// The byte of a 16-byte chunk in a swizzled tile. ldmatrix reads the same chunk of 8 rows; the exclusive or with the
+// row spreads these over all banks, for stores too, without padding. At 128 bytes a row this is the 128-byte swizzle of
+// wgmma.
 __device__ inline u32 swizzled(int row, int chunk) {
     const int turn = ROW_BYTES == 64 ? row / 2 % 4 : row % 8;
     return row * ROW_BYTES + ((chunk ^ turn) << 4);
@@ -127,19 +130,19 @@ __device__ inline uint4 load_chunk(u32 from) {
     return x;
 }
 
-// The address from which a lane fetches its row of a fragment: 16 rows x 32 bytes at (row, 32 * step). `row` must be a
-// multiple of 8; the swizzle then depends on the lane alone, and a step is one exclusive or.
+// The address that a lane passes to ldmatrix for a fragment of 16 rows x 32 bytes at (row, 32 * step). `row` must be a
+// multiple of 8: the swizzle then depends on the lane alone, and a step is one exclusive or.
 // As A, or transposed as two B side by side: rows by lane % 16, then the columns.
 __device__ inline u32 piece(u32 tile, int row, int step, int lane) {
     return tile + row * ROW_BYTES + (swizzled(lane % 16, lane / 16) ^ (step * 32));
 }
-// As B of a product with the transpose: the tile's rows are B's columns; two B, one after the other.
+// As B of a product with the transpose: the tile's rows are the columns of two B, one after the other.
 __device__ inline u32 piece_of_rows(u32 tile, int row, int step, int lane) {
     return tile + row * ROW_BYTES + (swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ (step * 32));
 }
 
 #ifndef BY_TMA
-// Copies COUNT rows, from row `first` on, into a swizzled tile; zeros from row `stop` on. BY threads take part.
+// Copies COUNT rows, starting at row `first`, into a swizzled tile; rows from `stop` on are zeros. By BY threads.
 template <int COUNT, int BY>
 __device__ inline void load_rows(u32 tile, const Number *from, int token, int first, int stop, int thread) {
     static_assert(BY % CHUNKS == 0, "whole rows");
@@ -148,17 +151,17 @@ __device__ inline void load_rows(u32 tile, const Number *from, int token, int fi
     int offset = (first + row) * token + chunk * CHUNK;
 #pragma unroll
     for (int i = 0; i < ceil_div(COUNT * CHUNKS, BY); ++i) {
-        constexpr int ROWS = BY / CHUNKS; // in one go
+        constexpr int ROWS = BY / CHUNKS; // at a time
         if (COUNT % ROWS != 0 && row + i * ROWS >= COUNT) break;
         const bool valid = first + row + i * ROWS < stop;
-        // Every 8 rows the swizzle repeats.
+        // The swizzle repeats every 8 rows.
         const u32 place = ROWS % 8 == 0 ? to + i * ROWS * ROW_BYTES : tile + swizzled(row + i * ROWS, chunk);
         copy_async(place, from + (valid ? offset : 0), valid);
         offset += ROWS * token;
     }
 }
 
-// Two streamed tiles, one behind the other, as one group of copies: k and v.
+// Two streamed tiles, one after the other, as one group of copies: k and v.
 __device__ inline void load_pair(u32 stage, const Number *k, i64 k_token, const Number *v, i64 v_token, int first,
                                  int stop, int thread) {
     load_rows<TILE, THREADS>(stage, k, k_token, first, stop, thread);
@@ -166,13 +169,14 @@ __device__ inline void load_pair(u32 stage, const Number *k, i64 k_token, const 
     copy_commit();
 }
 
-// The work of a worker in the kernels that own queries: OWN positions of one head. The heads of a group come one after
-// the other at the same positions. So the workers of a block need nearly the same keys, whatever the size of the group:
-// little is wasted at the diagonal, and a group's keys and values are fetched once for all its heads.
+// The work of a worker in the kernels that own queries: OWN positions of one head. Units run through the heads of a
+// group at the same positions, then to the next positions. The workers of a block therefore need nearly the same keys,
+// whatever the size of the group: little is wasted at the diagonal, and keys and values are loaded once for all heads
+// of a group.
 struct Unit {
-    int batch, kv_head, head, first; // first: of its positions
+    int batch, kv_head, head, first; // first: its first position
     int last_of_block;               // the highest position in the block
-    bool idle;                       // more workers than units: this one only helps to load
+    bool idle;                       // more workers than units: this one only helps with loads
     __device__ Unit(int queries, int heads, int kv_heads, int worker) {
         const int group = heads / kv_heads, units = ceil_div(queries, OWN) * group;
         const int start = (gridDim.y - 1 - blockIdx.y) * WORKERS; // longest blocks first
@@ -185,8 +189,8 @@ struct Unit {
     }
 };
 
-// Where the documents begin of the queries that a worker owns: the first keys that these see, in the kernels that stream
-// keys. 0 without documents.
+// Where the documents begin of the queries that a worker owns: the first keys that these see, in the kernels that
+// stream keys. 0 without documents.
 struct FirstKeys {
     int of_block = 0;              // the block's first query, rounded down to a multiple of TILE
     int of_first = 0, of_last = 0; // the worker's first query, and its last
@@ -197,8 +201,8 @@ struct FirstKeys {
         of_first = bound_of(own, unit.first, queries), of_last = bound_of(own, unit.first + OWN - 1, queries);
     }
 };
-// Where the documents end of the keys that a worker owns: behind the last queries that see these, in the kernels that
-// stream queries. All of them without documents.
+// Where the documents end of the keys that a worker owns: one past the last queries that see these, in the kernels that
+// stream queries. The number of queries without documents.
 struct LastQueries {
     int of_block, of_first, of_last; // the block's last key; the worker's first key, and its last
     __device__ __forceinline__ LastQueries(const int *bounds, int batch, i64 queries, int first_of_block, int first)
@@ -212,7 +216,8 @@ struct LastQueries {
 #endif
 
 // For each score s[m][n][i] that a lane holds: that of row 16 m + i / 2 * 8 and column 8 n + i % 2, counted from the
-// lane's first row, g, and its first column, c. A macro: loops in a function with a lambda get other registers.
+// lane's first row, g, and its first column, c. A macro, since a function with a lambda compiles to slightly other
+// code.
 #define EACH_SCORE(m, n, i)                                                                                            \
     _Pragma("unroll") for (int m = 0; m < ROW_TILES; ++m)                                                              \
         _Pragma("unroll") for (int n = 0; n < PIECE / 8; ++n)                                                          \
@@ -237,18 +242,18 @@ __device__ inline void hide_before(Scores &s, int key, const RowBounds &starts, 
         if (key + n * 8 + column + i % 2 < starts[m][i / 2]) s[m][n][i] = -INFINITY;
     }
 }
-// Documents, transposed. Queries (columns, from `query` on) behind the document of a key (row).
+// Documents, transposed. Queries (columns, from `query` on) after the document of a key (row).
 __device__ inline void hide_behind(Scores &s, int query, const RowBounds &ends, int column) {
     EACH_SCORE(m, n, i) {
         if (query + n * 8 + column + i % 2 >= ends[m][i / 2]) s[m][n][i] = -INFINITY;
     }
 }
 
-// One step of the online softmax of a row (m, half). It raises the row's maximum, `top`, to that of the new scores, turns
-// them into P = exp(s - top), adds their sum over this lane's columns to `total`, and returns the factor for sums that
-// were taken under the old maximum. Exponentials are powers of two, and so is top: hence `scale`. Key 0 is in the first
-// piece and every row sees it, so that top is finite from there on. Where MASKED, a row may have seen no key yet: its
-// maximum is then -inf, and 0 takes its place.
+// One step of the online softmax of a row (m, half). It raises the row's maximum, `top`, to that of the new scores,
+// turns them into P = exp(s - top), adds their sum over this lane's columns to `total`, and returns the factor for sums
+// that were taken under the old maximum. Exponentials are powers of two, and so is top: hence `scale`. Key 0 is in the
+// first piece and every row sees it, so that top is finite from there on. Where MASKED, a row may have seen no key yet:
+// its maximum is then -inf, and 0 takes its place.
 template <bool MASKED>
 __device__ inline float softmax_step(Scores &s, int m, int half, float scale, float &top, float &total) {
     float most = s[m][0][2 * half];
@@ -272,7 +277,7 @@ __device__ inline float softmax_step(Scores &s, int m, int half, float scale, fl
     return shrink;
 }
 // The end of the softmax of a row: adds its four lanes' parts of `total`, stores its log-sum-exp if the row exists, and
-// returns 1 / total. first + row is the first of the 8 rows that the lanes of a warp finish together.
+// returns 1 / total. The row is first + eight + row: the lanes of a warp finish 8 rows together.
 __device__ inline float finish_row(float total, float top, float *lse, int first, i64 stop, int eight, int row,
                                    int column) {
     total += __shfl_xor_sync(~0u, total, 1);
@@ -283,8 +288,9 @@ __device__ inline float finish_row(float total, float top, float *lse, int first
 }
 
 #ifndef BY_TMA
-// (lse in powers of two, delta) of each of a warp's rows, for this warp in shared memory (`mine`) and for the kernel
-// that owns keys in `stats`. delta_of(i, row, chunk): delta of a row, in all lanes that hold chunks of it.
+// Computes (lse in powers of two, delta) of each of a warp's rows, and stores it in `stats` for the kernel that owns
+// keys, and by way of shared memory (`mine`) in this lane's registers. delta_of(i, row, chunk): delta of a row, in all
+// lanes that hold chunks of it.
 template <class Delta>
 __device__ inline void make_statistics(float2 *mine, float2 *stats, const float *lse, i64 first_row, int first,
                                        i64 stop, int lane, RowValues &row_lse, RowValues &delta, Delta delta_of) {
@@ -308,14 +314,14 @@ __device__ inline void make_statistics(float2 *mine, float2 *stats, const float 
         }
 }
 
-// Tiles of q and dO with their rows' statistics, head after head of a group, for the kernel that owns keys: the next to
-// load.
+// For the kernel that owns keys: the next tile of q and dO to load, with its rows' statistics; head after head of a
+// group.
 struct QueryTiles {
     const Number *q, *dy; // of the group's first head
     const float2 *stats;
     i64 q_token, dy_token, queries;
     int start, query, head; // start: the first query that sees any of the block's keys
-    i64 stop;               // behind the last
+    i64 stop;               // one past the last
 
     __device__ QueryTiles(const Number *q, const Number *dy, const float2 *stats, i64 q_token, i64 dy_token,
                           i64 queries, int start, i64 stop)
@@ -363,7 +369,7 @@ __device__ inline void pack_scores(u32 (&a)[4], const Scores &s, int m, int step
 }
 
 #ifndef BY_TMA
-// Puts the sums of a warp's rows, scaled, as bf16 into the warp's own part of shared memory.
+// Writes the sums of a warp's rows, scaled and rounded to bf16, to the warp's own part of shared memory.
 __device__ inline void stage_rows(const float (&x)[ROW_TILES][D / 8][4], const RowValues &scale, u32 tile, int lane) {
     __syncwarp();
 #pragma unroll
@@ -378,7 +384,7 @@ __device__ inline void stage_rows(const float (&x)[ROW_TILES][D / 8][4], const R
             }
     __syncwarp();
 }
-// Stores them, by way of shared memory, so that every store to global memory has 16 bytes.
+// Stores them to global memory by way of shared memory, so that each store has 16 bytes.
 __device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, const float (&x)[ROW_TILES][D / 8][4],
                                   const RowValues &scale, u32 tile, int lane) {
     stage_rows(x, scale, tile, lane);
@@ -390,7 +396,7 @@ __device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, cons
     }
 }
 
-// Reads a warp's rows of `out`, for delta; CHUNKS lanes hold a row.
+// Loads a warp's rows of `out`, for delta; CHUNKS lanes hold a row.
 __device__ inline void load_out(uint4 (&part)[OWN_CHUNKS], const bf16 *out, i64 token, int first, i64 stop, int lane) {
 #pragma unroll
     for (int i = 0; i < OWN_CHUNKS; ++i) {
@@ -399,7 +405,7 @@ __device__ inline void load_out(uint4 (&part)[OWN_CHUNKS], const bf16 *out, i64 
     }
 }
 
-// The dot product of two rows, of which CHUNKS lanes hold a chunk each: `place` in shared memory, and y.
+// The dot product of two rows. Each of CHUNKS lanes has a chunk of both: at `place` in shared memory, and y.
 __device__ inline float row_product(u32 place, uint4 y) {
     float sum = dot(load_chunk(place), y);
 #pragma unroll
