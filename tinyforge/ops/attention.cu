@@ -29,8 +29,8 @@
 //   (none)    causal. The query at position t of the last T of S positions sees keys 0 .. t + (S - T).
 //   BAND=1    a query sees the keys from `back` before its own position to `forth` after it: a sliding window, or full
 //             attention in both directions. `lengths`, if not null, is the number of keys of each sequence; the padding
-//             after them is seen by no query, and its gradients are 0. The kernel that owns keys also loads queries past
-//             the band, but skips their products.
+//             after them is seen by no query, and its gradients are 0. The kernel that owns keys also loads queries
+//             past the band, but skips their products.
 //   DOCS=1    rows that pack several documents; `bounds` holds what each owned row sees of the other side: see
 //             attention.cuh.
 //   DROP=1    dropout: each probability is multiplied by 0 or 1 / (1 - rate). lse and delta do not change. The mask is
@@ -830,7 +830,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
             const u32 stats_tile = dy_tile + TILE_BYTES;
 #pragma unroll UNROLL
             for (int part = 0; part < TILE; part += PIECE) {
-                if (query + part + PIECE + forth <= first) continue; // all of them before this warp's keys
+                if (query + part + PIECE + forth <= first) continue; // all of these queries come before the warp's keys
                 if (band && query + part - back > first + OWN - 1 || docs && query + part >= ends.of_last) continue;
                 // Rows are keys, columns queries: P^T and dS^T come out in the layout of left operands.
                 Scores p = {}, ds = {};

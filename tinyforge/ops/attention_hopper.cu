@@ -4,27 +4,27 @@
 //   PART=BACKWARD_Q    attention_bwd_q_wgmma     dq, and the statistics     one warpgroup: 64 queries of one head
 //   PART=BACKWARD_KV   attention_bwd_kv_wgmma    dk, dv                     one warpgroup: 64 keys of one kv head
 //
-// The idea, the units of work, the statistics and the order of sums are those of attention.cu; read it first. The
-// difference is how operands are fetched. wgmma reads them from shared memory, once for the 64 rows of a warpgroup;
-// with mma.sync every warp of 16 or 32 rows brings the same fragments through its registers. Head size 64 only: a row
-// is then 128 bytes, the width of wgmma's swizzle, which is the one of `swizzled`.
+// The algorithm, the units of work, the statistics and the order of sums are those of attention.cu; read it first. What
+// differs is where operands come from. wgmma reads them from shared memory, once for the 64 rows of a warpgroup; with
+// mma.sync each warp loads the same fragments into its own registers for 16 or 32 rows. Head size 64 only: a row is
+// then 128 bytes, the width of wgmma's swizzle, which is that of `swizzled`.
 //
-// A block is one warpgroup. Blocks do not wait for each other, so one computes exponentials while another multiplies.
-// Shared memory 40 KB (forward), 48.5 KB (backward_q), 49 KB (backward_kv). Registers, none spilled: 115, 125, 168; so
-// four, four and three blocks per multiprocessor.
+// A block is one warpgroup. Blocks do not wait for each other, so that one takes exponentials while another multiplies.
+// Shared memory 40 KB (forward), 48.5 KB (backward_q), 49 KB (backward_kv). Registers, none spilled: 115, 125, 168;
+// hence four, four and three blocks on a multiprocessor.
 //
-// With TURN=1 dq and dk are those before RoPE: their rows are turned by cosines and sines, (queries, 32), on the way out,
-// rounded before and after as by rope.cu.
+// With TURN=1, dq and dk are the gradients before RoPE: their rows are rotated back by cosines and sines, (queries,
+// 32), as they are stored, and rounded before and after as in rope.cu.
 //
 // Tried, at 16 x 1024 tokens, 12/4 heads of 64, on an H200, in us:
 //   forward       one warpgroup a block 82; two 85; three, the heads of a group on the same keys, 105: the barrier at
-//                 each tile costs more than the shared fetches save. Tiles of 128 keys 84 to 89
+//                 each tile costs more than the shared loads save. Tiles of 128 keys 84 to 89
 //   backward_q    one warpgroup, four blocks 95; three blocks 105; three warpgroups a block 130
 //   backward_kv   P kept in float beside its bf16 pairs: 200 registers, two blocks, 130; unpacked from the pairs, as
 //                 here, three blocks, 115. Three warpgroups a block 145
-//   left operands in registers from before the loop: the assembler of CUDA 13.0 takes their registers for P inside the
+//   left operands in registers from before the loop: the assembler of CUDA 13.0 reuses their registers for P inside the
 //                 loop, and the second tile's scores are wrong. Read from shared memory they also leave 16 to 32
-//                 registers free, which is a block more.
+//                 registers free, enough for one more block.
 //
 // compile: arch=sm_90a PART=FORWARD|BACKWARD_Q HEAD_DIM=64 WORKERS=1 TILE=64 BLOCKS=4
 // compile: arch=sm_90a PART=BACKWARD_KV HEAD_DIM=64 WORKERS=1 TILE=64 BLOCKS=3
@@ -74,7 +74,7 @@ __device__ inline void pack_scores(u32 (&p)[4][4], const Scores &s) {
 }
 
 #ifdef TURN
-// As store_rows. A thread has 16 bytes of a row's left half, and those beside them of its right half.
+// store_rows with RoPE undone. A thread has 16 bytes of a row's left half, and their partners in its right half.
 __device__ inline void store_turned_rows(bf16 *to, i64 token, int first, int stop, const float (&x)[ROW_TILES][D / 8][4],
                                          const RowValues &scale, u32 tile, int lane, const float *cosines,
                                          const float *sines) {
@@ -134,7 +134,7 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
     for (int key = starts.of_block; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         shared_fence();
-        __syncthreads(); // this tile has arrived, and no thread reads the other stage any more
+        __syncthreads(); // this tile has arrived, and no thread still reads the other stage
         if (key + TILE < seen_by_block)
             load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, keys, at.thread);
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
@@ -146,7 +146,7 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
             multiply_fence();
             scores(s[0], q_tile, k_tile + part * ROW_BYTES);
             multiply_commit();
-            multiply_wait<0>(); // the last piece's product too
+            multiply_wait<0>(); // for the previous piece's product too
             settled(s[0]);
             if (key + part + PIECE > seen_by_all) hide_future(s, key + part, seen_by_all, at.row, at.column);
             if (docs && key + part < starts.of_last) hide_before(s, key + part, row_starts, at.column);
@@ -163,9 +163,9 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
             accumulate(sums[0], p, v_tile + part * ROW_BYTES);
             multiply_commit();
         }
-        multiply_wait<0>(); // before others may overwrite the tile
+        multiply_wait<0>(); // before the tile may be overwritten
     }
-    __syncthreads(); // q's place is the output's now
+    __syncthreads(); // the output is staged in q's place
     if (unit.idle) return;
     settled(sums[0]);
     lse += (unit.batch * heads + unit.head) * queries;
@@ -203,7 +203,7 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
     RowBounds row_starts;
     load_bounds(row_starts, DOCS_BOUNDS + unit.batch * queries, unit.first + at.row, queries);
 
-    uint4 out_part[OWN_CHUNKS] = {}; // in flight together with the copies
+    uint4 out_part[OWN_CHUNKS] = {}; // in flight while the copies are
     if (!unit.idle) {
         load_rows<WARP_ROWS, 32>(q_rows, q + unit.batch * q_batch + unit.head * D, q_token, first, queries, at.lane);
         load_rows<WARP_ROWS, 32>(dy_rows, dy + first_output, row_of_outputs, first, queries, at.lane);
@@ -310,10 +310,10 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
             const u32 q_tile = stages + stage * 2 * TILE_BYTES, dy_tile = q_tile + TILE_BYTES;
 #pragma unroll
             for (int part = 0; part < TILE; part += 64) {
-                if (query + part + 64 <= first_of_worker) continue; // all of them before these keys
+                if (query + part + 64 <= first_of_worker) continue; // all of these queries come before the keys
                 if (query + part >= (docs ? ends.of_last : queries)) break;
-                // Rows are keys, columns queries: P^T and dS^T are left operands as they come. For dS, P is unpacked
-                // from the bf16 pairs that dV's product reads: 32 registers less, and a third warpgroup fits.
+                // Rows are keys, columns queries: P^T and dS^T come out in the layout of left operands. For dS, P is
+                // unpacked from the bf16 pairs that dV's product reads: 32 registers fewer, and a third warpgroup fits.
                 Scores p, ds;
                 multiply_fence();
                 scores(p[0], k_tile, q_tile + part * ROW_BYTES);
@@ -344,7 +344,7 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
 #pragma unroll
                 for (int n = 0; n < 8; ++n) {
                     float two[4];
-                    load_four(two, row_stats + n * 64); // reloaded: registers are scarcer than time
+                    load_four(two, row_stats + n * 64); // loaded again: registers are scarcer than time
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const u32 pair = a[n / 2][n % 2 * 2 + i / 2];
