@@ -6,19 +6,18 @@
 //
 // Idea. A persistent kernel: a block takes tile after tile, ROWS x COLUMNS of an expert's product, until there are no
 // more. It has three warpgroups.
-//   producer    the first. It copies pieces of both factors, DEPTH long in the direction that is summed over, into a
-//               ring of STAGES buffers, and runs ahead into the next tile. Rows are gathered by tokens: they are copied
+//   producer    The first. It copies pieces of both factors, DEPTH long in the direction that is summed over, into a
+//               ring of STAGES buffers, and runs ahead into the next tile. Rows that are gathered by tokens are copied
 //               by cp.async, 16 bytes at a time, since TMA on Hopper cannot gather, and missing rows must become 0.
 //               Weights are copied by TMA: one thread starts a copy of 32 KB.
-//   consumers   two multiply, each 64 rows of the tile, 128 sums a thread.
-//   barriers    each buffer has two, full and empty.
+//   consumers   The other two multiply, each 64 rows of the tile, 128 sums a thread. Results are stored from registers:
+//               those in bf16 are exchanged among the four threads of a row, so that each writes 16 bytes; those of dW
+//               are added to float32, 32 bytes for four threads.
+//   barriers    Each buffer has two, full and empty.
 // In dW both factors are rows, and the sum ends where the expert's rows end: zeros after them keep it exact. TMA copies
 // rows that are not gathered, up to the expert's last whole buffer.
-//   Results are stored from registers. Those in bf16 are exchanged among the four threads of a row, so that each writes
-//   16
-// bytes; those of dW are added to float32, 32 bytes for four threads.
-// Grid: a block for each multiprocessor. Block: THREADS. Shared memory: STAGES x 48 KB, and the barriers.
-// Bound by tensor cores.
+// Grid: a block for each multiprocessor. Block: THREADS. Shared memory: STAGES x 48 KB, and the barriers. Bound by
+// tensor cores.
 //
 // compile: arch=sm_90a SCALAR=bf16
 // spills: none

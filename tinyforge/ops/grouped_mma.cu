@@ -7,14 +7,14 @@
 // Idea. A block computes a tile of ROWS x COLUMNS of one expert's product. It finds the expert and its rows on the
 // device (grouped.cuh): the host never learns how many rows an expert has. The grid has a block for the most tiles that
 // there can be, R / ROWS + E; those past the last return at once.
-//   Pieces of the two factors, DEPTH long in the direction that is summed over, go through STAGES buffers in shared
-//   memory
-// by cp.async. A copy moves 16 bytes, and takes its row from tokens[r]: rows are gathered where they are read, and no
-// sorted copy of x or dy exists. Four warps compute 64 x 64 each, so that a fragment loaded from shared memory is used
-// in 8 products, or 4. Two blocks share a multiprocessor: one fills its pipeline, or stores, while the other
-//   multiplies. The direction that is summed over runs along a factor's rows (x and W in the forward product), or
-//   across them (W in the
-// product for dx; both factors in dW). A factor is copied as it is; where it is TRANSPOSED, ldmatrix transposes it.
+//   pipeline   Pieces of the two factors, DEPTH long in the direction that is summed over, go through STAGES buffers in
+//              shared memory by cp.async. A copy moves 16 bytes, and takes its row from tokens[r]: rows are gathered
+//              where they are read, and no sorted copy of x or dy exists.
+//   products   Four warps compute 64 x 64 each, so that a fragment loaded from shared memory is used in 8 products, or
+//              4. Two blocks share a multiprocessor: one fills its pipeline, or stores, while the other multiplies.
+//   layout     The direction that is summed over runs along a factor's rows (x and W in the forward product), or across
+//              them (W in the product for dx; both factors in dW). A factor is copied as it is; where it is TRANSPOSED,
+//              ldmatrix transposes it.
 // Grid: (columns / COLUMNS, tiles); grouped_bwd_weight (I / COLUMNS, O / ROWS, E). Block: THREADS. Shared memory:
 // STAGES x 32 KB. Bound by tensor cores.
 //
