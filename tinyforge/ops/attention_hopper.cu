@@ -45,7 +45,7 @@
 #ifdef TURN
 #define TURN_ARGUMENTS , const float *cosines, const float *sines
 #define TURN_ANGLES , cosines, sines
-#define store_gradient store_turned_rows
+#define store_gradient store_rotated_rows
 #else
 #define TURN_ARGUMENTS
 #define TURN_ANGLES
@@ -75,9 +75,9 @@ __device__ inline void pack_scores(u32 (&p)[4][4], const Scores &s) {
 
 #ifdef TURN
 // store_rows with RoPE undone. A thread has 16 bytes of a row's left half, and their partners in its right half.
-__device__ inline void store_turned_rows(bf16 *to, i64 token, int first, int stop, const float (&x)[ROW_TILES][D / 8][4],
-                                         const RowValues &scale, u32 tile, int lane, const float *cosines,
-                                         const float *sines) {
+__device__ inline void store_rotated_rows(bf16 *to, i64 token, int first, int stop,
+                                          const float (&x)[ROW_TILES][D / 8][4], const RowValues &scale, u32 tile,
+                                          int lane, const float *cosines, const float *sines) {
     typedef Pack<bf16, 8> Eight;
     stage_rows(x, scale, tile, lane);
 #pragma unroll
@@ -87,7 +87,7 @@ __device__ inline void store_turned_rows(bf16 *to, i64 token, int first, int sto
         if (first + row >= stop) continue;
         const i64 angle = i64(first + row) * (D / 2) + chunk * 8;
         Eight left = reinterpret_cast<const Eight &>(l), right = reinterpret_cast<const Eight &>(r);
-        turn(left, right, load<8>(cosines + angle), load<8>(sines + angle));
+        rotate(left, right, load<8>(cosines + angle), load<8>(sines + angle));
         bf16 *const line = to + (first + row) * token + chunk * 8;
         store(line, left);
         store(line + D / 2, right);

@@ -344,11 +344,11 @@ struct Products {
     }
 
     // q|k|v with q and k rotated. out: the tile's first number; token: of the tile's first row, at position token %
-    // positions; turned_columns: how many columns of q and k are left from there on.
+    // positions; rotated_columns: how many columns of q and k are left from there on.
     template <class R>
     __device__ __forceinline__ void write_rope(
         R *out, int stride, int rows, int columns, const float *cosines, const float *sines, int token, int positions,
-        int turned_columns
+        int rotated_columns
     ) {
         const int first = lane % 4 * 8;
 #pragma unroll
@@ -369,7 +369,7 @@ struct Products {
 #pragma unroll
                 for (int n = 0; n < COLUMNS / 32; n += 2) {
                     Pack<R, 8> &left = taken[below][n], &right = taken[below][n + 1];
-                    if (32 * n < turned_columns) turn(left, right, c[below], s[below]);
+                    if (32 * n < rotated_columns) rotate(left, right, c[below], s[below]);
                     if (row < rows && 32 * n < columns) {
                         store(to + 32 * n, left);
                         store(to + 32 * n + HEAD / 2, right);
@@ -383,13 +383,13 @@ struct Products {
 #define IN_CLUSTERS(n) __cluster_dims__(n, 1, 1)
 
 // With an epilogue of SwiGLU, `columns` are those of h, which `hidden` stores without gaps; out and gu have rows of 2 x
-// columns. With ROPE, the first `turned_columns` are q and k; a row is a token, at position row % positions.
+// columns. With ROPE, the first `rotated_columns` are q and k; a row is a token, at position row % positions.
 #if EPILOGUE == SWIGLU
 #define MORE_ARGUMENTS , Result *hidden
 #elif EPILOGUE == SWIGLU_BACKWARD
 #define MORE_ARGUMENTS , Result *hidden, const __grid_constant__ TensorMap gu
 #elif EPILOGUE == ROPE
-#define MORE_ARGUMENTS , const float *cosines, const float *sines, int positions, int turned_columns
+#define MORE_ARGUMENTS , const float *cosines, const float *sines, int positions, int rotated_columns
 #else
 #define MORE_ARGUMENTS
 #endif
@@ -467,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
             products.write_swiglu_backward(to, hidden ? hidden + at : nullptr, gates_parity, stride, columns, below, beside);
             gates_parity ^= 1;
 #else
-            products.write_rope(to, stride, below, beside, cosines, sines, row, positions, turned_columns - column);
+            products.write_rope(to, stride, below, beside, cosines, sines, row, positions, rotated_columns - column);
 #endif
         }
     }

@@ -123,7 +123,7 @@ __device__ __forceinline__ void multiply_held(float (&d)[16][4], const u32 (&a)[
         : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-// For the compiler: a's registers are in use up to here.
+// Tells the compiler that the products read a up to here: its registers are not reused above this.
 template <int N>
 __device__ __forceinline__ void held(const u32 (&a)[N][4]) {
 #pragma unroll
@@ -133,19 +133,19 @@ __device__ __forceinline__ void held(const u32 (&a)[N][4]) {
     }
 }
 
-// Sums on their way to memory. row: of the tile, what this thread holds with row + 8; out: the tile's first number;
-// rows, columns: how many there are from there on, columns by eights.
+// Stores of sums. row: of the tile; this thread holds row and row + 8. out: the tile's first number. rows, columns:
+// what is left of `out` from there on, columns in multiples of eight.
 
-// Two numbers in bf16.
+// Two numbers, rounded to bf16.
 __device__ __forceinline__ u32 pair(float x, float y) {
     u32 two;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(y), "f"(x));  // the first named is the upper half
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(y), "f"(x));  // the first operand is the upper half
     return two;
 }
 
-// Four threads hold a row of 8 columns, two columns each, of four tiles that lie side by side, p[0] to p[3]. They
-// exchange pairs: what comes back is all 8 columns of tile t % 4.
-__device__ __forceinline__ Pack<bf16, 8> turned(const u32 (&p)[4]) {
+// Four threads hold a row of four adjacent tiles of 8 columns: each has two columns of every tile, p[0] to p[3]. They
+// exchange pairs, and each gets all 8 columns of one tile, number t % 4.
+__device__ __forceinline__ Pack<bf16, 8> transposed(const u32 (&p)[4]) {
     const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
     const u32 x = __shfl_xor_sync(~0u, odd ? p[0] : p[1], 1), y = __shfl_xor_sync(~0u, odd ? p[2] : p[3], 1);
     const u32 a0 = odd ? x : p[0], a1 = odd ? p[1] : x, b0 = odd ? y : p[2], b1 = odd ? p[3] : y;
@@ -154,16 +154,16 @@ __device__ __forceinline__ Pack<bf16, 8> turned(const u32 (&p)[4]) {
     return reinterpret_cast<const Pack<bf16, 8> &>(line);
 }
 
-// Tiles n to n + 3 of a row (half 0) or of the row 8 below (half 1), rounded to bf16 and turned.
+// Tiles n to n + 3 of a row (half 0), or of the row 8 below (half 1), rounded to bf16 and transposed among the threads.
 template <int N>
 __device__ __forceinline__ Pack<bf16, 8> rounded_row(const float (&sum)[N][4], int n, int half) {
     u32 p[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) p[j] = pair(sum[n + j][2 * half], sum[n + j][2 * half + 1]);
-    return turned(p);
+    return transposed(p);
 }
 
-// Rounded to bf16; each thread writes 16 bytes at a time.
+// Stores rounded to bf16; each thread writes 16 bytes at a time.
 template <int N>
 __device__ __forceinline__ void write_sums(
     bf16 *out, const float (&sum)[N][4], int row, int stride, int rows, int columns
@@ -181,7 +181,7 @@ __device__ __forceinline__ void write_sums(
     }
 }
 
-// In float32; with `accumulate`, added to what is there, of which BATCH accesses are under way at a time.
+// Stores in float32. With `accumulate` they are added to `out`, with BATCH loads in flight at a time.
 template <int BATCH, int N>
 __device__ __forceinline__ void write_sums(
     float *out, const float (&sum)[N][4], int row, int stride, int rows, int columns, bool accumulate

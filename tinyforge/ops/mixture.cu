@@ -1,4 +1,4 @@
-// mixture: rows brought together by expert, SwiGLU with a weight a row, and a token's rows added up again.
+// mixture: rows sorted by expert, SwiGLU with a weight for each row, and the rows of a token added up again.
 //
 // Kernels:  sort_count             counts[e, b]: slots of block b that chose expert e
 //           sort_scan              counts becomes, in place, where each (e, b) begins among all rows; starts, by expert

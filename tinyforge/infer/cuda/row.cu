@@ -964,7 +964,7 @@ struct Attention {
                                         int capacity, int past) {
         const u32 thread = threadIdx.x;
         keys += i64(kv_head) * capacity * HEAD_DIM, values += i64(kv_head) * capacity * HEAD_DIM;
-        Pack<T, PARCEL> turned[TURNS][2];
+        Pack<T, PARCEL> rotated[TURNS][2];
         Parcel x[TURNS * 2] = {};
         await_together(
             x, [&](int i) { return qkv + from[i / 2] + i % 2 * (HALF * 4); }, [&](int i) { return wanted[i / 2]; }
@@ -974,12 +974,12 @@ struct Attention {
 #pragma unroll
             for (int j = 0; j < PARCEL; j++) {
                 const A a = x[turn * 2].v[j], b = x[turn * 2 + 1].v[j], c = cosines[turn].v[j], s = sines[turn].v[j];
-                narrow(a * c - b * s, turned[turn][0].v[j]);
-                narrow(b * c + a * s, turned[turn][1].v[j]);
+                narrow(a * c - b * s, rotated[turn][0].v[j]);
+                narrow(b * c + a * s, rotated[turn][1].v[j]);
             }
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                if (wanted[turn]) store(scratch.queries + to[turn] + half * HALF, turned[turn][half]);
+                if (wanted[turn]) store(scratch.queries + to[turn] + half * HALF, rotated[turn][half]);
         }
         if constexpr (BY_WARP) {
             __syncwarp();
@@ -1029,7 +1029,7 @@ struct Attention {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 T *const cache = t.is_value ? values : keys;
-                store(cache + (past + t.n) * HEAD_DIM + t.column + half * HALF, turned[turn][half]);
+                store(cache + (past + t.n) * HEAD_DIM + t.column + half * HALF, rotated[turn][half]);
             }
         }
     }
