@@ -367,6 +367,12 @@ __device__ inline void pack_scores(u32 (&a)[4], const Scores &s, int m, int step
         a[i] = pack(s[m][n][pair], s[m][n][pair + 1]);
     }
 }
+// The scores of the first 16 rows, rounded to bf16, as left operands of 16 columns each.
+typedef u32 Rounded[PIECE / 16][4];
+__device__ inline void round_scores(Rounded &p, const Scores &s) {
+#pragma unroll
+    for (int step = 0; step < PIECE / 16; ++step) pack_scores(p[step], s, 0, step);
+}
 
 #ifndef BY_TMA
 // Writes the sums of a warp's rows, scaled and rounded to bf16, to the warp's own part of shared memory.

@@ -62,15 +62,10 @@ __device__ inline void scores(float (&d)[8][4], u32 a_tile, u32 b_tile) {
     for (int step = 0; step < STEPS; ++step) multiply_wide<0, 0>(d, columns(a, step), columns(b, step), step > 0);
 }
 // d += p b over the 64 rows of a tile, p being rounded scores.
-__device__ inline void accumulate(float (&d)[8][4], const u32 (&p)[4][4], u32 tile) {
+__device__ inline void accumulate(float (&d)[8][4], const Rounded &p, u32 tile) {
     const u64 b = matrix(tile);
 #pragma unroll
     for (int step = 0; step < 4; ++step) multiply_held(d, p[step], rows(b, step));
-}
-// The accumulators of 64 columns as four left operands of 16.
-__device__ inline void pack_scores(u32 (&p)[4][4], const Scores &s) {
-#pragma unroll
-    for (int step = 0; step < 4; ++step) pack_scores(p[step], s, 0, step);
 }
 
 #ifdef TURN
@@ -157,8 +152,8 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
 #pragma unroll
                 for (int n = 0; n < 8; ++n) sums[0][n][2 * half] *= shrink, sums[0][n][2 * half + 1] *= shrink;
             }
-            u32 p[4][4];
-            pack_scores(p, s);
+            Rounded p;
+            round_scores(p, s);
             multiply_fence();
             accumulate(sums[0], p, v_tile + part * ROW_BYTES);
             multiply_commit();
@@ -250,8 +245,8 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
             multiply_wait<0>();
             settled(dp[0]);
             EACH_SCORE(m, n, i) s[m][n][i] *= dp[m][n][i] - delta[m][i / 2];
-            u32 ds[4][4];
-            pack_scores(ds, s);
+            Rounded ds;
+            round_scores(ds, s);
             multiply_fence();
             accumulate(sums[0], ds, k_tile + part * ROW_BYTES);
             multiply_commit();
@@ -334,8 +329,8 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
                     for (int i = 0; i < 4; ++i)
                         p[0][n][i] = exp2_fast(fmaf(p[0][n][i], scale * LOG2E, i % 2 ? -two[2] : -two[0]));
                 }
-                u32 a[4][4], c[4][4];
-                pack_scores(a, p);
+                Rounded a, c;
+                round_scores(a, p);
                 multiply_fence();
                 accumulate(dv_sums[0], a, dy_tile + part * ROW_BYTES);
                 multiply_commit();
@@ -351,7 +346,7 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
                         ds[0][n][i] = (i % 2 ? high(pair) : low(pair)) * (ds[0][n][i] - (i % 2 ? two[3] : two[1]));
                     }
                 }
-                pack_scores(c, ds);
+                round_scores(c, ds);
                 multiply_fence();
                 accumulate(dk_sums[0], c, q_tile + part * ROW_BYTES);
                 multiply_commit();

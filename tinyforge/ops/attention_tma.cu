@@ -173,7 +173,6 @@ __device__ __forceinline__ void scores(Scores &d, u32 own, u32 tile) {
 }
 
 typedef float Sums[WIDE / 8][4];
-typedef u32 Rounded[TILE / 16][4]; // scores as left operands of 16 columns each
 
 // d += p b, b being the rows of a tile.
 __device__ __forceinline__ void accumulate(Sums &d, const Rounded &p, u32 tile) {
@@ -182,10 +181,6 @@ __device__ __forceinline__ void accumulate(Sums &d, const Rounded &p, u32 tile) 
 #pragma unroll
     for (int step = 0; step < TILE / 16; ++step) multiply_held(d, p[step], rows(b, step));
     multiply_commit();
-}
-__device__ __forceinline__ void round_scores(Rounded &p, const Scores &s) {
-#pragma unroll
-    for (int step = 0; step < TILE / 16; ++step) pack_scores(p[step], s, 0, step);
 }
 __device__ __forceinline__ void scale_sums(Sums &d, float above, float below) {
 #pragma unroll
