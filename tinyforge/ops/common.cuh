@@ -73,9 +73,6 @@ __device__ __forceinline__ void store_streaming(T *to, const Pack<T, N> &pack) {
     }
 }
 
-// Prefetches the line of 128 bytes at `from` into the L2 cache.
-__device__ __forceinline__ void prefetch(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-
 // Loads what another block of the same kernel has written: from the L2 cache, as the L1 cache may be stale.
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> load_from_l2(const Pack<T, N> *from) {
@@ -202,16 +199,6 @@ __device__ __forceinline__ A block_sum(A x, A *scratch) {
     if (lane == 0) scratch[warp] = x;
     __syncthreads();
     x = warp_sum(lane < warps ? scratch[lane] : A(0));
-    __syncthreads();
-    return x;
-}
-template <class A>
-__device__ __forceinline__ A block_max(A x, A *scratch) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    x = warp_max(x);
-    if (lane == 0) scratch[warp] = x;
-    __syncthreads();
-    x = warp_max(scratch[lane < warps ? lane : 0]);
     __syncthreads();
     return x;
 }

@@ -26,7 +26,6 @@
 #include "ops/hopper.cuh"
 
 typedef SCALAR T;
-typedef Pack<T, 8> Piece;  // 16 bytes, what a thread copies at a time
 
 #define ROWS 128
 #define COLUMNS 256

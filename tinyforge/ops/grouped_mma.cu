@@ -24,7 +24,6 @@
 #include "ops/grouped.cuh"
 
 typedef SCALAR T;
-typedef Pack<T, 8> Piece;  // 16 bytes, copied at a time
 
 #define ROWS 128
 #define COLUMNS 128
