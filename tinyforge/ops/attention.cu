@@ -165,12 +165,12 @@ constexpr A drop_scale = 1;
 // elements, so that these reads fall into different banks.
 
 constexpr int THREADS = 256;
-constexpr int PLAIN_BLOCKS = sizeof(A) == 8 && D > 64 ? 1 : 2;              // on a multiprocessor: shared memory
+constexpr int PLAIN_BLOCKS = sizeof(A) == 8 && D > 64 ? 1 : 2;     // on a multiprocessor; limited by shared memory
 constexpr int PER = ROWS / 16;
 constexpr int VEC = 16 / sizeof(A);
-constexpr int PADDED = ceil_div(D, 16) * 16;                                   // dims, zeros behind the last
-constexpr int DIMS = PADDED / 16;                                              // that a thread accumulates
-constexpr int WIDE = DIMS % VEC == 0 ? VEC : DIMS % 2 == 0 ? 2 : 1;            // of them side by side
+constexpr int PADDED = ceil_div(D, 16) * 16;                                   // dims, padded with zeros
+constexpr int DIMS = PADDED / 16;                                              // dims that a thread accumulates
+constexpr int WIDE = DIMS % VEC == 0 ? VEC : DIMS % 2 == 0 ? 2 : 1;            // of these, adjacent ones
 constexpr int LINE = PADDED + VEC;                                             // a row of q, k, v, dO in shared memory
 constexpr int SCORE_LINE = ROWS + VEC;                                         // a row of scores
 constexpr int TILE = ROWS * LINE;

@@ -72,7 +72,7 @@ __device__ __forceinline__ void pause(u32 &polls) {
     if (SPIN) __nanosleep(SPIN);
 }
 
-// copy_weights of codes: 8 bytes, or the 4 beside float.
+// copy_weights of codes: pieces of 8 bytes, or of 4 where T is float.
 __device__ __forceinline__ void copy_codes(u32 to, const void *from) {
     if constexpr (ONCE) {
         asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3;" ::"r"(to), "l"(from),

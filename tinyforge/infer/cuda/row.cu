@@ -58,7 +58,7 @@
 #ifndef DRAWS
 #define DRAWS 1
 #endif
-// Whether a product takes its weights into registers before its input comes. With four rows that spills on Ampere.
+// Whether a product takes its weights into registers before its input arrives. With four rows that spills on Ampere.
 #if ROWS < 4 || __CUDA_ARCH__ >= 900
 #define EARLY TENSOR_CORES
 #else
@@ -365,10 +365,10 @@ struct Block {
     }
 
     // This warp's part of the sums of up to MOST tiles. Each tile has several chains of sums, because a tensor-core
-    // product has a long latency and the next of its chain waits for it. A piece is a left operand as it lies in
-    // memory: words 0 and 2 are row g, words 1 and 3 row g + 8. The right operand holds the columns of the first two in
-    // its rows 0 to 3 (x has at most four), those of the other two in rows 4 to 7; half of the result is used. Fewer
-    // than MOST tiles are multiplied as MOST, with whatever is in the queue; the extra sums are ignored.
+    // product has a long latency and the next of its chain waits for it. A piece as stored is a left operand: words 0
+    // and 2 are row g, words 1 and 3 row g + 8. The right operand holds the columns of the first two in its rows 0 to 3
+    // (x has at most four), those of the other two in rows 4 to 7; half of the result is used. Fewer than MOST tiles
+    // are multiplied as MOST, with whatever is in the queue; the extra sums are ignored.
     template <int STEPS, int MOST, class At>
     __device__ __forceinline__ void multiply(At piece, const u32 (&x)[STEPS][2], A *sums) {
         constexpr int CHAINS = STEPS < 4 ? STEPS : 4;
@@ -1023,7 +1023,7 @@ struct Attention {
             if (d == 0) publish(stats + stat[i], empty ? A(LOWEST) : all + log_for(weight));
         }
 #pragma unroll
-        for (u32 turn = 0; turn < TURNS; turn++) {  // for the passes to come
+        for (u32 turn = 0; turn < TURNS; turn++) {  // stored for later passes
             const Task t = task(turn);
             if (!wanted[turn] || t.is_query) continue;
 #pragma unroll
@@ -1095,8 +1095,9 @@ __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (
 // begin: null, or for speculation (1 + ROWS): positions filled, in place of `past`, the token at the next one, and a
 // draft for each position after it, -1 for none. Then `heads` is ROWS. A pass accepts the drafts that head 0 would have
 // chosen itself, and adds head 0's choice after them; the other heads at the last of these positions give the next
-// drafts. report: (passes + 1, 1 + ROWS): for each pass the number of tokens that it added, 0 where the cache had no
-// room for it, and the tokens; in the last row, the next launch's `begin`.
+// drafts.
+// report: (passes + 1, 1 + ROWS): for each pass the number of tokens that it added, 0 where the cache had no room for
+// it, and the tokens; in the last row, the next launch's `begin`.
 // scales: of weights that are codes, 8 for each unit that `deal` counts, in its order; attention's are not read.
 extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode(
     const W *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
