@@ -166,7 +166,7 @@ class Engine:
     def _enqueue(self, choices: Sequence[Choice]) -> None:
         for choice in choices:
             self._choices[choice.request] = choice
-        self.scheduler.enqueue([choice.request for choice in choices], bounded=False)
+        self.scheduler.enqueue([choice.request for choice in choices])
 
     def _run(self) -> None:
         while not self._stopped:
