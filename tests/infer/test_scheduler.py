@@ -17,8 +17,8 @@ from tinyforge.infer.decoder import Decoder, ReferenceDecoder, Start
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling, choose
-from tinyforge.infer.scheduler import AHEAD, BLOCK, Made, Prefixes, QueueFull, Request, Scheduler
-from tinyforge.infer.session import Session
+from tinyforge.infer.scheduler import AHEAD, BLOCK, Prefixes, QueueFull, Request, Scheduler
+from tinyforge.infer.session import Session, Token
 from tinyforge.registry import models
 from tinyforge.rng import Stream
 
@@ -79,7 +79,7 @@ def wishes(rng: random.Random, vocab: int, context: int, drafts: int, count: int
 
 def run(scheduler: Scheduler, asked: Sequence[dict[str, Any]], rng: random.Random | None) -> list[tuple[Any, ...]]:
     """What each request got: tokens with log-probabilities, and the end. With rng they come and go at random."""
-    got: dict[Request, list[Made]] = {}
+    got: dict[Request, list[Token]] = {}
     requests: list[Request] = []
     left = list(asked)
 
@@ -311,7 +311,7 @@ def test_a_step_tells_of_a_request_once() -> None:
     scheduler = Scheduler(model, 2, decoder=Drawing(model, 2))
     scheduler.submit([1, 2], Sampling(temperature=0, max_tokens=60))
     told = scheduler.submit([3, 4], Sampling(temperature=0, max_tokens=8, logprobs=True))
-    got: list[Made] = []
+    got: list[Token] = []
     while scheduler.busy:
         found = scheduler.step()
         assert len({id(request) for request, _ in found}) == len(found)
@@ -338,7 +338,7 @@ def test_what_a_reset_has_ended_stays_ended() -> None:
 def test_the_caller_ends_a_text() -> None:
     seen: list[int] = []
 
-    def accept(made: Sequence[Made]) -> int | None:
+    def accept(made: Sequence[Token]) -> int | None:
         seen.extend(token.id for token in made)
         return 1 if len(seen) >= 4 else None
 

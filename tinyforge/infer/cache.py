@@ -114,3 +114,12 @@ class StateCache:
     def restore(self, saved: tuple[Any, int]) -> None:
         states, self.length = saved
         self.states = copy.deepcopy(states)
+
+
+def array_bytes(value: Any) -> int:
+    """Bytes of all arrays in nested dicts, tuples and lists."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        return sum(map(array_bytes, value))
+    return int(getattr(value, "nbytes", 0))

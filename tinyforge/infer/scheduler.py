@@ -34,11 +34,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from tinyforge.errors import UserError
+from tinyforge.infer.cache import array_bytes
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder, Start
 from tinyforge.infer.sampling import Sampling, choose, log_probability, penalise, uniforms
-from tinyforge.infer.session import Stats, check_prompt, checked_ids
+from tinyforge.infer.session import Refused, Stats, Token, check_prompt, checked_ids
 from tinyforge.infer.speculation import propose, verify
 from tinyforge.rng import Stream
 
@@ -56,24 +57,6 @@ Reason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 class QueueFull(Exception):
     """The queue has no room for these requests."""
-
-
-class Refused(NamedTuple):
-    """A head's draft that was rejected."""
-
-    head: int
-    id: int
-
-
-class Made(NamedTuple):
-    """A generated token. logprob: log p of it under the model, where asked for; others: the most likely tokens at its
-    position with theirs, best first. head: the head that drafted it, 0 for none. refused: the draft it replaces."""
-
-    id: int
-    logprob: float | None = None
-    others: tuple[tuple[int, float], ...] = ()
-    head: int = 0
-    refused: Refused | None = None
 
 
 class _Block(NamedTuple):
@@ -99,7 +82,7 @@ class Request:
     stop: frozenset[int]
     alternatives: int
     deadline: float | None
-    accept: Callable[[Sequence[Made]], int | None] | None
+    accept: Callable[[Sequence[Token]], int | None] | None
     text: list[int] = field(default_factory=list)
     reason: Reason | None = None
     stats: Stats = field(default_factory=Stats)
@@ -147,7 +130,7 @@ class Scheduler:
         self._ended: list[Request] = []  # since the last step returned
         self._blocks: deque[_Block] = deque()  # in flight
         # Tokens with nothing but an id, by id: a block has thousands.
-        self._plain_tokens = list(map(Made, range(self.decoder.config.vocab if self.decoder.draws(Sampling()) else 0)))
+        self._plain_tokens = list(map(Token, range(self.decoder.config.vocab if self.decoder.draws(Sampling()) else 0)))
 
     @property
     def most_drafts(self) -> int:
@@ -166,7 +149,7 @@ class Scheduler:
 
     def prepare(
         self, prompt: Iterable[int], sampling: Sampling, stop: frozenset[int] = frozenset(), *, alternatives: int = 0,
-        deadline: float | None = None, accept: Callable[[Sequence[Made]], int | None] | None = None,
+        deadline: float | None = None, accept: Callable[[Sequence[Token]], int | None] | None = None,
     ) -> Request:  # fmt: skip
         """A checked request, not yet in the queue. UserError for one that the model cannot take."""
         config = self.decoder.config
@@ -221,7 +204,7 @@ class Scheduler:
 
     # --- a step
 
-    def step(self) -> list[tuple[Request, list[Made]]]:
+    def step(self) -> list[tuple[Request, list[Token]]]:
         """Admit, prefill, and decode a block. Returns each request that got tokens, with them, or that has ended."""
         now = self.clock()
         for request in self._all():
@@ -303,7 +286,7 @@ class Scheduler:
                 decoder.rewind_row(row, self.running[row].end)
         return _Block(read, parts)
 
-    def _from_device(self) -> list[tuple[Request, list[Made]]]:
+    def _from_device(self) -> list[tuple[Request, list[Token]]]:
         """The tokens of the oldest block in which some request still runs."""
         while self._blocks:
             read, parts = self._blocks.popleft()
@@ -318,9 +301,9 @@ class Scheduler:
             return found
         return []
 
-    def _from_host(self) -> list[tuple[Request, list[Made]]]:
+    def _from_host(self) -> list[tuple[Request, list[Token]]]:
         """One pass over the rows that the host draws: a token each, or more with drafts."""
-        found: list[tuple[Request, list[Made]]] = []
+        found: list[tuple[Request, list[Token]]] = []
         running = [r for _, r in sorted(self.running.items()) if not r.device]
         for (drafts, heads), group in _grouped(running, lambda r: (len(r.drafts), r.sampling.drafts + 1)):
             rows = [r.row for r in group if r.row is not None]
@@ -335,7 +318,7 @@ class Scheduler:
                       for request, made in zip(group, new, strict=True)]  # fmt: skip
         return found
 
-    def _plain(self, group: Sequence[Request], logits: np.ndarray) -> list[list[Made]]:
+    def _plain(self, group: Sequence[Request], logits: np.ndarray) -> list[list[Token]]:
         """A token for each row from its logits, (rows, V)."""
         chosen: list[int] = [0] * len(group)
         for _, part in _grouped(enumerate(group), lambda entry: entry[1].kind):
@@ -350,7 +333,7 @@ class Scheduler:
                 chosen[place] = token
         return [[_told(r, logits[i], chosen[i])] for i, r in enumerate(group)]
 
-    def _speculated(self, request: Request, logits: np.ndarray) -> list[Made]:
+    def _speculated(self, request: Request, logits: np.ndarray) -> list[Token]:
         """Verify a row's drafts and propose the next ones. logits: (1 + drafts, heads, V)."""
         r, prompt = request, len(request.prompt)
         new = verify(logits[:, 0], r.drafts, r.proposed, r.sampling, r.numbers, r.text, prompt)
@@ -369,7 +352,7 @@ class Scheduler:
 
     # --- ends
 
-    def _take(self, request: Request, made: list[Made], ids: list[int]) -> list[Made]:
+    def _take(self, request: Request, made: list[Token], ids: list[int]) -> list[Token]:
         """Append new tokens, with these ids, up to a stop or the budget; returns those that were appended."""
         r = request
         if r.first_token is None:
@@ -422,7 +405,7 @@ class Prefixes:
         return found[0]
 
     def put(self, key: bytes, saved: Any) -> None:
-        size = _bytes_of(saved)
+        size = array_bytes(saved)
         self._pieces[key] = saved, size
         self.bytes += size
         while self.bytes > self.most_bytes:
@@ -433,12 +416,6 @@ class Prefixes:
         return len(self._pieces)
 
 
-def _bytes_of(saved: Any) -> int:
-    if isinstance(saved, (tuple, list)):
-        return sum(map(_bytes_of, saved))
-    return int(getattr(saved, "nbytes", 0))
-
-
 def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
     groups: dict[Any, list[Any]] = {}
     for item in items:
@@ -446,10 +423,10 @@ def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any,
     return list(groups.items())
 
 
-def _told(request: Request, logits: np.ndarray, token: int, head: int = 0) -> Made:
+def _told(request: Request, logits: np.ndarray, token: int, head: int = 0) -> Token:
     """A token with the log-probabilities that its request asked for. logits: (V,), of head 0."""
     if not request.sampling.logprobs:
-        return Made(token, head=head)
+        return Token(token, head=head)
     others: tuple[tuple[int, float], ...] = ()
     if request.alternatives:
         z = logits.astype(np.float64)
@@ -457,4 +434,4 @@ def _told(request: Request, logits: np.ndarray, token: int, head: int = 0) -> Ma
         top = z.max()
         logprobs = z[best] - top - np.log(np.exp(z - top).sum())
         others = tuple(zip(best.tolist(), logprobs.tolist(), strict=True))
-    return Made(token, log_probability(logits, token), others, head)
+    return Token(token, log_probability(logits, token), others, head)

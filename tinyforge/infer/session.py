@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,11 +23,25 @@ from tinyforge.infer.speculation import propose, verify
 from tinyforge.rng import Stream
 
 
+class Refused(NamedTuple):
+    """A head's draft that was rejected."""
+
+    head: int
+    id: int
+
+
 class Token(NamedTuple):
-    """A token that was generated; logprob, where Sampling asks for it, is log p of it under the model."""
+    """A generated token. logprob: log p of it under the model, where `Sampling` asks for it. A scheduler sets the rest.
+
+    others: where asked for, the most likely tokens at its position with their log p, best first. head: the head that
+    drafted it, 0 for none. refused: the draft that it replaces.
+    """
 
     id: int
     logprob: float | None = None
+    others: tuple[tuple[int, float], ...] = ()
+    head: int = 0
+    refused: Refused | None = None
 
 
 @dataclass
@@ -36,7 +50,7 @@ class Stats:
 
     prefilled: tokens of prompts computed; reused: those found in the cache. passes: of the decoder after prefill, each
     over one token and its drafts. drafted[k], accepted[k]: tokens that head k + 1 proposed and that were looked at,
-    and those that were right. prefill_seconds, decode_seconds: time in `generate`, without the caller's own.
+    and those that were right. decode_seconds: time in `generate` after prefill, without the caller's own.
     first_seconds: from the last call of `generate` to its first token.
     """
 
@@ -46,7 +60,6 @@ class Stats:
     tokens: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     first_seconds: float = 0.0
 
@@ -121,7 +134,6 @@ class Session:
         begun = time.perf_counter()
         self._prefill()
         start = time.perf_counter()
-        self.stats.prefill_seconds += start - begun
         passes = self._from_blocks if self.decoder.draws(sampling) else self._passes
         stream = passes(sampling, budget)
         made = 0
@@ -191,7 +203,7 @@ class Session:
             base = len(self.tokens) - 1
             logits = decoder.step([[self.tokens[-1], *drafts]], heads)[0]
             stats.passes += 1
-            new = self._verify(logits[:, 0], drafts, proposed, sampling, numbers)
+            new = verify(logits[:, 0], drafts, proposed, sampling, numbers, self.tokens, self._prompt)
             right = len(new) - 1
             stats.count(len(drafts), right)
             budget -= len(new)
@@ -199,23 +211,13 @@ class Session:
             # Heads 1, 2, ... at the last sure position: guesses at what follows the token that its head 0 gave.
             ahead = self._drafts(sampling, budget)
             if ahead > 0:
-                drafts, proposed = self._draft(logits[right, 1 : 1 + ahead], new, sampling, numbers)
+                guesses = logits[right, 1 : 1 + ahead]
+                drafts, proposed = propose(guesses, sampling, numbers, self.tokens + new, self._prompt)
             else:
                 drafts, proposed = [], None
             decoder.rewind([base + 1 + right])
             for i, token in enumerate(new):
                 yield Token(token, logprobs[i] if logprobs else None)
-
-    def _verify(
-        self, logits: np.ndarray, drafts: list[int], proposed: np.ndarray | None, sampling: Sampling,
-        numbers: Iterator[float],
-    ) -> list[int]:  # fmt: skip
-        return verify(logits, drafts, proposed, sampling, numbers, self.tokens, self._prompt)
-
-    def _draft(
-        self, logits: np.ndarray, new: list[int], sampling: Sampling, numbers: Iterator[float]
-    ) -> tuple[list[int], np.ndarray | None]:
-        return propose(logits, sampling, numbers, self.tokens + new, self._prompt)
 
 
 def checked_ids(ids: Iterable[int], vocab: int) -> list[int]:
