@@ -79,7 +79,7 @@ def test_generation_ends_at_a_stop_token_at_max_tokens_and_at_a_full_context(dra
     [
         ([], "prompt is empty"),
         (prompt(150), "150 tokens, .* is 150; shorten"),
-        ([3, 999], "token id 999 is outside of the model's vocabulary of 259; use"),
+        ([3, 999], "token id 999 is outside the model's vocabulary of 259; use"),
         ([-1], "token id -1 is outside"),
     ],
     ids=["empty", "long", "large", "negative"],
