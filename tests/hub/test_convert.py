@@ -224,4 +224,4 @@ def test_the_command_says_what_it_wants() -> None:
         cwd=Path(convert.__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: wanted: python -m tinyforge.hub convert") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: usage: python -m tinyforge.hub convert") and done.stderr.count("\n") == 1

@@ -14,9 +14,10 @@ from safetensors.numpy import load_file, save_file
 from models.gpt2 import GPT2
 from models.gpt2 import Config as GPT2Config
 from models.llama import Config, Llama
+from tests.hub.foreign import load_weights
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.hub.foreign import load_weights, weights_of
+from tinyforge.hub.foreign import weights_of
 from tinyforge.hub.huggingface import open_directory, write_directory
 
 FP32 = get_backend("numpy", "fp32", workers=1)
