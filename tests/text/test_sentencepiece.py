@@ -308,7 +308,7 @@ def content_of(tokenizer: SentencePiece) -> dict[str, Any]:
         ({"merges": 1}, "merges is not a list of pairs"),
         ({"merges": [[1, 2, 3]]}, "merges is not a list of pairs"),
         ({"merges": [[259, 259]], "pieces": [*BYTES, "a"], "specials": {}, "bos": None}, "got the ids 259 and"),
-        ({"merges": [[256, 256]], "pieces": [*BYTES, "a"], "specials": {}, "bos": None}, "got 'aa' which is not a token"),
+        ({"merges": [[256, 256]], "pieces": [*BYTES, "a"], "specials": {}, "bos": None}, "'aa' which is not a token"),
         ({"specials": []}, "specials does not map texts to ids"),
         ({"specials": {"<s>": "1"}}, "specials does not map texts to ids"),
         ({"specials": {"<s>": 999}}, "specials does not map texts to ids"),

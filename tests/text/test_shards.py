@@ -233,7 +233,7 @@ def swap(folder: Path) -> None:
         (swap, "got 100 ids from position 200, the manifest says 100 from 100"),
         (lambda f: OTHER.save(f / "tokenizer.json"), "tokenizer.json: got the tokenizer "),
         (lambda f: (f / "tokenizer.json").unlink(), "cannot read the tokenizer"),
-        (lambda f: (f / "manifest.json").unlink(), "manifest.json: cannot be read (No such file or directory), and without it"),
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json: cannot be read (No such file or directory)"),
         (lambda f: (f / "manifest.json").write_text("{"), "manifest.json: it is not JSON"),
         (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json: got a list, wanted an object"),
         (lambda f: edit_manifest(f, lambda m: m.update(version=2)), "got version 2, this program reads 1; make the"),
