@@ -87,6 +87,15 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
+def writing(what: object, fix: str = "free some space or choose another place") -> Iterator[None]:
+    """Around a write: turns an OSError into a UserError of one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {what}: {error.strerror or error}; {fix}") from error
+
+
+@contextmanager
 def locked(folder: Path, leave_nothing: bool = False) -> Iterator[None]:
     """Hold `folder`, made if need be, for this process: two that write into one would spoil each other's files.
 

@@ -206,7 +206,7 @@ def test_rewards_that_are_always_equal(folder: Path) -> None:
 
 def test_a_base_that_has_gone(folder: Path) -> None:
     shutil.move("tuned", "elsewhere")
-    with pytest.raises(UserError, match="it started from, tuned/step-00000012, is not there; put it back"):
+    with pytest.raises(UserError, match="it started from, tuned/step-00000012, is missing; put it back"):
         dpo.main(["--resume", "--out", "dpo"])
 
 
