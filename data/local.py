@@ -89,7 +89,16 @@ def _read_path(path: Path, encoding: str) -> list[str]:
         if not documents:
             raise UserError(f"{path}: is empty, wanted text; give another file")
         return documents
-    documents = [document for file in files_in(path) for document in _read_file(file, encoding)]
+    if (path / "corpus.json").is_file():
+        raise UserError(f"{path} is a corpus; make token shards of it and give those: python -m data.shards --corpus "
+                        f"{path} --out shards")  # fmt: skip
+    if (path / "source.json").is_file():
+        raise UserError(f"{path} is a source; make a corpus of it, python -m data.corpus {path} --out corpus, and of "
+                        "that token shards: python -m data.shards")  # fmt: skip
+    try:
+        documents = [document for file in files_in(path) for document in _read_file(file, encoding)]
+    except UserError as fault:
+        raise UserError(f"{fault}; or let python -m data.local skip what it cannot read") from None
     if not documents:
         raise UserError(f"{path}: no documents in this folder, wanted text or parquet files; name another")
     return documents
@@ -301,7 +310,7 @@ def _to_document(value: Any, record: str, column: str) -> Document | Refusal:
         return Refusal(record, f"got {type(value).__name__}, wanted an object with '{column}'")
     if not isinstance(value.get(column), str):
         got = f"'{column}' of type {type(value[column]).__name__}" if column in value else f"the keys {list(value)}"
-        return Refusal(record, f"got {got[:80]}, wanted '{column}' with text; rename it, or name another with --column")
+        return Refusal(record, f"got {got[:80]}, wanted '{column}' with text; rename it, or use data.local --column")
     title, url, score = (value.get(name) for name in OPTIONAL)
     return Document(
         id=record, text=_normalise(value[column]), title=title if isinstance(title, str) else "",

@@ -707,7 +707,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--copies", type=int, default=2, metavar="N", help="retell: each story so often (default 2)")
     parser.add_argument("--others", type=Path, metavar="FILE", help="instruct: Alpaca records whose questions "
                         "it is to decline, where they have no input: Dolly's, say")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="(default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random choices (default 0)")
     args = parser.parse_args(arguments)
     if args.copies < 1:
         raise UserError(f"--copies is {args.copies}, wants a number above 0")

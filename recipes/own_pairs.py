@@ -24,7 +24,7 @@ from data.alpaca import Record, evenly, read_split
 from data.files import write_json
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.hub import Loaded, load
+from tinyforge.hub import Loaded, load, trained_model
 from tinyforge.hub.tuning import prompt_ids
 from tinyforge.infer import Sampling
 from tinyforge.infer.evaluate import Reply, reply_decoder, reply_shares, reply_to
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("records", "max_tokens"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants 1 or more")
-    loaded = load(Path(args.base), get_backend(args.backend, args.precision), frozen=True)
+    loaded = load(trained_model(args.base), get_backend(args.backend, args.precision), frozen=True)
     records = records_to_ask(loaded, read_split(args.data, args.encoding)[0], args.records, args.max_tokens)
     greedy, sampled = Sampling(temperature=0, max_tokens=args.max_tokens), Sampling(max_tokens=args.max_tokens)
     pairs = own_pairs(loaded, records, (greedy, sampled))

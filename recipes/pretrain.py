@@ -29,13 +29,14 @@ from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError, run_command
-from tinyforge.hub import Opened, open_model
+from tinyforge.hub import Opened, open_model, trained_model
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.parallel.launch import Ranks
 from tinyforge.params import take_weights
 from tinyforge.registry import find_model
 from tinyforge.report import timed
 from tinyforge.terminal import one_line
+from tinyforge.text import CharTokenizer
 from tinyforge.text.shards import Shards, separator_of
 from tinyforge.train.batches import micro_batches
 from tinyforge.train.card import write_card
@@ -82,15 +83,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
     with running(settings, resume) as ranks:
-        opening = pretrain(settings, config, shards, base, resume, ranks)
+        opening, tunable = pretrain(settings, config, shards, base, resume, ranks)
     out = shlex.quote(settings.out)
     if with_card:
         print(f"wrote {write_card(Path(settings.out))}")
     if spec.learns == "masked text":
         print(f"next: python recipes/classify.py --base {out}")
         return 0
-    print(f"next: python recipes/sft.py --base {out}")
-    print(f"  or: python -m tinyforge.chat --checkpoint {out} --prompt {shlex.quote(one_line(opening))}")
+    chat = f"python -m tinyforge.chat --checkpoint {out} --prompt {shlex.quote(one_line(opening))}"
+    print(f"next: python recipes/sft.py --base {out}\n  or: {chat}" if tunable else f"next: {chat}")
     return 0
 
 
@@ -98,7 +99,7 @@ def open_base(settings: PretrainSettings, resume: bool) -> Opened | None:
     """What --base names. A run that is resumed has its own weights, and of its base nothing is wanted any more."""
     if not settings.base:
         return None
-    base = open_model(Path(settings.out if resume else settings.base))
+    base = open_model(Path(settings.out) if resume else trained_model(settings.base))
     if base.spec.name != settings.model:
         raise UserError(f"--base: {base.path} is a {base.spec.name}, wanted a {settings.model}; give --model too")
     return base
@@ -107,8 +108,9 @@ def open_base(settings: PretrainSettings, resume: bool) -> Opened | None:
 def pretrain(
     settings: PretrainSettings, config: ModelConfig, shards: Shards | None, base: Opened | None, resume: bool,
     ranks: Ranks,
-) -> str:  # fmt: skip
-    """Train, and measure the model; returns the beginning of a held-out document."""
+) -> tuple[str, bool]:  # fmt: skip
+    """Train, and measure the model; returns the beginning of a held-out document, and whether its tokenizer can write
+    what fine-tuning lays around a question."""
     spec, seq_len = find_model(settings.model), sequence_length(config, settings.seq_len)
     masked = spec.learns == "masked text"
     text_len = seq_len - FRAME if masked else seq_len
@@ -150,7 +152,7 @@ def pretrain(
              "inputs": [*corpus.inputs] if shards else input_hashes(settings.data)}  # fmt: skip
     if masked:
         hide_words(settings, model, corpus, backend, seq_len, about, plan, resume)
-        return ""
+        return "", False
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         overall, by_source = corpus.evaluate(sharded, settings.batch_size, EVAL_TOKENS)
@@ -178,7 +180,7 @@ def pretrain(
     of_sources = {f"held-out text of {name}, bits per byte": figure for name, figure in by_source.items()}
     scores = {"held-out text, bits per byte": final, **of_sources}
     save_scores(Path(settings.out), checkpoint.step_of(last), scores)
-    return opening
+    return opening, not isinstance(tokenizer, CharTokenizer)
 
 
 def hide_words(

@@ -26,7 +26,7 @@ from data.training import input_hashes
 from data.world import KINDS, instructions
 from tinyforge import checkpoint
 from tinyforge.errors import UserError, run_command
-from tinyforge.hub import Opened, lora, newest_run, open_model
+from tinyforge.hub import Opened, lora, newest_run, open_model, trained_model
 from tinyforge.hub.tuning import OF_BASE, about, answer, build, finish
 from tinyforge.parallel.launch import Ranks
 from tinyforge.registry import next_token_model
@@ -82,7 +82,7 @@ def open_base(settings: SftSettings, resume: bool) -> Opened:
         base = open_model(lora.base_of(found, meta))
         lora.check_base(found, base, lora.noted(found, meta)["base_sha256"])
         return base
-    path = Path(settings.base) if settings.base else newest_run(("pretrain",))
+    path = trained_model(settings.base) if settings.base else newest_run(("pretrain",))
     if path is None:
         raise UserError("no pretrained run under runs/; run python recipes/pretrain.py first, or give --base DIR")
     return open_model(path)

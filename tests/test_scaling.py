@@ -151,7 +151,7 @@ def test_the_page_has_what_the_commands_print(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_checkout_without_measurements(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the cost model reads the results of a checkout"):
+    with pytest.raises(UserError, match="the cost model reads docs/results, which only the repository has"):
         read_machine(tmp_path)
 
 

@@ -54,11 +54,14 @@ class Adapted:
                 raise UserError(f"no linear map of the model is called {target!r}; known: {', '.join(names)}")
         for p in self.model.params():
             p.frozen = True
+        chosen = [op for op in found if not settings.targets or _last(op) in settings.targets]
+        most = max((min(op.weight.shape) for op in chosen), default=settings.rank)
+        if settings.rank > most:
+            raise UserError(f"--lora is {settings.rank}, wants at most {most}: no linear map here has a higher rank")
         self.adapters: dict[str, LoRA] = {}
-        for op in found:
-            if not settings.targets or _last(op) in settings.targets:
-                self.adapters[op.name] = _adapter(op, settings, backend)
-                _exchange(self.model, op, self.adapters[op.name])
+        for op in chosen:
+            self.adapters[op.name] = _adapter(op, settings, backend)
+            _exchange(self.model, op, self.adapters[op.name])
         self.buffer = self.model.buffer = ParamBuffer(self.model.params(), backend, values, frozen_values)
 
     def __getattr__(self, name: str) -> Any:

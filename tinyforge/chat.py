@@ -35,8 +35,8 @@ LONGEST = 400  # tokens of a reply, unless another number is asked for: a story 
 SETTINGS = {
     "temperature": "0 is greedy", "top_k": "most likely tokens kept, 0 for all",
     "top_p": "share of probability kept", "min_p": "least probability kept, as a share of the greatest",
-    "repetition_penalty": "above 1, words come again less often", "max_tokens": "longest reply", "seed": "",
-    "drafts": "tokens guessed ahead: changes the speed, not the text's odds",
+    "repetition_penalty": "above 1, words come again less often", "max_tokens": "longest reply",
+    "seed": "of the random choices", "drafts": "tokens guessed ahead: changes the speed, not the text's odds",
 }  # fmt: skip
 
 

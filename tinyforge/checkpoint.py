@@ -198,6 +198,11 @@ def latest(path: Path) -> Path:
     if (path / "meta.json").is_file():
         return path
     found = steps(path)
+    if not found and path.is_file():
+        raise UserError(f"{path} is a file, but not a model; wanted a run, a Hugging Face directory, or a .gguf or "
+                        ".bin file")  # fmt: skip
+    if not found and path.is_dir() and any(path.iterdir()):
+        raise UserError(f"no checkpoint in {path}: it has no {_PREFIX}* folder and no config.json; check the path")
     if not found:
         raise UserError(f"no checkpoint in {path}; train one first, e.g. python recipes/pretrain.py --out {path}")
     return found[-1]

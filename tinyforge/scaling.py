@@ -340,8 +340,11 @@ def _several(file: str, found: dict[str, Any], machine: Machine) -> Iterator[Row
 def _read(path: Path) -> dict[str, Any]:
     try:
         return dict(read_json(path, "the measurements"))
-    except UserError as error:
-        raise UserError(f"{error}; the cost model reads the results of a checkout") from None
+    except UserError:
+        if not path.is_file():
+            raise UserError("the cost model reads docs/results, which only the repository has; run it there: python -m "
+                            "tinyforge.scaling") from None  # fmt: skip
+        raise
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -115,6 +115,13 @@ def test_parquet_without_any_text_is_refused(tmp_path: Path) -> None:
     assert "is empty" in fault(write_parquet(tmp_path / "a.parquet", "SELECT NULL::VARCHAR AS text"))
 
 
+@pytest.mark.parametrize("stage", ["corpus", "source"])
+def test_an_earlier_stage_of_the_data_is_told_what_comes_next(tmp_path: Path, stage: str) -> None:
+    write(tmp_path / f"{stage}.json", "{}")
+    message = fault(tmp_path)
+    assert message.startswith(f"{tmp_path} is a {stage}; make ") and "python -m data.shards" in message
+
+
 def test_a_folder_without_documents_is_refused(tmp_path: Path) -> None:
     write(tmp_path / ".hidden.txt", "hidden")
     write(tmp_path / "blank.txt", "")

@@ -140,6 +140,13 @@ def test_a_reply_that_fills_the_context_says_so(tmp_path: Path) -> None:
     assert talk.notice == "the reply ends here: the context of 60 tokens is full"
 
 
+def test_a_long_prompt_and_a_reply_that_fills_the_context_are_both_said(tmp_path: Path) -> None:
+    talk = conversation(save_parrot(tmp_path, b"aba", context=60))
+    say(talk, "go " * 99)
+    cut, ends = talk.notice.split("; ")
+    assert "tokens were left out" in cut and ends == "the reply ends here: the context of 60 tokens is full"
+
+
 def test_an_empty_prompt_is_refused(tmp_path: Path) -> None:
     talk = conversation(save_parrot(tmp_path, b"ok"))
     for text in ("", " \n"):

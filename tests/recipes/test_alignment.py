@@ -176,7 +176,7 @@ def test_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("dpo --base tuned --data text.txt", "text.txt: record 0 (counted from 0), line 1, column 1: malformed JSON"),
         ("dpo --base tuned --label-smoothing 0.5", "--label-smoothing is 0.5, wants a share from 0 to below 0.5"),
         ("dpo --base tuned --beta 0", "--beta is 0.0, wants a number above 0"),
-        ("dpo --resume --out dpo --beta 1", "--resume: --beta is 1.0, the run in dpo has None"),
+        ("dpo --resume --out dpo --beta 1", "--resume: --beta is 1.0, the run in dpo has none"),
         ("dpo --resume --out sft", "--resume: nothing to resume in sft"),
         ("grpo --base tuned --group 1", "--group is 1, wants at least 2"),
         ("grpo --base tuned --zero 1", "--zero is for pretrain, sft, dpo and classify; leave it out here"),

@@ -109,6 +109,7 @@ def fault(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--base run --lora 4 --lora-dropout 1", "--lora-dropout is 1.0, wants a share from 0 to below 1"),
         ("--base run --lora 4 --lora-targets qkv,gate", "is called 'gate'; known: qkv, out, gate_up, down"),
         ("--resume --out whole --lora 8", "--resume: --lora is 8, the run in whole has 4"),
+        ("--base run --lora 1000", "--lora is 1000, wants at most "),
         ("--base nothing --lora 4", "no checkpoint in nothing"),
     ],
 )

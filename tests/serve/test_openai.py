@@ -284,6 +284,8 @@ def test_errors_are_the_clients_own(client: Any, start: Callable[..., Any]) -> N
     long = wrong(openai.BadRequestError, "context is 128 tokens, and the messages take 227",
                  messages=asked("ten " * 100))  # fmt: skip
     assert long.code == "context_length_exceeded" and long.param == "messages"
+    with pytest.raises(openai.BadRequestError, match="the prompt takes .*; shorten the prompt"):
+        client.completions.create(model="small", prompt="ten " * 100)
     assert "take at least" in str(wrong(openai.BadRequestError, "context", messages=asked("ten " * 10000)))
     assert wrong(openai.BadRequestError, "temperature", temperature=-1).param == "temperature"
     for given, match in (

@@ -59,7 +59,11 @@ def save_pretrained(
     UserError where the format cannot hold the model, where `path` exists, and where it cannot be written.
     """
     path, spec = Path(path), foreign.spec_of_model(model)
-    format = format or ("llama2c" if llama2c.is_file(path) else "gguf" if gguf.is_file(path) else "hf")
+    by_name = "llama2c" if llama2c.is_file(path) else "gguf" if gguf.is_file(path) else "hf"
+    format = format or by_name
+    if format != by_name and (by_name != "hf" or format in ("gguf", "llama2c")):
+        raise UserError(f"{path} is not a name for --format {format}: llama2c's files end in .bin, GGUF's in .gguf, "
+                        "and directories in neither")  # fmt: skip
     if format not in FORMATS or dtype not in FORMATS[format]:
         known = "; ".join(f"{name} in {', '.join(types)}" for name, types in FORMATS.items())
         raise UserError(f"cannot save as {format} in {dtype}; supported: {known}")

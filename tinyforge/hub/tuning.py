@@ -13,7 +13,7 @@ from tinyforge.backends import Backend
 from tinyforge.errors import UserError
 from tinyforge.hub import lora
 from tinyforge.hub.opened import Loaded, Opened
-from tinyforge.hub.runs import newest_run, open_model
+from tinyforge.hub.runs import newest_run, open_model, trained_model
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder
 from tinyforge.infer.generation import generate
@@ -50,7 +50,8 @@ def open_start(settings: TuneSettings, resume: bool) -> Opened:
         if base.fingerprint() != about.get("sha256"):
             raise UserError(f"{found}: {path} is not the model that it started from, its weights differ; put that back")
         return base
-    start = Path(settings.base) if settings.base else newest_run(("tuned",)) or find_model(default_model()).bundled
+    start = (trained_model(settings.base) if settings.base
+             else newest_run(("tuned",)) or find_model(default_model()).bundled)  # fmt: skip
     if start is None:
         raise UserError("no fine-tuned run under runs/; run python recipes/sft.py first, or give --base DIR")
     return open_model(start)

@@ -84,7 +84,8 @@ class Conversation:
                 pieces.append(piece)
                 yield piece
             if len(self.session.tokens) == self.context:
-                self.notice = f"the reply ends here: the context of {self.context} tokens is full"
+                ends = f"the reply ends here: the context of {self.context} tokens is full"
+                self.notice = f"{self.notice}; {ends}" if self.notice else ends
         finally:
             self.turns.append(Turn(text, "".join(pieces), tuple(self.session.tokens[len(ids) :])))
 

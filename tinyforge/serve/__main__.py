@@ -65,7 +65,8 @@ def flags() -> Parser:
     parser.add_argument("--context", type=int, metavar="N", help="tokens of a text (default: the model's)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest reply (default: the context)")
     parser.add_argument("--max-n", type=int, default=8, metavar="N", help="texts for a prompt (default: %(default)s)")
-    parser.add_argument("--max-body", type=int, default=1 << 20, metavar="BYTES", help="(default: %(default)s)")
+    parser.add_argument("--max-body", type=int, default=1 << 20, metavar="BYTES",
+                        help="longest request (default: %(default)s)")  # fmt: skip
     parser.add_argument("--deadline", type=float, default=600, metavar="SECONDS",
                         help="that a request may take, its wait included (default: %(default)s)")  # fmt: skip
     parser.add_argument("--drain", type=float, default=30, metavar="SECONDS",

@@ -290,9 +290,10 @@ class App:
             raise self._too_long(f"at least {least}", param)
 
     def _too_long(self, tokens: str, param: str) -> ApiError:
+        take = "takes" if param == "prompt" else "take"
         return ApiError(
-            400, f"this model's context is {self.context} tokens, and the {param} take {tokens}, with none left for a "
-            "reply; shorten them", param=param, code="context_length_exceeded",
+            400, f"this model's context is {self.context} tokens, and the {param} {take} {tokens}, with none left for "
+            f"a reply; shorten the {param}", param=param, code="context_length_exceeded",
         )  # fmt: skip
 
     @staticmethod

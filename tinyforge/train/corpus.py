@@ -223,8 +223,10 @@ def tokenizer_for(
     what the characters make, or what can be learned from the text.
     """
     asked = _vocab_is_asked_for(settings)
+    # A preset whose vocabulary has no room for the bytes is meant for characters.
+    chars = settings.tokenizer == CHARS or not (settings.tokenizer or asked) and config.vocab < 256
     tokenizer: TextTokenizer
-    if settings.tokenizer == CHARS:
+    if chars:
         tokenizer = CharTokenizer.of([*training, *held_out])
     elif settings.tokenizer:
         tokenizer = load_tokenizer(settings.tokenizer)
@@ -241,7 +243,7 @@ def tokenizer_for(
             f"--tokenizer: {settings.tokenizer} has {tokenizer.vocab_size} ids, the config's vocab is {config.vocab}; "
             f"use --set vocab={tokenizer.vocab_size}, or another tokenizer"
         )
-    why = "the characters of the text" if settings.tokenizer else "what can be learned from the text"
+    why = "the characters of the text" if chars else "what can be learned from the text"
     print(f"vocab {config.vocab} -> {tokenizer.vocab_size}: {why}")
     return tokenizer, config.override({"vocab": tokenizer.vocab_size})
 

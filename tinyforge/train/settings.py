@@ -247,7 +247,9 @@ class ModelSettings(Settings):
     config: str = setting("", "preset of the model, or a JSON file with the config's fields")
     set: tuple[str, ...] = setting((), "override fields of the config, e.g. --set dim=192 layers=6; given again, it "
                                    "adds to them", metavar="KEY=VALUE", adds=True)  # fmt: skip
-    tokenizer: str | None = setting(None, "tokenizer.json to use (default: train one on the data)", metavar="FILE")
+    tokenizer: str | None = setting(None, "tokenizer.json to use, or chars: each character is a token (default: train "
+                                    "one on the data; chars for a preset with fewer ids than there are bytes)",
+                                    metavar="FILE")  # fmt: skip
 
     def __post_init__(self) -> None:
         if not self.config:
@@ -467,6 +469,9 @@ def parse(
             given["steps"] = None
         settings = kind.made(given)
     settings.check()
+    rows = settings.batch_size * getattr(settings, "group", 1)
+    if given.get("workers", 1) > (most := max(rows, cores())):
+        raise UserError(f"--workers is {given['workers']}, a batch has {rows} rows to share; use at most {most}")
     return Command(settings, **wanted)
 
 
@@ -476,7 +481,7 @@ def _parser(kind: type[Settings], description: str, actions: Sequence[str], prog
     usual, types = kind(), get_type_hints(kind)
     for f in fields(kind):
         default, options = getattr(usual, f.name), {k: f.metadata[k] for k in ("metavar", "choices") if f.metadata[k]}
-        shown = f" (default: {default})" if default not in (None, (), "", False) else ""
+        shown = "" if default is False or default in (None, (), "") else f" (default: {default})"
         plain = types[f.name]
         if isinstance(plain, UnionType):
             plain = next(t for t in get_args(plain) if t is not NoneType)
@@ -511,11 +516,20 @@ def _flag(f: Field[Any]) -> str:
     return f"--{f.name.replace('_', '-')}"
 
 
+def _typed(value: Any) -> str:
+    """A setting's value as a command line has it."""
+    words = value if isinstance(value, tuple) else () if value is None else (value,)
+    return " ".join(map(str, words)) or "none"
+
+
 def _resumed(kind: type[S], given: dict[str, Any], out: Path) -> S:
     if not checkpoint.steps(out):
         raise UserError(f"--resume: nothing to resume in {out}; start the run without --resume")
     found = checkpoint.load(out)
     checkpoint.require(found.path, found.meta, "settings", "elapsed")
+    recipe = found.meta["kind"]
+    if kind in RECIPES.values() and RECIPES.get(recipe, kind) is not kind:
+        raise UserError(f"--resume: the run in {out} is one of {recipe}.py; resume it with that, or give another --out")
     stored = kind.from_dict(found.meta["settings"])
     for f in fields(kind):
         name = f.name
@@ -523,7 +537,7 @@ def _resumed(kind: type[S], given: dict[str, Any], out: Path) -> S:
             continue
         if f.metadata["changes"] == LEARNING:
             raise UserError(
-                f"--resume: {_flag(f)} is {given[name]!r}, the run in {out} has {getattr(stored, name)!r}; "
+                f"--resume: {_flag(f)} is {_typed(given[name])}, the run in {out} has {_typed(getattr(stored, name))}; "
                 f"drop {_flag(f)}, or start a new run with another --out"
             )
     if not gpu_is_there():  # the run was begun on another machine

@@ -38,7 +38,7 @@ def show(spec: ModelSpec, name: str, precision: str, batch_size: int, seq_len: i
     if name not in spec.presets:
         raise UserError(f"{spec.name} has no preset {name!r}; known: {', '.join(spec.presets)}")
     config = spec.presets[name]
-    seq_len = seq_len or min(config.context, MOST_TOKENS)
+    seq_len = min(config.context, MOST_TOKENS) if seq_len is None else seq_len
     if batch_size < 1 or not 1 <= seq_len <= config.context:
         raise UserError(f"--batch-size {batch_size}, --seq-len {seq_len}; wants 1 or more, and 1 to the config's "
                         f"context, {config.context}")  # fmt: skip
