@@ -4,15 +4,16 @@
     def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]: ...
 
     @rmsnorm_fwd.on("phantom")              # beside it: what the CUDA launcher allocates
-    def rmsnorm_fwd_memory(x, weight, eps): ...
+    def rmsnorm_fwd_memory(x): ...
 
     @rmsnorm.rmsnorm_fwd.on("cupy")         # in ops/rmsnorm_cuda.py: the CUDA launcher
     def rmsnorm_fwd(x, weight, eps): ...
 
 All implementations take the same arguments in the same order: outputs, accumulators, inputs, saved, sizes, scalars.
-One that depends on its backend (its precision, say) takes it as the keyword-only argument `backend`; `bind` supplies
-it. A kernel without a CuPy implementation is looked for in the module beside its body, `<module>_cuda`, which is
-imported only then: an op of your own works the same way, in your own package.
+On "phantom", where nothing is computed, a function may name only the arguments that it reads. An implementation that
+depends on its backend (its precision, say) takes it as the keyword-only argument `backend`; `bind` supplies it. If a
+kernel has no CuPy implementation, the module beside its body, `<module>_cuda`, is imported to find one: an op of your
+own works the same way, in your own package.
 """
 
 from __future__ import annotations
@@ -60,20 +61,33 @@ class Kernel(Generic[P, R]):
         return f"<kernel {self.name} on {', '.join(self.backends())}>"
 
     def on(self, backend: str) -> Callable[[F], F]:
-        """Decorator: the implementation on `backend`. Raises TypeError unless its arguments are those of the
-        body; a keyword-only `backend` may come on top."""
+        """Decorator: the implementation on `backend`. Raises TypeError unless it takes the body's arguments ("phantom":
+        some of them); a keyword-only `backend` may come on top."""
 
         def register(function: F) -> F:
             mine, theirs = _arguments(self.body), _arguments(function)
-            if mine != theirs:
+            if mine == theirs:
+                self._implementations[backend] = function
+            elif backend == "phantom" and set(theirs) <= set(mine) and not _wants_backend(function):
+                self._implementations[backend] = self._given_what_it_reads(function)
+            else:
                 raise TypeError(
                     f"kernel {self.name}: on {backend} it takes ({', '.join(theirs)}), on numpy ({', '.join(mine)}); "
                     "give both the same arguments"
                 )
-            self._implementations[backend] = function
             return function
 
         return register
+
+    def _given_what_it_reads(self, function: Callable[..., R]) -> Callable[P, R]:
+        """`function`, called with all of the body's arguments."""
+        body, read = inspect.signature(self.body), inspect.signature(function).parameters
+
+        def allocate(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = body.bind(*args, **kwargs).arguments
+            return function(**{name: given[name] for name in read})
+
+        return allocate
 
     def backends(self) -> list[str]:
         """The backends that have this kernel, its neighbour module taken into account where that can be imported."""

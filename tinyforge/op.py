@@ -196,8 +196,9 @@ class Op:
         raise NotImplementedError(f"{type(self).__name__} has no backward")
 
     def params(self) -> list[Param]:
-        """Each Param once, also when tied."""
-        return []
+        """Each Param once, also when tied. By default the op's attributes that are Params, in the order they were set.
+        """
+        return list(dict.fromkeys(p for p in vars(self).values() if isinstance(p, Param)))
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

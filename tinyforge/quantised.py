@@ -99,7 +99,7 @@ def dequantise(codes: Array, scales: Array, dtype: np.dtype) -> Array:
 
 
 @dequantise.on("phantom")
-def dequantise_memory(codes: Array, scales: Array, dtype: np.dtype) -> Array:
+def dequantise_memory(codes: Array, dtype: np.dtype) -> Array:
     return empty(codes.shape, dtype)
 
 

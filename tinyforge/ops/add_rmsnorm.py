@@ -23,9 +23,7 @@ def add_rmsnorm_fwd(residual: Array, delta: Array, weight: Array, eps: float) ->
 
 
 @add_rmsnorm_fwd.on("phantom")
-def add_rmsnorm_fwd_memory(
-    residual: Array, delta: Array, weight: Array, eps: float
-) -> tuple[Array, Array, Array]:
+def add_rmsnorm_fwd_memory(delta: Array) -> tuple[Array, Array, Array]:
     return empty(delta.shape, delta.dtype), empty(delta.shape, delta.dtype), empty(delta.shape[:-1], wide(delta.dtype))
 
 
@@ -46,9 +44,6 @@ class AddRMSNorm(Op):
         super().__init__(backend, name)
         self.weight = weight
         self.eps = eps
-
-    def params(self) -> list[Param]:
-        return [self.weight]
 
     def forward(self, residual: Array, delta: Array | None, stash: Stash | None = None) -> tuple[Array, Array]:
         if delta is None:

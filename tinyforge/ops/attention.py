@@ -194,10 +194,7 @@ def attention_fwd(
 
 
 @attention_fwd.on("phantom")
-def attention_fwd_memory(
-    q: Array, k: Array, v: Array, lengths: Array | None, starts: Array | None, causal: bool,
-    window: int | None, key: Key | None, rate: float,
-) -> tuple[Array, Array]:  # fmt: skip
+def attention_fwd_memory(q: Array, starts: Array | None, window: int | None) -> tuple[Array, Array]:
     batch, queries, heads, _ = q.shape
     if starts is not None and window is not None:
         _bounds = empty((2, *starts.shape), starts.dtype)  # what each query sees, and what sees each key
@@ -247,11 +244,7 @@ def attention_bwd(
 
 
 @attention_bwd.on("phantom")
-def attention_bwd_memory(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None,
-    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: Key | None,
-    rate: float,
-) -> None:  # fmt: skip
+def attention_bwd_memory(starts: Array | None, lse: Array) -> None:
     _stats = empty((*lse.shape, 2), lse.dtype)  # a row's log-sum-exp and its sum of dO O
     if starts is not None:
         _bounds = empty((2, *starts.shape), starts.dtype)
@@ -268,12 +261,7 @@ def attention_rope_bwd(
     rope(dqkv, dqkv, cos, sin, rotated)
 
 
-@attention_rope_bwd.on("phantom")
-def attention_rope_bwd_memory(
-    dqkv: Array, dy: Array, qkv: Array, lengths: Array | None, starts: Array | None, out: Array, lse: Array,
-    cos: Array, sin: Array, rotated: int, causal: bool, window: int | None, key: Key | None, rate: float,
-) -> None:  # fmt: skip
-    attention_bwd_memory(dqkv, dqkv, dqkv, dy, qkv, qkv, qkv, lengths, starts, out, lse, causal, window, key, rate)
+attention_rope_bwd.on("phantom")(attention_bwd_memory)
 
 
 def split(qkv: Array, heads: int) -> tuple[Array, Array, Array]:

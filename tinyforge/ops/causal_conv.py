@@ -41,7 +41,7 @@ def causal_conv_fwd(tail: Array | None, x: Array, weight: Array, bias: Array) ->
 
 
 @causal_conv_fwd.on("phantom")
-def causal_conv_fwd_memory(tail: Array | None, x: Array, weight: Array, bias: Array) -> Array:
+def causal_conv_fwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 
 
@@ -71,9 +71,7 @@ def causal_conv_bwd(
 
 
 @causal_conv_bwd.on("phantom")
-def causal_conv_bwd_memory(
-    dx: Array | None, dweight: Array | None, dbias: Array | None, dy: Array, x: Array, weight: Array, bias: Array
-) -> Array:
+def causal_conv_bwd_memory(dx: Array | None, x: Array) -> Array:
     return empty(x.shape, x.dtype) if dx is None else dx
 
 
@@ -96,9 +94,6 @@ class CausalConv(Op):
     def __init__(self, weight: Param, bias: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight, self.bias = weight, bias
-
-    def params(self) -> list[Param]:
-        return [self.weight, self.bias]
 
     def forward(self, x: Array, stash: Stash | None = None, *, tail: Array | None = None) -> Array:
         if stash is not None:

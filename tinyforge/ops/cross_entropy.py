@@ -95,7 +95,7 @@ def cross_entropy_bwd(dnll: Array, residual: Array) -> Array:
 
 
 @cross_entropy_bwd.on("phantom")
-def cross_entropy_bwd_memory(dnll: Array, residual: Array) -> Array:
+def cross_entropy_bwd_memory(residual: Array) -> Array:
     return empty(residual.shape, residual.dtype)
 
 
@@ -128,7 +128,7 @@ def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool
 
 
 @linear_cross_entropy_fwd.on("phantom")
-def linear_cross_entropy_fwd_memory(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Any]:
+def linear_cross_entropy_fwd_memory(h: Array, weight: Array, keep: bool) -> tuple[Array, Any]:
     heads, vocab, _ = weight.shape
     nll, pitch = empty((len(h), heads), wide(h.dtype)), row_pitch(heads, vocab, h.itemsize)
     _padded = empty((pitch if pitch > heads * vocab else 0, weight.shape[2]), weight.dtype)
@@ -168,7 +168,7 @@ def linear_cross_entropy_bwd(
 
 @linear_cross_entropy_bwd.on("phantom")
 def linear_cross_entropy_bwd_memory(
-    dweight: Array | None, dnll: Array, h: Array, residual: Any, weight: Array, accumulate: bool = True
+    dweight: Array | None, dnll: Array, h: Array, residual: Array, weight: Array
 ) -> Array:
     if dnll.ndim > 1:
         heads, vocab, dim = weight.shape
@@ -203,9 +203,7 @@ def linear_cross_entropy_frozen_fwd(
 
 
 @linear_cross_entropy_frozen_fwd.on("phantom")
-def linear_cross_entropy_frozen_fwd_memory(
-    h: Array, weight: Array, targets: Array, keep: bool
-) -> tuple[Array, Array | None]:
+def linear_cross_entropy_frozen_fwd_memory(h: Array, weight: Array, keep: bool) -> tuple[Array, Array | None]:
     heads, vocab, dim = weight.shape
     nll, pitch = empty((len(h), heads), wide(h.dtype)), row_pitch(heads, vocab, h.itemsize)
     _padded = empty((pitch if pitch > heads * vocab else 0, dim), weight.dtype)
@@ -221,7 +219,7 @@ def linear_cross_entropy_frozen_bwd(dnll: Array, dh: Array) -> Array:
 
 
 @linear_cross_entropy_frozen_bwd.on("phantom")
-def linear_cross_entropy_frozen_bwd_memory(dnll: Array, dh: Array) -> Array:
+def linear_cross_entropy_frozen_bwd_memory(dh: Array) -> Array:
     scaled, (rows, heads, dim) = empty(dh.shape, dh.dtype), dh.shape
     if heads == 1:
         return scaled
@@ -297,9 +295,6 @@ class LinearCrossEntropy(Op):
         self.weight = weight
         weight.by_product = True
         self.shape = weight.shape if len(weight.shape) == 3 else (1, *weight.shape)
-
-    def params(self) -> list[Param]:
-        return [self.weight]
 
     def forward(self, h: Array, targets: Array, stash: Stash | None = None) -> Array:
         heads, _, dim = self.shape

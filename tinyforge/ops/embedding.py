@@ -66,9 +66,6 @@ class Embedding(Op):
         super().__init__(backend, name)
         self.weight = weight
 
-    def params(self) -> list[Param]:
-        return [self.weight]
-
     def forward(self, ids: Array, stash: Stash | None = None) -> Array:
         if stash is not None:
             stash.push(self, ids)

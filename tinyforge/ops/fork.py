@@ -19,7 +19,7 @@ def fork_bwd(first: Array, second: Array) -> Array:
 
 
 @fork_bwd.on("phantom")
-def fork_bwd_memory(first: Array, second: Array) -> Array:
+def fork_bwd_memory(first: Array) -> Array:
     return empty(first.shape, first.dtype)
 
 

@@ -106,7 +106,7 @@ def gelu_fwd(x: Array, bias: Array | None, approximate: str) -> Array:
 
 
 @gelu_fwd.on("phantom")
-def gelu_fwd_memory(x: Array, bias: Array | None, approximate: str) -> Array:
+def gelu_fwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 
 
@@ -132,9 +132,7 @@ def gelu_bwd(
 
 
 @gelu_bwd.on("phantom")
-def gelu_bwd_memory(
-    hidden: Array | None, dbias: Array | None, dy: Array, x: Array, bias: Array | None, approximate: str
-) -> Array:
+def gelu_bwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 
 
@@ -159,9 +157,6 @@ class GELU(Op):
         if approximate not in ("tanh", "erf"):
             raise ValueError(f"GELU: approximate is {approximate!r}, wants 'tanh' or 'erf'")
         self.approximate, self.bias = approximate, bias
-
-    def params(self) -> list[Param]:
-        return [] if self.bias is None else [self.bias]
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         if stash is not None:

@@ -23,7 +23,7 @@ def linear_fwd(x: Array, weight: Array, bias: Array | None) -> Array:
 
 
 @linear_fwd.on("phantom")
-def linear_fwd_memory(x: Array, weight: Array, bias: Array | None) -> Array:
+def linear_fwd_memory(x: Array, weight: Array) -> Array:
     return empty((*x.shape[:-1], weight.shape[0]), x.dtype)
 
 
@@ -35,9 +35,7 @@ def linear_add_fwd(x: Array, weight: Array, bias: Array | None, add: Array) -> A
     return y
 
 
-@linear_add_fwd.on("phantom")
-def linear_add_fwd_memory(x: Array, weight: Array, bias: Array | None, add: Array) -> Array:
-    return linear_fwd_memory(x, weight, None)
+linear_add_fwd.on("phantom")(linear_fwd_memory)
 
 
 @kernel
@@ -46,9 +44,7 @@ def linear_bwd_bias(dbias: Array, dy: Array) -> None:
     dbias += dy.reshape(-1, dy.shape[-1]).sum(axis=0)
 
 
-@linear_bwd_bias.on("phantom")
-def linear_bwd_bias_memory(dbias: Array, dy: Array) -> None:
-    pass
+linear_bwd_bias.on("phantom")(lambda: None)
 
 
 @kernel
@@ -73,9 +69,7 @@ def add_product(out: Array, a: Array, b: Array, accumulate: bool) -> None:
 
 
 @linear_bwd.on("phantom")
-def linear_bwd_memory(
-    dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array, accumulate: bool = True
-) -> Array:
+def linear_bwd_memory(dy: Array, weight: Array) -> Array:
     return empty((*dy.shape[:-1], weight.shape[1]), dy.dtype)
 
 
@@ -100,9 +94,6 @@ class Linear(Op):
         self.weight = weight
         self.bias = bias
         weight.by_product = True
-
-    def params(self) -> list[Param]:
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def forward(
         self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,

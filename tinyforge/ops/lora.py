@@ -33,9 +33,7 @@ def lora_fwd(
 
 
 @lora_fwd.on("phantom")
-def lora_fwd_memory(
-    x: Array, weight: Array, bias: Array | None, a: Array, b: Array, scale: float, key: Key | None, rate: float
-) -> tuple[Array, Array]:
+def lora_fwd_memory(x: Array, weight: Array, a: Array, key: Key | None) -> tuple[Array, Array]:
     y = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
     _dropped = None if key is None else empty(x.shape, x.dtype)
     return y, empty((x.size // x.shape[-1], len(a)), x.dtype)
@@ -62,10 +60,7 @@ def lora_bwd(
 
 
 @lora_bwd.on("phantom")
-def lora_bwd_memory(
-    da: Array | None, db: Array | None, dy: Array, x: Array, u: Array, weight: Array, a: Array, b: Array, scale: float,
-    key: Key | None, rate: float,
-) -> Array:  # fmt: skip
+def lora_bwd_memory(x: Array, u: Array, key: Key | None) -> Array:
     du = empty(u.shape, u.dtype)
     if key is not None:
         empty(x.shape, x.dtype)  # x, dropped; let go of before there is a gradient
@@ -80,7 +75,7 @@ def lora_merge(weight: Array, a: Array, b: Array, scale: float) -> Array:
 
 
 @lora_merge.on("phantom")
-def lora_merge_memory(weight: Array, a: Array, b: Array, scale: float) -> Array:
+def lora_merge_memory(weight: Array) -> Array:
     return empty(weight.shape, weight.dtype)
 
 

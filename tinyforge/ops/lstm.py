@@ -41,7 +41,7 @@ def lstm_fwd(
 
 
 @lstm_fwd.on("phantom")
-def lstm_fwd_memory(gates: Array, h: Array, c: Array, weight: Array, fresh: Array | None) -> tuple[Array, Array]:
+def lstm_fwd_memory(gates: Array, h: Array) -> tuple[Array, Array]:
     shape = (*gates.shape[:2], h.shape[1])
     return empty(shape, gates.dtype), empty(shape, gates.dtype)
 
@@ -76,10 +76,7 @@ def lstm_bwd(
 
 
 @lstm_bwd.on("phantom")
-def lstm_bwd_memory(
-    dweight: Array | None, dy: Array, dc: Array | None, gates: Array, y: Array, cells: Array, h: Array, c: Array,
-    weight: Array, fresh: Array | None,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+def lstm_bwd_memory(gates: Array, y: Array, h: Array, c: Array) -> tuple[Array, Array, Array]:
     _before = empty(y.shape, y.dtype)
     return empty(gates.shape, y.dtype), empty(h.shape, y.dtype), empty(c.shape, y.dtype)
 
@@ -109,9 +106,6 @@ class LSTM(Op):
     def __init__(self, inputs: Param, recurrent: Param, bias: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.inputs, self.recurrent, self.bias = inputs, recurrent, bias
-
-    def params(self) -> list[Param]:
-        return [self.inputs, self.recurrent, self.bias]
 
     def forward(
         self, x: Array, h: Array, c: Array, fresh: Array | None = None, stash: Stash | None = None

@@ -59,7 +59,7 @@ def grouped_fwd(x: Array, weight: Array, tokens: Array | None, starts: Array) ->
 
 
 @grouped_fwd.on("phantom")
-def grouped_fwd_memory(x: Array, weight: Array, tokens: Array | None, starts: Array) -> Array:
+def grouped_fwd_memory(x: Array, weight: Array, tokens: Array | None) -> Array:
     return empty((len(x) if tokens is None else len(tokens), weight.shape[1]), x.dtype)
 
 
@@ -73,7 +73,7 @@ def grouped_bwd_input(dy: Array, weight: Array, tokens: Array | None, starts: Ar
 
 
 @grouped_bwd_input.on("phantom")
-def grouped_bwd_input_memory(dy: Array, weight: Array, tokens: Array | None, starts: Array) -> Array:
+def grouped_bwd_input_memory(dy: Array, weight: Array, tokens: Array | None) -> Array:
     return empty((len(dy) if tokens is None else len(tokens), weight.shape[2]), dy.dtype)
 
 
@@ -86,11 +86,7 @@ def grouped_bwd_weight(
         dweight[e] += _rows(dy, dy_tokens, rows).T @ _rows(x, x_tokens, rows)
 
 
-@grouped_bwd_weight.on("phantom")
-def grouped_bwd_weight_memory(
-    dweight: Array, dy: Array, x: Array, dy_tokens: Array | None, x_tokens: Array | None, starts: Array
-) -> None:
-    pass
+grouped_bwd_weight.on("phantom")(lambda: None)
 
 
 def _groups(starts: Array) -> Iterator[tuple[int, slice]]:
@@ -113,7 +109,7 @@ def weighted_swiglu_fwd(gu: Array, weights: Array, slots: Array) -> Array:
 
 
 @weighted_swiglu_fwd.on("phantom")
-def weighted_swiglu_fwd_memory(gu: Array, weights: Array, slots: Array) -> Array:
+def weighted_swiglu_fwd_memory(gu: Array) -> Array:
     return empty((len(gu), gu.shape[1] // 2), gu.dtype)
 
 
@@ -130,7 +126,7 @@ def weighted_swiglu_bwd(dh: Array, gu: Array, weights: Array, slots: Array) -> t
 
 
 @weighted_swiglu_bwd.on("phantom")
-def weighted_swiglu_bwd_memory(dh: Array, gu: Array, weights: Array, slots: Array) -> tuple[Array, Array, Array]:
+def weighted_swiglu_bwd_memory(dh: Array, gu: Array, weights: Array) -> tuple[Array, Array, Array]:
     return empty(gu.shape, gu.dtype), empty(dh.shape, gu.dtype), empty(weights.shape, wide(gu.dtype))
 
 
@@ -146,7 +142,7 @@ def sum_of_rows(rows: Array, places: Array, more: Array | None) -> Array:
 
 
 @sum_of_rows.on("phantom")
-def sum_of_rows_memory(rows: Array, places: Array, more: Array | None) -> Array:
+def sum_of_rows_memory(rows: Array, places: Array) -> Array:
     return empty((len(places), rows.shape[1]), rows.dtype)
 
 

@@ -26,7 +26,7 @@ def patches_fwd(images: Array, size: int, scale: float, shift: float, dtype: Any
 
 
 @patches_fwd.on("phantom")
-def patches_fwd_memory(images: Array, size: int, scale: float, shift: float, dtype: Any) -> Array:
+def patches_fwd_memory(images: Array, size: int, dtype: Any) -> Array:
     batch, channels, height, width = images.shape
     return empty((batch, (height // size) * (width // size), channels * size * size), dtype)
 
@@ -40,7 +40,7 @@ def patches_bwd(dy: Array, shape: tuple[int, ...], size: int, scale: float) -> A
 
 
 @patches_bwd.on("phantom")
-def patches_bwd_memory(dy: Array, shape: tuple[int, ...], size: int, scale: float) -> Array:
+def patches_bwd_memory(dy: Array, shape: tuple[int, ...]) -> Array:
     return empty(shape, dy.dtype)
 
 

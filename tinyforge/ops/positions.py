@@ -22,7 +22,7 @@ def positions_fwd(x: Array, weight: Array, positions: Array | None) -> Array:
 
 
 @positions_fwd.on("phantom")
-def positions_fwd_memory(x: Array, weight: Array, positions: Array | None) -> Array:
+def positions_fwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 
 
@@ -55,9 +55,6 @@ class LearnedPositions(Op):
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight = weight
-
-    def params(self) -> list[Param]:
-        return [self.weight]
 
     def forward(
         self, x: Array, stash: Stash | None = None, *, offset: int = 0, starts: Array | None = None

@@ -31,7 +31,7 @@ def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
 
 
 @rmsnorm_fwd.on("phantom")
-def rmsnorm_fwd_memory(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+def rmsnorm_fwd_memory(x: Array) -> tuple[Array, Array]:
     return empty(x.shape, x.dtype), empty(x.shape[:-1], wide(x.dtype))
 
 
@@ -59,9 +59,7 @@ def rmsnorm_bwd(
 
 
 @rmsnorm_bwd.on("phantom")
-def rmsnorm_bwd_memory(
-    dweight: Array | None, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None
-) -> Array:
+def rmsnorm_bwd_memory(y: Array) -> Array:
     return empty(y.shape, y.dtype)
 
 
@@ -98,9 +96,6 @@ class RMSNorm(Op):
         super().__init__(backend, name)
         self.weight = weight
         self.eps = eps
-
-    def params(self) -> list[Param]:
-        return [self.weight]
 
     def forward(self, x: Array, stash: Stash | None = None, *, out: Array | None = None) -> Array:
         y, rstd = self.k.rmsnorm_fwd(x, self.weight.value, self.eps)

@@ -44,7 +44,7 @@ def rope(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> A
 
 
 @rope.on("phantom")
-def rope_memory(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> Array:
+def rope_memory(out: Array | None, x: Array) -> Array:
     return empty(x.shape, x.dtype) if out is None else out
 
 
@@ -56,7 +56,7 @@ def linear_rope_fwd(x: Array, weight: Array, cos: Array, sin: Array, rotated: in
 
 
 @linear_rope_fwd.on("phantom")
-def linear_rope_fwd_memory(x: Array, weight: Array, cos: Array, sin: Array, rotated: int) -> Array:
+def linear_rope_fwd_memory(x: Array, weight: Array, cos: Array) -> Array:
     return empty((*x.shape[:2], weight.shape[0] // (2 * cos.shape[1]), 2 * cos.shape[1]), x.dtype)
 
 

@@ -23,9 +23,7 @@ def router_losses_fwd(usages: Sequence[Array], starts: Sequence[Array], active: 
 
 
 @router_losses_fwd.on("phantom")
-def router_losses_fwd_memory(
-    usages: Sequence[Array], starts: Sequence[Array], active: int
-) -> tuple[Array, Array]:
+def router_losses_fwd_memory(usages: Sequence[Array]) -> tuple[Array, Array]:
     return empty((2,), usages[0].dtype), empty(usages[0].shape, usages[0].dtype)
 
 
@@ -35,7 +33,7 @@ def router_losses_bwd(dterms: Array, slope: Array) -> Array:
 
 
 @router_losses_bwd.on("phantom")
-def router_losses_bwd_memory(dterms: Array, slope: Array) -> Array:
+def router_losses_bwd_memory(slope: Array) -> Array:
     return empty(slope.shape, slope.dtype)
 
 

@@ -72,10 +72,7 @@ def selective_scan_fwd(
 
 
 @selective_scan_fwd.on("phantom")
-def selective_scan_fwd_memory(
-    state: Array | None, u: Array, delta: Array, b: Array, c: Array, z: Array, a_log: Array, skip: Array,
-    bias: Array, keep: bool,
-) -> tuple[Array, Array | None]:  # fmt: skip
+def selective_scan_fwd_memory(u: Array, a_log: Array, keep: bool) -> tuple[Array, Array | None]:
     kept = empty((len(u), tiles(u.shape[1]), *a_log.shape), wide(u.dtype)) if keep else None
     return empty(u.shape, u.dtype), kept
 
@@ -126,9 +123,8 @@ def selective_scan_bwd(
 
 @selective_scan_bwd.on("phantom")
 def selective_scan_bwd_memory(
-    dz: Array | None, da_log: Array | None, dskip: Array | None, dbias: Array | None, dy: Array, u: Array,
-    delta: Array, b: Array, c: Array, z: Array, a_log: Array, skip: Array, bias: Array, kept: Array,
-) -> tuple[Array, Array, Array, Array, Array]:  # fmt: skip
+    dz: Array | None, u: Array, b: Array, c: Array, z: Array, kept: Array
+) -> tuple[Array, Array, Array, Array, Array]:
     # Each block of channels leaves its part of the sums over channels.
     _parts = empty((2, -(-u.shape[2] // CHANNELS), *b.shape), kept.dtype)
     du, ddelta = empty(u.shape, u.dtype), empty(u.shape, u.dtype)
@@ -163,9 +159,6 @@ class SelectiveScan(Op):
     def __init__(self, a_log: Param, skip: Param, bias: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.a_log, self.skip, self.bias = a_log, skip, bias
-
-    def params(self) -> list[Param]:
-        return [self.a_log, self.skip, self.bias]
 
     def forward(
         self, u: Array, delta: Array, b: Array, c: Array, z: Array, stash: Stash | None = None, *,

@@ -34,7 +34,7 @@ def softmax_bwd(dy: Array, y: Array) -> Array:
 
 
 @softmax_bwd.on("phantom")
-def softmax_bwd_memory(dy: Array, y: Array) -> Array:
+def softmax_bwd_memory(y: Array) -> Array:
     return empty(y.shape, y.dtype)
 
 

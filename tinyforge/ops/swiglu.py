@@ -61,7 +61,7 @@ def swiglu_bwd(hidden: Array | None, dy: Array, gu: Array) -> Array:
 
 
 @swiglu_bwd.on("phantom")
-def swiglu_bwd_memory(hidden: Array | None, dy: Array, gu: Array) -> Array:
+def swiglu_bwd_memory(gu: Array) -> Array:
     return empty(gu.shape, gu.dtype)
 
 

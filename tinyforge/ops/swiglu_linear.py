@@ -41,7 +41,7 @@ def swiglu_linear_fwd(gu: Array, hidden: Array | None, weight: Array, add: Array
 
 
 @swiglu_linear_fwd.on("phantom")
-def swiglu_linear_fwd_memory(gu: Array, hidden: Array | None, weight: Array, add: Array | None) -> Array:
+def swiglu_linear_fwd_memory(gu: Array, hidden: Array | None, weight: Array) -> Array:
     hidden = empty((*gu.shape[:-1], weight.shape[1]), gu.dtype) if hidden is None else hidden
     return empty((*gu.shape[:-1], weight.shape[0]), hidden.dtype)
 
@@ -59,9 +59,7 @@ def swiglu_linear_bwd(
 
 
 @swiglu_linear_bwd.on("phantom")
-def swiglu_linear_bwd_memory(
-    dweight: Array | None, dy: Array, gu: Array, weight: Array, accumulate: bool = True
-) -> Array:
+def swiglu_linear_bwd_memory(gu: Array, weight: Array) -> Array:
     hidden = empty((*gu.shape[:-1], weight.shape[1]), gu.dtype)
     return empty(gu.shape, hidden.dtype)
 
@@ -110,9 +108,6 @@ class SwiGLULinear(Op):
         super().__init__(backend, name)
         self.weight = weight
         weight.by_product = True
-
-    def params(self) -> list[Param]:
-        return [self.weight]
 
     def forward(
         self, gu: Array, stash: Stash | None = None, *, hidden: Array | None = None, add: Array | None = None

@@ -36,7 +36,7 @@ def take_bwd(dy: Array, where: Array, length: int) -> Array:
 
 
 @take_bwd.on("phantom")
-def take_bwd_memory(dy: Array, where: Array, length: int) -> Array:
+def take_bwd_memory(dy: Array, length: int) -> Array:
     return empty((len(dy), length, dy.shape[-1]), dy.dtype)
 
 
