@@ -69,9 +69,7 @@ class Param:
 
     @property
     def grad(self) -> Array:
-        if self.blank:
-            self.blank = False
-            self._grad.fill(0)
+        self.settle()
         return self._grad
 
     @grad.setter
@@ -91,7 +89,8 @@ class Param:
     def settle(self) -> None:
         """Write the zeros of a blank gradient."""
         if self.blank:
-            _ = self.grad
+            self.blank = False
+            self._grad.fill(0)
 
     @property
     def value(self) -> Array:

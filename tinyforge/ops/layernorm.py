@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.phantom import empty
-from tinyforge.kernel import Array, kernel
+from tinyforge.kernel import Array, Kernel, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import with_buffer
 
@@ -75,7 +75,7 @@ class LayerNorm(Op):
     Source: Ba, Kiros, Hinton, "Layer Normalization" (2016).
     """
 
-    kernels = (layernorm_fwd, layernorm_bwd)
+    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (layernorm_fwd, layernorm_bwd)
 
     def __init__(
         self, weight: Param, bias: Param | None, backend: Backend, eps: float = 1e-5, name: str = ""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.phantom import empty
-from tinyforge.kernel import Array, kernel
+from tinyforge.kernel import Array, Kernel, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import with_buffer
 
@@ -90,7 +90,7 @@ class RMSNorm(Op):
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
 
-    kernels = (rmsnorm_fwd, rmsnorm_bwd)
+    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (rmsnorm_fwd, rmsnorm_bwd)
 
     def __init__(self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
         super().__init__(backend, name)

@@ -1,4 +1,4 @@
-"""Launches kernels that are written over rows.cuh: a warp takes a row."""
+"""Launches that several ops share: of a thread for each vector, and over rows.cuh, where a warp takes a row."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ from tinyforge.kernel import Array
 HEADER = "ops/rows.cuh"
 STAGES, BLOCKS = constant(HEADER, "STAGES"), constant(HEADER, "BLOCKS")
 WARPS = 8  # a block's, each with a row at a time
+
+
+def launch_elements(file: str, entry: str, out: Array, *arrays: Array | None, **macros: int) -> None:
+    """One thread for each vector of elements. out, arrays: the kernel's, of one size and storage type, in its order,
+    None for a null pointer."""
+    if out.size:
+        vec = vector(out.size, out, *(a for a in arrays if a is not None))
+        launch = load(file, entry, SCALAR=scalar(out.dtype), VEC=vec, **macros)
+        launch(blocks(out.size // vec), (256,), (out, *map(or_null, arrays), np.uint32(out.size // vec)))
 
 
 def rows_and_width(x: Array) -> tuple[int, int]:

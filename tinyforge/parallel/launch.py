@@ -220,12 +220,12 @@ def _connected(rank: int, size: int, local: int, by: str, address: tuple[str, in
 
 
 def _tell(ranks: Ranks, error: BaseException) -> None:
-    """Of a rank above 0: rank 0 says what happened here."""
+    """On a rank above 0: have rank 0 print what happened here."""
     assert ranks.star and ranks.watch
+    if isinstance(error, RuntimeError) and str(error).startswith("group: "):
+        return  # every rank has it
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    fault: Exception = UserError(f"{ranks.name(ranks.rank)}: {text}")
-    if isinstance(error, RuntimeError) and text.startswith("RuntimeError: group: "):
-        return  # all ranks have it
+    fault = UserError(f"{ranks.name(ranks.rank)}: {text}")
     ranks.star.say(fault)
     with suppress(OSError):
         ranks.watch.lines[0].send(fault)
@@ -291,13 +291,14 @@ def start(
     elastic: of --elastic; given how many GPUs are left after a rank was lost, how many ranks to go on with (0: none)
     and what to add to the command.
     """
-    devices, more = list(range(gpus)), list[str]()
+    devices = list(range(gpus))
+    more: Sequence[str] = ()
     while True:
         status, lost = _run([*command, *more], devices)
         if status != Lost.status or elastic is None:
             return status
         left = [device for device in devices if device not in lost] if lost else devices[:-1]
-        count, more = elastic(len(left))[0], list(elastic(len(left))[1])
+        count, more = elastic(len(left))
         if not count:
             return status
         devices = left[:count]

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -249,16 +249,6 @@ class NCCLGroup:
     def _sum(self, flat: Array, unit: int) -> None:
         """The rank's own part becomes the sum of all ranks', as a binary tree."""
         own = flat[part_of(self.rank, self.size, flat.size, unit)]
-        rows = self._sent(flat, own, unit)
-
-        def add() -> None:
-            rows[self.rank] = own
-            summed(list(rows), True, own, self._engine.add)
-
-        self._engine.run(add)
-
-    def _sent(self, flat: Array, own: Array, unit: int) -> Array:
-        """The other ranks' parts, by NCCL's kernels."""
         rows = self._engine.empty((self.size, own.size), own.dtype)
         with self._engine.together():
             for rank in range(self.size):
@@ -267,7 +257,12 @@ class NCCLGroup:
                         self._engine.send(part, rank)
                     if own.size:
                         self._engine.receive(rows[rank], rank)
-        return rows
+
+        def add() -> None:
+            rows[self.rank] = own
+            summed(list(rows), True, own, self._engine.add)
+
+        self._engine.run(add)
 
 
 class CupyEngine:
@@ -295,7 +290,7 @@ class CupyEngine:
             self._windows = Windows(self._comm.comm)
         # Its blocks come before those of kernels that were started earlier and still wait for a multiprocessor.
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=HIGHEST)
-        self._add = add_.bind(_Name("cupy"))
+        self._add = add_.bind(SimpleNamespace(name="cupy"))
 
     @property
     def has_windows(self) -> bool:
@@ -335,8 +330,13 @@ class CupyEngine:
     def receive(self, out: Array, source: int) -> None:
         self._comm.recv(out.data.ptr, out.size, self._type(out), source, self._stream.ptr)
 
-    def together(self) -> AbstractContextManager[None]:
-        return _Together(self._nccl)
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self._nccl.groupStart()
+        try:
+            yield
+        finally:
+            self._nccl.groupEnd()
 
     def run(self, work: Callable[[], Any]) -> None:
         with self._stream:
@@ -380,22 +380,6 @@ class CupyEngine:
 
     def _type(self, array: Array) -> int:
         return self._types[np.dtype(array.dtype).name]
-
-
-@dataclass
-class _Name:
-    name: str
-
-
-class _Together(AbstractContextManager[None]):
-    def __init__(self, nccl: Any) -> None:
-        self._nccl = nccl
-
-    def __enter__(self) -> None:
-        self._nccl.groupStart()
-
-    def __exit__(self, *exc: object) -> None:
-        self._nccl.groupEnd()
 
 
 def new_token() -> bytes:

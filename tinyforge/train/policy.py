@@ -18,7 +18,6 @@ from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 from tinyforge.train.objectives import Batch
 
-NORMALISE = ("grpo", "dapo", "dr_grpo")
 SMALLEST_DEVIATION = 1e-4  # TRL's
 ADVANTAGES, OLD, REFERENCE = range(3)  # of `Batch.given`
 
