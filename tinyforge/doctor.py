@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from tinyforge.backends.compile import INSTALL
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, run_command
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_COMPUTE = 80  # bf16 tensor cores and asynchronous copies: sm_80, Ampere
 PACKAGES = ("tqdm", "safetensors", "matplotlib")
-INSTALL_GPU = 'pip install "cupy-cuda13x[ctk]" ml_dtypes'
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,15 @@ def gpu() -> list[Finding]:
     builds = sorted(name for d in importlib.metadata.distributions()
                     if (name := (d.metadata["Name"] or "").lower()).startswith("cupy"))  # fmt: skip
     if not builds:
-        return [Finding("CuPy", "not installed; only a GPU needs it", None, INSTALL_GPU)]
+        return [Finding("CuPy", "not installed; only a GPU needs it", None, INSTALL)]
     if len(set(builds)) > 1:
         return [Finding("CuPy", f"several builds: {', '.join(builds)}", False,
-                        f"pip uninstall {' '.join(builds)}, then {INSTALL_GPU}")]  # fmt: skip
+                        f"pip uninstall {' '.join(builds)}, then {INSTALL}")]  # fmt: skip
     try:
         cupy: Any = importlib.import_module("cupy")
     except ImportError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
-        return [Finding("CuPy", f"cannot be imported: {reason}", False, f"{INSTALL_GPU} again")]
+        return [Finding("CuPy", f"cannot be imported: {reason}", False, f"{INSTALL} again")]
     findings = [Finding("CuPy", f"{cupy.__version__} ({builds[0]})")]
     ml_dtypes = version_of("ml_dtypes")
     findings.append(Finding("ml_dtypes", ml_dtypes or "not installed; bf16 needs it", bool(ml_dtypes),

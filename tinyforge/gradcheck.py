@@ -140,13 +140,17 @@ def _check(
 
 
 def check_op(kind: type[Op], backend: Backend, seed: int = 0) -> list[Row]:
-    """All cases of one op (or model) class: a row per input and parameter with the worst error over its cases."""
+    """All cases of one op (or model) class: a row per input and parameter with the worst error over its cases. Raises
+    UserError where there is nothing to check."""
     rng = np.random.default_rng(seed)
     worst: dict[str, tuple[int, float]] = {}
     for op, inputs in kind.cases(backend, rng):
         for name, error in check(op, inputs, rng).items():
             cases, previous = worst.get(name, (0, 0.0))
             worst[name] = (cases + 1, max(previous, error))
+    if not worst:
+        raise UserError(f"{kind.__name__}: its cases have no parameter and no floating-point input, so no gradient was "
+                        "checked; yield some from `cases`")  # fmt: skip
     return [Row(kind.__name__, name, *entry) for name, entry in worst.items()]
 
 

@@ -247,7 +247,7 @@ def _memory(job: Job, copies: int) -> float:
     plan = _plan(job.model, job.config, max(1, math.ceil(job.rows * split)), job.seq_len, job.recompute)
     masters = 4 * _work(job.model, job.config, job.seq_len)[0]
     sharded = (masters + plan.moments) / (copies if job.zero else 1)
-    return OUTSIDE + (plan.weights - masters + sharded + plan.peak - plan.weights - plan.moments) / split
+    return OUTSIDE + (plan.peak - masters - plan.moments + sharded) / split
 
 
 # --- what was measured ------------------------------------------------------------------------------------------------
@@ -260,11 +260,11 @@ def read_machine(results: Path = RESULTS) -> Machine:
     attention = tuple(sorted(
         (row["shape"]["tokens"], _attention_rate(row)) for row in _read(results / "gpu-attention.json")["results"]
     ))  # fmt: skip
-    (small, first), (large, second) = ((row["bytes"], row["ms"] / 1e3)
-                                       for row in _read(results / "gpu-all-reduce.json")["rows"])  # fmt: skip
+    sums = _read(results / "gpu-all-reduce.json")
+    (small, first), (large, second) = ((row["bytes"], row["ms"] / 1e3) for row in sums["rows"])
     link = (large - small) / (second - first)  # two GPUs: 2 (n - 1) / n is 1
     hop = max(0.0, first - small / link) / 2
-    ways = [_read(results / "gpu-all-reduce.json")[way] for way in ("windows", "few")]
+    ways = [sums[way] for way in ("windows", "few")]
     windows, few = (way["bytes"] / way["ms"] * 1e3 for way in ways)
     in_windows, without = (way["under_backward_ms"] / way["ms"] for way in ways)
     memory = float(step["device"]["gpu"].split(" GiB")[0].split()[-1]) * 2**30
@@ -293,7 +293,7 @@ def job_of(measured: dict[str, Any], zero: bool = False) -> Job:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured step, in seconds, and what the model says. after: of the one GPU beside it, what several add."""
+    """A measured step and its forecast, in seconds."""
 
     file: str
     what: str
@@ -312,7 +312,7 @@ def compared(machine: Machine, results: Path = RESULTS) -> Iterator[Row]:
     measured beside it in the same run: what is tested is what the others add."""
     for path in sorted(results.glob("*.json")):
         found = read_json(path, "the results")
-        if not isinstance(found, dict) or not isinstance(found.get("results"), dict):
+        if not isinstance(found.get("results"), dict):
             continue
         if found.get("precision") != "bf16" or found.get("tokens_per_document"):  # attention does less there
             continue
@@ -354,7 +354,7 @@ def table(job: Job, most: int, machine: Machine, batch: int = 0) -> str:
     """
     lines = [f"{'GPUs':>5} {'split':>9} {'step ms':>9} {'tokens/s':>12} {'of 1 GPU':>8} {'not hidden':>10} "
              f"{'tensor':>7} {'bubble':>7} {'memory':>11}"]  # fmt: skip
-    counts = [2**i for i in range(most.bit_length()) if 2**i <= most]
+    counts = [2**i for i in range(most.bit_length())]
     rate = 0.0
     for gpus in counts if counts[-1] == most else [*counts, most]:
         job = replace(job, rows=batch / job.seq_len / gpus) if batch else job

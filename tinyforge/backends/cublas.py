@@ -12,7 +12,7 @@ library then chooses the same algorithms, and the bits are the same.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -65,18 +65,18 @@ class Products:
 
     def __call__(self, other_handle: int, *arguments: Any) -> None:
         """As cublas.gemmEx; the handle is this one's own."""
-        _check("cublasGemmEx", _library().cublasGemmEx(self.handle, *arguments))
+        check_status("cublasGemmEx", _library().cublasGemmEx(self.handle, *arguments))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """All products in here are made by this, on the stream that is current now."""
         global _gemm_ex
         library, before = _library(), _gemm_ex
-        _check("cublasSetStream", library.cublasSetStream_v2(self.handle, cupy.cuda.get_current_stream().ptr))
+        check_status("cublasSetStream", library.cublasSetStream_v2(self.handle, cupy.cuda.get_current_stream().ptr))
         # After the stream: setting that takes the workspace away.
-        _check("cublasSetWorkspace",
+        check_status("cublasSetWorkspace",
                library.cublasSetWorkspace_v2(self.handle, self.workspace.ptr, self.workspace.size))  # fmt: skip
-        _check("cublasSetSmCountTarget", library.cublasSetSmCountTarget(self.handle, _processors))
+        check_status("cublasSetSmCountTarget", library.cublasSetSmCountTarget(self.handle, _processors))
         _gemm_ex = self
         try:
             yield
@@ -84,24 +84,29 @@ class Products:
             _gemm_ex = before
 
 
+def load_library(name: str, functions: Mapping[str, tuple[Any, ...]]) -> Any:
+    """The library of CUDA that CuPy uses too, by ctypes; functions: the types of their arguments."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    library = ctypes.CDLL(load_nvidia_dynamic_lib(name).abs_path)
+    for function, arguments in functions.items():
+        getattr(library, function).argtypes = arguments
+    return library
+
+
 @cache
 def _library() -> Any:
-    from cuda.pathfinder import load_nvidia_dynamic_lib  # which CuPy finds its own libraries by
-
-    library = ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
     integer, pointer = ctypes.c_int, ctypes.c_void_p
-    for name, arguments in {
+    return load_library("cublas", {
         "cublasSetStream_v2": (pointer, pointer),
         "cublasSetWorkspace_v2": (pointer, pointer, ctypes.c_size_t),
         "cublasSetSmCountTarget": (pointer, integer),
         "cublasGemmEx": (pointer, *(integer,) * 5, *(pointer, pointer, integer, integer), *(pointer, integer, integer),
                          *(pointer, pointer, integer, integer), integer, integer),
-    }.items():  # fmt: skip
-        getattr(library, name).argtypes = arguments
-    return library
+    })  # fmt: skip
 
 
-def _check(name: str, status: int) -> None:
+def check_status(name: str, status: int) -> None:
     if status:
         raise RuntimeError(f"{name} returned status {status}; cublasStatus_t in cublas_api.h says what it means")
 
@@ -113,7 +118,7 @@ def use_processors(count: int) -> None:
     """Products from now on are made for so many multiprocessors; 0: for all that there are."""
     global _processors
     _processors = count
-    _check("cublasSetSmCountTarget", _library().cublasSetSmCountTarget(device.get_cublas_handle(), count))
+    check_status("cublasSetSmCountTarget", _library().cublasSetSmCountTarget(device.get_cublas_handle(), count))
 
 
 def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = False, transpose_b: bool = False,

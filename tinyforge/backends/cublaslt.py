@@ -28,7 +28,9 @@ from tinyforge.backends.cublas import (
     ONE,
     TRANSPOSE,
     ZERO,
+    check_status,
     leading,
+    load_library,
     type_code,
 )
 from tinyforge.kernel import Array
@@ -58,11 +60,8 @@ class _Heuristic(ctypes.Structure):
 
 @cache
 def _library() -> Any:
-    from cuda.pathfinder import load_nvidia_dynamic_lib  # which CuPy finds its own libraries by
-
-    library = ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
     integer, pointer, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
-    for name, arguments in {
+    return load_library("cublasLt", {
         "cublasLtMatmulDescCreate": (pointer, integer, integer),
         "cublasLtMatmulDescSetAttribute": (_Handle, integer, pointer, size),
         "cublasLtMatrixLayoutCreate": (pointer, integer, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
@@ -73,16 +72,14 @@ def _library() -> Any:
         "cublasLtMatmulAlgoGetHeuristic": (_Handle,) * 7 + (integer, pointer, pointer),
         "cublasLtMatmul": (_Handle, _Handle, pointer, pointer, _Handle, pointer, _Handle, pointer, pointer, _Handle,
                            pointer, _Handle, pointer, pointer, size, pointer),
-    }.items():  # fmt: skip
-        getattr(library, name).argtypes = arguments
-    return library
+    })  # fmt: skip
 
 
 def _call(name: str, *arguments: Any, may: int = 0) -> int:
     """Call a function of the library. Raises unless it returns success, or the status `may`."""
     status: int = getattr(_library(), name)(*arguments)
-    if status not in (0, may):
-        raise RuntimeError(f"{name} returned status {status}; cublasStatus_t in cublas_api.h says what it means")
+    if status != may:
+        check_status(name, status)
     return status
 
 
