@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -436,6 +437,23 @@ def test_hints_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         Trial(out, interrupt).train()
     assert left.value.code == 128 + signal.SIGTERM
     assert f"Continue with --resume --out {shlex.quote(str(out))}\n" in capsys.readouterr().err
+
+
+def test_a_signal_between_two_steps_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third step is taken, and neither saved nor evaluated; then, as the last thing before the fourth, it comes."""
+    trial = Trial(tmp_path, eval_every=9)
+    run = Run(trial.task, trial.settings, trial.backend)
+
+    def clock() -> float:
+        if sys._getframe(1).f_code.co_name == "train" and run.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return time.perf_counter()
+
+    monkeypatch.setattr("tinyforge.train.run.time", SimpleNamespace(perf_counter=clock))
+    with pytest.raises(SystemExit) as left:
+        run.train()
+    assert left.value.code == 128 + signal.SIGTERM and run.last_saved == tmp_path / "step-00000003"
+    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step-00000002", "step-00000003"]
 
 
 def test_kernels_that_are_made_ready_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

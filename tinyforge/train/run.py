@@ -176,6 +176,7 @@ class Run:
         self.noise = Stream(settings.seed, "dropout")
         self.step, self.tokens = 0, 0
         self.last_saved: Path | None = None
+        self._saved_step = 0
         self.signals = Signals()
         self.unread: list[Step] = []
         self.rates: list[float] = []
@@ -232,7 +233,7 @@ class Run:
         group.join()
 
     def _take_meta(self, found: checkpoint.Checkpoint) -> None:
-        self.step = found.meta["step"]
+        self.step = self._saved_step = found.meta["step"]
         self.tokens, self._before = found.meta.get("tokens", 0), found.meta["elapsed"]
         self._joules_before = found.meta.get("joules", 0.0)
         self.last_saved = found.path
@@ -296,26 +297,23 @@ class Run:
                 if self.signals.waiting:  # until here nothing is lost: a signal has ended the process at once
                     inside.enter_context(self.signals)
                 done = self.progress() >= 1.0
-                stopping = done or self.signals.received is not None
-                if stopping or any(self._every(n) for n in (
-                    self.backend.read_every, self.settings.eval_every, self.settings.save_every)):  # fmt: skip
+                evaluates, saves = self._every(self.settings.eval_every) or done, self._every(self.settings.save_every)
+                if evaluates or saves or self._every(self.backend.read_every):
                     self.report()
-                # Evaluation comes before the save: what is resumed has its figures in the metrics already.
-                evaluates = self._every(self.settings.eval_every) or done
-                saves = self._every(self.settings.save_every) or done or self.signals.received is not None
                 if evaluates or saves:
                     self.sharded.be_patient(PREPARING)  # the other ranks wait meanwhile
-                if evaluates:
-                    self.evaluate()
-                if saves or self.signals.received is not None:  # it may have come after the look above
-                    if not (evaluates or saves):
-                        self.sharded.be_patient(PREPARING)
-                    self.report()
-                    self.save()
-                if (evaluates or saves) and not (done or self.signals.received):
+                    # Evaluation comes before the save: what is resumed has its figures in the metrics already.
+                    if evaluates:
+                        self.evaluate()
+                    if saves:
+                        self.save()
                     self.sharded.be_patient(self.settings.timeout)
                 if not self.unread:
                     self._began = time.perf_counter()  # evaluating and saving are not training
+            self.report()
+            self.sharded.be_patient(PREPARING)
+            if self._saved_step != self.step:
+                self.save()
         return self.finish()
 
     def _loaded(self, kernel: str, seconds: float) -> None:
@@ -431,6 +429,7 @@ class Run:
             self.last_saved = checkpoint.save_with(
                 self.out, self.step, write, self.task.tokenizer, meta, self.settings.keep
             )
+            self._saved_step = self.step
         except FloatingPointError as bad:
             raise UserError(
                 f"step {self.step}: weight {bad} is not finite; {self._last_good()}. Try a lower --lr or --clip"
