@@ -82,19 +82,19 @@ class ModelConfig:
         usual = type(self)()  # not this one, where a float may have been given as a whole number
         for name, value in values.items():
             default = getattr(usual, name)
-            if not _fits(value, default):
-                raise UserError(f"config: {name} is {value!r}, wants {_WANTED[type(default)]}")
+            if not fits(value, default):
+                raise UserError(f"config: {name} is {value!r}, wants {WANTED[type(default)]}")
         changes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return replace(self, **changes)
 
 
-_WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", tuple: "a list of numbers"}
+WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", tuple: "a list of numbers"}
 
 
-def _fits(value: Any, default: Any) -> bool:
+def fits(value: Any, default: Any) -> bool:
     """Whether a value from outside has the type of the field's default; an integer will do for a float."""
     if isinstance(default, tuple):
-        return isinstance(value, list | tuple) and all(_fits(v, 0.0) for v in value)
+        return isinstance(value, list | tuple) and all(fits(v, 0.0) for v in value)
     if isinstance(default, bool | str):
         return isinstance(value, type(default))
     return isinstance(value, int | float if isinstance(default, float) else int) and not isinstance(value, bool)

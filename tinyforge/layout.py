@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tinyforge.config import WANTED, fits
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 
@@ -54,9 +55,6 @@ class Entry:
         return ours if self.part is None else ours[self.part]
 
 
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-
-
 def setting(given: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
     """config.json's value of that name; the default where it is absent or null. Raises UserError for a wrong type,
     and for a missing value without a default."""
@@ -65,9 +63,8 @@ def setting(given: Mapping[str, Any], name: str, kind: type, default: Any = None
         if default is None:
             raise UserError(f"config.json has no {name}; get the file again")
         return default
-    fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
-    if not fits:
-        raise UserError(f"config.json: {name} is {value!r}, wants {_KINDS[kind]}")
+    if not fits(value, kind()):
+        raise UserError(f"config.json: {name} is {value!r}, wants {WANTED[kind]}")
     return kind(value)
 
 

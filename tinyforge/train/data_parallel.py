@@ -350,24 +350,28 @@ def _nll(rank: Rank, whole: Batch) -> Array:
 
 
 def _token_nll(rank: Rank, whole: Batch) -> Array:
-    found = rank.backend.zeros(whole.targets.shape[:2], rank.backend.master_dtype)
-    for number in rank.parts:
-        part = rank.rows(whole, number)
-        if len((batch := whole[part]).ids):
-            found[part] = likelihoods(forward(rank.model, rank.backend, batch, None))[..., 0]
-    rank.group.all_reduce_(found)
-    rank.group.join()
-    return found
+    def first_head(batch: Batch) -> Array:
+        return likelihoods(forward(rank.model, rank.backend, batch, None))[..., 0]
+
+    return _of_rows(rank, whole, whole.targets.shape[:2], first_head)
 
 
 def _logits(rank: Rank, whole: Batch) -> Array:
-    found = rank.backend.zeros((len(whole.ids), rank.model.config.classes), rank.backend.master_dtype)
+    def classify(batch: Batch) -> Array:
+        ids, _targets, *more = batch.inputs(rank.backend)
+        return rank.model.classify(ids, *more)[:, 0]
+
+    return _of_rows(rank, whole, (len(whole.ids), rank.model.config.classes), classify)
+
+
+def _of_rows(rank: Rank, whole: Batch, shape: tuple[int, ...], compute: Callable[[Batch], Array]) -> Array:
+    """compute(batch) for the rows of each part, gathered from all ranks: (rows, ...), of this shape."""
+    found = rank.backend.zeros(shape, rank.backend.master_dtype)
     for number in rank.parts:
-        part = rank.rows(whole, number)
-        if len((batch := whole[part]).ids):
-            ids, _targets, *more = batch.inputs(rank.backend)
-            found[part] = rank.model.classify(ids, *more)[:, 0]
-    rank.group.all_reduce_(found)
+        rows = rank.rows(whole, number)
+        if len((batch := whole[rows]).ids):
+            found[rows] = compute(batch)
+    rank.group.all_reduce_(found)  # with zeros: to gather them
     rank.group.join()
     return found
 
