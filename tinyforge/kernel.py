@@ -30,13 +30,13 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 from tinyforge.errors import UserError
 
 Array = Any
-"""numpy.ndarray, cupy.ndarray or a phantom: the ops do not care which."""
+"""numpy.ndarray, cupy.ndarray or a phantom; ops work with each of them."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_NEIGHBOURS = {"cupy": "_cuda"}  # how the module beside the body's is named
+_NEIGHBOURS = {"cupy": "_cuda"}  # what the neighbour module's name ends with
 
 
 class Bindable(Protocol):
@@ -90,7 +90,7 @@ class Kernel(Generic[P, R]):
         return allocate
 
     def backends(self) -> list[str]:
-        """The backends that have this kernel, its neighbour module taken into account where that can be imported."""
+        """The backends that have this kernel; its neighbour module is searched too where it can be imported."""
         for backend in _NEIGHBOURS:
             try:
                 self._look_beside(backend)
@@ -99,7 +99,7 @@ class Kernel(Generic[P, R]):
         return sorted(self._implementations)
 
     def bind(self, backend: Bindable, owner: str = "") -> Callable[P, R]:
-        """The implementation on `backend`. Raises UserError where there is none; owner: the op that asks."""
+        """The implementation on `backend`. Raises UserError if there is none. owner: the op that asks."""
         self._look_beside(backend.name)
         function = self._implementations.get(backend.name)
         if function is None:
@@ -127,13 +127,13 @@ def kernel(body: Callable[P, R]) -> Kernel[P, R]:
 
 
 def bind(kernels: Sequence[Kernel[..., Any]], backend: Bindable, owner: str) -> SimpleNamespace:
-    """The implementations of `kernels` on `backend`, by name. Raises UserError for one that is missing."""
+    """The implementations of `kernels` on `backend`, by name. Raises UserError if one is missing."""
     return SimpleNamespace(**{k.name: k.bind(backend, owner) for k in kernels})
 
 
 @contextmanager
 def override(target: Kernel[P, R], backend: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace a kernel for the ops that are built inside the block: how tests seed faults."""
+    """Replace a kernel for ops that are built inside the block: tests seed faults with it."""
     target._look_beside(backend)
     right = target._implementations[backend]
     target._implementations[backend] = replacement
@@ -149,7 +149,7 @@ def _wants_backend(function: Callable[..., Any]) -> bool:
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:
-    """The arguments as they are compared: names and defaults, without the keyword-only `backend`."""
+    """Names and defaults of the arguments, without the keyword-only `backend`."""
     return [
         str(p.replace(annotation=p.empty))
         for p in inspect.signature(function).parameters.values()

@@ -1,11 +1,11 @@
 """Matrix products that add a bias or a whole array, one or many at a time, by cuBLASLt, which comes with cuBLAS and
 which CuPy does not wrap.
 
-cuBLAS can only add what already stands in the output: it would have to be written there first and read again, two
-passes over memory. cuBLASLt adds it while the sums are in registers, from where it lies, and rounds once.
+cuBLAS can only add to the output: the array would have to be copied there first and read again, two passes over memory.
+cuBLASLt reads it in place, adds it while the sums are in registers, and rounds once.
 
 A product is described once for each shape and alignment: what to compute, the layout of the arrays, the algorithm that
-the library's heuristics put first. The choice depends on nothing else, so that a run gives the same bits every time.
+the library's heuristics rank first. The choice depends on nothing else, so a run gives the same bits every time.
 Source: the cuBLAS manual, "Using the cuBLASLt API"; names and numbers as in cublasLt.h.
 """
 
@@ -103,8 +103,7 @@ def _described(
     as they lie; steps: distances between their rows; alignments: of their addresses; batch: how many of each there are,
     without gaps one behind the other."""
     description = _create("cublasLtMatmulDescCreate", compute, type_code(FLOAT64 if dtype == FLOAT64 else FLOAT32))
-    # Column-major: a row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors change places and each
-    # keeps its own flag.
+    # Column-major, as in cublas.gemm: the factors swap places and each keeps its own flag.
     flags = (_TRANSA, TRANSPOSE if transpose_b else NO), (_TRANSB, TRANSPOSE if transpose_a else NO)
     for attribute, value in (*flags, (_EPILOGUE, epilogue)):
         _set("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.c_int(value))
@@ -123,7 +122,7 @@ def _described(
     arguments = (description, b, a, add, out, preference, 1, ctypes.byref(found), ctypes.byref(count))
     _call("cublasLtMatmulAlgoGetHeuristic", device.get_cublas_handle(), *arguments, may=_NOT_SUPPORTED)
     _call("cublasLtMatmulPreferenceDestroy", preference)
-    # The default preference allows no workspace: nothing that the memory forecast would have to know of.
+    # The default preference allows no workspace, so the memory forecast need not count one.
     return (description, a, b, add, out, found) if count.value and found.state == 0 else None
 
 
@@ -198,7 +197,7 @@ def _compute(a: Array, tf32: bool) -> int:
 
 
 def _multiply(described: tuple[Any, ...], arrays: tuple[Array, ...], alpha: int, beta: int) -> None:
-    """alpha, beta: the addresses of numbers of the type that sums have."""
+    """alpha, beta: addresses of numbers in the precision of sums."""
     description, layout_a, layout_b, layout_add, layout_out, found = described
     a, b, add, out = (x.data.ptr for x in arrays)
     _call(
