@@ -1,4 +1,4 @@
-"""What this machine has for tinyforge, what is missing, and the command that brings it.
+"""Check this machine for tinyforge: what is installed, what is missing, and the command that installs it.
 
     python -m tinyforge.doctor
 
@@ -28,7 +28,7 @@ PACKAGES = ("tqdm", "safetensors", "matplotlib")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ok: None if it is absent and training on the CPU does without it. fix: what to type."""
+    """One line of the report. ok: None if it is missing but training on the CPU does not need it. fix: what to type."""
 
     what: str
     found: str
@@ -48,7 +48,7 @@ def version_of(package: str) -> str | None:
 
 
 def cpu() -> list[Finding]:
-    """Python, NumPy with its BLAS, the packages that training needs; DuckDB, which only making a corpus needs."""
+    """Python, NumPy with its BLAS, the packages that training needs, and DuckDB, which only making a corpus needs."""
     python = sys.version_info[:2] >= OLDEST_PYTHON
     wanted = ".".join(map(str, OLDEST_PYTHON))
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
@@ -88,7 +88,7 @@ def gpu() -> list[Finding]:
     try:
         major, minor = cupy.cuda.nvrtc.getVersion()
         findings.append(Finding("NVRTC", f"{major}.{minor}"))
-    except Exception as error:  # whatever the loader of a missing shared library raises
+    except Exception as error:  # the type depends on how CuPy loads the library
         findings.append(Finding("NVRTC", f"cannot be loaded: {type(error).__name__}", False,
                                 'pip install "cupy-cuda13x[ctk]"'))  # fmt: skip
     runtime = cupy.cuda.runtime
