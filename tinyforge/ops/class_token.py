@@ -1,4 +1,4 @@
-"""A learned token in front of a sequence: the place where a classifier collects what it reads off."""
+"""A learned token in front of a sequence, whose output a classifier reads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ClassToken(Op):
     x: (B, T, C); c: (C,), a parameter; y: (B, T + 1, C). Saves nothing.
     backward: dx[b, t] = dy[b, 1 + t], dc += sum over b of dy[b, 0].
 
-    Sources: Devlin et al., "BERT" (2018), has [CLS] among its words; Dosovitskiy et al. (2020) put it before patches.
+    Sources: [CLS] in Devlin et al., "BERT" (2018); before patches in Dosovitskiy et al. (2020).
     """
 
     kernels = (class_token_fwd, class_token_bwd)

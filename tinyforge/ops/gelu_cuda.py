@@ -50,9 +50,9 @@ def gelu_bwd(
     width = x.shape[-1]
     rows, vec = x.size // width, vector(width, x, dy, bias, dx, *(() if hidden is None else (hidden,)))
     columns = -(-width // (32 * vec))
-    # Two rounds of the four blocks that a multiprocessor holds; at least 64 rows each.
+    # Two waves of the four blocks that a multiprocessor holds; at least 64 rows each.
     parts = min(-(-rows // 64), -(-8 * processors() // columns))
-    partial = new((parts, width), wide(x.dtype))  # nobody reads it where the bias is frozen
+    partial = new((parts, width), wide(x.dtype))  # unused if the bias is frozen
     launch = load(FILE, "gelu_bwd_bias", SCALAR=scalar(x.dtype), VEC=vec, EXACT=exact)
     arrays = (dx, or_null(hidden), partial, dy, x, bias)
     launch((columns, parts), (32, 8), (*arrays, np.int32(rows), np.int32(width)))

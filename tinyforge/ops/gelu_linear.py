@@ -1,4 +1,4 @@
-"""GELU and the linear map behind it in one op, which keeps nothing but GELU's input."""
+"""GELU and the linear map after it in one op, which keeps only GELU's input."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class GELULinear(Op):
     """y = h W^T + b,  h = gelu(u + b_in) by GELU's formula `approximate`: the reference is GELU, then Linear
 
     u: (..., H); W: (O, H); b: (O,), or none; b_in: (H,), or none; y: (..., O). b_in is the bias of the linear map that
-    made u: added here it costs no pass over u. `add`: as in Linear. Saves u: h, as large, is computed again in the pass
-    over u that backward takes anyway:
+    made u: added here it costs no extra pass over u. `add`: as in Linear. Saves u; h, which is as large, is recomputed
+    in the pass over u that backward makes anyway:
 
         dh = dy W,   du = gelu_bwd(dh, u + b_in),   dW += dy^T h,   db += sum over rows of dy,
         db_in += sum over rows of du

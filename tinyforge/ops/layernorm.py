@@ -1,4 +1,4 @@
-"""Layer normalisation with gain, and bias if wanted."""
+"""Layer normalisation with gain and optional bias."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layernorm_bwd(
     dweight: Array | None, dbias: Array | None, dy: Array, weight: Array, x: Array, mean: Array, rstd: Array,
     residual: Array | None,
 ) -> Array:  # fmt: skip
-    """residual: a gradient that x has from elsewhere; it is added to dx."""
+    """residual: another gradient of x, which is added to dx."""
     rows = (-1, dy.shape[-1])
     xhat = x - mean[..., None]
     xhat *= rstd[..., None]
@@ -69,8 +69,7 @@ class LayerNorm(Op):
         dw += sum over rows of dy * xhat,   db += sum over rows of dy
         dx  = r * (g - mean(g) - xhat * mean(g * xhat))
 
-    backward(..., residual=g) adds g, a gradient that x has from elsewhere, in the same pass: where x is also a residual
-    stream that continues unchanged.
+    backward(..., residual=g) adds g, another gradient of x, in the same pass: for an x that is also a residual stream.
 
     Source: Ba, Kiros, Hinton, "Layer Normalization" (2016).
     """

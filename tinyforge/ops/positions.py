@@ -1,4 +1,4 @@
-"""Learned absolute positions, as GPT-2 has them."""
+"""Learned absolute positions, as in GPT-2."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class LearnedPositions(Op):
     """y[b, t, :] = x[b, t, :] + P[offset + t, :]
 
     x, y: (B, T, C); P: (positions, C), offset + T <= positions. offset: how many tokens come before x, when decoding
-    with a cache. Saves nothing but the offset.
-    starts: (B, T) int32, for rows that hold several documents: where t's document begins, and positions with it. Then
-    P[t - starts[b, t]] is added, and these positions are saved.
+    with a cache. Saves only the offset.
+    starts: (B, T) int32, for rows that hold several documents: where t's document begins and its positions restart.
+    Then P[t - starts[b, t]] is added, and these positions are saved.
     backward: dx = dy (the same array), dP[p] += sum of dy over the tokens at position p.
     """
 

@@ -395,7 +395,7 @@ class GrpoSettings(AlignSettings):
     beta: float = setting(0.02, "weight of the KL to the starting model, 0 for none", check=zero_or_more)
     clip_low: float = setting(0.2, "clip the ratio at 1 minus this", check=below_one)
     clip_high: float = setting(0.2, "clip the ratio at 1 plus this", check=above_zero)
-    normalise: str = setting("dapo", "dapo: every token has the same weight; grpo: every reply has; dr_grpo: tokens are "
+    normalise: str = setting("dapo", "dapo: every token has the same weight; grpo: every reply; dr_grpo: tokens are "
                              "divided by --max-tokens, and advantages not by the group's deviation",
                              choices=("dapo", "grpo", "dr_grpo"))  # fmt: skip
     format_weight: float = setting(0.1, "reward for the right form; a right answer earns 1 more", check=zero_or_more)
