@@ -102,7 +102,7 @@ def test_rows_of_nothing_tiny_rows_and_the_largest_numbers(kind: str) -> None:
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_what_is_no_number_is_refused(wrong: float) -> None:
-    with pytest.raises(UserError, match=r"a weight is not a finite number, int8 has none for it; leave out --weights"):
+    with pytest.raises(UserError, match=r"a weight is not finite, and int8 cannot represent it; leave out --weights"):
         quantise(np.array([[1.0, wrong]]), "int8")
     with pytest.raises(UserError, match=r"--weights 'int4' is not a format; use one of: int8, fp8"):
         quantise(np.ones((1, 1)), "int4")

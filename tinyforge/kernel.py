@@ -40,7 +40,7 @@ _NEIGHBOURS = {"cupy": "_cuda"}  # what the neighbour module's name ends with
 
 
 class Bindable(Protocol):
-    """What a kernel asks of a backend."""
+    """The part of a backend that a kernel needs."""
 
     name: str
 

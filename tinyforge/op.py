@@ -104,7 +104,7 @@ class Param:
 
     @property
     def stored(self) -> Any:
-        """What is in memory: the value, or `Quantised`, its codes and scales."""
+        """The value as it is stored: an array, or `Quantised`, its codes and scales."""
         return self._value if self.weights else self.value
 
     def __getattr__(self, name: str) -> Any:
@@ -125,7 +125,7 @@ class Param:
 
 
 class Stash:
-    """What forward saved for backward: a last-in first-out list of records, each consumed once, by its owner.
+    """Records that forward saves for backward: a last-in first-out list, each consumed once, by its owner.
 
     noise: the stream that a training pass draws from: an op's dropout uses `stash.noise.fork(op.name)`, see `key`.
     None: nothing is random, and the result has the same bits with and without a stash.
@@ -206,7 +206,7 @@ class Op:
 
 
 Recompute = Literal["", "norms", "blocks"]
-"""What a model recomputes in backward instead of keeping it: nothing, its norms, or whole blocks."""
+"""The parts that a model recomputes in backward instead of keeping them: none, its norms, or whole blocks."""
 
 
 class Again(Op):

@@ -66,7 +66,7 @@ class ModelSpec:
         """Raise UserError if the model cannot be built with this recomputation."""
         if how == "blocks" and not self.blocks:
             able = ", ".join(spec.name for spec in models().values() if spec.blocks)
-            raise UserError(f"--recompute blocks: {self.title} has no blocks that can be run again; leave it out, "
+            raise UserError(f"--recompute blocks: {self.title} has no blocks that can be recomputed; leave it out, "
                             f"or use one of {able}")  # fmt: skip
 
 

@@ -38,7 +38,7 @@ from tinyforge.train.plan import OUTSIDE, Plan, gib, plan_step
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 BOUND = 0.05  # on a forecast's error
 CALIBRATION = "gpu-train-16x1024.json"  # the one step that `reached` is taken from
-PASSES = 5.05  # k: the elementwise kernels of that step take 5.0 ms, their bytes one pass over what is saved 0.99
+PASSES = 5.05  # k: the elementwise kernels of that step take 5.0 ms, one pass over the saved bytes 0.99 ms
 OPTIMIZER = 34  # bytes of memory traffic per parameter: 30 in AdamW, 4 in the norm
 BACKWARD = 2 / 3  # backward's share of the time of a step's passes
 TOLL = 0.1  # how much an all-reduce within a host slows the work that it overlaps; fitted to one step

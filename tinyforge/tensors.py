@@ -101,7 +101,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}; check the path") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is damaged, or no safetensors file ({error}); get it again") from error
+        raise UserError(f"{file} is damaged, or not a safetensors file ({error}); get it again") from error
     return found
 
 

@@ -140,7 +140,7 @@ def load(
         raise KernelError(f"{describe(file, macros)} does not compile:\n{error.get_message()}") from error
     except RuntimeError as error:
         if "nvrtc" in str(error).lower() and "load" in str(error).lower():
-            raise UserError(f"NVRTC, CUDA's compiler at run time, is not found: {INSTALL}") from error
+            raise UserError(f"NVRTC, CUDA's runtime compiler, is not found: {INSTALL}") from error
         raise KernelError(f"{describe(file, macros)}, kernel {entry}: {error}") from error
     if on_load is not None:
         on_load(f"{entry} of {describe(file, macros)}", time.perf_counter() - start)

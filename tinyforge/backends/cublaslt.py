@@ -99,7 +99,7 @@ def _described(
     transpose_b: bool, batch: int, epilogue: int, dtype: np.dtype, compute: int, gpu: int,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """(description, layouts of a, b, add and out, algorithm) of out = a b + add in cuBLAS's order, with the bias where
-    the epilogue says so, or None where the library has no algorithm for it. shapes: of the matrices a, b, add and out
+    the epilogue says so, or None if the library has no algorithm for it. shapes: of the matrices a, b, add and out
     as they lie; steps: distances between their rows; alignments: of their addresses; batch: how many of each there are,
     without gaps one behind the other."""
     description = _create("cublasLtMatmulDescCreate", compute, type_code(FLOAT64 if dtype == FLOAT64 else FLOAT32))

@@ -152,8 +152,8 @@ class CupyBackend(Backend):
             array = np.asarray(array)
             if self.repeats:
                 raise UserError(
-                    f"--capture: the step uploads {array.dtype} of shape {array.shape}, which a graph would not do "
-                    "again; use --capture off"
+                    f"--capture: the step uploads {array.dtype} of shape {array.shape}, which a graph cannot repeat; "
+                    "use --capture off"
                 )
         if dtype is None:
             dtype = self.dtype if array.dtype.kind in "fV" else np.dtype(np.int32)  # bf16 is of kind V

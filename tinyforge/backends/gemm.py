@@ -39,7 +39,7 @@ MOST_BLOCKS = 1024  # of the plain kernel
 # Whether a product transposes its factors, for those that a model and its gradient have: x W^T, dy W, dy^T x.
 PRODUCTS = {(False, True): "FORWARD", (False, False): "INPUT", (True, False): "WEIGHT"}
 
-# What may stand in the table beside them: a product, and the epilogue of its kernel.
+# The epilogues that the table may have, each with the product that it ends.
 EPILOGUES = {"SWIGLU": "FORWARD", "SWIGLU_BACKWARD": "INPUT", "ROPE": "FORWARD"}
 
 on_choice: Callable[[str, int, int, int, Variant | None], None] | None = None
@@ -65,7 +65,7 @@ class Variant:
 
     rows, columns: of a tile. stages: of the ring of buffers. pingpong: each of the two multiplying warpgroups has
     tiles of its own. cluster: blocks that share their copies. band: rows of tiles that blocks work on at a time.
-    splits: parts of the sum, of a WEIGHT product alone.
+    splits: parts of the sum, only for a WEIGHT product.
     """
 
     rows: int
@@ -98,7 +98,7 @@ def compiled(product: str = "FORWARD") -> list[Variant]:
 
 
 def macros_of(product: str) -> dict[str, str]:
-    """What the kernel's text says of a product or an epilogue."""
+    """The kernel's macros for a product or an epilogue."""
     return {"PRODUCT": EPILOGUES[product], "EPILOGUE": product} if product in EPILOGUES else {"PRODUCT": product}
 
 
@@ -200,7 +200,7 @@ def hopper(
 
 @dataclass(frozen=True)
 class Plan:
-    """What launches on arrays of the same shapes and strides share; looking it up is faster than computing it."""
+    """The part of a launch that depends only on shapes and strides; looking it up is faster than computing it."""
 
     kernel: Any
     units: int  # of work, each of a cluster
@@ -260,7 +260,7 @@ def _add_parts(out: Array, parts: Array, accumulate: bool) -> None:
 def gemm_naive(
     a: Array, b: Array, out: Array, product: str, *, accumulate: bool = False, splits: int = 1, band: int = 8
 ) -> Array:
-    """What `hopper` computes, one number a thread, for any precision, shape and distance between rows."""
+    """The result of `hopper`, computed with one thread per number, for any precision, shape and row stride."""
     across_a, across_b = product == "WEIGHT", product != "FORWARD"
     (rows, depth), columns = a.shape[::-1] if across_a else a.shape, b.shape[1 if across_b else 0]
     splits = min(splits, -(-depth // DEPTH))

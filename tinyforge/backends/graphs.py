@@ -80,4 +80,4 @@ class Graphs:
 
 def _refuse(size: int) -> Any:
     """Replaces the allocator of pinned memory, from which CuPy uploads: a replay would read that memory again."""
-    raise UserError(f"--capture: the step uploads {size} bytes, which a graph would not do again; use --capture off")
+    raise UserError(f"--capture: the step uploads {size} bytes, which a graph cannot repeat; use --capture off")

@@ -26,7 +26,7 @@ from tinyforge.errors import UserError
 
 _pids: set[int] = set()  # forked and not yet ended
 
-# What to do when a worker of a training run dies.
+# For the user of a training run in which a worker dies.
 ADVICE = "the last checkpoint is intact: continue with --resume and --workers 1 or a smaller --batch-size"
 
 # On macOS a forked child may not call the system's libraries, BLAS among them; Windows has no fork.

@@ -267,7 +267,7 @@ attention_rope_bwd.on("phantom")(attention_bwd_memory)
 
 
 def split(qkv: Array, heads: int) -> tuple[Array, Array, Array]:
-    """q, k and v of a packed qkv, (B, T, Hq + 2 Hkv, D), with so many heads of q."""
+    """q, k and v of a packed qkv, (B, T, Hq + 2 Hkv, D), where q has `heads` heads."""
     kv = heads + (qkv.shape[2] - heads) // 2
     return qkv[:, :, :heads], qkv[:, :, heads:kv], qkv[:, :, kv:]
 

@@ -84,7 +84,7 @@ class Ranks:
                 return engine
             engine.give_up()
         if self.rank == 0:
-            print(f"NCCL sums without windows, which takes longer: {reason}")
+            print(f"NCCL runs without windows, which is slower: {reason}")
         return nccl.CupyEngine(self.size, self.rank, self._token())
 
     def _token(self) -> Any:

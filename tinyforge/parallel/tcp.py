@@ -1,9 +1,9 @@
 """Lines over TCP, for ranks that no MPI has started: rank 0 listens, the others connect to it.
 
-What travels is pickled, so both ends prove first that they know the run's key (HMAC, by `multiprocessing`); a launcher
-hands it to the ranks that it starts. A port scanner or another program at the port delays nobody. Each rank has two
-lines to rank 0: one for what the ranks say to each other, and one for the watch (watch.py), over which each end says
-every few seconds that it is alive.
+Messages are pickled, so both ends first prove that they know the run's key (HMAC, by `multiprocessing`); a launcher
+passes it to the ranks that it starts. A port scanner or another program that connects delays nobody. Each rank has two
+lines to rank 0: one for messages between the ranks, and one for the watch (watch.py), over which each end signals every
+few seconds that it is alive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ JOIN_SECONDS = 120.0  # for all ranks to start and find rank 0
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses now."""
+    """A free port of this machine."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
@@ -47,7 +47,7 @@ def lines_of_rank_0(
     until = time.monotonic() + seconds
 
     def greet(line: Connection) -> None:
-        """On a thread of its own: whoever connects and then says nothing keeps only this thread waiting."""
+        """Runs on its own thread: a stranger that connects and says nothing blocks only this thread."""
         with suppress(AuthenticationError, EOFError, OSError):  # not one of the ranks
             deliver_challenge(line, key)
             answer_challenge(line, key)
@@ -75,7 +75,7 @@ def lines_of_rank_0(
 def lines_to_rank_0(
     rank: int, address: tuple[str, int], key: bytes, seconds: float = JOIN_SECONDS
 ) -> tuple[Connection, Connection, list[str]]:
-    """As `lines_of_rank_0`, of another rank."""
+    """As `lines_of_rank_0`, for another rank."""
     made = []
     until = time.monotonic() + seconds
     for kind in ("talk", "watch"):

@@ -26,7 +26,7 @@ from tinyforge.train.objectives import LN2, Batch, Objective, likelihoods, with_
 
 
 class Model(Protocol):
-    """What training needs of a model: forward gives nll, (B, T, K), or (nll, terms) if its config has `term_weights`;
+    """A model in training: forward gives nll, (B, T, K), or (nll, terms) if its config has `term_weights`;
     backward takes their gradients in the same form; replica makes a copy that shares its weights."""
 
     config: ModelConfig
@@ -169,7 +169,7 @@ class Sharded:
         return Totals(gradients_of(self.rank, tuple(batches), counts, noise), counts)
 
     def told(self, batches: Sequence[Batch], number: int | None) -> Sequence[Batch] | int:
-        """What the other ranks are sent: the step's batches, or its number if they make the batches themselves."""
+        """The message to the other ranks: the step's batches, or its number if they make the batches themselves."""
         return tuple(batches) if self.alone or self.rank.batches is None or number is None else number
 
     def clip(self, limit: float) -> tuple[Any, Any]:

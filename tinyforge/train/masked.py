@@ -27,7 +27,7 @@ FRAME = 2  # tokens around a text: [CLS] before it, [SEP] behind it
 def special(tokenizer: TextTokenizer, text: str) -> int:
     """The id of one of BERT's special tokens. Raises UserError for a tokenizer without it."""
     if text not in tokenizer.specials:
-        raise UserError(f"the tokenizer has no {text}, which a BERT reads; use a WordPiece tokenizer, as BERT's is")
+        raise UserError(f"the tokenizer has no {text}, which BERT needs; use a WordPiece tokenizer")
     return tokenizer.specials[text]
 
 

@@ -33,7 +33,7 @@ LN2 = float(np.log(2.0))
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model reads and predicts.
+    """The inputs and targets of a model.
 
     ids: (B, T) int32, in range; for images, (B, K, H, W) bytes. targets: (B, T, K) int32, -1 for none; (B, M, K) for a
     model that does not predict at every token. weights: like targets, float, the weight of each prediction in the loss;
@@ -83,7 +83,7 @@ class Objective(Protocol):
 
     def weigh(self, nll: Any, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Array, Any]:
         """nll: (B, T, K), of `batch`; counts: of the step. Returns the batch's share of the sums, a float64 vector on
-        the device, and the gradient of the loss in nll: (B, T, K), or (K,) where it is the same for every token."""
+        the device, and the gradient of the loss in nll: (B, T, K), or (K,) if it is the same for every token."""
 
     def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
         """"loss" and other figures to log, from the step's sums and counts."""

@@ -53,7 +53,7 @@ OVERFITTED = 0.01  # tolerated rise of the held-out loss from its minimum to the
 
 @dataclass(frozen=True)
 class Task:
-    """What a recipe gives to a run.
+    """A recipe's part of a run.
 
     batches(step): the micro-batches of that step, a pure function. evaluate(sharded): figures on held-out data, with
     `val_bits_per_byte` among them for text. sample(): a few lines to show. meta: more for meta.json, at least "kind",

@@ -195,7 +195,7 @@ class Settings:
             raise UserError(f"--optimizer muon wants whole matrices, and --zero {self.zero} cuts them in parts; leave "
                             "out --zero, or use --optimizer adamw")  # fmt: skip
         if self.elastic and not self.gpus:
-            raise UserError("--elastic starts ranks again, which whoever started them must do; give --gpus too")
+            raise UserError("--elastic restarts ranks, which works only for those that --gpus starts; add --gpus")
         if self.steps is None and self.minutes is None:
             raise UserError("neither --steps nor --minutes is given; one of them must end the run")
         check_writer(self.log)
@@ -345,8 +345,7 @@ class AlignSettings(TuneSettings):
         if self.document_mask:
             raise UserError("--document-mask is for rows of several records, and here a row has one; leave it out")
         if self.capture == "on":
-            raise UserError("--capture: here the loss is weighed by numbers that a graph would not see; use --capture "
-                            "off")  # fmt: skip
+            raise UserError("--capture: the loss is weighed on the host, which no graph can repeat; use --capture off")
 
 
 @dataclass(frozen=True)
