@@ -181,9 +181,9 @@ def read_bytes(path: str | Path, what: str, max_bytes: int = MOST_BYTES) -> byte
     return data
 
 
-def read_text(path: str | Path, what: str, max_bytes: int = MOST_BYTES) -> str:
+def read_text(path: str | Path, what: str) -> str:
     """The text of a UTF-8 file, line ends unchanged. Raises UserError as `read_bytes`, and if it is not UTF-8."""
-    return _decode(read_bytes(path, what, max_bytes), path, what)
+    return _decode(read_bytes(path, what), path, what)
 
 
 def read_json(

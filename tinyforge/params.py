@@ -189,10 +189,10 @@ def with_buffer(op: AnyOp, backend: Backend, rng: np.random.Generator, std: floa
     return op
 
 
-def named(buffer: ParamBuffer, flat: Any, backend: Backend, prefix: str = "") -> dict[str, np.ndarray]:
+def named(buffer: ParamBuffer, flat: Any, backend: Backend) -> dict[str, np.ndarray]:
     """The parts of a flat array by parameter name, as NumPy copies, for a checkpoint. Frozen parameters are left out.
     """
-    return {prefix + p.name: np.array(backend.to_numpy(buffer.view(flat, p))) for p in buffer.params}
+    return {p.name: np.array(backend.to_numpy(buffer.view(flat, p))) for p in buffer.params}
 
 
 def take_weights(buffer: ParamBuffer, base: ParamBuffer, backend: Backend) -> None:
@@ -215,11 +215,11 @@ def check_named(params: Iterable[Param], tensors: Mapping[str, np.ndarray], sour
 
 
 def load_named(
-    buffer: ParamBuffer, flat: Any, tensors: Mapping[str, np.ndarray], backend: Backend, source: Path, prefix: str = ""
+    buffer: ParamBuffer, flat: Any, tensors: Mapping[str, np.ndarray], backend: Backend, source: Path
 ) -> None:
     """The reverse of `named`. Raises UserError for missing tensors and wrong shapes."""
-    check_named(buffer.params, tensors, source, prefix)
+    check_named(buffer.params, tensors, source)
     for p in buffer.params:
-        buffer.view(flat, p)[...] = backend.asarray(tensors[prefix + p.name], flat.dtype)
+        buffer.view(flat, p)[...] = backend.asarray(tensors[p.name], flat.dtype)
     if flat is buffer.masters:
         buffer.publish()

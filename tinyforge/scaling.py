@@ -399,9 +399,9 @@ def fastest(job: Job, gpus: int, machine: Machine) -> tuple[Job, Cost] | None:
     return best[2:]
 
 
-def comparison(machine: Machine, results: Path = RESULTS) -> str:
+def comparison(machine: Machine) -> str:
     lines = [f"{'GPUs':>4} {'what':<36} {'measured ms':>11} {'forecast':>9} {'error':>7}  file"]
-    for row in compared(machine, results):
+    for row in compared(machine):
         of = " (its source)" if row.file == CALIBRATION else ""
         lines.append(f"{row.gpus:>4} {row.what:<36} {1e3 * row.measured:>11.2f} {1e3 * row.forecast:>9.2f} "
                      f"{100 * row.error:>+6.1f}%  {row.file}{of}")  # fmt: skip

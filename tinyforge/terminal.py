@@ -7,15 +7,16 @@ from __future__ import annotations
 import sys
 import unicodedata
 
+LONGEST = 2000  # characters of `one_line`
 # Control characters can steer a terminal; direction marks can show a line in another order than it has.
 _STEERING = {"Cc", "Cs"}
 _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
-def one_line(text: str, most: int = 2000) -> str:
-    """`printable` text on one line, so that it cannot pass for the program's own output; cut to `most` characters."""
+def one_line(text: str) -> str:
+    """`printable` text on one line, so that it cannot pass for the program's own output; cut to LONGEST characters."""
     line = printable(" ".join(text.splitlines())).replace("\t", " ")
-    return line if len(line) <= most else line[: most - 3] + "..."
+    return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
 
 
 def printable(text: str) -> str:

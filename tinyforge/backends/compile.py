@@ -42,8 +42,6 @@ _INCLUDE = re.compile(r'^#include "([\w/.]+\.cuh)"$', re.MULTILINE)
 _VARIANTS = re.compile(r"^// compile:(.*)$", re.MULTILINE)
 _NO_SPILLS = re.compile(r"^// spills: none$", re.MULTILINE)
 
-_ENTRY = re.compile(r'^extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?(?!__)(\w+)\(', re.MULTILINE)
-
 Macros = Mapping[str, int | str]
 File = str | Path  # relative to the package, or the full path of a file outside it
 
@@ -150,11 +148,6 @@ def load(
 def describe(file: File, macros: Macros) -> str:
     """ "tinyforge/ops/rmsnorm.cu with SCALAR=float VEC=4"."""
     return f"{_shown(file)} with {' '.join(f'{k}={v}' for k, v in macros.items()) or 'no macros'}"
-
-
-def entries(file: File) -> list[str]:
-    """The kernels that a file defines."""
-    return _ENTRY.findall(read(file))
 
 
 def warm_up() -> int:

@@ -35,6 +35,7 @@ DEPTH, THREADS, LINE, BARRIERS, PIECE, PIECES, HEAD = (
 )
 SIDE = constant(PLAIN, "SIDE")
 MOST_BLOCKS = 1024  # of the plain kernel
+BAND = 8  # rows of tiles that blocks work on at a time, unless a variant has another number
 
 # Whether a product transposes its factors, for those that a model and its gradient have: x W^T, dy W, dy^T x.
 PRODUCTS = {(False, True): "FORWARD", (False, False): "INPUT", (True, False): "WEIGHT"}
@@ -73,7 +74,7 @@ class Variant:
     stages: int
     pingpong: int
     cluster: int
-    band: int = 8
+    band: int = BAND
     splits: int = 1
 
     def __str__(self) -> str:
@@ -258,7 +259,7 @@ def _add_parts(out: Array, parts: Array, accumulate: bool) -> None:
 
 
 def gemm_naive(
-    a: Array, b: Array, out: Array, product: str, *, accumulate: bool = False, splits: int = 1, band: int = 8
+    a: Array, b: Array, out: Array, product: str, *, accumulate: bool = False, splits: int = 1
 ) -> Array:
     """The result of `hopper`, computed with one thread per number, for any precision, shape and row stride."""
     across_a, across_b = product == "WEIGHT", product != "FORWARD"
@@ -268,7 +269,7 @@ def gemm_naive(
     parts = new((splits, rows, columns) if splits > 1 else (1,), sums)
     macros: dict[str, int | str] = {"SCALAR": scalar(a.dtype), "RESULT": scalar(out.dtype), "VEC": 1}
     ways = [(1, leading(x)) if across else (leading(x), 1) for x, across in ((a, across_a), (b, across_b))]
-    sizes = map(np.int32, (rows, columns, depth, leading(out), band, splits, DEPTH, accumulate))
+    sizes = map(np.int32, (rows, columns, depth, leading(out), BAND, splits, DEPTH, accumulate))
     tiles = -(-rows // SIDE) * -(-columns // SIDE) * splits
     launch = load(PLAIN, "gemm_naive", **macros)
     launch((min(tiles, MOST_BLOCKS),), (SIDE * SIDE,), (out, parts, a, b, *ways[0], *ways[1], *sizes))

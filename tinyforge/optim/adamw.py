@@ -93,13 +93,6 @@ def step_rates(step: int, lr: float, config: AdamWConfig) -> np.ndarray:
     return np.array([[rate, root, 1 - lr * config.weight_decay], [rate, root, 1.0]])
 
 
-def global_norm(grads: Array) -> float:
-    """sqrt(sum of squares) over the flat gradient, summed in float64 from chunks in a fixed order."""
-    sums = np.zeros((1, 1))
-    square_sums(sums, grads, np.array([(0, grads.size)]))
-    return float(np.sqrt(sums[0, 0]))
-
-
 def clip_scale(norm: float, limit: float) -> float:
     """min(1, limit / norm), the factor that brings a gradient within `limit`; limit 0 means no clipping."""
     return min(1.0, limit / norm) if limit > 0 and norm > 0 else 1.0
