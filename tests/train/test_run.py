@@ -294,6 +294,16 @@ def test_norms_by_layer_make_up_the_whole_norm(tmp_path: Path) -> None:
         assert whole == pytest.approx(rows["loss"][step]["grad_norm"], rel=1e-5) and row["peak_memory_mib"] > 1
 
 
+def test_a_figure_that_only_some_evaluations_have_is_plotted(tmp_path: Path) -> None:
+    steps = [{"step": n, "tokens": n, "loss": 1.0, "lr": 0.1, "seconds": n, "reward": 2.0} for n in (1, 2, 3)]
+    held_out = [{"step": n, "tokens": n, "val_bits_per_byte": 3.0} for n in (1, 3)]
+    picture, rows = tmp_path / "loss.png", [*steps, *held_out, {"step": 3, "tokens": 3, "val_bits_per_byte_book": 2.0}]
+    for curve in ("", "reward"):
+        assert metrics.plot(rows, picture, curve) and picture.stat().st_size > 10_000
+        picture.unlink()
+    assert not metrics.plot(rows, picture, "absent") and not picture.exists()
+
+
 def test_samples_and_what_the_run_is_are_written(tmp_path: Path) -> None:
     """As the figures are: rows after the checkpoint go when a run is resumed, and the files have the same bytes."""
     whole = Trial(tmp_path / "whole")

@@ -170,8 +170,7 @@ def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "") -> bool:
     import matplotlib.pyplot as plt
 
     rows = [row for row in rows if "tokens" in row]
-    train = [row for row in rows if "lr" in row and "loss" in row and "seconds" in row]
-    held_out = [row for row in rows if "val_bits_per_byte" in row or (curve and any(k.startswith("val_") for k in row))]
+    train = [row for row in rows if {"lr", "loss", "seconds", curve or "loss"} <= row.keys()]
     if not train:
         return False
     figure, (top, bottom) = plt.subplots(
@@ -179,8 +178,8 @@ def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "") -> bool:
     )
     # Without text there are no bytes.
     measured = curve or ("bits_per_byte" if "bits_per_byte" in train[0] else "loss")
-    whole, *sources = sorted({key for row in held_out for key in row if key.startswith("val_")
-                              and (curve or key.startswith("val_bits_per_byte"))}) or [""]  # fmt: skip
+    names = sorted({key for row in rows for key in row if key.startswith("val_" if curve else "val_bits_per_byte")})
+    held_out = {name: [(row["tokens"] / 1e6, row[name]) for row in rows if name in row] for name in names}
     train = [row for row in train if measured in row]
     tokens, loss = [row["tokens"] / 1e6 for row in train], [row[measured] for row in train]
     top.plot(tokens, loss, color="0.75", linewidth=0.8, label="training, one step")
@@ -189,16 +188,14 @@ def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "") -> bool:
         average = 0.95 * average + 0.05 * value
         smooth.append(average)
     top.plot(tokens, smooth, color="C0", label="training, moving average")
-    for number, key in enumerate(sources):
-        label = f"held out, {key.removeprefix('val_') if curve else key.removeprefix(whole + '_')}"
-        places = [row["tokens"] / 1e6 for row in held_out]
-        top.plot(places, [row[key] for row in held_out], color=f"C{4 + number}", linewidth=1.0, label=label)
-    if held_out:
-        values = [row[whole] for row in held_out]
-        top.plot([row["tokens"] / 1e6 for row in held_out], values, "o-", color="C3", markersize=4,
-                 label=f"held out, {whole.removeprefix('val_')}" if curve else "held out")  # fmt: skip
+    for number, name in enumerate(names[1:]):
+        label = f"held out, {name.removeprefix('val_' if curve else names[0] + '_')}"
+        top.plot(*np.transpose(held_out[name]), color=f"C{4 + number}", linewidth=1.0, label=label)
+    if names:
+        top.plot(*np.transpose(held_out[names[0]]), "o-", color="C3", markersize=4,
+                 label=f"held out, {names[0].removeprefix('val_')}" if curve else "held out")  # fmt: skip
     # The loss of the first steps, from random weights, would flatten the rest of the curve.
-    lowest = min([*loss, *(row[key] for row in held_out for key in (whole, *sources))])
+    lowest = min([*loss, *(value for points in held_out.values() for _, value in points)])
     top.set_ylim(0.9 * lowest, sorted(loss)[int(len(loss) * 0.98)] * 1.15)
     top.set_xlim(0, tokens[-1])
     top.set_ylabel(measured.replace("_", " "))
