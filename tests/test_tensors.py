@@ -59,6 +59,15 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     assert tensors.read_header(tmp_path / "x.safetensors")["small"].read().tolist() == [0]
 
 
+def test_a_file_that_is_cut_short_after_its_header_was_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(one())
+    found = tensors.read_header(path)["x"]
+    path.write_bytes(one()[:-1])
+    with pytest.raises(UserError, match=r"x\.safetensors: it ends within x; it was whole a moment ago"):
+        found.read()
+
+
 def with_header(header: object, data: bytes = b"\0" * 16) -> bytes:
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data

@@ -34,9 +34,9 @@ BLOCK = '"""'
 LONGEST = 400  # default of --max-tokens: the storyteller's stories take up to 350
 SETTINGS = {
     "temperature": "0 is greedy", "top_k": "most likely tokens kept, 0 for all",
-    "top_p": "share of probability kept", "min_p": "least probability kept, as a share of the greatest",
-    "repetition_penalty": "above 1, words come again less often", "max_tokens": "longest reply", "seed": "",
-    "drafts": "tokens guessed ahead: changes the speed, not the text's odds",
+    "top_p": "probability mass kept", "min_p": "least probability kept, relative to the highest",
+    "repetition_penalty": "above 1, repeated words become less likely", "max_tokens": "longest reply", "seed": "",
+    "drafts": "tokens drafted ahead: changes the speed, not the distribution",
 }  # fmt: skip
 
 
@@ -191,14 +191,14 @@ class Repl:
         self.note(f"  turns               {turns}: {tokens} of {conversation.context} tokens{left_out}")
 
     def do_stats(self, arguments: list[str]) -> None:
-        """tokens a second, time to the first token, guesses accepted"""
+        """tokens per second, time to the first token, drafts accepted"""
         s = self.conversation.stats
-        self.note(f"  {s.tokens} tokens at {s.tokens_per_second:,.0f} a second; the last reply began after "
+        self.note(f"  {s.tokens} tokens at {s.tokens_per_second:,.0f} per second; the last reply began after "
                   f"{1e3 * s.first_seconds:.1f} ms")  # fmt: skip
         self.note(f"  prompts: {s.prefilled} tokens read, {s.reused} found in the cache")
         if s.drafted:
             shares = ", ".join(f"head {k}: {share:.0%}" for k, share in enumerate(s.acceptance, start=1))
-            self.note(f"  {s.tokens_per_pass:.2f} tokens a pass; guesses accepted: {shares}")
+            self.note(f"  {s.tokens_per_pass:.2f} tokens per pass; drafts accepted: {shares}")
 
     def do_save(self, arguments: list[str]) -> None:
         """/save FILE writes the conversation"""

@@ -47,6 +47,8 @@ class Tensor:
             stored = np.fromfile(self.file, _STORED[self.dtype], math.prod(self.shape), offset=self.start)
         except OSError as error:
             raise UserError(f"cannot read {self.file}: {error.strerror}; it was there a moment ago") from error
+        if stored.size != math.prod(self.shape):
+            raise UserError(f"cannot read {self.file}: it ends within {self.name}; it was whole a moment ago")
         if self.dtype == "BF16":
             stored = (stored.astype(np.uint32) << 16).view(np.float32)
         elif self.dtype == "F16":

@@ -476,7 +476,7 @@ def test_kernels_that_are_made_ready_are_counted(tmp_path: Path, capsys: pytest.
             compile.on_load("rmsnorm_bwd of ops/rmsnorm.cu", 0.6)
 
     Trial(tmp_path, load).train()
-    assert "making 2 kernels ready, the next run finds them on the disk: 1.3 s" in capsys.readouterr().out
+    assert "preparing 2 kernels, which the next run finds on disk: 1.3 s" in capsys.readouterr().out
 
 
 def test_the_parts_of_a_run_can_be_called_alone(tmp_path: Path) -> None:

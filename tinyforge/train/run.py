@@ -317,7 +317,7 @@ class Run:
     def _loaded(self, kernel: str, seconds: float) -> None:
         """Show progress while a GPU's kernels are compiled in the first steps; the first time takes half a minute."""
         self._kernels.append(seconds)
-        self._bar.set_postfix_str(f"{len(self._kernels)} kernels made ready", refresh=True)
+        self._bar.set_postfix_str(f"{len(self._kernels)} kernels ready", refresh=True)
 
     def _every(self, steps: int) -> bool:
         return self.step % steps == 0
@@ -361,7 +361,7 @@ class Run:
             compile.on_load = None
             self.sharded.be_patient(self.settings.timeout)
             if self._kernels:
-                took(f"making {len(self._kernels)} kernels ready, the next run finds them on the disk",
+                took(f"preparing {len(self._kernels)} kernels, which the next run finds on disk",
                      sum(self._kernels), self._say)  # fmt: skip
             first = "the first step" if len(self.unread) == 1 else f"the first {len(self.unread)} steps"
             took(first, time.perf_counter() - self._began, self._say)
