@@ -149,9 +149,7 @@ def _read_file(path: Path, encoding: str) -> list[Record]:
 
 
 def scan_file(path: Path, text: str, wanted: str = "Alpaca records") -> Iterator[tuple[int, object]]:
-    """As `_scan`, but raises UserError for an empty file and for malformed JSON."""
-    if not text.strip():
-        raise UserError(f"{path}: is empty, wanted {wanted}; give another file")
+    """As `_scan`, but raises UserError for a file without records and for malformed JSON."""
     number = 0
     try:
         for number, found in enumerate(_scan(text), 1):  # noqa: B007 (the record that comes next, when one is malformed)
@@ -163,6 +161,8 @@ def scan_file(path: Path, text: str, wanted: str = "Alpaca records") -> Iterator
         ) from None
     except ValueError as error:
         raise UserError(f"{path}: record {number} (counted from 0): malformed JSON ({error}); fix it there") from None
+    if not number:
+        raise UserError(f"{path}: is empty, wanted {wanted}; give another file")
 
 
 def _scan(text: str) -> Iterator[tuple[int, object]]:
@@ -174,6 +174,8 @@ def _scan(text: str) -> Iterator[tuple[int, object]]:
     in_array = text.startswith("[", position)
     if in_array:
         position = _skip_blanks(text, position + 1)
+        if text.startswith("]", position):
+            in_array, position = False, _skip_blanks(text, position + 1)
     line, counted = 1, 0
     while position < len(text) or in_array:
         value, end = next_json_value(text, position)

@@ -64,6 +64,7 @@ MANIFEST = "corpus.json"
 CATALOGUE = "corpus.duckdb"
 SPLITS = ("train", "val")
 SPLIT_HASH = {"text": "text_hash", "part": "hash"}  # of Settings.split_by: the column that decides the split
+MOST_BANDS = 256  # a band's number has one byte
 _FILE_BYTES = 32 << 20  # of text in one parquet file, which is sorted in memory
 _WORKER_MEMORY = 192 << 20  # of DuckDB in a worker, enough for a row group with tens of megabytes of books
 _LEAST_MEMORY = 2 * _WORKER_MEMORY
@@ -107,6 +108,8 @@ class Settings:
         for name, least in {"max_bytes": 1024, "shingle_words": 1, "bands": 1, "rows": 1, "gram_words": 1}.items():
             if getattr(self, name) < least:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, wanted {least} or more")
+        if self.bands > MOST_BANDS:
+            raise UserError(f"--bands is {self.bands}, wanted at most {MOST_BANDS}")
 
 
 @dataclass

@@ -378,7 +378,7 @@ def _agree(response: Any, url: str, version: _Version | None, have: int, job: Jo
 def _retry_after(headers: Any) -> float | None:
     """Seconds from the Retry-After header, which holds seconds or a date."""
     value = (headers.get("Retry-After") or "").strip()
-    if value.isdigit():
+    if re.fullmatch("[0-9]+", value):
         return float(value)
     try:
         return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)

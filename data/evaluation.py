@@ -431,12 +431,12 @@ def read_set(name: str, files: Mapping[str, Found], any_version: bool = False) -
     try:
         records = task.read(given)
         items = tuple(task.items(records))
+        digest = hashlib.sha256(json.dumps(records, ensure_ascii=False).encode()).hexdigest()
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         fault = shown(f"{type(error).__name__}: {error}", 120)
         raise UserError(f"{place}: not as {name} is published ({fault}); get the file again") from None
     if not items:
         raise UserError(f"{place}: holds no item of {name}; get the file again")
-    digest = hashlib.sha256(json.dumps(records, ensure_ascii=False).encode()).hexdigest()
     if task.known and digest not in task.known and not any_version:
         raise UserError(
             f"{place}: another version of {name} (SHA-256 {digest[:16]}, wanted "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import lzma
+import os
 import re
 import zipfile
 import zlib
@@ -107,6 +108,11 @@ def files_in(folder: Path) -> Iterator[Path]:
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if path.is_file() and not hidden:
             yield path
+
+
+def name_of(folder: Path) -> str:
+    """A folder's own name, also where it is given as "." or ".."."""
+    return os.path.basename(os.path.abspath(folder))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from data.download import Downloader, FetchError, Job, check_url
-from data.files import files_in, locked, read_file, zip_members
+from data.files import files_in, locked, name_of, read_file, zip_members
 from data.source import Document, Source, SourceWriter, print_refused, read_source, reason_of
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.terminal import one_line
@@ -445,7 +445,7 @@ def find_entries(path: Path, skip: Path | None = None) -> Iterator[Entry]:
     if path.is_dir():
         for file in files_in(path):
             if file.suffix.lower() == ".txt" and not (skip and skip.resolve() in file.resolve().parents):
-                place = f"{path.name}/{file.relative_to(path).as_posix()}"
+                place = f"{name_of(path)}/{file.relative_to(path).as_posix()}"
                 yield Entry(place, file.stem, partial(read_file, file))
     elif path.suffix.lower() == ".zip":
         for member in zip_members(path):

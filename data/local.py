@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data.files import MAX_BYTES, escape_glob, files_in, locked, read_file, write_fault, zip_members
+from data.files import MAX_BYTES, escape_glob, files_in, locked, name_of, read_file, write_fault, zip_members
 from data.source import Document, Refusal, Source, SourceWriter, print_refused, read_source, reason_of
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import json_value, sha256_of
@@ -220,8 +220,9 @@ def _each_file(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Itera
             if path.is_dir()
             else [path]
         )
+        folder = name_of(path)
         for file in files:
-            place = path.name if file == path else f"{path.name}/{file.relative_to(path).as_posix()}"
+            place = path.name if file == path else f"{folder}/{file.relative_to(path).as_posix()}"
             if place in places:
                 writer.refuse(place, "another input has this name; rename one, or use a separate --out")
             elif not os.access(file, os.R_OK):

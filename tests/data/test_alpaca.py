@@ -94,7 +94,6 @@ GREET_JSON = json.dumps(GREET)
         (f"[{GREET_JSON},\n", 1, "line 2, column 1", "Expecting value"),
         (f"[{GREET_JSON}\n", 1, "line 2, column 1", "expected ','"),
         (f"[\n{GREET_JSON},]", 1, f"line 2, column {len(GREET_JSON) + 2}", "Expecting value"),
-        ("[]", 0, "line 1, column 2", "Expecting value"),
         (f"[{GREET_JSON}]\nend", 1, "line 2, column 1", "Expecting value"),
         (f'{GREET_JSON}\n{{"instruction": "cut o\n', 1, "line 2, column 23", "Invalid control"),
         ("Once upon a time", 0, "line 1, column 1", "Expecting value"),
@@ -131,7 +130,8 @@ def test_a_bad_record_is_named(tmp_path: Path, record: object, what: str) -> Non
 
 
 def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
-    assert fault(write(tmp_path / "a.json", " \n")).startswith("is empty")
+    for text in (" \n", "[]", " [\n]\n"):
+        assert fault(write(tmp_path / "a.json", text)).startswith("is empty, wanted Alpaca records")
     assert fault(tmp_path / "no.json").startswith("no such file")
 
 

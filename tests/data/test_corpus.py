@@ -631,6 +631,7 @@ def test_the_same_source_twice_and_no_source(tmp_path: Path) -> None:
         {"max_overlap": 2},
         {"max_bytes": 9},
         {"rows": 0},
+        {"bands": 300},
         {"gram_words": 0},
         {"split_by": "book"},
     ],

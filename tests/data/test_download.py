@@ -127,6 +127,12 @@ def test_a_retry_after_of_an_hour_is_reported_instead(host: Any, out: Path, faul
     assert len(host.gets()) == 1
 
 
+def test_a_retry_after_that_is_no_number_is_ignored(host: Any, out: Path, faults: Any) -> None:
+    host.faults["/a.txt"] = [faults.status(503, Retry_After=words) for words in ("\xb2", "soon")]
+    fetch(host, out)
+    assert out.read_bytes() == CONTENT
+
+
 def test_pauses_double_with_jitter(host: Any, out: Path, faults: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     host.faults["/a.txt"] = [faults.status(503)] * 9
     downloader = Downloader(Patience(2.0, attempts=6, backoff=1.0, longest=5.0, gap=0.0), progress=False)

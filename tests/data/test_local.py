@@ -320,6 +320,13 @@ def test_what_the_command_refuses_as_a_whole(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "source.json").exists()
 
 
+def test_the_folder_we_are_in_has_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "notes" / "a.txt", "a")
+    monkeypatch.chdir(tmp_path / "notes")
+    assert main([".", "--out", str(tmp_path / "out")]) == 0
+    assert documents(tmp_path / "out") == {"notes/a.txt": "a"}
+
+
 def test_two_inputs_of_one_name(tmp_path: Path) -> None:
     first, second = write(tmp_path / "1" / "a.txt", "first"), write(tmp_path / "2" / "a.txt", "second")
     assert main([str(first), str(second), "--out", str(tmp_path / "out")]) == 1
