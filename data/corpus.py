@@ -34,6 +34,7 @@ from data.dedup import Words, band_keys, components, estimate
 from data.evaluation import TASKS, MissingSet, Set, find_sets, read_set, text_of
 from data.files import locked, make_folder, write_fault, write_json, written_whole
 from data.filters import DEFAULT_FILTERS, Filter, check_filters, read_filters
+from data.parquet import scan
 from data.passes import (
     Parts,
     Span,
@@ -46,7 +47,6 @@ from data.passes import (
     find_spans,
     read_texts,
     run_tasks,
-    scan,
     write_split,
 )
 from data.source import Source, read_source

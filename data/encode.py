@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from data.files import escape_glob, written_whole
+from data.files import written_whole
+from data.parquet import connect, quoted, rows_of, scan
 from tinyforge.errors import UserError
 from tinyforge.text import TextTokenizer, load_tokenizer
 from tinyforge.text.shards import TOKENIZER, separator_of
@@ -22,26 +24,31 @@ def read_texts(files: Sequence[Path], skip: int = 0, below: str | None = None) -
 
     Rows are streamed on one thread, which keeps their order: the memory needed is that of one row group.
     """
+    where = f"WHERE md5(id) < {quoted(below)}" if below else ""
+    for file, begun in unread(files, skip):
+        with _faults(file), connect(threads=1) as connection:
+            connection.execute(f"SELECT text FROM {scan(file)} {where} OFFSET {begun}")
+            while batch := connection.fetchmany(ROWS):
+                for (text,) in batch:
+                    yield text
+
+
+def unread(files: Sequence[Path], skip: int) -> Iterator[tuple[Path, int]]:
+    """The files that hold more than the first `skip` texts, each with how many of those are in it."""
+    for file in files:
+        with _faults(file):
+            rows = rows_of(file)
+        if skip < rows:
+            yield file, skip
+        skip = max(0, skip - rows)
+
+
+@contextmanager
+def _faults(file: Path) -> Iterator[None]:
     import duckdb
 
-    where = "WHERE md5(id) < $below" if below else ""
-    file: Path | None = None
     try:
-        with duckdb.connect(config={"threads": 1}) as connection:
-            connection.execute("SET enable_progress_bar = false")
-            for file in files:
-                literal = {"path": escape_glob(file)}
-                query = "SELECT num_rows FROM parquet_file_metadata($path)"
-                rows = connection.execute(query, literal).fetchall()[0][0]
-                if skip >= rows:
-                    skip -= rows
-                    continue
-                query = f"SELECT text FROM read_parquet($path, hive_partitioning = false) {where} OFFSET {skip}"
-                connection.execute(query, literal | ({"below": below} if below else {}))
-                skip = 0
-                while batch := connection.fetchmany(ROWS):
-                    for (text,) in batch:
-                        yield text
+        yield
     except duckdb.Error as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{file}: not a parquet file of a corpus ({reason}); run python -m data.corpus again") from None
@@ -71,11 +78,3 @@ def _tokenizer(path: Path, wanted: str) -> TextTokenizer:
     if tokenizer.hash() != wanted:
         raise UserError(f"{path}: is not the tokenizer of this run; look for another run that writes there")
     return tokenizer
-
-
-def rows_of(file: Path) -> int:
-    import duckdb
-
-    with duckdb.connect() as connection:
-        query = "SELECT num_rows FROM parquet_file_metadata($path)"
-        return int(connection.execute(query, {"path": escape_glob(file)}).fetchall()[0][0])

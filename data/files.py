@@ -27,6 +27,7 @@ from tinyforge.errors import UserError
 MAX_BYTES = 64 << 20  # of a file that is read in one piece; the largest novels have 4 MB
 MAX_RATIO = 100  # unpacked to packed; text packs 3 to 5 times, a zip bomb 1000
 
+FULL = "the disk is full; free space and run again, complete files are kept"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -37,7 +38,7 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 def write_fault(path: Path, error: OSError) -> UserError:
     """One line for a write that the system refused: what is wrong with the disk, and what to do."""
     if error.errno in _FULL:
-        return UserError(f"{path}: the disk is full; free space and run again, complete files are kept")
+        return UserError(f"{path}: {FULL}")
     if error.errno in _DENIED:
         return UserError(f"{path}: not writable ({error.strerror}); choose another --out, or fix its permissions")
     return UserError(f"{path}: cannot be written ({error.strerror or error}); check --out")
@@ -95,11 +96,6 @@ def read_file(path: Path) -> bytes:
         raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
-
-
-def escape_glob(path: Path) -> str:
-    """A path for DuckDB, which expands `*`, `?` and `[`: a class of one character matches that character only."""
-    return "".join(f"[{char}]" if char in "*?[" else char for char in str(path))
 
 
 def files_in(folder: Path) -> Iterator[Path]:

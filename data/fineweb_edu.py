@@ -24,10 +24,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from data import parquet
 from data.download import CONNECTIONS, Downloader, FetchError, Patience
 from data.files import locked, make_folder, write_json, written_whole
 from data.hub import HOST, Published, file_url, list_files
-from data.source import Source, SourceWriter, copy_to_parquet, print_refused, read_source
+from data.parquet import copy_to_parquet, escape_glob, quoted
+from data.source import Source, SourceWriter, print_refused, read_source
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, sha256_of
 from tinyforge.terminal import one_line
@@ -147,8 +149,8 @@ class _Reader:
     def connection(self) -> Any:
         if self._connection is None:
             self._connection = connect(self.patience)
-            spill = str(self._spill).replace("'", "''")
-            self._connection.execute(f"SET temp_directory = '{spill}'")  # default: the working directory
+            # By default DuckDB spills into the working directory.
+            self._connection.execute(f"SET temp_directory = {quoted(self._spill)}")
         return self._connection
 
     def close(self) -> None:
@@ -208,7 +210,7 @@ def _take_once(connection: Any, path: Path, file: Published, wanted: dict[str, A
     )
     connection.execute("CREATE OR REPLACE TEMP TABLE earlier (id VARCHAR)")
     if earlier:
-        names = [str(name) for name in earlier]
+        names = [escape_glob(name) for name in earlier]
         connection.execute("INSERT INTO earlier SELECT id FROM read_parquet($names)", {"names": names})
     measure = "strlen(text)" if wanted["unit"] == "bytes" else "1"
     begin, have = 0, 0
@@ -278,10 +280,10 @@ def connect(patience: Patience) -> Any:
     """
     import duckdb
 
-    connection = duckdb.connect(config={"threads": CONNECTIONS})
+    connection = parquet.connect(threads=CONNECTIONS)
     try:
         if (extension := _packaged_extension(duckdb.__version__)) is not None:
-            connection.execute(f"LOAD '{str(extension).replace(chr(39), 2 * chr(39))}'")
+            connection.execute(f"LOAD {quoted(extension)}")
         else:
             connection.execute("INSTALL httpfs")
             connection.execute("LOAD httpfs")
@@ -292,7 +294,6 @@ def connect(patience: Patience) -> Any:
             f"duckdb {duckdb.__version__}: its httpfs extension cannot be loaded ({reason}); "
             f"pip install duckdb-extension-httpfs=={duckdb.__version__}"
         ) from None
-    connection.execute("SET enable_progress_bar = false")
     connection.execute(f"SET http_timeout = {max(int(patience.timeout), 1)}")
     connection.execute(f"SET http_retry_wait_ms = {int(patience.backoff * 1000)}")
     return connection

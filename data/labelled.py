@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from data.files import MAX_RATIO, escape_glob, read_file
+from data.files import MAX_RATIO, read_file
+from data.parquet import connect, escape_glob
 from data.world import instructions
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, shown
@@ -239,9 +240,9 @@ def read_columns(path: Path, wanted: Sequence[str], also: Sequence[str] = ()) ->
     """Rows of a parquet file, these columns; those of `also` None where there are none."""
     import duckdb
 
-    source = str(escape_glob(path))
+    source = escape_glob(path)
     try:
-        with duckdb.connect() as connection:
+        with connect() as connection:
             described = connection.execute("DESCRIBE SELECT * FROM read_parquet(?)", [source]).fetchall()
             found = [row[0] for row in described]
             if missing := [name for name in wanted if name not in found]:

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data.files import MAX_BYTES, escape_glob, files_in, locked, name_of, read_file, write_fault, zip_members
+from data.files import MAX_BYTES, files_in, locked, name_of, read_file, write_fault, zip_members
+from data.parquet import connect, escape_glob
 from data.source import Document, Refusal, Source, SourceWriter, print_refused, read_source, reason_of
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import json_value, sha256_of
@@ -126,8 +127,7 @@ def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
     source = "read_parquet($path, hive_partitioning = false, binary_as_string = true, file_row_number = true)"
     values = {"path": escape_glob(path)}
     try:
-        with duckdb.connect() as connection:
-            connection.execute("SET enable_progress_bar = false")
+        with connect() as connection:
             described = connection.execute(f"DESCRIBE SELECT * FROM {source}", values).fetchall()
             kinds = {name: kind for name, kind, *_ in described if name != "file_row_number"}
             if kinds.get(column) != "VARCHAR":

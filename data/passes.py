@@ -29,9 +29,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from data import parquet
 from data.dedup import WordHash, Words, permutations
-from data.files import escape_glob, write_json, written_whole
+from data.files import FULL, write_json, written_whole
 from data.filters import COLUMNS, Filter, reason_query
+from data.parquet import OPTIONS, escape_glob, quoted, scan
+from data.source import COLUMNS as SOURCE_COLUMNS
 from tinyforge.errors import UserError
 from tinyforge.files import read_json, sha256_of
 
@@ -71,26 +74,17 @@ def connect(memory: int, folder: Path, path: Path | None = None, threads: int = 
     path: of a catalogue, which is made if it is not there. Until DuckDB has written its first pages it would refuse the
     file that a kill has left: so a new one is made beside and renamed.
     """
-    import duckdb
-
     if path and not path.exists():
         with written_whole(path) as beside:
             beside.unlink(missing_ok=True)
-            duckdb.connect(str(beside)).close()
+            parquet.connect(str(beside)).close()
     # A shared one would be overwritten, by another process or by one of another machine.
     spill = folder / f"spill-{socket.gethostname()}-{os.getpid()}-{next(_connections)}"
     config: dict[str, Any] = {"threads": threads, "memory_limit": f"{memory}B", "temp_directory": str(spill)}
-    connection = duckdb.connect(str(path or ":memory:"), config=config)
+    connection = parquet.connect(str(path or ":memory:"), **config)
     # Joins keep the order in which they are written: the small table on the right is held in memory.
-    connection.execute("SET enable_progress_bar = false")
     connection.execute("SET disabled_optimizers = 'join_order,build_side_probe_side'")
     return connection
-
-
-def scan(path: Path) -> str:
-    """SQL: a parquet file with the number of each row."""
-    name = escape_glob(path).replace("'", "''")
-    return f"read_parquet('{name}', file_row_number = true, hive_partitioning = false)"
 
 
 @contextmanager
@@ -103,7 +97,7 @@ def duckdb_faults(what: str) -> Iterator[None]:
     except duckdb.Error as error:
         reason = " ".join(str(error).split())
         if "No space left" in reason:
-            raise UserError(f"{what}: the disk is full; free space and run again, complete files are kept") from None
+            raise UserError(f"{what}: {FULL}") from None
         if isinstance(error, duckdb.OutOfMemoryException):
             raise UserError(f"{what}: {reason[:200]}; raise --memory-limit, or free disk space for spilling") from None
         if re.search(r"invalid string encoding|utf-?8|unicode", reason, re.IGNORECASE):
@@ -119,22 +113,20 @@ def find_spans(source: str, paths: Sequence[Path], connection: duckdb.DuckDBPyCo
     """Spans of whole row groups, in order; UserError for a parquet file without the columns of a source."""
     import duckdb
 
-    wanted = {"id": "VARCHAR", "title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE", "text": "VARCHAR"}
     spans = []
     for path in paths:
         try:
             columns = connection.execute(f"DESCRIBE SELECT * EXCLUDE file_row_number FROM {scan(path)}").fetchall()
-            name = str(path).replace("'", "''")
             groups = connection.execute(
-                f"SELECT row_group_num_rows, total_uncompressed_size FROM parquet_metadata('{name}') "
-                "WHERE path_in_schema = 'text' ORDER BY row_group_id"
+                "SELECT row_group_num_rows, total_uncompressed_size FROM "
+                f"parquet_metadata({quoted(escape_glob(path))}) WHERE path_in_schema = 'text' ORDER BY row_group_id"
             ).fetchall()
         except duckdb.Error as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{path}: not a readable parquet file ({reason}); make the source again") from None
         found = {column: kind for column, kind, *_ in columns}
-        if any(found.get(column) != kind for column, kind in wanted.items()):
-            got, want = (", ".join(f"{c} {k}" for c, k in table.items()) for table in (found, wanted))
+        if any(found.get(column) != kind for column, kind in SOURCE_COLUMNS.items()):
+            got, want = (", ".join(f"{c} {k}" for c, k in table.items()) for table in (found, SOURCE_COLUMNS))
             raise UserError(f"{path}: got columns {got}; wanted {want}; make the source again")
         first = row = size = 0
         for index, (rows, group_bytes) in enumerate(groups):
@@ -295,7 +287,7 @@ def find_reasons(job: Pass, parts: Parts, filters: tuple[Filter, ...]) -> dict[s
                 raise UserError(f"{name}: {reason[:200]}, in {parts.span.path}; fix its SQL") from None
         with written_whole(job.target.with_suffix(".parquet")) as beside:
             dropped = "SELECT * FROM found WHERE reason IS NOT NULL"
-            connection.execute(f"COPY ({dropped}) TO '{_quoted(beside)}' (FORMAT parquet)")
+            connection.execute(f"COPY ({dropped}) TO {quoted(beside)} (FORMAT parquet)")
     return {}
 
 
@@ -383,9 +375,7 @@ def write_split(job: Pass, pieces: Sequence[Parts], path: Path) -> dict[str, Any
             for index, piece in enumerate(pieces)
         ]
         query = f"SELECT id, text FROM ({' UNION ALL '.join(selects)}) ORDER BY number"
-        connection.execute(
-            f"COPY ({query}) TO '{_quoted(beside)}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 4096)"
-        )
+        connection.execute(f"COPY ({query}) TO {quoted(beside)} {OPTIONS}")
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
@@ -425,11 +415,7 @@ def _batches(
 def _write(connection: duckdb.DuckDBPyConnection, columns: dict[str, np.ndarray], select: str, target: Path) -> None:
     connection.register("columns", columns)
     with written_whole(target.with_suffix(".parquet")) as beside:
-        connection.execute(f"COPY (SELECT {select} FROM columns) TO '{_quoted(beside)}' (FORMAT parquet)")
-
-
-def _quoted(path: Path) -> str:
-    return str(path).replace("'", "''")
+        connection.execute(f"COPY (SELECT {select} FROM columns) TO {quoted(beside)} (FORMAT parquet)")
 
 
 # --- running them ----------------------------------------------------------------------------------------------------

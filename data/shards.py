@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data.cluster import Nodes, check_address, open_nodes
-from data.encode import ENCODED, encode_file, load_with_separator, read_texts, rows_of
+from data.encode import ENCODED, encode_file, load_with_separator, read_texts, unread
 from data.files import locked
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
@@ -302,12 +302,7 @@ def _encode_on(
     nodes: Nodes, out: Path, tokenizer: str, files: Sequence[Path], skip: int
 ) -> Iterator[npt.NDArray[Any]]:
     """The ids of each document, in order; each file is encoded by a task, which leaves them in a file of its own."""
-    tasks = []
-    for file in files:
-        rows = rows_of(file)
-        if skip < rows:
-            tasks.append((file.absolute(), skip, out, tokenizer))
-        skip = max(0, skip - rows)
+    tasks = [(file.absolute(), begun, out, tokenizer) for file, begun in unread(files, skip)]
     for made in nodes.map_in_order(encode_file, tasks):
         with np.load(made, mmap_mode=None, allow_pickle=False) as arrays:
             ids, ends = arrays["ids"], arrays["ends"]

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from data.files import make_folder, write_fault, write_json
+from data.parquet import connect, copy_to_parquet, escape_glob, quoted
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, replace, sha256_of, shown, sync
 from tinyforge.terminal import one_line
@@ -31,9 +32,7 @@ FORMAT = "tinyforge-source"
 VERSION = 1
 MANIFEST = "source.json"
 FILE_BYTES = 64 << 20  # of text in one parquet file, which is held in memory until it is written
-ROW_GROUP = 4096  # documents
 COLUMNS = {"id": "VARCHAR", "title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE", "text": "VARCHAR"}
-PARQUET_OPTIONS = f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROW_GROUP})"
 
 
 @dataclass(frozen=True)
@@ -208,8 +207,6 @@ def write_documents(path: Path, rows: Sequence[Document]) -> None:
 
     They go through a file of JSON lines: DuckDB reads that at 200 MB/s, and Python's strings at 5.
     """
-    import duckdb
-
     lines = path.with_suffix(".jsonl")
     longest = 1 << 20
     try:
@@ -221,35 +218,13 @@ def write_documents(path: Path, rows: Sequence[Document]) -> None:
                     file.write(f"{line}\n")
         except OSError as error:
             raise write_fault(path, error) from None
-        name = str(lines).replace("'", "''")
         kinds = ", ".join(f"{name}: '{kind}'" for name, kind in COLUMNS.items())
-        source = (
-            f"read_json('{name}', format = 'newline_delimited', columns = {{{kinds}}}, maximum_object_size = {longest})"
-        )
-        with duckdb.connect(config={"threads": 1}) as connection:
-            connection.execute("SET enable_progress_bar = false")
-            copy_to_parquet(connection, f"SELECT * FROM {source}", path)
+        how = f"format = 'newline_delimited', columns = {{{kinds}}}, maximum_object_size = {longest}"
+        with connect(threads=1) as connection:
+            copy_to_parquet(connection, f"SELECT * FROM read_json({quoted(escape_glob(lines))}, {how})", path)
     finally:
         with suppress(OSError):
             lines.unlink(missing_ok=True)
-
-
-def copy_to_parquet(connection: Any, query: str, path: Path) -> None:
-    """COPY the rows of `query` to `path`; DuckDB's error for a full disk becomes a UserError."""
-    import duckdb
-
-    target = str(path).replace("'", "''")
-    try:
-        connection.execute(f"COPY ({query}) TO '{target}' {PARQUET_OPTIONS}")
-    except duckdb.IOException as error:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-        if "No space left" in str(error):
-            raise UserError(f"{path}: the disk is full; free space and run again, complete files are kept") from None
-        if str(path) in str(error) or path.name in str(error):
-            reason = " ".join(str(error).split())
-            raise UserError(f"{path}: cannot be written ({reason}); check --out") from None
-        raise
 
 
 def read_source(folder: Path, verify: bool = False) -> Source:

@@ -321,6 +321,14 @@ def test_texts_without_words_and_empty_sources(tmp_path: Path) -> None:
     assert manifest["sources"][0]["train"] == {"documents": 0, "bytes": 0}
 
 
+def test_a_folder_with_brackets_is_no_pattern(tmp_path: Path) -> None:
+    """[1] matches 1: DuckDB would read the folder beside."""
+    write_source(tmp_path / "web1", ["one"], "web")
+    many = write_source(tmp_path / "web[1]", [f"{i}" for i in range(20)], "web")
+    build_corpus([many], tmp_path / "out", filters=filter_file(tmp_path), workers=1)
+    assert len(rows(tmp_path / "out")) == 20
+
+
 # --- the split -------------------------------------------------------------------------------------------------------
 
 
