@@ -33,6 +33,7 @@ from data.source import (
     Refusal,
     Source,
     SourceWriter,
+    first_of,
     print_refused,
     read_source,
     write_manifest,
@@ -296,9 +297,8 @@ def make_instructions(
             else:
                 refused.append(Refusal(f"{path.name}:{number}", cleaned))
         if not kept:
-            first = f"; {refused[0].record}: {refused[0].reason}" if refused else ""
-            raise UserError(f"{path}: no usable record, wanted Alpaca records{first}")
-        inputs = [InputFile(url, path.stat().st_size, sha256_of(path))]
+            raise UserError(f"{path}: no usable record, wanted Alpaca records{first_of(refused)}")
+        inputs = [InputFile.of(url, path)]
         target = write_instructions(out, list(kept), "alpaca", LICENCE, inputs, refused, emptied_inputs=emptied)
     return Cleaned(target, len(kept), emptied, tuple(refused))
 
@@ -337,7 +337,7 @@ def make_documents(out: Path, files: Sequence[Path]) -> Source:
             texts = [f"Question: {f'{r.instruction} {r.input}'.strip()}\nAnswer: {r.output.strip()}" for r in part]
             writer.add(Document(str(first), "\n\n".join(texts)))
         for path in files:
-            writer.add_input(path.name, path.stat().st_size, sha256_of(path))
+            writer.add_file(path.name, path)
     return read_source(out)
 
 

@@ -103,9 +103,8 @@ class _Version:
 class Downloader:
     """Fetches files, and remembers for each host when it was last asked and whether it answers at all."""
 
-    def __init__(self, patience: Patience | None = None, progress: bool = True) -> None:
+    def __init__(self, patience: Patience | None = None) -> None:
         self.patience = patience or Patience()
-        self.progress = progress
         # Only HTTP: urllib's own opener would also read file: and ftp: URLs, which a redirect may name.
         self._opener = urllib.request.OpenerDirector()
         for handler in (
@@ -134,15 +133,15 @@ class Downloader:
         a folder that is not writable. A partial download stays beside `path`; the next call continues it.
         """
         job = Job((urls,) if isinstance(urls, str) else tuple(urls), path, size, sha256)
-        return self._fetch(job, self.progress)
+        return self._fetch(job, None)
 
     def fetch_all(self, jobs: Sequence[Job]) -> list[Fetched | FetchError]:
         """Fetch several files on CONNECTIONS connections; for each job, in order, the file or the error."""
         from tqdm import tqdm
 
-        bar = tqdm(total=len(jobs), desc="fetching", unit="file", disable=not self.progress)
+        bar = tqdm(total=len(jobs), desc="fetching", unit="file", disable=None)
         with ThreadPoolExecutor(CONNECTIONS) as pool, bar:
-            futures = [pool.submit(self._fetch, job, False) for job in jobs]
+            futures = [pool.submit(self._fetch, job, True) for job in jobs]
             try:
                 for future in as_completed(futures):
                     if not isinstance(future.exception(), FetchError):
@@ -156,7 +155,8 @@ class Downloader:
         return [fault if isinstance(fault, FetchError) else future.result()
                 for future, fault in zip(futures, faults, strict=True)]  # fmt: skip
 
-    def _fetch(self, job: Job, progress: bool) -> Fetched:
+    def _fetch(self, job: Job, no_bar: bool | None) -> Fetched:
+        """no_bar: as tqdm's `disable`; None shows a bar on a terminal."""
         for url in job.urls:
             check_url(url)
         make_folder(job.path.parent)
@@ -166,7 +166,7 @@ class Downloader:
         faults: list[tuple[str, _Fault]] = []
         for url in job.urls:
             try:
-                return self._fetch_from(url, job, progress)
+                return self._fetch_from(url, job, no_bar)
             except _Fault as fault:
                 faults.append((url, fault))
         # A host that is down is a better explanation than one that lacks the file.
@@ -174,7 +174,7 @@ class Downloader:
         others = f" (and {len(faults) - 1} more URLs)" if len(faults) > 1 else ""
         raise FetchError(f"{job.path.name}: could not be downloaded from {url}{others}: {worst}; {_advice(worst)}")
 
-    def _fetch_from(self, url: str, job: Job, progress: bool) -> Fetched:
+    def _fetch_from(self, url: str, job: Job, no_bar: bool | None) -> Fetched:
         host = urllib.parse.urlsplit(url).netloc
         if host in self._silent:
             raise _Fault("the host did not answer earlier")
@@ -182,7 +182,7 @@ class Downloader:
         while True:
             part = _Part(job.path)
             try:
-                return self._attempt(url, host, job, part, progress)
+                return self._attempt(url, host, job, part, no_bar)
             except _Fault as fault:
                 if (size := part.size()) >= best + PROGRESS:
                     best, failures = size, 0
@@ -195,8 +195,10 @@ class Downloader:
                 pause = min(self.patience.backoff * 2 ** (failures - 1), self.patience.longest)
                 self._sleep(max(asked, pause * random.uniform(0.5, 1.0)))
 
-    def _attempt(self, url: str, host: str, job: Job, part: _Part, progress: bool) -> Fetched:
+    def _attempt(self, url: str, host: str, job: Job, part: _Part, no_bar: bool | None) -> Fetched:
         """One request for the missing bytes, which are appended to the part; a _Fault says what went wrong."""
+        from tqdm import tqdm
+
         version, have = part.resumable(url)
         if version is None or version.length is None or have != version.length:
             headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
@@ -204,7 +206,8 @@ class Downloader:
                 headers |= {"Range": f"bytes={have}-", "If-Range": str(version.validator)}
             with self._open(urllib.request.Request(url, headers=headers), host, part) as response:
                 version, have = _agree(response, url, version, have, job, part)
-                with self._bar(job.path.name, version.length, have, progress) as bar:
+                with tqdm(total=version.length, initial=have, desc=job.path.name, unit="B", unit_scale=True,
+                          disable=no_bar) as bar:  # fmt: skip
                     have = self._receive(response, part, have, version.length, bar)
         if version.length is not None and have != version.length:
             raise _Fault(f"the connection was dropped after {have:,} of {version.length:,} bytes")
@@ -255,11 +258,6 @@ class Downloader:
         if self._stop.is_set():
             raise _Fault("stopped", passing=False)
         return have
-
-    def _bar(self, name: str, total: int | None, initial: int, progress: bool) -> Any:
-        from tqdm import tqdm
-
-        return tqdm(total=total, initial=initial, desc=name, unit="B", unit_scale=True, disable=not progress)
 
     def _wait_for(self, host: str) -> None:
         with self._lock:

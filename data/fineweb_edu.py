@@ -29,7 +29,7 @@ from data.download import CONNECTIONS, Downloader, FetchError, Patience
 from data.files import locked, make_folder, write_json, written_whole
 from data.hub import HOST, Published, file_url, list_files
 from data.parquet import copy_to_parquet, escape_glob, quoted
-from data.source import Source, SourceWriter, print_refused, read_source
+from data.source import Source, SourceWriter, first_of, read_source, report
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, sha256_of
 from tinyforge.terminal import one_line
@@ -79,7 +79,6 @@ def make_source(
     files: Sequence[str] | None = None,
     base_url: str = HOST,
     patience: Patience | None = None,
-    progress: bool = True,
 ) -> Source:
     """Take a slice of FineWeb-Edu into the source folder `out`.
 
@@ -98,7 +97,7 @@ def make_source(
     raw = out / "raw"
     with locked(out), _Reader(patience, raw / "spill") as reader, SourceWriter(out, "fineweb_edu", LICENCE) as writer:
         if files is None:
-            published = list_files(Downloader(patience, progress), base_url, REPOSITORY, folder, raw)
+            published = list_files(Downloader(patience), base_url, REPOSITORY, folder, raw)
             published = [file for file in published if file.path.endswith(".parquet")]
             if not published:
                 raise UserError(f"{folder}: no parquet files in this folder of {REPOSITORY}; check --folder")
@@ -123,14 +122,11 @@ def make_source(
                 writer.add_parquet(path, taken.documents, taken.text_bytes)
             earlier.append(path)
             left -= taken.text_bytes if bytes is not None else taken.documents
-            if progress:
-                line = f"{file.path}: {taken.documents:,} documents, {taken.text_bytes:,} bytes of text"
-                print(one_line(line), flush=True)
+            line = f"{file.path}: {taken.documents:,} documents, {taken.text_bytes:,} bytes of text"
+            print(one_line(line), flush=True)
         if not writer.documents:
-            first = f"; {writer.refused[0].record}: {writer.refused[0].reason}" if writer.refused else ""
-            raise UserError(
-                f"no document in {len(published)} files passed{first}; widen the filters or the budget"
-            )
+            first = first_of(writer.refused)
+            raise UserError(f"no document in {len(published)} files passed{first}; widen the filters or the budget")
     return read_source(out)
 
 
@@ -348,11 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files=args.files,
         base_url=args.base_url,
     )
-    print(
-        f"{source.documents:,} documents, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused"
-    )
-    print_refused(source.refused)
-    return 1 if any(refusal.reason != REPEATED for refusal in source.refused) else 0
+    return report(source, "documents", passing=REPEATED)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 
 from data.download import Downloader, FetchError, Job, check_url
 from data.files import files_in, locked, name_of, read_file, zip_members
-from data.source import Document, Source, SourceWriter, print_refused, read_source, reason_of
+from data.source import Document, Source, SourceWriter, read_source, reason_of, report
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.terminal import one_line
 
@@ -349,14 +349,14 @@ def make_source(
     base_urls: Sequence[str] = MIRRORS,
     keep_copyrighted: bool = False,
     downloader: Downloader | None = None,
-    report: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Source:
     """Clean books into the source folder `out`.
 
     inputs:    .txt files, folders of them and zip archives. If given, nothing is downloaded.
     numbers:   of the books to fetch into `out`/raw; None for those of data/gutenberg.csv.
     base_urls: hosts to fetch from, tried in turn for each book.
-    report:    called with the lines of a table, one per file.
+    say:       called with the lines of a table, one per file.
 
     A book that cannot be downloaded, read or cleaned is listed in `refused` of the result, with the reason; so is one
     that is under copyright according to its header, unless `keep_copyrighted`. Raises UserError if there is no book at
@@ -368,7 +368,7 @@ def make_source(
         else:
             numbers = listed_numbers() if numbers is None else list(dict.fromkeys(numbers))
             entries = _fetched(numbers, base_urls, out / "raw", downloader or Downloader(), writer)
-        report(f"{'number':>6}  {'title':<40}  {'before':>10}  {'after':>10}  what was cut, or why it was refused")
+        say(f"{'number':>6}  {'title':<40}  {'before':>10}  {'after':>10}  what was cut, or why it was refused")
         for entry in entries:
             try:
                 raw = entry.read()
@@ -383,7 +383,7 @@ def make_source(
                 assert book.body is not None
                 page = f"https://www.gutenberg.org/ebooks/{book.number}" if book.number is not None else ""
                 writer.add(Document(id=entry.name, text=book.body, title=book.title, url=page))
-            report(_row(entry, book, len(raw), reason))
+            say(_row(entry, book, len(raw), reason))
         if not writer.documents:
             raise UserError(_nothing(inputs, writer))
     return read_source(out)
@@ -496,11 +496,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"--numbers {min(args.numbers)}: wanted 1 or more; a book's number is in its URL")
     source = make_source(
         args.out, args.inputs, args.numbers, args.base_url or MIRRORS, args.keep_copyrighted,
-        report=lambda line: print(one_line(line), flush=True),
+        say=lambda line: print(one_line(line), flush=True),
     )  # fmt: skip
-    print(f"{source.documents:,} books, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused")
-    print_refused(source.refused)
-    return 1 if source.refused else 0
+    return report(source, "books")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import argparse
 import codecs
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -22,9 +21,9 @@ from typing import Any
 
 from data.files import MAX_BYTES, files_in, locked, name_of, read_file, write_fault, zip_members
 from data.parquet import connect, escape_glob
-from data.source import Document, Refusal, Source, SourceWriter, print_refused, read_source, reason_of
+from data.source import Document, Refusal, Source, SourceWriter, first_of, read_source, reason_of, report
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import json_value, sha256_of
+from tinyforge.files import json_value
 
 PARQUET_COLUMN = "text"
 RECORDS = (".parquet", ".jsonl", ".ndjson", ".json")  # files of several documents
@@ -170,7 +169,6 @@ def make_source(
     licence: str = "not stated",
     column: str = PARQUET_COLUMN,
     encoding: str = "utf-8",
-    progress: bool = False,
 ) -> Source:
     """Turn local files into the source folder `out`.
 
@@ -192,22 +190,18 @@ def make_source(
     from tqdm import tqdm
 
     with locked(out), SourceWriter(out, name, licence) as writer:
-        bar = tqdm(_each_file(inputs, out, writer), unit=" files", disable=not progress, leave=False)
-        for place, path in bar:
+        for place, path in tqdm(_each_file(inputs, out, writer), unit=" files", disable=None, leave=False):
             try:
                 for item in _documents(path, place, column, encoding):
-                    if isinstance(item, Refusal):
-                        writer.refuse(item.record, item.reason)
-                    elif not item.text.strip():
-                        writer.refuse(item.id, "is empty")
-                    else:
-                        writer.add(item)
+                    if isinstance(item, Document) and not item.text.strip():
+                        item = Refusal(item.id, "is empty")
+                    writer.add(item)
             except BadRecord as fault:
                 writer.refuse(place, str(fault))
-            writer.add_input(place, path.stat().st_size, sha256_of(path))
+            writer.add_file(place, path)
         if not writer.documents:
-            first = f"; {writer.refused[0].record}: {writer.refused[0].reason}" if writer.refused else ""
-            raise UserError(f"{inputs[0]}: no documents there, wanted text, .jsonl, .parquet or .zip files{first}")
+            wanted = "text, .jsonl, .parquet or .zip files"
+            raise UserError(f"{inputs[0]}: no documents there, wanted {wanted}{first_of(writer.refused)}")
     return read_source(out)
 
 
@@ -325,14 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--encoding", default="utf-8", help="of text files (default utf-8)")
     args = parser.parse_args(arguments)
-    source = make_source(
-        args.out, args.inputs, args.name, args.licence, args.column, args.encoding, sys.stderr.isatty()
-    )
-    print(
-        f"{source.documents:,} documents, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused"
-    )
-    print_refused(source.refused)
-    return 1 if source.refused else 0
+    source = make_source(args.out, args.inputs, args.name, args.licence, args.column, args.encoding)
+    return report(source, "documents")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from tinyforge.terminal import one_line
 FORMAT = "tinyforge-source"
 VERSION = 1
 MANIFEST = "source.json"
+SHOWN = 20  # refused records that a command prints
 FILE_BYTES = 64 << 20  # of text in one parquet file, which is held in memory until it is written
 COLUMNS = {"id": "VARCHAR", "title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE", "text": "VARCHAR"}
 
@@ -53,6 +54,10 @@ class InputFile:
     url: str
     bytes: int
     sha256: str | None
+
+    @classmethod
+    def of(cls, url: str, path: Path) -> InputFile:
+        return cls(url, path.stat().st_size, sha256_of(path))
 
 
 @dataclass(frozen=True)
@@ -103,8 +108,11 @@ class SourceWriter:
         self._parts: list[tuple[Path, int, str]] = []  # not yet renamed: path, bytes, sha256
         make_folder(folder)
 
-    def add(self, document: Document) -> None:
-        """Add a document. One that is not valid UTF-8 (half of a surrogate pair) is refused and counted."""
+    def add(self, document: Document | Refusal) -> None:
+        """Add a document, or count a refusal. One that is not valid UTF-8 (half of a surrogate pair) is refused."""
+        if isinstance(document, Refusal):
+            self.refuse(document.record, document.reason)
+            return
         try:
             size = len(document.text.encode())
             f"{document.id}{document.title}{document.url}".encode()
@@ -133,6 +141,10 @@ class SourceWriter:
     def add_input(self, url: str, size: int, sha256: str | None) -> None:
         """Record a file that documents came from, in the order of use."""
         self._files.append(InputFile(_writable(url), size, sha256))
+
+    def add_file(self, url: str, path: Path) -> None:
+        """As `add_input`, for a file that is on this machine."""
+        self._files.append(InputFile.of(_writable(url), path))
 
     def refuse(self, record: str, reason: str) -> None:
         """Count a record that is left out."""
@@ -296,9 +308,22 @@ def reason_of(fault: UserError) -> str:
     return str(fault).partition(": ")[2] or str(fault)
 
 
-def print_refused(refused: Sequence[Refusal], most: int = 20) -> None:
-    """Print up to `most` of the records that were left out; source.json lists all of them."""
-    for refusal in refused[:most]:
+def first_of(refused: Sequence[Refusal]) -> str:
+    """The end of an error's line: the first record that was left out, and why."""
+    return f"; {refused[0].record}: {refused[0].reason}" if refused else ""
+
+
+def print_refused(refused: Sequence[Refusal]) -> None:
+    """Print some of the records that were left out; source.json lists all of them."""
+    for refusal in refused[:SHOWN]:
         print(one_line(f"refused: {refusal.record}: {refusal.reason}"))
-    if len(refused) > most:
-        print(f"refused: {len(refused) - most:,} more; source.json lists them all")
+    if len(refused) > SHOWN:
+        print(f"refused: {len(refused) - SHOWN:,} more; source.json lists them all")
+
+
+def report(source: Source, documents: str, passing: str = "") -> int:
+    """Print what a source holds; the exit status, 1 if a record was left out for any reason but `passing`."""
+    print(f"{source.documents:,} {documents}, {source.bytes:,} bytes of text in {source.folder}; "
+          f"{len(source.refused)} refused")  # fmt: skip
+    print_refused(source.refused)
+    return int(any(refusal.reason != passing for refusal in source.refused))

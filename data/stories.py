@@ -30,7 +30,6 @@ from data.files import locked
 from data.shards import read_corpus, read_texts
 from data.source import Document, InputFile, Source, SourceWriter, read_source
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import sha256_of
 
 STORIES = "tinystories"  # the source of a corpus that is read
 LICENCE = "CDLA-Sharing-1.0"
@@ -678,7 +677,7 @@ def retell(corpus: Path, out: Path, copies: int, seed: int) -> Source:
             for number, story in enumerate(stories):
                 if names_in(story):
                     writer.add(Document(f"{copy}:{number}", rename(story, other_names(story, rng, counts))))
-        writer.add_input("corpus.json", (corpus / "corpus.json").stat().st_size, sha256_of(corpus / "corpus.json"))
+        writer.add_file("corpus.json", corpus / "corpus.json")
     return read_source(out)
 
 
@@ -691,7 +690,7 @@ def instruct(corpus: Path, out: Path, others: Path | None, seed: int) -> int:
     random.Random(seed).shuffle(made)
     with locked(out):
         read = [corpus / "corpus.json", *([others] if others else [])]
-        inputs = [InputFile(path.name, path.stat().st_size, sha256_of(path)) for path in read]
+        inputs = [InputFile.of(path.name, path) for path in read]
         licence = f"{LICENCE}; questions without an answer CC BY-SA 3.0" if others else LICENCE
         write_instructions(out, made, "stories", licence, inputs)
     return len(made)

@@ -22,9 +22,8 @@ from data.download import Downloader
 from data.files import MAX_BYTES, locked
 from data.hub import HOST, Published, file_url, list_files
 from data.local import BadRecord, read_rows
-from data.source import Document, Refusal, Source, SourceWriter, print_refused, read_source
+from data.source import Document, Refusal, Source, SourceWriter, read_source, report
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import sha256_of
 
 REPOSITORY = "roneneldan/TinyStories"
 FILE = "TinyStoriesV2-GPT4-train.txt"
@@ -64,14 +63,11 @@ def make_source(
             found = _fetch(out / "raw", files, base_url, downloader or Downloader())
         for url, path in found:
             try:
-                for item in tqdm(read_stories(path), desc=path.name, unit=" stories", unit_scale=True):
-                    if isinstance(item, Refusal):
-                        writer.refuse(item.record, item.reason)
-                    else:
-                        writer.add(item)
+                for item in tqdm(read_stories(path), desc=path.name, unit=" stories", unit_scale=True, disable=None):
+                    writer.add(item)
             except BadRecord as fault:
                 raise UserError(f"{path}: {fault}") from None
-            writer.add_input(url, path.stat().st_size, sha256_of(path))
+            writer.add_file(url, path)
         if not writer.documents:
             raise UserError(f"{found[0][1]}: no story in it; wanted text with {SEPARATOR.decode()} between the stories")
     return read_source(out)
@@ -163,9 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{args.inputs[0]}: got files and --files, wanted one or the other; local files are not downloaded"
         )
     source = make_source(args.out, args.inputs, args.files, args.base_url)
-    print(f"{source.documents:,} stories, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused")
-    print_refused(source.refused)
-    return 1 if source.refused else 0
+    return report(source, "stories")
 
 
 if __name__ == "__main__":

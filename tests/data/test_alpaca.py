@@ -289,7 +289,7 @@ def test_files_that_are_no_records(tmp_path: Path) -> None:
 def test_the_published_file_is_fetched(tmp_path: Path, host: Any, faults: Any) -> None:
     host.files[f"/{alpaca.PATH}"] = json.dumps([GREET, ADD]).encode()
     host.faults[f"/{alpaca.PATH}"] = [faults.status(503), faults.cut(20)]
-    downloader = Downloader(Patience(2.0, attempts=4, backoff=0.01, gap=0.0), progress=False)
+    downloader = Downloader(Patience(2.0, attempts=4, backoff=0.01, gap=0.0))
     assert make_instructions(tmp_path, base_url=host.url, downloader=downloader).records == 2
     manifest = json.loads((tmp_path / "source.json").read_text())
     assert manifest["files"][0]["url"] == f"{host.url}/{alpaca.PATH}"

@@ -68,7 +68,7 @@ def files(host: Any) -> dict[str, bytes]:
 
 
 def take(host: Any, out: Path, **how: Any) -> Source:
-    return make_source(out, base_url=host.url, patience=QUICK, progress=False, **how)
+    return make_source(out, base_url=host.url, patience=QUICK, **how)
 
 
 def ids(source: Source) -> list[str]:

@@ -475,7 +475,7 @@ def numbered(number: int, body: str = BOOK) -> bytes:
 
 
 def fetch(out: Path, *hosts: Any, numbers: Sequence[int] = (84,)) -> Source:
-    downloader = Downloader(QUICK, progress=False)
+    downloader = Downloader(QUICK)
     return gutenberg.make_source(out, numbers=numbers, base_urls=[h.url for h in hosts], downloader=downloader)
 
 

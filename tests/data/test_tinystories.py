@@ -30,7 +30,7 @@ def expected(name: str) -> dict[str, str]:
 
 
 def fetch(out: Path, host: Any, **how: Any) -> Source:
-    return make_source(out, base_url=host.url, downloader=Downloader(QUICK, progress=False), **how)
+    return make_source(out, base_url=host.url, downloader=Downloader(QUICK), **how)
 
 
 def fault(*arguments: str | Path) -> str:
