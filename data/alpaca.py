@@ -98,6 +98,13 @@ def origin_of(path: Path) -> tuple[str, str]:
     return "records", "not stated"
 
 
+def origins_of(files: Sequence[str | Path], otherwise: tuple[str, str]) -> tuple[str, str]:
+    """The names and the licences of files of records, each joined; `otherwise` where there is no file."""
+    found = [origin_of(Path(file)) for file in files] or [otherwise]
+    names, licences = ("; ".join(sorted(set(part))) for part in zip(*found, strict=True))
+    return names, licences
+
+
 def hold_out(files: Sequence[Sequence[T]], one_in: int = 20) -> tuple[list[T], list[Sequence[T]]]:
     """The records of some files to learn from, and those to evaluate on, by file: the last one in `one_in` of each,
     and at least one. Of the files joined, the last would be all of one kind."""
@@ -330,8 +337,8 @@ def make_documents(out: Path, files: Sequence[Path]) -> Source:
     """The source folder `questions`: the records of `files` that recipes/sft.py trains on, and none that it holds out,
     as questions with their answers, RECORDS_A_DOCUMENT in a document. Raises UserError, as read_records does."""
     records = [record for record in read_split(files)[0] if record.output.strip()]
-    licence = "; ".join(sorted({origin_of(path)[1] for path in files}))
-    with locked(out), SourceWriter(out, "questions", licence) as writer:
+    _, licences = origins_of(files, ("", ""))
+    with locked(out), SourceWriter(out, "questions", licences) as writer:
         for first in range(0, len(records), RECORDS_A_DOCUMENT):
             part = records[first : first + RECORDS_A_DOCUMENT]
             texts = [f"Question: {f'{r.instruction} {r.input}'.strip()}\nAnswer: {r.output.strip()}" for r in part]

@@ -30,9 +30,10 @@ import numpy as np
 
 from data import corpus_report
 from data.cluster import Nodes, check_address, open_nodes
+from data.corpus_report import CATALOGUE
 from data.dedup import Words, band_keys, components, estimate
 from data.evaluation import TASKS, MissingSet, Set, find_sets, read_set, text_of
-from data.files import locked, make_folder, write_fault, write_json, written_whole
+from data.files import locked, make_folder, parse_bytes, write_fault, write_json, written_whole
 from data.filters import DEFAULT_FILTERS, Filter, check_filters, read_filters
 from data.parquet import scan
 from data.passes import (
@@ -54,6 +55,7 @@ from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, sha256_of, shown, sync
 from tinyforge.terminal import printable
+from tinyforge.text.shards import SPLITS
 
 if TYPE_CHECKING:
     import duckdb
@@ -61,8 +63,6 @@ if TYPE_CHECKING:
 FORMAT = "tinyforge-corpus"
 VERSION = 1
 MANIFEST = "corpus.json"
-CATALOGUE = "corpus.duckdb"
-SPLITS = ("train", "val")
 SPLIT_HASH = {"text": "text_hash", "part": "hash"}  # of Settings.split_by: the column that decides the split
 MOST_BANDS = 256  # a band's number has one byte
 _FILE_BYTES = 32 << 20  # of text in one parquet file, which is sorted in memory
@@ -670,15 +670,6 @@ def _publish(build: _Build, manifest: dict[str, Any], files: list[dict[str, Any]
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def parse_bytes(text: str) -> int:
-    """ "1GB" -> 10**9; kB, MB, GB count in thousands, KiB, MiB, GiB in 1024. UserError for anything else."""
-    units = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", text.strip().lower())
-    if not match or match[2] not in units:
-        raise UserError(f"--memory-limit is {text!r}, wanted bytes such as 500MB or 2GB")
-    return int(float(match[1]) * units[match[2]])
-
-
 def _parse_shares(values: Sequence[str]) -> tuple[float, tuple[tuple[str, float], ...]]:
     share, shares = Settings.val_share, []
     for value in values:
@@ -735,7 +726,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         share, shares, args.split_by, args.max_bytes, args.shingle_words, args.bands, args.rows, args.similarity,
         args.gram_words, args.max_overlap,
     )  # fmt: skip
-    memory_limit = parse_bytes(args.memory_limit)
+    memory_limit = parse_bytes(args.memory_limit, "--memory-limit")
     seconds = build_corpus(
         args.sources, args.out, settings, args.filters, args.tokenizer, args.workers, memory_limit, show=True,
         decontaminate=args.decontaminate, ray=args.ray,

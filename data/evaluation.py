@@ -287,64 +287,40 @@ def _as_pair(phenomenon: str, sentences: Sequence[str]) -> Choice:
 
 
 TASKS = {
-    "blimp": Task("BLiMP, 67 phenomena", (), _blimp, _each(_as_pair), {
-            "9b3ea786ca6db92b6863e22de1625eea9e9f55fefb9489507f357d0f712f3b1d": "",
-        }),
-    "arc_easy": Task(
-        "ARC-Easy, test", (("arc_easy-test.jsonl", "arc-easy-test.jsonl"),), _from_records(_science),
-        _each(_as_question), {
-            "1b319c18c866226c6ca484c04f85a5638a29243336400eb1b44ab6ecc70fba4e": "",
-        },
-    ),
+    "blimp": Task("BLiMP, 67 phenomena", (), _blimp, _each(_as_pair),
+                  {"9b3ea786ca6db92b6863e22de1625eea9e9f55fefb9489507f357d0f712f3b1d": ""}),
+    "arc_easy": Task("ARC-Easy, test", (("arc_easy-test.jsonl", "arc-easy-test.jsonl"),), _from_records(_science),
+                     _each(_as_question), {"1b319c18c866226c6ca484c04f85a5638a29243336400eb1b44ab6ecc70fba4e": ""}),
     "arc_challenge": Task(
         "ARC-Challenge, test", (("arc_challenge-test.jsonl", "arc-challenge-test.jsonl"),), _from_records(_science),
-        _each(_as_question), {
-            "a2a338a26c156563c32377cd212037a78140eeafa69adb7ca44cdefd91f59acf": "1,170 of 1,172 questions",
-        },
-    ),
+        _each(_as_question),
+        {"a2a338a26c156563c32377cd212037a78140eeafa69adb7ca44cdefd91f59acf": "1,170 of 1,172 questions"}),
     "piqa": Task(
         "PIQA, validation",
         (("piqa-valid.jsonl", "piqa/valid.jsonl"), ("piqa-valid-labels.lst", "piqa/valid-labels.lst")), _piqa,
-        _each(_as_question), {
-            "74df5afb97446a8e2c237364927f2198c73b6f13ef2c8c35e7cc634fd7e4dffe": "",
-        },
-    ),
-    "boolq": Task(
-        "BoolQ, validation", (("boolq/val.jsonl", "boolq/dev.jsonl"),), _from_records(_boolq), _each(_as_yes_or_no), {},
-    ),
+        _each(_as_question), {"74df5afb97446a8e2c237364927f2198c73b6f13ef2c8c35e7cc634fd7e4dffe": ""}),
+    "boolq": Task("BoolQ, validation", (("boolq/val.jsonl", "boolq/dev.jsonl"),), _from_records(_boolq),
+                  _each(_as_yes_or_no), {}),
     "boolq_closed": Task(
         "BoolQ, validation, without the passages", (("boolq-test.json",),), _from_records(_boolq),
-        _each(_as_yes_or_no), {
-            "5afa0e8f3aa2b5de1102a4691ecbe841a7e1b1ba57ec04cedebca82dc5f8ab20": "",
-        },
-    ),
+        _each(_as_yes_or_no), {"5afa0e8f3aa2b5de1102a4691ecbe841a7e1b1ba57ec04cedebca82dc5f8ab20": ""}),
     "winogrande": Task(
         "Winogrande, validation", (("winogrande_1.1/dev.jsonl", "winogrande/dev.jsonl", "winogrande-test.json"),),
-        _from_records(_winogrande), _each(_as_blank), {
-            "82d8d206a9485cfd4b13fa84598156933add1d444ddfad6a0b8427f569c8a65b": "",
-        },
-    ),
+        _from_records(_winogrande), _each(_as_blank),
+        {"82d8d206a9485cfd4b13fa84598156933add1d444ddfad6a0b8427f569c8a65b": ""}),
     "openbookqa": Task(
         "OpenBookQA, test", (("openbookqa/test.jsonl", "data/main/test.jsonl", "openbookqa-test.json"),),
-        _from_records(_openbookqa), _each(_as_statement), {
-            "51e09a522b1d3a9bce1b5bb0a4e32f8d1f6b2207807f0e654e5138a5ba225946": "",
-        },
-    ),
-    "lambada": Task(
-        "LAMBADA, test, as OpenAI published it", (("lambada_test.jsonl", "lambada/test.jsonl"),),
-        _from_records(lambda records: [[r["text"]] for r in records]), _each(_as_last_word), {},
-    ),
+        _from_records(_openbookqa), _each(_as_statement),
+        {"51e09a522b1d3a9bce1b5bb0a4e32f8d1f6b2207807f0e654e5138a5ba225946": ""}),
+    "lambada": Task("LAMBADA, test, as OpenAI published it", (("lambada_test.jsonl", "lambada/test.jsonl"),),
+                    _from_records(lambda records: [[r["text"]] for r in records]), _each(_as_last_word), {}),
     "gsm8k": Task(
         "GSM8K, test",
         (("gsm8k-test.jsonl", "gsm8k/test.jsonl", "grade_school_math/data/test.jsonl"),
-         ("gsm8k-train.jsonl", "gsm8k/train.jsonl", "grade_school_math/data/train.jsonl")), _gsm8k, _problems, {
-            "83cd3a9ac262d4027bd902d3fc5fde140f4dca0db615dde9f1c13869dae359ab": "",
-        },
-    ),
-    "wikitext": Task(
-        "WikiText-2, test", (("wiki.test.raw",),), _pages,
-        _each(lambda page: passage(page, detokenised(page))), {},
-    ),
+         ("gsm8k-train.jsonl", "gsm8k/train.jsonl", "grade_school_math/data/train.jsonl")), _gsm8k, _problems,
+        {"83cd3a9ac262d4027bd902d3fc5fde140f4dca0db615dde9f1c13869dae359ab": ""}),
+    "wikitext": Task("WikiText-2, test", (("wiki.test.raw",),), _pages,
+                     _each(lambda page: passage(page, detokenised(page))), {}),
 }  # fmt: skip
 
 

@@ -83,6 +83,16 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def parse_bytes(text: str, flag: str) -> int:
+    """A number of bytes from "250000", "50MB", "1.5 GB" (powers of 1000) or "2GiB" (of 1024). UserError, naming `flag`,
+    for anything else."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([kmgt]?)(i?)b?", text.strip().lower())
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")) if match else 0
+    if size < 1:
+        raise UserError(f"{flag} is {text!r}, wanted bytes such as 500MB or 2GB")
+    return size
+
+
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 

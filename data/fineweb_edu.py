@@ -26,7 +26,7 @@ from typing import Any
 
 from data import parquet
 from data.download import CONNECTIONS, Downloader, FetchError, Patience
-from data.files import locked, make_folder, write_json, written_whole
+from data.files import locked, make_folder, parse_bytes, write_json, written_whole
 from data.hub import HOST, Published, file_url, list_files
 from data.parquet import copy_to_parquet, escape_glob, quoted
 from data.source import Source, SourceWriter, first_of, read_source, report
@@ -95,7 +95,7 @@ def make_source(
     if bytes is None and rows is None:
         bytes = DEFAULT_BYTES
     raw = out / "raw"
-    with locked(out), _Reader(patience, raw / "spill") as reader, SourceWriter(out, "fineweb_edu", LICENCE) as writer:
+    with locked(out), SourceWriter(out, "fineweb_edu", LICENCE) as writer:
         if files is None:
             published = list_files(Downloader(patience), base_url, REPOSITORY, folder, raw)
             published = [file for file in published if file.path.endswith(".parquet")]
@@ -111,7 +111,7 @@ def make_source(
             wanted = asdict(filter) | {"unit": "bytes" if bytes is not None else "rows", "budget": share}
             path = raw / f"slice-{i:05d}.parquet"
             try:
-                taken = _recorded(path, file, wanted) or _take(path, file, wanted, earlier, reader)
+                taken = _recorded(path, file, wanted) or _take(path, file, wanted, earlier, patience)
             except _BadFile as fault:
                 writer.refuse(file.path, str(fault))
                 continue
@@ -134,33 +134,6 @@ class _BadFile(Exception):
     """A published file that cannot be used, now or later."""
 
 
-class _Reader:
-    """A connection that is opened when first needed, and opened again after an error, without its cache."""
-
-    def __init__(self, patience: Patience, spill: Path) -> None:
-        self.patience = patience
-        self._spill = spill
-        self._connection: Any = None
-
-    def connection(self) -> Any:
-        if self._connection is None:
-            self._connection = connect(self.patience)
-            # By default DuckDB spills into the working directory.
-            self._connection.execute(f"SET temp_directory = {quoted(self._spill)}")
-        return self._connection
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
-
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 def _recorded(path: Path, file: Published, wanted: dict[str, Any]) -> _Slice | None:
     """The existing slice, if it is complete and was taken from the same file for the same request."""
     try:
@@ -173,16 +146,15 @@ def _recorded(path: Path, file: Published, wanted: dict[str, Any]) -> _Slice | N
         return None
 
 
-def _take(path: Path, file: Published, wanted: dict[str, Any], earlier: list[Path], reader: _Reader) -> _Slice:
+def _take(path: Path, file: Published, wanted: dict[str, Any], earlier: list[Path], patience: Patience) -> _Slice:
     """One slice, retried after a transient failure: DuckDB's own retries are over, and the file may have changed."""
     import duckdb
 
-    patience = reader.patience
     for attempt in range(1, patience.attempts + 1):
         try:
-            return _take_once(reader.connection(), path, file, wanted, earlier)
+            with connect(patience, path.with_name("spill")) as connection:
+                return _take_once(connection, path, file, wanted, earlier)
         except duckdb.Error as error:
-            reader.close()
             reason = " ".join(str(error).split())
             if isinstance(error, duckdb.HTTPException) and _MISSING.search(reason):
                 raise _BadFile(f"cannot be downloaded ({reason})") from None
@@ -268,15 +240,16 @@ def _check_columns(connection: Any, file: Published) -> int:
     return size
 
 
-def connect(patience: Patience) -> Any:
-    """A DuckDB connection that reads over HTTP. UserError if its httpfs extension cannot be loaded.
+def connect(patience: Patience, spill: Path) -> Any:
+    """A DuckDB connection that reads over HTTP, without a cache of what another one has read; it spills into a folder
+    rather than the working directory. UserError if its httpfs extension cannot be loaded.
 
     The extension comes from the package duckdb-extension-httpfs if that is installed, so that it is available offline,
     else from DuckDB's own repository.
     """
     import duckdb
 
-    connection = parquet.connect(threads=CONNECTIONS)
+    connection = parquet.connect(threads=CONNECTIONS, temp_directory=str(spill))
     try:
         if (extension := _packaged_extension(duckdb.__version__)) is not None:
             connection.execute(f"LOAD {quoted(extension)}")
@@ -301,14 +274,6 @@ def _packaged_extension(version: str) -> Path | None:
         return None
     path = Path(spec.origin).parent / "extensions" / f"v{version}" / "httpfs.duckdb_extension"
     return path if path.is_file() else None
-
-
-def parse_bytes(text: str) -> int:
-    """A number of bytes from "250000", "50MB" or "1GB" (powers of ten)."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    if not match or (size := int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))) < 1:
-        raise UserError(f"--bytes {text}: not a number of bytes, wanted one like 50MB or 1GB")
-    return size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -337,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"--rows {args.rows}: wanted 1 or more")
     source = make_source(
         args.out,
-        bytes=parse_bytes(args.bytes) if args.bytes else None,
+        bytes=parse_bytes(args.bytes, "--bytes") if args.bytes else None,
         rows=args.rows,
         filter=Filter(args.language, args.min_language_score, args.min_score, args.min_tokens, args.max_tokens),
         folder=args.folder,

@@ -23,7 +23,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -429,7 +429,7 @@ def run_tasks(
     workers: int,
     memory: int,
     progress: Callable[[int], None],
-    nodes: Nodes | None = None,
+    nodes: Nodes | None,
 ) -> list[dict[str, Any]]:
     """`function(Pass(folder/stage-00000, ...), *task)` for each task; their results in order.
 
@@ -455,41 +455,30 @@ def run_tasks(
             else:
                 finish(index, done)
 
-    running: dict[Future[dict[str, Any]], int] = {}
-    if nodes:
-        for index, task in missing():
-            running[nodes.submit(_run, function, Pass(target(index), memory), task)] = index
-            while len(running) > nodes.workers:
-                _collect(running, nodes.wait(running), nodes.result, finish)
-        while running:
-            _collect(running, nodes.wait(running), nodes.result, finish)
-        return [results[index] for index in sorted(results)]
-    if workers == 1:
+    if workers == 1 and not nodes:
         for index, task in missing():
             finish(index, _run(function, Pass(target(index), memory), task))
         return [results[index] for index in sorted(results)]
-    first = partial(wait, return_when=FIRST_COMPLETED)
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_follow_parent)
+    running: dict[Future[dict[str, Any]], int] = {}
+    pool = nodes or ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_follow_parent)
+
+    def collect(most: int) -> None:
+        """Wait until no more than `most` tasks are running."""
+        while len(running) > most:
+            done = nodes.wait(running) if nodes else wait(running, return_when=FIRST_COMPLETED).done
+            for future in done:
+                finish(running.pop(future), nodes.result(future) if nodes else future.result())
+
     try:
         for index, task in missing():
             running[pool.submit(_run, function, Pass(target(index), memory), task)] = index
-            if len(running) > workers:  # one task waits for the first free worker
-                _collect(running, first(running).done, Future.result, finish)
-        while running:
-            _collect(running, first(running).done, Future.result, finish)
+            collect(nodes.workers if nodes else workers)  # one task waits for the first free worker
+        collect(0)
     except BrokenProcessPool:
         raise UserError(f"{stage}: a worker was killed; run again to continue, with fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
     return [results[index] for index in sorted(results)]
-
-
-def _collect(
-    running: dict[Future[dict[str, Any]], int], done: Iterable[Future[dict[str, Any]]],
-    result: Callable[[Future[dict[str, Any]]], dict[str, Any]], finish: Callable[[int, dict[str, Any]], None],
-) -> None:  # fmt: skip
-    for future in done:
-        finish(running.pop(future), result(future))
 
 
 def _run(function: Callable[..., dict[str, Any]], job: Pass, task: tuple[Any, ...]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.alpaca import origin_of
+from data.alpaca import origins_of
 from data.answers import exact_match
 from data.preferences import Pair, encode_pairs, read_split, world_pairs
 from data.training import input_hashes
@@ -103,8 +103,7 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: Ranks) -> No
         return f"  {asked} -> {answer(loaded, pair.instruction, pair.input)}".replace("\n", "\n  ")
 
     print_schedule(settings, f"{rows * accum} pairs", len(data.pairs) / rows / accum, "pairs")
-    origins = [origin_of(Path(path)) for path in settings.data] or [("the built-in pairs", "MIT")]
-    sources, licences = ("; ".join(sorted(set(part))) for part in zip(*origins, strict=True))
+    sources, licences = origins_of(settings.data, ("the built-in pairs", "MIT"))
     summary = {"source": sources, "licence": licences, "pairs": len(data.pairs), "held-out_pairs": len(held.pairs)}
     task = Task(
         model, tokenizer, objective, micro_batches(data, rows, accum), evaluate, sample,

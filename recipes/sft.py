@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.alpaca import Record, encode_example, end_of_reply, origin_of, read_split
+from data.alpaca import Record, encode_example, end_of_reply, origins_of, read_split
 from data.answers import exact_match
 from data.training import input_hashes
 from data.world import KINDS, instructions
@@ -131,8 +131,7 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool, ranks: Ranks) -
     if not any(held.values()):
         raise UserError(f"data: none of the {len(held_out)} held-out records fits {seq_len} tokens; give more records")
 
-    origins = [origin_of(Path(path)) for path in settings.data] or [("the built-in instructions", "MIT")]
-    sources, licences = ("; ".join(sorted(set(part))) for part in zip(*origins, strict=True))
+    sources, licences = origins_of(settings.data, ("the built-in instructions", "MIT"))
     summary = [
         {"source": sources, "licence": licences, "records": len(encoded),
          "held-out_records": sum(map(len, held.values()))},

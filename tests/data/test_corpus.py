@@ -22,7 +22,8 @@ import pytest
 
 from data import corpus as corpus_module
 from data import passes
-from data.corpus import Settings, build_corpus, main, parse_bytes
+from data.corpus import Settings, build_corpus, main
+from data.files import parse_bytes
 from data.filters import DEFAULT_FILTERS, check_filters, read_filters
 from data.gutenberg import clean
 from data.passes import cut, duckdb_faults
@@ -649,8 +650,11 @@ def test_a_setting_out_of_bounds_names_its_flag(bad: dict[str, Any]) -> None:
 
 
 def test_bytes_with_and_without_units() -> None:
-    assert [parse_bytes(t) for t in ("7", "1GB", "1.5 MiB", "2kb")] == [7, 10**9, 3 << 19, 2000]
-    assert "--memory-limit is '1 parsec'" in fault(parse_bytes, "1 parsec")
+    sizes = {"7": 7, "1GB": 10**9, "1.5 MiB": 3 << 19, "2kb": 2000, "250000": 250_000, "50mb": 50 * 10**6,
+             "1.5 GB": 1_500_000_000, "7B": 7, "2k": 2000, " 1T ": 10**12}  # fmt: skip
+    assert {text: parse_bytes(text, "--bytes") for text in sizes} == sizes
+    for text in ("1 parsec", "", "0", "-1", "9" * 400, "\u0663MB"):
+        assert fault(parse_bytes, text, "--memory-limit").startswith(f"--memory-limit is {text!r}, wanted bytes")
 
 
 @pytest.mark.parametrize(
