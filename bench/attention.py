@@ -34,7 +34,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -106,6 +106,21 @@ class Contender(Protocol):
     def to_numpy(self, x: Any) -> np.ndarray: ...
 
 
+def record(
+    event: Callable[[], Any], busy: Any, call: Callable[[int], Any], calls: Sequence[int]
+) -> list[tuple[Any, Any]]:
+    """Events before and after each call, behind additions to `busy` that keep the device occupied meanwhile."""
+    events = [(event(), event()) for _ in calls]
+    for _ in range(BUSY_ROUNDS):
+        busy += 1
+    for i, (start, stop) in zip(calls, events, strict=True):
+        start.record()
+        call(i)
+        stop.record()
+    events[-1][1].synchronize()
+    return events
+
+
 class Ours:
     """The two kernels as the op calls them: gradients go into one packed array that is there already."""
 
@@ -139,16 +154,8 @@ class Ours:
         return self.saved[i][:3]
 
     def timed(self, call: Callable[[int], Any], calls: Sequence[int]) -> list[float]:
-        events = [(self.cupy.cuda.Event(), self.cupy.cuda.Event()) for _ in calls]
-        busy = self.cupy.zeros(BUSY_FLOATS, np.float32)
-        for _ in range(BUSY_ROUNDS):
-            busy += 1
-        for i, (start, stop) in zip(calls, events, strict=True):
-            start.record()
-            call(i)
-            stop.record()
-        events[-1][1].synchronize()
-        return [1e3 * self.cupy.cuda.get_elapsed_time(*pair) for pair in events]
+        cuda, busy = self.cupy.cuda, self.cupy.zeros(BUSY_FLOATS, np.float32)
+        return [1e3 * cuda.get_elapsed_time(*pair) for pair in record(cuda.Event, busy, call, calls)]
 
     def to_numpy(self, x: Any) -> np.ndarray:
         return self.cupy.asnumpy(self.cupy.ascontiguousarray(x)).astype(np.float32)
@@ -198,17 +205,9 @@ class Torch:
         return [x.transpose(1, 2) for x in self.torch.autograd.grad(out, parts, dy, retain_graph=True)]
 
     def timed(self, call: Callable[[int], Any], calls: Sequence[int]) -> list[float]:
-        event = self.torch.cuda.Event
-        events = [(event(enable_timing=True), event(enable_timing=True)) for _ in calls]
+        event = partial(self.torch.cuda.Event, enable_timing=True)
         busy = self.torch.zeros(BUSY_FLOATS, device="cuda")
-        for _ in range(BUSY_ROUNDS):
-            busy += 1
-        for i, (start, stop) in zip(calls, events, strict=True):
-            start.record()
-            call(i)
-            stop.record()
-        events[-1][1].synchronize()
-        return [1e3 * start.elapsed_time(stop) for start, stop in events]
+        return [1e3 * start.elapsed_time(stop) for start, stop in record(event, busy, call, calls)]
 
     def to_numpy(self, x: Any) -> np.ndarray:
         return x.float().cpu().numpy()

@@ -178,12 +178,15 @@ class Bench:
 
     def by_ours(self, variant: Any) -> Callable[[int], None]:
         def launch(i: int) -> None:
-            a, b, out = self.sets[i % len(self.sets)]
-            made = self.gemm.hopper(variant, a, b, out, self.product.product, accumulate=self.product.accumulate)
-            if made is None:
+            a, b, out, *more = self.sets[i % len(self.sets)]
+            if self.gemm.hopper(variant, a, b, out, self.product.product, **self.keywords(*more)) is None:
                 raise UserError(f"bench/gemm.py: the kernel refuses {self.product.key}")
 
         return launch
+
+    def keywords(self, *more: Any) -> dict[str, Any]:
+        """What the kernel takes beside the three matrices; more: of the set, behind these."""
+        return {"accumulate": self.product.accumulate}
 
     def reference(self) -> tuple[Any, float]:
         a, b, out = self.sets[0]
@@ -246,7 +249,7 @@ class Gated(Bench):
         self.sets = [one() for _ in range(2)]  # a hundred MiB and more each
 
     def by_cublas(self, i: int) -> None:
-        self.apart(*self.sets[i % 2])
+        self.apart(*self.sets[i % len(self.sets)])
 
     def apart(self, a: Any, b: Any, out: Any, hidden: Any, gu: Any) -> tuple[Any, Any]:
         """gate|up and h, or their gradient and h, in fresh memory where the op gives them so."""
@@ -255,13 +258,8 @@ class Gated(Bench):
         self.cublas(a, b, hidden)
         return self.passes[1](hidden, hidden, gu), hidden
 
-    def by_ours(self, variant: Any) -> Callable[[int], None]:
-        def launch(i: int) -> None:
-            a, b, out, hidden, gu = self.sets[i % 2]
-            if self.gemm.hopper(variant, a, b, out, self.product.product, hidden=hidden, gu=gu) is None:
-                raise UserError(f"bench/gemm.py: the kernel refuses {self.product.key}")
-
-        return launch
+    def keywords(self, *more: Any) -> dict[str, Any]:
+        return dict(zip(("hidden", "gu"), more, strict=True))
 
     def results(self) -> tuple[Any, ...]:
         return self.sets[0][2:4]
@@ -305,22 +303,14 @@ class Roped(Gated):
         self.sets = [(normal(m, k).astype(self.result), normal(n, k).astype(self.result),
                       self.xp.empty((m, n), self.result)) for _ in range(4)]  # fmt: skip
 
-    def by_cublas(self, i: int) -> None:
-        self.apart(*self.sets[i % 4])
-
     def apart(self, a: Any, b: Any, out: Any) -> tuple[Any, ...]:  # type: ignore[override]
         self.cublas(a, b, out, transpose_b=True)
         heads = out.reshape(-1, len(self.turn.cosines), self.heads, self.gemm.HEAD)
         self.rope(heads, heads, self.turn.cosines, self.turn.sines, self.turn.heads)
         return (out,)
 
-    def by_ours(self, variant: Any) -> Callable[[int], None]:
-        def launch(i: int) -> None:
-            a, b, out = self.sets[i % 4]
-            if self.gemm.hopper(variant, a, b, out, "ROPE", turn=self.turn) is None:
-                raise UserError(f"bench/gemm.py: the kernel refuses {self.product.key}")
-
-        return launch
+    def keywords(self, *more: Any) -> dict[str, Any]:
+        return {"turn": self.turn}
 
     def results(self) -> tuple[Any, ...]:
         return self.sets[0][2:]

@@ -42,7 +42,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -68,11 +67,13 @@ from bench.peers import (
     LeftOut,
     Parity,
     check_parity,
+    environment,
+    heading,
     left_out_table,
     soft,
 )
 from tinyforge.backends import Backend, get_backend, gpu_count
-from tinyforge.backends.workers import cores, cpu_model
+from tinyforge.backends.workers import cores
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.op import Recompute
@@ -334,14 +335,11 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     measured = [name for name in (*own, *peers) if options.backend == "cupy" or name not in (COMPILED, GRAPH)]
     _, memory, _ = soft({name: partial(str, name) for name in measured}, lambda name: peak_memory(name, options))
     backend = options.make_backend()
-    versions = {"python": platform.python_version(), "numpy": np.__version__}
     dropout = getattr(config, "dropout", 0.0) > 0
     contenders, parity, left_out = make_contenders(options.without_dropout() if dropout else options, backend, peers)
     if dropout:
         contenders, _, _ = make_contenders(options, backend, tuple(contenders)[1:], agree=False)
     ours = contenders[OURS]
-    if peer:
-        versions["torch"] = sys.modules["torch"].__version__
     if options.capture:
         check_bits(options, backend)
         contenders[CAPTURED] = Graph(options, backend)
@@ -377,13 +375,8 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         }
         for name, times in seconds.items()
     }
-    return {
-        "device": {"cpu": cpu_model(), "cores": cores(), "load_average_before": load_average}
-        | ({"gpu": backend.describe()} if backend.name == "cupy" else {}),
-        "versions": versions,
+    return environment(backend, peer, load_average) | {
         "threads": {"ours": options.workers, "torch": options.threads if peer else None},
-        "backend": backend.name,
-        "precision": options.precision,
         "model": options.model,
         "config": config.to_dict(),
         "parameters": parameters,
@@ -409,16 +402,13 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """The figures of `measure` for people."""
-    device, threads, parity = found["device"], found["threads"], found["parity"]
+    threads, parity = found["threads"], found["parity"]
     tokens = found["batch_size"] * found["seq_len"]
     torch_threads = f", torch {threads['torch']}" if threads["torch"] else ""
     rows = [
         ("model", found["model"]),
-        ("device", f"{device['cpu']}, {device['cores']} cores" + (f"; {device['gpu']}" if "gpu" in device else "")),
-        ("load average", f"{device['load_average_before']:.2f} over the minute before the start"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
+        *heading(found),
         ("threads", f"ours {threads['ours']} (workers, single-threaded BLAS){torch_threads}"),
-        ("precision", f"{found['precision']}, backend {found['backend']}"),
         ("parameters", f"{found['parameters']:,}"),
         ("batch", f"{found['batch_size']} x {found['seq_len']} = {tokens:,} random tokens"),
         ("steps", f"{found['counted_steps']} counted each, in turns of {TURN}, after {WARM_UP_STEPS} to warm up"),
