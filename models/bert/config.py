@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from models.checks import check_heads, check_rates
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 
@@ -34,16 +35,10 @@ class Config(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("dim", "heads", "layers", "hidden", "segments")
-        if self.dim % self.heads:
-            raise UserError(
-                f"config: dim {self.dim} is not divisible by heads {self.heads}; use dim "
-                f"{self.dim // self.heads * self.heads or self.heads} or another number of heads"
-            )
+        check_heads(self)
         if self.classes < 0:
             raise UserError(f"config: classes is {self.classes}, wants 0 or more")
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"config: {name} is {getattr(self, name)}, wants 0 to below 1")
+        check_rates(self, "dropout", "attention_dropout")
         if not 0 < self.masked < 1:
             raise UserError(f"config: masked is {self.masked}, wants a share between 0 and 1")
 

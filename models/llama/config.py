@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from models.checks import check_rates
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 
@@ -61,10 +62,7 @@ class Config(ModelConfig):
             raise UserError(f"config: head_dim {self.head_dim} is odd; RoPE turns pairs, make it even")
         if self.heads % self.kv_heads:
             raise UserError(f"config: heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
-        if not self.rope_theta > 0:
-            raise UserError(f"config: rope_theta is {self.rope_theta}, wants a number above 0")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"config: dropout is {self.dropout}, wants 0 to below 1")
+        check_rates(self, "dropout")
         if self.window < 0:
             raise UserError(f"config: window is {self.window}, wants 0 (none) or more")
         if self.rope_scaling not in ROPE_SCALINGS:

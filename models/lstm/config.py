@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from models.checks import check_rates
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 
@@ -22,8 +23,7 @@ class Config(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("dim", "layers")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"config: dropout is {self.dropout}, wants 0 to below 1")
+        check_rates(self, "dropout")
         if not -1 <= self.reset < self.vocab:
             raise UserError(f"config: reset is {self.reset}, wants an id below vocab {self.vocab}, or -1 for none")
 

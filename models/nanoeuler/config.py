@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from models.checks import check_heads, check_rates
 from models.llama.config import Config as LlamaConfig
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
@@ -69,14 +70,9 @@ class Config(MultiToken):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"config: dropout is {self.dropout}, wants 0 to below 1")
+        check_rates(self, "dropout")
         self.require_positive("dim", "heads", "kv_heads", "layers", "hidden")
-        if self.dim % self.heads:
-            raise UserError(
-                f"config: dim {self.dim} is not divisible by heads {self.heads}; use dim "
-                f"{self.dim // self.heads * self.heads or self.heads} or another number of heads"
-            )
+        check_heads(self)
         if self.head_dim % 2:
             raise UserError(f"config: head size {self.head_dim} (dim / heads) is odd; RoPE turns pairs, make it even")
         if self.heads % self.kv_heads:

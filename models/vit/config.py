@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from models.checks import check_heads, check_rates
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 
@@ -37,13 +38,8 @@ class Config(ModelConfig):
                 f"config: image {self.image} is not a whole number of patches of {self.patch}; use a patch that "
                 f"divides {self.image}"
             )
-        if self.dim % self.heads:
-            raise UserError(
-                f"config: dim {self.dim} is not divisible by heads {self.heads}; use dim "
-                f"{self.dim // self.heads * self.heads or self.heads} or another number of heads"
-            )
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"config: dropout is {self.dropout}, wants 0 to below 1")
+        check_heads(self)
+        check_rates(self, "dropout")
         object.__setattr__(self, "context", self.patches + 1)
         object.__setattr__(self, "vocab", self.classes)
 
