@@ -188,30 +188,18 @@ def build_corpus(
     with wrong SQL, and if disk space or memory does not suffice.
     """
     settings = settings or Settings()
-    if ray:
-        check_address(ray)  # before the sources' hashes are computed
-        # Every machine finds them, wherever a process starts.
-        sources, out, filters = [path.absolute() for path in sources], out.absolute(), filters.absolute()
-        tokenizer = tokenizer and tokenizer.absolute()
-    read = [read_source(folder, verify=True) for folder in sources]
-    names = [source.name for source in read]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"source {name!r} is given twice; name each folder once, or make one with another name")
-        if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
-            raise UserError(f"source {shown(name)}: wanted at most 100 letters, digits, '-', '_' and '.'; make it with "
-                            "another name")  # fmt: skip
-    if not read:
-        raise UserError("no source folder is given; make one, for instance with python -m data.local")
-    for name, _ in settings.val_shares:
-        if name not in names:
-            raise UserError(f"--val-share {name}: no such source; there are {', '.join(names)}")
     if memory_limit < _LEAST_MEMORY:
         raise UserError(f"--memory-limit is {memory_limit:,} bytes, wanted {_LEAST_MEMORY:,} (384MiB) or more")
     if workers is not None and workers < 1:
         raise UserError(f"--workers is {workers}, wanted 1 or more")
     if workers is not None and ray:
         raise UserError("--workers counts processes of this machine, and with --ray the cluster says how many; drop it")
+    if ray:
+        check_address(ray)
+        # Every machine finds them, wherever a process starts.
+        sources, out, filters = [path.absolute() for path in sources], out.absolute(), filters.absolute()
+        tokenizer = tokenizer and tokenizer.absolute()
+    read = _read_sources(sources, settings)
     blocks = read_filters(filters)
     if tokenizer is not None:
         from tinyforge.text import load_tokenizer
@@ -249,6 +237,24 @@ def build_corpus(
             _describe(build, manifest)
         _publish(build, manifest, files, filters)
     return build.seconds
+
+
+def _read_sources(folders: Sequence[Path], settings: Settings) -> list[Source]:
+    """The sources, their files checked against their hashes. UserError for names that cannot be told apart or used."""
+    if not folders:
+        raise UserError("no source folder is given; make one, for instance with python -m data.local")
+    read = [read_source(folder, verify=True) for folder in folders]
+    names = [source.name for source in read]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"source {name!r} is given twice; name each folder once, or make one with another name")
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
+            raise UserError(f"source {shown(name)}: wanted at most 100 letters, digits, '-', '_' and '.'; make it with "
+                            "another name")  # fmt: skip
+    for name, _ in settings.val_shares:
+        if name not in names:
+            raise UserError(f"--val-share {name}: no such source; there are {', '.join(names)}")
+    return read
 
 
 def _evaluation_sets(paths: Sequence[Path], show: bool) -> list[Set]:
@@ -378,7 +384,7 @@ def _parts(build: _Build, span: int, where: str, *columns: str) -> Parts:
 
 
 def _run_on_parts(
-    build: _Build, stage: str, function: Callable[..., Any], where: str, columns: tuple[str, ...], *rest: Any
+    build: _Build, stage: str, function: Callable[..., Any], where: str, *rest: Any, columns: tuple[str, ...] = ()
 ) -> list[Path]:
     """Run a pass over the selected documents, span by span; returns the parquet files that it made."""
     of_spans = f"FROM documents WHERE {where} GROUP BY span ORDER BY span"
@@ -398,7 +404,7 @@ def _update(build: _Build, files: list[Path], assignment: str) -> None:
 
 def _filter(build: _Build) -> None:
     columns = ("bytes", "words", "letters", "characters")
-    files = _run_on_parts(build, "filter", find_reasons, "true", columns, build.filters)
+    files = _run_on_parts(build, "filter", find_reasons, "true", build.filters, columns=columns)
     _update(build, files, "dropped = found.reason")
 
 
@@ -426,19 +432,39 @@ def _dedup(build: _Build) -> None:
 
 
 def _near_pairs(build: _Build, signatures: _Signatures) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of documents whose estimated similarity is high enough, among those with a band in common.
+    """Pairs of documents whose estimated similarity is high enough, among those with a band in common."""
+    db = build.catalogue
+    db.execute("CREATE TEMP TABLE found (a BIGINT, b BIGINT)")
+    _find_candidates(build, signatures)
+    db.execute(
+        "CREATE TEMP TABLE pairs AS SELECT a, b, row_number() OVER (ORDER BY a, b) AS n FROM (SELECT DISTINCT a, b "
+        "FROM found)"
+    )
+    db.execute("DROP TABLE found")
+    near: list[np.ndarray] = [np.empty((2, 0), np.int64)]
+    [(count,)] = build.query("SELECT count(*) FROM pairs")
+    for begin in range(1, count + 1, _CHUNK):
+        rows = db.execute(f"SELECT a, b FROM pairs WHERE n BETWEEN {begin} AND {begin + _CHUNK - 1} ORDER BY n")
+        a, b = pairs = np.stack(list(rows.fetchnumpy().values()))
+        near.append(pairs[:, estimate(signatures.take(a), signatures.take(b)) >= build.settings.similarity])
+    db.execute("DROP TABLE pairs")
+    a, b = np.concatenate(near, 1)
+    return a, b
+
+
+def _find_candidates(build: _Build, signatures: _Signatures) -> None:
+    """Insert into `found` the pairs of documents with a band in common.
 
     In a bucket (documents with the same key in a band) each is compared with the first and with its predecessor, not
     with all: a bucket of n has 2 n pairs instead of n^2 / 2, and a cluster is still connected.
 
-    A bucket lies within a band, and within the keys of one remainder: so the join is made for as few bands, and as few
-    keys, at a time as fit into memory.
+    A bucket lies within a band, and within the keys of one remainder. So the join takes as few bands, and as few keys,
+    at a time as fit into memory.
     """
     from tqdm import tqdm
 
     db, s = build.catalogue, build.settings
     kept = db.execute("SELECT number FROM documents WHERE dropped IS NULL ORDER BY number").fetchnumpy()["number"]
-    db.execute("CREATE TEMP TABLE found (a BIGINT, b BIGINT)")
     groups = list(_slices(s.bands, len(kept), build.memory))
     for bands, slice_, slices in tqdm(groups, desc="bands", disable=build.no_bar, leave=False):
         db.execute("CREATE TEMP TABLE bands (band UTINYINT, key UBIGINT, number BIGINT)")
@@ -464,20 +490,6 @@ def _near_pairs(build: _Build, signatures: _Signatures) -> tuple[np.ndarray, np.
             "SELECT previous AS a, number FROM buckets) WHERE a < number"
         )
         db.execute("DROP TABLE bands")
-    db.execute(
-        "CREATE TEMP TABLE pairs AS SELECT a, b, row_number() OVER (ORDER BY a, b) AS n FROM (SELECT DISTINCT a, b "
-        "FROM found)"
-    )
-    db.execute("DROP TABLE found")
-    near: list[np.ndarray] = [np.empty((2, 0), np.int64)]
-    [(count,)] = db.execute("SELECT count(*) FROM pairs").fetchall()
-    for begin in range(1, count + 1, _CHUNK):
-        rows = db.execute(f"SELECT a, b FROM pairs WHERE n BETWEEN {begin} AND {begin + _CHUNK - 1} ORDER BY n")
-        pairs = np.stack(list(rows.fetchnumpy().values()))
-        near.append(pairs[:, estimate(signatures.take(pairs[0]), signatures.take(pairs[1])) >= s.similarity])
-    db.execute("DROP TABLE pairs")
-    a, b = np.concatenate(near, 1)
-    return a, b
 
 
 def _slices(bands: int, documents: int, memory: int) -> Iterator[tuple[range, int, int]]:
@@ -534,7 +546,7 @@ def _decontaminate(build: _Build) -> None:
     s = build.settings
     _hold_out_one(build)
     kept = "dropped IS NULL AND split = '{}'"
-    found = _run_on_parts(build, "grams", find_grams, kept.format("val"), (), s.gram_words)
+    found = _run_on_parts(build, "grams", find_grams, kept.format("val"), s.gram_words)
     grams = build.work / "val-grams.u64"
     with written_whole(grams) as beside, open(beside, "wb") as file:
         # By their first bits, so that only one slice is in memory.
@@ -547,7 +559,7 @@ def _decontaminate(build: _Build) -> None:
             values = build.catalogue.execute(f"SELECT DISTINCT gram FROM ({union}) ORDER BY gram").fetchnumpy()["gram"]
             np.asarray(values, np.uint64).tofile(file)
     if grams.stat().st_size:
-        files = _run_on_parts(build, "overlap", find_overlaps, kept.format("train"), (), s.gram_words, grams)
+        files = _run_on_parts(build, "overlap", find_overlaps, kept.format("train"), s.gram_words, grams)
         _update(build, files, "val_overlap = found.overlap")
     build.query("UPDATE documents SET dropped = 'contaminated' WHERE val_overlap > ?", s.max_overlap)
     if build.evaluation:
@@ -566,12 +578,12 @@ def _drop_evaluation_sets(build: _Build) -> None:
         with written_whole(path) as beside:
             grams.tofile(beside)
         chosen = "dropped IS NULL AND split = 'train'"
-        files = _run_on_parts(build, "evaluation", find_overlaps, chosen, (), n, path)
+        files = _run_on_parts(build, "evaluation", find_overlaps, chosen, n, path)
         _update(build, files, "dropped = 'evaluation-set'")
 
 
 def _count_tokens(build: _Build) -> None:
-    files = _run_on_parts(build, "tokens", count_tokens, "true", (), build.tokenizer)
+    files = _run_on_parts(build, "tokens", count_tokens, "true", build.tokenizer)
     _update(build, files, "tokens = found.tokens")
 
 
