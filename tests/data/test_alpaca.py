@@ -346,7 +346,7 @@ def test_documents_have_what_is_trained_on_and_nothing_that_is_held_out(tmp_path
     assert texts[0].startswith("Question: Name 0.\nAnswer: It is 0.\n\nQuestion: Name 1. Please!\nAnswer: It is 1.")
     assert told.count("Name 19.") == told.count("Name 37.") == 1  # of the second file; 19 is the first one's last
     assert not any(f"Name {i}." in told for i in (3, 38, 39))
-    with pytest.raises(UserError, match="--as-text names its files itself, got x.json too"):
+    with pytest.raises(UserError, match="got x.json and --as-text with files of its own"):
         alpaca.main(["x.json", "--out", str(tmp_path / "out"), "--as-text", str(paths[0])])
 
 
