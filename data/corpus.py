@@ -66,18 +66,19 @@ MANIFEST = "corpus.json"
 SPLIT_HASH = {"text": "text_hash", "part": "hash"}  # of Settings.split_by: the column that decides the split
 MOST_BANDS = 256  # a band's number has one byte
 _FILE_BYTES = 32 << 20  # of text in one parquet file, which is sorted in memory
-_WORKER_MEMORY = 192 << 20  # of DuckDB in a worker, enough for a row group with tens of megabytes of books
+_WORKER_MEMORY = 192 << 20  # for DuckDB in a worker: enough for a row group with tens of megabytes of books
 _LEAST_MEMORY = 2 * _WORKER_MEMORY
-_JOIN_BYTES = 96  # of a row of a join over bands, with its hash table and window
+_JOIN_BYTES = 96  # per row of a join over bands, with its hash table and window
 _CHUNK = 1 << 14  # documents or pairs whose signatures are in memory at a time
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What determines the documents of a corpus. Workers and memory do not: they change no byte of the result.
+    """The settings that determine the documents of a corpus. Workers and memory are not among them: they change no
+    byte.
 
     val_share:     share of the documents that goes to val, 0..1; val_shares has (source, share) for exceptions.
-    split_by:      "text": all parts of a text are in the same split; "part": each part is split on its own.
+    split_by:      "text": all parts of a text are in the same split; "part": each part is assigned separately.
     max_bytes:     a longer text is cut into parts, each a document.
     shingle_words: words in a shingle. bands, rows: MinHash has bands * rows functions; two documents are compared if
                    all rows of one band agree. similarity: the estimated Jaccard similarity of near-duplicates.
@@ -136,11 +137,11 @@ class _Build:
 
     @property
     def no_bar(self) -> bool | None:
-        """For tqdm: None shows bars only on a terminal, so that logs have none."""
+        """tqdm's `disable`: None shows bars on a terminal only."""
         return None if self.show else True
 
     def run(self, stage: str, function: Callable[..., dict[str, Any]], tasks: Any, sizes: Sequence[int]) -> list[dict]:
-        """Run the tasks of a stage in the workers, with a bar that counts the bytes of text."""
+        """Run the tasks of a stage in the workers; the bar counts bytes of text."""
         from tqdm import tqdm
 
         with tqdm(total=sum(sizes), desc=stage, unit="B", unit_scale=True, disable=self.no_bar, leave=False) as bar:
@@ -258,7 +259,7 @@ def _read_sources(folders: Sequence[Path], settings: Settings) -> list[Source]:
 
 
 def _evaluation_sets(paths: Sequence[Path], show: bool) -> list[Set]:
-    """All sets that the files hold, in any version; UserError where they hold none."""
+    """All evaluation sets in the files, of any version; UserError if there is none."""
     if not paths:
         return []
     sets, files = [], find_sets(paths)
@@ -268,17 +269,17 @@ def _evaluation_sets(paths: Sequence[Path], show: bool) -> list[Set]:
         except MissingSet:
             continue
     if not sets:
-        raise UserError(f"--decontaminate: no evaluation set in {', '.join(map(str, paths))}; docs/evaluation.md has "
-                        "the files' names")  # fmt: skip
+        raise UserError(f"--decontaminate: no evaluation set in {', '.join(map(str, paths))}; docs/evaluation.md "
+                        "lists the files")  # fmt: skip
     if show:
-        print(f"evaluation sets that are kept out: {', '.join(found.name for found in sets)}")
+        print(f"evaluation sets kept out of the corpus: {', '.join(found.name for found in sets)}")
     return sets
 
 
 def _head(
     read: list[Source], settings: Settings, filters: Path, tokenizer: Path | None, evaluation: Sequence[Set]
 ) -> dict[str, Any]:
-    """The part of corpus.json that is known in advance: what the corpus is made from. It identifies the corpus."""
+    """The part of corpus.json that is known in advance: sources and settings, which identify the corpus."""
     made = json.loads(json.dumps(asdict(settings)))
     made["filters_sha256"] = sha256_of(filters)
     made["tokenizer_sha256"] = sha256_of(tokenizer) if tokenizer else None
@@ -308,7 +309,7 @@ def _is_whole(out: Path, head: dict[str, Any]) -> bool:
 
 
 def _same_key(path: Path, head: dict[str, Any]) -> bool:
-    """Whether what a killed run has left behind is of this corpus."""
+    """Whether the files of a killed run belong to this corpus."""
     try:
         return path.is_file() and read_json(path, "the key") == head
     except UserError:
@@ -336,7 +337,7 @@ def _run_stages(build: _Build) -> None:
 
 @contextmanager
 def _timed(build: _Build, stage: str) -> Iterator[None]:
-    """Measure the time of a stage; its rate counts all text of the sources, kept or not."""
+    """Time a stage; its rate counts all text of the sources, kept or dropped."""
     begin = time.perf_counter()
     yield
     seconds = build.seconds[stage] = time.perf_counter() - begin
@@ -349,7 +350,7 @@ def _read(build: _Build) -> None:
     """Cut and measure every text; the catalogue gets its documents, numbered in the order of the sources."""
     s = build.settings
     most, total = s.max_bytes, sum(source.bytes for source in build.sources)
-    if sum(source.documents for source in build.sources) == 1:  # so that there is something to train on and to hold out
+    if sum(source.documents for source in build.sources) == 1:  # so that both splits get something
         most = min(most, max(1024, total // 8))
     tasks = ((span, most, s.shingle_words, s.bands * s.rows) for span in build.spans)
     build.run("read", read_texts, tasks, [span.bytes for span in build.spans])
@@ -364,7 +365,7 @@ def _read(build: _Build) -> None:
     licences = {source.name: source.licence for source in build.sources}
     split_hash = SPLIT_HASH[s.split_by]
     for index, span in enumerate(build.spans):
-        # 52 bits of a hash of the words, of the whole text or of the part, as a fraction; nothing else matters.
+        # The split depends on the words alone: 52 bits of the hash of the text, or of the part, as a fraction.
         build.query(
             "INSERT INTO documents BY NAME SELECT parts.* EXCLUDE (file_row_number), ? AS source, ? AS licence, "
             "? AS span, (SELECT count(*) FROM documents) + parts.file_row_number AS number, file.title, file.url, "
@@ -409,7 +410,7 @@ def _filter(build: _Build) -> None:
 
 
 def _dedup(build: _Build) -> None:
-    """Equal documents, then nearly equal ones, among those that no filter dropped."""
+    """Drop equal documents, then nearly equal ones, among those that no filter dropped."""
     db = build.catalogue
     db.execute(
         "CREATE TEMP TABLE equal AS SELECT number, first FROM (SELECT number, min(number) OVER same AS first, "
@@ -424,7 +425,7 @@ def _dedup(build: _Build) -> None:
     db.register("found", {"number": nodes, "first": firsts})
     db.execute("CREATE TEMP TABLE near AS SELECT number, first FROM found")
     db.unregister("found")
-    # An exact duplicate goes to the cluster of the document that it equals.
+    # An exact duplicate joins the cluster of its original.
     db.execute("UPDATE documents SET cluster = first FROM near WHERE coalesce(cluster, documents.number) = near.number")
     db.execute("UPDATE documents SET dropped = 'near-duplicate' WHERE dropped IS NULL AND cluster < number")
     db.execute("DROP TABLE equal")
@@ -493,7 +494,7 @@ def _find_candidates(build: _Build, signatures: _Signatures) -> None:
 
 
 def _slices(bands: int, documents: int, memory: int) -> Iterator[tuple[range, int, int]]:
-    """Which bands go through the join at once, and of how many slices of their keys this is which."""
+    """The bands of each join, the number of a slice of their keys, and the number of slices."""
     most = max(1, memory // 4 // _JOIN_BYTES)  # rows
     at_once = min(bands, max(1, most // max(1, documents)))
     slices = -(-documents // most) if at_once == 1 else 1
@@ -520,8 +521,8 @@ class _Signatures:
 
 
 def _hold_out_one(build: _Build) -> None:
-    """Where a small corpus has nothing in val, put that there which a larger share would move first: a text, or where
-    every text is more than a tenth of the corpus a part. Nothing where no val is wanted, or only one part is left."""
+    """If val is wanted but empty, as in a small corpus, move to it what a slightly larger share would: a text, or if
+    every text is more than a tenth of the corpus, a part. Does nothing if only one part is left."""
     s, kept = build.settings, "dropped IS NULL"
     shares = dict(s.val_shares)
     wanted = [source.name for source in build.sources if shares.get(source.name, s.val_share)]
@@ -541,15 +542,15 @@ def _hold_out_one(build: _Build) -> None:
 
 
 def _decontaminate(build: _Build) -> None:
-    """Drop train documents that repeat too much of val, and record the share for every one that repeats any; then those
-    that repeat anything of an evaluation set."""
+    """Drop train documents that share too much with val, recording the share of each that shares any; then those that
+    share anything with an evaluation set."""
     s = build.settings
     _hold_out_one(build)
     kept = "dropped IS NULL AND split = '{}'"
     found = _run_on_parts(build, "grams", find_grams, kept.format("val"), s.gram_words)
     grams = build.work / "val-grams.u64"
     with written_whole(grams) as beside, open(beside, "wb") as file:
-        # By their first bits, so that only one slice is in memory.
+        # By their first bits, so that only one slice at a time is in memory.
         [(count,)] = build.query(f"SELECT coalesce(sum(words), 0)::BIGINT FROM documents WHERE {kept.format('val')}")
         bits = max(4, (count * _JOIN_BYTES // (build.memory // 4)).bit_length())
         for slice_ in range(1 << bits if found else 0):
@@ -594,7 +595,7 @@ def _write_files(build: _Build) -> list[dict[str, Any]]:
     """The parquet files of both splits, as corpus.json lists them."""
     planned = list(_plan_files(build))
     try:
-        (build.out / MANIFEST).unlink(missing_ok=True)  # an older corpus ends here
+        (build.out / MANIFEST).unlink(missing_ok=True)  # from here on the older corpus is invalid
         sync(build.out)
     except OSError as error:
         raise write_fault(build.out, error) from None
@@ -705,12 +706,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Filter, deduplicate, split and decontaminate the documents of source folders. "
         "`python -m data.corpus report CORPUS` prints what was kept and dropped.",
     )
-    parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE_DIR", help="as data.gutenberg makes it")
+    parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE_DIR", help="of data.gutenberg, for instance")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the corpus")
     parser.add_argument("--val-share", nargs="+", default=[], metavar="SHARE",
-                        help="of the documents; SOURCE=SHARE for one source (default 0.01)")  # fmt: skip
+                        help="share of the documents in val; SOURCE=SHARE for one source (default 0.01)")  # fmt: skip
     parser.add_argument("--split-by", default=Settings.split_by, metavar="|".join(SPLIT_HASH),
-                        help="val gets whole texts, or parts of texts if there are few (default text)")  # fmt: skip
+                        help="put whole texts in val, or parts if there are few texts (default text)")  # fmt: skip
     for name, what in {
         "max_bytes": "cut longer texts into parts, in bytes",
         "shingle_words": "words in a shingle of MinHash",
@@ -724,14 +725,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=type(default), default=default, help=f"{what} (default {default})")
     parser.add_argument("--decontaminate", nargs="+", type=Path, default=[], metavar="PATH",
-                        help="evaluation sets, as evaluate.py --task-data reads them: train gets nothing of "
-                        "them")  # fmt: skip
+                        help="evaluation sets, as for evaluate.py --task-data, to keep out of the training "
+                        "text")  # fmt: skip
     parser.add_argument("--filters", type=Path, default=DEFAULT_FILTERS, metavar="FILE", help="quality filters in SQL")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="count tokens too")
     parser.add_argument("--workers", type=int, help="processes (default: one per core, if memory allows)")
     parser.add_argument("--memory-limit", default="1GB", metavar="BYTES", help="for all of them together (default 1GB)")
     parser.add_argument("--ray", metavar="ADDRESS",
-                        help="HOST:PORT of a Ray cluster to run on; local for one of this machine")  # fmt: skip
+                        help="run on the Ray cluster at HOST:PORT; local starts Ray on this machine")  # fmt: skip
     args = parser.parse_args(arguments)
     share, shares = _parse_shares(args.val_share)
     settings = Settings(

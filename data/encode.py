@@ -1,4 +1,4 @@
-"""The texts of a corpus's parquet files, and their ids: what a shard is made from, on this machine or another."""
+"""Read and encode the texts of a corpus's parquet files, on this machine or another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinyforge.errors import UserError
 from tinyforge.text import TextTokenizer, load_tokenizer
 from tinyforge.text.shards import TOKENIZER, separator_of
 
-ENCODED = ".encoded-"  # names of files that a task on a cluster leaves for the process that writes the shards
+ENCODED = ".encoded-"  # files that a task on a cluster leaves for the process that writes the shards
 ROWS = 64  # documents fetched at a time
 
 
@@ -34,7 +34,7 @@ def read_texts(files: Sequence[Path], skip: int = 0, below: str | None = None) -
 
 
 def unread(files: Sequence[Path], skip: int) -> Iterator[tuple[Path, int]]:
-    """The files that hold more than the first `skip` texts, each with how many of those are in it."""
+    """The files after the first `skip` texts, each with how many of its texts to skip."""
     for file in files:
         with _faults(file):
             rows = rows_of(file)
@@ -64,7 +64,8 @@ def load_with_separator(path: Path) -> TextTokenizer:
 
 
 def encode_file(file: Path, skip: int, out: Path, tokenizer: str) -> Path:
-    """Encode the texts of a parquet file with the tokenizer in `out`: an npz with `ids`, and each text's `ends`."""
+    """Encode the texts of a parquet file with the tokenizer in `out`, to an npz with `ids` and each text's end,
+    `ends`."""
     encoded = list(_tokenizer(out / TOKENIZER, tokenizer).encode_many(read_texts([file], skip), workers=1))
     target = out / f"{ENCODED}{file.stem}.npz"
     with written_whole(target) as beside, open(beside, "wb") as handle:

@@ -1,4 +1,4 @@
-"""Local files: written completely or not at all, and archives that are read without being trusted.
+"""Local files: written completely or not at all; and zips from untrusted sources.
 
 with written_whole(Path("out.json")) as beside:      # out.json appears when the block ends without an error
     beside.write_text("...")
@@ -36,7 +36,7 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def write_fault(path: Path, error: OSError) -> UserError:
-    """One line for a write that the system refused: what is wrong with the disk, and what to do."""
+    """The error for a failed write: what is wrong, and what to do."""
     if error.errno in _FULL:
         return UserError(f"{path}: {FULL}")
     if error.errno in _DENIED:

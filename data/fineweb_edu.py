@@ -4,10 +4,10 @@
     python -m data.fineweb_edu --out web --bytes 50MB --min-score 4
     python -m data.fineweb_edu --out web --files sample/10BT/000_00000.parquet --rows 1000
 
-DuckDB reads the files over HTTP: the footer of each, and of the used columns only the row groups that the filters and
-the budget need, never a whole file. The budget is divided evenly among the files, because they cover different crawls;
-what one file cannot supply is left to the files after it. The slice of each published file is kept in DIR/raw, so a
-killed run continues after the last complete one.
+DuckDB reads the files over HTTP: their footers, and only the row groups and columns that the filters and the budget
+need. The budget is divided evenly among the files, because they cover different crawls; what one file cannot supply is
+left to the files after it. The slice of each published file is kept in DIR/raw, so a killed run resumes after the last
+complete one.
 
 FineWeb-Edu: Penedo et al., "The FineWeb Datasets: Decanting the Web for the Finest Text Data at Scale" (2024).
 """
@@ -41,13 +41,13 @@ COLUMNS = {"text": "VARCHAR", "id": "VARCHAR", "url": "VARCHAR", "language": "VA
            "language_score": "DOUBLE", "token_count": "BIGINT", "score": "DOUBLE"}  # fmt: skip
 DEFAULT_BYTES = 10**9
 REPEATED = "the same id as an earlier document"
-# HTTP statuses in DuckDB's errors that mean that the file cannot be had.
+# HTTP statuses in DuckDB's errors for a file that is not available.
 _MISSING = re.compile(r"\b(404|410|403|401)\b")
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Which documents to take. Each field is compared with a column of the file before any text is fetched."""
+    """Which documents to take. Each field is compared with a column before any text is fetched."""
 
     language: str = "en"
     min_language_score: float = 0.65  # FineWeb's own bound
@@ -58,7 +58,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class _Slice:
-    """What was taken from one published file, and for which request: the record beside the slice's parquet file."""
+    """The slice of one published file and the request it was taken for: the record beside the slice's parquet file."""
 
     url: str
     bytes: int  # of the published file
@@ -131,7 +131,7 @@ def make_source(
 
 
 class _BadFile(Exception):
-    """A published file that cannot be used, now or later."""
+    """A published file that cannot be used, and retrying would not help."""
 
 
 def _recorded(path: Path, file: Published, wanted: dict[str, Any]) -> _Slice | None:
@@ -147,7 +147,7 @@ def _recorded(path: Path, file: Published, wanted: dict[str, Any]) -> _Slice | N
 
 
 def _take(path: Path, file: Published, wanted: dict[str, Any], earlier: list[Path], patience: Patience) -> _Slice:
-    """One slice, retried after a transient failure: DuckDB's own retries are over, and the file may have changed."""
+    """One slice, retried after a transient failure with a new connection, since the file may have changed."""
     import duckdb
 
     for attempt in range(1, patience.attempts + 1):
@@ -241,8 +241,8 @@ def _check_columns(connection: Any, file: Published) -> int:
 
 
 def connect(patience: Patience, spill: Path) -> Any:
-    """A DuckDB connection that reads over HTTP, without a cache of what another one has read; it spills into a folder
-    rather than the working directory. UserError if its httpfs extension cannot be loaded.
+    """A DuckDB connection that reads over HTTP and spills into the folder `spill`. UserError if its httpfs extension
+    cannot be loaded.
 
     The extension comes from the package duckdb-extension-httpfs if that is installed, so that it is available offline,
     else from DuckDB's own repository.

@@ -2,13 +2,12 @@
 
     python -m data.gutenberg --out books                             # the classics listed in data/gutenberg.csv
     python -m data.gutenberg --out books --numbers 84 1342           # by number
-    python -m data.gutenberg --out books books.zip 84.txt more/      # files that you have; no download
+    python -m data.gutenberg --out books books.zip 84.txt more/      # from local files, without a download
     clean(Path("84.txt").read_bytes())  ->  Book(body="Frankenstein; ...", title="Frankenstein", ...)
 
 A published file is a header, a START marker, the book, an END marker and a licence of about 18 kB. The licence is the
 same in every file, so a model would memorise it. Only text that is certainly not part of the book is cut. A file in
-which that is uncertain (a marker is missing, or licence text remains between them) is refused with a reason, not half
-cleaned.
+which this is uncertain (a marker is missing, or licence text remains between them) is refused with a reason.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.terminal import one_line
 
 LIST = Path(__file__).with_name("gutenberg.csv")
-# The mirrors are Project Gutenberg's own and meant for programs; the web site is meant for people and comes last.
+# The mirrors are Project Gutenberg's own, for programs; the web site is for people and comes last.
 MIRRORS = ("https://gutenberg.pglaf.org", "https://aleph.gutenberg.org", "https://www.gutenberg.org")
 LICENCE = "public domain in the USA; without Project Gutenberg's name and licence"
 
@@ -129,7 +128,7 @@ _MAX_OUTSIDE = 40_000  # before the START and after the END marker; the licence 
 
 
 def clean(raw: bytes) -> Book:
-    """Extract the book from the bytes of one plain-text file of Project Gutenberg, or say why that is impossible.
+    """Extract the book from the bytes of a plain-text file of Project Gutenberg, or say why that is impossible.
 
     The header and the licence are cut, and directly inside the markers the production credits and transcriber's
     notes. Title pages, contents, publishers' advertisements and footnotes belong to the book and stay.
@@ -198,7 +197,7 @@ def _decode(raw: bytes) -> tuple[str, str]:
 
 
 def _find_markers(text: str) -> tuple[int, int]:
-    """Where the book begins and ends. Two markers of a kind are refused: it may be two books in one file."""
+    """Where the book begins and ends. Two markers of a kind are refused: the file may hold two books."""
     ends = list(_END.finditer(text))
     if not ends:
         ends = list(_LAST_LINE.finditer(text))[-1:]
@@ -285,7 +284,7 @@ def _skip_front(body: str) -> tuple[int, list[str]]:
 
 
 def _find_leftover(body: str) -> str | None:
-    """Text that is certainly not part of a book. Two words are searched first, because that is ten times as fast."""
+    """Text that is certainly not part of a book. Searching two words first is ten times as fast."""
     lowered = body.lower()
     if "gutenberg" not in lowered and "small print" not in lowered:
         return None
@@ -475,7 +474,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m data.gutenberg", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER_OR_ZIP", help="books to clean; none: download them"
+        "inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER_OR_ZIP", help="books to clean (default: download them)"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
     parser.add_argument(
@@ -489,8 +488,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.inputs and (args.numbers or args.base_url):
         raise UserError(
-            f"{args.inputs[0]}: got files and --numbers or --base-url, wanted one or the other; nothing is downloaded "
-            "for files"
+            f"{args.inputs[0]}: got files and --numbers or --base-url, wanted one or the other; for files nothing is "
+            "downloaded"
         )
     if args.numbers and min(args.numbers) < 1:
         raise UserError(f"--numbers {min(args.numbers)}: wanted 1 or more; a book's number is in its URL")

@@ -1,11 +1,11 @@
-r"""Documents from local files: plain text, JSON lines, parquet, folders and zips of them.
+r"""Documents from local files: plain text, JSON lines, parquet, and folders and zips of these.
 
     python -m data.local --out mine notes/ web.jsonl pages.parquet books.zip     # a source folder
     read_documents(["book.txt", "notes/", "web.parquet"])  ->  list[str], one entry per document
 
 A text file is one document, and so is each line of a .jsonl, each item of a .json and each row of a parquet file. The
-only cleaning is what every reader needs: the byte-order mark is removed, and each line ends in "\n". The command skips
-files and records that it cannot read, and reports them; `read_documents`, which recipes use, stops at the first error.
+only cleaning removes the byte-order mark and ends each line with "\n". The command skips and reports files and records
+that it cannot read; `read_documents`, which recipes use, stops at the first error.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def make_source(
 
 
 def _each_file(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Iterator[tuple[str, Path]]:
-    """Every file under the inputs and in archives: its name, and its path while the caller reads it."""
+    """Every file under the inputs, members of archives too: its name, and a path that is valid until the next one."""
     places: set[str] = set()
     for path in inputs:
         files = (
@@ -229,7 +229,8 @@ def _each_file(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Itera
 
 
 def _unpacked(archive: Path, place: str, writer: SourceWriter) -> Iterator[tuple[str, Path]]:
-    """The members of an archive, one at a time, in a file that we name; the archive's names are never used as paths."""
+    """The members of an archive, one at a time, in a file with a name of ours: its own names are never used as
+    paths."""
     try:
         members = zip_members(archive)
     except UserError as fault:

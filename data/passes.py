@@ -1,11 +1,10 @@
-"""The passes over the texts that make a corpus: each reads some rows of one parquet file, in a worker process.
+"""The passes over the texts of a corpus. Each task reads some rows of one parquet file, in a worker process.
 
     spans = find_spans("web", paths, connection)                    # rows of a parquet file, about 16 MB of text each
     run_tasks("read", read_texts, tasks, folder, workers=2, ...)    # results in order, kept until the end
 
-A pass never holds more in memory than a few documents and one vector of DuckDB's reader: 2048 rows, or a row group if
-that is smaller. Its result is a file, written completely or not at all, so a killed run continues with the remaining
-tasks.
+A task holds only a few documents in memory, and one vector of DuckDB's reader: 2048 rows, or a row group if that is
+smaller. Its result is a file, written completely or not at all, so a killed run continues with the remaining tasks.
 """
 
 from __future__ import annotations
@@ -71,25 +70,25 @@ class Parts:
 def connect(memory: int, folder: Path, path: Path | None = None, threads: int = 1) -> duckdb.DuckDBPyConnection:
     """DuckDB within `memory` bytes, spilling to its own folder in `folder`; deterministic with one thread.
 
-    path: of a catalogue, which is made if it is not there. Until DuckDB has written its first pages it would refuse the
-    file that a kill has left: so a new one is made beside and renamed.
+    path: of a catalogue, created if missing. DuckDB refuses the file of a run that was killed before the first pages
+    were written, so a new catalogue is created under another name and renamed.
     """
     if path and not path.exists():
         with written_whole(path) as beside:
             beside.unlink(missing_ok=True)
             parquet.connect(str(beside)).close()
-    # A shared one would be overwritten, by another process or by one of another machine.
+    # A shared folder would be overwritten by other processes, here or on another machine.
     spill = folder / f"spill-{socket.gethostname()}-{os.getpid()}-{next(_connections)}"
     config: dict[str, Any] = {"threads": threads, "memory_limit": f"{memory}B", "temp_directory": str(spill)}
     connection = parquet.connect(str(path or ":memory:"), **config)
-    # Joins keep the order in which they are written: the small table on the right is held in memory.
+    # Joins are executed as written, so that the small table, on the right, is the one held in memory.
     connection.execute("SET disabled_optimizers = 'join_order,build_side_probe_side'")
     return connection
 
 
 @contextmanager
 def duckdb_faults(what: str) -> Iterator[None]:
-    """Turn those of DuckDB's errors that the user can fix into a UserError about `what`."""
+    """Turn DuckDB's errors that the user can fix into a UserError about `what`."""
     import duckdb
 
     try:
@@ -102,7 +101,7 @@ def duckdb_faults(what: str) -> Iterator[None]:
             raise UserError(f"{what}: {reason[:200]}; raise --memory-limit, or free disk space for spilling") from None
         if re.search(r"invalid string encoding|utf-?8|unicode", reason, re.IGNORECASE):
             raise UserError(f"{what}: has text that is not UTF-8 ({reason[:120]}); make the source again") from None
-        # What has no class of its own is from the readers of damaged files.
+        # Errors without a class of their own come from reading damaged files.
         of_files = duckdb.IOException | duckdb.ConversionException | duckdb.InvalidInputException
         if isinstance(error, of_files) or type(error) is duckdb.Error:
             raise UserError(f"{what}: {reason[:200]}; fix that and run again, complete files are kept") from None
@@ -142,7 +141,7 @@ def find_spans(source: str, paths: Sequence[Path], connection: duckdb.DuckDBPyCo
 
 @dataclass(frozen=True)
 class Pass:
-    """The arguments of every pass: where to write, and DuckDB's memory in bytes."""
+    """The arguments of every task: where to write, and the memory of DuckDB in bytes."""
 
     target: Path  # without its suffix
     memory: int
@@ -208,7 +207,7 @@ def read_texts(job: Pass, span: Span, max_bytes: int, shingle_words: int, functi
         for name, pairs in (("hash", hashes), ("text_hash", text_hashes)):
             both = np.array(pairs, np.uint64).reshape(-1, 2)
             arrays[f"{name}_high"], arrays[f"{name}_low"] = both[:, 0].copy(), both[:, 1].copy()
-        # Numbers are passed to DuckDB as arrays; strings would go one by one.
+        # Hashes are passed to DuckDB as arrays of numbers; strings would be converted one by one.
         shown = [f"format('{{:016x}}{{:016x}}', {n}_high, {n}_low) AS {n}" for n in ("hash", "text_hash")]
         numbers = "* EXCLUDE (hash_high, hash_low, text_hash_high, text_hash_low)"
         _write(connection, arrays, f"{numbers}, {', '.join(shown)}", job.target)
@@ -221,9 +220,9 @@ def cut(text: str, max_bytes: int) -> list[tuple[int, int, int]]:
     """Cut a text into parts of at most `max_bytes`: (start, length, bytes), the first two in characters.
 
     A shorter text is one part. A cut is at the end of a paragraph in the second half of the allowed length: of the
-    candidates, the one whose next 64 bytes have the smallest CRC-32. So the place depends on the words around it: in
-    another edition, with a longer preface, the cuts are soon the same and the parts are found as duplicates. Without a
-    paragraph the cut is after the last line, else after the last blank. The parts together are the text.
+    candidates, the one whose next 64 bytes have the smallest CRC-32. So a cut depends only on the words around it: in
+    another edition, with a longer preface, the cuts soon coincide and the parts are found as duplicates. Without a
+    paragraph the cut is after the last line, else after the last blank. The concatenated parts are the text.
     """
     raw = text.encode()
     if len(raw) <= max_bytes:
@@ -255,9 +254,9 @@ def _find_cut(raw: bytes, low: int, high: int) -> int:
 def find_reasons(job: Pass, parts: Parts, filters: tuple[Filter, ...]) -> dict[str, Any]:
     """Which filter drops which document: `target.parquet` with number, reason.
 
-    The texts go back to DuckDB in small batches: it works on 2048 rows at once, which can be hundreds of megabytes of
-    books, times the copies that the filters make. A batch goes back as one string, with a separator that occurs in none
-    of the texts, because DuckDB takes a list from Python slowly, value by value.
+    The texts are passed back to DuckDB in small batches: it processes 2048 rows at once, which can be hundreds of
+    megabytes of books, times the copies that the filters make. A batch is passed as one string, with a separator that
+    occurs in no text, because DuckDB converts lists from Python slowly, value by value.
     """
     import duckdb
 
@@ -340,7 +339,7 @@ def find_overlaps(job: Pass, parts: Parts, n: int, grams: Path) -> dict[str, Any
 
 @lru_cache(maxsize=1)
 def _membership(grams: Path, count: int) -> tuple[np.ndarray, np.uint64]:
-    """A table of the first bits of the known grams: nearly all unknown grams then need no search."""
+    """A table over the first bits of the known grams, which saves searching for nearly all unknown ones."""
     bits = min((32 * count).bit_length(), 26)
     shift = np.uint64(64 - bits)
     table = np.zeros(1 << bits, bool)
@@ -433,9 +432,9 @@ def run_tasks(
 ) -> list[dict[str, Any]]:
     """`function(Pass(folder/stage-00000, ...), *task)` for each task; their results in order.
 
-    A result is kept in `folder/stage-00000.json`, and a task that has one is not run again. workers: processes; with 1
-    the tasks run in this process. nodes: the machines on which they run instead. progress is called with the index of a
-    finished task. Raises what a task raises.
+    Results are kept in `folder/stage-00000.json`, ...; a task that has one is not run again. workers: processes; with 1
+    the tasks run in this process. nodes: machines to run on instead. progress is called with the index of each finished
+    task. Raises what a task raises.
     """
     results: dict[int, dict[str, Any]] = {}
 
@@ -472,7 +471,7 @@ def run_tasks(
     try:
         for index, task in missing():
             running[pool.submit(_run, function, Pass(target(index), memory), task)] = index
-            collect(nodes.workers if nodes else workers)  # one task waits for the first free worker
+            collect(nodes.workers if nodes else workers)  # one more is queued for the first free worker
         collect(0)
     except BrokenProcessPool:
         raise UserError(f"{stage}: a worker was killed; run again to continue, with fewer --workers") from None
@@ -488,7 +487,7 @@ def _run(function: Callable[..., dict[str, Any]], job: Pass, task: tuple[Any, ..
 
 
 def _follow_parent() -> None:
-    """A worker leaves Ctrl-C to its parent, and exits when the parent is gone, even if it was killed."""
+    """In a worker: leave Ctrl-C to the parent, and exit when the parent has ended, even if it was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 

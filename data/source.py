@@ -49,7 +49,7 @@ class Document:
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file that documents came from: its URL or name, its size, its SHA-256 (None if it was not read as a whole)."""
+    """A file that documents came from: URL or name, size, and SHA-256 (None if only parts of it were read)."""
 
     url: str
     bytes: int
@@ -62,7 +62,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A record that is not among the documents, and why."""
+    """A record that was left out, and why."""
 
     record: str
     reason: str
@@ -70,7 +70,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Source:
-    """What `source.json` says about a complete source folder."""
+    """The contents of `source.json` of a complete source folder."""
 
     folder: Path
     name: str
@@ -84,7 +84,7 @@ class Source:
 
 
 def _writable(text: str) -> str:
-    """A file's name can hold bytes that are no UTF-8, which Python keeps as halves of surrogate pairs."""
+    """A file name may contain bytes that are not UTF-8, which Python represents as lone surrogates."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -217,7 +217,7 @@ def write_manifest(
 def write_documents(path: Path, rows: Sequence[Document]) -> None:
     """Write documents to one parquet file. UserError if the disk is full or `path` is not writable.
 
-    They go through a file of JSON lines: DuckDB reads that at 200 MB/s, and Python's strings at 5.
+    They go through a file of JSON lines, which DuckDB reads at 200 MB/s; strings from Python at 5 MB/s.
     """
     lines = path.with_suffix(".jsonl")
     longest = 1 << 20
@@ -277,7 +277,7 @@ def read_source(folder: Path, verify: bool = False) -> Source:
             _check_file(folder / entry["file"], entry["bytes"], entry["sha256"] if verify else None)
         inputs = [entry["sha256"] for entry in found.get("files", ()) if entry.get("sha256")]
         if not all(isinstance(digest, str) for digest in inputs):
-            raise TypeError("a SHA-256 in files is no text")
+            raise TypeError("a SHA-256 in files is not a string")
         return Source(
             folder=folder, name=found["name"], licence=found["licence"], documents=found["documents"],
             bytes=found["bytes"], parquet=tuple(folder / entry["file"] for entry in found["parquet"]),

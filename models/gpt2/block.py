@@ -1,7 +1,7 @@
 """The block of GPT-2, forward and backward. Read `forward`, then `backward` from the bottom up.
 
-As in Llama's (models/llama/block.py), the norms stand where a residual is added, so a block takes the stream with its
-norm, and gives both on.
+As in Llama's (models/llama/block.py), a norm is fused with the residual addition before it, so a block takes the stream
+and its norm, and returns both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tinyforge.ops.dropout import adding
 
 
 class Block:
-    """The ops of one layer; the norms stand at the joints, where a residual is added, and so belong to the model."""
+    """The ops of one layer, without the norms: they are fused with the residual additions and belong to the model."""
 
     def __init__(
         self, config: Config, layer: int, backend: Backend, hidden: int | None = None, causal: bool = True,
@@ -28,7 +28,7 @@ class Block:
         """hidden: width of the MLP, 4 C unless given. gelu: its formula, "tanh" or "erf"."""
         dim, at = config.dim, f"blocks.{layer}"
         hidden = hidden or 4 * dim
-        # 2 * layers projections add to the residual stream; this keeps its variance from growing with them.
+        # 2 * layers projections add to the residual stream; this keeps its variance from growing with depth.
         std, residual_std = 0.02, 0.02 / (2 * config.layers) ** 0.5
 
         def bias(name: str, rows: int) -> Param | None:
@@ -54,14 +54,14 @@ class Block:
         self.down = GELULinear(down, backend, f"{at}.down", bias=bias("down", dim), input_bias=bias("up", hidden),
                                approximate=gelu)  # fmt: skip
         self.down_dropout = dropout("down_dropout")
-        self.split = 3 * config.heads, config.head_dim  # of what qkv gives
+        self.split = 3 * config.heads, config.head_dim  # of qkv's output
 
     def forward(
         self, x: Array, h: Array, stash: Stash | None, *, joints: Sequence[AddLayerNorm],
         normed: Callable[[Array], Array] | None = None, cache: LayerCache | None = None, starts: Array | None = None,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """The stream and its norm after the block, (B, T, C) each. normed: recomputation of the norms is wanted, and
-        this gives h from x. starts: of each token's document, (B, T)."""
+        """The stream and its norm after the block, (B, T, C) each. normed: computes h from x, to recompute norms
+        instead of storing them; None to store them. starts: first position of each token's document, (B, T)."""
         joint, next_joint = joints
         qkv = self.qkv.forward(h, stash, recompute=partial(normed, x) if normed else None)
         qkv = qkv.reshape(*x.shape[:2], *self.split)  # (B, T, 3 H, D)
@@ -77,7 +77,7 @@ class Block:
     def backward(
         self, dx: Array | None, dh: Array, stash: Stash, joints: Sequence[AddLayerNorm]
     ) -> tuple[Array, Array]:
-        """The gradients of x and h. dx: None where nothing but the norm of x is read."""
+        """The gradients of x and h. dx: None if only the norm of x is used."""
         joint, next_joint = joints
         dx, df = next_joint.backward((dx, dh), stash)
         df = self.down_dropout.backward(df, stash)

@@ -20,13 +20,13 @@ class Config(ModelConfig):
     dim: width C of the residual stream. heads, kv_heads: query and key/value heads, each of size head_dim; 0 stands for
     dim / heads. layers: blocks. hidden: width of SwiGLU. tied: the output head is the embedding. qkv_bias: Qwen2's
     biases on queries, keys and values. qk_norm: Qwen3's norms on each query and key head. window: positions that a
-    token attends to, itself included, as in Mistral; 0 for all.
+    token attends to, including itself, as in Mistral; 0 for all.
 
     rope_scaling stretches the rotary angles to a longer context: "none"; "linear" divides all frequencies by
     rope_factor (Chen et al., 2023); "llama3" divides those with a wavelength above original_context / rope_low_freq,
     leaves those below original_context / rope_high_freq, and blends between (Llama 3.1).
 
-    dropout: rate in training, on what a block's two halves add to the stream.
+    dropout: rate in training, on the outputs of a block's two halves, before they are added to the stream.
     """
 
     dim: int = 64
@@ -74,7 +74,7 @@ class Config(ModelConfig):
             )
 
     def override(self, values: Mapping[str, Any]) -> Self:
-        """As for every config; a head_dim of dim / heads follows the two."""
+        """As for every config; a head_dim of dim / heads is updated with the two."""
         follows = self.head_dim * self.heads == self.dim
         return super().override({"head_dim": 0, **values} if follows else values)
 

@@ -11,9 +11,9 @@ from tinyforge.errors import UserError
 
 @dataclass(frozen=True)
 class Config(ModelConfig):
-    """dim: size of an embedding, and of each layer's h and c. layers. dropout: rate in training, on what a layer reads
-    and what the last one gives, never along time. reset: the id of a token behind which a text begins, with a state of
-    0; -1 for none. context: longest sequence; the model itself has no limit."""
+    """dim: size of an embedding, and of each layer's h and c. layers. dropout: rate in training, on the input of
+    each layer and the output of the last, never along time. reset: id of a token after which a new text begins, with a
+    zero state; -1 for none. context: longest sequence; the model itself has no limit."""
 
     dim: int = 110
     layers: int = 2

@@ -14,10 +14,9 @@ from tinyforge.errors import UserError
 class Config(ModelConfig):
     """The shape of a vision transformer.
 
-    image: height and width in pixels. patch: of a patch. channels: 1 for grey, 3 for colour. classes: that it chooses
-    among. dim: width C of the stream. heads: each of size dim / heads. layers: blocks. hidden: width of the MLP.
-    dropout: rate in training, as in GPT-2. What a text has, a context and a vocabulary, follows: tokens of an image,
-    and classes.
+    image: height and width in pixels. patch: height and width of a patch. channels: 1 for grey, 3 for colour. classes:
+    number of classes. dim: width C of the stream. heads: each of size dim / heads. layers: blocks. hidden: width of the
+    MLP. dropout: rate in training, as in GPT-2. context and vocab follow: the tokens of an image, and the classes.
     """
 
     image: int = 28

@@ -1,7 +1,8 @@
 """ViT, forward and backward. Read `hidden` and `forward`, then `backward` beside them from the bottom up.
 
-What differs from GPT-2: the tokens are patches of an image, a learned token stands before them, every token sees every
-other, and one prediction is made for the whole sequence, from that token. The block is GPT-2's (models/gpt2/block.py).
+Differences from GPT-2: the tokens are patches of an image, a learned class token precedes them, every token attends to
+every other, and there is one prediction for the whole sequence, from the class token. The block is GPT-2's
+(models/gpt2/block.py).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tinyforge.rng import Stream
 
 
 class Block(gpt2.Block):
-    """GPT-2's, where every token sees every other, with the exact GELU."""
+    """GPT-2's, without a causal mask, and with the exact GELU."""
 
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
         shape = GPT2Config(dim=config.dim, heads=config.heads, layers=config.layers, dropout=config.dropout)
@@ -47,7 +48,7 @@ class ViT(Op):
     (B, 1, 1) int32, the class; nll: (B, 1, 1). The stream starts as x = [class token, embedded patches] + position;
     block:
         x = x + out(attention(qkv(norm1(x))));   x = x + down(gelu(up(norm2(x))))
-    then a final norm, and a linear map of the class token's place to the classes. recompute: keep the stream, not the
+    then a final norm, and a linear map from the class token to the classes. recompute: keep the stream instead of the
     norms' outputs, and compute these again in backward.
 
     backward returns the gradient of float images. Source: Dosovitskiy et al., "An Image is Worth 16x16 Words:
