@@ -28,6 +28,7 @@ from data.alpaca import (
 from data.download import Downloader, Patience
 from data.local import read_documents
 from data.source import read_source
+from tests.data.conftest import fault_of
 from tinyforge.errors import UserError
 
 GREET = {"instruction": "Greet Mia.", "input": "", "output": "Hello, Mia."}
@@ -52,10 +53,7 @@ def write(path: Path, text: str) -> Path:
 
 def fault(path: Path) -> str:
     """The message of the UserError that reading `path` raises: one line that names the file."""
-    with pytest.raises(UserError) as caught:
-        read_records([path])
-    message = str(caught.value)
-    assert "\n" not in message
+    message = fault_of(read_records, [path])
     assert message.startswith(f"{path}: ")
     return message.removeprefix(f"{path}: ")
 

@@ -28,8 +28,8 @@ from data.filters import DEFAULT_FILTERS, check_filters, read_filters
 from data.gutenberg import clean
 from data.passes import cut, duckdb_faults
 from data.source import Document, SourceWriter
+from tests.data.conftest import fault_of as fault
 from tests.data.test_dedup import jaccard, slow_grams
-from tinyforge.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHIVE = ROOT.parent / "shared" / "data" / "gutenberg.zip"
@@ -76,14 +76,6 @@ def filter_file(folder: Path, text: str = KEEP_ALL) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "own.sql").write_text(text, encoding="utf-8")
     return folder / "own.sql"
-
-
-def fault(function: Any, *args: Any, **keywords: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        function(*args, **keywords)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

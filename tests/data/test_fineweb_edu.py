@@ -20,6 +20,7 @@ from data.download import FetchError, Patience
 from data.fineweb_edu import REPOSITORY, Filter, main, make_source
 from data.hub import Published
 from data.source import Source, read_source
+from tests.data.conftest import contents
 from tinyforge.errors import UserError
 
 pytestmark = pytest.mark.skipif(
@@ -74,10 +75,6 @@ def take(host: Any, out: Path, **how: Any) -> Source:
 def ids(source: Source) -> list[str]:
     names = [str(path) for path in source.parquet]
     return [row[0] for row in duckdb.execute("SELECT id FROM read_parquet($1)", [names]).fetchall()]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_the_filters_choose_and_the_order_stays(tmp_path: Path, host: Any, files: dict[str, bytes]) -> None:

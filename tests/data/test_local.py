@@ -16,6 +16,7 @@ import pytest
 
 from data.local import main, make_source, read_documents, read_text
 from data.source import read_source
+from tests.data.conftest import fault_of
 from tinyforge.errors import UserError
 
 
@@ -34,12 +35,7 @@ def write_parquet(path: Path, select: str, options: str = "") -> Path:
 
 
 def fault(*paths: Path, encoding: str = "utf-8") -> str:
-    """The message of the UserError that reading `paths` raises, which is one line."""
-    with pytest.raises(UserError) as caught:
-        read_documents(paths, encoding)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    return fault_of(read_documents, paths, encoding)
 
 
 def test_a_text_file_of_any_suffix_is_one_document(tmp_path: Path) -> None:
