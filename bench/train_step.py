@@ -7,34 +7,34 @@
     python bench/train_step.py --model gpt2 --config 124m --backend cupy --precision bf16 --seq-len 1024 --peer torch
     python bench/train_step.py --model moe --beside nanoeuler:small     next to another of our models, in the same turns
 
-PyTorch runs eager, compiled, and on a GPU also compiled with CUDA graphs (mode reduce-overhead); what it cannot do on
-this machine is left out, and the reason printed. All contenders start from the same weights, see the same random
-tokens, and must agree on the loss of the first steps before any is timed (where the config has dropout, models without
-it must agree: each contender draws its own masks). They then take turns in one process, a few steps each, so that a
-machine that gets slower or faster in between does so for all of them; the first step of each turn is not counted. Use
-an idle machine all the same: another busy process slows the contenders unequally. Peak memory is that of a child
-process that does nothing but the steps of one contender.
+PyTorch runs eager, compiled, and on a GPU also compiled with CUDA graphs (mode reduce-overhead). Modes that fail on
+this machine are left out, and the reason is printed. All contenders start from the same weights, see the same random
+tokens, and must agree on the loss of the first steps before any is timed. (With dropout each contender samples its own
+masks, so the check uses models without dropout.) They then take turns in one process, a few steps each, so that changes
+of the machine's speed affect all of them; the first step of each turn is not counted. Use an idle machine all the same:
+another busy process slows the contenders unequally. Peak memory is measured in a child process that runs only the steps
+of one contender.
 
 On a GPU a turn is timed as a whole, from an idle device to an idle device, and its mean is one measurement: steps
-follow each other without waiting, as in training. PyTorch's batches lie on the device from the start, ours are uploaded
-in the step. Peak memory is what arrays took on the device at most, without the libraries' own.
+follow each other without synchronisation, as in training. PyTorch's batches are on the device from the start, ours are
+uploaded in the step. Peak memory is that of arrays on the device, without the libraries' own.
 
-With --data our step is timed again with batches that are read, as training does, from token shards, where all
-others repeat a few: the difference is what loading costs.
+With --data our step is timed again with batches read from token shards, as in training, where the others repeat a few
+batches: the difference is the cost of loading.
 
 With --documents N our step is timed again as with --document-mask restart, on the same tokens in documents of N tokens
-on average: what keeping documents apart costs, or saves.
+on average: the cost, or gain, of masking across documents.
 
-With --capture our step is timed again as a CUDA graph, as with --capture in training; its losses must be those of
-ours to the last bit.
+With --capture our step is timed again as a CUDA graph, as with --capture in training; its losses must equal those of
+our plain step bit for bit.
 
 With --muon our step is timed again with Muon in place of AdamW.
 
-With --gpus N the processes of bench/ranks.py take turns instead: one GPU, N of them, N with the optimizer's state and
-then the gradients too shared out, and with --peer torch compiled PyTorch's DistributedDataParallel, each GPU with
---batch-size sequences.
+With --gpus N the contenders are those of bench/ranks.py: one GPU, N GPUs, N with sharded optimizer states (ZeRO 1), and
+with sharded gradients too (ZeRO 2), and with --peer torch compiled DistributedDataParallel, with --batch-size sequences
+per GPU.
 
-FLOP are counted by the model's flop_per_token, the same for all contenders but the model of --beside.
+FLOP are counted by the model's flop_per_token, for all contenders but the model of --beside.
 """
 
 from __future__ import annotations
