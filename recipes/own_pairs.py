@@ -1,12 +1,12 @@
-"""Pairs for recipes/dpo.py from a model's own replies: those that go in circles or do not end are rejected.
+"""Preference pairs from a model's own replies: those that loop or do not end are the rejected ones.
 
     python recipes/own_pairs.py --base runs/sft --data alpaca.json --out circles.json
     python recipes/dpo.py --base runs/sft --data circles.json --out runs/orderly
 
-Fine-tuning shows a model good replies, and never where its own ones lead: a greedy reply that has said a sentence twice
-says it for ever. Here it answers instructions that it was fine-tuned on, greedily and sampled, and wherever its reply
-is not in form, as recipes/evaluate.py counts it, the record's own reply is preferred. The last 20th of each file, which
-is what it is measured on, is not asked.
+Fine-tuning shows a model good replies, but never where its own replies lead: a greedy reply that has repeated a
+sentence tends to repeat it for ever. Here the model answers instructions that it was fine-tuned on, greedily and
+sampled. Wherever its reply is not in form, as recipes/evaluate.py counts it, the record's own reply is preferred. The
+last 20th of each file is left out, because the model is evaluated on it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tinyforge.text.chat_templates import end_of_reply
 
 
 def records_to_ask(loaded: Loaded, records: Sequence[Record], count: int, max_tokens: int) -> list[Record]:
-    """Up to `count` records, evenly from those whose own reply is in form and takes no more than `max_tokens`, of which
-    the prompt leaves as many to a reply."""
+    """Up to `count` records, evenly spaced, whose own reply is in form and has at most `max_tokens` tokens, and whose
+    prompt leaves room for as many."""
     context, tokenizer = loaded.model.config.context, loaded.tokenizer
     fit = [r for r in evenly(records, 4 * count) if reply_shares([Reply(r.output, 0, True)])["all_three"]
            and len(tokenizer.encode(r.output)) <= max_tokens
@@ -45,7 +45,7 @@ def records_to_ask(loaded: Loaded, records: Sequence[Record], count: int, max_to
 
 
 def own_pairs(loaded: Loaded, records: Sequence[Record], samplings: Sequence[Sampling]) -> list[dict[str, Any]]:
-    """A pair wherever a reply to a record is not in form. cut: the reply had no end, and gets none in training."""
+    """A pair wherever a reply to a record is not in form. cut: the reply did not end, so its end gets no loss."""
     tokenizer, found = loaded.tokenizer, []
     prompts = [prompt_ids(loaded, r.instruction, r.input) for r in records]
     decoder = reply_decoder(loaded.model, len(prompts))

@@ -1,4 +1,4 @@
-"""Pretrain a model of the zoo on text: to predict the next token, or, BERT, hidden words.
+"""Pretrain a model of the zoo on text: next-token prediction, or for BERT masked words.
 
     python recipes/pretrain.py                                  the built-in corpus, small preset, minutes on a CPU
     python recipes/pretrain.py --model gpt2 --config char --data shakespeare.txt --tokenizer chars
@@ -8,9 +8,8 @@
     python recipes/pretrain.py --data shards --mix books=0.7 web=0.3        token shards (python -m data.shards)
     python recipes/pretrain.py --resume                         continue runs/pretrain
 
-Documents are packed into one stream, each followed by <|endoftext|>. Held-out text (built-in corpus: its own val
-part; token shards: their val split; your data: the last tenth) is never trained on and is what `val bits per byte` is
-measured on.
+Documents are packed into one stream, each followed by <|endoftext|>. `val bits per byte` is measured on held-out text,
+which is never trained on: the val split of the built-in corpus or of token shards, the last tenth of your own data.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from tinyforge.train.settings import (
     with_fields,
 )
 
-EVAL_TOKENS = 16_384  # while training; at the end, all held-out text is read
+EVAL_TOKENS = 16_384  # of each evaluation while training; the last one reads all held-out text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def open_base(settings: PretrainSettings, resume: bool) -> Opened | None:
-    """What --base names. A run that is resumed has its own weights, and of its base nothing is wanted any more."""
+    """The checkpoint of --base. A resumed run opens itself: it has its own weights and no longer needs the base."""
     if not settings.base:
         return None
     base = open_model(Path(settings.out) if resume else trained_model(settings.base))
@@ -158,7 +157,7 @@ def pretrain(
         overall, by_source = corpus.evaluate(sharded, settings.batch_size, EVAL_TOKENS)
         return {"val_bits_per_byte": overall, **{f"val_bits_per_byte_{name}": bpb for name, bpb in by_source.items()}}
 
-    # A character can take four tokens: half of the context is left for what follows.
+    # A character can take four tokens. Half of the context is left for the continuation.
     opening = tokenizer.decode(tokenizer.encode(corpus.opening)[: max(1, config.context // 2)])
     end = frozenset({tokenizer.specials[separator_of(tokenizer)]})
 
@@ -187,11 +186,11 @@ def hide_words(
     settings: PretrainSettings, model: Model, corpus: Corpus, backend: Backend, seq_len: int, about: dict[str, Any],
     plan: Plan, resume: bool,
 ) -> None:  # fmt: skip
-    """Pretrain a model that guesses hidden words."""
+    """Pretrain with masked words (BERT)."""
     rows = settings.batch_size
     words = MaskedWords(corpus.batches, corpus.tokenizer, model.config, seq_len, settings.seed)
-    print(f"to beat: loss {words.frequency_loss():.2f}, that of guessing by how often each word comes; a run that "
-          "stays there wants a smaller --seq-len at first, or a lower --lr")  # fmt: skip
+    print(f"to beat: loss {words.frequency_loss():.2f}, that of guessing by word frequency; if a run stays "
+          "there, start with a smaller --seq-len, or lower --lr")  # fmt: skip
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         return evaluate_masked(sharded, words.held_out(corpus, rows, EVAL_TOKENS))

@@ -125,6 +125,19 @@ def test_arguments_must_be_those_of_the_body() -> None:
     assert right(5, 0, backend=Elsewhere("numpy")) == (5, "numpy")  # registering gives the plain function back
 
 
+def test_on_phantom_a_function_may_name_only_what_it_reads() -> None:
+    @kernel
+    def add(x: Array, y: Array, scale: float = 1.0) -> Array:
+        return x + scale * y
+
+    assert add.on("phantom")(lambda y: y + 1)(1) == 2
+    assert add.bind(PHANTOM)(5, 2) == add.bind(PHANTOM)(5, y=2, scale=3.0) == 3
+    with pytest.raises(TypeError, match=r"kernel add: on phantom it takes \(z\), on numpy"):
+        add.on("phantom")(lambda z: z)
+    with pytest.raises(TypeError, match="kernel add: on cupy it takes"):
+        add.on("cupy")(lambda y: y)
+
+
 def test_a_missing_kernel_names_itself_its_op_and_the_backends_that_have_it() -> None:
     @kernel
     def lonely(x: Array) -> Array:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS, PICTURE, README = ROOT / "docs/results", ROOT / "docs/pictures/measured.svg", ROOT / "README.md"
@@ -111,16 +112,5 @@ def readme() -> str:
     return f"{head}{BEGIN}\n\n{markdown()}\n\n{END}{rest.split(END)[1]}"
 
 
-def main(argv: Sequence[str]) -> int:
-    wanted = {PICTURE: svg(), README: readme()}
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    if "--check" not in argv:
-        for path in stale:
-            path.write_text(wanted[path], encoding="utf-8")
-    for path in stale:
-        print(f"{'stale' if '--check' in argv else 'wrote'}: {path.relative_to(ROOT)}")
-    return 1 if stale and "--check" in argv else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(files.write({PICTURE: svg(), README: readme()}))

@@ -1,12 +1,12 @@
 """The block of Llama, its kin, and NanoEuler, forward and backward. Read `forward`, then `backward` from the bottom up.
 
-The block's norms stand where a residual is added, so a block takes the stream with its norm, and gives both on:
+A norm is fused with the residual addition before it, so a block takes the stream and its norm, and returns both:
 
-    h = norm1(x)                                     by whoever calls the first block
+    h = norm1(x)                                     before the first block
     x, h = block(x, h):   x = x + out(attention(rope(qkv(h))));    h = norm2(x)
                           x = x + down(gate_up(h));                h = norm1 of the next block, or the final norm
 
-In training, dropout on both things added, where the config has any; where it has none, the product adds x itself.
+In training, dropout is applied to both additions if the config has any; without dropout, the product adds x itself.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tinyforge.ops.dropout import adding
 from tinyforge.ops.swiglu_linear import swiglu_mlp
 
 STD = 0.02
-"""Of all matrices' initial values, but those of `residual_std`."""
+"""Standard deviation of all initial matrices but those of `residual_std`."""
 
 
 def residual_std(layers: int) -> float:
-    """GPT-2: 2 * layers projections add to the residual stream; this keeps its variance from growing with them."""
+    """GPT-2: 2 * layers projections add to the residual stream; this keeps its variance from growing with depth."""
     return STD / (2 * layers) ** 0.5
 
 
@@ -35,8 +35,8 @@ def gain(name: str, width: int) -> Param:
 
 
 class AttentionHalf:
-    """The first half of a layer, and the norm that ends the layer: what layers share that differ in their second half.
-    x, h: the stream and its norm, (B, T, C) each."""
+    """The first half of a layer, and the norm that ends it. Dense layers and mixtures of experts share it. x, h: the
+    stream and its norm, (B, T, C) each."""
 
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
         c, at = config, f"blocks.{layer}"
@@ -50,7 +50,7 @@ class AttentionHalf:
         keys = c.kv_heads * c.head_dim
         qkv = Param(f"{at}.qkv.weight", (heads * c.head_dim, c.dim), std=STD, matrices=(queries, keys, keys))
         self.qkv = Linear(qkv, backend, f"{at}.qkv", bias=bias)
-        # Qwen3: a norm for all query heads, one for all key heads.
+        # Qwen3: one norm for all query heads, one for all key heads.
         of_q, of_k = slice(0, c.heads), slice(c.heads, c.heads + c.kv_heads)
         self.head_norms = [(head_norm("q_norm"), of_q), (head_norm("k_norm"), of_k)] if c.qk_norm else []
         scaling = None
@@ -71,7 +71,7 @@ class AttentionHalf:
         self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,
         starts: Array | None = None,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """x with attention added, and norm2 of it. Arguments as of `Block.forward`."""
+        """x with attention added, and its norm2. Arguments as in `Block.forward`."""
         if self.head_norms:
             qkv = self.qkv.forward(h, stash)
             qkv = qkv.reshape(*x.shape[:2], -1, self.head_dim)  # (B, T, Hq + 2 Hkv, D)
@@ -116,8 +116,8 @@ class Block(AttentionHalf):
         self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,
         starts: Array | None = None,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """x and h after the block. offset: positions that the cache holds. starts: of each token's document, (B, T);
-        RoPE needs none, its scores depend on distances alone."""
+        """x and h after the block. offset: positions in the cache. starts: first position of each token's document,
+        (B, T); RoPE needs no restart, since its scores depend on distances only."""
         x, h = self.attend(x, h, stash, cache=cache, offset=offset, starts=starts)
         add = adding(self.down, self.down_dropout, x)
         f = swiglu_mlp(self.gate_up, self.down, h, stash, **add)  # (B, T, C), by way of (B, T, 2 hidden)
@@ -125,7 +125,7 @@ class Block(AttentionHalf):
         return self.next_norm.forward(f, None, stash) if add else self.next_norm.forward(x, f, stash)
 
     def backward(self, dx: Array | None, dh: Array, stash: Stash) -> tuple[Array, Array]:
-        """The gradients of x and h. dx: of x after the block; None where nothing but its norm is read."""
+        """The gradients of x and h. dx: gradient of x after the block; None if only its norm is used."""
         dx, df = self.next_norm.backward((dx, dh), stash)
         dgu = self.down.backward(self.down_dropout.backward(df, stash), stash)
         dh = self.gate_up.backward(dgu, stash)

@@ -95,6 +95,11 @@ def test_workers_end_when_their_maker_is_killed() -> None:
         "import time; from tinyforge.backends.workers import ForkedWorker, worker_pids\n"
         "workers = [ForkedWorker(abs) for _ in range(3)]; print(*worker_pids(), flush=True); time.sleep(60)"
     )
+    die_with_their_maker(code)
+
+
+def die_with_their_maker(code: str) -> None:
+    """`code` starts three processes and prints their ids; it is killed, and they must end."""
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as maker:
         assert maker.stdout is not None
         pids = [int(word) for word in maker.stdout.readline().split()]
@@ -102,7 +107,7 @@ def test_workers_end_when_their_maker_is_killed() -> None:
     assert len(pids) == 3
     deadline = time.monotonic() + 30
     while any(runs(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"workers {pids} outlived the process that made them"
+        assert time.monotonic() < deadline, f"{pids} outlived the process that made them"
         time.sleep(0.02)
 
 

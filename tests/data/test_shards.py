@@ -20,7 +20,8 @@ import pytest
 from data import shards as command
 from data.shards import make_shards, read_corpus, read_texts
 from data.world import documents
-from tinyforge.errors import UserError
+from tests.data.conftest import contents
+from tests.data.conftest import fault_of as fault
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import SEPARATOR, open_shards
 
@@ -70,17 +71,6 @@ def texts() -> Texts:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory, texts: Texts) -> Path:
     return make_corpus(tmp_path_factory.mktemp("made") / "corpus", texts)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def fault(call: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("shard_tokens", [997, 20_000, 10**8])

@@ -405,7 +405,7 @@ def test_commands(tmp_path: Path, terminal: type[Terminal]) -> None:
     t = terminal(save_parrot(tmp_path, b"xyz", context=120), "--temperature", "0", NO_COLOR="1")
     for typed, shown in (
         ("one", "xyz"), ("/stats", "3 tokens at"), ("/save talk.json", "saved 1 turns to talk.json"),
-        ("/undo", "taken back: one"), ("/undo", "error: there is no turn to take back"), ("/load talk.json", "> one"),
+        ("/undo", "taken back: one"), ("/undo", "error: there is no turn to undo"), ("/load talk.json", "> one"),
         ("/retry", "the reply will be the same"), ("/set top_k 5", "> "), ("/show", "top_k               5 "),
         ("/set top_k many", "error: /set top_k: got 'many', wanted a number"),
         ("/set top_p 7", "error: --top-p is 7.0, wants"), ("/set colour 1", "error: /set colour: no such setting"),

@@ -174,7 +174,7 @@ def test_other_text_than_the_runs_own(folder: Path, capsys: pytest.CaptureFixtur
     before = metrics.read_scores(Path("base"), 6)["held-out text, bits per byte"]
     found = measured("--checkpoint", "base")
     assert list(found["text"]["sources"]) == ["built-in world"] and not found["text"]["own"]
-    assert "the model learned from shards; give --data to measure on that" in capsys.readouterr().err
+    assert "the model learned from shards; give --data to evaluate on it" in capsys.readouterr().err
     other = measured("--checkpoint", "base", "--data", "text.txt")
     assert list(other["text"]["sources"]) == ["text"]
     assert other["text"]["bits_per_byte"] != found["text"]["bits_per_byte"]
@@ -269,7 +269,7 @@ def test_without_duckdb(folder: Path) -> None:
         ("--checkpoint base --data other", "--data: other was made with the tokenizer "),
         ("--checkpoint base --data shards text.txt", "--data: shards holds token shards, text.txt does not"),
         ("--checkpoint tuned --instructions absent.json", "absent.json: no such file"),
-        ("--checkpoint tuned --instructions none.json", "none.json: record 0 (counted from 0), line 1, column 2"),
+        ("--checkpoint tuned --instructions none.json", "none.json: is empty, wanted Alpaca records"),
         ("--checkpoint tuned --instructions text.txt", "text.txt: record 0"),
         ("--checkpoint tuned --instructions long.json", "--instructions: none of the 4 held-out prompts has at"),
         ("--checkpoint base --seeds -1", "--seeds is -1, wants 0 or more"),

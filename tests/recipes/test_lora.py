@@ -119,7 +119,7 @@ def test_one_line(folder: Path, capsys: pytest.CaptureFixture[str], flags: str, 
 
 def test_another_base_in_the_place_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree("run")
-    assert "its base run/step-00000002 is not there" in fault("--resume --out whole", capsys)
+    assert "its base run/step-00000002 is missing" in fault("--resume --out whole", capsys)
     shutil.copytree("other", "run")
     assert "whole/step-00000008 is an adapter for another base: run/step-00000002" in fault(
         "--resume --out whole", capsys)  # fmt: skip

@@ -4,8 +4,8 @@
     python -m tinyforge.board runs/pretrain         one run
     python -m tinyforge.board runs --export report.html      one file to keep or send: no server, no network
 
-It reads metrics.jsonl, samples.jsonl, run.json, scores.json and README.md of each run while they grow, and the folder's
-logs/*.log, and writes nothing there.
+It follows metrics.jsonl, samples.jsonl, run.json, scores.json and README.md of each run, and the folder's logs/*.log.
+It writes nothing there.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", nargs="?", default="runs", metavar="DIR",
                         help="a run, or a folder with runs in it (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--export", metavar="FILE", help="write the page with all data into this file, and leave")
+    parser.add_argument("--export", metavar="FILE", help="write the page with all data into this file and exit")
     parser.add_argument("--host", default="127.0.0.1",
-                        help="address to listen on (default: %(default)s, which this machine alone reaches; 0.0.0.0: "
-                        "whoever reaches the machine can read the board)")  # fmt: skip
-    parser.add_argument("--port", type=int, default=PORT, help="port, 0 for any that is free (default: %(default)s)")
+                        help="address to listen on (default: %(default)s, this machine only; 0.0.0.0 lets everyone on "
+                        "the network read the board)")  # fmt: skip
+    parser.add_argument("--port", type=int, default=PORT, help="port, 0 for any free one (default: %(default)s)")
     args = parser.parse_args(argv)
     folder = Path(args.folder)
     if not folder.is_dir():
@@ -62,7 +62,7 @@ def export(folder: Path, target: Path) -> int:
 def serve(folder: Path, host: str, port: int) -> int:
     try:
         server = Server(host, port, Board(folder))
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be a host's
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
         cause = getattr(error, "strerror", None) or error
         raise UserError(f"cannot listen on {host}, port {port}: {cause}; choose another --port or --host") from error
     with server:

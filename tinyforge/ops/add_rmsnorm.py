@@ -11,7 +11,7 @@ from tinyforge.backends import Backend, wide
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from tinyforge.ops.rmsnorm import RMSNorm, rmsnorm_fwd
 from tinyforge.params import with_buffer
 
 
@@ -23,32 +23,22 @@ def add_rmsnorm_fwd(residual: Array, delta: Array, weight: Array, eps: float) ->
 
 
 @add_rmsnorm_fwd.on("phantom")
-def add_rmsnorm_fwd_memory(
-    residual: Array, delta: Array, weight: Array, eps: float
-) -> tuple[Array, Array, Array]:
+def add_rmsnorm_fwd_memory(delta: Array) -> tuple[Array, Array, Array]:
     return empty(delta.shape, delta.dtype), empty(delta.shape, delta.dtype), empty(delta.shape[:-1], wide(delta.dtype))
 
 
-class AddRMSNorm(Op):
+class AddRMSNorm(RMSNorm):
     """x = residual + delta,  y = rmsnorm(x); returns (x, y)
 
-    residual, delta, x, y: (..., C); w: (C,). Saves y, and the reciprocal root mean square: (...). delta None: who made
-    `residual` has added it already, as Linear does with `add`, and x is `residual`.
-    The add is a forward-Euler step of size 1 along delta; the unfused reference is `residual + delta`, then RMSNorm.
+    residual, delta, x, y: (..., C); w: (C,). Saves y, and the reciprocal root mean square: (...). delta=None: the op
+    before has added it already, as Linear does with `add`, and x is `residual`. The add is a forward-Euler step of
+    size 1 along delta; the unfused reference is `residual + delta`, then RMSNorm.
 
     backward(dy=(dx, dy)): both inputs of the add get the same gradient, dx + rmsnorm_bwd(dy), returned as
     (dresidual, ddelta), which are the same array. dx is None at the end of the stream, where nothing else reads x.
     """
 
-    kernels = (add_rmsnorm_fwd, rmsnorm_fwd, rmsnorm_bwd)
-
-    def __init__(self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
-        super().__init__(backend, name)
-        self.weight = weight
-        self.eps = eps
-
-    def params(self) -> list[Param]:
-        return [self.weight]
+    kernels = (add_rmsnorm_fwd, *RMSNorm.kernels)
 
     def forward(self, residual: Array, delta: Array | None, stash: Stash | None = None) -> tuple[Array, Array]:
         if delta is None:
@@ -60,7 +50,7 @@ class AddRMSNorm(Op):
         return x, y
 
     def normed(self, x: Array) -> Array:
-        """y computed again, from the sum x."""
+        """y, recomputed from the sum x."""
         return self.k.rmsnorm_fwd(x, self.weight.value, self.eps)[0]
 
     def backward(self, dy: tuple[Array | None, Array], stash: Stash) -> tuple[Array, Array]:

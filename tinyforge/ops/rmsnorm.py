@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.phantom import empty
-from tinyforge.kernel import Array, kernel
+from tinyforge.kernel import Array, Kernel, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import with_buffer
 
 LEAST_GAIN = 2.0**-50
-"""A gain nearer to 0 counts as this: y is then 0 beside anything, and x r is still y over the gain."""
+"""A gain nearer to 0 counts as this: y is negligible, but x r can still be recovered as y over the gain."""
 
 
 def gain_of(weight: Array) -> Array:
@@ -31,7 +31,7 @@ def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
 
 
 @rmsnorm_fwd.on("phantom")
-def rmsnorm_fwd_memory(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+def rmsnorm_fwd_memory(x: Array) -> tuple[Array, Array]:
     return empty(x.shape, x.dtype), empty(x.shape[:-1], wide(x.dtype))
 
 
@@ -39,7 +39,7 @@ def rmsnorm_fwd_memory(x: Array, weight: Array, eps: float) -> tuple[Array, Arra
 def rmsnorm_bwd(
     dweight: Array | None, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None
 ) -> Array:
-    """dx, with `residual` added where there is one."""
+    """Returns dx, plus `residual` if given."""
     width, gain = y.shape[-1], gain_of(weight)
     dys, ys, rs = dy.reshape(-1, width), y.reshape(-1, width), rstd.reshape(-1)
     product = dys * ys
@@ -59,9 +59,7 @@ def rmsnorm_bwd(
 
 
 @rmsnorm_bwd.on("phantom")
-def rmsnorm_bwd_memory(
-    dweight: Array | None, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None
-) -> Array:
+def rmsnorm_bwd_memory(y: Array) -> Array:
     return empty(y.shape, y.dtype)
 
 
@@ -76,31 +74,27 @@ def into(out: Array | None, y: Array) -> Array:
 class RMSNorm(Op):
     """y = w * x * r,  r = 1 / sqrt(mean(x^2) + eps), the mean over the last axis
 
-    x: (..., C); w: (C,); y: (..., C). Saves y, which the map behind keeps as well, and r: (...); not x. A w nearer to 0
-    than LEAST_GAIN, 2^-50, counts as that.
+    x: (..., C); w: (C,); y: (..., C). Saves y, which the next map keeps anyway, and r: (...), but not x. A w nearer to
+    0 than LEAST_GAIN, 2^-50, counts as LEAST_GAIN.
 
     backward, with xhat = y / w, and so dy * w * xhat = dy * y:
         dw += sum over rows of dy * y / w
         dx  = r * (dy * w - y / w * mean(dy * y))
-    backward(..., residual=g) adds g, a gradient that x has from elsewhere, in the same pass: where x is also a residual
-    stream that goes on unchanged.
+    backward(..., residual=g) adds g, another gradient of x, in the same pass: for an x that is also a residual stream.
 
     x may be a strided view, such as the query heads of a packed (B, T, heads, D): then C is D, and every head is
-    normalised by itself with the same w (the q/k norm of Qwen3). `out=x` writes y over it, and y is saved apart;
-    backward's `out=` takes dx likewise.
+    normalised by itself with the same w (the q/k norm of Qwen3). `out=x` overwrites x with y, and a separate y is
+    saved; backward's `out=` receives dx likewise.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
 
-    kernels = (rmsnorm_fwd, rmsnorm_bwd)
+    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (rmsnorm_fwd, rmsnorm_bwd)
 
     def __init__(self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight = weight
         self.eps = eps
-
-    def params(self) -> list[Param]:
-        return [self.weight]
 
     def forward(self, x: Array, stash: Stash | None = None, *, out: Array | None = None) -> Array:
         y, rstd = self.k.rmsnorm_fwd(x, self.weight.value, self.eps)

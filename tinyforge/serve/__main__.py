@@ -23,8 +23,8 @@ from typing import Any
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.hub import Loaded, add_checkpoint_flag, add_weights_flag, open_model, trained_model
+from tinyforge.infer.cache import array_bytes
 from tinyforge.infer.causal_lm import check_causal_lm
-from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.scheduler import Scheduler
 from tinyforge.terminal import one_line
 from tinyforge.text.chat_templates import TEMPLATES
@@ -42,16 +42,8 @@ def default_rows(model: Any, capacity: int) -> int:
         numbers = 2 * len(weights.layers) * weights.kv_heads * weights.head_dim * capacity
         size = numbers * model.backend.dtype.itemsize
     else:
-        size = _array_bytes(vars(model.make_cache(1, capacity)))
+        size = array_bytes(vars(model.make_cache(1, capacity)))
     return max(1, min(MOST_ROWS.get(model.backend.name, 64), CACHE_BYTES // max(1, size)))
-
-
-def _array_bytes(value: Any) -> int:
-    if isinstance(value, dict):
-        return sum(map(_array_bytes, value.values()))
-    if isinstance(value, (tuple, list)):
-        return sum(map(_array_bytes, value))
-    return int(getattr(value, "nbytes", 0))
 
 
 def flags() -> Parser:
@@ -149,10 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if capacity < 2:
         raise UserError(f"{loaded.path}: its context is {capacity} token, which has no room for a reply; use another")
     rows = args.rows or default_rows(model, capacity)
-    scheduler = Scheduler(
-        model, rows, capacity=capacity, queue=args.queue, prefix_bytes=args.prefix_mib << 20,
-        decoder=make_decoder(model, max(2, rows), capacity),
-    )  # fmt: skip
+    scheduler = Scheduler(model, rows, capacity=capacity, queue=args.queue, prefix_bytes=args.prefix_mib << 20)
     engine = Engine(scheduler, loaded.tokenizer)
     limits = Limits(max_tokens=args.max_tokens or capacity, n=min(args.max_n, rows + args.queue), body=args.max_body,
                     seconds=args.deadline)  # fmt: skip

@@ -9,12 +9,10 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from tinyforge.infer.scheduler import Made
+from tinyforge.infer.session import Token
 from tinyforge.serve.engine import Answer, Choice, Piece
 from tinyforge.serve.protocol import Extension
 from tinyforge.text import TextTokenizer
-
-REASONS = {"stop": "stop", "length": "length"}
 
 
 class Writer:
@@ -52,7 +50,7 @@ class Writer:
         if reason is not None:
             said = {"delta": {}} if self.chat else {"text": ""}
             extra = {"tinyforge": self._statistics([choice])} if self.extension.look_inside else {}
-            events += self._chunk(index, {**said, "finish_reason": REASONS[reason]}, None, extra | timings)
+            events += self._chunk(index, {**said, "finish_reason": reason}, None, extra | timings)
         return events
 
     def usage_chunk(self, answer: Answer) -> bytes:
@@ -79,12 +77,11 @@ class Writer:
     def body(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
         choices = []
         for index, (choice, piece) in enumerate(zip(answer.choices, pieces, strict=True)):
-            assert choice.reason is not None
             text = (self.echo[index] if self.echo else "") + piece.text
             said: dict[str, Any] = {"text": text}
             if self.chat:
                 said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            whole = {"index": index, **said, "logprobs": None, "finish_reason": REASONS[choice.reason]}
+            whole = {"index": index, **said, "logprobs": None, "finish_reason": choice.reason}
             self._tell(whole, index, piece)
             choices.append(whole)
         extra = {"tinyforge": self._statistics(answer.choices)} if self.extension.look_inside else {}
@@ -128,7 +125,7 @@ class Writer:
             "top_logprobs": [{self._token(i)["token"]: p for i, p in made.others[: self.top]} for made in piece.tokens],
         }  # fmt: skip
 
-    def _inside(self, made: Made) -> dict[str, Any]:
+    def _inside(self, made: Token) -> dict[str, Any]:
         def shown(token: int) -> dict[str, Any]:
             data = self.tokenizer.token_bytes(token)
             return {"id": token, "text": data.decode("utf-8", "replace"), "bytes": list(data)}

@@ -29,9 +29,10 @@ from starlette.routing import Route
 from tinyforge.errors import UserError
 from tinyforge.files import json_value
 from tinyforge.infer.scheduler import QueueFull
+from tinyforge.infer.session import checked_ids
 from tinyforge.infer.trace import attention_of, attention_ops
 from tinyforge.serve.answers import Writer
-from tinyforge.serve.engine import Answer, Draining, Engine, Piece, check_ids
+from tinyforge.serve.engine import Answer, Draining, Engine, Piece
 from tinyforge.serve.http import HEAD_BYTES
 from tinyforge.serve.openapi import description
 from tinyforge.serve.protocol import (
@@ -81,6 +82,10 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 def error_response(error: ApiError) -> Response:
     return json_response(error.body, error.status, error.headers)
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", "server_error", headers={"Retry-After": "5"})
 
 
 def send(file: Path) -> Callable[[Request], Awaitable[Response]]:
@@ -143,8 +148,7 @@ class App:
         assert isinstance(error, HTTPException)
         said = {404: "there is nothing here", 405: f"the method {request.method[:20]} is not for this address"}
         message = f"{said.get(error.status_code, error.detail)}; /openapi.json describes what there is"
-        headers = dict(error.headers or {})
-        return json_response(ApiError(error.status_code, message).body, error.status_code, headers)
+        return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
     @staticmethod
     async def _api_error(request: Request, error: Exception) -> Response:
@@ -271,7 +275,7 @@ class App:
         self._check_length(max(map(len, texts), default=0), "prompt")
         prompts = await self._slowly(sum(map(len, texts)), lambda: wish.prompts(self.tokenizer))
         for ids in prompts:
-            check_ids(ids, self.config.vocab)
+            checked_ids(ids, self.config.vocab)
         tokens = 16 if wish.max_tokens is None else wish.max_tokens
         echo = []
         if wish.echo:
@@ -322,7 +326,7 @@ class App:
             raise ApiError(429, "the server is busy; try again later", "rate_limit_error", code="queue_full",
                            headers={"Retry-After": "1"}) from None  # fmt: skip
         except Draining:
-            raise ApiError(503, "the server is shutting down", "server_error", headers={"Retry-After": "5"}) from None
+            raise shutting_down() from None
         writer = Writer(self.tokenizer, self.name, self.fingerprint, chat, top, extension, prompts, echo,
                         timings=bool(wish.timings_per_token))  # fmt: skip
         if wish.stream:
@@ -339,8 +343,9 @@ class App:
                         pieces[index].append(piece)
         except ClientGone:
             return Response(status_code=499)
-        joined = [Piece("".join(p.text for p in ps), tuple(t for p in ps for t in p.tokens)) for ps in pieces]
-        return json_response(writer.body(answer, joined))
+        finally:
+            self.engine.cancel(answer)
+        return json_response(writer.body(answer, list(map(Piece.joined, pieces))))
 
     async def updates(
         self, answer: Answer, receive: Callable[[], Awaitable[Any]]
@@ -375,8 +380,6 @@ class App:
                     raise failed
         finally:
             gone.cancel()
-            if left:
-                self.engine.cancel(answer)
 
     def _failed(self, reason: str | None) -> ApiError:
         if reason == "deadline":
@@ -384,7 +387,7 @@ class App:
                             "timeout_error", code="timeout")  # fmt: skip
         if reason == "error":
             return ApiError(500, "the server failed to compute this; its log says why", "server_error")
-        return ApiError(503, "the server is shutting down", "server_error")
+        return shutting_down()
 
     # --- tokens and attention
 
@@ -400,7 +403,7 @@ class App:
 
     async def detokenize(self, request: Request) -> Response:
         wish: DetokenizeRequest = await self._wish(request, DetokenizeRequest)
-        check_ids(wish.tokens, self.config.vocab)
+        checked_ids(wish.tokens, self.config.vocab)
         return json_response({"content": self.tokenizer.decode(wish.tokens)})
 
     async def attend(self, request: Request) -> Response:
@@ -421,11 +424,13 @@ class App:
             texts = [wish.text or ""] if wish.messages is None else [m.text("messages") for m in wish.messages]
             self._check_length(sum(map(len, texts)), "text")
             ids = await self._slowly(sum(map(len, texts)), lambda: self._ids_of(wish))
-        check_ids(ids, self.config.vocab)
+        checked_ids(ids, self.config.vocab)
         if not 1 <= len(ids) <= most:
             raise ApiError(400, f"the text has {len(ids)} tokens, attention is shown for 1 to {most}",
                            code="context_length_exceeded" if ids else None)  # fmt: skip
-        if self._attending or self.engine.draining:
+        if self.engine.draining:
+            raise shutting_down()
+        if self._attending:
             raise ApiError(429, "attention is being computed for another request; try again", "rate_limit_error",
                            headers={"Retry-After": "1"})  # fmt: skip
         self._attending = True
@@ -497,6 +502,7 @@ class EventStream(Response):
             raise ClientGone from None
         finally:
             await updates.aclose()
+            self.app.engine.cancel(self.answer)
 
 
 class Guard:

@@ -105,13 +105,13 @@ class Server(uvicorn.Server):
         self.ready, self.drain = ready, drain
 
     async def startup(self, sockets: Any = None) -> None:
-        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self.ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, but the signal is not raised again: a drained end is a good one."""
+        self._loop = asyncio.get_running_loop()  # here, not in `startup`: a signal may come before that
         if threading.current_thread() is not threading.main_thread():
             yield
             return
