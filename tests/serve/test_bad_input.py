@@ -314,7 +314,7 @@ def test_health_and_metrics(server: Running) -> None:
     after = httpx.get(server.url + "/metrics").text
 
     def value(text: str, name: str) -> float:
-        return float(next((line.split()[-1] for line in text.splitlines() if line.startswith(name)), 0))  # no series yet
+        return float(next((line.split()[-1] for line in text.splitlines() if line.startswith(name)), 0))
 
     name = "tinyforge_generated_tokens_total"
     assert value(after, name) - value(before, name) == 7
