@@ -116,6 +116,16 @@ def files_in(folder: Path) -> Iterator[Path]:
             yield path
 
 
+def check_file(path: Path, size: int, sha256: str | None, manifest: str, remedy: str) -> None:
+    """UserError unless the file has the size and, if given, the SHA-256 that a manifest lists."""
+    if not os.path.isfile(path):  # False for a name that no system takes
+        raise UserError(f"{path}: is missing, but {manifest} lists it; {remedy}")
+    if (got := path.stat().st_size) != size:
+        raise UserError(f"{path}: {got:,} bytes, but {manifest} says {size:,}; {remedy}")
+    if sha256 is not None and tinyforge.files.sha256_of(path) != sha256:
+        raise UserError(f"{path}: its SHA-256 is not the one in {manifest}, so it was altered; {remedy}")
+
+
 def name_of(folder: Path) -> str:
     """A folder's own name, also where it is given as "." or ".."."""
     return os.path.basename(os.path.abspath(folder))

@@ -13,7 +13,6 @@ that of an uninterrupted run. docs/shards.md describes the format.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import sys
@@ -31,7 +30,7 @@ import numpy.typing as npt
 
 from data.cluster import Nodes, check_address, open_nodes
 from data.encode import ENCODED, encode_file, load_with_separator, read_texts, unread
-from data.files import locked
+from data.files import check_file, locked
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import LOCK, parse_json, read_json, sha256_of
@@ -120,13 +119,7 @@ def read_corpus(folder: Path) -> Corpus:
         raise UserError(f"{path}: not as data.corpus writes it ({type(error).__name__}: {error}); {remedy}") from None
 
     def check(file: Path) -> None:
-        size, sha256 = listed[file.relative_to(folder).as_posix()]
-        if not os.path.isfile(file):  # False for a name that no system takes
-            raise UserError(f"{file}: is listed in {CORPUS} but missing; {remedy}")
-        if file.stat().st_size != size:
-            raise UserError(f"{file}: got {file.stat().st_size:,} bytes, {CORPUS} says {size:,}; {remedy}")
-        if (got := sha256_of(file)) != sha256:
-            raise UserError(f"{file}: got SHA-256 {got[:12]}..., {CORPUS} says {sha256[:12]}...; {remedy}")
+        check_file(file, *listed[file.relative_to(folder).as_posix()], CORPUS, remedy)
 
     files = [file for source in sources for split in SPLITS for file in source.files[split]]
     with ThreadPoolExecutor(cores()) as pool:

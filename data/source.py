@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from data.files import make_folder, write_fault, write_json
+from data.files import check_file, make_folder, write_fault, write_json
 from data.parquet import connect, copy_to_parquet, escape_glob, quoted
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, replace, sha256_of, shown, sync
@@ -274,7 +274,8 @@ def read_source(folder: Path, verify: bool = False) -> Source:
             _check_types(entry, {"file": str, "bytes": int, "sha256": str})
             if entry["file"] != os.path.basename(entry["file"]):
                 raise TypeError(f"the file {entry['file']!r} is in another folder")
-            _check_file(folder / entry["file"], entry["bytes"], entry["sha256"] if verify else None)
+            digest = entry["sha256"] if verify else None
+            check_file(folder / entry["file"], entry["bytes"], digest, MANIFEST, "make the source again")
         inputs = [entry["sha256"] for entry in found.get("files", ()) if entry.get("sha256")]
         if not all(isinstance(digest, str) for digest in inputs):
             raise TypeError("a SHA-256 in files is not a string")
@@ -292,15 +293,6 @@ def _check_types(entry: Any, wanted: dict[str, type]) -> None:
     for name, kind in wanted.items():
         if type(entry[name]) is not kind:
             raise TypeError(f"{name} is {shown(entry[name])}")
-
-
-def _check_file(path: Path, size: int, sha256: str | None) -> None:
-    if not os.path.isfile(path):  # False for a name that no system takes
-        raise UserError(f"{path}: is missing, but source.json lists it; make the source again")
-    if path.stat().st_size != size:
-        raise UserError(f"{path}: {path.stat().st_size:,} bytes, but source.json says {size:,}; make the source again")
-    if sha256 is not None and sha256_of(path) != sha256:
-        raise UserError(f"{path}: its SHA-256 is not the one in source.json, so it was altered; make the source again")
 
 
 def reason_of(fault: UserError) -> str:

@@ -245,10 +245,10 @@ def edit(corpus: Path, change: Callable[[Any], None]) -> None:
         (lambda c: edit(c, lambda m: m["sources"][0]["train"].update(documents=3)),
          "a: got 2 documents of train, corpus.json says 3"),
         (lambda c: edit(c, lambda m: m["sources"].clear()), "no documents to train on"),
-        (lambda c: (c / "train" / "a-00000.parquet").unlink(), "a-00000.parquet: is listed in corpus.json but missing"),
-        (lambda c: (c / "train" / "a-00000.parquet").write_bytes(b"x"), "a-00000.parquet: got 1 bytes, corpus.json"),
+        (lambda c: (c / "train" / "a-00000.parquet").unlink(), "a-00000.parquet: is missing, but corpus.json lists it"),
+        (lambda c: (c / "train" / "a-00000.parquet").write_bytes(b"x"), "a-00000.parquet: 1 bytes, but corpus.json"),
         (lambda c: (c / "val" / "a-00000.parquet").write_bytes(
-            (c / "val" / "a-00000.parquet").read_bytes()[::-1]), "val/a-00000.parquet: got SHA-256"),
+            (c / "val" / "a-00000.parquet").read_bytes()[::-1]), "val/a-00000.parquet: its SHA-256 is not the one"),
     ],
 )  # fmt: skip
 def test_a_corpus_that_is_not_whole(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
