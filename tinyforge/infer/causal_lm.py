@@ -89,7 +89,7 @@ def check_causal_lm(model: Any) -> CausalLM:
     if missing:
         raise UserError(
             f"{type(model).__name__} cannot generate text: it lacks {', '.join(missing)}; use a causal language model "
-            "(tinyforge.infer.CausalLM)"
+            "(tinyforge.infer.CausalLM); recipes/classify.py is for encoders"
         )
     return model
 
