@@ -102,7 +102,7 @@ class Stream:
 
 
 def permute(index: np.ndarray, n: int, stream: Stream) -> np.ndarray:
-    """`index` under a random permutation of range(n), as from `Stream.permutation(n)[index]`, in time independent of n.
+    """`index` under a random permutation of range(n): like `Stream.permutation(n)[index]`, but another permutation.
 
     index: (k,) integers in [0, n); returns (k,) int64. Neither time nor memory depends on n: the permutation is a
     Feistel network over pairs (l, r), l < a and r < b, with a b just above n. Each round adds a random function of one

@@ -1,5 +1,6 @@
 """Workers answer in order, share memory, pass errors on, and never outlive the process that made them."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -87,6 +88,18 @@ def test_letting_go_does_not_wait_for_work_under_way() -> None:
     start = time.monotonic()
     worker.close()
     assert time.monotonic() - start < 30
+
+
+@forks
+def test_a_process_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fork", fork)
+    with pytest.raises(UserError, match="cannot start a worker process: Resource .*unavailable; use fewer --w"):
+        ForkedWorker(abs)
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 @forks

@@ -119,4 +119,4 @@ def test_help_names_every_flag_and_its_default(capsys: pytest.CaptureFixture[str
     assert all(f"--{f.name.replace('_', '-')}" in shown for f in fields(PretrainSettings))
     assert "order and samples (default: 0)" in " ".join(shown.split())
     assert "(default: 0.004)" in shown and "(default: runs/pretrain)" in shown
-    assert "2 % slower" in " ".join(shown.split())
+    assert "2 % slower" in " ".join(shown.split()) and "and samples (default: 0)" in " ".join(shown.split())

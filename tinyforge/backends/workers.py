@@ -62,10 +62,17 @@ def fork(run: Callable[[Connection], Any]) -> tuple[Connection, Callable[[], Non
     child.
 
     The child has copies of all objects as they are now; arrays of `shared_zeros` stay shared. Each end of the pipe
-    closes when its process ends, however it ends, and the reader of the other end sees that.
+    closes when its process ends, however it ends, and the reader of the other end sees that. Raises UserError if the
+    system starts no more processes.
     """
     ours, theirs = Pipe()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:  # a limit on processes, of a container say, or on memory
+        ours.close()
+        theirs.close()
+        raise UserError(f"cannot start a worker process: {error.strerror}; use fewer --workers, or raise the limit on "
+                        "processes or memory") from error  # fmt: skip
     if pid == 0:
         ours.close()
         _live(run, theirs)

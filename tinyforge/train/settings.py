@@ -118,16 +118,16 @@ class Settings:
 
     several_ranks: ClassVar[bool] = True
 
-    backend: str = setting("auto", "where to compute: numpy, cupy (an NVIDIA GPU), or auto, which takes a GPU if there "
-                           "is one", changes=NOTHING)  # fmt: skip
+    backend: str = setting("auto", "where to compute: numpy, cupy (an NVIDIA GPU), or auto: a GPU if there is one",
+                           changes=NOTHING)  # fmt: skip
     device: int | None = setting(None, "number of the GPU, as CUDA counts the visible ones (default: 0)",
                                  changes=NOTHING, card=NEVER)  # fmt: skip
-    recompute: Recompute = setting("", "recompute in backward instead of keeping: blocks, of which only the input is "
-                                   "kept, a third slower; or norms, in GPT-2 and ViT, 2 %% slower; the same bits "
-                                   "(given alone: blocks)", choices=("norms", "blocks"), bare="blocks",
+    recompute: Recompute = setting("", "save memory by recomputing in backward: blocks keeps only each block's input "
+                                   "and is a third slower; norms, for GPT-2 and ViT, is 2 %% slower; the same bits "
+                                   "(without a value: blocks)", choices=("norms", "blocks"), bare="blocks",
                                    changes=NOTHING, card=NEVER)  # fmt: skip
-    capture: str = setting("off", "on: launch each step as one CUDA graph: faster where the model is small and on "
-                           "several GPUs, the same bits (given alone: on)", choices=("on", "off"), bare="on",
+    capture: str = setting("off", "on: launch each step as one CUDA graph, which is faster for small models and on "
+                           "several GPUs; the same bits (without a value: on)", choices=("on", "off"), bare="on",
                            changes=NOTHING, card=NEVER)  # fmt: skip
     precision: str = setting("fp32", "fp32, fp64, and on a GPU tf32 or bf16")
     data: tuple[str, ...] = setting((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
