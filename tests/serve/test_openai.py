@@ -284,7 +284,7 @@ def test_errors_are_the_clients_own(client: Any, start: Callable[..., Any]) -> N
     long = wrong(openai.BadRequestError, "messages: 227 tokens, which leave no room",
                  messages=asked("ten " * 100))  # fmt: skip
     assert long.code == "context_length_exceeded" and long.param == "messages"
-    assert "take at least" in str(wrong(openai.BadRequestError, "context", messages=asked("ten " * 10000)))
+    assert "messages: at least" in str(wrong(openai.BadRequestError, "context", messages=asked("ten " * 10000)))
     assert wrong(openai.BadRequestError, "temperature", temperature=-1).param == "temperature"
     for given, match in (
         ({"n": 9}, "n is 9, this server gives at most 8"), ({"tools": [{"type": "function"}]}, "tools"),
