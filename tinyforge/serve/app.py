@@ -291,8 +291,8 @@ class App:
 
     def _too_long(self, tokens: str, param: str) -> ApiError:
         return ApiError(
-            400, f"{param}: {tokens} tokens, which leave no room for a reply in this model's context of {self.context}; "
-            "shorten the text", param=param, code="context_length_exceeded",
+            400, f"{param}: {tokens} tokens, which leave no room for a reply in this model's context of "
+            f"{self.context}; shorten the text", param=param, code="context_length_exceeded",
         )  # fmt: skip
 
     @staticmethod
