@@ -336,3 +336,9 @@ def test_a_full_queue_is_a_rate_limit(start: Callable[..., Any]) -> None:
             assert server.settled()
             short = client.completions.create(model="small", prompt="The dog", max_tokens=2, temperature=0)
             assert short.choices[0].text
+
+
+def test_one_token_has_no_speed(server: Running) -> None:
+    wish = {"prompt": "The dog", "max_tokens": 1, "ignore_eos": True, "tinyforge": {"look_inside": True}}
+    assert server.post("/v1/completions", wish)[1]["tinyforge"]["tokens_per_second"] is None
+    assert server.post("/v1/completions", {**wish, "max_tokens": 9})[1]["tinyforge"]["tokens_per_second"] > 0

@@ -178,5 +178,6 @@ class Writer:
             "drafted": summed([r.stats.drafted for r in requests]),
             "accepted": summed([r.stats.accepted for r in requests]),
             "seconds_to_first": min(first) - begun if first else None,
-            "tokens_per_second": tokens / (now - min(first)) if first and now > min(first) else None,
+            # Without the first token, whose time is the prompt's.
+            "tokens_per_second": (tokens - 1) / (now - min(first)) if tokens > 1 and now > min(first) else None,
         }  # fmt: skip

@@ -51,7 +51,9 @@ export function showPasses(found) {
   $("passes").hidden = !found;
   if (!found) return;
   const facts = [["Prompt", `${found.prompt_tokens} tokens${found.cached_tokens ? `, ${found.cached_tokens} of them cached` : ""}`],
-    ["Reply", `${found.tokens} tokens in ${found.passes} passes`], ["First token", `${Math.round(1000 * found.seconds_to_first)} ms`], ["Speed", `${Math.round(found.tokens_per_second).toLocaleString("en")} tokens/s`]];
+    ["Reply", `${found.tokens} tokens in ${found.passes} passes`]];
+  if (found.seconds_to_first !== null) facts.push(["First token", `${Math.round(1000 * found.seconds_to_first)} ms`]);
+  if (found.tokens_per_second !== null) facts.push(["Speed", `${Math.round(found.tokens_per_second).toLocaleString("en")} tokens/s`]);
   const drafted = (found.drafted || []).map((n, k) => [k + 1, n, (found.accepted || [])[k] || 0]).filter(([, n]) => n > 0);
   const bars = drafted.map(([head, n, taken]) => {
     const made = element("div", { className: "cand it" }, element("span", { textContent: `Head ${head}` }), element("i"), element("span", { textContent: `${taken} of ${n}` }));
