@@ -198,7 +198,7 @@ def test_a_file_that_is_no_conversation_is_neither_read_nor_replaced(
         with pytest.raises(UserError, match=message):
             talk.save(file)
         assert file.read_text() == content
-    with pytest.raises(UserError, match="cannot save .*: No such file or directory; choose another place"):
+    with pytest.raises(UserError, match="cannot write .*: No such file or directory; free some space or choose"):
         talk.save(tmp_path / "absent" / "talk.json")
     with pytest.raises(UserError, match="cannot read .*: No such file"):
         talk.load(tmp_path / "absent.json")

@@ -414,7 +414,6 @@ def test_help_says_which_model_is_taken(command: ModuleType, capsys: pytest.Capt
         command.main(["--help"])
     flag = " ".join(capsys.readouterr().out.rpartition("--checkpoint DIR")[2].split())
     assert flag.startswith(
-        "a run, one of its checkpoints, another program's model, or one that comes with the repository: small, "
-        "storyteller (default: the newest run under runs/, fine-tuned before pretrained; else one that comes with the "
-        "repository)"
+        "a run, one of its checkpoints, another program's model, or a model of the repository: small, storyteller "
+        "(default: the newest run under runs/, fine-tuned before pretrained; else a model of the repository)"
     )

@@ -68,6 +68,12 @@ def test_wrong_types_and_numbers_out_of_range_name_the_field(server: Running, fi
     assert error["param"] is not None and error["param"].split(".")[0] == field
 
 
+def test_the_branches_of_a_union_are_no_part_of_a_fields_name(server: Running) -> None:
+    assert check_error(server.post("/v1/completions", {"prompt": 5}), 400)["param"] == "prompt"
+    content = {"messages": [{"role": "user", "content": 5}]}
+    assert check_error(server.post("/v1/chat/completions", content), 400)["param"] == "messages.0.content"
+
+
 def test_numbers_that_are_almost_zero(server: Running) -> None:
     greedy = server.post("/v1/completions", {"prompt": "The dog", "temperature": 0})[1]["choices"][0]["text"]
     for small in ({"temperature": 5e-324}, {"top_p": 0}, {"top_p": 5e-324}):

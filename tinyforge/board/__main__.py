@@ -18,7 +18,7 @@ from pathlib import Path
 from tinyforge.board.runs import METRICS, Board
 from tinyforge.board.server import Server, exported
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import write_whole
+from tinyforge.files import write_whole, writing
 from tinyforge.terminal import one_line
 
 PORT = 8321
@@ -50,10 +50,8 @@ def export(folder: Path, target: Path) -> int:
     page = exported(board)
     if not board.runs:
         raise UserError(f"no run in {folder}: no folder there has a {METRICS}; name the folder of a run")
-    try:
+    with writing(target):
         write_whole(target, page)
-    except OSError as error:
-        raise UserError(f"--export: cannot write {target}: {error.strerror}; choose another file") from error
     rows = sum(run.count for run in board.runs.values())
     print(f"wrote {one_line(str(target))}: {len(board.runs)} runs, {rows:,} rows, {len(page) / 1e6:.1f} MB")
     return 0

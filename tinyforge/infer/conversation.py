@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinyforge.errors import UserError
-from tinyforge.files import read_json, shown, write_whole
+from tinyforge.files import read_json, shown, write_whole, writing
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
@@ -157,10 +157,8 @@ class Conversation:
             _read(path)
         turns = [{"user": turn.user, "reply": turn.reply} for turn in self.turns]
         content = json.dumps({"format": FORMAT, "version": VERSION, "turns": turns}, indent=1) + "\n"
-        try:
+        with writing(path):
             write_whole(path, content)
-        except OSError as error:
-            raise UserError(f"cannot save {path}: {error.strerror}; choose another place") from error
 
     def load(self, path: Path) -> None:
         """Replace the turns by those of a file written by `save`."""

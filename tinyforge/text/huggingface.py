@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from tinyforge.text.bpe import (
 )
 from tinyforge.text.pieces import GPT2, PATTERNS, Pattern
 from tinyforge.text.sentencepiece import SPACE, SentencePiece, Spaces
-from tinyforge.text.vocabulary import TextTokenizer, are_texts, fault_in_specials, is_pair
+from tinyforge.text.vocabulary import TextTokenizer, are_texts, check_tokenizer, fault_in_specials, is_pair
 
 FORMAT = "tinyforge-imported-bpe"
 VERSION = 1
@@ -123,10 +124,7 @@ class ImportedBPE(ByteLevelBPE):
     def from_content(cls, content: dict[str, Any], path: str | Path) -> ImportedBPE:
         """The tokenizer in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
 
-        def check(sound: bool, cause: str) -> None:
-            if not sound:
-                raise UserError(f"cannot read the tokenizer {path}: {cause}; {GET_AGAIN}")
-
+        check = partial(check_tokenizer, path)
         check(content.get("version") == VERSION, f"got version {content.get('version')!r}, wanted {VERSION}")
         pattern, nfc, ignore_merges = map(content.get, ("pattern", "nfc", "ignore_merges"))
         check(isinstance(pattern, str) and pattern in PATTERNS, f"pattern {pattern!r} is none of {', '.join(PATTERNS)}")

@@ -22,6 +22,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +35,7 @@ from tinyforge.files import GET_AGAIN, read_bytes, writing, written_whole
 from tinyforge.text.bpe import Pair, apply_merges
 from tinyforge.text.parallel import ordered_map
 from tinyforge.text.pieces import batches, replace_surrogates, to_utf8
-from tinyforge.text.vocabulary import After, Vocabulary, are_texts, fault_in_specials, is_pair
+from tinyforge.text.vocabulary import After, Vocabulary, are_texts, check_tokenizer, fault_in_specials, is_pair
 
 FORMAT = "tinyforge-sentencepiece"
 VERSION = 1
@@ -256,10 +257,7 @@ class SentencePiece(Vocabulary):
     def from_content(cls, content: dict[str, Any], path: str | Path) -> SentencePiece:
         """The tokenizer in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
 
-        def check(sound: bool, cause: str) -> None:
-            if not sound:
-                raise UserError(f"cannot read the tokenizer {path}: {cause}; {GET_AGAIN}")
-
+        check = partial(check_tokenizer, path)
         check(content.get("version") == VERSION, f"got version {content.get('version')!r}, wanted {VERSION}")
         parts: list[Any] = [content.get(key) for key in ("pieces", "merges", "specials", "bos", "spaces")]
         pieces, merges, specials, bos, spaces = parts

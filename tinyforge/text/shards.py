@@ -414,8 +414,8 @@ def _read_manifest(folder: Path) -> tuple[bytes, dict[str, Any]]:
         raw = path.read_bytes()
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be read ({error.strerror}), and without it a folder of shards is incomplete; run python "
-            "-m data.shards again, it continues where it stopped"
+            f"{path}: cannot be read ({error.strerror}), and without it a folder of shards is incomplete; run "
+            "python -m data.shards again, it continues where it stopped"
         ) from None
     content = parse_json(raw, path, "the manifest")
     for key, wanted in (("format", FORMAT), ("version", VERSION)):

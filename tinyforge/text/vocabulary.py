@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyforge.errors import UserError
-from tinyforge.files import write_whole, writing
+from tinyforge.files import GET_AGAIN, write_whole, writing
 from tinyforge.text.pieces import to_utf8
 
 MOST_VOCABULARY_BYTES = 1 << 26  # all tokens together; real vocabularies have a few million
@@ -129,6 +129,12 @@ def are_texts(value: object) -> TypeGuard[list[str]]:
 def is_pair(value: object) -> bool:
     """Whether a JSON value is a pair of ids."""
     return isinstance(value, list) and len(value) == 2 and all(type(id) is int for id in value)
+
+
+def check_tokenizer(path: str | Path, sound: bool, cause: str) -> None:
+    """UserError for a tokenizer's file that is not sound."""
+    if not sound:
+        raise UserError(f"cannot read the tokenizer {path}: {cause}; {GET_AGAIN}")
 
 
 def fault_in_specials(content: dict[str, Any], tokens: int) -> str:
