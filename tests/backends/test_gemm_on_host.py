@@ -327,7 +327,7 @@ int main() {
         }
         const int angle = r % positions * (HEAD / 2) + c % HEAD;
         const Pack<float, 1> cosine{cosines[angle]}, sine{sines[angle]};
-        if (c < rotated_columns) turn(pair[0], pair[1], cosine, sine);
+        if (c < rotated_columns) rotate(pair[0], pair[1], cosine, sine);
         for (int side = 0; side < 2; side++)
             wrong += out[r * columns + c + side * HEAD / 2].bits != pair[side].v[0].bits;
     }
@@ -365,7 +365,7 @@ def test_rope_at_the_end_of_a_product_is_rope(tile: tuple[int, int, int, int], t
         ("(token + row_of(i) + 8 * below) % positions", "(row_of(i) + 8 * below) % positions"),
         ("rotated_columns - column", "rotated_columns"),
         ("&right = taken[below][n + 1]", "&right = taken[below][n]"),
-        ("rotate(left, right, c[below], s[below])", "turn(left, right, s[below], c[below])"),
+        ("rotate(left, right, c[below], s[below])", "rotate(left, right, s[below], c[below])"),
         ("row < rows && 32 * n < columns", "row < rows"),
     ],
     ids=lambda x: x[1],
