@@ -34,7 +34,7 @@ from typing import Any
 
 from tinyforge.errors import UserError
 
-FOLDERS = ("ops", "optim", "infer/cuda")
+FOLDERS = ("ops", "optim", "parallel", "infer/cuda")
 INSTALL = 'pip install "cupy-cuda13x[ctk]" ml_dtypes'
 OPTIONS = ("-std=c++17",)
 
