@@ -183,7 +183,7 @@ BAD = {
     other_columns: "bad.parquet: no column 'image'; its columns are picture, label, wanted image and label",
     no_pictures: "an image is str, wanted the bytes of a PNG file",
     beyond: "label 2 of example 1, wanted 0 to 1: there are 2 classes",
-    cut_off: "its header says (40, 6, 6); it is cut off",
+    cut_off: "its header says (40, 6, 6); it is truncated",
     half_a_gzip: "it is damaged, get it again",
     damaged_png: "bad/a/2.png cannot be read as an image",
     oblong: "images of 6 x 9 pixels, wanted square ones",

@@ -104,7 +104,7 @@ def test_a_base_model_on_shards(folder: Path, capsys: pytest.CaptureFixture[str]
     written = Path("base/README.md").read_text(encoding="utf-8")
     assert f"| held-out text of web, a 5-gram model, bits per byte | {bits:.3f} |" in written
     assert re.search(r"\| last word of a sentence among ten, books \| \d+\.\d% ± \d+\.\d% \|", written)
-    assert "± is a standard error" in written
+    assert "± is the standard error" in written
 
 
 def test_windows_of_another_length(folder: Path) -> None:
