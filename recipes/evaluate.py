@@ -233,7 +233,7 @@ def held_out_prompts(
 
 
 def measure_replies(loaded: Loaded, prompts: Sequence[Sequence[int]], max_tokens: int, seeds: int) -> dict[str, Any]:
-    """Shares of replies that are in form, greedy and sampled with several seeds; and some greedy ones that are not."""
+    """Shares of well-formed replies, greedy and sampled with several seeds; and some greedy ones that are not."""
     tokenizer, decoder = loaded.tokenizer, reply_decoder(loaded.model, len(prompts))
 
     def drawn(sampling: Sampling) -> list[Reply]:

@@ -6,9 +6,9 @@
 
 Each step samples --group replies to each of --batch-size questions, at temperature 1 without top-k or top-p, so that
 the policy that is trained is the one that was sampled. A checker rewards each reply: 1 if it is right, and
---format-weight if it has the right form. The model is shown no reference solution. Exact match is printed for held-out
-questions: no pair of numbers in them is ever rewarded. --task harder-sums: sums of the built-in world that are
-harder than those of fine-tuning; one-step: word problems with numbers to 100, for a larger model; --data: Alpaca
+--format-weight if it has the right format. The model is shown no reference solution. Exact match is printed for
+held-out questions: no pair of numbers in them is ever rewarded. --task harder-sums: sums of the built-in world that
+are harder than those of fine-tuning; one-step: word problems with numbers to 100, for a larger model; --data: Alpaca
 records whose output ends in a number.
 """
 
@@ -200,7 +200,7 @@ def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
     rollouts = Rollouts(settings, loaded, questions, policy, reference)
 
     def measured() -> dict[str, float]:
-        """The shares of greedy replies to the held-out questions that are right and in form."""
+        """The shares of greedy replies to the held-out questions that are right, and that have the right format."""
         prompts = [prompt_ids(loaded, q.instruction, q.input) for q in questions.held_out]
         greedy = Sampling(temperature=0.0, max_tokens=settings.max_tokens)
         replies = draw_replies(policy, prompts, greedy, tokenizer.specials[end_of_reply(tokenizer)])
@@ -212,7 +212,8 @@ def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
         return {f"val_{name}": share for name, share in measured().items()}
 
     def say(when: str, shares: dict[str, float]) -> None:
-        line = f"{when}: {shares['correct']:.1%} of the held-out questions right, {shares['format']:.1%} in form"
+        right, formatted = shares["correct"], shares["format"]
+        line = f"{when}: {right:.1%} of the held-out questions right, {formatted:.1%} in the right format"
         if not settings.data:  # whether it has forgotten what it could do before
             line += f"; {exact_match(loaded, 20 * len(KINDS), 0)['all']:.1%} of those that recipes/sft.py asks"
         print(line)

@@ -66,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     spec, base = find_model(settings.model), open_base(settings, resume)
     config = with_fields(base.config, settings.set) if base else config_of(settings)
     if spec.learns == "images":
-        raise UserError(f"{spec.title} learns images, it continues no text; use recipes/classify.py, or another model")
+        raise UserError(
+            f"{spec.title} learns images and cannot continue text; use recipes/classify.py, or another model"
+        )
     restart = restarts(settings, spec)
     shards = find_shards(settings)
     if shards:

@@ -229,14 +229,14 @@ def test_a_reply_without_an_end_gets_none(folder: Path) -> None:
 
 
 def test_pairs_of_own_replies(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of records that are not held out, where the model's reply is not in form; DPO makes that reply less likely. (The
-    model is not fine-tuned: it does not end.)"""
+    """Of records that are not held out, where the model's reply is not well-formed; DPO makes that reply less likely.
+    (The model is not fine-tuned: it does not end.)"""
     records = [{"instruction": f"Say {i}.", "input": "", "output": "yes. " * (3 if i % 4 else 1)} for i in range(40)]
     Path("own.json").write_text(json.dumps(records), encoding="utf-8")
     flags = "--base run --data own.json --records 6 --max-tokens 10 --backend numpy --out found.json"
     assert own_pairs.main(flags.split()) == 0
     found = read_pairs(["found.json"])
-    assert f"12 replies, {len(found)} not in form: found.json" in capsys.readouterr().out
+    assert f"12 replies, {len(found)} not well-formed: found.json" in capsys.readouterr().out
     # A record that repeats itself is no example of how to do better, nor is one asked that is measured on.
     assert found and {pair.instruction for pair in found} <= {f"Say {4 * i}." for i in range(10)}
     assert all(pair.chosen == "yes. " and pair.rejected.strip() for pair in found) and any(pair.cut for pair in found)
@@ -251,13 +251,14 @@ def test_there_is_nothing_to_learn_where_all_is_in_form(
 ) -> None:
     monkeypatch.setattr(own_pairs, "reply_to", lambda _, prompts, *__: [([70, 71], True) for _ in prompts])
     assert own_pairs.main("--base tuned --data sums.json --max-tokens 4 --out none.json --backend numpy".split()) == 0
-    assert "replies, 0 not in form: nothing to learn from" in capsys.readouterr().out and not Path("none.json").exists()
+    assert "replies, 0 not well-formed: nothing to learn from" in capsys.readouterr().out
+    assert not Path("none.json").exists()
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [("--records 0", "--records is 0, wants 1 or more"), ("--max-tokens 0", "--max-tokens is 0, wants 1 or more"),
-     ("--max-tokens 96", "no record has a reply in form of up to 96 tokens, --max-tokens, and a prompt that leaves")],
+     ("--max-tokens 96", "no record has a well-formed reply of up to 96 tokens, --max-tokens, and a prompt")],
 )  # fmt: skip
 def test_wrong_flags_of_own_pairs(folder: Path, flags: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):

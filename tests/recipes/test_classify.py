@@ -229,9 +229,9 @@ def test_an_image_model_neither_chats_nor_continues(here: Path) -> None:
     assert classify.main([*SHAPE.split(), *"--data idx --steps 1 --batch-size 2 --out run".split()]) == 0
     with pytest.raises(UserError, match="ViT cannot generate text"):
         chat.main("--checkpoint run --backend numpy --prompt The".split())
-    with pytest.raises(UserError, match="ViT learns images, it continues no text"):
+    with pytest.raises(UserError, match="ViT learns images and cannot continue text"):
         sft.main("--base run --out tuned".split())
-    with pytest.raises(UserError, match="ViT learns images, it continues no text"):
+    with pytest.raises(UserError, match="ViT learns images and cannot continue text"):
         pretrain.main("--model vit --out other".split())
     with pytest.raises(UserError, match="run: its model is a vit, wanted a bert; give another --base or --model"):
         classify.main("--base run --backend numpy --workers 1 --out tuned".split())
@@ -293,7 +293,7 @@ def test_texts_pretrained_fine_tuned_resumed_and_given_away(here: Path, capsys: 
     assert json.loads(Path("hf/tokenizer.json").read_text())["model"]["type"] == "WordPiece"
     with pytest.raises(UserError, match="BERT cannot generate text"):
         chat.main("--checkpoint bert --backend numpy --prompt The".split())
-    with pytest.raises(UserError, match="BERT learns masked text, it continues no text"):
+    with pytest.raises(UserError, match="BERT learns masked text and cannot continue text"):
         sft.main("--base bert --out other".split())
 
 

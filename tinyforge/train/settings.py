@@ -399,7 +399,7 @@ class GrpoSettings(AlignSettings):
     normalise: str = setting("dapo", "dapo: every token has the same weight; grpo: every reply; dr_grpo: tokens are "
                              "divided by --max-tokens, and advantages not by the group's deviation",
                              choices=("dapo", "grpo", "dr_grpo"))  # fmt: skip
-    format_weight: float = setting(0.1, "reward for the right form; a right answer earns 1 more", check=zero_or_more)
+    format_weight: float = setting(0.1, "reward for the right format; a right answer earns 1 more", check=zero_or_more)
 
     def check(self) -> None:
         super().check()
