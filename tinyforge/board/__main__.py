@@ -19,6 +19,7 @@ from tinyforge.board.runs import METRICS, Board
 from tinyforge.board.server import Server, exported
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import write_whole, writing
+from tinyforge.hosts import add_allow_host_flag
 from tinyforge.terminal import one_line
 
 PORT = 8321
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="address to listen on (default: %(default)s, this machine only; 0.0.0.0 lets everyone on "
                         "the network read the board)")  # fmt: skip
     parser.add_argument("--port", type=int, default=PORT, help="port, 0 for any free one (default: %(default)s)")
+    add_allow_host_flag(parser)
     args = parser.parse_args(argv)
     folder = Path(args.folder)
     if not folder.is_dir():
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "of a run")  # fmt: skip
     if not 0 <= args.port <= 65535:
         raise UserError(f"--port is {args.port}, wants 0 to 65535")
-    return export(folder, Path(args.export)) if args.export else serve(folder, args.host, args.port)
+    return export(folder, Path(args.export)) if args.export else serve(folder, args.host, args.port, args.allow_host)
 
 
 def export(folder: Path, target: Path) -> int:
@@ -57,9 +59,9 @@ def export(folder: Path, target: Path) -> int:
     return 0
 
 
-def serve(folder: Path, host: str, port: int) -> int:
+def serve(folder: Path, host: str, port: int, names: Sequence[str] = ()) -> int:
     try:
-        server = Server(host, port, Board(folder))
+        server = Server(host, port, Board(folder), names)
     except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
         cause = getattr(error, "strerror", None) or error
         raise UserError(f"cannot listen on {host}, port {port}: {cause}; choose another --port or --host") from error
