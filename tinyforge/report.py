@@ -22,6 +22,8 @@ from typing import Any
 
 from tinyforge.errors import UserError
 
+NOISE = " +-"  # behind a score's name: its standard error, or its spread over seeds
+
 
 def add_json_flag(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", nargs="?", const="-", metavar="FILE",

@@ -30,10 +30,11 @@ from tinyforge.backends.phantom import PhantomBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json
+from tinyforge.memory import OUTSIDE, gib
 from tinyforge.op import Recompute
 from tinyforge.parallel.buckets import Buckets
 from tinyforge.registry import ModelSpec, default_model, find_model, models
-from tinyforge.train.plan import OUTSIDE, Plan, gib, plan_step
+from tinyforge.train.plan import Plan, plan_step
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 BOUND = 0.05  # on a forecast's error

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from models.nanoeuler import PRESETS, Config, NanoEuler
+from tinyforge import memory
 from tinyforge.adapters import Adapters
 from tinyforge.backends import get_backend
 from tinyforge.backends.phantom import METER, Phantom, empty
 from tinyforge.errors import UserError
+from tinyforge.memory import OUTSIDE, free_host_memory, gib
 from tinyforge.registry import ModelSpec, find_model, models
-from tinyforge.train import plan
-from tinyforge.train.plan import OUTSIDE, check_fits, free_host_memory, gib, plan_step
+from tinyforge.train.plan import check_fits, plan_step
 
 SPEC = find_model("nanoeuler")
 TINY = Config(dim=64, heads=4, kv_heads=2, layers=2, context=256, vocab=128, mtp_heads=2, hidden=96,
@@ -127,12 +128,12 @@ class Small:
 
 
 def test_what_does_not_fit_is_refused_with_the_batch_that_does() -> None:
-    fits = plan_step(SPEC, TINY, "fp32", 5, 256).peak + OUTSIDE
-    device: Any = Small(fits)
+    fits = plan_step(SPEC, TINY, "fp32", 5, 256).peak
+    device: Any = Small(fits + OUTSIDE)
     check_fits(SPEC, TINY, device, 5, 256)
     with pytest.raises(UserError) as refusal:
         check_fits(SPEC, TINY, device, 64, 256)
-    needed = gib(plan_step(SPEC, TINY, "fp32", 64, 256).peak + OUTSIDE)
+    needed = gib(plan_step(SPEC, TINY, "fp32", 64, 256).peak)
     assert str(refusal.value) == (
         f"64 x 256 tokens in fp32 need {needed} on the GPU, {gib(fits)} are free; --batch-size 5 fits, with "
         "--grad-accum for as large a step"
@@ -169,7 +170,7 @@ def test_the_free_memory_of_this_machine() -> None:
 def test_more_workers_need_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has gradients of its own."""
     alone = plan_step(SPEC, TINY, "fp32", 4, 256)
-    monkeypatch.setattr(plan, "free_host_memory", lambda: alone.peak)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: alone.peak)
     check_fits(SPEC, TINY, get_backend("numpy", "fp32", workers=1), 4, 256)
     with pytest.raises(UserError, match="--batch-size 3 fits|--recompute blocks makes it fit"):
         check_fits(SPEC, TINY, get_backend("numpy", "fp32", workers=2), 4, 256)

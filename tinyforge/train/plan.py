@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ from tinyforge.backends import Backend
 from tinyforge.backends.phantom import METER, PhantomBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
+from tinyforge.memory import free_memory, gib
 from tinyforge.op import Recompute, Stash
 from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW, Muon
@@ -23,9 +22,6 @@ from tinyforge.parallel.buckets import Buckets, Watched
 from tinyforge.parallel.zero import ShardedAdamW, stage_of
 from tinyforge.registry import ModelSpec
 from tinyforge.rng import Stream
-
-OUTSIDE = 128 << 20
-"""Bytes on a GPU outside of our arrays: cuBLAS's workspace, the kernels' code."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +42,6 @@ class Plan:
             ("peak", self.peak),
         )  # fmt: skip
         return "\n".join(f"  {what:<28} {gib(count):>10}" for what, count in rows)
-
-
-def gib(count: int) -> str:
-    """In GiB, or in MiB below a tenth of one."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 // 10 else f"{count / 2**20:.2f} MiB"
 
 
 @dataclass(frozen=True)
@@ -153,9 +144,7 @@ def check_fits(
     The forecast for a CPU is that for a GPU plus a copy of the gradients for each worker beyond the first. Kernels
     there allocate a little more or less, so the limit is approximate.
     """
-    free, place = backend.memory().get("free"), "on the GPU"
-    if free is None:
-        free, place = free_host_memory(), "of memory"
+    free, place = free_memory(backend)
 
     def planned(rows: int, recompute: Recompute = recompute) -> Plan:
         return plan_step(spec, config, backend.precision.name, rows, seq_len, recompute, adapters, restart, split)
@@ -164,8 +153,6 @@ def check_fits(
         return total(planned(rows, recompute))
 
     def total(plan: Plan) -> int:
-        if place == "on the GPU":
-            return plan.peak + OUTSIDE
         return plan.peak + (backend.workers - 1) * plan.gradients
 
     plan = planned(batch_size)
@@ -186,18 +173,3 @@ def check_fits(
         f"{batch_size} x {seq_len} tokens in {backend.precision.name} need {gib(needed(batch_size))} {place}, "
         f"{gib(free)} are free; {fix}"
     )
-
-
-def free_host_memory() -> int | None:
-    """Bytes that this process may still allocate, on the machine or in its container; None if unknown."""
-    found = []
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        lines = (line.split() for line in meminfo.read_text(encoding="ascii").splitlines())
-        found += [int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"]
-    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:  # macOS: all memory, used or not
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit.is_file() and used.is_file() and (most := limit.read_text(encoding="ascii").strip()) != "max":
-        found.append(int(most) - int(used.read_text(encoding="ascii")))
-    return min(found, default=None)
