@@ -40,7 +40,7 @@ from tinyforge.report import timed
 from tinyforge.train.batches import fingerprint, micro_batches
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.metrics import save_scores
-from tinyforge.train.plan import Split, print_plan
+from tinyforge.train.plan import print_plan
 from tinyforge.train.preferences import DPO, OBJECTIVES, Pairs, SimPO, cached_reference, measure
 from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import DpoSettings, parse, print_schedule, sequence_length, start_ranks
@@ -53,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = open_start(settings, resume)
     next_token_model(base.spec.name)
     if plan_only:
-        seq_len = sequence_length(base.config, settings.seq_len)
-        print_plan(base.spec, base.config, settings.precision, 2 * settings.batch_size, seq_len, settings.recompute,
-                   settings.adapters, split=Split.of(settings, settings.gpus or 1))  # fmt: skip
+        print_plan(base.spec, base.config, settings, each=2)
         return 0
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
@@ -89,7 +87,7 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: Ranks) -> No
         heads, tokenizer = base.config.prediction_heads, base.tokenizer
         data = Pairs(encode_pairs(training, tokenizer, seq_len, "training"), heads, settings.seed)
         held = Pairs(encode_pairs(held_out, tokenizer, seq_len, "held out"), heads, settings.seed)
-    loaded, backend, settings, plan = build(settings, base, 2 * settings.batch_size, ranks)
+    loaded, backend, settings, plan = build(settings, base, ranks, each=2)
     model, objective, rows, accum = loaded.model, objective_of(settings), settings.batch_size, settings.grad_accum
     if objective.referenced:
         add_reference(settings, base, backend, loaded, resume, data, held)

@@ -41,11 +41,11 @@ from tinyforge.text.chat_templates import end_of_reply
 from tinyforge.train.data_parallel import Rank, Sharded
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import Batch
-from tinyforge.train.plan import Split, print_plan
+from tinyforge.train.plan import print_plan
 from tinyforge.train.policy import GRPO, advantages, policy_batch, reward_figures, worth_learning
 from tinyforge.train.preferences import reply_rows
 from tinyforge.train.run import Run, Task, running
-from tinyforge.train.settings import GrpoSettings, parse, sequence_length
+from tinyforge.train.settings import GrpoSettings, parse
 
 ROWS = 256  # replies that are decoded as one batch, at most
 EQUAL = 20  # rollouts in a row without any difference between the rewards of a group, before the run stops
@@ -56,9 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = open_start(settings, resume)
     next_token_model(base.spec.name)
     if plan_only:
-        rows, seq_len = settings.batch_size * settings.group, sequence_length(base.config, settings.seq_len)
-        print_plan(base.spec, base.config, settings.precision, rows, seq_len, settings.recompute, settings.adapters,
-                   split=Split.of(settings, 1))  # fmt: skip
+        print_plan(base.spec, base.config, settings, each=settings.group)
         return 0
     with running(settings, resume):
         learn(settings, base, resume)
@@ -183,7 +181,7 @@ class Rollouts:
 
 
 def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
-    loaded, backend, settings, plan = build(settings, base, settings.batch_size * settings.group)
+    loaded, backend, settings, plan = build(settings, base, each=settings.group)
     questions = open_questions(settings.task, settings.data, settings.encoding)
     longest = max(len(prompt_ids(loaded, q.instruction, q.input)) for q in (*questions.training, *questions.held_out))
     if longest + settings.max_tokens > base.config.context:

@@ -36,7 +36,7 @@ from tinyforge.train.batches import Examples, fingerprint, micro_batches
 from tinyforge.train.data_parallel import Sharded, evaluate_nll
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import NextTokens
-from tinyforge.train.plan import Split, print_plan
+from tinyforge.train.plan import print_plan
 from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import SftSettings, parse, print_schedule, restarts, sequence_length, start_ranks
 
@@ -92,11 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(SftSettings, __doc__ or "", argv)
     base = open_base(settings, resume)
     next_token_model(base.spec.name)
-    restart = restarts(settings, base.spec)
+    restarts(settings, base.spec)  # refused before ranks start
     if plan_only:
-        seq_len = sequence_length(base.config, settings.seq_len)
-        print_plan(base.spec, base.config, settings.precision, settings.batch_size, seq_len, settings.recompute,
-                   settings.adapters, restart, Split.of(settings, settings.gpus or 1))  # fmt: skip
+        print_plan(base.spec, base.config, settings)
         return 0
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
@@ -109,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def fine_tune(settings: SftSettings, base: Opened, resume: bool, ranks: Ranks) -> None:
     config, adapters = base.config, settings.adapters
     seq_len, restart = sequence_length(config, settings.seq_len), restarts(settings, base.spec)
-    loaded, backend, settings, plan = build(settings, base, settings.batch_size, ranks)
+    loaded, backend, settings, plan = build(settings, base, ranks)
     model, tokenizer = loaded.model, loaded.tokenizer
 
     if settings.data:

@@ -217,6 +217,11 @@ def test_bad_flags_are_one_line(flags: str, said: str, here: Path) -> None:
     assert not Path("run").exists()
 
 
+def test_the_plan_is_of_the_length_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert classify.main("--plan --seq-len 32 --batch-size 2".split()) == 0
+    assert "a step of 2 x 32 tokens" in capsys.readouterr().out
+
+
 def test_the_exit_status_is_2(here: Path) -> None:
     found = subprocess.run(
         [sys.executable, str(ROOT / "recipes/classify.py"), *"--model vit --data nowhere --out run".split()],

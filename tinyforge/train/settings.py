@@ -200,6 +200,11 @@ class Settings:
             raise UserError("neither --steps nor --minutes is given; one of them must end the run")
         check_writer(self.log)
 
+    @property
+    def adapters(self) -> Adapters | None:
+        """What is learned in place of the weights; None: the weights."""
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
