@@ -40,7 +40,7 @@ from tinyforge.text.shards import Shards, separator_of
 from tinyforge.train.batches import micro_batches
 from tinyforge.train.card import write_card
 from tinyforge.train.corpus import Corpus, config_for, corpus_of_text, find_shards, open_corpus, tokenizer_for
-from tinyforge.train.data_parallel import Model, Sharded
+from tinyforge.train.data_parallel import Sharded, Trainable
 from tinyforge.train.masked import FRAME, MaskedWords, evaluate_masked, guesses
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import MaskedTokens, NextTokens
@@ -179,7 +179,7 @@ def pretrain(
 
 
 def hide_words(
-    settings: PretrainSettings, model: Model, corpus: Corpus, backend: Backend, seq_len: int, about: dict[str, Any],
+    settings: PretrainSettings, model: Trainable, corpus: Corpus, backend: Backend, seq_len: int, about: dict[str, Any],
     plan: Plan, resume: bool,
 ) -> None:  # fmt: skip
     """Pretrain with masked words (BERT)."""

@@ -15,10 +15,10 @@ import numpy as np
 from models.char_mlp.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
+from tinyforge.model import Model
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import GELU, Embedding, LayerNorm, Linear, LinearCrossEntropy
 from tinyforge.params import ParamBuffer, with_buffer
-from tinyforge.rng import Stream
 
 
 class IdCache:
@@ -43,7 +43,7 @@ class IdCache:
         self.append(saved)
 
 
-class CharMLP(Op):
+class CharMLP(Model):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | the last `window` tokens up to t), 0 where the target is -1
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). An extra id, `vocab`, pads the window before the first
@@ -63,12 +63,6 @@ class CharMLP(Op):
         self.gelu = GELU(backend, name="gelu")
         self.head = LinearCrossEntropy(Param("outer", (config.vocab, hidden), std=0.1 * hidden**-0.5), backend, "head")
         self.buffer = ParamBuffer(self.params(), backend, values)
-
-    def initialise(self, seed: int) -> None:
-        self.buffer.initialise(Stream(seed, "init"))
-
-    def replica(self) -> CharMLP:
-        return CharMLP(self.config, self.backend, values=self.buffer.values)
 
     def windows(self, ids: Array, cache: IdCache | None = None) -> Array:
         """(B, T) ids to (B, T, window): each id after those before it, oldest first."""
@@ -116,9 +110,6 @@ class CharMLP(Op):
 
     def ops(self) -> list[Op]:
         return [self.embedding, self.inner, self.norm, self.gelu, self.head]
-
-    def params(self) -> list[Param]:
-        return [p for op in self.ops() for p in op.params()]
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

@@ -15,13 +15,13 @@ from models.lstm.config import Config
 from tinyforge.backends import Backend
 from tinyforge.infer.cache import StateCache
 from tinyforge.kernel import Array
+from tinyforge.model import Model
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import LSTM, Dropout, Embedding, LinearCrossEntropy
 from tinyforge.params import ParamBuffer, with_buffer
-from tinyforge.rng import Stream
 
 
-class LSTMModel(Op):
+class LSTMModel(Model):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | tokens 0..t of row b, and the state), 0 where the target is -1
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). The embedding goes through the layers, each reading the
@@ -55,15 +55,11 @@ class LSTMModel(Op):
 
     def initialise(self, seed: int) -> None:
         """The forget gates begin open, with a bias of 1 (Jozefowicz et al., 2015)."""
-        self.buffer.initialise(Stream(seed, "init"))
+        super().initialise(seed)
         open_gates = np.repeat([0.0, 1.0, 0.0, 0.0], self.config.dim)
         for layer in self.layers:
             self.buffer.set_master(layer.bias, open_gates)
         self.buffer.publish()
-
-    def replica(self) -> LSTMModel:
-        """A model with the same weights and its own gradients, for a worker of data-parallel training."""
-        return LSTMModel(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
     def state_shape(self, rows: int) -> tuple[int, ...]:
         """The shape of `state` for `rows` rows."""
@@ -122,12 +118,8 @@ class LSTMModel(Op):
         return 6.0 * (self.buffer.count - self.embedding.weight.size)
 
     def ops(self) -> list[Op]:
-        """Every op, in the order of forward."""
         pairs = zip(self.dropouts, self.layers, strict=True)
         return [self.embedding, *(op for pair in pairs for op in pair), self.last_dropout, self.head]
-
-    def params(self) -> list[Param]:
-        return [p for op in self.ops() for p in op.params()]
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

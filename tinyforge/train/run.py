@@ -37,7 +37,7 @@ from tinyforge.terminal import printable
 from tinyforge.train import diagnose, metrics
 from tinyforge.train import state as state_of_run
 from tinyforge.train.captured import Captured
-from tinyforge.train.data_parallel import Model, Sharded, Totals
+from tinyforge.train.data_parallel import Sharded, Totals, Trainable
 from tinyforge.train.diagnose import first_nonfinite
 from tinyforge.train.objectives import Batch, Objective, with_terms
 from tinyforge.train.plan import Plan
@@ -65,7 +65,7 @@ class Task:
     the checkpoint and restored. plan: of the memory; it is recorded with the run.
     """
 
-    model: Model
+    model: Trainable
     tokenizer: Any
     objective: Objective
     batches: Callable[[int], Sequence[Batch]]
