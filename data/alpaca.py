@@ -40,6 +40,7 @@ from data.source import (
 )
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import json_value, next_json_value, read_json, sha256_of
+from tinyforge.report import count_of
 from tinyforge.terminal import one_line
 from tinyforge.text.chat_templates import end_of_reply, render_prompt
 from tinyforge.text.vocabulary import start_ids
@@ -390,11 +391,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.file:
             raise UserError(f"got {args.file} and --as-text with files of its own; name all files after --as-text")
         source = make_documents(args.out, args.as_text)
-        print(f"{source.documents:,} documents, {source.bytes:,} bytes in {args.out}")
+        print(f"{count_of(source.documents, 'document')}, {source.bytes:,} bytes in {args.out}")
         return 0
     cleaned = make_instructions(args.out, args.file, args.base_url, args.encoding)
-    print(f"{cleaned.records:,} records in {cleaned.path}; {cleaned.emptied:,} inputs without content emptied; "
-          f"{len(cleaned.refused):,} left out:")  # fmt: skip
+    print(f"{count_of(cleaned.records, 'record')} in {cleaned.path}; {count_of(cleaned.emptied, 'input')} without "
+          f"content emptied; {len(cleaned.refused):,} left out:")  # fmt: skip
     reasons = Counter(re.sub(r"\d+", "N", refusal.reason) for refusal in cleaned.refused)
     for reason, count in reasons.most_common():
         print(one_line(f"{count:>7,}  {reason}"))

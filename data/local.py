@@ -332,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--encoding", default="utf-8", help="of text files (default utf-8)")
     args = parser.parse_args(arguments)
     source = make_source(args.out, args.inputs, args.name, args.licence, args.column, args.encoding)
-    return report(source, "documents")
+    return report(source, "document")
 
 
 if __name__ == "__main__":

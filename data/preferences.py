@@ -14,6 +14,7 @@ from data.alpaca import Record, encode_example, fault, hold_out, scan_file
 from data.local import read_text
 from data.world import instructions, wrong_answer
 from tinyforge.errors import UserError
+from tinyforge.report import count_of
 from tinyforge.text import TextTokenizer
 from tinyforge.train.preferences import Encoded
 
@@ -55,7 +56,7 @@ def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[li
     training, by_file = hold_out([read_pairs([path], encoding) for path in paths], 5)
     held_out = [pair for pairs in by_file for pair in pairs]
     if not training:
-        raise UserError(f"data: {len(held_out)} preference pairs, wanted at least 2 in a file; give more")
+        raise UserError(f"data: {count_of(len(held_out), 'preference pair')}, wanted at least 2 in a file; give more")
     return training, held_out
 
 
@@ -77,11 +78,11 @@ def encode_pairs(pairs: Sequence[Pair], tokenizer: TextTokenizer, seq_len: int, 
                 long += 1
             else:
                 found.append((chosen, rejected[:-1] if pair.cut else rejected, prompt))
-    print(f"{what}: {len(found):,} pairs of up to {seq_len} tokens; left out {equal:,} whose chosen reply equals the "
-          f"rejected one, {empty:,} with an empty reply and {long:,} that are longer")  # fmt: skip
+    print(f"{what}: {count_of(len(found), 'pair')} of up to {seq_len} tokens; left out {equal:,} whose chosen reply "
+          f"equals the rejected one, {empty:,} with an empty reply and {long:,} that are longer")  # fmt: skip
     if not found:
         raise UserError(
-            f"{what}: none of the {len(pairs)} pairs can be learned from: {equal} prefer a reply to itself, {empty} "
+            f"{what}: no pair can be learned from: {equal} prefer a reply to itself, {empty} "
             f"have an empty reply, {long} take more than {seq_len} tokens; give others, or a model with more context"
         )
     return found

@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{args.inputs[0]}: got files and --files, wanted one or the other; local files are not downloaded"
         )
     source = make_source(args.out, args.inputs, args.files, args.base_url)
-    return report(source, "stories")
+    return report(source, "story", "stories")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tinyforge import checkpoint
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.report import add_json_flag, check_before, publish
+from tinyforge.report import add_json_flag, check_before, count_of, publish
 from tinyforge.train.metrics import read_scores
 from tinyforge.train.run import claimed
 from tinyforge.train.settings import PretrainSettings, config_of, parse
@@ -163,7 +163,7 @@ def compare(scores: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, An
 
 def table_of(found: Mapping[str, Any], seeds: int, tokens: int) -> str:
     width, wide = (max(map(len, names)) for names in (found, [s for rows in found.values() for s in rows]))
-    lines = [f"head 0, bits per byte of held-out text; {tokens:,} tokens a run, {seeds} seed" + "s" * (seeds > 1)]
+    lines = [f"head 0, bits per byte of held-out text; {tokens:,} tokens a run, {count_of(seeds, 'seed')}"]
     for arm, rows in found.items():
         for source, row in rows.items():
             line = f"  {arm:<{width}}  {source:<{wide}}  {row['mean']:.4f}"

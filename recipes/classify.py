@@ -35,7 +35,7 @@ from tinyforge.hub.foreign import spec_of_model
 from tinyforge.parallel.launch import Ranks
 from tinyforge.params import take_weights
 from tinyforge.registry import ModelSpec, find_model
-from tinyforge.report import timed
+from tinyforge.report import count_of, timed
 from tinyforge.rng import Stream
 from tinyforge.terminal import one_line
 from tinyforge.text import TextTokenizer, WordPiece, load_tokenizer
@@ -212,8 +212,8 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: R
     images = spec.learns == "images"
     rows = settings.batch_size
     shuffled = Shuffled(len(data.train), settings.seed, lambda chosen, stream: data.collate(data.train, chosen, stream))
-    print_schedule(settings, f"{rows * settings.grad_accum} examples", len(data.train) / rows / settings.grad_accum,
-                   "examples")  # fmt: skip
+    per_step = rows * settings.grad_accum
+    print_schedule(settings, count_of(per_step, "example"), len(data.train) / per_step, "examples")
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         logits = predicted(sharded, data, min(EVAL_EXAMPLES, len(data.test)))
@@ -294,7 +294,7 @@ def draw_mistakes(test: Labelled, logits: np.ndarray, target: Path) -> bool:
             pixels = test.inputs[i].transpose(1, 2, 0)
             axis.imshow(pixels[..., 0] if pixels.shape[-1] == 1 else pixels, cmap="gray_r", vmin=0, vmax=255)
             axis.set_title(f"{test.names[test.labels[i]]}, not {test.names[guesses[i]]}", fontsize=7)
-    figure.suptitle(f"{len(wrong)} mistakes of {len(test)}; the {len(shown)} that the model was surest of", fontsize=9)
+    figure.suptitle(f"mistakes: {len(wrong)} of {len(test)}; the {len(shown)} that the model was surest of", fontsize=9)
     figure.savefig(target, dpi=110)
     plt.close(figure)
     return True

@@ -36,7 +36,7 @@ from tinyforge.hub import Loaded, Opened
 from tinyforge.hub.tuning import about, answer, build, finish, history, open_start
 from tinyforge.parallel.launch import Ranks
 from tinyforge.registry import next_token_model
-from tinyforge.report import timed
+from tinyforge.report import count_of, timed
 from tinyforge.train.batches import fingerprint, micro_batches
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.metrics import save_scores
@@ -74,7 +74,8 @@ def read(settings: DpoSettings) -> tuple[Sequence[Pair], Sequence[Pair]]:
     if settings.data:
         training, held_out = read_split(settings.data, settings.encoding)
         of_each = " of each file" if len(settings.data) > 1 else ""
-        print(f"data: {len(training):,} pairs to learn from; {len(held_out):,}, the last fifth{of_each}, are held out")
+        print(f"data: {count_of(len(training), 'pair')} to learn from; held out: {len(held_out):,}, the last "
+              f"fifth{of_each}")  # fmt: skip
         return training, held_out
     print(f"data: built in (no --data given), {BUILT_IN_PAIRS:,} pairs of {len(KINDS)} kinds")
     return world_pairs("train", BUILT_IN_PAIRS, settings.seed), world_pairs("val", HELD_OUT_PAIRS, settings.seed)
@@ -100,7 +101,7 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: Ranks) -> No
         asked = f"{pair.instruction} {pair.input}".strip().replace("\n", " ")
         return f"  {asked} -> {answer(loaded, pair.instruction, pair.input)}".replace("\n", "\n  ")
 
-    print_schedule(settings, f"{rows * accum} pairs", len(data.pairs) / rows / accum, "pairs")
+    print_schedule(settings, count_of(rows * accum, "pair"), len(data.pairs) / rows / accum, "pairs")
     sources, licences = origins_of(settings.data, ("the built-in pairs", "MIT"))
     summary = {"source": sources, "licence": licences, "pairs": len(data.pairs), "held-out_pairs": len(held.pairs)}
     task = Task(

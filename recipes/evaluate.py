@@ -116,7 +116,7 @@ def open_text(
                            f"on the {WORLD}"))  # fmt: skip
     ids = corpus.pack(held_out, tokenizer)
     if len(ids) < 2:
-        raise UserError(f"--data: {', '.join(data)}: {len(ids)} held-out tokens, wanted at least 2; give more text")
+        raise UserError(f"--data: {', '.join(data)}: held-out tokens: {len(ids)}, wanted at least 2; give more text")
     mask = corpus.document_mask(run, tokenizer)
     windows = PackedTokens(ids, min(seq_len, len(ids) - 1), config.prediction_heads, run.seed, mask)
     part = corpus.HeldOut("text" if data else WORLD, windows, corpus.predicted_bytes(ids, tokenizer))
@@ -184,8 +184,8 @@ def held_out_prompts(
     fit = [ids for ids in prompts if len(ids) <= room]
     if not fit:
         raise UserError(
-            f"--instructions: none of the {len(prompts)} held-out prompts has at most {room} tokens, so that a reply "
-            f"has room in the context of {context}; give shorter ones"
+            f"--instructions: no held-out prompt has at most {room} tokens, so that a reply has room in the context of "
+            f"{context}; give shorter ones"
         )
     return evenly(fit, count), len(prompts) - len(fit)
 

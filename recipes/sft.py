@@ -30,7 +30,7 @@ from tinyforge.hub import Opened, lora, newest_run, open_model, trained_model
 from tinyforge.hub.tuning import OF_BASE, about, answer, build, finish
 from tinyforge.parallel.launch import Ranks
 from tinyforge.registry import next_token_model
-from tinyforge.report import timed
+from tinyforge.report import count_of, timed
 from tinyforge.text import TextTokenizer
 from tinyforge.train.batches import Examples, fingerprint, micro_batches
 from tinyforge.train.data_parallel import Sharded, evaluate_nll
@@ -53,8 +53,8 @@ def encode(
     end = tokenizer.specials[end_of_reply(tokenizer)]
     cut = sum(ids[-1] != end for ids, _ in kept)
     empty = sum(not r.output.strip() for r in records)
-    print(f"{what}: {len(kept):,} examples of up to {seq_len} tokens; refused {empty} with an empty reply and "
-          f"{len(records) - len(kept) - empty} whose reply is cut away entirely; {cut} end early")  # fmt: skip
+    print(f"{what}: {count_of(len(kept), 'example')} of up to {seq_len} tokens; refused {empty} with an empty reply "
+          f"and {len(records) - len(kept) - empty} whose reply is cut away entirely; {cut} end early")  # fmt: skip
     if max_reply is None:
         return kept
     brief = [(ids, prompt) for ids, prompt in kept if len(ids) - prompt <= max_reply]
@@ -114,7 +114,8 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool, ranks: Ranks) -
         training, by_file = read_split(settings.data, settings.encoding)
         held_out = [record for records in by_file for record in records]
         of_each = " of each file" if len(settings.data) > 1 else ""
-        print(f"data: {len(training):,} records to train on; {len(held_out):,}, the last 20th{of_each}, are held out")
+        print(f"data: {count_of(len(training), 'record')} to train on; held out: {len(held_out):,}, the last "
+              f"20th{of_each}")  # fmt: skip
     else:
         print(f"data: built in (no --data given), {BUILT_IN_RECORDS:,} instructions of {len(KINDS)} kinds")
         training, held_out = ([Record(e.instruction, e.input, e.output) for e in instructions(split, n, settings.seed)]
@@ -127,7 +128,7 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool, ranks: Ranks) -
         held = {name: encode(records, tokenizer, seq_len, f"held out{' of ' * bool(name)}{name}")
                 for name, records in zip(names, by_file, strict=True)}  # fmt: skip
     if not any(held.values()):
-        raise UserError(f"data: none of the {len(held_out)} held-out records fits {seq_len} tokens; give more records")
+        raise UserError(f"data: no held-out record fits {seq_len} tokens; give more records")
 
     sources, licences = origins_of(settings.data, ("the built-in instructions", "MIT"))
     summary = [
@@ -155,7 +156,8 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool, ranks: Ranks) -
         asked = f"{record.instruction} {record.input}".strip().replace("\n", " ")
         return f"  {asked} -> {answer(loaded, record.instruction, record.input)}".replace("\n", "\n  ")
 
-    print_schedule(settings, f"{rows * accum} rows of several records", data.batches_in(0, rows) / accum, "records")
+    step = f"{count_of(rows * accum, 'row')} of several records"
+    print_schedule(settings, step, data.batches_in(0, rows) / accum, "records")
 
     # A resumed run without adapters has opened itself.
     began = base.meta["base"] if resume and not adapters else {k: base.meta[k] for k in OF_BASE if k in base.meta}

@@ -34,6 +34,7 @@ from tinyforge.memory import OUTSIDE, gib
 from tinyforge.op import Recompute
 from tinyforge.parallel.buckets import Buckets
 from tinyforge.registry import ModelSpec, default_model, find_model, models
+from tinyforge.report import count_of
 from tinyforge.train.plan import Plan, plan_step
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -460,8 +461,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{spec.name} {name}, {parameters:,} parameters, bf16, {size}{again}{', ZeRO' if job.zero else ''}")
     print(f"measured: {machine.peak / 1e12:.0f} TFLOP/s in a large product, {machine.reached:.2f} of it in a step; "
           f"copies {machine.copy / 1e9:,.0f} GB/s; all-reduce on a host {machine.link / 1e9:.0f} GB/s")  # fmt: skip
-    print(f"assumed: {machine.per_host} GPUs a host with that rate for each, {machine.network / 1e9:g} GB/s a GPU "
-          "between hosts; t splits layers, p the stack of them")  # fmt: skip
+    print(f"assumed: {count_of(machine.per_host, 'GPU')} a host with that rate for each, {machine.network / 1e9:g} "
+          "GB/s a GPU between hosts; t splits layers, p the stack of them")  # fmt: skip
     print(table(job, args.gpus, machine, args.batch_tokens))
     return 0
 

@@ -170,7 +170,7 @@ def test_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("dpo --base tuned --data equal.json", "4 prefer a reply to itself, 0 have an empty reply"),
         ("dpo --base tuned --data empty.json", "0 prefer a reply to itself, 4 have an empty reply"),
         ("dpo --base tuned --data long.json", "0 have an empty reply, 4 take more than 96 tokens; give others"),
-        ("dpo --base tuned --data one.json", "data: 1 preference pairs, wanted at least 2 in a file; give more"),
+        ("dpo --base tuned --data one.json", "data: 1 preference pair, wanted at least 2 in a file; give more"),
         ("dpo --base tuned --data field.json", "record 0 (counted from 0), line 1: it has no 'chosen'; a preference"),
         ("dpo --base tuned --data number.json", "record 1 (counted from 0), line 1: 'input' is 3, wanted a string"),
         ("dpo --base tuned --data text.txt", "text.txt: record 0 (counted from 0), line 1, column 1: malformed JSON"),

@@ -275,7 +275,7 @@ def test_without_duckdb(folder: Path) -> None:
         ("--checkpoint tuned --instructions absent.json", "absent.json: no such file"),
         ("--checkpoint tuned --instructions none.json", "none.json: is empty, wanted Alpaca records"),
         ("--checkpoint tuned --instructions text.txt", "text.txt: record 0"),
-        ("--checkpoint tuned --instructions long.json", "--instructions: none of the 4 held-out prompts has at"),
+        ("--checkpoint tuned --instructions long.json", "--instructions: no held-out prompt has at most"),
         ("--checkpoint base --seeds -1", "--seeds is -1, wants 0 or more"),
         ("--checkpoint base --seq-len 0", "--seq-len is 0, wants 1 or more"),
         ("--checkpoint base --data shards --seq-len 161", "--seq-len is 161, the config's context is 160; use at most"),

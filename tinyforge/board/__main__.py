@@ -20,6 +20,7 @@ from tinyforge.board.server import Server, exported
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import write_whole, writing
 from tinyforge.hosts import add_allow_host_flag
+from tinyforge.report import count_of
 from tinyforge.terminal import one_line
 
 PORT = 8321
@@ -54,8 +55,8 @@ def export(folder: Path, target: Path) -> int:
         raise UserError(f"no run in {folder}: no folder there has a {METRICS}; name the folder of a run")
     with writing(target):
         write_whole(target, page)
-    rows = sum(run.count for run in board.runs.values())
-    print(f"wrote {one_line(str(target))}: {len(board.runs)} runs, {rows:,} rows, {len(page) / 1e6:.1f} MB")
+    runs, rows = count_of(len(board.runs), "run"), count_of(sum(run.count for run in board.runs.values()), "row")
+    print(f"wrote {one_line(str(target))}: {runs}, {rows}, {len(page) / 1e6:.1f} MB")
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tinyforge.report import NOISE
+from tinyforge.report import NOISE, count_of
 
 SHARES = {
     "ended": "end by themselves", "not_empty": "are not empty", "no_line_repeated": "repeat no line three times",
@@ -58,9 +58,9 @@ def table_of(found: Mapping[str, Any]) -> str:
 def _replies(found: Mapping[str, Any]) -> list[str]:
     if "skipped" in found:
         return [f"replies: skipped; {found['skipped']}"]
-    sampled = f"sampled, {found['seeds']} seed{'s' * (found['seeds'] > 1)}" if "sampled" in found else ""
+    sampled = f"sampled, {count_of(found['seeds'], 'seed')}" if "sampled" in found else ""
     lines = [
-        f"replies to {found['prompts']} held-out instructions, up to {found['max_tokens']} tokens"
+        f"replies to {count_of(found['prompts'], 'held-out instruction')}, up to {found['max_tokens']} tokens"
         + (f"; {found['left_out']} leave too little of the context to a reply" if found["left_out"] else ""),
         f"  {'':<30}{'greedy':<17}{sampled}",
     ]  # fmt: skip
@@ -151,5 +151,5 @@ def table_of_tasks(found: Mapping[str, Any], published: Mapping[str, Mapping[str
         notes += [f"{name}: {task['cut']:,} of {task['items']:,} did not fit the context; their beginnings were cut off"
                   ] * bool(task["cut"])  # fmt: skip
     if found["limit"]:
-        notes.append(f"only the first {found['limit']:,} items of each set: not comparable with scores of whole sets")
+        notes.append(f"only the first {found['limit']:,} of each set's items: not comparable with scores of whole sets")
     return "\n".join([*lines, *([""] * bool(notes)), *notes, ""])

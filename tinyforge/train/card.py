@@ -18,6 +18,7 @@ from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.files import write_whole
 from tinyforge.registry import default_model, find_model
+from tinyforge.report import count_of
 from tinyforge.train.metrics import NOISE, read_scores
 from tinyforge.train.settings import RECIPES, Settings
 
@@ -164,7 +165,7 @@ def _cell(value: Any) -> str:
 def _trained(kind: str, run: Mapping[str, Any], config: ModelConfig) -> str:
     settings = _settings(kind, run)
     rows, length = settings.batch_size * settings.grad_accum, settings.seq_len or config.context
-    told = f"{run['step']:,} steps in {run['elapsed']:,.0f} s on {run['machine']}"
+    told = f"{count_of(run['step'], 'step')} in {run['elapsed']:,.0f} s on {run['machine']}"
     told += f": {run['tokens']:,} tokens" if "tokens" in run else ""
     if "tokens_per_second" in run:
         told += f", {run['tokens_per_second']:,} tokens/s while training"

@@ -37,6 +37,7 @@ from tinyforge.op import Recompute
 from tinyforge.optim.schedules import SCHEDULES
 from tinyforge.parallel.launch import Ranks, same, shared, start, started_as_rank
 from tinyforge.registry import ModelSpec, default_classifier, default_model, find_model, models
+from tinyforge.report import count_of
 from tinyforge.train.writers import WRITERS, check_writer
 
 # The effect of another value on what a run learns: none; the last bits; a different result.
@@ -673,6 +674,6 @@ def code_hash() -> str:
 
 def print_schedule(settings: Settings, step: str, steps_a_pass: float, data: str) -> None:
     """Print how long a run is, and how often it reads its data. step: describes one; steps_a_pass: steps per epoch."""
-    length = f"{settings.steps:,} steps" if settings.steps else f"{settings.minutes:g} minutes"
+    length = count_of(settings.steps, "step") if settings.steps else f"{settings.minutes:g} min"
     passes = f", {settings.steps / steps_a_pass:.1f} times through the {data}" if settings.steps else ""
     print(f"plan: {length} of {step}{passes}; {settings.schedule} schedule, peak rate {settings.lr:g}")
