@@ -14,7 +14,6 @@ errors: some replies are empty, some inputs are the words "no input", and some r
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections import Counter
@@ -377,9 +376,7 @@ def _read_zipped(path: Path, encoding: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m data.alpaca", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m data.alpaca", description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="a local file (default: download them)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for alpaca.json and source.json")
     parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")

@@ -14,7 +14,6 @@ FineWeb-Edu: Penedo et al., "The FineWeb Datasets: Decanting the Web for the Fin
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import random
 import re
@@ -280,9 +279,7 @@ def _packaged_extension(version: str) -> Path | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     defaults = Filter()
-    parser = Parser(
-        prog="python -m data.fineweb_edu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m data.fineweb_edu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--bytes", metavar="N", help="text to take, such as 50MB or 1GB (default 1GB)")

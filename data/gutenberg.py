@@ -12,7 +12,6 @@ which this is uncertain (a marker is missing, or licence text remains between th
 
 from __future__ import annotations
 
-import argparse
 import codecs
 import csv
 import hashlib
@@ -471,9 +470,7 @@ def _row(entry: Entry, book: Book, size: int, reason: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m data.gutenberg", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m data.gutenberg", description=__doc__)
     parser.add_argument(
         "inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER_OR_ZIP", help="books to clean (default: download them)"
     )

@@ -13,7 +13,6 @@ TinyStories: Eldan and Li, "TinyStories: How Small Can Language Models Be and St
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -144,9 +143,7 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m data.tinystories", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m data.tinystories", description=__doc__)
     parser.add_argument(
         "inputs", nargs="*", type=Path, metavar="FILE", help="local copies of published files (default: download)"
     )

@@ -13,7 +13,6 @@ more than two standard errors, sqrt(s1^2 / n + s2^2 / n) with the standard devia
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import runpy
@@ -181,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == [ONE_RUN]:
         return pretrain_until_alone(argv[1:])
     cut = argv.index("--") if "--" in argv else len(argv)
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("--arm", action="append", default=[], metavar="'NAME: FLAGS'",
                    help="two or more; the first is what the others are compared to")  # fmt: skip
     p.add_argument("--seeds", type=int, default=3, help="runs of each arm: seeds 0, 1, ... (default: %(default)s)")

@@ -345,7 +345,7 @@ def keep_scores(found: dict[str, Any], with_card: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     add_checkpoint_flag(p)
     p.add_argument("--data", nargs="+", default=[], metavar="PATH",
                    help="token shards, or text as given to pretrain.py (default: the built-in world)")  # fmt: skip

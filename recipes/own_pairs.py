@@ -11,7 +11,6 @@ of each file is left out, because the model is evaluated on it.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,7 +59,7 @@ def own_pairs(loaded: Loaded, records: Sequence[Record], samplings: Sequence[Sam
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("--base", required=True, metavar="DIR", help="a fine-tuned run, or a checkpoint of it")
     p.add_argument("--data", nargs="+", required=True, metavar="FILE", help="records as given to sft.py")
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the pairs, as JSON for dpo.py --data")

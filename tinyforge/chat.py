@@ -12,7 +12,6 @@ Ctrl-C stops a reply and keeps the conversation; Ctrl-D or /bye leaves; """ begi
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import shlex
@@ -230,10 +229,7 @@ def once(loaded: Loaded, text: str, sampling: Sampling) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m tinyforge.chat", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = Parser(prog="python -m tinyforge.chat", description=__doc__)
     add_checkpoint_flag(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and leave")
     parser.add_argument("--backend", default="numpy", help="numpy, cupy (a GPU), or auto (default: %(default)s)")

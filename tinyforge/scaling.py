@@ -18,7 +18,6 @@ For n GPUs, add the part of the gradient's all-reduce that backward does not hid
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -414,8 +413,7 @@ def comparison(machine: Machine) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(prog="python -m tinyforge.scaling", description=__doc__,
-               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    p = Parser(prog="python -m tinyforge.scaling", description=__doc__)
     p.add_argument("--gpus", type=int, default=8, metavar="N", help="largest number in the table (default: 8)")
     p.add_argument("--model", default=default_model(), help="of the zoo (default: %(default)s)")
     p.add_argument("--config", default="", metavar="PRESET", help="of the model (default: its largest)")

@@ -10,7 +10,6 @@ It writes nothing there.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,9 +26,7 @@ PORT = 8321
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m tinyforge.board", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m tinyforge.board", description=__doc__)
     parser.add_argument("folder", nargs="?", default="runs", metavar="DIR",
                         help="a run, or a folder with runs in it (default: %(default)s)")  # fmt: skip
     parser.add_argument("--export", metavar="FILE", help="write the page with all data into this file and exit")

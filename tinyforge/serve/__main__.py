@@ -48,9 +48,7 @@ def default_rows(model: Any, capacity: int) -> int:
 
 
 def flags() -> Parser:
-    parser = Parser(
-        prog="python -m tinyforge.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m tinyforge.serve", description=__doc__)
     add_checkpoint_flag(parser)
     parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter, merged into the checkpoint")
     parser.add_argument("--name", help="name of the model (default: its file's name)")

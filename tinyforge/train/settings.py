@@ -13,7 +13,6 @@ the model's card; a recipe has no other flags.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
 import shlex
@@ -482,7 +481,7 @@ def parse(
 
 def _parser(kind: type[Settings], description: str, actions: Sequence[str], prog: str | None) -> Parser:
     """A parser with a flag for every field. Defaults are applied later, so that it shows which flags were given."""
-    p = Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(prog=prog, description=description)
     usual, types = kind(), get_type_hints(kind)
     for f in fields(kind):
         default, options = getattr(usual, f.name), {k: f.metadata[k] for k in ("metavar", "choices") if f.metadata[k]}
