@@ -18,7 +18,7 @@ from tinyforge.kernel import Array
 from tinyforge.model import Model
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import GELU, Embedding, LayerNorm, Linear, LinearCrossEntropy
-from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.params import ParamBuffer
 
 
 class IdCache:
@@ -113,8 +113,8 @@ class CharMLP(Model):
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        for batch, length, vocab, window in ((2, 5, 7, 3), (1, 1, 3, 1), (3, 2, 5, 4)):
-            config = Config(context=length, vocab=vocab, window=window, dim=4, hidden=8)
-            model = with_buffer(cls(config, backend), backend, rng)
-            ids, targets = rng.integers(0, vocab, (batch, length)), rng.integers(-1, vocab, (batch, length, 1))
-            yield model, (backend.asarray(ids), backend.asarray(targets))
+        shapes = [
+            (Config(context=length, vocab=vocab, window=window, dim=4, hidden=8), batch, length)
+            for batch, length, vocab, window in ((2, 5, 7, 3), (1, 1, 3, 1), (3, 2, 5, 4))
+        ]
+        yield from cls.cases_of(shapes, backend, rng)

@@ -141,11 +141,7 @@ class GPT2(Model):
             (Config(dim=4, heads=1, layers=1, context=1, vocab=5, norm_eps=0.1), 2, 1),
             (Config(dim=8, heads=2, layers=1, context=140, vocab=7), 1, 131),
         )
-        for config, batch, length in shapes:
-            model = with_buffer(cls(config, backend), backend, rng, std=0.2)
-            ids = rng.integers(0, config.vocab, (batch, length))
-            targets = rng.integers(-1, config.vocab, (batch, length, 1))
-            yield model, (backend.asarray(ids), backend.asarray(targets))
+        yield from cls.cases_of(shapes, backend, rng, std=0.2)
         for restart in (False, True):
             config = Config(dim=12, heads=3, layers=2, context=9, vocab=11)
             model = with_buffer(cls(config, backend), backend, rng, std=0.2)

@@ -168,11 +168,7 @@ class Llama(LlamaLike):
             (Config(dim=4, heads=2, kv_heads=1, layers=1, context=132, vocab=7, hidden=3, window=100), 1, 131),
             (Config(dim=12, heads=2, kv_heads=1, layers=2, context=9, vocab=5, hidden=7, dropout=0.3), 2, 7),
         )  # fmt: skip
-        for config, batch, length in shapes:
-            model = with_buffer(cls(config, backend), backend, rng, std=0.2)
-            ids = rng.integers(0, config.vocab, (batch, length))
-            targets = rng.integers(-1, config.vocab, (batch, length, 1))
-            yield model, (backend.asarray(ids), backend.asarray(targets))
+        yield from cls.cases_of(shapes, backend, rng, std=0.2)
         config = Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=10, window=4)
         packed = WithKeywords(with_buffer(cls(config, backend), backend, rng, std=0.2), documents=Documents)
         ids, targets = rng.integers(0, 11, (2, 9)), rng.integers(-1, 11, (2, 9, 1))

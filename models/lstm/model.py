@@ -18,7 +18,7 @@ from tinyforge.kernel import Array
 from tinyforge.model import Model
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import LSTM, Dropout, Embedding, LinearCrossEntropy
-from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.params import ParamBuffer
 
 
 class LSTMModel(Model):
@@ -128,8 +128,4 @@ class LSTMModel(Model):
             (Config(dim=3, layers=1, context=7, vocab=3, reset=1), 3, 7),
             (Config(dim=4, layers=3, context=1, vocab=5), 2, 1),
         )
-        for config, batch, length in shapes:
-            model = with_buffer(cls(config, backend), backend, rng)
-            ids = rng.integers(0, config.vocab, (batch, length))
-            targets = rng.integers(-1, config.vocab, (batch, length, 1))
-            yield model, (backend.asarray(ids), backend.asarray(targets))
+        yield from cls.cases_of(shapes, backend, rng)

@@ -18,7 +18,7 @@ from tinyforge.kernel import Array
 from tinyforge.model import Model
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import AddRMSNorm, CausalConv, Embedding, Linear, LinearCrossEntropy, RMSNorm, SelectiveScan
-from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
 
 STEP_MIN, STEP_MAX = 1e-3, 1e-1  # range of the initial step sizes dt
@@ -177,8 +177,4 @@ class Mamba(Model):
             (Config(dim=7, layers=1, expand=1, state=2, taps=1, context=2, vocab=5, norm_eps=0.1), 2, 2),
             (Config(dim=6, layers=1, state=2, context=40, vocab=7, norm_eps=0.1), 1, 35),
         )
-        for config, batch, length in shapes:
-            model = with_buffer(cls(config, backend), backend, rng, std=0.6)
-            ids = rng.integers(0, config.vocab, (batch, length))
-            targets = rng.integers(-1, config.vocab, (batch, length, 1))
-            yield model, (backend.asarray(ids), backend.asarray(targets))
+        yield from cls.cases_of(shapes, backend, rng, std=0.6)
