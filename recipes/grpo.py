@@ -33,7 +33,8 @@ from tinyforge import checkpoint
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import Loaded, Opened
 from tinyforge.hub.tuning import about, build, finish, history, open_start, prompt_ids
-from tinyforge.infer import Sampling, generate_batch, make_decoder
+from tinyforge.infer import Sampling, make_decoder
+from tinyforge.infer.evaluate import reply_to
 from tinyforge.parallel import part_of
 from tinyforge.registry import next_token_model
 from tinyforge.rng import Stream
@@ -76,23 +77,17 @@ def draw_replies(
 def _draw(rank: Rank, prompts: Sequence[Sequence[int]], sampling: Sampling, end: int) -> np.ndarray:
     """(prompts, max_tokens + 1): the ids plus 1, padded with 0; each rank has sampled its part."""
     found = np.zeros((len(prompts), sampling.max_tokens + 1), np.int32)
-    group, model, own = rank.group, rank.model, part_of(rank.group.rank, rank.group.size, len(prompts))
-    rows = min(ROWS, own.stop - own.start)
-    if rows:
+    group, model = rank.group, rank.model
+    own = part_of(group.rank, group.size, len(prompts))
+    if part := prompts[own]:
         longest = max(map(len, prompts)) + sampling.max_tokens
-        decoder = make_decoder(model, rows, min(model.config.context, longest))
-    for first in range(own.start, own.stop, max(1, rows)):
-        part = list(prompts[first : min(first + rows, own.stop)])
-        made: list[list[int]] = [[] for _ in range(rows)]
-        seeded = replace(sampling, seed=sampling.seed + first)
-        for row, token in generate_batch(
-            model, part + part[-1:] * (rows - len(part)), seeded, frozenset({end}), decoder
-        ):
-            made[row].append(token.id)
-        for row, prompt in enumerate(part):
-            budget = min(sampling.max_tokens, decoder.capacity - len(prompt))
-            ids = [*made[row], end] if len(made[row]) < budget else made[row]
-            found[first + row, : len(ids)] = np.array(ids) + 1
+        decoder = make_decoder(model, min(ROWS, len(part)), min(model.config.context, longest))
+        # No drafts: those of a single row would draw other numbers than a batch does.
+        seeded = replace(sampling, seed=sampling.seed + own.start, drafts=0)
+        replies = reply_to(model, part, seeded, end, decoder)
+        for row, (ids, ended) in enumerate(replies, own.start):
+            whole = [*ids, end] if ended else ids
+            found[row, : len(whole)] = np.array(whole) + 1
     group.all_reduce_(found)
     return found
 

@@ -22,8 +22,11 @@ from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import load
+from tinyforge.hub.tuning import prompt_ids
+from tinyforge.infer import Sampling
 from tinyforge.infer.evaluate import Reply, reply_shares
 from tinyforge.train import metrics
+from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.policy import worth_learning
 
 MAINS: dict[str, Callable[[list[str]], int]] = {"dpo": dpo.main, "grpo": grpo.main}
@@ -157,6 +160,18 @@ def test_what_grpo_logs(folder: Path) -> None:
     assert {"task.ids", "task.old", "task.reference"} <= held.keys()
 
 
+def test_a_reply_depends_on_its_prompt_and_seed_alone(folder: Path) -> None:
+    """Not on the ranks: of three prompts one rank has a batch of two, the other a single row."""
+    drawn = []
+    for workers in (1, 2):
+        backend = get_backend("numpy", "fp32", workers=workers)
+        loaded = load(Path("tuned"), backend)
+        prompts = [prompt_ids(loaded, "Add.", f"{i} and {i}") for i in range(3)]
+        sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_tokens=30, seed=5)
+        drawn.append(grpo.draw_replies(Sharded(loaded.model, backend), prompts, sampling, end=257))
+    assert drawn[0] == drawn[1] and len(set(map(tuple, drawn[0]))) == 3
+
+
 def test_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dpo.main("--base tuned --plan".split()) == 0
     assert "a step of 32 x 96 tokens" in capsys.readouterr().out
@@ -246,7 +261,7 @@ def test_pairs_of_own_replies(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert metrics.read(Path("orderly/metrics.jsonl"))[-1]["val_rewards/rejected"] < -0.02
 
 
-def test_there_is_nothing_to_learn_where_all_is_in_form(
+def test_there_is_nothing_to_learn_where_all_is_well_formed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(own_pairs, "reply_to", lambda _, prompts, *__: [([70, 71], True) for _ in prompts])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import mean, stdev
 from typing import Any
@@ -157,25 +157,32 @@ def reply_to(
 ) -> list[tuple[list[int], bool]]:
     """The tokens of the reply to each prompt, and whether it ended with the token `end`.
 
-    Prompt i draws with the seed sampling.seed + i. decoder: from `reply_decoder`.
+    Prompt i draws with the seed sampling.seed + i. decoder: of any number of rows, from `reply_decoder` for instance.
     """
-    replies: list[list[int]] = [[] for _ in prompts]
-    rows, stop = decoder.batch, frozenset({end})
-    session = Session(model, decoder) if rows == 1 else None
-    for first in range(0, len(prompts), rows):
-        drawn = replace(sampling, seed=sampling.seed + first)
-        if session is not None:
-            session.set_tokens(prompts[first])
-            replies[first] += (token.id for token in session.generate(drawn, stop))
-            continue
-        group = list(prompts[first : first + rows])
-        padded = group + group[-1:] * (rows - len(group))
-        for i, token in generate_batch(model, padded, drawn, stop, decoder):
-            if i < len(group):
-                replies[first + i].append(token.id)
+    replies, stop = list[list[int]](), frozenset({end})
+    if decoder.batch == 1:
+        session = Session(model, decoder)
+        for i, prompt in enumerate(prompts):
+            session.set_tokens(prompt)
+            replies.append([token.id for token in session.generate(replace(sampling, seed=sampling.seed + i), stop)])
+    else:
+        replies = [ids for group in continue_groups(model, prompts, sampling, stop, decoder) for ids in group]
     # A reply that uses its whole budget was cut.
     budgets = [min(sampling.max_tokens, decoder.capacity - len(prompt)) for prompt in prompts]
     return [(ids, len(ids) < budget) for ids, budget in zip(replies, budgets, strict=True)]
+
+
+def continue_groups(
+    model: CausalLM, prompts: Sequence[Sequence[int]], sampling: Sampling, stop: frozenset[int], decoder: Decoder
+) -> Iterator[list[list[int]]]:
+    """The tokens that continue the prompts, as many prompts at a time as the decoder has rows; prompt i draws with the
+    seed sampling.seed + i."""
+    for first in range(0, len(prompts), decoder.batch):
+        group = list(prompts[first : first + decoder.batch])
+        padded, found = group + group[-1:] * (decoder.batch - len(group)), [list[int]() for _ in range(decoder.batch)]
+        for i, token in generate_batch(model, padded, replace(sampling, seed=sampling.seed + first), stop, decoder):
+            found[i].append(token.id)
+        yield found[: len(group)]
 
 
 def repeats_a_line(text: str) -> bool:
