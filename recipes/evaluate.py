@@ -318,13 +318,14 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     said("speculation")
     if config.prediction_heads == 1:
         found["speculation"] = {"skipped": "the model has one output head, so it drafts no tokens"}
+    elif tuned:
+        some = prompts[:: -(-len(prompts) // SPECULATED)]
+        found["speculation"] = measure_speculation(loaded.model, loaded.tokenizer, some, args.max_tokens)
+        found["speculation"]["on"] = "of these instructions"
     else:
-        if tuned:
-            on, starts, length = "of these instructions", prompts[:: -(-len(prompts) // SPECULATED)], args.max_tokens
-        else:
-            on, starts = "places of the held-out text", openings(text, SPECULATED, min(OPENING, config.context // 2))
-            length = CONTINUATION
-        found["speculation"] = {**measure_speculation(loaded.model, loaded.tokenizer, starts, length), "on": on}
+        starts = openings(text, SPECULATED, min(OPENING, config.context // 2))
+        found["speculation"] = measure_speculation(loaded.model, loaded.tokenizer, starts, CONTINUATION)
+        found["speculation"]["on"] = "places of the held-out text"
     found["seconds"] = round(time.perf_counter() - started, 1)
     return found
 
