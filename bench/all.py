@@ -280,7 +280,7 @@ def predictions(parts: Sequence[Part], before: Path) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("--on", choices=("gpu", "cpu"), help="which parts (default: gpu where there is one)")
     p.add_argument("--only", metavar="NAMES", help="the parts of these names, with commas: train, decode-base-64, ...")
     p.add_argument("--list", action="store_true", help="print the parts, their commands and times, and run nothing")

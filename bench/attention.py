@@ -348,7 +348,7 @@ def shapes_of(args: argparse.Namespace) -> list[Shape]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("--shapes", default="32x512,16x1024",
                    help="BATCHxTOKENS or BATCHxTOKENS:HEADS/KV_HEADSxHEAD_DIM, with commas (default: %(default)s)")
     p.add_argument("--heads", type=int, default=12, help="query heads (default: %(default)s)")

@@ -400,7 +400,7 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("--config", default="small", help="preset (small, base, large) or a JSON file (default: small)")
     p.add_argument("--batch-size", type=int, default=1, help="rows that are decoded side by side (default: 1)")
     p.add_argument("--position", type=int, default=64, help="tokens before the one in the middle (default: 64)")

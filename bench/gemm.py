@@ -438,7 +438,7 @@ def table(found: dict[str, Any]) -> dict[str, dict[str, list[int]]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("--models", default=",".join(MODELS), help="of whose steps (default: %(default)s)")
     p.add_argument("--tokens", type=int, default=16384, help="(default: %(default)s)")
     p.add_argument("--seconds", type=float, default=150, help="start no product after this time (default: %(default)s)")

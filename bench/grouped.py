@@ -11,7 +11,6 @@ are device times, the median of rounds (gpu_clock.py).
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -81,7 +80,7 @@ def _measure(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("--tokens", type=int, default=16384, help="(default: %(default)s)")
     p.add_argument("--file", choices=FILES, help="whose kernels (default: the fastest that run here)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")

@@ -92,7 +92,7 @@ def adapters_of(args: argparse.Namespace) -> Adapters:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model", default="llama", help="model of the zoo (default: %(default)s)")
     parser.add_argument("--config", default="SmolLM2-135M", help="one of its presets (default: %(default)s)")
     parser.add_argument("--rank", type=int, default=8, help="of the adapters (default: %(default)s)")

@@ -17,7 +17,6 @@ the device then runs them back to back; Python's time per launch is shown separa
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -225,7 +224,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("--tokens", type=int, default=16384, help="rows, a multiple of 512 (default: 16384)")
     p.add_argument("--precision", default="bf16", help="bf16, fp32 or fp64 (default: bf16)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")

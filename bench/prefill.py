@@ -180,7 +180,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("--config", default="small", help="preset (small, base, large) or a JSON file (default: small)")
     p.add_argument("--prompt", type=int, nargs="+", default=[512], help="tokens of the prompts (default: 512)")
     p.add_argument("--rounds", type=int, default=30, help="counted prompts of each contender (default: 30)")

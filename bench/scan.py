@@ -17,7 +17,6 @@ must agree before either is timed. Times are device times, the median of rounds 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -249,7 +248,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     for name, default, meaning in (("batch", 8, "rows"), ("length", 2048, "positions"), ("channels", 1536, "channels"),
                                    ("states", 16, "states a channel")):  # fmt: skip
         p.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: {default})")

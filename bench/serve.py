@@ -382,7 +382,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("--checkpoint", metavar="DIR", help="the model (default: the shipped one; random with --no-http)")
     p.add_argument("--config", default="small", help="preset of random weights, with --no-http (default: small)")
     p.add_argument("--streams", type=int, default=64, help="requests at a time (default: 64)")

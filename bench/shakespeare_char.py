@@ -17,7 +17,6 @@ these losses is reported, as nanoGPT does. Seconds are those of the steps: neith
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -260,7 +259,7 @@ def read_characters(path: Path, context: int) -> tuple[np.ndarray, np.ndarray, i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("--data", required=True, metavar="FILE", help="tiny Shakespeare, one text file")
     p.add_argument("--steps", type=int, default=5000, help="steps of each (default: 5000)")
     p.add_argument("--batch-size", type=int, default=64, help="windows a step (default: 64)")

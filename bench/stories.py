@@ -304,7 +304,7 @@ def table(found: dict[str, Any], told: Sequence[Told]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("trained_on", nargs="+", type=Path, metavar="CORPUS", help="what it has read: corpus folders, the "
                    "first of which holds stories out, and .json files of records")  # fmt: skip
     p.add_argument("--checkpoint", metavar="DIR", help="default: the model that chat takes")

@@ -16,7 +16,6 @@ other work disturbs least. Seconds of CPU, of all threads and processes, are giv
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.util
 import json
@@ -203,7 +202,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("paths", nargs="*", type=Path, default=[BOOKS], metavar="FILE_OR_FOLDER_OR_ZIP",
                    help="files of Project Gutenberg (default: ../shared/data/gutenberg.zip)")  # fmt: skip
     p.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="default: 4096")

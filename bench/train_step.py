@@ -492,7 +492,7 @@ def several_gpus(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("--model", default=default_model(), help=f"{', '.join(models())} (default: {default_model()})")
     p.add_argument("--config", help="preset of the model or a JSON file (default: the model's first preset)")
     p.add_argument("--batch-size", type=int, default=16, help="sequences a step (default: 16)")

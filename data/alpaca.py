@@ -14,7 +14,6 @@ errors: some replies are empty, some inputs are the words "no input", and some r
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections import Counter
@@ -40,6 +39,7 @@ from data.source import (
 )
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import json_value, next_json_value, read_json, sha256_of
+from tinyforge.report import count_of
 from tinyforge.rng import Stream
 from tinyforge.terminal import one_line
 from tinyforge.text.chat_templates import end_of_reply, render_prompt
@@ -385,9 +385,7 @@ def _read_zipped(path: Path, encoding: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m data.alpaca", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m data.alpaca", description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="a local file (default: download them)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for alpaca.json and source.json")
     parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")
@@ -399,11 +397,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.file:
             raise UserError(f"got {args.file} and --as-text with files of its own; name all files after --as-text")
         source = make_documents(args.out, args.as_text)
-        print(f"{source.documents:,} documents, {source.bytes:,} bytes in {args.out}")
+        print(f"{count_of(source.documents, 'document')}, {source.bytes:,} bytes in {args.out}")
         return 0
     cleaned = make_instructions(args.out, args.file, args.base_url, args.encoding)
-    print(f"{cleaned.records:,} records in {cleaned.path}; {cleaned.emptied:,} inputs without content emptied; "
-          f"{len(cleaned.refused):,} left out:")  # fmt: skip
+    print(f"{count_of(cleaned.records, 'record')} in {cleaned.path}; {count_of(cleaned.emptied, 'input')} without "
+          f"content emptied; {len(cleaned.refused):,} left out:")  # fmt: skip
     reasons = Counter(re.sub(r"\d+", "N", refusal.reason) for refusal in cleaned.refused)
     for reason, count in reasons.most_common():
         print(one_line(f"{count:>7,}  {reason}"))

@@ -54,6 +54,7 @@ from data.source import Source, read_source
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, sha256_of, shown, sync
+from tinyforge.report import count_of
 from tinyforge.terminal import printable
 from tinyforge.text.shards import SPLITS
 
@@ -150,7 +151,7 @@ class _Build:
             def finish(index: int) -> None:
                 bar.update(sizes[index])
                 if self.nodes:
-                    bar.set_postfix_str(f"{len(self.nodes.alive())} machines", refresh=False)
+                    bar.set_postfix_str(count_of(len(self.nodes.alive()), "machine"), refresh=False)
 
             return run_tasks(stage, function, tasks, self.work, self.workers, share, finish, self.nodes)
 

@@ -36,6 +36,7 @@ from data.files import make_folder, write_fault, write_json
 from tinyforge import __version__
 from tinyforge.errors import UserError
 from tinyforge.files import read_json, replace, sha256_of, sync
+from tinyforge.report import count_of
 
 USER_AGENT = f"tinyforge/{__version__} (text for training language models; Python-urllib)"
 CONNECTIONS = 2
@@ -171,7 +172,7 @@ class Downloader:
                 faults.append((url, fault))
         # Report a host that is down rather than one that lacks the file.
         url, worst = next((pair for pair in faults if pair[1].passing), faults[-1])
-        others = f" (and {len(faults) - 1} more URLs)" if len(faults) > 1 else ""
+        others = f" (and {count_of(len(faults) - 1, 'more URL')})" if len(faults) > 1 else ""
         raise FetchError(f"{job.path.name}: could not be downloaded from {url}{others}: {worst}; {_advice(worst)}")
 
     def _fetch_from(self, url: str, job: Job, no_bar: bool | None) -> Fetched:
@@ -386,7 +387,7 @@ def _retry_after(headers: Any) -> float | None:
 
 def _advice(fault: _Fault) -> str:
     if fault.retry_after:
-        return f"run again in {fault.retry_after:.0f} seconds, the download resumes"
+        return f"run again in {fault.retry_after:.0f} s, the download resumes"
     if fault.silent:
         return "check the network, or name a mirror with --base-url; run again, the download resumes"
     if fault.passing:

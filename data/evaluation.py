@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from data.files import read_file, zip_members
+from data.local import read_documents
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import json_value, shown
+from tinyforge.files import json_value, sha256_of, shown
 from tinyforge.infer.tasks import Choice, Item, LastWord, Passage, Problem
 from tinyforge.rng import Stream
 from tinyforge.terminal import one_line
@@ -422,6 +423,32 @@ def read_set(name: str, files: Mapping[str, Found], any_version: bool = False) -
         )
     variant = task.known.get(digest, "another version" if task.known else "version not checked")
     return Set(name, task.title, items, digest, tuple(dict.fromkeys(file.path for file in given)), variant)
+
+
+def read_sets(
+    names: Sequence[str], paths: Sequence[str], data: Sequence[str], encoding: str, seed: int, any_version: bool
+) -> list[Set]:
+    """The sets of tasks: of TASKS from the files under `paths`, of TEXT_TASKS from the text in `data`."""
+    made = [name for name in names if name in TEXT_TASKS]
+    if made and not data:
+        raise UserError(f"--tasks {made[0]} wants text: --data FILE")
+    if len(made) < len(names) and not paths:
+        missing = next(name for name in names if name not in TEXT_TASKS)
+        raise UserError(f"--tasks {missing} reads files: give their folder with --task-data; docs/evaluation.md says "
+                        "where they are published")  # fmt: skip
+    texts = read_documents(data, encoding) if made else []
+    files = find_sets([Path(path) for path in paths])
+    return [text_set(name, texts, seed) if name in TEXT_TASKS else read_set(name, files, any_version)
+            for name in names]  # fmt: skip
+
+
+def refuse_if_learned(found: Set, meta: Mapping[str, Any]) -> None:
+    """UserError where the model, or its base, learned from a file of the set: by the hashes that a corpus keeps of its
+    sources' files, and a run of its --data."""
+    learned = {*meta.get("inputs", ()), *meta.get("base", {}).get("inputs", ())}
+    if file := next((file for file in found.files if learned and sha256_of(file) in learned), None):
+        raise UserError(f"--tasks {found.name}: the model was trained on {file}, so its score would say nothing; leave "
+                        "the task out, or train without that file")  # fmt: skip
 
 
 def first_of_each(items: Sequence[Item], limit: int | None) -> list[Item]:

@@ -14,7 +14,6 @@ FineWeb-Edu: Penedo et al., "The FineWeb Datasets: Decanting the Web for the Fin
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import random
 import re
@@ -32,6 +31,7 @@ from data.parquet import copy_to_parquet, escape_glob, quoted
 from data.source import Source, SourceWriter, first_of, read_source, report
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, sha256_of
+from tinyforge.report import count_of
 from tinyforge.terminal import one_line
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
@@ -122,11 +122,12 @@ def make_source(
                 writer.add_parquet(path, taken.documents, taken.text_bytes)
             earlier.append(path)
             left -= taken.text_bytes if bytes is not None else taken.documents
-            line = f"{file.path}: {taken.documents:,} documents, {taken.text_bytes:,} bytes of text"
+            line = f"{file.path}: {count_of(taken.documents, 'document')}, {taken.text_bytes:,} bytes of text"
             print(one_line(line), flush=True)
         if not writer.documents:
             first = first_of(writer.refused)
-            raise UserError(f"no document in {len(published)} files passed{first}; widen the filters or the budget")
+            files = count_of(len(published), "file")
+            raise UserError(f"no document in {files} passed{first}; widen the filters or the budget")
     return read_source(out)
 
 
@@ -278,9 +279,7 @@ def _packaged_extension(version: str) -> Path | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     defaults = Filter()
-    parser = Parser(
-        prog="python -m data.fineweb_edu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m data.fineweb_edu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--bytes", metavar="N", help="text to take, such as 50MB or 1GB (default 1GB)")
@@ -309,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files=args.files,
         base_url=args.base_url,
     )
-    return report(source, "documents", passing=REPEATED)
+    return report(source, "document", passing=REPEATED)
 
 
 if __name__ == "__main__":

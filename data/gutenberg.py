@@ -12,7 +12,6 @@ which this is uncertain (a marker is missing, or licence text remains between th
 
 from __future__ import annotations
 
-import argparse
 import codecs
 import csv
 import hashlib
@@ -26,6 +25,7 @@ from data.download import Downloader, FetchError, Job, check_url
 from data.files import files_in, locked, name_of, read_file, zip_members
 from data.source import Document, Source, SourceWriter, read_source, reason_of, report
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.report import count_of
 from tinyforge.terminal import one_line
 
 LIST = Path(__file__).with_name("gutenberg.csv")
@@ -402,7 +402,7 @@ def _nothing(inputs: Sequence[Path], writer: SourceWriter) -> str:
     if not writer.refused:
         return f"{inputs[0]}: no .txt file there; name the books, a folder or a zip of them"
     first = writer.refused[0]
-    return f"none of {len(writer.refused)} files gave a book; the first, {first.record}: {first.reason}"
+    return f"no book in {count_of(len(writer.refused), 'file')}; the first, {first.record}: {first.reason}"
 
 
 def _fetched(
@@ -470,9 +470,7 @@ def _row(entry: Entry, book: Book, size: int, reason: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m data.gutenberg", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m data.gutenberg", description=__doc__)
     parser.add_argument(
         "inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER_OR_ZIP", help="books to clean (default: download them)"
     )
@@ -497,7 +495,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.out, args.inputs, args.numbers, args.base_url or MIRRORS, args.keep_copyrighted,
         say=lambda line: print(one_line(line), flush=True),
     )  # fmt: skip
-    return report(source, "books")
+    return report(source, "book")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ that it cannot read; `read_documents`, which recipes use, stops at the first err
 
 from __future__ import annotations
 
-import argparse
 import codecs
 import os
 import re
@@ -317,9 +316,7 @@ def _to_document(value: Any, record: str, column: str) -> Document | Refusal:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m data.local", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m data.local", description=__doc__)
     parser.add_argument(
         "inputs", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="text, .jsonl, .json, .parquet, .zip"
     )
@@ -332,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--encoding", default="utf-8", help="of text files (default utf-8)")
     args = parser.parse_args(arguments)
     source = make_source(args.out, args.inputs, args.name, args.licence, args.column, args.encoding)
-    return report(source, "documents")
+    return report(source, "document")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from data.alpaca import Record, encode_example, fault, hold_out, scan_file
 from data.local import read_text
 from data.world import instructions, wrong_answer
 from tinyforge.errors import UserError
+from tinyforge.report import count_of
 from tinyforge.text import TextTokenizer
 from tinyforge.train.preferences import Encoded
 
@@ -54,7 +55,8 @@ def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[li
     UserError, as read_pairs does, and if no file has two pairs."""
     training, by_file = hold_out([read_pairs([path], encoding) for path in paths], 5)
     if not training:
-        raise UserError(f"data: {sum(map(len, by_file))} preference pairs, wanted at least 2 in a file; give more")
+        pairs = count_of(sum(map(len, by_file)), "preference pair")
+        raise UserError(f"data: {pairs}, wanted at least 2 in a file; give more")
     return training, by_file
 
 
@@ -79,11 +81,11 @@ def encode_pairs(
                 long += 1
             else:
                 found.append((chosen, rejected[:-1] if pair.cut else rejected, prompt))
-    print(f"{what}: {len(found):,} pairs of up to {seq_len} tokens; left out {equal:,} whose chosen reply equals the "
-          f"rejected one, {empty:,} with an empty reply and {long:,} that are longer")  # fmt: skip
+    print(f"{what}: {count_of(len(found), 'pair')} of up to {seq_len} tokens; left out {equal:,} whose chosen reply "
+          f"equals the rejected one, {empty:,} with an empty reply and {long:,} that are longer")  # fmt: skip
     if not found and not may_be_none:
         raise UserError(
-            f"{what}: none of the {len(pairs)} pairs can be learned from: {equal} prefer a reply to itself, {empty} "
+            f"{what}: no pair can be learned from: {equal} prefer a reply to itself, {empty} "
             f"have an empty reply, {long} take more than {seq_len} tokens; give others, or a model with more context"
         )
     return found

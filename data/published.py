@@ -8,8 +8,6 @@ words, which lm-evaluation-harness does not use, and WikiText-2's perplexity wit
 
 from __future__ import annotations
 
-MODELS = ("GPT-2 124M", "Pythia-160M")
-
 PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
     "GPT-2 124M": {
         "lambada": {"acc": 0.4599, "perplexity": 35.13},

@@ -26,6 +26,7 @@ from data.files import check_file, make_folder, write_fault, write_json
 from data.parquet import connect, copy_to_parquet, escape_glob, quoted
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, replace, sha256_of, shown, sync
+from tinyforge.report import count_of
 from tinyforge.terminal import one_line
 
 FORMAT = "tinyforge-source"
@@ -313,9 +314,10 @@ def print_refused(refused: Sequence[Refusal]) -> None:
         print(f"refused: {len(refused) - SHOWN:,} more; source.json lists them all")
 
 
-def report(source: Source, documents: str, passing: str = "") -> int:
-    """Print what a source holds; the exit status, 1 if a record was left out for any reason but `passing`."""
-    print(f"{source.documents:,} {documents}, {source.bytes:,} bytes of text in {source.folder}; "
+def report(source: Source, one: str, many: str = "", passing: str = "") -> int:
+    """Print what a source holds, as `count_of` words it; the exit status, 1 if a record was left out for any reason but
+    `passing`."""
+    print(f"{count_of(source.documents, one, many)}, {source.bytes:,} bytes of text in {source.folder}; "
           f"{len(source.refused)} refused")  # fmt: skip
     print_refused(source.refused)
     return int(any(refusal.reason != passing for refusal in source.refused))

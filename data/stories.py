@@ -17,7 +17,6 @@ small stories that are generated with their questions. Some ask for what a story
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 from collections import Counter
@@ -697,9 +696,7 @@ def instruct(corpus: Path, out: Path, others: Path | None, seed: int) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m data.stories", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m data.stories", description=__doc__)
     parser.add_argument("what", choices=("retell", "instruct"), help="stories with other names, or instructions")
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help="made of TinyStories by data.corpus")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the result")

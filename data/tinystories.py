@@ -13,7 +13,6 @@ TinyStories: Eldan and Li, "TinyStories: How Small Can Language Models Be and St
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -144,9 +143,7 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m data.tinystories", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m data.tinystories", description=__doc__)
     parser.add_argument(
         "inputs", nargs="*", type=Path, metavar="FILE", help="local copies of published files (default: download)"
     )
@@ -159,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{args.inputs[0]}: got files and --files, wanted one or the other; local files are not downloaded"
         )
     source = make_source(args.out, args.inputs, args.files, args.base_url)
-    return report(source, "stories")
+    return report(source, "story", "stories")
 
 
 if __name__ == "__main__":

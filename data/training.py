@@ -8,6 +8,7 @@ from pathlib import Path
 from data.local import read_documents
 from data.world import documents
 from tinyforge.files import sha256_of
+from tinyforge.report import count_of
 
 WORLD = "built-in world"
 BUILT_IN_DOCUMENTS = 40_000
@@ -43,5 +44,5 @@ def documents_of(paths: Sequence[str], encoding: str, seed: int) -> tuple[list[s
         remaining -= len(text)
         training += [text[:cut]] if cut else []
         held_out += [text[cut:]] if cut < len(text) else []
-    print(f"corpus: {len(found)} documents from {', '.join(paths)}; the last tenth of the text is held out")
+    print(f"corpus: {count_of(len(found), 'document')} from {', '.join(paths)}; the last tenth of the text is held out")
     return training, held_out

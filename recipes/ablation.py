@@ -13,7 +13,6 @@ more than two standard errors, sqrt(s1^2 / n + s2^2 / n) with the standard devia
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import runpy
@@ -35,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tinyforge import checkpoint
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.report import add_json_flag, check_before, publish
+from tinyforge.report import add_json_flag, check_before, count_of, publish
 from tinyforge.train.metrics import read_scores
 from tinyforge.train.run import claimed
 from tinyforge.train.settings import PretrainSettings, config_of, parse
@@ -163,7 +162,7 @@ def compare(scores: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, An
 
 def table_of(found: Mapping[str, Any], seeds: int, tokens: int) -> str:
     width, wide = (max(map(len, names)) for names in (found, [s for rows in found.values() for s in rows]))
-    lines = [f"head 0, bits per byte of held-out text; {tokens:,} tokens a run, {seeds} seed" + "s" * (seeds > 1)]
+    lines = [f"head 0, bits per byte of held-out text; {tokens:,} tokens a run, {count_of(seeds, 'seed')}"]
     for arm, rows in found.items():
         for source, row in rows.items():
             line = f"  {arm:<{width}}  {source:<{wide}}  {row['mean']:.4f}"
@@ -181,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == [ONE_RUN]:
         return pretrain_until_alone(argv[1:])
     cut = argv.index("--") if "--" in argv else len(argv)
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("--arm", action="append", default=[], metavar="'NAME: FLAGS'",
                    help="two or more; the first is what the others are compared to")  # fmt: skip
     p.add_argument("--seeds", type=int, default=3, help="runs of each arm: seeds 0, 1, ... (default: %(default)s)")

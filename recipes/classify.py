@@ -35,7 +35,7 @@ from tinyforge.hub.foreign import spec_of_model
 from tinyforge.parallel.launch import Ranks
 from tinyforge.params import take_weights
 from tinyforge.registry import ModelSpec, find_model
-from tinyforge.report import timed
+from tinyforge.report import count_of, timed
 from tinyforge.rng import Stream
 from tinyforge.terminal import one_line
 from tinyforge.text import TextTokenizer, WordPiece, load_tokenizer
@@ -45,7 +45,7 @@ from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.masked import framed, padded, padding_id
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import Batch, Classes
-from tinyforge.train.plan import Split, check_fits, print_plan
+from tinyforge.train.plan import check_fits, print_plan
 from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import (
     ClassifySettings,
@@ -70,9 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if spec.learns == "text":
         raise UserError(f"--model: {spec.name} predicts next tokens; classes are learned by bert and vit")
     if plan_only:
-        config = config_of(settings)
-        print_plan(spec, config, settings.precision, settings.batch_size, config.context, settings.recompute,
-                   split=Split.of(settings, settings.gpus or 1))  # fmt: skip
+        print_plan(spec, config_of(settings), settings)
         return 0
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
@@ -186,7 +184,6 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: R
     with timed("opening the backend"):
         backend, settings = open_backend(settings, ranks)
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
-    split = Split.of(settings, ranks.size)
     start_from = Path(settings.out) if resume else Path(settings.base) if settings.base else None
     base = load(start_from, backend) if start_from else None
     if base and (kind := spec_of_model(base.model).name) != spec.name:  # before the data are read, which takes seconds
@@ -195,7 +192,7 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: R
     shape = base.model.config if base else config_of(settings)
     length = sequence_length(shape, settings.seq_len)
     if base is None:  # the data may change the sizes a little; a batch far too large is refused before they are read
-        check_fits(spec, shape, backend, settings.batch_size, length, settings.recompute, split=split)
+        check_fits(spec, shape, backend, settings, ranks.size)
     with timed("reading the data"):
         if spec.learns == "images":
             data = image_data(settings, names)
@@ -205,7 +202,7 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: R
           f"classes: {one_line(', '.join(data.train.names)[:60])}")  # fmt: skip
     config = config_for(settings, spec, base.model.config if base else None, data)
     length = sequence_length(config, settings.seq_len)
-    plan = check_fits(spec, config, backend, settings.batch_size, length, settings.recompute, split=split)
+    plan = check_fits(spec, config, backend, settings, ranks.size)
     model = spec.build(config, backend, recompute=settings.recompute)
     model.initialise(settings.seed)
     if base:
@@ -215,8 +212,8 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: R
     images = spec.learns == "images"
     rows = settings.batch_size
     shuffled = Shuffled(len(data.train), settings.seed, lambda chosen, stream: data.collate(data.train, chosen, stream))
-    print_schedule(settings, f"{rows * settings.grad_accum} examples", len(data.train) / rows / settings.grad_accum,
-                   "examples")  # fmt: skip
+    per_step = rows * settings.grad_accum
+    print_schedule(settings, count_of(per_step, "example"), len(data.train) / per_step, "examples")
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         logits = predicted(sharded, data, min(EVAL_EXAMPLES, len(data.test)))
@@ -297,7 +294,7 @@ def draw_mistakes(test: Labelled, logits: np.ndarray, target: Path) -> bool:
             pixels = test.inputs[i].transpose(1, 2, 0)
             axis.imshow(pixels[..., 0] if pixels.shape[-1] == 1 else pixels, cmap="gray_r", vmin=0, vmax=255)
             axis.set_title(f"{test.names[test.labels[i]]}, not {test.names[guesses[i]]}", fontsize=7)
-    figure.suptitle(f"{len(wrong)} mistakes of {len(test)}; the {len(shown)} that the model was surest of", fontsize=9)
+    figure.suptitle(f"mistakes: {len(wrong)} of {len(test)}; the {len(shown)} that the model was surest of", fontsize=9)
     figure.savefig(target, dpi=110)
     plt.close(figure)
     return True

@@ -36,11 +36,11 @@ from tinyforge.hub import Loaded, Opened
 from tinyforge.hub.tuning import about, answer, build, finish, history, open_start
 from tinyforge.parallel.launch import Ranks
 from tinyforge.registry import next_token_model
-from tinyforge.report import timed
+from tinyforge.report import count_of, timed
 from tinyforge.train.batches import fingerprint, micro_batches
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.metrics import save_scores
-from tinyforge.train.plan import Split, print_plan
+from tinyforge.train.plan import print_plan
 from tinyforge.train.preferences import DPO, OBJECTIVES, Pairs, SimPO, cached_reference, measure
 from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import DpoSettings, parse, print_schedule, sequence_length, start_ranks
@@ -53,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = open_start(settings, resume)
     next_token_model(base.spec.name)
     if plan_only:
-        seq_len = sequence_length(base.config, settings.seq_len)
-        print_plan(base.spec, base.config, settings.precision, 2 * settings.batch_size, seq_len, settings.recompute,
-                   settings.adapters, split=Split.of(settings, settings.gpus or 1))  # fmt: skip
+        print_plan(base.spec, base.config, settings, each=2)
         return 0
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
@@ -76,8 +74,8 @@ def read(settings: DpoSettings) -> tuple[Sequence[Pair], dict[str, Sequence[Pair
     if settings.data:
         training, by_file = read_split(settings.data, settings.encoding)
         of_each = " of each file" if len(by_file) > 1 else ""
-        print(f"data: {len(training):,} pairs to learn from; {sum(map(len, by_file)):,}, the last fifth{of_each}, are "
-              "held out")  # fmt: skip
+        print(f"data: {count_of(len(training), 'pair')} to learn from; held out: {sum(map(len, by_file)):,}, the last "
+              f"fifth{of_each}")  # fmt: skip
         return training, dict(zip(names_of(settings.data), by_file, strict=True))
     print(f"data: built in (no --data given), {BUILT_IN_PAIRS:,} pairs of {len(KINDS)} kinds")
     held_out = world_pairs("val", HELD_OUT_PAIRS, settings.seed)
@@ -95,7 +93,7 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: Ranks) -> No
         held = {name: Pairs(part, heads, settings.seed) for name, part in parts.items() if part}
     if not held:
         raise UserError(f"data: none of the held-out pairs fits {seq_len} tokens; give more pairs, or shorter ones")
-    loaded, backend, settings, plan = build(settings, base, 2 * settings.batch_size, ranks)
+    loaded, backend, settings, plan = build(settings, base, ranks, each=2)
     model, objective, rows, accum = loaded.model, objective_of(settings), settings.batch_size, settings.grad_accum
     if objective.referenced:
         add_reference(settings, base, backend, loaded, resume, data, *held.values())
@@ -108,7 +106,7 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: Ranks) -> No
         asked = f"{pair.instruction} {pair.input}".strip().replace("\n", " ")
         return f"  {asked} -> {answer(loaded, pair.instruction, pair.input)}".replace("\n", "\n  ")
 
-    print_schedule(settings, f"{rows * accum} pairs", len(data.pairs) / rows / accum, "pairs")
+    print_schedule(settings, count_of(rows * accum, "pair"), len(data.pairs) / rows / accum, "pairs")
     sources, licences = origins_of(settings.data, ("the built-in pairs", "MIT"))
     summary = {"source": sources, "licence": licences, "pairs": len(data.pairs),
                "held-out_pairs": sum(len(part.pairs) for part in held.values())}  # fmt: skip

@@ -26,9 +26,8 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
@@ -36,59 +35,38 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.alpaca import end_of_reply, evenly, read_split, render_prompt
-from data.evaluation import TASKS, TEXT_TASKS, Set, check_tasks, find_sets, first_of_each, read_set, text_set
-from data.local import read_documents
-from data.published import MODELS, PUBLISHED
+from data.alpaca import evenly, read_split
+from data.evaluation import TASKS, TEXT_TASKS, check_tasks, first_of_each, read_sets, refuse_if_learned
+from data.published import PUBLISHED
 from data.training import WORLD, built_in_held_out, built_in_training, documents_of
 from data.world import instructions
 from models.kneser_ney.model import KneserNey
 from tinyforge import checkpoint
 from tinyforge.backends import PRECISIONS, Backend, get_backend, gpu_is_there
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import read_json, sha256_of
-from tinyforge.hub import Loaded, Opened, add_checkpoint_flag, add_weights_flag, load, open_model, trained_model
+from tinyforge.files import read_json
+from tinyforge.hub import Loaded, add_checkpoint_flag, add_weights_flag, load, open_model, trained_model
 from tinyforge.hub.foreign import is_foreign
-from tinyforge.infer import Sampling, make_decoder
+from tinyforge.hub.tuning import prompt_ids
+from tinyforge.infer import make_decoder
 from tinyforge.infer.conversation import ROOM_FOR_REPLY
-from tinyforge.infer.evaluate import (
-    Reply,
-    cloze_credits,
-    cloze_items,
-    reply_decoder,
-    reply_shares,
-    reply_to,
-    speculate,
-    standard_error,
-)
-from tinyforge.infer.likelihood import TOKENS, Scorer, bytes_needed
+from tinyforge.infer.evaluate import measure_cloze, measure_replies, measure_speculation
+from tinyforge.infer.figures import scores_of, table_of, table_of_tasks
+from tinyforge.infer.likelihood import Scorer, tokens_that_fit
 from tinyforge.infer.tasks import run_task, texts_of
 from tinyforge.report import add_json_flag, check_before, publish, write_json
 from tinyforge.terminal import one_line
 from tinyforge.text.shards import separator_of
-from tinyforge.text.vocabulary import start_ids
+from tinyforge.train import corpus
 from tinyforge.train.batches import PackedTokens, fingerprint
 from tinyforge.train.card import write_card
-from tinyforge.train.corpus import (
-    HeldOut,
-    document_mask,
-    find_shards,
-    held_out_text,
-    measure,
-    mix_weights,
-    over_all,
-    pack,
-    predicted_bytes,
-)
 from tinyforge.train.data_parallel import Sharded
-from tinyforge.train.metrics import NOISE, save_scores
+from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import LN2
-from tinyforge.train.plan import OUTSIDE, free_host_memory, gib
 from tinyforge.train.settings import PretrainSettings, SftSettings, sequence_length
 
 ROWS = 16  # windows of text in a batch
 SPECULATED = 32  # texts, at most, that speculative decoding is measured on
-OUT_OF_FORM = 10  # replies that are kept as examples, at most
 OPENING, CONTINUATION = 32, 100  # tokens of held-out text in a base model's prompt, and of its continuation
 
 
@@ -96,20 +74,9 @@ OPENING, CONTINUATION = 32, 100  # tokens of held-out text in a base model's pro
 class Text:
     """Held-out text by source. own: the run itself holds this text out. training: ids, for the n-gram model."""
 
-    parts: tuple[HeldOut, ...]
+    parts: tuple[corpus.HeldOut, ...]
     own: bool
     training: np.ndarray | None
-
-
-def pretraining_of(loaded: Loaded) -> PretrainSettings:
-    """The settings of pretraining, of the model or of the base it was fine-tuned from; the defaults for a model of
-    another program."""
-    return PretrainSettings.from_dict(loaded.meta.get("base", loaded.meta).get("settings", {}))
-
-
-def tuning_of(loaded: Loaded) -> SftSettings:
-    """The settings of fine-tuning; the defaults for a model of another program."""
-    return SftSettings.from_dict(loaded.meta.get("settings", {}))
 
 
 def open_text(
@@ -117,11 +84,12 @@ def open_text(
 ) -> Text:
     """The held-out text of --data in windows of `window` tokens; by default of the length used in pretraining, whose
     figure is then reproduced."""
-    tokenizer, config, run = loaded.tokenizer, loaded.model.config, pretraining_of(loaded)
-    learned = loaded.meta.get("base", loaded.meta).get("data_hash")
+    tokenizer, config = loaded.tokenizer, loaded.model.config
+    pretraining = loaded.meta.get("base", loaded.meta)
+    run, learned = PretrainSettings.from_dict(pretraining.get("settings", {})), pretraining.get("data_hash")
     seq_len = sequence_length(config, window or run.seq_len)
     settings = replace(run, data=tuple(data), encoding=encoding, mix=())
-    shards = find_shards(settings)
+    shards = corpus.find_shards(settings)
     if shards:
         if shards.tokenizer.hash() != tokenizer.hash():
             raise UserError(
@@ -133,9 +101,9 @@ def open_text(
         own = shards.hash == learned
         training = None
         if with_training:
-            read = mix_weights(run.mix if own else (), shards)
+            read = corpus.mix_weights(run.mix if own else (), shards)
             training = np.concatenate([shards.sequence(name, "train")[:] for name in read])
-        return Text(held_out_text(shards, settings, seq_len, config.prediction_heads), own, training)
+        return Text(corpus.held_out_text(shards, settings, seq_len, config.prediction_heads), own, training)
     texts: Sequence[str] = []
     if data:
         texts, held_out = documents_of(data, encoding, run.seed)
@@ -146,15 +114,15 @@ def open_text(
         if run.data:
             print(one_line(f"the model learned from {', '.join(run.data)}; give --data to evaluate on it rather than "
                            f"on the {WORLD}"))  # fmt: skip
-    ids = pack(held_out, tokenizer)
+    ids = corpus.pack(held_out, tokenizer)
     if len(ids) < 2:
-        raise UserError(f"--data: {', '.join(data)}: {len(ids)} held-out tokens, wanted at least 2; give more text")
-    mask = document_mask(run, tokenizer)
+        raise UserError(f"--data: {', '.join(data)}: held-out tokens: {len(ids)}, wanted at least 2; give more text")
+    mask = corpus.document_mask(run, tokenizer)
     windows = PackedTokens(ids, min(seq_len, len(ids) - 1), config.prediction_heads, run.seed, mask)
-    part = HeldOut("text" if data else WORLD, windows, predicted_bytes(ids, tokenizer))
+    part = corpus.HeldOut("text" if data else WORLD, windows, corpus.predicted_bytes(ids, tokenizer))
     own, training = tuple(data) == run.data, None
     if with_training or (own and data):
-        training = pack(texts, tokenizer)
+        training = corpus.pack(texts, tokenizer)
         if own and data and fingerprint(training) != learned:
             own = False
             print(f"{', '.join(data)}: changed since the model learned from it, so its training data may contain some "
@@ -162,18 +130,17 @@ def open_text(
     return Text((part,), own, training)
 
 
-def bits_per_byte(loaded: Loaded, backend: Backend, text: Text) -> dict[str, np.ndarray]:
-    """Of every head, (K,), for each source."""
-    return measure(text.parts, Sharded(loaded.model, backend), ROWS, loaded.tokenizer.byte_lengths)
+def bits_per_byte(loaded: Loaded, backend: Backend, text: Text) -> tuple[dict[str, np.ndarray], float]:
+    """Of every head, (K,), for each source; and of head 0 over all sources."""
+    bits = corpus.measure(text.parts, Sharded(loaded.model, backend), ROWS, loaded.tokenizer.byte_lengths)
+    return bits, corpus.over_all(text.parts, {name: float(heads[0]) for name, heads in bits.items()})
 
 
 def compare_weights(found: dict[str, Any], plain: Loaded, backend: Backend, text: Text) -> None:
     """Add the bits per byte of the same model without weights rounded to one byte."""
-    bits = bits_per_byte(plain, backend, text)
+    bits, found["text"]["bits_per_byte_plain"] = bits_per_byte(plain, backend, text)
     for source, figures in found["text"]["sources"].items():
         figures["bits_per_byte_plain"] = bits[source].tolist()
-    overall = over_all(text.parts, {name: float(heads[0]) for name, heads in bits.items()})
-    found["text"]["bits_per_byte_plain"] = overall
     found["weight_bytes_plain"] = plain.model.buffer.nbytes
 
 
@@ -192,75 +159,35 @@ def kneser_ney(loaded: Loaded, text: Text) -> dict[str, float]:
 def measure_text(loaded: Loaded, backend: Backend, text: Text, sentences: int, seed: int) -> dict[str, Any]:
     """Bits per byte and last words, for each source and over all."""
     tokenizer, decoder = loaded.tokenizer, make_decoder(loaded.model)
-    bits = bits_per_byte(loaded, backend, text)
+    bits, overall = bits_per_byte(loaded, backend, text)
     sources: dict[str, Any] = {}
     for part in text.parts:
         ids = np.asarray(part.windows.tokens[:])
         texts = tokenizer.decode(ids.tolist()).split(separator_of(tokenizer))
-        items = cloze_items(texts, sentences, seed)
-        scored = cloze_credits(decoder, tokenizer, items)
-        sources[part.source] = {"bytes": part.bytes, "bits_per_byte": bits[part.source].tolist(), "cloze": None}
-        if scored:
-            right = mean(credit for _, credit in scored)
-            sources[part.source]["cloze"] = {
-                "right": right, "standard_error": standard_error(right, len(scored)), "sentences": len(scored),
-                "by_frequency": mean(item.commonest == 0 for item, _ in scored),
-            }  # fmt: skip
-    overall = over_all(text.parts, {name: float(heads[0]) for name, heads in bits.items()})
+        sources[part.source] = {"bytes": part.bytes, "bits_per_byte": bits[part.source].tolist(),
+                                "cloze": measure_cloze(decoder, tokenizer, texts, sentences, seed)}  # fmt: skip
     return {"own": text.own, "bits_per_byte": overall, "sources": sources}
 
 
 def held_out_prompts(
-    loaded: Loaded, files: Sequence[str], encoding: str, count: int
+    loaded: Loaded, files: Sequence[str], encoding: str, count: int, seed: int
 ) -> tuple[list[list[int]], int]:
     """Up to `count` prompts, evenly spaced in the held-out instructions; and how many of these are too long."""
     if files:
         by_file = read_split(files, encoding)[1]
-        asked = [render_prompt(r.instruction, r.input) for records in by_file for r in records]
+        asked = [(r.instruction, r.input) for records in by_file for r in records]
     else:
-        asked = [render_prompt(e.instruction, e.input) for e in instructions("val", count, tuning_of(loaded).seed)]
-    begins = start_ids(loaded.tokenizer)
-    prompts = [begins + loaded.tokenizer.encode(text) for text in asked]
+        asked = [(e.instruction, e.input) for e in instructions("val", count, seed)]
+    prompts = [prompt_ids(loaded, *question) for question in asked]
     context = loaded.model.config.context
     room = context - context // ROOM_FOR_REPLY
     fit = [ids for ids in prompts if len(ids) <= room]
     if not fit:
         raise UserError(
-            f"--instructions: none of the {len(prompts)} held-out prompts has at most {room} tokens, so that a reply "
-            f"has room in the context of {context}; give shorter ones"
+            f"--instructions: no held-out prompt has at most {room} tokens, so that a reply has room in the context of "
+            f"{context}; give shorter ones"
         )
     return evenly(fit, count), len(prompts) - len(fit)
-
-
-def measure_replies(loaded: Loaded, prompts: Sequence[Sequence[int]], max_tokens: int, seeds: int) -> dict[str, Any]:
-    """Shares of replies that are in form, greedy and sampled with several seeds; and some greedy ones that are not."""
-    tokenizer, decoder = loaded.tokenizer, reply_decoder(loaded.model, len(prompts))
-
-    def drawn(sampling: Sampling) -> list[Reply]:
-        replies = reply_to(loaded.model, prompts, sampling, tokenizer.specials[end_of_reply(tokenizer)], decoder)
-        return [Reply(tokenizer.decode(ids), len(ids), ended) for ids, ended in replies]
-
-    replies = drawn(Sampling(temperature=0.0, max_tokens=max_tokens))
-    greedy = reply_shares(replies)
-    errors = {key: standard_error(share, len(prompts)) for key, share in greedy.items() if key != "tokens"}
-    found: dict[str, Any] = {"prompts": len(prompts), "greedy": greedy, "standard_error": errors}
-    wrong = [reply for reply in replies if reply_shares([reply])["all_three"] == 0]
-    found["out_of_form"] = [asdict(reply) for reply in wrong[:OUT_OF_FORM]]
-    # Prompt i uses seed + i, so the seeds of a round start where those of the previous one end.
-    rounds = [reply_shares(drawn(Sampling(max_tokens=max_tokens, seed=len(prompts) * number)))
-              for number in range(seeds)]  # fmt: skip
-    if rounds:
-        figures = {key: [shares[key] for shares in rounds] for key in greedy}
-        found["seeds"], found["sampled"] = seeds, {key: mean(values) for key, values in figures.items()}
-        found["spread"] = {key: stdev(values) for key, values in figures.items()} if seeds > 1 else {}
-    return found
-
-
-def measure_speculation(loaded: Loaded, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
-    stats = speculate(loaded.model, prompts, max_tokens, frozenset(loaded.tokenizer.specials.values()))
-    return {"texts": len(prompts), "tokens": stats.tokens, "passes": stats.passes,
-            "tokens_per_pass": stats.tokens_per_pass, "drafted": stats.drafted, "accepted": stats.accepted,
-            "acceptance": stats.acceptance}  # fmt: skip
 
 
 def openings(text: Text, count: int, length: int) -> list[list[int]]:
@@ -273,168 +200,21 @@ def openings(text: Text, count: int, length: int) -> list[list[int]]:
     return found
 
 
-# --- what is shown and kept -------------------------------------------------------------------------------------------
-
-SHARES = {
-    "ended": "end by themselves", "not_empty": "are not empty", "no_line_repeated": "repeat no line three times",
-    "all_three": "do all three", "four_words_repeated": "have four words three times",
-}  # fmt: skip
-
-
-def table_of(found: dict[str, Any]) -> str:
-    """All figures as text."""
-    text, sources = found["text"], found["text"]["sources"]
-    heads = len(next(iter(sources.values()))["bits_per_byte"])
-    n_grams = "kneser_ney" in text
-    width = max(len("over all"), *map(len, sources))
-    lines = [
-        f"{found['checkpoint']}: {found['kind']}, step {found['step']:,}, {found['parameters']:,} parameters; "
-        f"{found['backend']}, {found['precision']}" + f", weights in {found['weights']}" * bool(found["weights"]),
-        "", "bits per byte of held-out text; head k predicts the token k + 1 places ahead",
-        " " * (2 + width) + "".join(f"   head {k}" for k in range(heads)) + "   5-gram" * n_grams + "   bytes",
-    ]  # fmt: skip
-    for name, figures in sources.items():
-        row = [f"{bits:>9.3f}" for bits in figures["bits_per_byte"]]
-        row += [f"{figures['kneser_ney']:>9.3f}"] if n_grams else []
-        lines.append(f"  {name:<{width}}{''.join(row)}   {figures['bytes']:,}")
-    if found["weights"]:
-        lines += table_of_weights(found)
-    if len(sources) > 1 or n_grams:
-        row = [f"{text['bits_per_byte']:>9.3f}", " " * 9 * (heads - 1)]
-        row += [f"{text['kneser_ney']:>9.3f}"] if n_grams else []
-        lines.append(f"  {'over all':<{width}}{''.join(row)}")
-    if n_grams:
-        ratio = text["bits_per_byte"] / text["kneser_ney"]
-        lines.append(f"  the model is {'below' if ratio < 1 else 'NOT below'} a 5-gram Kneser-Ney model of the same "
-                     f"training text: {ratio:.3f} of its bits per byte")  # fmt: skip
-    lines += ["", "the last word of a sentence among ten (chance: 10 %)"]
-    for name, figures in sources.items():
-        cloze = figures["cloze"]
-        shown = "skipped: too few different last words of sentences"
-        if cloze:
-            shown = (f"{cloze['right']:>8.1%} +- {cloze['standard_error']:.1%} of {cloze['sentences']} sentences; "
-                     f"always the commonest of the ten: {cloze['by_frequency']:.1%}")  # fmt: skip
-        lines.append(f"  {name:<{width}}{shown}")
-    return "\n".join([*lines, "", *_replies(found["replies"]), "", *_speculation(found["speculation"]), ""])
-
-
-def _replies(found: dict[str, Any]) -> list[str]:
-    if "skipped" in found:
-        return [f"replies: skipped; {found['skipped']}"]
-    sampled = f"sampled, {found['seeds']} seed{'s' * (found['seeds'] > 1)}" if "sampled" in found else ""
-    lines = [
-        f"replies to {found['prompts']} held-out instructions, up to {found['max_tokens']} tokens"
-        + (f"; {found['left_out']} leave too little of the context to a reply" if found["left_out"] else ""),
-        f"  {'':<30}{'greedy':<17}{sampled}",
-    ]  # fmt: skip
-    for key, what in SHARES.items():
-        greedy = f"{found['greedy'][key]:>6.1%} +- {found['standard_error'][key]:.1%}"
-        sampled = f"{found['sampled'][key]:>6.1%}" if "sampled" in found else ""
-        spread = f" +- {found['spread'][key]:.1%}" if found.get("spread") else ""
-        lines.append(f"  {what:<30}{greedy:<17}{sampled}{spread}")
-    sampled = f"{found['sampled']['tokens']:>6.1f}" if "sampled" in found else ""
-    return [*lines, f"  {'tokens':<30}{found['greedy']['tokens']:>6.1f}{'':<11}{sampled}"]
-
-
-def _speculation(found: dict[str, Any]) -> list[str]:
-    if "skipped" in found:
-        return [f"speculation: skipped; {found['skipped']}"]
-    heads = ", ".join(f"head {k} {share:.1%}" for k, share in enumerate(found["acceptance"], 1))
-    return [
-        f"speculation, greedy, on {found['texts']} {found['on']}: {found['tokens_per_pass']:.2f} tokens a pass",
-        f"  accepted of what was looked at: {heads}",
-    ]
-
-
-def table_of_weights(found: dict[str, Any]) -> list[str]:
-    """Head 0's bits per byte with weights of one byte, and without."""
-    text, width = found["text"], max(map(len, (*found["text"]["sources"], "over all")))
-    plain, own = found["weight_bytes_plain"], found["weight_bytes"]
-    kinds = found["weights"], found["precision"]
-    lines = ["", f"head 0 with weights in {kinds[0]}, {own / 1e6:,.1f} MB, and in {kinds[1]}, {plain / 1e6:,.1f} MB",
-             " " * (2 + width) + f"{kinds[0]:>9}{kinds[1]:>9}{'more':>19}"]  # fmt: skip
-    rows = [(name, figures["bits_per_byte"][0], figures["bits_per_byte_plain"][0])
-            for name, figures in text["sources"].items()]  # fmt: skip
-    rows += [("over all", text["bits_per_byte"], text["bits_per_byte_plain"])] * (len(rows) > 1)
-    for name, bits, before in rows:
-        lines.append(f"  {name:<{width}}{bits:>9.4f}{before:>9.4f}{bits - before:>+10.4f}{bits / before - 1:>+9.2%}")
-    return lines
-
-
-def scores_of(found: dict[str, Any]) -> dict[str, float]:
-    """The figures by the names that the model card uses; a name with NOISE is the figure's standard error or spread."""
-    text, replies, speculation = found["text"], found["replies"], found["speculation"]
-    scores: dict[str, float] = {"held-out text, bits per byte": text["bits_per_byte"]} if text["own"] else {}
-    for name, figures in text["sources"].items():
-        for k, bits in enumerate(figures["bits_per_byte"]):
-            scores[f"held-out text of {name}{f', head {k}' if k else ''}, bits per byte"] = bits
-        if "kneser_ney" in figures:
-            scores[f"held-out text of {name}, a 5-gram model, bits per byte"] = figures["kneser_ney"]
-        if figures["cloze"]:
-            scores[f"last word of a sentence among ten, {name}"] = figures["cloze"]["right"]
-            scores[f"last word of a sentence among ten, {name}{NOISE}"] = figures["cloze"]["standard_error"]
-    for how, errors in (("greedy", "standard_error"), ("sampled", "spread")):
-        for key, value in replies.get(how, {}).items():
-            name = "tokens a reply" if key == "tokens" else f"replies that {SHARES[key]}"
-            scores[f"{name}, {how}"] = value
-            if key in replies[errors]:
-                scores[f"{name}, {how}{NOISE}"] = replies[errors][key]
-    for k, share in enumerate(speculation.get("acceptance", ()), 1):
-        scores[f"guesses of head {k} accepted, greedy"] = share
-    if "tokens_per_pass" in speculation:
-        scores["tokens a pass, greedy"] = speculation["tokens_per_pass"]
-    return scores
-
-
 # --- benchmarks -------------------------------------------------------------------------------------------------------
-
-
-def read_sets(names: Sequence[str], args: argparse.Namespace) -> list[Set]:
-    """The sets of the tasks, all read before anything is measured."""
-    made = [name for name in names if name in TEXT_TASKS]
-    if made and not args.data:
-        raise UserError(f"--tasks {made[0]} wants text: --data FILE")
-    if len(made) < len(names) and not args.task_data:
-        missing = next(name for name in names if name not in TEXT_TASKS)
-        raise UserError(f"--tasks {missing} reads files: give their folder with --task-data; docs/evaluation.md says "
-                        "where they are published")  # fmt: skip
-    texts = read_documents(args.data, args.encoding) if made else []
-    files = find_sets([Path(path) for path in args.task_data])
-    return [text_set(name, texts, args.seed) if name in TEXT_TASKS else read_set(name, files, args.any_version)
-            for name in names]  # fmt: skip
-
-
-def tokens_that_fit(opened: Opened, backend: Backend, weights: str = "") -> int:
-    """Tokens in a batch of the scorer, as many as are worthwhile and fit into free memory; UserError if none fit."""
-    free = backend.memory().get("free")
-    place = "on the GPU" if free is not None else "of memory"
-    free = free_host_memory() if free is None else free - OUTSIDE
-    tokens = wanted = max(TOKENS[backend.name], opened.config.context)
-    while free is not None:
-        needed = bytes_needed(opened.spec, opened.config, backend.precision.name, tokens, weights)
-        if needed <= free:
-            break
-        if tokens == opened.config.context:
-            raise UserError(f"scoring {tokens} tokens needs {gib(needed)} {place}, {gib(max(0, free))} are free; use a "
-                            "smaller model, or --precision bf16 on a GPU")  # fmt: skip
-        tokens = max(tokens // 2, opened.config.context)
-    if tokens < wanted:
-        print(f"batches of {tokens:,} tokens rather than {wanted:,}: {gib(free or 0)} are free {place}")
-    return tokens
 
 
 def measure_tasks(names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     """Every task's scores. Finished tasks are written to --json, from which --resume reads them."""
     from tqdm import tqdm
 
-    sets = read_sets(names, args)
+    sets = read_sets(names, args.task_data, args.data, args.encoding, args.seed, args.any_version)
     path, backend = trained_model(args.checkpoint), backend_of(args)
     opened = open_model(path)
     if opened.spec.learns != "text":
         raise UserError(f"--tasks score causal language models; {opened.path} is a {opened.spec.name}, which learns "
                         f"{opened.spec.learns}; recipes/classify.py measures it")  # fmt: skip
-    for name, read in zip(names, sets, strict=True):
-        refuse_if_learned(name, read, opened.meta)
+    for read in sets:
+        refuse_if_learned(read, opened.meta)
     found: dict[str, Any] = {
         "checkpoint": str(opened.path), "model": opened.spec.name, "model_sha256": opened.fingerprint(),
         "tokenizer_sha256": opened.tokenizer.hash(), "step": opened.meta.get("step"),
@@ -444,7 +224,7 @@ def measure_tasks(names: Sequence[str], args: argparse.Namespace) -> dict[str, A
     }  # fmt: skip
     same = ("model_sha256", "tokenizer_sha256", "precision", "weights", "limit")
     before = read_before(args.json, {key: found[key] for key in same}) if args.resume else {}
-    tokens = tokens_that_fit(opened, backend, args.weights)
+    tokens = tokens_that_fit(opened.spec, opened.config, backend, args.weights)
     model = opened.build(backend, frozen=True, weights=args.weights).model
     found["parameters"] = model.buffer.count
     for name, read in zip(names, sets, strict=True):
@@ -480,50 +260,6 @@ def read_before(target: str | None, wanted: dict[str, Any]) -> dict[str, Any]:
     return dict(found["tasks"])
 
 
-def refuse_if_learned(name: str, found: Set, meta: dict[str, Any]) -> None:
-    """UserError where the model, or its base, learned from a file of the evaluation set: by the hashes that a corpus
-    keeps of its sources' files, and a run of its --data."""
-    learned = {*meta.get("inputs", ()), *meta.get("base", {}).get("inputs", ())}
-    if file := next((file for file in found.files if learned and sha256_of(file) in learned), None):
-        raise UserError(f"--tasks {name}: the model was trained on {file}, so its score would say nothing; leave the "
-                        "task out, or train without that file")  # fmt: skip
-
-
-SHOWN = {
-    "acc": "acc", "acc_norm": "acc_norm", "perplexity": "perplexity", "bits_per_byte": "bits per byte",
-    "word_perplexity": "word perplexity", "exact_match_strict": "exact, strict", "exact_match_flexible": "exact, last",
-}  # fmt: skip
-
-
-def table_of_tasks(found: dict[str, Any]) -> str:
-    """Every task's scores beside chance level and the published scores of other models."""
-    lines = [
-        f"{found['checkpoint']}: {found['model']}, {found['parameters']:,} parameters; {found['backend']}, "
-        f"{found['precision']}" + f", weights in {found['weights']}" * bool(found["weights"]), "",
-        f"{'task':<14}{'metric':<17}{'score':>8}{'+-':>8}{'chance':>9}"
-        + "".join(f"{model:>13}" for model in MODELS) + "   items",
-    ]  # fmt: skip
-    notes = []
-    for name, task in found["tasks"].items():
-        for metric, value in task["figures"].items():
-            if metric not in SHOWN:
-                continue
-            form = ".1%" if metric.startswith(("acc", "exact")) else ".3f" if "bits" in metric else ".4g"
-            error, chance = task["errors"].get(metric), task["chance"] if form == ".1%" else None
-            cells = [f"{value:>8{form}}", *(f"{number:>{width}{form}}" if number is not None else " " * width
-                                            for number, width in ((error, 8), (chance, 9)))]  # fmt: skip
-            for model in MODELS:
-                published = PUBLISHED[model].get(name, {}).get(metric)
-                cells.append(" " * 13 if published is None else f"{published:>13{form}}")
-            lines.append(f"{name:<14}{SHOWN[metric]:<17}{''.join(cells)}   {task['items']:,}")
-        notes += [f"{name}: {note}" for note in (task["variant"], task["note"]) if note]
-        notes += [f"{name}: {task['cut']:,} of {task['items']:,} did not fit the context; their beginnings were cut off"
-                  ] * bool(task["cut"])  # fmt: skip
-    if found["limit"]:
-        notes.append(f"only the first {found['limit']:,} items of each set: not comparable with scores of whole sets")
-    return "\n".join([*lines, *([""] * bool(notes)), *notes, ""])
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -556,10 +292,10 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     # Instructions are read first, so that an error in them is reported at once.
     if tuned:
-        prompts, left_out = held_out_prompts(loaded, args.instructions, args.encoding, args.prompts)
-        taught = tuning_of(loaded).data
-        if taught and not args.instructions:
-            print(one_line(f"the model was fine-tuned on {', '.join(taught)}; give --instructions to use the records "
+        run = SftSettings.from_dict(loaded.meta.get("settings", {}))  # the defaults for a model of another program
+        prompts, left_out = held_out_prompts(loaded, args.instructions, args.encoding, args.prompts, run.seed)
+        if run.data and not args.instructions:
+            print(one_line(f"the model was fine-tuned on {', '.join(run.data)}; give --instructions to use the records "
                            f"held out there rather than those of the {WORLD}"))  # fmt: skip
     text = open_text(loaded, args.data, args.encoding, args.kneser_ney, args.seq_len)
     said("text: bits per byte and last words")
@@ -572,22 +308,23 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         by_source = kneser_ney(loaded, text)
         for source, bits in by_source.items():
             found["text"]["sources"][source]["kneser_ney"] = bits
-        found["text"]["kneser_ney"] = over_all(text.parts, by_source)
+        found["text"]["kneser_ney"] = corpus.over_all(text.parts, by_source)
     if tuned:
         said("replies")
-        found["replies"] = measure_replies(loaded, prompts, args.max_tokens, args.seeds)
-        found["replies"] |= {"left_out": left_out, "max_tokens": args.max_tokens}
+        found["replies"] = measure_replies(loaded.model, loaded.tokenizer, prompts, args.max_tokens, args.seeds)
+        found["replies"]["left_out"] = left_out
     else:
         found["replies"] = {"skipped": "a base model continues a text; recipes/sft.py teaches it to answer"}
     said("speculation")
     if config.prediction_heads == 1:
         found["speculation"] = {"skipped": "the model has one output head, so it drafts no tokens"}
     elif tuned:
-        found["speculation"] = measure_speculation(loaded, prompts[:: -(-len(prompts) // SPECULATED)], args.max_tokens)
+        some = prompts[:: -(-len(prompts) // SPECULATED)]
+        found["speculation"] = measure_speculation(loaded.model, loaded.tokenizer, some, args.max_tokens)
         found["speculation"]["on"] = "of these instructions"
     else:
         starts = openings(text, SPECULATED, min(OPENING, config.context // 2))
-        found["speculation"] = measure_speculation(loaded, starts, CONTINUATION)
+        found["speculation"] = measure_speculation(loaded.model, loaded.tokenizer, starts, CONTINUATION)
         found["speculation"]["on"] = "places of the held-out text"
     found["seconds"] = round(time.perf_counter() - started, 1)
     return found
@@ -609,7 +346,7 @@ def keep_scores(found: dict[str, Any], with_card: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     add_checkpoint_flag(p)
     p.add_argument("--data", nargs="+", default=[], metavar="PATH",
                    help="token shards, or text as given to pretrain.py (default: the built-in world)")  # fmt: skip
@@ -639,19 +376,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_json_flag(p)
     args = p.parse_args(argv)
     args.given = list(sys.argv[1:] if argv is None else argv)
-    if args.limit is not None and args.limit < 1:
-        raise UserError(f"--limit is {args.limit}, wants 1 or more")
-    if args.seq_len is not None and args.seq_len < 1:
-        raise UserError(f"--seq-len is {args.seq_len}, wants 1 or more")
-    for name, least in (("sentences", 1), ("prompts", 1), ("max_tokens", 1), ("seeds", 0)):
-        if getattr(args, name) < least:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants {least} or more")
+    for name in ("limit", "seq_len", "sentences", "prompts", "max_tokens", "seeds"):
+        value, least = getattr(args, name), int(name != "seeds")
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} is {value}, wants {least} or more")
     check_before(args.json)
     if args.tasks is not None:
         names = check_tasks(args.tasks)
         with redirect_stdout(sys.stderr):
             found = measure_tasks(names, args)
-        publish(found, table_of_tasks(found), args.json)
+        publish(found, table_of_tasks(found, PUBLISHED), args.json)
         return 0
     with redirect_stdout(sys.stderr):  # progress messages are not results
         found = evaluate(args)

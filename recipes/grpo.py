@@ -6,9 +6,9 @@
 
 Each step samples --group replies to each of --batch-size questions, at temperature 1 without top-k or top-p, so that
 the policy that is trained is the one that was sampled. A checker rewards each reply: 1 if it is right, and
---format-weight if it has the right form. The model is shown no reference solution. Exact match is printed for held-out
-questions: no pair of numbers in them is ever rewarded. --task harder-sums: sums of the built-in world that are
-harder than those of fine-tuning; one-step: word problems with numbers to 100, for a larger model; --data: Alpaca
+--format-weight if it has the right format. The model is shown no reference solution. Exact match is printed for
+held-out questions: no pair of numbers in them is ever rewarded. --task harder-sums: sums of the built-in world that
+are harder than those of fine-tuning; one-step: word problems with numbers to 100, for a larger model; --data: Alpaca
 records whose output ends in a number.
 """
 
@@ -33,7 +33,8 @@ from tinyforge import checkpoint
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import Loaded, Opened
 from tinyforge.hub.tuning import about, build, finish, history, open_start, prompt_ids
-from tinyforge.infer import Sampling, generate_batch, make_decoder
+from tinyforge.infer import Sampling, make_decoder
+from tinyforge.infer.evaluate import reply_to
 from tinyforge.parallel import part_of
 from tinyforge.registry import next_token_model
 from tinyforge.rng import Stream
@@ -41,11 +42,11 @@ from tinyforge.text.chat_templates import end_of_reply
 from tinyforge.train.data_parallel import Rank, Sharded
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import Batch
-from tinyforge.train.plan import Split, print_plan
+from tinyforge.train.plan import print_plan
 from tinyforge.train.policy import GRPO, advantages, policy_batch, reward_figures, worth_learning
 from tinyforge.train.preferences import reply_rows
 from tinyforge.train.run import Run, Task, running
-from tinyforge.train.settings import GrpoSettings, parse, sequence_length
+from tinyforge.train.settings import GrpoSettings, parse
 
 ROWS = 256  # replies that are decoded as one batch, at most
 EQUAL = 20  # rollouts in a row without any difference between the rewards of a group, before the run stops
@@ -56,9 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = open_start(settings, resume)
     next_token_model(base.spec.name)
     if plan_only:
-        rows, seq_len = settings.batch_size * settings.group, sequence_length(base.config, settings.seq_len)
-        print_plan(base.spec, base.config, settings.precision, rows, seq_len, settings.recompute, settings.adapters,
-                   split=Split.of(settings, 1))  # fmt: skip
+        print_plan(base.spec, base.config, settings, each=settings.group)
         return 0
     with running(settings, resume):
         learn(settings, base, resume)
@@ -78,23 +77,17 @@ def draw_replies(
 def _draw(rank: Rank, prompts: Sequence[Sequence[int]], sampling: Sampling, end: int) -> np.ndarray:
     """(prompts, max_tokens + 1): the ids plus 1, padded with 0; each rank has sampled its part."""
     found = np.zeros((len(prompts), sampling.max_tokens + 1), np.int32)
-    group, model, own = rank.group, rank.model, part_of(rank.group.rank, rank.group.size, len(prompts))
-    rows = min(ROWS, own.stop - own.start)
-    if rows:
+    group, model = rank.group, rank.model
+    own = part_of(group.rank, group.size, len(prompts))
+    if part := prompts[own]:
         longest = max(map(len, prompts)) + sampling.max_tokens
-        decoder = make_decoder(model, rows, min(model.config.context, longest))
-    for first in range(own.start, own.stop, max(1, rows)):
-        part = list(prompts[first : min(first + rows, own.stop)])
-        made: list[list[int]] = [[] for _ in range(rows)]
-        seeded = replace(sampling, seed=sampling.seed + first)
-        for row, token in generate_batch(
-            model, part + part[-1:] * (rows - len(part)), seeded, frozenset({end}), decoder
-        ):
-            made[row].append(token.id)
-        for row, prompt in enumerate(part):
-            budget = min(sampling.max_tokens, decoder.capacity - len(prompt))
-            ids = [*made[row], end] if len(made[row]) < budget else made[row]
-            found[first + row, : len(ids)] = np.array(ids) + 1
+        decoder = make_decoder(model, min(ROWS, len(part)), min(model.config.context, longest))
+        # No drafts: those of a single row would draw other numbers than a batch does.
+        seeded = replace(sampling, seed=sampling.seed + own.start, drafts=0)
+        replies = reply_to(model, part, seeded, end, decoder)
+        for row, (ids, ended) in enumerate(replies, own.start):
+            whole = [*ids, end] if ended else ids
+            found[row, : len(whole)] = np.array(whole) + 1
     group.all_reduce_(found)
     return found
 
@@ -183,7 +176,7 @@ class Rollouts:
 
 
 def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
-    loaded, backend, settings, plan = build(settings, base, settings.batch_size * settings.group)
+    loaded, backend, settings, plan = build(settings, base, each=settings.group)
     questions = open_questions(settings.task, settings.data, settings.encoding)
     longest = max(len(prompt_ids(loaded, q.instruction, q.input)) for q in (*questions.training, *questions.held_out))
     if longest + settings.max_tokens > base.config.context:
@@ -200,7 +193,7 @@ def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
     rollouts = Rollouts(settings, loaded, questions, policy, reference)
 
     def measured() -> dict[str, float]:
-        """The shares of greedy replies to the held-out questions that are right and in form."""
+        """The shares of greedy replies to the held-out questions that are right, and that have the right format."""
         prompts = [prompt_ids(loaded, q.instruction, q.input) for q in questions.held_out]
         greedy = Sampling(temperature=0.0, max_tokens=settings.max_tokens)
         replies = draw_replies(policy, prompts, greedy, tokenizer.specials[end_of_reply(tokenizer)])
@@ -212,7 +205,8 @@ def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
         return {f"val_{name}": share for name, share in measured().items()}
 
     def say(when: str, shares: dict[str, float]) -> None:
-        line = f"{when}: {shares['correct']:.1%} of the held-out questions right, {shares['format']:.1%} in form"
+        right, formatted = shares["correct"], shares["format"]
+        line = f"{when}: {right:.1%} of the held-out questions right, {formatted:.1%} in the right format"
         if not settings.data:  # whether it has forgotten what it could do before
             line += f"; {exact_match(loaded, 20 * len(KINDS), 0)['all']:.1%} of those that recipes/sft.py asks"
         print(line)

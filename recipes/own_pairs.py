@@ -5,13 +5,12 @@
 
 Fine-tuning shows a model good replies, but never where its own replies lead: a greedy reply that has repeated a
 sentence tends to repeat it for ever. Here the model answers instructions that it was fine-tuned on, greedily and
-sampled. Wherever its reply is not in form, as recipes/evaluate.py counts it, the record's own reply is preferred. The
-last 20th of each file is left out, because the model is evaluated on it.
+sampled. Wherever its reply is not well-formed (docs/evaluation.md), the record's own reply is preferred. The last 20th
+of each file is left out, because the model is evaluated on it.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,20 +31,20 @@ from tinyforge.text.chat_templates import end_of_reply
 
 
 def records_to_ask(loaded: Loaded, records: Sequence[Record], count: int, max_tokens: int) -> list[Record]:
-    """Up to `count` records, evenly spaced, whose own reply is in form and has at most `max_tokens` tokens, and whose
-    prompt leaves room for as many."""
+    """Up to `count` records, evenly spaced, whose own reply is well-formed and has at most `max_tokens` tokens, and
+    whose prompt leaves room for as many."""
     context, tokenizer = loaded.model.config.context, loaded.tokenizer
     fit = [r for r in evenly(records, 4 * count) if reply_shares([Reply(r.output, 0, True)])["all_three"]
            and len(tokenizer.encode(r.output)) <= max_tokens
            and len(prompt_ids(loaded, r.instruction, r.input)) + max_tokens <= context]  # fmt: skip
     if not fit:
-        raise UserError(f"--data: no record has a reply in form of up to {max_tokens} tokens, --max-tokens, and a "
+        raise UserError(f"--data: no record has a well-formed reply of up to {max_tokens} tokens, --max-tokens, and a "
                         f"prompt that leaves them room in the context of {context}; give shorter ones")  # fmt: skip
     return evenly(fit, count)
 
 
 def own_pairs(loaded: Loaded, records: Sequence[Record], samplings: Sequence[Sampling]) -> list[dict[str, Any]]:
-    """A pair wherever a reply to a record is not in form. cut: the reply did not end, so its end gets no loss."""
+    """A pair wherever a reply to a record is not well-formed. cut: the reply did not end, so its end gets no loss."""
     tokenizer, found = loaded.tokenizer, []
     prompts = [prompt_ids(loaded, r.instruction, r.input) for r in records]
     decoder = reply_decoder(loaded.model, len(prompts))
@@ -60,7 +59,7 @@ def own_pairs(loaded: Loaded, records: Sequence[Record], samplings: Sequence[Sam
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("--base", required=True, metavar="DIR", help="a fine-tuned run, or a checkpoint of it")
     p.add_argument("--data", nargs="+", required=True, metavar="FILE", help="records as given to sft.py")
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the pairs, as JSON for dpo.py --data")
@@ -79,10 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     greedy, sampled = Sampling(temperature=0, max_tokens=args.max_tokens), Sampling(max_tokens=args.max_tokens)
     pairs = own_pairs(loaded, records, (greedy, sampled))
     if len(pairs) < 2:
-        print(f"{2 * len(records):,} replies, {len(pairs)} not in form: nothing to learn from")
+        print(f"{2 * len(records):,} replies, {len(pairs)} not well-formed: nothing to learn from")
         return 0
     write_json(args.out, pairs)
-    print(f"{2 * len(records):,} replies, {len(pairs):,} not in form: {args.out}")
+    print(f"{2 * len(records):,} replies, {len(pairs):,} not well-formed: {args.out}")
     return 0
 
 

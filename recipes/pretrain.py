@@ -40,11 +40,11 @@ from tinyforge.text.shards import Shards, separator_of
 from tinyforge.train.batches import micro_batches
 from tinyforge.train.card import write_card
 from tinyforge.train.corpus import Corpus, config_for, corpus_of_text, find_shards, open_corpus, tokenizer_for
-from tinyforge.train.data_parallel import Model, Sharded
+from tinyforge.train.data_parallel import Sharded, Trainable
 from tinyforge.train.masked import FRAME, MaskedWords, evaluate_masked, guesses
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import MaskedTokens, NextTokens
-from tinyforge.train.plan import Plan, Split, check_fits, print_plan
+from tinyforge.train.plan import Plan, check_fits, print_plan
 from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import (
     PretrainSettings,
@@ -52,7 +52,6 @@ from tinyforge.train.settings import (
     open_backend,
     parse,
     print_schedule,
-    restarts,
     sequence_length,
     start_ranks,
     with_fields,
@@ -66,8 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     spec, base = find_model(settings.model), open_base(settings, resume)
     config = with_fields(base.config, settings.set) if base else config_of(settings)
     if spec.learns == "images":
-        raise UserError(f"{spec.title} learns images, it continues no text; use recipes/classify.py, or another model")
-    restart = restarts(settings, spec)
+        raise UserError(
+            f"{spec.title} learns images and cannot continue text; use recipes/classify.py, or another model"
+        )
     shards = find_shards(settings)
     if shards:
         if base and base.tokenizer.hash() != shards.tokenizer.hash():
@@ -75,9 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                             f"python -m data.shards --tokenizer {base.path}/tokenizer.json")  # fmt: skip
         config = config_for(shards, config, settings)
     if plan_only:
-        seq_len = sequence_length(config, settings.seq_len)
-        print_plan(spec, config, settings.precision, settings.batch_size, seq_len, settings.recompute, restart=restart,
-                   split=Split.of(settings, settings.gpus or 1))  # fmt: skip
+        print_plan(spec, config, settings)
         return 0
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
@@ -119,9 +117,7 @@ def pretrain(
     print(f"model {spec.name}, config {settings.config}: {shape}")
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
     with timed("planning the memory"):
-        restart = restarts(settings, spec)
-        plan = check_fits(spec, config, backend, settings.batch_size, seq_len, settings.recompute, restart=restart,
-                          split=Split.of(settings, ranks.size))  # fmt: skip
+        plan = check_fits(spec, config, backend, settings, ranks.size)
 
     if shards:
         with timed("opening the shards"):
@@ -183,7 +179,7 @@ def pretrain(
 
 
 def hide_words(
-    settings: PretrainSettings, model: Model, corpus: Corpus, backend: Backend, seq_len: int, about: dict[str, Any],
+    settings: PretrainSettings, model: Trainable, corpus: Corpus, backend: Backend, seq_len: int, about: dict[str, Any],
     plan: Plan, resume: bool,
 ) -> None:  # fmt: skip
     """Pretrain with masked words (BERT)."""

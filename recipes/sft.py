@@ -30,13 +30,13 @@ from tinyforge.hub import Opened, lora, newest_run, open_model, trained_model
 from tinyforge.hub.tuning import OF_BASE, about, answer, build, finish
 from tinyforge.parallel.launch import Ranks
 from tinyforge.registry import next_token_model
-from tinyforge.report import timed
+from tinyforge.report import count_of, timed
 from tinyforge.text import TextTokenizer
 from tinyforge.train.batches import Examples, fingerprint, micro_batches
 from tinyforge.train.data_parallel import Sharded, evaluate_nll
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import NextTokens
-from tinyforge.train.plan import Split, print_plan
+from tinyforge.train.plan import print_plan
 from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import SftSettings, parse, print_schedule, restarts, sequence_length, start_ranks
 
@@ -53,8 +53,8 @@ def encode(
     end = tokenizer.specials[end_of_reply(tokenizer)]
     cut = sum(ids[-1] != end for ids, _ in kept)
     empty = sum(not r.output.strip() for r in records)
-    print(f"{what}: {len(kept):,} examples of up to {seq_len} tokens; refused {empty} with an empty reply and "
-          f"{len(records) - len(kept) - empty} whose reply is cut away entirely; {cut} end early")  # fmt: skip
+    print(f"{what}: {count_of(len(kept), 'example')} of up to {seq_len} tokens; refused {empty} with an empty reply "
+          f"and {len(records) - len(kept) - empty} whose reply is cut away entirely; {cut} end early")  # fmt: skip
     if max_reply is None:
         return kept
     brief = [(ids, prompt) for ids, prompt in kept if len(ids) - prompt <= max_reply]
@@ -86,11 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(SftSettings, __doc__ or "", argv)
     base = open_base(settings, resume)
     next_token_model(base.spec.name)
-    restart = restarts(settings, base.spec)
+    restarts(settings, base.spec)  # refused before ranks start
     if plan_only:
-        seq_len = sequence_length(base.config, settings.seq_len)
-        print_plan(base.spec, base.config, settings.precision, settings.batch_size, seq_len, settings.recompute,
-                   settings.adapters, restart, Split.of(settings, settings.gpus or 1))  # fmt: skip
+        print_plan(base.spec, base.config, settings)
         return 0
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
@@ -103,14 +101,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def fine_tune(settings: SftSettings, base: Opened, resume: bool, ranks: Ranks) -> None:
     config, adapters = base.config, settings.adapters
     seq_len, restart = sequence_length(config, settings.seq_len), restarts(settings, base.spec)
-    loaded, backend, settings, plan = build(settings, base, settings.batch_size, ranks)
+    loaded, backend, settings, plan = build(settings, base, ranks)
     model, tokenizer = loaded.model, loaded.tokenizer
 
     if settings.data:
         training, by_file = read_split(settings.data, settings.encoding)
         held_out = [record for records in by_file for record in records]
         of_each = " of each file" if len(settings.data) > 1 else ""
-        print(f"data: {len(training):,} records to train on; {len(held_out):,}, the last 20th{of_each}, are held out")
+        print(f"data: {count_of(len(training), 'record')} to train on; held out: {len(held_out):,}, the last "
+              f"20th{of_each}")  # fmt: skip
     else:
         print(f"data: built in (no --data given), {BUILT_IN_RECORDS:,} instructions of {len(KINDS)} kinds")
         training, held_out = ([Record(e.instruction, e.input, e.output) for e in instructions(split, n, settings.seed)]
@@ -123,7 +122,7 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool, ranks: Ranks) -
         held = {name: encode(records, tokenizer, seq_len, f"held out{' of ' * bool(name)}{name}")
                 for name, records in zip(names, by_file, strict=True)}  # fmt: skip
     if not any(held.values()):
-        raise UserError(f"data: none of the {len(held_out)} held-out records fits {seq_len} tokens; give more records")
+        raise UserError(f"data: no held-out record fits {seq_len} tokens; give more records")
 
     sources, licences = origins_of(settings.data, ("the built-in instructions", "MIT"))
     summary = [
@@ -151,7 +150,8 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool, ranks: Ranks) -
         asked = f"{record.instruction} {record.input}".strip().replace("\n", " ")
         return f"  {asked} -> {answer(loaded, record.instruction, record.input)}".replace("\n", "\n  ")
 
-    print_schedule(settings, f"{rows * accum} rows of several records", data.batches_in(0, rows) / accum, "records")
+    step = f"{count_of(rows * accum, 'row')} of several records"
+    print_schedule(settings, step, data.batches_in(0, rows) / accum, "records")
 
     # A resumed run without adapters has opened itself.
     began = base.meta["base"] if resume and not adapters else {k: base.meta[k] for k in OF_BASE if k in base.meta}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,15 @@ def test_only_what_is_slow_is_said(capsys: pytest.CaptureFixture[str], monkeypat
         pass
     report.took("slow", 3.14)
     assert capsys.readouterr().out == "slow: 3.1 s\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [((0, "step"), "0 steps"), ((1, "step"), "1 step"), ((2000, "step"), "2,000 steps"),
+     ((1, "story", "stories"), "1 story"), ((2, "story", "stories"), "2 stories")],
+)  # fmt: skip
+def test_counts_in_words(given: tuple[Any, ...], said: str) -> None:
+    assert report.count_of(*given) == said
 
 
 def test_all_is_said_on_request() -> None:

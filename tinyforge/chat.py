@@ -12,7 +12,6 @@ Ctrl-C stops a reply and keeps the conversation; Ctrl-D or /bye leaves; """ begi
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import shlex
@@ -27,6 +26,7 @@ from tinyforge.hub import Loaded, add_checkpoint_flag, add_weights_flag, load, t
 from tinyforge.infer.conversation import Conversation
 from tinyforge.infer.sampling import Sampling
 from tinyforge.registry import models
+from tinyforge.report import count_of
 from tinyforge.terminal import printable
 from tinyforge.text.chat_templates import TEMPLATES
 
@@ -193,9 +193,9 @@ class Repl:
     def do_stats(self, arguments: list[str]) -> None:
         """tokens per second, time to the first token, drafts accepted"""
         s = self.conversation.stats
-        self.note(f"  {s.tokens} tokens at {s.tokens_per_second:,.0f} per second; the last reply began after "
-                  f"{1e3 * s.first_seconds:.1f} ms")  # fmt: skip
-        self.note(f"  prompts: {s.prefilled} tokens read, {s.reused} found in the cache")
+        self.note(f"  {count_of(s.tokens, 'token')} at {s.tokens_per_second:,.0f} per second; the last reply began "
+                  f"after {1e3 * s.first_seconds:.1f} ms")  # fmt: skip
+        self.note(f"  prompts: {count_of(s.prefilled, 'token')} read, {s.reused} found in the cache")
         if s.drafted:
             shares = ", ".join(f"head {k}: {share:.0%}" for k, share in enumerate(s.acceptance, start=1))
             self.note(f"  {s.tokens_per_pass:.2f} tokens per pass; drafts accepted: {shares}")
@@ -204,7 +204,7 @@ class Repl:
         """/save FILE writes the conversation"""
         path = self.file(arguments, "save")
         self.conversation.save(path)
-        self.note(f"saved {len(self.conversation.turns)} turns to {path}")
+        self.note(f"saved {count_of(len(self.conversation.turns), 'turn')} to {path}")
 
     def do_load(self, arguments: list[str]) -> None:
         """/load FILE continues a saved conversation"""
@@ -229,10 +229,7 @@ def once(loaded: Loaded, text: str, sampling: Sampling) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m tinyforge.chat", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = Parser(prog="python -m tinyforge.chat", description=__doc__)
     add_checkpoint_flag(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and leave")
     parser.add_argument("--backend", default="numpy", help="numpy, cupy (a GPU), or auto (default: %(default)s)")

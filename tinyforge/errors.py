@@ -27,11 +27,17 @@ class UserError(Exception):
 class Parser(argparse.ArgumentParser):
     """argparse's parser, except that a wrong flag raises `UserError`, where argparse prints its usage and exits.
 
-    So does an empty value: an empty path would mean the current folder. takes_text: positional arguments are text,
-    which may be empty.
+    So does an empty value: an empty path would mean the current folder. A docstring as `description` keeps its lines.
+    takes_text: positional arguments are text, which may be empty.
     """
 
     takes_text = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        # A description of several lines, a module's docstring, is laid out already; argparse would wrap it anew.
+        if "\n" in (options.get("description") or ""):
+            options["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__(*args, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         given = sys.argv[1:] if args is None else list(args)

@@ -11,7 +11,6 @@ attention has no picture.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,10 +76,7 @@ def plot_attention(tokenizer: TextTokenizer, ids: Sequence[int], attention: Sequ
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = TextParser(
-        prog="python -m tinyforge.inspect", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = TextParser(prog="python -m tinyforge.inspect", description=__doc__)
     parser.add_argument("text", metavar="TEXT")
     add_checkpoint_flag(parser)
     parser.add_argument("--top", type=int, default=5, help="candidates a head and position (default: %(default)s)")

@@ -8,7 +8,7 @@ The module that `ModelSpec.hf` names has
     read_config(given)      a Config from the content of config.json; raises UserError for what the model cannot do
     write_config(config)    the reverse, architecture included
     entries(config)         every tensor of theirs, as an `Entry`, layer by layer
-    left_out(config)        what `entries` does not carry over: a few words, or ""
+    left_out(config)        optional: what `entries` does not carry over: a few words, or ""
 
 The first three are for models with `ModelSpec.architectures`, which can be read; others are written only.
 """

@@ -103,7 +103,7 @@ def next_token_model(name: str) -> ModelSpec:
     spec = find_model(name)
     if spec.learns != "text":
         raise UserError(
-            f"{spec.title} learns {spec.learns}, it continues no text; use recipes/classify.py, or another model"
+            f"{spec.title} learns {spec.learns} and cannot continue text; use recipes/classify.py, or another model"
         )
     return spec
 

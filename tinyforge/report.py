@@ -1,4 +1,4 @@
-"""Shared by commands: the --json flag, checks made before minutes of measuring, and start-up times.
+"""Shared by commands: the --json flag, checks made before minutes of measuring, counts in words, start-up times.
 
     with timed("tokenizer"):        prints a line at the end if it took a second or more: "tokenizer: 3.1 s"
         ...
@@ -21,6 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from tinyforge.errors import UserError
+
+NOISE = " +-"  # behind a score's name: its standard error, or its spread over seeds
+
+
+def count_of(n: int, one: str, many: str = "") -> str:
+    """ "1 step", "2,000 steps"; many: the plural where it is not `one` with an s."""
+    return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
 def add_json_flag(p: argparse.ArgumentParser) -> None:

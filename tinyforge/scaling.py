@@ -18,7 +18,6 @@ For n GPUs, add the part of the gradient's all-reduce that backward does not hid
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,10 +29,12 @@ from tinyforge.backends.phantom import PhantomBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json
+from tinyforge.memory import OUTSIDE, gib
 from tinyforge.op import Recompute
 from tinyforge.parallel.buckets import Buckets
 from tinyforge.registry import ModelSpec, default_model, find_model, models
-from tinyforge.train.plan import OUTSIDE, Plan, gib, plan_step
+from tinyforge.report import count_of
+from tinyforge.train.plan import Plan, plan_step
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 BOUND = 0.05  # on a forecast's error
@@ -412,8 +413,7 @@ def comparison(machine: Machine) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(prog="python -m tinyforge.scaling", description=__doc__,
-               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    p = Parser(prog="python -m tinyforge.scaling", description=__doc__)
     p.add_argument("--gpus", type=int, default=8, metavar="N", help="largest number in the table (default: 8)")
     p.add_argument("--model", default=default_model(), help="of the zoo (default: %(default)s)")
     p.add_argument("--config", default="", metavar="PRESET", help="of the model (default: its largest)")
@@ -459,8 +459,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{spec.name} {name}, {parameters:,} parameters, bf16, {size}{again}{', ZeRO' if job.zero else ''}")
     print(f"measured: {machine.peak / 1e12:.0f} TFLOP/s in a large product, {machine.reached:.2f} of it in a step; "
           f"copies {machine.copy / 1e9:,.0f} GB/s; all-reduce on a host {machine.link / 1e9:.0f} GB/s")  # fmt: skip
-    print(f"assumed: {machine.per_host} GPUs a host with that rate for each, {machine.network / 1e9:g} GB/s a GPU "
-          "between hosts; t splits layers, p the stack of them")  # fmt: skip
+    print(f"assumed: {count_of(machine.per_host, 'GPU')} a host with that rate for each, {machine.network / 1e9:g} "
+          "GB/s a GPU between hosts; t splits layers, p the stack of them")  # fmt: skip
     print(table(job, args.gpus, machine, args.batch_tokens))
     return 0
 

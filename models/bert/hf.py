@@ -83,7 +83,3 @@ def entries(config: Config) -> Iterator[Entry]:
         yield from both("cls.predictions.transform.dense", "transform", c.dim, c.dim)
         yield from both("cls.predictions.transform.LayerNorm", "transform.norm", c.dim)
         yield Entry("cls.predictions.bias", (c.vocab,), "head.bias")
-
-
-def left_out(config: Config) -> str:
-    return ""

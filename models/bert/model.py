@@ -16,10 +16,10 @@ from models.bert.block import STD, Block, linear, norm
 from models.bert.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
+from tinyforge.model import Model
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import GELU, CrossEntropy, Dropout, Embedding, LayerNorm, LearnedPositions, Linear, Take, Tanh
 from tinyforge.params import ParamBuffer, with_buffer
-from tinyforge.rng import Stream
 
 
 def sines(rows: int, columns: int) -> np.ndarray:
@@ -34,7 +34,7 @@ def sines(rows: int, columns: int) -> np.ndarray:
     return STD * 2**0.5 * np.where(column % 2, np.cos(angle), np.sin(angle))
 
 
-class BERT(Op):
+class BERT(Model):
     """nll[b, m, 0] = -log p(targets[b, m, 0] | text b, at its place places[b, m]), 0 where the target is -1; or with
     classes, nll[b, 0, 0] = -log p(targets[b, 0, 0] | text b)
 
@@ -80,13 +80,9 @@ class BERT(Op):
         self.buffer = ParamBuffer(self.params(), backend, values)
 
     def initialise(self, seed: int) -> None:
-        self.buffer.initialise(Stream(seed, "init"))
+        super().initialise(seed)
         self.buffer.set_master(self.positions.weight, sines(*self.positions.weight.shape))
         self.buffer.publish()
-
-    def replica(self) -> BERT:
-        """A model with the same weights and its own gradients, for a worker of data-parallel training."""
-        return BERT(self.config, self.backend, values=self.buffer.values)
 
     def hidden(self, ids: Array, segments: Array, lengths: Array, stash: Stash | None = None) -> Array:
         """(B, T) ids to the stream, (B, T, C)."""
@@ -144,9 +140,6 @@ class BERT(Op):
         blocks = [op for block in self.blocks for op in block.ops()]
         first: list[Op] = [self.embedding, self.positions, self.segments, self.norm, self.dropout]
         return [*first, *blocks, self.take, *self.head, self.loss]
-
-    def params(self) -> list[Param]:
-        return list({p.name: p for op in self.ops() for p in op.params()}.values())
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

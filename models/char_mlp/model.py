@@ -15,10 +15,10 @@ import numpy as np
 from models.char_mlp.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
+from tinyforge.model import Model
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import GELU, Embedding, LayerNorm, Linear, LinearCrossEntropy
-from tinyforge.params import ParamBuffer, with_buffer
-from tinyforge.rng import Stream
+from tinyforge.params import ParamBuffer
 
 
 class IdCache:
@@ -43,7 +43,7 @@ class IdCache:
         self.append(saved)
 
 
-class CharMLP(Op):
+class CharMLP(Model):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | the last `window` tokens up to t), 0 where the target is -1
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). An extra id, `vocab`, pads the window before the first
@@ -63,12 +63,6 @@ class CharMLP(Op):
         self.gelu = GELU(backend, name="gelu")
         self.head = LinearCrossEntropy(Param("outer", (config.vocab, hidden), std=0.1 * hidden**-0.5), backend, "head")
         self.buffer = ParamBuffer(self.params(), backend, values)
-
-    def initialise(self, seed: int) -> None:
-        self.buffer.initialise(Stream(seed, "init"))
-
-    def replica(self) -> CharMLP:
-        return CharMLP(self.config, self.backend, values=self.buffer.values)
 
     def windows(self, ids: Array, cache: IdCache | None = None) -> Array:
         """(B, T) ids to (B, T, window): each id after those before it, oldest first."""
@@ -117,13 +111,10 @@ class CharMLP(Op):
     def ops(self) -> list[Op]:
         return [self.embedding, self.inner, self.norm, self.gelu, self.head]
 
-    def params(self) -> list[Param]:
-        return [p for op in self.ops() for p in op.params()]
-
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        for batch, length, vocab, window in ((2, 5, 7, 3), (1, 1, 3, 1), (3, 2, 5, 4)):
-            config = Config(context=length, vocab=vocab, window=window, dim=4, hidden=8)
-            model = with_buffer(cls(config, backend), backend, rng)
-            ids, targets = rng.integers(0, vocab, (batch, length)), rng.integers(-1, vocab, (batch, length, 1))
-            yield model, (backend.asarray(ids), backend.asarray(targets))
+        shapes = [
+            (Config(context=length, vocab=vocab, window=window, dim=4, hidden=8), batch, length)
+            for batch, length, vocab, window in ((2, 5, 7, 3), (1, 1, 3, 1), (3, 2, 5, 4))
+        ]
+        yield from cls.cases_of(shapes, backend, rng)

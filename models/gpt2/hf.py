@@ -69,7 +69,3 @@ def entries(config: Config) -> Iterator[Entry]:
         yield from linear(f"{theirs}.mlp.c_fc", f"{ours}.up", c.dim, 4 * c.dim)
         yield from linear(f"{theirs}.mlp.c_proj", f"{ours}.down", 4 * c.dim, c.dim)
     yield from norm("transformer.ln_f", "final_norm")
-
-
-def left_out(config: Config) -> str:
-    return ""

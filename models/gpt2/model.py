@@ -17,14 +17,14 @@ from models.gpt2.config import Config
 from tinyforge.backends import Backend
 from tinyforge.infer.cache import KVCache
 from tinyforge.kernel import Array
+from tinyforge.model import Model
 from tinyforge.op import Again, Op, Param, Recompute, Stash, WithKeywords
 from tinyforge.ops import AddLayerNorm, Dropout, Embedding, LayerNorm, LearnedPositions, LinearCrossEntropy
 from tinyforge.ops.attention import Documents
 from tinyforge.params import ParamBuffer, with_buffer
-from tinyforge.rng import Stream
 
 
-class GPT2(Op):
+class GPT2(Model):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | tokens 0..t of row b), 0 where the target is -1
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). The stream starts as x = embedding + position; block:
@@ -62,13 +62,6 @@ class GPT2(Op):
         self.joints = [AddLayerNorm(*gain_and_bias(name), backend, config.norm_eps, name) for name in names[1:]]
         self.head = LinearCrossEntropy(table, backend, "head")
         self.buffer = ParamBuffer(self.params(), backend, values)
-
-    def initialise(self, seed: int) -> None:
-        self.buffer.initialise(Stream(seed, "init"))
-
-    def replica(self) -> GPT2:
-        """A model with the same weights and its own gradients, for a worker of data-parallel training."""
-        return GPT2(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
     def hidden(
         self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None,
@@ -134,15 +127,11 @@ class GPT2(Op):
         return 6 * (self.buffer.count - c.context * c.dim) + 3 * 2 * 2 * c.dim * c.layers * pairs
 
     def ops(self) -> list[Op]:
-        """Every op, in the order of forward."""
         ops: list[Op] = [self.embedding, self.positions, self.dropout, self.first_norm]
         for i, b in enumerate(self.blocks):
             ops += [b.qkv, b.attention, b.out, b.out_dropout, self.joints[2 * i]]
             ops += [b.up, b.down, b.down_dropout, self.joints[2 * i + 1]]
         return [*ops, self.head]
-
-    def params(self) -> list[Param]:
-        return list(dict.fromkeys(p for op in self.ops() for p in op.params()))
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
@@ -152,11 +141,7 @@ class GPT2(Op):
             (Config(dim=4, heads=1, layers=1, context=1, vocab=5, norm_eps=0.1), 2, 1),
             (Config(dim=8, heads=2, layers=1, context=140, vocab=7), 1, 131),
         )
-        for config, batch, length in shapes:
-            model = with_buffer(cls(config, backend), backend, rng, std=0.2)
-            ids = rng.integers(0, config.vocab, (batch, length))
-            targets = rng.integers(-1, config.vocab, (batch, length, 1))
-            yield model, (backend.asarray(ids), backend.asarray(targets))
+        yield from cls.cases_of(shapes, backend, rng, std=0.2)
         for restart in (False, True):
             config = Config(dim=12, heads=3, layers=2, context=9, vocab=11)
             model = with_buffer(cls(config, backend), backend, rng, std=0.2)

@@ -137,7 +137,3 @@ def entries(config: Config) -> Iterator[Entry]:
     yield Entry("model.norm.weight", (c.dim,), "final_norm.weight")
     if not c.tied:
         yield Entry("lm_head.weight", (c.vocab, c.dim), "heads.weight", 0)
-
-
-def left_out(config: Config) -> str:
-    return ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -18,14 +18,14 @@ from tinyforge.config import ModelConfig
 from tinyforge.infer.cache import KVCache
 from tinyforge.infer.causal_lm import FusedWeights
 from tinyforge.kernel import Array
+from tinyforge.model import Model
 from tinyforge.op import Again, Op, Param, Recompute, Stash, WithKeywords
 from tinyforge.ops import AddRMSNorm, Embedding, LinearCrossEntropy, RMSNorm
 from tinyforge.ops.attention import Documents
 from tinyforge.params import ParamBuffer, with_buffer
-from tinyforge.rng import Stream
 
 
-class LlamaLike(Op):
+class LlamaLike(Model):
     """An embedding, blocks, and K output heads on the final norm, shared by Llama, NanoEuler and MoE.
 
     config: of the model. shape: of its trunk. heads: (K, V, C); None to use the embedding as the only head. block: the
@@ -49,14 +49,6 @@ class LlamaLike(Op):
         self.heads = LinearCrossEntropy(heads or table, backend, "heads")
         self.prediction_heads = self.heads.shape[0]
         self.buffer = ParamBuffer(self.params(), backend, values)
-
-    def initialise(self, seed: int) -> None:
-        self.buffer.initialise(Stream(seed, "init"))
-
-    def replica(self) -> Self:
-        """A model with the same weights and its own gradients, for a worker of data-parallel training."""
-        build: Any = type(self)
-        return build(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
     def hidden(
         self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None,
@@ -144,12 +136,8 @@ class LlamaLike(Op):
         return 6 * multiplied + 3 * 2 * 2 * c.head_dim * c.heads * c.layers * pairs
 
     def ops(self) -> list[Op]:
-        """Every op, in the order of forward."""
         blocks = [op for block in self.blocks for op in block.ops()]
         return [self.embedding, self.first_norm, *blocks, self.heads]
-
-    def params(self) -> list[Param]:
-        return list(dict.fromkeys(p for op in self.ops() for p in op.params()))
 
 
 class Llama(LlamaLike):
@@ -180,11 +168,7 @@ class Llama(LlamaLike):
             (Config(dim=4, heads=2, kv_heads=1, layers=1, context=132, vocab=7, hidden=3, window=100), 1, 131),
             (Config(dim=12, heads=2, kv_heads=1, layers=2, context=9, vocab=5, hidden=7, dropout=0.3), 2, 7),
         )  # fmt: skip
-        for config, batch, length in shapes:
-            model = with_buffer(cls(config, backend), backend, rng, std=0.2)
-            ids = rng.integers(0, config.vocab, (batch, length))
-            targets = rng.integers(-1, config.vocab, (batch, length, 1))
-            yield model, (backend.asarray(ids), backend.asarray(targets))
+        yield from cls.cases_of(shapes, backend, rng, std=0.2)
         config = Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=10, window=4)
         packed = WithKeywords(with_buffer(cls(config, backend), backend, rng, std=0.2), documents=Documents)
         ids, targets = rng.integers(0, 11, (2, 9)), rng.integers(-1, 11, (2, 9, 1))

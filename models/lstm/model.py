@@ -15,13 +15,13 @@ from models.lstm.config import Config
 from tinyforge.backends import Backend
 from tinyforge.infer.cache import StateCache
 from tinyforge.kernel import Array
+from tinyforge.model import Model
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import LSTM, Dropout, Embedding, LinearCrossEntropy
-from tinyforge.params import ParamBuffer, with_buffer
-from tinyforge.rng import Stream
+from tinyforge.params import ParamBuffer
 
 
-class LSTMModel(Op):
+class LSTMModel(Model):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | tokens 0..t of row b, and the state), 0 where the target is -1
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). The embedding goes through the layers, each reading the
@@ -55,15 +55,11 @@ class LSTMModel(Op):
 
     def initialise(self, seed: int) -> None:
         """The forget gates begin open, with a bias of 1 (Jozefowicz et al., 2015)."""
-        self.buffer.initialise(Stream(seed, "init"))
+        super().initialise(seed)
         open_gates = np.repeat([0.0, 1.0, 0.0, 0.0], self.config.dim)
         for layer in self.layers:
             self.buffer.set_master(layer.bias, open_gates)
         self.buffer.publish()
-
-    def replica(self) -> LSTMModel:
-        """A model with the same weights and its own gradients, for a worker of data-parallel training."""
-        return LSTMModel(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
     def state_shape(self, rows: int) -> tuple[int, ...]:
         """The shape of `state` for `rows` rows."""
@@ -122,12 +118,8 @@ class LSTMModel(Op):
         return 6.0 * (self.buffer.count - self.embedding.weight.size)
 
     def ops(self) -> list[Op]:
-        """Every op, in the order of forward."""
         pairs = zip(self.dropouts, self.layers, strict=True)
         return [self.embedding, *(op for pair in pairs for op in pair), self.last_dropout, self.head]
-
-    def params(self) -> list[Param]:
-        return [p for op in self.ops() for p in op.params()]
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
@@ -136,8 +128,4 @@ class LSTMModel(Op):
             (Config(dim=3, layers=1, context=7, vocab=3, reset=1), 3, 7),
             (Config(dim=4, layers=3, context=1, vocab=5), 2, 1),
         )
-        for config, batch, length in shapes:
-            model = with_buffer(cls(config, backend), backend, rng)
-            ids = rng.integers(0, config.vocab, (batch, length))
-            targets = rng.integers(-1, config.vocab, (batch, length, 1))
-            yield model, (backend.asarray(ids), backend.asarray(targets))
+        yield from cls.cases_of(shapes, backend, rng)

@@ -59,7 +59,3 @@ def entries(config: Config) -> Iterator[Entry]:
         ):  # fmt: skip
             yield Entry(f"{theirs}.mixer.{name}", shape, f"{ours}.{place}")
     yield Entry("backbone.norm_f.weight", (c.dim,), "final_norm.weight")
-
-
-def left_out(config: Config) -> str:
-    return ""

@@ -15,9 +15,10 @@ from models.mamba.config import Config
 from tinyforge.backends import Backend
 from tinyforge.infer.cache import StateCache
 from tinyforge.kernel import Array
+from tinyforge.model import Model
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import AddRMSNorm, CausalConv, Embedding, Linear, LinearCrossEntropy, RMSNorm, SelectiveScan
-from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
 
 STEP_MIN, STEP_MAX = 1e-3, 1e-1  # range of the initial step sizes dt
@@ -75,7 +76,7 @@ class Block:
         return [self.input, self.conv, self.select, self.step, self.scan, self.out]
 
 
-class Mamba(Op):
+class Mamba(Model):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | tokens 0..t of row b), 0 where the target is -1
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). The stream starts as the embedding; a block adds to it
@@ -106,7 +107,7 @@ class Mamba(Op):
 
     def initialise(self, seed: int) -> None:
         """A = -1 .. -N in every channel; steps dt between STEP_MIN and STEP_MAX, their logarithms uniform."""
-        self.buffer.initialise(Stream(seed, "init"))
+        super().initialise(seed)
         rates = np.log(np.arange(1, self.config.state + 1))
         span = np.log(STEP_MAX / STEP_MIN)
         for block in self.blocks:
@@ -116,10 +117,6 @@ class Mamba(Op):
             self.buffer.set_master(scan.a_log, np.broadcast_to(rates, scan.a_log.shape))
             self.buffer.set_master(scan.bias, step + np.log(-np.expm1(-step)))  # softplus of this is the step
         self.buffer.publish()
-
-    def replica(self) -> Mamba:
-        """A model with the same weights and its own gradients, for a worker of data-parallel training."""
-        return Mamba(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
     def hidden(self, ids: Array, stash: Stash | None = None, *, cache: StateCache | None = None) -> Array:
         """(B, T) ids to the final-normed stream, (B, T, C). With a cache, ids continue the text in it."""
@@ -168,12 +165,8 @@ class Mamba(Op):
         return 6 * self.buffer.count + 3 * 6 * c.layers * c.channels * c.state
 
     def ops(self) -> list[Op]:
-        """Every op, in the order of forward."""
         pairs = zip(self.blocks, self.joints, strict=True)
         return [self.embedding, self.first_norm, *(op for b, j in pairs for op in (*b.ops(), j)), self.head]
-
-    def params(self) -> list[Param]:
-        return list(dict.fromkeys(p for op in self.ops() for p in op.params()))
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
@@ -184,8 +177,4 @@ class Mamba(Op):
             (Config(dim=7, layers=1, expand=1, state=2, taps=1, context=2, vocab=5, norm_eps=0.1), 2, 2),
             (Config(dim=6, layers=1, state=2, context=40, vocab=7, norm_eps=0.1), 1, 35),
         )
-        for config, batch, length in shapes:
-            model = with_buffer(cls(config, backend), backend, rng, std=0.6)
-            ids = rng.integers(0, config.vocab, (batch, length))
-            targets = rng.integers(-1, config.vocab, (batch, length, 1))
-            yield model, (backend.asarray(ids), backend.asarray(targets))
+        yield from cls.cases_of(shapes, backend, rng, std=0.6)

@@ -14,6 +14,7 @@ from models.llama import hf as llama
 from models.moe.config import Config
 from tinyforge.errors import UserError
 from tinyforge.layout import Entry, require, setting
+from tinyforge.report import count_of
 
 PREFIX, IGNORED = llama.PREFIX, llama.IGNORED
 
@@ -61,4 +62,4 @@ def entries(config: Config) -> Iterator[Entry]:
 
 def left_out(config: Config) -> str:
     extra = config.mtp_heads - 1
-    return f"the {extra} later output head{'s' * (extra > 1)}: Mixtral predicts one token" if extra else ""
+    return f"the {count_of(extra, 'later output head')}: Mixtral predicts one token" if extra else ""

@@ -19,7 +19,6 @@ from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import MixtureOfExperts, RouterLosses
 from tinyforge.ops.attention import Documents, LayerCache
-from tinyforge.params import with_buffer
 
 
 class Block(AttentionHalf):
@@ -119,8 +118,4 @@ class MoE(LlamaLike):
             (Config(dim=4, heads=1, kv_heads=1, layers=1, context=1, vocab=3, hidden=3, experts=2, mtp_heads=1,
                     mtp_weights=(1,), norm_eps=0.1, balance=0.0, router_z=0.0), 3, 1),
         )  # fmt: skip
-        for config, batch, length in shapes:
-            model = with_buffer(cls(config, backend), backend, rng, std=0.2)
-            ids = rng.integers(0, config.vocab, (batch, length))
-            targets = rng.integers(-1, config.vocab, (batch, length, config.mtp_heads))
-            yield model, (backend.asarray(ids), backend.asarray(targets))
+        yield from cls.cases_of(shapes, backend, rng, std=0.2)

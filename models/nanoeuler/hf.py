@@ -8,6 +8,7 @@ from typing import Any
 from models.llama import hf as llama
 from models.nanoeuler.config import Config
 from tinyforge.layout import Entry
+from tinyforge.report import count_of
 
 
 def write_config(config: Config) -> dict[str, Any]:
@@ -20,4 +21,4 @@ def entries(config: Config) -> Iterator[Entry]:
 
 def left_out(config: Config) -> str:
     extra = config.mtp_heads - 1
-    return f"the {extra} later output head{'s' * (extra > 1)}: Llama predicts one token" if extra else ""
+    return f"the {count_of(extra, 'later output head')}: Llama predicts one token" if extra else ""

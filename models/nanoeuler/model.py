@@ -44,11 +44,7 @@ class NanoEuler(LlamaLike):
             (Config(dim=12, heads=2, kv_heads=2, layers=2, context=9, vocab=5, mtp_heads=2, hidden=5,
                     mtp_weights=(1, 1), dropout=0.3), 2, 7),
         )  # fmt: skip
-        for config, batch, length in shapes:
-            model = with_buffer(cls(config, backend), backend, rng, std=0.2)
-            ids = rng.integers(0, config.vocab, (batch, length))
-            targets = rng.integers(-1, config.vocab, (batch, length, config.mtp_heads))
-            yield model, (backend.asarray(ids), backend.asarray(targets))
+        yield from cls.cases_of(shapes, backend, rng, std=0.2)
         config = Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, mtp_heads=2, hidden=10,
                         mtp_weights=(1, 1))  # fmt: skip
         packed = WithKeywords(with_buffer(cls(config, backend), backend, rng, std=0.2), documents=Documents)

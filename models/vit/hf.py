@@ -70,7 +70,3 @@ def entries(config: Config) -> Iterator[Entry]:
         yield from both(f"{theirs}.output.dense", f"{ours}.down", c.dim, c.hidden)
     yield from both("vit.layernorm", "final_norm", c.dim)
     yield from both("classifier", "head", c.classes, c.dim)
-
-
-def left_out(config: Config) -> str:
-    return ""

@@ -17,6 +17,7 @@ from models.gpt2.config import Config as GPT2Config
 from models.vit.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
+from tinyforge.model import Model
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import (
     AddLayerNorm,
@@ -30,7 +31,6 @@ from tinyforge.ops import (
     Take,
 )
 from tinyforge.params import ParamBuffer, with_buffer
-from tinyforge.rng import Stream
 
 
 class Block(gpt2.Block):
@@ -41,7 +41,7 @@ class Block(gpt2.Block):
         super().__init__(shape, layer, backend, hidden=config.hidden, causal=False, gelu="erf")
 
 
-class ViT(Op):
+class ViT(Model):
     """nll[b, 0, 0] = -log p(targets[b, 0, 0] | image b), 0 where the target is -1
 
     images: (B, K, S, S), integers of 0 to 255 or floats that are normalised already (see `Patches`); targets:
@@ -86,13 +86,6 @@ class ViT(Op):
         self.head = linear("head", config.classes, dim, 0.02)
         self.loss = CrossEntropy(backend, "loss")
         self.buffer = ParamBuffer(self.params(), backend, values)
-
-    def initialise(self, seed: int) -> None:
-        self.buffer.initialise(Stream(seed, "init"))
-
-    def replica(self) -> ViT:
-        """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
-        return ViT(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
     def hidden(self, images: Array, stash: Stash | None = None) -> Array:
         """(B, K, S, S) to the final-normed stream, (B, 1 + N, C); place 0 is the class token's."""
@@ -140,9 +133,6 @@ class ViT(Op):
         blocks = [op for block in self.blocks for op in block.ops()]
         first: list[Op] = [self.patches, self.embedding, self.class_token, self.positions, self.dropout]
         return [*first, self.first_norm, *blocks, *self.joints, self.take, self.head, self.loss]
-
-    def params(self) -> list[Param]:
-        return [p for op in self.ops() for p in op.params()]
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

@@ -29,8 +29,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[Server]:
-    made = Server("127.0.0.1", 0, Board(folder))
+def server(folder: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    made = Server(*getattr(request, "param", ("127.0.0.1", 0)), Board(folder), ["My.Name"])
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     yield made
@@ -86,13 +86,15 @@ def test_nothing_but_get(method: str, server: Server) -> None:
     assert get(server, "/api/runs", method)[0] == 501
 
 
+@pytest.mark.parametrize("server", [("127.0.0.1", 0), ("0.0.0.0", 0)], indirect=True)
 def test_pages_of_other_sites_are_kept_out(server: Server) -> None:
     status, headers, _ = get(server, "/")
     policy = headers["Content-Security-Policy"]
     assert status == 200 and "script-src 'self'" in policy and "unsafe" not in policy
-    assert get(server, "/api/runs", Host="evil.example:8321")[0] == 400
-    assert get(server, "/api/runs", Host="localhost:1")[0] == 200
-    assert get(server, "/api/runs", Host="[::1]:1")[0] == 200
+    status, _, body = get(server, "/api/runs", Host="evil.example:8321")
+    assert status == 403 and "--allow-host NAME" in json.loads(body)["error"]
+    for host in ("localhost:1", "[::1]:1", "192.0.2.7:8321", "my.name:8321"):
+        assert get(server, "/api/runs", Host=host)[0] == 200, host
 
 
 def test_garbage_and_a_client_that_leaves_harm_nobody(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

@@ -364,7 +364,7 @@ def test_a_fault_is_one_line_and_status_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "data.gutenberg", str(tmp_path / "no.txt"), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: none of 1 files gave a book; the first, no.txt: no such file")
+    assert done.stderr.startswith("error: no book in 1 file; the first, no.txt: no such file")
     assert done.stderr.count("\n") == 1
 
 
@@ -533,7 +533,7 @@ def test_another_book_under_the_number_is_refused(tmp_path: Path, host: Any) -> 
 def test_no_book_at_all_is_an_error_and_leaves_the_older_source(tmp_path: Path, host: Any) -> None:
     host.files["/cache/epub/84/pg84.txt"] = numbered(84)
     fetch(tmp_path, host)
-    with pytest.raises(UserError, match="none of 1 files gave a book; the first, 99.txt: could not be downloaded"):
+    with pytest.raises(UserError, match="no book in 1 file; the first, 99.txt: could not be downloaded"):
         fetch(tmp_path, host, numbers=[99])
     assert texts(tmp_path) == {"84": BOOK}
 

@@ -404,7 +404,7 @@ def test_ctrl_c_stops_the_reply_and_keeps_the_session(tmp_path: Path, terminal: 
 def test_commands(tmp_path: Path, terminal: type[Terminal]) -> None:
     t = terminal(save_parrot(tmp_path, b"xyz", context=120), "--temperature", "0", NO_COLOR="1")
     for typed, shown in (
-        ("one", "xyz"), ("/stats", "3 tokens at"), ("/save talk.json", "saved 1 turns to talk.json"),
+        ("one", "xyz"), ("/stats", "3 tokens at"), ("/save talk.json", "saved 1 turn to talk.json"),
         ("/undo", "taken back: one"), ("/undo", "error: there is no turn to undo"), ("/load talk.json", "> one"),
         ("/retry", "the reply will be the same"), ("/set top_k 5", "> "), ("/show", "top_k               5 "),
         ("/set top_k many", "error: /set top_k: got 'many', wanted a number"),
@@ -414,7 +414,7 @@ def test_commands(tmp_path: Path, terminal: type[Terminal]) -> None:
             ("/load talk.jsn", "error: cannot read the saved conversation talk.jsn"),
         ("/help", "/retry   answer the last question again"), ("two", "xyz"), ("three", "xyz"),
         ("four", "oldest turn"), ("/clear", "forgotten"), ("/show", "turns               0: 0 of 120 tokens"),
-        ('"""five', ". "), ("", ". "), ('six"""', "xyz"), ("/save talk.json", "saved 1 turns"),
+        ('"""five', ". "), ("", ". "), ('six"""', "xyz"), ("/save talk.json", "saved 1 turn"),
     ):  # fmt: skip
         t.type(typed + "\r")
         t.wait_for(shown)

@@ -285,7 +285,7 @@ def test_queue_deadline_and_cancelling() -> None:
     first = scheduler.submit([1], Sampling(max_tokens=100), deadline=5)
     scheduler.step()
     second, third = (scheduler.submit([i], Sampling(max_tokens=2), deadline=5 + i) for i in (1, 2))
-    with pytest.raises(QueueFull, match="2 requests wait, the queue holds 2"):
+    with pytest.raises(QueueFull, match="requests that wait: 2, the queue holds 2"):
         scheduler.submit([1], Sampling())
     with pytest.raises(QueueFull):
         scheduler.enqueue([scheduler.prepare([1], Sampling()) for _ in range(2)])

@@ -22,8 +22,11 @@ from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import load
+from tinyforge.hub.tuning import prompt_ids
+from tinyforge.infer import Sampling
 from tinyforge.infer.evaluate import Reply, reply_shares
 from tinyforge.train import metrics
+from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.policy import worth_learning
 
 MAINS: dict[str, Callable[[list[str]], int]] = {"dpo": dpo.main, "grpo": grpo.main}
@@ -157,6 +160,18 @@ def test_what_grpo_logs(folder: Path) -> None:
     assert {"task.ids", "task.old", "task.reference"} <= held.keys()
 
 
+def test_a_reply_depends_on_its_prompt_and_seed_alone(folder: Path) -> None:
+    """Not on the ranks: of three prompts one rank has a batch of two, the other a single row."""
+    drawn = []
+    for workers in (1, 2):
+        backend = get_backend("numpy", "fp32", workers=workers)
+        loaded = load(Path("tuned"), backend)
+        prompts = [prompt_ids(loaded, "Add.", f"{i} and {i}") for i in range(3)]
+        sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_tokens=30, seed=5)
+        drawn.append(grpo.draw_replies(Sharded(loaded.model, backend), prompts, sampling, end=257))
+    assert drawn[0] == drawn[1] and len(set(map(tuple, drawn[0]))) == 3
+
+
 def test_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dpo.main("--base tuned --plan".split()) == 0
     assert "a step of 32 x 96 tokens" in capsys.readouterr().out
@@ -170,7 +185,7 @@ def test_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("dpo --base tuned --data equal.json", "4 prefer a reply to itself, 0 have an empty reply"),
         ("dpo --base tuned --data empty.json", "0 prefer a reply to itself, 4 have an empty reply"),
         ("dpo --base tuned --data long.json", "0 have an empty reply, 4 take more than 96 tokens; give others"),
-        ("dpo --base tuned --data one.json", "data: 1 preference pairs, wanted at least 2 in a file; give more"),
+        ("dpo --base tuned --data one.json", "data: 1 preference pair, wanted at least 2 in a file; give more"),
         ("dpo --base tuned --data field.json", "record 0 (counted from 0), line 1: it has no 'chosen'; a preference"),
         ("dpo --base tuned --data number.json", "record 1 (counted from 0), line 1: 'input' is 3, wanted a string"),
         ("dpo --base tuned --data text.txt", "text.txt: record 0 (counted from 0), line 1, column 1: malformed JSON"),
@@ -229,14 +244,14 @@ def test_a_reply_without_an_end_gets_none(folder: Path) -> None:
 
 
 def test_pairs_of_own_replies(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of records that are not held out, where the model's reply is not in form; DPO makes that reply less likely. (The
-    model is not fine-tuned: it does not end.)"""
+    """Of records that are not held out, where the model's reply is not well-formed; DPO makes that reply less likely.
+    (The model is not fine-tuned: it does not end.)"""
     records = [{"instruction": f"Say {i}.", "input": "", "output": "yes. " * (3 if i % 4 else 1)} for i in range(40)]
     Path("own.json").write_text(json.dumps(records), encoding="utf-8")
     flags = "--base run --data own.json --records 6 --max-tokens 10 --backend numpy --out found.json"
     assert own_pairs.main(flags.split()) == 0
     found = read_pairs(["found.json"])
-    assert f"12 replies, {len(found)} not in form: found.json" in capsys.readouterr().out
+    assert f"12 replies, {len(found)} not well-formed: found.json" in capsys.readouterr().out
     # A record that repeats itself is no example of how to do better, nor is one asked that is measured on.
     assert found and {pair.instruction for pair in found} <= {f"Say {4 * i}." for i in range(10)}
     assert all(pair.chosen == "yes. " and pair.rejected.strip() for pair in found) and any(pair.cut for pair in found)
@@ -246,18 +261,19 @@ def test_pairs_of_own_replies(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert metrics.read(Path("orderly/metrics.jsonl"))[-1]["val_rewards/rejected"] < -0.02
 
 
-def test_there_is_nothing_to_learn_where_all_is_in_form(
+def test_there_is_nothing_to_learn_where_all_is_well_formed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(own_pairs, "reply_to", lambda _, prompts, *__: [([70, 71], True) for _ in prompts])
     assert own_pairs.main("--base tuned --data sums.json --max-tokens 4 --out none.json --backend numpy".split()) == 0
-    assert "replies, 0 not in form: nothing to learn from" in capsys.readouterr().out and not Path("none.json").exists()
+    assert "replies, 0 not well-formed: nothing to learn from" in capsys.readouterr().out
+    assert not Path("none.json").exists()
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [("--records 0", "--records is 0, wants 1 or more"), ("--max-tokens 0", "--max-tokens is 0, wants 1 or more"),
-     ("--max-tokens 96", "no record has a reply in form of up to 96 tokens, --max-tokens, and a prompt that leaves")],
+     ("--max-tokens 96", "no record has a well-formed reply of up to 96 tokens, --max-tokens, and a prompt")],
 )  # fmt: skip
 def test_wrong_flags_of_own_pairs(folder: Path, flags: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):

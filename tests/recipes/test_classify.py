@@ -217,6 +217,11 @@ def test_bad_flags_are_one_line(flags: str, said: str, here: Path) -> None:
     assert not Path("run").exists()
 
 
+def test_the_plan_is_of_the_length_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert classify.main("--plan --seq-len 32 --batch-size 2".split()) == 0
+    assert "a step of 2 x 32 tokens" in capsys.readouterr().out
+
+
 def test_the_exit_status_is_2(here: Path) -> None:
     found = subprocess.run(
         [sys.executable, str(ROOT / "recipes/classify.py"), *"--model vit --data nowhere --out run".split()],
@@ -229,9 +234,9 @@ def test_an_image_model_neither_chats_nor_continues(here: Path) -> None:
     assert classify.main([*SHAPE.split(), *"--data idx --steps 1 --batch-size 2 --out run".split()]) == 0
     with pytest.raises(UserError, match="ViT cannot generate text"):
         chat.main("--checkpoint run --backend numpy --prompt The".split())
-    with pytest.raises(UserError, match="ViT learns images, it continues no text"):
+    with pytest.raises(UserError, match="ViT learns images and cannot continue text"):
         sft.main("--base run --out tuned".split())
-    with pytest.raises(UserError, match="ViT learns images, it continues no text"):
+    with pytest.raises(UserError, match="ViT learns images and cannot continue text"):
         pretrain.main("--model vit --out other".split())
     with pytest.raises(UserError, match="run: its model is a vit, wanted a bert; give another --base or --model"):
         classify.main("--base run --backend numpy --workers 1 --out tuned".split())
@@ -293,7 +298,7 @@ def test_texts_pretrained_fine_tuned_resumed_and_given_away(here: Path, capsys: 
     assert json.loads(Path("hf/tokenizer.json").read_text())["model"]["type"] == "WordPiece"
     with pytest.raises(UserError, match="BERT cannot generate text"):
         chat.main("--checkpoint bert --backend numpy --prompt The".split())
-    with pytest.raises(UserError, match="BERT learns masked text, it continues no text"):
+    with pytest.raises(UserError, match="BERT learns masked text and cannot continue text"):
         sft.main("--base bert --out other".split())
 
 

@@ -24,11 +24,13 @@ from models.nanoeuler import SPEC
 from recipes import evaluate, pretrain, sft
 from tinyforge import chat, checkpoint, inspect
 from tinyforge.errors import UserError, run_command
+from tinyforge.infer import figures
+from tinyforge.report import NOISE
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import SEPARATOR, Shards
 from tinyforge.train import metrics
 from tinyforge.train.card import card, write_card
-from tinyforge.train.metrics import NOISE, save_scores
+from tinyforge.train.metrics import save_scores
 from tinyforge.train.settings import PretrainSettings, SftSettings, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,14 +125,14 @@ def test_windows_of_another_length(folder: Path) -> None:
 
 def test_a_fine_tuned_model_is_asked_what_it_was_not_taught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    render = evaluate.render_prompt
-    monkeypatch.setattr(evaluate, "render_prompt", lambda *text: asked.append(text[0]) or render(*text))
+    ids = evaluate.prompt_ids
+    monkeypatch.setattr(evaluate, "prompt_ids", lambda loaded, *text: asked.append(text[0]) or ids(loaded, *text))
     found = measured("--checkpoint", "tuned", "--data", "shards", "--instructions", "records.json")
     _, (held_out,) = read_split(["records.json"])
     assert asked == [record.instruction for record in held_out] and len(asked) == 4
     replies = found["replies"]
     assert replies["prompts"] == 4 and replies["left_out"] == 0 and replies["seeds"] == 2
-    headings = [evaluate._replies({**replies, "seeds": seeds})[1].split(maxsplit=1) for seeds in (1, 2)]
+    headings = [figures._replies({**replies, "seeds": seeds})[1].split(maxsplit=1) for seeds in (1, 2)]
     assert headings == [["greedy", "sampled, 1 seed"], ["greedy", "sampled, 2 seeds"]]
     for how in ("greedy", "sampled"):
         shares = replies[how]
@@ -150,8 +152,8 @@ def test_instructions_in_several_files_are_held_out_as_fine_tuning_does(
     for name, part in (("first.json", records[:78]), ("second.json", records[78:])):
         Path(name).write_text(json.dumps(part), encoding="utf-8")
     asked: list[str] = []
-    render = evaluate.render_prompt
-    monkeypatch.setattr(evaluate, "render_prompt", lambda *text: asked.append(text[0]) or render(*text))
+    ids = evaluate.prompt_ids
+    monkeypatch.setattr(evaluate, "prompt_ids", lambda loaded, *text: asked.append(text[0]) or ids(loaded, *text))
     found = measured("--checkpoint", "tuned", "--data", "shards", "--instructions", "first.json", "second.json")
     assert asked == [record["instruction"] for record in records[75:78] + records[79:]]
     assert found["instructions"] == ["first.json", "second.json"]
@@ -163,7 +165,7 @@ def test_prompts_begin_as_those_that_were_learned(folder: Path) -> None:
     tokenizer.bos = tokenizer.specials["<s>"]
     loaded = SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(config=SimpleNamespace(context=1000)))
     _, (held_out,) = read_split(["records.json"])
-    prompts, left_out = evaluate.held_out_prompts(loaded, ["records.json"], "utf-8", len(held_out))
+    prompts, left_out = evaluate.held_out_prompts(loaded, ["records.json"], "utf-8", len(held_out), 0)
     examples = [encode_example(tokenizer, record, 1000) for record in held_out]
     assert prompts == [ids[:length] for ids, length in examples] and left_out == 0
     assert all(prompt[0] == tokenizer.bos for prompt in prompts)
@@ -224,12 +226,14 @@ def test_weights_of_one_byte_stand_beside_the_models_own(folder: Path, capsys: p
     assert text["bits_per_byte_plain"] == pytest.approx(before["bits_per_byte"], rel=1e-12)
     loss = text["bits_per_byte"] / text["bits_per_byte_plain"] - 1
     assert 0 < abs(loss) < 0.01
-    for name, figures in text["sources"].items():
-        assert figures["bits_per_byte_plain"] == pytest.approx(before["sources"][name]["bits_per_byte"], rel=1e-12)
+    for name, source in text["sources"].items():
+        assert source["bits_per_byte_plain"] == pytest.approx(before["sources"][name]["bits_per_byte"], rel=1e-12)
     assert found["weight_bytes"] < 0.5 * found["weight_bytes_plain"] == 0.5 * plain["weight_bytes"]
     row = next(line for line in shown.out.splitlines() if line.endswith("%") and "over all" in line)
     assert row.split()[2:] == [f"{text['bits_per_byte']:.4f}", f"{before['bits_per_byte']:.4f}",
                                f"{text['bits_per_byte'] - before['bits_per_byte']:+.4f}", f"{loss:+.2%}"]  # fmt: skip
+    first, second = (line.split()[:3] for line in shown.out.splitlines() if "over all" in line)
+    assert first[2] == f"{text['bits_per_byte']:.3f}" and second == row.split()[:3]  # each in the table of its columns
     assert "weights in int8" in shown.out and plain["weights"] is None
     assert "figures of int8 weights are not the run's: no scores.json and no card written" in shown.err
     assert Path("base/scores.json").read_bytes() == scores
@@ -271,7 +275,7 @@ def test_without_duckdb(folder: Path) -> None:
         ("--checkpoint tuned --instructions absent.json", "absent.json: no such file"),
         ("--checkpoint tuned --instructions none.json", "none.json: is empty, wanted Alpaca records"),
         ("--checkpoint tuned --instructions text.txt", "text.txt: record 0"),
-        ("--checkpoint tuned --instructions long.json", "--instructions: none of the 4 held-out prompts has at"),
+        ("--checkpoint tuned --instructions long.json", "--instructions: no held-out prompt has at most"),
         ("--checkpoint base --seeds -1", "--seeds is -1, wants 0 or more"),
         ("--checkpoint base --seq-len 0", "--seq-len is 0, wants 1 or more"),
         ("--checkpoint base --data shards --seq-len 161", "--seq-len is 161, the config's context is 160; use at most"),
@@ -308,7 +312,7 @@ def test_the_card_of_a_run(folder: Path) -> None:
     path = checkpoint.latest(Path("base"))
     found = checkpoint.load(path)
     found.meta["joules"] = 7.2e6
-    assert "; 2.000 kWh; seed 0" in card(found) and "Weights are bfloat16." in card(found, "bfloat16")
+    assert "; 2.000 kWh; seed 0" in card(found)
     assert "Weights are float32." in base
     del found.meta["machine"]
     with pytest.raises(UserError, match="lacks what a card needs, as do checkpoints of early versions; train it again"):

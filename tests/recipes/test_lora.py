@@ -17,9 +17,10 @@ from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import run_command
 from tinyforge.hub import convert, load
+from tinyforge.memory import gib
 from tinyforge.registry import find_model
 from tinyforge.train import metrics
-from tinyforge.train.plan import gib, plan_step
+from tinyforge.train.plan import plan_step
 
 CPU = get_backend("numpy", "fp32", workers=1)
 DATA = Path(__file__).resolve().parents[3] / "shared/data"

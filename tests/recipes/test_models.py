@@ -152,6 +152,8 @@ def test_characters_in_place_of_a_vocabulary(
     assert meta["corpus"][0]["bytes"] == int(size * 0.9)  # ASCII; the last tenth is held out
     printed = capsys.readouterr().out
     assert f"vocab 65 -> {characters + 1}: the characters of the text" in printed and "sft.py" not in printed
+    for one in ("corpus: 1 document from text.txt", "plan: 1 step of 32 tokens", "1 step in "):
+        assert one in printed
     assert chat.main("--checkpoint base --backend numpy --prompt The --max-tokens 5".split()) == 0
 
 

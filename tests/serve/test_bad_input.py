@@ -263,6 +263,7 @@ def test_pages_of_others_may_not_call(server: Running, start: Callable[..., Any]
     own = {"Origin": server.url}
     status, _, got = server.post("/v1/chat/completions", CHAT, headers=own)
     assert status == 200 and "access-control-allow-origin" not in got
+    assert server.post("/v1/chat/completions", CHAT, headers={"Host": "192.0.2.7:8000"})[0] == 200
     with start(origins=["https://page.example"], hosts=["my.name"]) as other:
         allowed = {"Origin": "https://page.example", "Host": "my.name:1"}
         status, _, got = other.post("/v1/chat/completions", CHAT, headers=allowed)

@@ -289,7 +289,7 @@ def test_errors_are_the_clients_own(client: Any, start: Callable[..., Any]) -> N
         client.completions.create(model="small", prompt="ten " * 100)
     assert wrong(openai.BadRequestError, "temperature", temperature=-1).param == "temperature"
     for given, match in (
-        ({"n": 9}, "n is 9, this server gives at most 8"), ({"tools": [{"type": "function"}]}, "tools"),
+        ({"n": 9}, "n is 9, wants at most 8 on this server"), ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "only with text"), ({"top_logprobs": 3}, "needs logprobs"),
         ({"max_tokens": 0}, "wants at least 1"), ({"logit_bias": {"512": 1}}, "wants 0 to 511"),
         ({"stop": ["a"] * 5}, "stop"), ({"stop": ""}, "stop"), ({"messages": []}, "messages"),

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from models.nanoeuler import PRESETS, Config, NanoEuler
+from tinyforge import memory
 from tinyforge.adapters import Adapters
 from tinyforge.backends import get_backend
 from tinyforge.backends.phantom import METER, Phantom, empty
 from tinyforge.errors import UserError
+from tinyforge.memory import OUTSIDE, free_host_memory, gib
 from tinyforge.registry import ModelSpec, find_model, models
-from tinyforge.train import plan
-from tinyforge.train.plan import OUTSIDE, check_fits, free_host_memory, gib, plan_step
+from tinyforge.train.plan import check_fits, plan_step
+from tinyforge.train.settings import PretrainSettings
 
 SPEC = find_model("nanoeuler")
 TINY = Config(dim=64, heads=4, kv_heads=2, layers=2, context=256, vocab=128, mtp_heads=2, hidden=96,
@@ -126,22 +128,29 @@ class Small:
         return {} if self.free is None else {"free": self.free}
 
 
+def rows(count: int) -> PretrainSettings:
+    return PretrainSettings(batch_size=count)
+
+
 def test_what_does_not_fit_is_refused_with_the_batch_that_does() -> None:
-    fits = plan_step(SPEC, TINY, "fp32", 5, 256).peak + OUTSIDE
-    device: Any = Small(fits)
-    check_fits(SPEC, TINY, device, 5, 256)
+    fits = plan_step(SPEC, TINY, "fp32", 5, 256).peak
+    device: Any = Small(fits + OUTSIDE)
+    check_fits(SPEC, TINY, device, rows(5))
     with pytest.raises(UserError) as refusal:
-        check_fits(SPEC, TINY, device, 64, 256)
-    needed = gib(plan_step(SPEC, TINY, "fp32", 64, 256).peak + OUTSIDE)
+        check_fits(SPEC, TINY, device, rows(64))
+    needed = gib(plan_step(SPEC, TINY, "fp32", 64, 256).peak)
     assert str(refusal.value) == (
         f"64 x 256 tokens in fp32 need {needed} on the GPU, {gib(fits)} are free; --batch-size 5 fits, with "
         "--grad-accum for as large a step"
     )
+    check_fits(SPEC, TINY, device, rows(2), each=2)
+    with pytest.raises(UserError, match="128 x 256 tokens in .*; --batch-size 2 fits"):  # pairs, as in dpo.py
+        check_fits(SPEC, TINY, device, rows(64), each=2)
     with_recomputation = plan_step(SPEC, TINY, "fp32", 64, 256, recompute="blocks").peak + OUTSIDE
     with pytest.raises(UserError, match="; --recompute blocks makes it fit"):
-        check_fits(SPEC, TINY, Small(with_recomputation), 64, 256)  # type: ignore[arg-type]
+        check_fits(SPEC, TINY, Small(with_recomputation), rows(64))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="not even --batch-size 1 fits"):
-        check_fits(SPEC, TINY, Small(OUTSIDE), 64, 256)  # type: ignore[arg-type]
+        check_fits(SPEC, TINY, Small(OUTSIDE), rows(64))  # type: ignore[arg-type]
 
 
 def test_an_unknown_precision() -> None:
@@ -151,12 +160,12 @@ def test_an_unknown_precision() -> None:
 
 def test_a_cpu_refuses_what_its_memory_cannot_hold_at_once(takes_less_than: Any) -> None:
     backend = get_backend("numpy", "fp32", workers=2)
-    check_fits(SPEC, TINY, backend, 4, 256)
+    check_fits(SPEC, TINY, backend, rows(4))
     said = r"5000000 x 256 tokens in fp32 need [\d.]+ GiB of memory, [\d.]+ GiB are free"
 
     def refused() -> None:
         with pytest.raises(UserError, match=said):
-            check_fits(SPEC, TINY, backend, 5_000_000, 256)
+            check_fits(SPEC, TINY, backend, rows(5_000_000))
 
     takes_less_than(5.0, refused)
 
@@ -169,10 +178,10 @@ def test_the_free_memory_of_this_machine() -> None:
 def test_more_workers_need_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has gradients of its own."""
     alone = plan_step(SPEC, TINY, "fp32", 4, 256)
-    monkeypatch.setattr(plan, "free_host_memory", lambda: alone.peak)
-    check_fits(SPEC, TINY, get_backend("numpy", "fp32", workers=1), 4, 256)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: alone.peak)
+    check_fits(SPEC, TINY, get_backend("numpy", "fp32", workers=1), rows(4))
     with pytest.raises(UserError, match="--batch-size 3 fits|--recompute blocks makes it fit"):
-        check_fits(SPEC, TINY, get_backend("numpy", "fp32", workers=2), 4, 256)
+        check_fits(SPEC, TINY, get_backend("numpy", "fp32", workers=2), rows(4))
 
 
 def test_dropout_is_part_of_the_forecast() -> None:

@@ -10,7 +10,6 @@ It writes nothing there.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,15 +18,15 @@ from tinyforge.board.runs import METRICS, Board
 from tinyforge.board.server import Server, exported
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import write_whole, writing
+from tinyforge.hosts import add_allow_host_flag
+from tinyforge.report import count_of
 from tinyforge.terminal import one_line
 
 PORT = 8321
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m tinyforge.board", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m tinyforge.board", description=__doc__)
     parser.add_argument("folder", nargs="?", default="runs", metavar="DIR",
                         help="a run, or a folder with runs in it (default: %(default)s)")  # fmt: skip
     parser.add_argument("--export", metavar="FILE", help="write the page with all data into this file and exit")
@@ -35,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="address to listen on (default: %(default)s, this machine only; 0.0.0.0 lets everyone on "
                         "the network read the board)")  # fmt: skip
     parser.add_argument("--port", type=int, default=PORT, help="port, 0 for any free one (default: %(default)s)")
+    add_allow_host_flag(parser)
     args = parser.parse_args(argv)
     folder = Path(args.folder)
     if not folder.is_dir():
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "of a run")  # fmt: skip
     if not 0 <= args.port <= 65535:
         raise UserError(f"--port is {args.port}, wants 0 to 65535")
-    return export(folder, Path(args.export)) if args.export else serve(folder, args.host, args.port)
+    return export(folder, Path(args.export)) if args.export else serve(folder, args.host, args.port, args.allow_host)
 
 
 def export(folder: Path, target: Path) -> int:
@@ -52,14 +52,14 @@ def export(folder: Path, target: Path) -> int:
         raise UserError(f"no run in {folder}: no folder there has a {METRICS}; name the folder of a run")
     with writing(target):
         write_whole(target, page)
-    rows = sum(run.count for run in board.runs.values())
-    print(f"wrote {one_line(str(target))}: {len(board.runs)} runs, {rows:,} rows, {len(page) / 1e6:.1f} MB")
+    runs, rows = count_of(len(board.runs), "run"), count_of(sum(run.count for run in board.runs.values()), "row")
+    print(f"wrote {one_line(str(target))}: {runs}, {rows}, {len(page) / 1e6:.1f} MB")
     return 0
 
 
-def serve(folder: Path, host: str, port: int) -> int:
+def serve(folder: Path, host: str, port: int, names: Sequence[str] = ()) -> int:
     try:
-        server = Server(host, port, Board(folder))
+        server = Server(host, port, Board(folder), names)
     except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
         cause = getattr(error, "strerror", None) or error
         raise UserError(f"cannot listen on {host}, port {port}: {cause}; choose another --port or --host") from error

@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from tinyforge.board.runs import CLOCK, Board, Run, text_of
+from tinyforge.hosts import REFUSED, is_allowed
 
 PAGE = Path(__file__).parent / "page"
 JAVASCRIPT = "text/javascript"
@@ -42,14 +43,11 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 32
 
-    def __init__(self, host: str, port: int, board: Board) -> None:
-        self.board = board
+    def __init__(self, host: str, port: int, board: Board, names: Sequence[str] = ()) -> None:
+        self.board, self.names = board, (host, *names)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__((host, port), Handler)
-        # Against DNS rebinding: another site's page must not read the board through a name that resolves to here.
-        own = host in ("127.0.0.1", "::1", "localhost")
-        self.names = {"127.0.0.1", "localhost", "[::1]"} if own else None
 
     @property
     def url(self) -> str:
@@ -81,7 +79,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         try:
-            self._check_host()
+            if not is_allowed(self.headers.get("Host", ""), self.server.names):
+                return self._send_json(403, {"error": REFUSED})
             path, query = urlsplit(self.path).path, parse_qs(urlsplit(self.path).query, max_num_fields=2000)
             name = path.lstrip("/") or "index.html"
             if name in TYPES:
@@ -99,12 +98,6 @@ class Handler(BaseHTTPRequestHandler):
         except Exception:
             traceback.print_exc()
             self._send_json(500, {"error": "the board failed; its terminal says why"})
-
-    def _check_host(self) -> None:
-        names, host = self.server.names, self.headers.get("Host", "")
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if names is not None and name not in names:
-            raise BadRequest("this board only answers to localhost; start it with --host to open it to others")
 
     def _send_json(self, status: int, content: Any) -> None:
         self._send(status, to_json(content).encode(), "application/json")

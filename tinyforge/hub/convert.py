@@ -16,7 +16,6 @@ Parts that a format cannot hold, such as NanoEuler's later output heads, are lef
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,10 +31,7 @@ from tinyforge.hub.runs import load, trained_model, write_adapter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m tinyforge.hub convert", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = Parser(prog="python -m tinyforge.hub convert", description=__doc__)
     parser.add_argument("source", metavar="SRC",
                         help="a run, a checkpoint, a Hugging Face directory, a .gguf or .bin file, a PEFT adapter, or "
                         "a model of the repository: small, storyteller")  # fmt: skip

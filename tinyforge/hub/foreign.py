@@ -92,7 +92,7 @@ def weights_of(model: Any) -> Weights:
     UserError for a model without a Hugging Face form.
     """
     layout = _layout(spec_of_model(model))
-    if lost := layout.left_out(model.config):
+    if hasattr(layout, "left_out") and (lost := layout.left_out(model.config)):
         print(f"note: left out: {lost}", file=sys.stderr)
     params = {p.name: model.buffer.view(model.buffer.masters, p) for p in model.buffer.params}
 

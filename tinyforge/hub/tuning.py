@@ -25,8 +25,8 @@ from tinyforge.rng import Stream
 from tinyforge.text.chat_templates import render_prompt
 from tinyforge.text.vocabulary import start_ids
 from tinyforge.train.card import write_card
-from tinyforge.train.plan import Plan, Split, check_fits
-from tinyforge.train.settings import TuneSettings, open_backend, restarts, sequence_length
+from tinyforge.train.plan import Plan, check_fits
+from tinyforge.train.settings import TuneSettings, open_backend
 
 S = TypeVar("S", bound=TuneSettings)
 # The keys of a base's meta that a run keeps.
@@ -57,15 +57,13 @@ def open_start(settings: TuneSettings, resume: bool) -> Opened:
     return open_model(start)
 
 
-def build(settings: S, base: Opened, rows: int, ranks: Ranks | None = None) -> tuple[Loaded, Backend, S, Plan]:
-    """Build the base, with adapters if the settings ask for them, and print what it is and where it computes. rows: of
-    a batch. Returns the memory plan too. UserError if a step does not fit into memory."""
+def build(settings: S, base: Opened, ranks: Ranks | None = None, each: int = 1) -> tuple[Loaded, Backend, S, Plan]:
+    """Build the base, with adapters if the settings ask for them, and print what it is and where it computes. each:
+    rows per example of --batch-size. Returns the memory plan too. UserError if a step does not fit into memory."""
     spec, config, adapters = base.spec, base.config, settings.adapters
-    seq_len = sequence_length(config, settings.seq_len)
     with timed("opening the backend"):
         backend, settings = open_backend(settings, ranks)
-    plan = check_fits(spec, config, backend, rows, seq_len, settings.recompute, adapters, restarts(settings, spec),
-                      Split.of(settings, ranks.size if ranks else 1))  # fmt: skip
+    plan = check_fits(spec, config, backend, settings, ranks.size if ranks else 1, each)
     with timed("making the model"):
         loaded = base.build(backend, settings.recompute, adapters)
         if adapters:

@@ -4,6 +4,7 @@
     scored = cloze_credits(decoder, tokenizer, items)       1 where the original word is the most likely
     replies = reply_to(model, prompts, sampling, end, decoder)
     reply_shares([Reply(...), ...])                         how many end, are not empty, do not loop
+    measure_replies(model, tokenizer, prompts, 200, 3)      the same of greedy and sampled replies, with their noise
 
 `recipes/evaluate.py` is the command; docs/evaluation.md explains each figure and its noise.
 """
@@ -13,8 +14,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import mean, stdev
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +29,7 @@ from tinyforge.infer.sampling import Sampling, log_probability
 from tinyforge.infer.session import Session, Stats
 from tinyforge.rng import Stream
 from tinyforge.text import TextTokenizer
+from tinyforge.text.chat_templates import end_of_reply
 
 CANDIDATES = 10
 NEIGHBOURS = 40
@@ -33,6 +37,7 @@ NEIGHBOURS = 40
 FEWEST_WORDS, MOST_WORDS = 5, 40  # of a sentence, before its last word
 BATCH = 64  # replies decoded together
 REPEATS = 3  # occurrences that count as a loop
+EXAMPLES = 10  # replies that are not well-formed and are kept as examples, at most
 
 # The last word is in lower case: a capital would give a name away. One closing mark, then white space.
 _SENTENCE = re.compile(r"([A-Z].*) ([a-z]{2,})([.!?])", re.DOTALL)
@@ -101,6 +106,18 @@ def cloze_credits(decoder: Decoder, tokenizer: TextTokenizer, items: Sequence[Cl
     return scored
 
 
+def measure_cloze(
+    decoder: Decoder, tokenizer: TextTokenizer, texts: Sequence[str], count: int, seed: int
+) -> dict[str, Any] | None:
+    """The share of right last words, and that of always guessing the commonest candidate; None without sentences."""
+    scored = cloze_credits(decoder, tokenizer, cloze_items(texts, count, seed))
+    if not scored:
+        return None
+    right = mean(credit for _, credit in scored)
+    return {"right": right, "standard_error": standard_error(right, len(scored)), "sentences": len(scored),
+            "by_frequency": mean(item.commonest == 0 for item, _ in scored)}  # fmt: skip
+
+
 def log_probabilities(decoder: Decoder, beginning: Sequence[int], ends: Sequence[Sequence[int]]) -> np.ndarray:
     """ln p(end | beginning) for each end; all are token ids. A decoder that can rewind computes the beginning once."""
     known, scores = len(beginning) - 1, []
@@ -140,25 +157,32 @@ def reply_to(
 ) -> list[tuple[list[int], bool]]:
     """The tokens of the reply to each prompt, and whether it ended with the token `end`.
 
-    Prompt i draws with the seed sampling.seed + i. decoder: from `reply_decoder`.
+    Prompt i draws with the seed sampling.seed + i. decoder: of any number of rows, from `reply_decoder` for instance.
     """
-    replies: list[list[int]] = [[] for _ in prompts]
-    rows, stop = decoder.batch, frozenset({end})
-    session = Session(model, decoder) if rows == 1 else None
-    for first in range(0, len(prompts), rows):
-        drawn = replace(sampling, seed=sampling.seed + first)
-        if session is not None:
-            session.set_tokens(prompts[first])
-            replies[first] += (token.id for token in session.generate(drawn, stop))
-            continue
-        group = list(prompts[first : first + rows])
-        padded = group + group[-1:] * (rows - len(group))
-        for i, token in generate_batch(model, padded, drawn, stop, decoder):
-            if i < len(group):
-                replies[first + i].append(token.id)
+    replies, stop = list[list[int]](), frozenset({end})
+    if decoder.batch == 1:
+        session = Session(model, decoder)
+        for i, prompt in enumerate(prompts):
+            session.set_tokens(prompt)
+            replies.append([token.id for token in session.generate(replace(sampling, seed=sampling.seed + i), stop)])
+    else:
+        replies = [ids for group in continue_groups(model, prompts, sampling, stop, decoder) for ids in group]
     # A reply that uses its whole budget was cut.
     budgets = [min(sampling.max_tokens, decoder.capacity - len(prompt)) for prompt in prompts]
     return [(ids, len(ids) < budget) for ids, budget in zip(replies, budgets, strict=True)]
+
+
+def continue_groups(
+    model: CausalLM, prompts: Sequence[Sequence[int]], sampling: Sampling, stop: frozenset[int], decoder: Decoder
+) -> Iterator[list[list[int]]]:
+    """The tokens that continue the prompts, as many prompts at a time as the decoder has rows; prompt i draws with the
+    seed sampling.seed + i."""
+    for first in range(0, len(prompts), decoder.batch):
+        group = list(prompts[first : first + decoder.batch])
+        padded, found = group + group[-1:] * (decoder.batch - len(group)), [list[int]() for _ in range(decoder.batch)]
+        for i, token in generate_batch(model, padded, replace(sampling, seed=sampling.seed + first), stop, decoder):
+            found[i].append(token.id)
+        yield found[: len(group)]
 
 
 def repeats_a_line(text: str) -> bool:
@@ -192,6 +216,34 @@ def reply_shares(replies: Sequence[Reply]) -> dict[str, float]:
     }  # fmt: skip
 
 
+def measure_replies(
+    model: CausalLM, tokenizer: TextTokenizer, prompts: Sequence[Sequence[int]], max_tokens: int, seeds: int
+) -> dict[str, Any]:
+    """Shares of well-formed replies, greedy and sampled with several seeds; and some greedy ones that are not."""
+    decoder, end = reply_decoder(model, len(prompts)), tokenizer.specials[end_of_reply(tokenizer)]
+
+    def drawn(sampling: Sampling) -> list[Reply]:
+        replies = reply_to(model, prompts, sampling, end, decoder)
+        return [Reply(tokenizer.decode(ids), len(ids), ended) for ids, ended in replies]
+
+    replies = drawn(Sampling(temperature=0.0, max_tokens=max_tokens))
+    greedy = reply_shares(replies)
+    wrong = [reply for reply in replies if reply_shares([reply])["all_three"] == 0]
+    errors = {key: standard_error(share, len(prompts)) for key, share in greedy.items() if key != "tokens"}
+    found: dict[str, Any] = {
+        "prompts": len(prompts), "max_tokens": max_tokens, "greedy": greedy, "standard_error": errors,
+        "out_of_form": [asdict(reply) for reply in wrong[:EXAMPLES]],
+    }  # fmt: skip
+    # Prompt i uses seed + i, so the seeds of a round start where those of the previous one end.
+    rounds = [reply_shares(drawn(Sampling(max_tokens=max_tokens, seed=len(prompts) * number)))
+              for number in range(seeds)]  # fmt: skip
+    if rounds:
+        figures = {key: [shares[key] for shares in rounds] for key in greedy}
+        found["seeds"], found["sampled"] = seeds, {key: mean(values) for key, values in figures.items()}
+        found["spread"] = {key: stdev(values) for key, values in figures.items()} if seeds > 1 else {}
+    return found
+
+
 # --- speculation ------------------------------------------------------------------------------------------------------
 
 
@@ -203,3 +255,13 @@ def speculate(model: CausalLM, prompts: Sequence[Sequence[int]], max_tokens: int
         session.set_tokens(prompt)
         deque(session.generate(sampling, stop), maxlen=0)
     return session.stats
+
+
+def measure_speculation(
+    model: CausalLM, tokenizer: TextTokenizer, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> dict[str, Any]:
+    """The same as figures. The continuations end at any special token."""
+    stats = speculate(model, prompts, max_tokens, frozenset(tokenizer.specials.values()))
+    return {"texts": len(prompts), "tokens": stats.tokens, "passes": stats.passes,
+            "tokens_per_pass": stats.tokens_per_pass, "drafted": stats.drafted, "accepted": stats.accepted,
+            "acceptance": stats.acceptance}  # fmt: skip

@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tinyforge.backends import Backend
 from tinyforge.backends.phantom import METER, PhantomBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.frozen_model import frozen_model
 from tinyforge.infer.causal_lm import CausalLM, check_causal_lm
 from tinyforge.kernel import Array
+from tinyforge.memory import free_memory, gib
 from tinyforge.registry import ModelSpec
 from tinyforge.text import TextTokenizer
 from tinyforge.text.shards import separator_of
@@ -218,3 +220,17 @@ def bytes_needed(spec: ModelSpec, config: ModelConfig, precision: str, tokens: i
     peak = METER.peak - start
     rows = min(h.shape[0] * length, max(1, LOGITS // config.vocab))
     return int(peak + 3 * rows * config.vocab * np.dtype(backend.master_dtype).itemsize)
+
+
+def tokens_that_fit(spec: ModelSpec, config: ModelConfig, backend: Backend, weights: str = "") -> int:
+    """Tokens in a batch of the scorer, as many as are worthwhile and fit into free memory; UserError if none fit."""
+    free, place = free_memory(backend)
+    tokens = wanted = max(TOKENS[backend.name], config.context)
+    while free is not None and (needed := bytes_needed(spec, config, backend.precision.name, tokens, weights)) > free:
+        if tokens == config.context:
+            raise UserError(f"scoring {tokens} tokens needs {gib(needed)} {place}, {gib(free)} are free; use a smaller "
+                            "model, or --precision bf16 on a GPU")  # fmt: skip
+        tokens = max(tokens // 2, config.context)
+    if tokens < wanted:
+        print(f"batches of {tokens:,} tokens rather than {wanted:,}: {gib(free or 0)} are free {place}")
+    return tokens

@@ -169,7 +169,7 @@ class Scheduler:
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Put requests in the queue, all of them or, with `QueueFull`, none."""
         if len(self.waiting) + len(requests) > self.queue + len(self.free):
-            raise QueueFull(f"{len(self.waiting)} requests wait, the queue holds {self.queue}")
+            raise QueueFull(f"requests that wait: {len(self.waiting)}, the queue holds {self.queue}")
         for request in requests:
             request.submitted = request.submitted or self.clock()
             self.waiting.append(request)

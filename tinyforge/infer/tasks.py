@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.infer.causal_lm import CausalLM
-from tinyforge.infer.evaluate import reply_decoder
-from tinyforge.infer.generation import generate_batch
+from tinyforge.infer.evaluate import continue_groups, reply_decoder
 from tinyforge.infer.likelihood import Scorer
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session
@@ -248,13 +247,8 @@ def answer_all(
             answers.append(_before_stop(tokenizer.decode(ids, "text")))
             done(1)
         return answers
-    for begin in range(0, len(prompts), decoder.batch):
-        group = list(prompts[begin : begin + decoder.batch])
-        rows: list[list[int]] = [[] for _ in range(decoder.batch)]
-        padded = group + group[-1:] * (decoder.batch - len(group))
-        for i, token in generate_batch(model, padded, sampling, ends, decoder):
-            rows[i].append(token.id)
-        answers += [_before_stop(tokenizer.decode(row, "text")) for row in rows[: len(group)]]
+    for group in continue_groups(model, prompts, sampling, ends, decoder):
+        answers += [_before_stop(tokenizer.decode(ids, "text")) for ids in group]
         done(len(group))
     return answers
 

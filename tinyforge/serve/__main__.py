@@ -22,6 +22,7 @@ from typing import Any
 
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.hosts import add_allow_host_flag
 from tinyforge.hub import Loaded, add_checkpoint_flag, add_weights_flag, open_model, trained_model
 from tinyforge.infer.cache import array_bytes
 from tinyforge.infer.causal_lm import check_causal_lm
@@ -47,9 +48,7 @@ def default_rows(model: Any, capacity: int) -> int:
 
 
 def flags() -> Parser:
-    parser = Parser(
-        prog="python -m tinyforge.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m tinyforge.serve", description=__doc__)
     add_checkpoint_flag(parser)
     parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter, merged into the checkpoint")
     parser.add_argument("--name", help="name of the model (default: its file's name)")
@@ -73,8 +72,7 @@ def flags() -> Parser:
                         help="for running replies after SIGTERM (default: %(default)s)")  # fmt: skip
     parser.add_argument("--prefix-mib", type=int, default=256, metavar="N",
                         help="cache for shared beginnings of prompts (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME",
-                        help="a further host name of this server; * for any")  # fmt: skip
+    add_allow_host_flag(parser)
     parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN",
                         help="origin of a page that may call it, e.g. http://localhost:5173")  # fmt: skip
     return parser
@@ -148,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = args.name or (Path(args.adapter).resolve() if args.adapter else loaded.path.resolve()).stem or "model"
     host = f"[{args.host}]" if ":" in args.host else args.host
     app = App(engine, TEMPLATES[loaded.template], name, model, spec, limits, os.environ.get(KEY, ""),
-              [host, *args.allow_host], args.cors_origin)  # fmt: skip
+              [args.host, *args.allow_host], args.cors_origin)  # fmt: skip
 
     def ready() -> None:
         engine.start()

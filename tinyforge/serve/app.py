@@ -28,6 +28,7 @@ from starlette.routing import Route
 
 from tinyforge.errors import UserError
 from tinyforge.files import json_value
+from tinyforge.hosts import REFUSED, is_allowed
 from tinyforge.infer.scheduler import QueueFull
 from tinyforge.infer.session import checked_ids
 from tinyforge.infer.trace import attention_of, attention_ops
@@ -108,7 +109,7 @@ class App:
         self.config = model.config
         self.context = engine.scheduler.decoder.capacity
         self.stop_ids = template.stop_ids(self.tokenizer)
-        self.hosts, self.origins = {"localhost", "127.0.0.1", "[::1]", *hosts}, set(origins)
+        self.hosts, self.origins = hosts, set(origins)
         self.created = int(time.time())
         seen = f"{spec} {self.config.to_dict()} {self.tokenizer.hash()}"
         self.fingerprint = "fp_" + hashlib.sha256(seen.encode()).hexdigest()[:12]
@@ -164,9 +165,8 @@ class App:
             raise ApiError(431, f"the request's headers have more than {HEAD_BYTES} bytes",
                            headers={"Connection": "close"})  # fmt: skip
         host = headers.get(b"host", "").lower()
-        named = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-        if "*" not in self.hosts and named not in self.hosts:
-            raise ApiError(403, "the Host header names another server; --allow-host NAME allows a name")
+        if not is_allowed(host, self.hosts):
+            raise ApiError(403, REFUSED)
         origin = headers.get(b"origin")
         if origin and origin not in self.origins and origin.split("://", 1)[-1].lower() != host:
             raise ApiError(403, "pages of other origins may not call this server; --cors-origin ORIGIN allows one")

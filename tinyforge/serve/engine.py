@@ -121,7 +121,7 @@ class Engine:
         if self.draining:
             raise Draining
         if self.outstanding + len(wishes) > self.most:
-            raise QueueFull(f"{self.outstanding} texts run or wait, at most {self.most} may")
+            raise QueueFull(f"texts that run or wait: {self.outstanding}, at most {self.most} may")
         choices = []
         for prompt, sampling in wishes:
             choice = Choice(self.tokenizer, stop)

@@ -107,7 +107,7 @@ class Generation(Wish):
         the requested maximum."""
         n = self.n or 1
         if n > limits.n:
-            raise ApiError(400, f"n is {n}, this server gives at most {limits.n} texts", param="n")
+            raise ApiError(400, f"n is {n}, wants at most {limits.n} on this server", param="n")
         if tokens == 0:
             raise ApiError(400, "max_tokens is 0, wants at least 1 (or -1 for no limit)", param="max_tokens")
         bias = []

@@ -18,6 +18,7 @@ from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.files import write_whole
 from tinyforge.registry import default_model, find_model
+from tinyforge.report import count_of
 from tinyforge.train.metrics import NOISE, read_scores
 from tinyforge.train.settings import RECIPES, Settings
 
@@ -32,7 +33,7 @@ tags: [{name}]
 # {title}, {size} parameters, {kind}
 
 {summary}. Every gradient was written by hand; the model was trained without automatic differentiation.
-Weights are {weights}.
+Weights are float32.
 
 ## How to use it
 
@@ -82,8 +83,8 @@ OWN = """It was trained only on the text named below and repeats that text's err
 falsehoods fluently. Do not rely on anything it says."""
 
 
-def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
-    """The model card of a checkpoint. weights: their type, as text.
+def card(found: checkpoint.Checkpoint) -> str:
+    """The model card of a checkpoint.
 
     Raises UserError for a checkpoint that lacks what a card needs; those of early versions do not name the machine.
     """
@@ -99,8 +100,7 @@ def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
     runs.append((meta["kind"], meta))
     built_in, tuned = not (imported or any(_settings(*run).data for run in runs)), meta["kind"] != "pretrain"
     return CARD.format(
-        name=spec.name, title=spec.title, summary=spec.summary or "A language model", weights=weights,
-        size=f"{_parameters(found):,}",
+        name=spec.name, title=spec.title, summary=spec.summary or "A language model", size=f"{_parameters(found):,}",
         # A program cannot decide the licence of a model that was trained on other people's text.
         license="mit" if built_in else "other",
         kind="fine-tuned to answer" if tuned else "a base model: it continues text",
@@ -165,7 +165,7 @@ def _cell(value: Any) -> str:
 def _trained(kind: str, run: Mapping[str, Any], config: ModelConfig) -> str:
     settings = _settings(kind, run)
     rows, length = settings.batch_size * settings.grad_accum, settings.seq_len or config.context
-    told = f"{run['step']:,} steps in {run['elapsed']:,.0f} s on {run['machine']}"
+    told = f"{count_of(run['step'], 'step')} in {run['elapsed']:,.0f} s on {run['machine']}"
     told += f": {run['tokens']:,} tokens" if "tokens" in run else ""
     if "tokens_per_second" in run:
         told += f", {run['tokens_per_second']:,} tokens/s while training"

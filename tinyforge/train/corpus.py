@@ -15,6 +15,7 @@ import numpy as np
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.registry import find_model
+from tinyforge.report import count_of
 from tinyforge.terminal import one_line
 from tinyforge.text import CharTokenizer, TextTokenizer, Tokenizer, WordPiece, load_tokenizer
 from tinyforge.text.shards import Part, Shards, is_shard_folder, separator_of
@@ -161,12 +162,13 @@ def open_corpus(shards: Shards, settings: PretrainSettings, seq_len: int, heads:
         part, share = shards.sources[name].train, float(weight / sum(weights.values()))
         each = batches.epochs(per_step)[name]
         epochs = f"{each * settings.steps:.2f} epochs" if settings.steps else f"an epoch in {1 / each:,.0f} steps"
-        print(f"  {name}: {share:.1%} of what is read, {epochs}; {part.documents:,} documents, {part.tokens:,} tokens "
-              f"of {part.bytes / part.tokens:.2f} bytes")  # fmt: skip
+        print(f"  {name}: {share:.1%} of what is read, {epochs}; {count_of(part.documents, 'document')}, "
+              f"{part.tokens:,} tokens of {part.bytes / part.tokens:.2f} bytes")  # fmt: skip
     vals = [shards.sources[part.source].val for part in held_out]
     documents, size = sum(val.documents for val in vals), sum(val.bytes for val in vals)
     few = "; that is few, and figures on it owe much to chance" if documents < FEW_DOCUMENTS or size < FEW_BYTES else ""
-    print(f"held out: {documents:,} documents, {size:,} bytes of {', '.join(p.source for p in held_out)}{few}")
+    print(f"held out: {count_of(documents, 'document')}, {size:,} bytes of "
+          f"{', '.join(p.source for p in held_out)}{few}")  # fmt: skip
     begin = shards.tokenizer.decode(held_out[0].windows.tokens[:256].tolist()).split(separator_of(shards.tokenizer))
     opening = opening_of(next((text for text in begin if text.strip()), " "))
     sources = [(shards.sources[name], float(weight / sum(weights.values()))) for name, weight in weights.items()]

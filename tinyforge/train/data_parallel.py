@@ -25,7 +25,7 @@ from tinyforge.rng import Stream
 from tinyforge.train.objectives import LN2, Batch, Objective, likelihoods, with_terms
 
 
-class Model(Protocol):
+class Trainable(Protocol):
     """A model in training: forward gives nll, (B, T, K), or (nll, terms) if its config has `term_weights`;
     backward takes their gradients in the same form; replica makes a copy that shares its weights."""
 
@@ -134,8 +134,8 @@ class Sharded:
     """
 
     def __init__(
-        self, model: Model, backend: Backend, objective: Objective | None = None, carried: int = 0, *, shards: int = 0,
-        batches: Callable[[int], Sequence[Batch]] | None = None,
+        self, model: Trainable, backend: Backend, objective: Objective | None = None, carried: int = 0, *,
+        shards: int = 0, batches: Callable[[int], Sequence[Batch]] | None = None,
     ) -> None:  # fmt: skip
         """objective: for `gradients`; the model's own terms are added to it. `nll` needs none. carried: rows whose
         state, (layers, 2, rows, C), a recurrent model carries from batch to batch; each rank writes its own rows,
@@ -229,7 +229,7 @@ class Sharded:
         return asked[1]
 
 
-def _fork_follows(model: Model, backend: Backend, objective: Objective | None, state: Array | None, shards: int,
+def _fork_follows(model: Trainable, backend: Backend, objective: Objective | None, state: Array | None, shards: int,
                   group: Group) -> None:  # fmt: skip
     """A forked worker: do what rank 0 does, with a replica."""
     rank = Rank(group, model.replica(), backend, objective, state, shards)
@@ -403,7 +403,7 @@ def be_patient(rank: Rank, seconds: float) -> None:
 
 
 def forward(
-    model: Model, backend: Backend, batch: Batch, stash: Stash | None, state: Array | None = None
+    model: Trainable, backend: Backend, batch: Batch, stash: Stash | None, state: Array | None = None
 ) -> Any:
     """The model's forward on a batch, which is empty if there are fewer rows than ranks. state: the carried state of
     all rows."""

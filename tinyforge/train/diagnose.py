@@ -9,7 +9,7 @@ import numpy as np
 
 from tinyforge.op import Op, Stash
 from tinyforge.rng import Stream
-from tinyforge.train.data_parallel import Model, Rank, forward
+from tinyforge.train.data_parallel import Rank, Trainable, forward
 from tinyforge.train.objectives import Batch, Objective
 
 
@@ -29,7 +29,7 @@ def sources(rank: Rank, number: int, counts: np.ndarray, noise: Stream) -> Any:
 
 
 def first_nonfinite(
-    model: Model, batch: Batch, objective: Objective, counts: np.ndarray, noise: Stream | None = None
+    model: Trainable, batch: Batch, objective: Objective, counts: np.ndarray, noise: Stream | None = None
 ) -> str:
     """Rerun the batch and check every op's results; returns e.g. "forward of blocks.2.down".
 

@@ -17,8 +17,8 @@ from tinyforge.backends.workers import worker_pids
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, read_json, write_whole, written_whole
 from tinyforge.params import ParamBuffer
+from tinyforge.report import NOISE
 
-NOISE = " +-"
 Row = dict[str, Any]
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from tinyforge.backends import Backend
 from tinyforge.backends.phantom import METER, PhantomBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
+from tinyforge.memory import free_memory, gib
 from tinyforge.op import Recompute, Stash
 from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW, Muon
@@ -23,9 +23,7 @@ from tinyforge.parallel.buckets import Buckets, Watched
 from tinyforge.parallel.zero import ShardedAdamW, stage_of
 from tinyforge.registry import ModelSpec
 from tinyforge.rng import Stream
-
-OUTSIDE = 128 << 20
-"""Bytes on a GPU outside of our arrays: cuBLAS's workspace, the kernels' code."""
+from tinyforge.train.settings import Settings, restarts, sequence_length
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,6 @@ class Plan:
             ("peak", self.peak),
         )  # fmt: skip
         return "\n".join(f"  {what:<28} {gib(count):>10}" for what, count in rows)
-
-
-def gib(count: int) -> str:
-    """In GiB, or in MiB below a tenth of one."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 // 10 else f"{count / 2**20:.2f} MiB"
 
 
 @dataclass(frozen=True)
@@ -127,77 +120,66 @@ def plan_step(
     return Plan(weights, ready - weights, saved, METER.peak - start, gradients)
 
 
-def print_plan(
-    spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: Recompute,
-    adapters: Adapters | None = None, restart: bool | None = None, split: Split = ONE,
-) -> None:  # fmt: skip
+def print_plan(spec: ModelSpec, config: ModelConfig, settings: Settings, each: int = 1) -> None:
+    """--plan: print what a step takes on a GPU, or on each of --gpus. each: rows per example of --batch-size."""
+    split, seq_len = Split.of(settings, settings.gpus or 1), sequence_length(config, settings.seq_len)
+    planned, rows = _planner(spec, config, settings.precision, settings, split.ranks), each * settings.batch_size
     where = "on a GPU" if split.ranks == 1 else f"on each of {split.ranks} GPUs"
     if split.zero and split.ranks > 1:
         where += ", the optimizer's state shared out" if split.zero == 1 else ", gradients and optimizer shared out"
-    again = f", recomputing {recompute}" if recompute else ""
-    print(f"a step of {batch_size} x {seq_len} tokens in {precision} {where}{again}:")
-    plan = plan_step(spec, config, precision, batch_size, seq_len, recompute, adapters, restart, split)
+    again = f", recomputing {settings.recompute}" if settings.recompute else ""
+    print(f"a step of {rows} x {seq_len} tokens in {settings.precision} {where}{again}:")
+    plan = planned(rows)
     print(plan)
-    if adapters:
-        whole = plan_step(spec, config, precision, batch_size, seq_len, recompute, restart=restart, split=split)
-        print(f"adapters of rank {adapters.rank}: {plan.peak / whole.peak:.2f} of the {gib(whole.peak)} that all "
-              "weights need")  # fmt: skip
+    if settings.adapters:
+        whole = planned(rows, adapters=None)
+        print(f"adapters of rank {settings.adapters.rank}: {plan.peak / whole.peak:.2f} of the {gib(whole.peak)} that "
+              "all weights need")  # fmt: skip
+
+
+def _planner(
+    spec: ModelSpec, config: ModelConfig, precision: str, settings: Settings, ranks: int
+) -> Callable[..., Plan]:
+    """`plan_step` of a run as a function of a step's rows, with keywords for what else is changed."""
+    return partial(
+        plan_step, spec, config, precision, seq_len=sequence_length(config, settings.seq_len),
+        recompute=settings.recompute, adapters=settings.adapters, restart=restarts(settings, spec),
+        split=Split.of(settings, ranks),
+    )  # fmt: skip
 
 
 def check_fits(
-    spec: ModelSpec, config: ModelConfig, backend: Backend, batch_size: int, seq_len: int, recompute: Recompute = "",
-    adapters: Adapters | None = None, restart: bool | None = None, split: Split = ONE,
-) -> Plan:  # fmt: skip
+    spec: ModelSpec, config: ModelConfig, backend: Backend, settings: Settings, ranks: int = 1, each: int = 1
+) -> Plan:
     """The plan of a step. Raises UserError, before anything is allocated, if it does not fit in free memory.
 
     The forecast for a CPU is that for a GPU plus a copy of the gradients for each worker beyond the first. Kernels
-    there allocate a little more or less, so the limit is approximate.
+    there allocate a little more or less, so the limit is approximate. each: rows per example of --batch-size.
     """
-    free, place = backend.memory().get("free"), "on the GPU"
-    if free is None:
-        free, place = free_host_memory(), "of memory"
-
-    def planned(rows: int, recompute: Recompute = recompute) -> Plan:
-        return plan_step(spec, config, backend.precision.name, rows, seq_len, recompute, adapters, restart, split)
-
-    def needed(rows: int, recompute: Recompute = recompute) -> int:
-        return total(planned(rows, recompute))
+    free, place = free_memory(backend)
+    planned, size = _planner(spec, config, backend.precision.name, settings, ranks), settings.batch_size
 
     def total(plan: Plan) -> int:
-        if place == "on the GPU":
-            return plan.peak + OUTSIDE
         return plan.peak + (backend.workers - 1) * plan.gradients
 
-    plan = planned(batch_size)
+    def needed(size: int, **changed: Any) -> int:
+        return total(planned(each * size, **changed))
+
+    plan = planned(each * size)
     if free is None or total(plan) <= free:
         return plan
-    low, high = 0, batch_size if needed(1) <= free else 1  # low fits, high does not
+    low, high = 0, size if needed(1) <= free else 1  # low fits, high does not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if needed(middle) <= free else (low, middle)
     ways: tuple[Recompute, ...] = ("norms", "blocks") if spec.blocks else ("norms",)
-    if way := next((way for way in ways if needed(batch_size, way) <= free), None):
+    if way := next((way for way in ways if needed(size, recompute=way) <= free), None):
         fix = f"--recompute {way} makes it fit"
-    elif low := low - low % split.ranks:
+    elif low := low - low % ranks:
         fix = f"--batch-size {low} fits, with --grad-accum for as large a step"
     else:
         fix = "not even --batch-size 1 fits; use a smaller --config or --seq-len, or --precision bf16"
     raise UserError(
-        f"{batch_size} x {seq_len} tokens in {backend.precision.name} need {gib(needed(batch_size))} {place}, "
-        f"{gib(free)} are free; {fix}"
+        f"{each * size} x {sequence_length(config, settings.seq_len)} tokens in {backend.precision.name} need "
+        f"{gib(total(plan))} {place}, {gib(free)} are free; {fix}"
     )
-
-
-def free_host_memory() -> int | None:
-    """Bytes that this process may still allocate, on the machine or in its container; None if unknown."""
-    found = []
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        lines = (line.split() for line in meminfo.read_text(encoding="ascii").splitlines())
-        found += [int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"]
-    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:  # macOS: all memory, used or not
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit.is_file() and used.is_file() and (most := limit.read_text(encoding="ascii").strip()) != "max":
-        found.append(int(most) - int(used.read_text(encoding="ascii")))
-    return min(found, default=None)

@@ -31,13 +31,13 @@ from tinyforge.parallel import Alone, Group
 from tinyforge.parallel.launch import Ranks, joined, same
 from tinyforge.parallel.star import PREPARING
 from tinyforge.params import load_named
-from tinyforge.report import took
+from tinyforge.report import count_of, took
 from tinyforge.rng import Stream
 from tinyforge.terminal import printable
 from tinyforge.train import diagnose, metrics
 from tinyforge.train import state as state_of_run
 from tinyforge.train.captured import Captured
-from tinyforge.train.data_parallel import Model, Sharded, Totals
+from tinyforge.train.data_parallel import Sharded, Totals, Trainable
 from tinyforge.train.diagnose import first_nonfinite
 from tinyforge.train.objectives import Batch, Objective, with_terms
 from tinyforge.train.plan import Plan
@@ -65,7 +65,7 @@ class Task:
     the checkpoint and restored. plan: of the memory; it is recorded with the run.
     """
 
-    model: Model
+    model: Trainable
     tokenizer: Any
     objective: Objective
     batches: Callable[[int], Sequence[Batch]]
@@ -317,7 +317,7 @@ class Run:
     def _loaded(self, kernel: str, seconds: float) -> None:
         """Show progress while a GPU's kernels are compiled in the first steps; the first time takes half a minute."""
         self._kernels.append(seconds)
-        self._bar.set_postfix_str(f"{len(self._kernels)} kernels ready", refresh=True)
+        self._bar.set_postfix_str(f"{count_of(len(self._kernels), 'kernel')} ready", refresh=True)
 
     def _every(self, steps: int) -> bool:
         return self.step % steps == 0
@@ -361,7 +361,7 @@ class Run:
             compile.on_load = None
             self.sharded.be_patient(self.settings.timeout)
             if self._kernels:
-                took(f"preparing {len(self._kernels)} kernels, which the next run finds on disk",
+                took(f"preparing {count_of(len(self._kernels), 'kernel')}, which the next run finds on disk",
                      sum(self._kernels), self._say)  # fmt: skip
             first = "the first step" if len(self.unread) == 1 else f"the first {len(self.unread)} steps"
             took(first, time.perf_counter() - self._began, self._say)
@@ -455,8 +455,8 @@ class Run:
         held, joules = self.backend.memory().get("held"), self.joules()
         on_gpu = f", {held / 2**20:.0f} MiB on the GPU" if held else ""
         energy = f", {joules / 3600:.1f} Wh as the GPU counts" if joules is not None else ""
-        print(f"{self.step} steps in {self.elapsed():.0f} s, peak memory {metrics.peak_memory_mib():.0f} MiB"
-              f"{on_gpu}{energy}")  # fmt: skip
+        print(f"{count_of(self.step, 'step')} in {self.elapsed():.0f} s, peak memory {metrics.peak_memory_mib():.0f} "
+              f"MiB{on_gpu}{energy}")  # fmt: skip
         print(f"wrote {', '.join(map(str, written))}")
         self._print_utilisation()
         _print_overfitting(rows)

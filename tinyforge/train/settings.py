@@ -13,7 +13,6 @@ the model's card; a recipe has no other flags.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
 import shlex
@@ -37,6 +36,7 @@ from tinyforge.op import Recompute
 from tinyforge.optim.schedules import SCHEDULES
 from tinyforge.parallel.launch import Ranks, same, shared, start, started_as_rank
 from tinyforge.registry import ModelSpec, default_classifier, default_model, find_model, models
+from tinyforge.report import count_of
 from tinyforge.train.writers import WRITERS, check_writer
 
 # The effect of another value on what a run learns: none; the last bits; a different result.
@@ -199,6 +199,11 @@ class Settings:
         if self.steps is None and self.minutes is None:
             raise UserError("neither --steps nor --minutes is given; one of them must end the run")
         check_writer(self.log)
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """What is learned in place of the weights; None: the weights."""
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -399,7 +404,7 @@ class GrpoSettings(AlignSettings):
     normalise: str = setting("dapo", "dapo: every token has the same weight; grpo: every reply; dr_grpo: tokens are "
                              "divided by --max-tokens, and advantages not by the group's deviation",
                              choices=("dapo", "grpo", "dr_grpo"))  # fmt: skip
-    format_weight: float = setting(0.1, "reward for the right form; a right answer earns 1 more", check=zero_or_more)
+    format_weight: float = setting(0.1, "reward for the right format; a right answer earns 1 more", check=zero_or_more)
 
     def check(self) -> None:
         super().check()
@@ -476,7 +481,7 @@ def parse(
 
 def _parser(kind: type[Settings], description: str, actions: Sequence[str], prog: str | None) -> Parser:
     """A parser with a flag for every field. Defaults are applied later, so that it shows which flags were given."""
-    p = Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(prog=prog, description=description)
     usual, types = kind(), get_type_hints(kind)
     for f in fields(kind):
         default, options = getattr(usual, f.name), {k: f.metadata[k] for k in ("metavar", "choices") if f.metadata[k]}
@@ -668,6 +673,6 @@ def code_hash() -> str:
 
 def print_schedule(settings: Settings, step: str, steps_a_pass: float, data: str) -> None:
     """Print how long a run is, and how often it reads its data. step: describes one; steps_a_pass: steps per epoch."""
-    length = f"{settings.steps:,} steps" if settings.steps else f"{settings.minutes:g} minutes"
+    length = count_of(settings.steps, "step") if settings.steps else f"{settings.minutes:g} min"
     passes = f", {settings.steps / steps_a_pass:.1f} times through the {data}" if settings.steps else ""
     print(f"plan: {length} of {step}{passes}; {settings.schedule} schedule, peak rate {settings.lr:g}")

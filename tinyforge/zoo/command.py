@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,9 +62,7 @@ def show(spec: ModelSpec, name: str, precision: str, batch_size: int, seq_len: i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m models", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|show|record|page")
     commands.add_parser("list", help="all models and presets")
     one = commands.add_parser("show", help="one model, layer by layer")

@@ -387,7 +387,7 @@
       await drawLedger();
       if (found.more) wait = 50;
       const rows = state.runs.reduce((sum, run) => sum + run.rows, 0), live = state.runs.filter((r) => r.live).length;
-      $("state").textContent = `${state.runs.length} ${state.runs.length === 1 ? "run" : "runs"}, ${rows.toLocaleString("en")} rows${embedded ? ", exported" : live ? `, ${live} live` : ""}${found.too_many ? "; more than the board shows" : ""}`;
+      $("state").textContent = `${state.runs.length} ${state.runs.length === 1 ? "run" : "runs"}, ${rows.toLocaleString("en")} ${rows === 1 ? "row" : "rows"}${embedded ? ", exported" : live ? `, ${live} live` : ""}${found.too_many ? "; more than the board shows" : ""}`;
     } catch (error) {
       $("state").textContent = `The board does not answer (${error.message}); trying again.`;
     }

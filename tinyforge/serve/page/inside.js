@@ -51,7 +51,7 @@ export function showPasses(found) {
   $("passes").hidden = !found;
   if (!found) return;
   const facts = [["Prompt", `${found.prompt_tokens} tokens${found.cached_tokens ? `, ${found.cached_tokens} of them cached` : ""}`],
-    ["Reply", `${found.tokens} tokens in ${found.passes} passes`]];
+    ["Reply", `${found.tokens} ${found.tokens === 1 ? "token" : "tokens"} in ${found.passes} ${found.passes === 1 ? "pass" : "passes"}`]];
   if (found.seconds_to_first !== null) facts.push(["First token", `${Math.round(1000 * found.seconds_to_first)} ms`]);
   if (found.tokens_per_second !== null) facts.push(["Speed", `${Math.round(found.tokens_per_second).toLocaleString("en")} tokens/s`]);
   const drafted = (found.drafted || []).map((n, k) => [k + 1, n, (found.accepted || [])[k] || 0]).filter(([, n]) => n > 0);

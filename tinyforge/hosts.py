@@ -1,0 +1,32 @@
+"""The guard of the servers against DNS rebinding.
+
+A page of another site can have its own name resolve to this machine, and then reads the answers of a server here as if
+they were its own site's. The browser still sends that name in the Host header, so names are refused unless they were
+given. An address cannot be rebound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable
+from ipaddress import ip_address
+
+REFUSED = "the Host header names another server; --allow-host NAME allows a name"
+
+
+def add_allow_host_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME",
+                        help="a further host name of this server; * for any")  # fmt: skip
+
+
+def is_allowed(header: str, names: Iterable[str]) -> bool:
+    """Whether a Host header, with or without a port, is an IP address, localhost or one of `names`, or these hold *."""
+    host = re.sub(r":\d*$", "", header.lower())
+    if {"*", host} & {"localhost", *map(str.lower, names)}:
+        return True
+    try:
+        ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True

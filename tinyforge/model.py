@@ -1,0 +1,53 @@
+"""What models have in common: they are made of ops, and their parameters lie in one buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Self
+
+import numpy as np
+
+from tinyforge.backends import Backend
+from tinyforge.op import Op, Param, Recompute
+from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.rng import Stream
+
+
+class Model(Op):
+    """An op made of `ops`. Subclasses write forward, backward and `ops`, and a constructor of this form, which sets
+    `config`, the `buffer` of all parameters, and `recompute` unless it ignores that:
+
+        def __init__(self, config, backend, *, values=None, recompute=""):
+    """
+
+    config: Any
+    buffer: ParamBuffer
+    recompute: Recompute = ""
+
+    def ops(self) -> list[Op]:
+        """Every op, in about the order of forward: the order of the parameters in the buffer."""
+        raise NotImplementedError(f"{type(self).__name__} does not list its ops")
+
+    def params(self) -> list[Param]:
+        return list(dict.fromkeys(p for op in self.ops() for p in op.params()))
+
+    def initialise(self, seed: int) -> None:
+        self.buffer.initialise(Stream(seed, "init"))
+
+    def replica(self) -> Self:
+        """A model with the same weights and its own gradients, for a worker of data-parallel training."""
+        build: Any = type(self)
+        return build(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
+
+    @classmethod
+    def cases_of(
+        cls, shapes: Iterable[tuple[Any, int, int]], backend: Backend, rng: np.random.Generator, std: float = 0.5
+    ) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        """Cases for the gradient check of a model of next tokens: for each (config, batch, length) random weights, ids
+        and targets, some of which are -1."""
+        build: Any = cls
+        for config, batch, length in shapes:
+            model = with_buffer(build(config, backend), backend, rng, std)
+            ids = rng.integers(0, config.vocab, (batch, length))
+            targets = rng.integers(-1, config.vocab, (batch, length, config.prediction_heads))
+            yield model, (backend.asarray(ids), backend.asarray(targets))
