@@ -19,6 +19,7 @@ from data.alpaca import Record, evenly, hold_out, origins_of, read_records, writ
 from data.files import locked
 from data.world import Instruction, harder_sums, sum_rewards
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.report import count_of
 from tinyforge.rng import Stream
 from tinyforge.train.batches import fingerprint
 
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"got --count {args.count} and --brief {args.brief}, wanted 1 or more, and a share from 0 to 1")
     records = solved_sums(args.count, args.brief)
     with locked(args.out):
-        print(f"{len(records):,} sums in {write_instructions(args.out, records, 'one-step sums', 'MIT')}")
+        print(f"{count_of(len(records), 'sum')} in {write_instructions(args.out, records, 'one-step sums', 'MIT')}")
     return 0
 
 

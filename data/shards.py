@@ -12,7 +12,6 @@ that of an uninterrupted run. docs/shards.md describes the format.
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import sys
@@ -34,6 +33,7 @@ from data.files import check_file, locked
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import LOCK, parse_json, read_json, sha256_of
+from tinyforge.report import count_of
 from tinyforge.text import TextTokenizer, Tokenizer
 from tinyforge.text.shards import (
     MANIFEST,
@@ -363,9 +363,7 @@ def table(shards: Shards) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m data.shards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m data.shards", description=__doc__)
     parser.add_argument("--corpus", required=True, metavar="DIR", help="a folder made by data.corpus")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the shards")
     parser.add_argument("--vocab-size", type=int, metavar="N",
@@ -399,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if made.bytes:
         rate = made.bytes / made.seconds / 1e6
         print(f"encoded {made.bytes:,} bytes in {made.seconds:.1f} s, {rate:.1f} MB/s "
-              + (f"on {args.ray}" if args.ray else f"with {args.workers or cores()} workers"))  # fmt: skip
+              + (f"on {args.ray}" if args.ray else f"with {count_of(args.workers or cores(), 'worker')}"))  # fmt: skip
     else:
         print(f"{args.out}: these shards were already complete; every file was checked")
     print(f"next: python recipes/pretrain.py --data {shlex.quote(args.out)}")

@@ -16,6 +16,7 @@ import numpy as np
 
 from tinyforge.backends.workers import cpu_model
 from tinyforge.errors import UserError
+from tinyforge.report import count_of
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Backend:
 
     def describe(self) -> str:
         """The device, for people."""
-        return f"{cpu_model()}, {self.workers} workers (one a core unless --workers)"
+        return f"{cpu_model()}, {count_of(self.workers, 'worker')} (one a core unless --workers)"
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""

@@ -14,7 +14,6 @@ tokenizer.model, llama2.c's tokenizer.bin.
 
 from __future__ import annotations
 
-import argparse
 import codecs
 import io
 import os
@@ -30,6 +29,7 @@ import numpy.typing as npt
 
 from tinyforge.errors import TextParser, UserError
 from tinyforge.files import writing, written_whole
+from tinyforge.report import count_of
 from tinyforge.text.bpe import Tokenizer
 from tinyforge.text.load import load_tokenizer
 from tinyforge.text.pieces import recut, split, to_utf8
@@ -45,10 +45,7 @@ PLAIN = "\x1b[0m"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = TextParser(
-        prog="python -m tinyforge.text", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = TextParser(prog="python -m tinyforge.text", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="train|encode|decode|inspect")
 
     train = commands.add_parser("train", help="learn a vocabulary from text files")
@@ -279,7 +276,8 @@ def run_inspect(tokenizer: TextTokenizer, text: str, token: int | None) -> None:
     elif token is not None:
         tokenizer.token_bytes(token)  # an unknown id is an error before anything is printed
 
-    print(f"{len(to_utf8(text))} bytes, {len(pieces)} pre-tokens, {len(ids)} tokens")
+    counts = count_of(len(to_utf8(text)), "byte"), count_of(len(pieces), "pre-token"), count_of(len(ids), "token")
+    print(", ".join(counts))
     print("pre-tokens:", side_by_side(list(map(to_utf8, pieces)), colour))
     print("tokens:    ", side_by_side([tokenizer.token_bytes(id) for id in ids], colour))
     print("ids:       ", *ids)
