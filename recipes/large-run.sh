@@ -37,7 +37,7 @@
 #
 #   --mix wikipedia=41 gutenberg=18 simple=16 web=12 textbooks=3 tinystories=4 questions=6
 #
-# sft made its 420 steps in 20 s and dpo its 64 in 10; grpo had 2.2 minutes. The other flags below are those of that run. A
+# sft made its 420 steps in 20 s and dpo its 64 in 10; grpo 148 by `--minutes 2.2`. The other flags below are those of that run. A
 # third of the sums to fine-tune on is worked out: docs/alignment.md says why.
 #
 # tenth and vocabulary have not been run on a GPU. On a tenth of the text, with GPT-2's pattern instead of single digits,
