@@ -30,19 +30,19 @@
 #   recipes/large-run.sh tenth OUT ...           on the CPU, the arguments of data; everything in OUT/tenth
 #   recipes/large-run.sh vocabulary OUT/tenth    on the GPU: 2,500 steps each, and their bits per byte
 #
-# docs/results/base-run-2.md has a run on 540 MB: English and Simple English Wikipedia, books, children's books, TinyStories,
-# textbooks and web pages. On two busy cores data took 96 s (sources 21, corpus 45, shards 30), and pack 257 s for five parts
-# of 32 MiB. 8,192 ids make 141.8 M tokens, 144.4 with the questions. On an H200 pretrain made 15,537 steps in 509 s with
-# 8.4 GB. tenth and vocabulary have not been run on a GPU. On a tenth of the text, bytes of Wikipedia per token: 3.37 of 4,096
-# ids, 3.84 of 8,192, 4.28 of 16,384. Each doubling costs base 15.7 M parameters (an embedding and four heads) for 9 to 12 %
-# fewer tokens.
+# docs/results/base-run-2.md has a run on 546 MB: English and Simple English Wikipedia, books, children's books, TinyStories,
+# textbooks, web pages and questions. On two busy cores the corpus took 70 s and the shards 42. 8,192 ids make 151.8 M
+# tokens, 4.8 of them of the questions; the shards fill five parts of 32 MiB. On an H200 pretrain made 20,869 steps of
+# 16 x 1,024 in 746 s, with 7.0 GB, by `--minutes 12.43` and with this mixture, as part of $PRETRAIN:
 #
-# Those 15,537 steps were with AdamW. The flags below are those of the run after it: 21,554 steps of 16 x 1,024 in 761 s,
-# with 7.0 GB, by `--minutes 12.68` and with this mixture, as part of $PRETRAIN:
+#   --mix wikipedia=41 gutenberg=18 simple=16 web=12 textbooks=3 tinystories=4 questions=6
 #
-#   --mix wikipedia=47 gutenberg=16 simple=17 web=12 textbooks=3 tinystories=2 questions=3
+# sft made its 420 steps in 20 s, dpo its 64 in 10, and grpo 148 in 136 (`--minutes 2.2`). The other flags below are those of
+# that run. A third of the sums to fine-tune on is worked out: docs/alignment.md says why.
 #
-# Half of the sums are worked out: docs/alignment.md says why.
+# tenth and vocabulary have not been run on a GPU. On a tenth of the text, with GPT-2's pattern instead of single digits,
+# bytes of Wikipedia per token: 3.37 of 4,096 ids, 3.84 of 8,192, 4.28 of 16,384. Each doubling costs base 15.7 M parameters
+# (an embedding and four heads) for 9 to 12 % fewer tokens.
 set -euo pipefail
 
 what=${1-} out=$(realpath -m "${2:-.}") root=$(dirname "$(realpath "$0")")/..
@@ -167,14 +167,14 @@ sft)
     # shellcheck disable=SC2086
     trained sft recipes/sft.py --base "$out/pretrain" --data "$out"/instructions/*/alpaca.json "$out/sums/alpaca.json" \
         --batch-size 16 --precision bf16 --card --document-mask keep --eval-every 140 --save-every 280 \
-        ${SFT:---steps 560 --lr 2e-4 --max-reply 120} "$@"
+        ${SFT:---steps 420 --lr 2e-4 --max-reply 120} "$@"
     ;;
 dpo)
     needs sft
     cd "$root"
     # shellcheck disable=SC2086
     [[ -e $out/own.json ]] || run recipes/own_pairs.py --base "$out/sft" --data "$out"/instructions/*/alpaca.json \
-        --out "$out/own.json" ${OWN:---records 2000 --precision bf16}
+        --out "$out/own.json" ${OWN:---records 1500 --precision bf16}
     own=()
     [[ ! -e $out/own.json ]] || own=("$out/own.json") # no file if all replies were well-formed
     # shellcheck disable=SC2086
