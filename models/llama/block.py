@@ -7,6 +7,7 @@ The block's norms stand where a residual is added, so a block takes the stream w
                           x = x + down(gate_up(h));                h = norm1 of the next block, or the final norm
 
 In training, dropout on both things added, where the config has any; where it has none, the product adds x itself.
+In FP8, h is a `Scaled`, as are the gradients that the products of the second half take in backward.
 """
 
 from __future__ import annotations
@@ -16,7 +17,20 @@ from tinyforge.backends import Backend
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops import AddRMSNorm, Attention, Dropout, Linear, LinearSwiGLU, RMSNorm, RoPE, RopeScaling, SwiGLULinear
+from tinyforge.ops import (
+    AddRMSNorm,
+    Attention,
+    Dropout,
+    FP8Linear,
+    FP8LinearSwiGLU,
+    FP8SwiGLULinear,
+    Linear,
+    LinearSwiGLU,
+    RMSNorm,
+    RoPE,
+    RopeScaling,
+    SwiGLULinear,
+)
 from tinyforge.ops.attention import LayerCache
 from tinyforge.ops.swiglu_linear import swiglu_mlp
 
@@ -53,7 +67,7 @@ class AttentionHalf:
 
         bias = Param(f"{at}.qkv.bias", (heads * c.head_dim,), decay=False) if c.qkv_bias else None
         qkv = Param(f"{at}.qkv.weight", (heads * c.head_dim, c.dim), std=STD)
-        self.qkv = Linear(qkv, backend, f"{at}.qkv", bias=bias)
+        self.qkv = FP8Linear(qkv, backend, f"{at}.qkv") if backend.fp8 else Linear(qkv, backend, f"{at}.qkv", bias=bias)
         # Qwen3: a norm for all query heads, one for all key heads.
         of_q, of_k = slice(0, c.heads), slice(c.heads, c.heads + c.kv_heads)
         self.head_norms = [(head_norm("q_norm"), of_q), (head_norm("k_norm"), of_k)] if c.qk_norm else []
@@ -67,9 +81,11 @@ class AttentionHalf:
         self.out = Linear(out, backend, f"{at}.out")
         self.out_dropout = Dropout(c.dropout, backend, f"{at}.out_dropout")
         self.down_dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
-        self.norm2 = AddRMSNorm(gain(f"{at}.norm2", c.dim), backend, c.norm_eps, f"{at}.norm2")
-        following = f"blocks.{layer + 1}.norm1" if layer + 1 < c.layers else "final_norm"
-        self.next_norm = AddRMSNorm(gain(following, c.dim), backend, c.norm_eps, following)
+        fp8, last = backend.fp8, layer + 1 == c.layers
+        self.norm2 = AddRMSNorm(gain(f"{at}.norm2", c.dim), backend, c.norm_eps, f"{at}.norm2", scaled=fp8)
+        following = "final_norm" if last else f"blocks.{layer + 1}.norm1"
+        self.next_norm = AddRMSNorm(gain(following, c.dim), backend, c.norm_eps, following, scaled=fp8 and not last,
+                                    scales_back=fp8 and not c.dropout)  # fmt: skip
 
     def attend(
         self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,
@@ -111,8 +127,14 @@ class Block(AttentionHalf):
         c, at = config, f"blocks.{layer}"
         gate_up = Param(f"{at}.gate_up.weight", (2 * c.hidden, c.dim), std=STD)
         down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers))
-        self.gate_up = LinearSwiGLU(gate_up, backend, f"{at}.gate_up")
-        self.down = SwiGLULinear(down, backend, f"{at}.down")
+        self.gate_up: LinearSwiGLU
+        self.down: SwiGLULinear
+        if backend.fp8:
+            self.gate_up = FP8LinearSwiGLU(gate_up, backend, f"{at}.gate_up")
+            self.down = FP8SwiGLULinear(down, backend, f"{at}.down", hands_on=True)
+        else:
+            self.gate_up = LinearSwiGLU(gate_up, backend, f"{at}.gate_up")
+            self.down = SwiGLULinear(down, backend, f"{at}.down")
 
     def forward(
         self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,

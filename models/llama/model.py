@@ -21,6 +21,7 @@ from tinyforge.kernel import Array
 from tinyforge.op import Again, Op, Param, Recompute, Stash, WithKeywords
 from tinyforge.ops import AddRMSNorm, Embedding, LinearCrossEntropy, RMSNorm
 from tinyforge.ops.attention import Documents
+from tinyforge.ops.fp8_linear import WeightsIn8Bits
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
@@ -43,12 +44,14 @@ class LlamaLike(Op):
         self.config, self.shape, self.recompute = config, shape, recompute
         table = Param("embedding.weight", (shape.vocab, shape.dim), std=STD)
         self.embedding = Embedding(table, backend, "embedding")
-        self.first_norm = RMSNorm(gain("blocks.0.norm1", shape.dim), backend, shape.norm_eps, "blocks.0.norm1")
+        self.first_norm = RMSNorm(gain("blocks.0.norm1", shape.dim), backend, shape.norm_eps, "blocks.0.norm1",
+                                  scaled=backend.fp8)  # fmt: skip
         self.blocks = [self.block(shape, i, backend) for i in range(shape.layers)]
         self.again = [Again(backend, f"blocks.{i}") for i in range(shape.layers)]
         self.heads = LinearCrossEntropy(heads or table, backend, "heads")
         self.prediction_heads = self.heads.shape[0]
         self.buffer = ParamBuffer(self.params(), backend, values)
+        self.in_8_bits = WeightsIn8Bits(self.ops(), backend)
 
     def initialise(self, seed: int) -> None:
         self.buffer.initialise(Stream(seed, "init"))
@@ -71,6 +74,7 @@ class LlamaLike(Op):
     ) -> tuple[Array, list[Array]]:
         """The final-normed stream, and what the blocks give beside it."""
         more: list[Array] = []
+        self.in_8_bits.refresh()
         x = self.embedding.forward(ids, stash)
         h = self.first_norm.forward(x, stash)
         normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x

@@ -39,6 +39,14 @@ PRODUCTS = {(False, True): "FORWARD", (False, False): "INPUT", (True, False): "W
 # What may stand in the table beside them: a product, and the epilogue of its kernel.
 EPILOGUES = {"SWIGLU": "FORWARD", "SWIGLU_BACKWARD": "INPUT"}
 
+# Products of numbers of 8 bits (ops/fp8.py), x W^T, both factors lying along: with a in e4m3, or in e5m2, or with an
+# epilogue.
+OF_8_BITS = {
+    "FP8": {"FACTORS": "E4M3"}, "FP8_COARSE": {"FACTORS": "E5M2"},
+    "FP8_SWIGLU": {"FACTORS": "E4M3", "EPILOGUE": "SWIGLU"},
+    "FP8_SWIGLU_BACKWARD": {"FACTORS": "E4M3", "EPILOGUE": "SWIGLU_BACKWARD"},
+}  # fmt: skip
+
 on_choice: Callable[[str, int, int, int, Variant | None], None] | None = None
 """Called with every product of bf16: (product, m, n, k) and the variant, None being cuBLAS."""
 
@@ -90,12 +98,14 @@ def compiled(product: str = "FORWARD") -> list[Variant]:
     wanted = macros_of(product)
     return [
         Variant(*(int(macros[n]) for n in names)) for macros in variants(FILE)
-        if all(macros.get(name, "NONE") == wanted.get(name, "NONE") for name in ("PRODUCT", "EPILOGUE"))
+        if all(macros.get(name, "NONE") == wanted.get(name, "NONE") for name in ("PRODUCT", "EPILOGUE", "FACTORS"))
     ]  # fmt: skip
 
 
 def macros_of(product: str) -> dict[str, str]:
     """What the kernel's text says of a product or an epilogue."""
+    if product in OF_8_BITS:
+        return {"PRODUCT": "FORWARD", **OF_8_BITS[product]}
     return {"PRODUCT": EPILOGUES[product], "EPILOGUE": product} if product in EPILOGUES else {"PRODUCT": product}
 
 
@@ -175,6 +185,50 @@ def hopper(
     if parts is not out:
         _add_parts(out, parts, accumulate)
     return out
+
+
+USUAL = {"FP8_SWIGLU": Variant(128, 192, 5, 1, 1)}
+"""Of a product of 8 bits that is not in the table; where it is not here either, the tile of 128 x 128."""
+
+
+def gemm_of_8_bits(
+    product: str, a: Array, b: Array, scales: Array, weight_scale: Array, dtype: np.dtype, *,
+    variant: Variant | None = None, gu: Array | None = None, again: bool = False,
+) -> tuple[Array, Array | None, Array | None]:  # fmt: skip
+    """a b^T of bytes, times the scales of a's rows and of b: a product of OF_8_BITS, by our kernel, always.
+
+    a: (m, k), b: (n, k), without gaps, k by sixteens, n by eights; scales: (m,), weight_scale: (1,) float32. Returns
+        FP8, FP8_COARSE       (m, n)
+        FP8_SWIGLU            gu: (m, n), and h: (m, n / 2)
+        FP8_SWIGLU_BACKWARD   dgu: (m, 2 n), with `again` h: (m, n), and dgu / scales in e5m2: (m, 2 n). gu: (m, 2 n)
+    """
+    (m, k), n = a.shape, len(b)
+    chosen = variant or _table().get((product, m, n, k)) or USUAL.get(product, Variant(128, 128, 6, 1, 1))
+    if variant is None and on_choice is not None:
+        on_choice(product, m, n, k, chosen)
+    macros = macros_of(product)
+    forward, backward = product == "FP8_SWIGLU", product == "FP8_SWIGLU_BACKWARD"
+    half = n // 2 if forward else n
+    if b.shape[1] != k or k % 16 or n % (16 if forward else 8) or (backward and gu is None):
+        raise ValueError(f"gemm_of_8_bits: {product} of {a.shape} and {b.shape}; wants {k} a multiple of 16, {n} of 8")
+    out = new((m, 2 * n if backward else n), dtype)
+    bits = new(out.shape, a.dtype) if backward else None
+    hidden = new((m, half), dtype) if forward or (backward and again) else None
+    if not m:
+        return out, hidden, bits
+    kernel = load(
+        FILE, "gemm_hopper", chosen.shared_bytes, arch="sm_90a", SCALAR="bf16", **macros, ROWS=chosen.rows,
+        COLUMNS=chosen.columns, STAGES=chosen.stages, PINGPONG=chosen.pingpong, CLUSTER=chosen.cluster,
+    )  # fmt: skip
+    pairs, columns = k // 2, chosen.columns // (2 if forward else 1)
+    maps = [encoded(x.data.ptr, (1, len(x), pairs), (k, k * len(x)), (1, lines, DEPTH))
+            for x, lines in ((a, chosen.rows), (b, columns // chosen.cluster))]  # fmt: skip
+    units = -(-m // (chosen.rows * chosen.cluster)) * -(-half // columns)
+    grid = (chosen.cluster * min(free_processors() // chosen.cluster, units),)
+    numbers = map(np.int32, (m, half, pairs, out.shape[1], chosen.band, 1, 0))
+    arrays = (or_null(hidden), or_null(gu), scales, weight_scale, or_null(bits))
+    kernel(grid, (THREADS,), (out, *maps, *numbers, *arrays), shared_mem=chosen.shared_bytes)
+    return out, hidden, bits
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from tinyforge.ops.cross_entropy import CrossEntropy, LinearCrossEntropy
 from tinyforge.ops.dropout import Dropout
 from tinyforge.ops.embedding import Embedding
 from tinyforge.ops.fork import Fork
+from tinyforge.ops.fp8_linear import FP8Linear, FP8LinearSwiGLU, FP8SwiGLULinear
 from tinyforge.ops.gelu import GELU
 from tinyforge.ops.gelu_linear import GELULinear
 from tinyforge.ops.layernorm import LayerNorm
@@ -32,14 +33,16 @@ from tinyforge.ops.tanh import Tanh
 
 ALL: tuple[type[Op], ...] = (
     Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Linear, RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm,
-    RoPE, Attention, SwiGLU, LinearSwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh, Softmax, Dropout, CausalConv,
-    SelectiveScan, LSTM, TopKRouter, RouterLosses, MixtureOfExperts, CrossEntropy, LinearCrossEntropy,
+    RoPE, Attention, SwiGLU, LinearSwiGLU, SwiGLULinear, FP8Linear, FP8LinearSwiGLU, FP8SwiGLULinear, GELU, GELULinear,
+    LoRA, Tanh, Softmax, Dropout, CausalConv, SelectiveScan, LSTM, TopKRouter, RouterLosses, MixtureOfExperts,
+    CrossEntropy, LinearCrossEntropy,
 )  # fmt: skip
 """Every op, in the order of the gradient-check ledger."""
 
 __all__ = [
     "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CausalConv", "ClassToken", "CrossEntropy", "Dropout",
-    "Embedding", "Fork", "GELU", "GELULinear", "LSTM", "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy",
-    "LinearSwiGLU", "LoRA", "MixtureOfExperts", "Patches", "RMSNorm", "RoPE", "RopeScaling", "RouterLosses",
-    "SelectiveScan", "Softmax", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter",
+    "Embedding", "FP8Linear", "FP8LinearSwiGLU", "FP8SwiGLULinear", "Fork", "GELU", "GELULinear", "LSTM", "LayerNorm",
+    "LearnedPositions", "Linear", "LinearCrossEntropy", "LinearSwiGLU", "LoRA", "MixtureOfExperts", "Patches",
+    "RMSNorm", "RoPE", "RopeScaling", "RouterLosses", "SelectiveScan", "Softmax", "SwiGLU", "SwiGLULinear", "Take",
+    "Tanh", "TopKRouter",
 ]  # fmt: skip

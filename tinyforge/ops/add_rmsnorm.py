@@ -11,7 +11,8 @@ from tinyforge.backends import Backend, wide
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from tinyforge.ops.fp8 import Scaled, quantise_rows
+from tinyforge.ops.rmsnorm import normed, rmsnorm_bwd, rmsnorm_fwd, rmsnorm_scaled_bwd, rmsnorm_scaled_fwd
 from tinyforge.params import with_buffer
 
 
@@ -38,36 +39,47 @@ class AddRMSNorm(Op):
 
     backward(dy=(dx, dy)): both inputs of the add get the same gradient, dx + rmsnorm_bwd(dy), returned as
     (dresidual, ddelta), which are the same array. dx is None at the end of the stream, where nothing else reads x.
+
+    scaled: y comes as a `Scaled` (fp8.py), for a product in FP8. scales_back: so does ddelta.
     """
 
-    kernels = (add_rmsnorm_fwd, rmsnorm_fwd, rmsnorm_bwd)
+    kernels = (add_rmsnorm_fwd, rmsnorm_fwd, rmsnorm_scaled_fwd, rmsnorm_bwd, rmsnorm_scaled_bwd, quantise_rows)
 
-    def __init__(self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
+    def __init__(
+        self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "", *, scaled: bool = False,
+        scales_back: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(backend, name)
         self.weight = weight
         self.eps = eps
+        self.scaled, self.scales_back = scaled, scales_back
 
     def params(self) -> list[Param]:
         return [self.weight]
 
-    def forward(self, residual: Array, delta: Array | None, stash: Stash | None = None) -> tuple[Array, Array]:
+    def forward(self, residual: Array, delta: Array | None, stash: Stash | None = None) -> tuple[Array, Any]:
         if delta is None:
-            x, (y, rstd) = residual, self.k.rmsnorm_fwd(residual, self.weight.value, self.eps)
+            x, (y, kept, rstd) = residual, normed(self, residual)
         else:
-            x, y, rstd = self.k.add_rmsnorm_fwd(residual, delta, self.weight.value, self.eps)
+            x, kept, rstd = self.k.add_rmsnorm_fwd(residual, delta, self.weight.value, self.eps)
+            y = Scaled(kept, *self.k.quantise_rows(kept)) if self.scaled else kept
         if stash is not None:
-            stash.push(self, y, rstd)
+            stash.push(self, kept, rstd)
         return x, y
 
-    def normed(self, x: Array) -> Array:
+    def normed(self, x: Array) -> Any:
         """y computed again, from the sum x."""
-        return self.k.rmsnorm_fwd(x, self.weight.value, self.eps)[0]
+        return normed(self, x)[0]
 
-    def backward(self, dy: tuple[Array | None, Array], stash: Stash) -> tuple[Array, Array]:
+    def backward(self, dy: tuple[Array | None, Array], stash: Stash) -> tuple[Array, Any]:
         y, rstd = stash.pop(self)
         residual, dnormed = dy
-        dsum = self.k.rmsnorm_bwd(self.weight.grad, dnormed, self.weight.value, y, rstd, residual)
-        return dsum, dsum
+        arguments = (self.weight.grad, dnormed, self.weight.value, y, rstd, residual)
+        if not self.scales_back:
+            dsum = self.k.rmsnorm_bwd(*arguments)
+            return dsum, dsum
+        scaled = Scaled(*self.k.rmsnorm_scaled_bwd(*arguments))
+        return scaled.x, scaled
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

@@ -40,11 +40,20 @@
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3|E5M2 ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1|2
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3|E5M2 ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3|E5M2 ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3 EPILOGUE=SWIGLU ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3 EPILOGUE=SWIGLU ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3 EPILOGUE=SWIGLU ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3 EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3 EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
 // spills: none
 
 #include "ops/gemm.cuh"
 #include "ops/hopper.cuh"
 #include "ops/swiglu.cuh"
+#include "ops/fp8.cuh"
 
 #define DEPTH 64
 #define THREADS 384
@@ -60,6 +69,12 @@
 #ifndef EPILOGUE
 #define EPILOGUE NONE
 #endif
+#define BF16 0
+#define E4M3 1
+#define E5M2 2
+#ifndef FACTORS
+#define FACTORS BF16
+#endif
 #if PRODUCT == WEIGHT
 typedef float Result;
 #else
@@ -74,6 +89,7 @@ constexpr int BLOCKS = ROWS / SHARERS / 64;                // products of 64 row
 constexpr int WIDE = EPILOGUE == SWIGLU ? COLUMNS / 2 : COLUMNS;  // columns of the result from one tile to the next
 
 static_assert(ROWS % (64 * SHARERS) == 0 && (CLUSTER == 1 || CLUSTER == 2) && (2 * STAGES + 2) * 8 <= BARRIERS, "");
+static_assert(FACTORS == BF16 || PRODUCT == FORWARD, "factors of 8 bits lie along");
 static_assert(EPILOGUE == NONE || CLUSTER == 1, "clusters were slower at the shapes that end with SwiGLU");
 
 extern __shared__ __align__(1024) unsigned char room[];  // the stages, then the barriers
@@ -177,10 +193,14 @@ struct Products {
 #pragma unroll
                 for (int i = 0; i < BLOCKS; i++) {
                     const u64 part = a + i * (64 * LINE >> 4);
+#if FACTORS == BF16
                     multiply_wide<ACROSS_A, ACROSS_B>(
                         sum[i], ACROSS_A ? rows(part, k) : columns(part, k), ACROSS_B ? rows(b, k) : columns(b, k),
                         step > 0 || k > 0
                     );
+#else
+                    multiply_bytes<FACTORS == E5M2>(sum[i], columns(part, k), columns(b, k), step > 0 || k > 0);
+#endif
                 }
             }
             multiply_commit();
@@ -196,6 +216,18 @@ struct Products {
         release(last);
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) settled(sum[i]);
+    }
+
+    // Times what the rows of a and the weight were divided by.
+    __device__ __forceinline__ void rescale(const float (&scales)[BLOCKS][2]) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+#pragma unroll
+            for (int n = 0; n < COLUMNS / 8; n++) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) sum[i][n][j] *= scales[i][j / 2];
+            }
+        }
     }
 
     // Of the tile: the first of the rows of block i of which this thread has sums; the others are 8 below.
@@ -249,10 +281,11 @@ struct Products {
         }
     }
 
-    // dgate|dup, and h where there is room for it, from the sums dh and from gate|up. Arguments as above.
+    // dgate|dup, and h where there is room for it, from the sums dh and from gate|up. Arguments as above; bits: with factors
+    // in FP8, the place of dgate|dup in 8 bits, divided by the rows' scales.
     template <class R>
     __device__ __forceinline__ void write_swiglu_backward(
-        R *dgu, R *hidden, const R *gu, int stride, int half, int rows, int columns
+        R *dgu, R *hidden, const R *gu, int stride, int half, int rows, int columns, byte *bits, const float *scales
     ) {
         constexpr int BATCH = 4;  // twice as many loads of 16 bytes are under way at a time
         // Rounded, the sums take half of their registers; loads take the others. The sums become 0, since the next product
@@ -275,6 +308,9 @@ struct Products {
             for (int below = 0; below < 2; below++) {
                 const int row = row_of(i) + 8 * below;
                 const i64 line = i64(row) * stride;
+#if FACTORS != BF16
+                const float factor = row < rows ? 1 / scales[row] : 0.0f;
+#endif
 #pragma unroll
                 for (int first = 0; first < COLUMNS / 32; first += BATCH) {
                     Pack<bf16, 8> gate[BATCH] = {}, up[BATCH] = {};
@@ -295,6 +331,10 @@ struct Products {
                             store_streaming(dgu + line + column, dgate);
                             store_streaming(dgu + line + half + column, dup);
                             if (hidden) store(hidden + i64(row) * half + column, y);
+#if FACTORS != BF16
+                            store(bits + line + column, bytes_of<false>(dgate, factor));
+                            store(bits + line + half + column, bytes_of<false>(dup, factor));
+#endif
                         }
                     }
                 }
@@ -305,10 +345,17 @@ struct Products {
 
 #define IN_CLUSTERS(n) __cluster_dims__(n, 1, 1)
 
+// Factors of 8 bits: maps and `depth` count pairs of them. scales: of the rows of a; weight_scale: of b.
+#if FACTORS == BF16
+#define OF_8_BITS
+#else
+#define OF_8_BITS , const float *scales, const float *weight_scale, byte *bits
+#endif
+
 // With an epilogue of SwiGLU `columns` are those of h, of which `hidden` has no gaps; out and gu have rows of 2 x columns.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) gemm_hopper(
     Result *out, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int rows, int columns, int depth,
-    int stride, int band, int splits, int accumulate, Result *hidden, const Result *gu
+    int stride, int band, int splits, int accumulate, Result *hidden, const Result *gu OF_8_BITS
 ) {
     make_barriers();
     const Tiling tiling{ceil_div(rows, ROWS * CLUSTER), ceil_div(columns, WIDE), band, splits, ceil_div(depth, DEPTH)};
@@ -348,11 +395,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
                 parity ^= 1;
             }
             int row, column, split = 0;
+#if FACTORS != BF16
+            float of_rows[BLOCKS][2];
+#endif
             // Where the tile lies, and which unit comes next. Divisions take some hundred clocks; the empty instruction
             // keeps the compiler from putting them off.
             products.multiply(steps, [&] {
                 row = (unit.down * CLUSTER + rank) * ROWS, column = unit.across * WIDE;
                 if constexpr (IN_PARTS) split = unit.split;
+#if FACTORS != BF16
+#pragma unroll
+                for (int i = 0; i < 2 * BLOCKS; i++) {
+                    const int at = row + products.row_of(i / 2) + i % 2 * 8;
+                    of_rows[i / 2][i % 2] = at < rows ? scales[at] * *weight_scale : 0.0f;
+                }
+#endif
                 if constexpr (EPILOGUE == SWIGLU_BACKWARD) {
                     products.prefetch_gates(gu + i64(row) * stride + column, stride, columns, rows - row, columns - column);
                 }
@@ -362,6 +419,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
                     asm volatile("" : "+r"(split), "+r"(unit.split), "+r"(unit.first), "+r"(unit.stop));
                 }
             });
+#if FACTORS != BF16
+            products.rescale(of_rows);
+#endif
             Result *to = out + (i64(split) * rows + row) * stride + column;
             const int below = rows - row, beside = columns - column;
             if constexpr (EPILOGUE == NONE) {
@@ -372,7 +432,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
                     products.write_swiglu(to, hidden + at, stride, columns, below, beside);
                 } else {
                     const Result *from = gu + i64(row) * stride + column;
-                    products.write_swiglu_backward(to, hidden ? hidden + at : nullptr, from, stride, columns, below, beside);
+#if FACTORS == BF16
+                    byte *const bits = nullptr;
+                    const float *const scales = nullptr;
+#endif
+                    products.write_swiglu_backward(
+                        to, hidden ? hidden + at : nullptr, from, stride, columns, below, beside,
+                        bits + i64(row) * stride + column, scales + row
+                    );
                 }
             }
         }

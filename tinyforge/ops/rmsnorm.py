@@ -11,6 +11,7 @@ from tinyforge.backends import Backend, wide
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
+from tinyforge.ops.fp8 import Scaled, quantise_rows, quantise_rows_memory
 from tinyforge.params import with_buffer
 
 LEAST_GAIN = 2.0**-50
@@ -65,12 +66,51 @@ def rmsnorm_bwd_memory(
     return empty(y.shape, y.dtype)
 
 
+@kernel
+def rmsnorm_scaled_fwd(x: Array, weight: Array, eps: float, *, backend: Any) -> tuple[Array, Array, Array, Array]:
+    """y, its bits and scale (fp8.py), rstd."""
+    y, rstd = rmsnorm_fwd(x, weight, eps)
+    return y, *quantise_rows(y, backend=backend), rstd
+
+
+@rmsnorm_scaled_fwd.on("phantom")
+def rmsnorm_scaled_fwd_memory(x: Array, weight: Array, eps: float) -> tuple[Array, Array, Array, Array]:
+    y, rstd = rmsnorm_fwd_memory(x, weight, eps)
+    return y, *quantise_rows_memory(y), rstd
+
+
+@kernel
+def rmsnorm_scaled_bwd(
+    dweight: Array | None, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None, *, backend: Any
+) -> tuple[Array, Array, Array]:
+    """dx as of rmsnorm_bwd, its bits and scale."""
+    dx = rmsnorm_bwd(dweight, dy, weight, y, rstd, residual)
+    return dx, *quantise_rows(dx, backend=backend)
+
+
+@rmsnorm_scaled_bwd.on("phantom")
+def rmsnorm_scaled_bwd_memory(
+    dweight: Array | None, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None
+) -> tuple[Array, Array, Array]:
+    dx = empty(y.shape, y.dtype)
+    return dx, *quantise_rows_memory(dx)
+
+
 def into(out: Array | None, y: Array) -> Array:
     """y, or `out` with y written into it."""
     if out is None:
         return y
     out[...] = y
     return out
+
+
+def normed(op: Any, x: Array) -> tuple[Any, Array, Array]:
+    """What `op` hands on, y, and rstd. op: an RMSNorm or AddRMSNorm."""
+    if not op.scaled:
+        y, rstd = op.k.rmsnorm_fwd(x, op.weight.value, op.eps)
+        return y, y, rstd
+    y, bits, scale, rstd = op.k.rmsnorm_scaled_fwd(x, op.weight.value, op.eps)
+    return Scaled(y, bits, scale), y, rstd
 
 
 class RMSNorm(Op):
@@ -89,23 +129,28 @@ class RMSNorm(Op):
     normalised by itself with the same w (the q/k norm of Qwen3). `out=x` writes y over it, and y is saved apart;
     backward's `out=` takes dx likewise.
 
+    scaled: y comes as a `Scaled` (fp8.py), for a product in FP8.
+
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
 
-    kernels = (rmsnorm_fwd, rmsnorm_bwd)
+    kernels = (rmsnorm_fwd, rmsnorm_scaled_fwd, rmsnorm_bwd)
 
-    def __init__(self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
+    def __init__(
+        self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "", *, scaled: bool = False
+    ) -> None:
         super().__init__(backend, name)
         self.weight = weight
         self.eps = eps
+        self.scaled = scaled
 
     def params(self) -> list[Param]:
         return [self.weight]
 
-    def forward(self, x: Array, stash: Stash | None = None, *, out: Array | None = None) -> Array:
-        y, rstd = self.k.rmsnorm_fwd(x, self.weight.value, self.eps)
+    def forward(self, x: Array, stash: Stash | None = None, *, out: Array | None = None) -> Any:
+        y, kept, rstd = normed(self, x)
         if stash is not None:
-            stash.push(self, y, rstd)
+            stash.push(self, kept, rstd)
         return into(out, y)
 
     def backward(

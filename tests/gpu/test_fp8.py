@@ -1,0 +1,190 @@
+"""Products in FP8 on a GPU, and what rounds for them, against NumPy's rounding to the same formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinyforge.backends import dtype_of, fp8_dtype, get_backend
+from tinyforge.kernel import bind
+from tinyforge.ops.fp8 import E4M3, E5M2, Weight8, quantise_rows, quantise_weights, rounded
+from tinyforge.ops.rmsnorm import rmsnorm_bwd, rmsnorm_fwd, rmsnorm_scaled_bwd, rmsnorm_scaled_fwd
+from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+cp = pytest.importorskip("cupy", reason="needs CuPy")
+gemm = pytest.importorskip("tinyforge.backends.gemm", reason="needs CuPy")
+
+CPU = get_backend("numpy", "fp8", workers=1)
+SHAPES = (
+    (8, 16, 16), (1, 272, 64), (200, 32, 80), (130, 1104, 208), (777, 528, 336), (2100, 1040, 144), (768, 768, 4112),
+)  # fmt: skip
+BF16 = "bfloat16"
+
+
+@pytest.fixture
+def gpu() -> Any:
+    from tinyforge.backends.cupy_backend import has_wgmma
+
+    if not has_wgmma():
+        pytest.skip("needs a Hopper GPU")
+    return get_backend("cupy", "fp8")
+
+
+def on_gpu(x: np.ndarray, kind: str = BF16) -> Any:
+    return cp.asarray(x.astype(dtype_of(kind) if kind == BF16 else kind))
+
+
+def wide(x: Any) -> np.ndarray:
+    found: np.ndarray = cp.asnumpy(x).astype(np.float32)
+    return found
+
+
+def as_bytes(x: Any, kind: str = E4M3) -> np.ndarray:
+    """Of a GPU's array of bytes, the numbers."""
+    found: np.ndarray = cp.asnumpy(x).view(fp8_dtype(kind))
+    return found
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    return bool(np.array_equal(a.astype(np.float32), b.astype(np.float32), equal_nan=True))
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (5, 1), (3, 2, 768), (9, 1000), (64, 4096), (0, 16), (7, 129)])
+def test_rows_are_rounded_as_on_the_cpu(shape: tuple[int, ...], gpu: Any) -> None:
+    rng = np.random.default_rng(0)
+    host = rng.normal(size=shape) * np.exp(rng.normal(size=(*shape[:-1], 1)) * 4)
+    if host.size:
+        host.reshape(-1, shape[-1])[0] = 0
+    x = on_gpu(host)
+    k, theirs = bind((quantise_rows,), gpu, "test"), bind((quantise_rows,), CPU, "test")
+    bits, scale = k.quantise_rows(x)
+    wanted, wanted_scale = theirs.quantise_rows(wide(x))
+    assert same(wide(scale), wanted_scale)
+    assert same(as_bytes(bits), wanted)
+
+
+def test_what_is_not_finite_stays_so(gpu: Any) -> None:
+    x = np.ones((3, 768), np.float32)
+    x[0, 5], x[1, 700] = np.nan, np.inf
+    bits, scale = bind((quantise_rows,), gpu, "test").quantise_rows(on_gpu(x))
+    back = as_bytes(bits).astype(np.float32) * wide(scale)[:, None]
+    assert np.isnan(back[0, 5]) and not np.isfinite(back[1, 700]) and np.isfinite(back[2]).all()
+
+
+@pytest.mark.parametrize("shape", [(7, 768), (300, 128), (3, 1024), (5, 33), (9, 4096)])
+def test_norms_round_what_they_write(shape: tuple[int, int], gpu: Any) -> None:
+    rng = np.random.default_rng(1)
+    x, dy, more = (on_gpu(rng.normal(size=shape)) for _ in range(3))
+    weight = on_gpu(1 + 0.1 * rng.normal(size=shape[1]))
+    kernels = (rmsnorm_fwd, rmsnorm_scaled_fwd, rmsnorm_bwd, rmsnorm_scaled_bwd, quantise_rows)
+    k = bind(kernels, gpu, "test")
+    y, rstd = k.rmsnorm_fwd(x, weight, 1e-5)
+    scaled, bits, scale, again = k.rmsnorm_scaled_fwd(x, weight, 1e-5)
+    assert same(wide(y), wide(scaled)) and same(wide(rstd), wide(again))
+    found = [(scaled, bits, scale)]
+    for residual in (None, more):
+        sums = [cp.zeros(shape[1], np.float32) for _ in range(2)]
+        dx = k.rmsnorm_bwd(sums[0], dy, weight, y, rstd, residual)
+        found.append(k.rmsnorm_scaled_bwd(sums[1], dy, weight, y, rstd, residual))
+        assert np.abs(wide(dx) - wide(found[-1][0])).max() <= 2**-7 * np.abs(wide(dx)).max()
+        assert np.allclose(wide(sums[0]), wide(sums[1]), rtol=1e-5, atol=1e-5)
+    for written, its_bits, its_scale in found:
+        wanted, wanted_scale = k.quantise_rows(written)
+        assert same(wide(its_scale), wide(wanted_scale))
+        assert same(as_bytes(its_bits), as_bytes(wanted))
+
+
+def test_weights_are_rounded_as_on_the_cpu(gpu: Any) -> None:
+    rng = np.random.default_rng(2)
+    shapes = ((1280, 768), (16, 8), (8, 16), (344, 64), (96, 200))
+    weights = [on_gpu(rng.normal(size=shape) * size) for size, shape in enumerate(shapes)]  # the first are all 0
+    ways = ((True, True), (True, False), (False, True), (True, True), (False, True))
+    outs = [
+        Weight8(*(cp.empty(s, np.uint8) if w else None for s, w in zip((x.shape, x.shape[::-1]), wanted, strict=True)),
+                cp.empty(1, np.float32))
+        for x, wanted in zip(weights, ways, strict=True)
+    ]  # fmt: skip
+    bind((quantise_weights,), gpu, "test").quantise_weights(outs, weights)
+    for out, weight in zip(outs, weights, strict=True):
+        kind = fp8_dtype(E4M3)
+        wanted = Weight8(np.empty(weight.shape, kind), np.empty(weight.shape[::-1], kind), np.empty(1, np.float32))
+        bind((quantise_weights,), CPU, "test").quantise_weights([wanted], [wide(weight)])
+        assert same(wide(out.scale), wanted.scale)
+        assert out.straight is None or same(as_bytes(out.straight), wanted.straight)
+        assert out.turned is None or same(as_bytes(out.turned), wanted.turned)
+
+
+def cases() -> Iterator[Any]:
+    for product in gemm.OF_8_BITS:
+        for variant in gemm.compiled(product):
+            yield pytest.param(product, variant, id=f"{product}-{variant}".replace(" ", ""))
+
+
+@pytest.mark.parametrize(("product", "variant"), list(cases()))
+def test_every_variant_is_the_product(product: str, variant: Any, gpu: Any) -> None:
+    """Beside the bytes' own product in float64. The tensor cores keep some 14 bits of a sum."""
+    backward, forward = product == "FP8_SWIGLU_BACKWARD", product == "FP8_SWIGLU"
+    for seed, (m, n, k) in enumerate(SHAPES):
+        rng = np.random.default_rng(seed)
+        a = rounded(rng.normal(size=(m, k)).astype(np.float32), E5M2 if product == "FP8_COARSE" else E4M3, CPU)
+        b = rounded(rng.normal(size=(n, k)).astype(np.float32), E4M3, CPU)
+        scales, weight_scale = np.exp(rng.normal(size=m)).astype(np.float32), np.array([0.3], np.float32)
+        gu = rng.normal(size=(m, 2 * n)) if backward else None
+        given = [cp.asarray(x) for x in (a.view(np.uint8), b.view(np.uint8), scales, weight_scale)]
+        for band in (1, 8):
+            found = []
+            for _ in range(2):
+                out = gemm.gemm_of_8_bits(
+                    product, *given, dtype_of(BF16), variant=replace(variant, band=band), again=True,
+                    gu=None if gu is None else on_gpu(gu),
+                )  # fmt: skip
+                found.append([None if x is None else cp.asnumpy(x) for x in out])
+            for x, again in zip(*found, strict=True):
+                assert x is None or np.array_equal(x.view(np.uint8), again.view(np.uint8)), "not the same bits twice"
+            wanted = a.astype(np.float64) @ b.astype(np.float64).T * scales[:, None] * 0.3
+            y, hidden, bits = found[0]
+            if backward:
+                h = wanted.copy()
+                near(hidden, swiglu_fwd(wide(on_gpu(gu)).astype(np.float64)))
+                wanted = swiglu_bwd(h, h, wide(on_gpu(gu)).astype(np.float64))
+                back = rounded(y.astype(np.float32) * (1 / scales[:, None]), E5M2, CPU)
+                assert same(bits.view(fp8_dtype(E5M2)), back)
+            near(y, wanted)
+            if forward:
+                near(hidden, swiglu_fwd(y.astype(np.float64)))
+
+
+def near(found: np.ndarray, wanted: np.ndarray) -> None:
+    assert np.isfinite(found.astype(np.float64)).all()
+    assert np.linalg.norm(found.astype(np.float64) - wanted) <= 6e-3 * np.linalg.norm(wanted)
+
+
+def test_a_model_has_the_gradients_of_the_cpus_emulation(gpu: Any) -> None:
+    """Where numbers differ in their last bits before they are rounded, some round to the other side."""
+    from models.nanoeuler import PRESETS, NanoEuler
+    from tinyforge.op import Stash
+
+    config, rng = PRESETS["small"], np.random.default_rng(3)
+    ids = rng.integers(0, config.vocab, (4, 128))
+    targets = rng.integers(0, config.vocab, (4, 128, config.mtp_heads))
+    losses, grads = [], []
+    for backend in (gpu, CPU, get_backend("numpy", "fp32", workers=1)):
+        model = NanoEuler(config, backend)
+        model.initialise(0)
+        stash = Stash()
+        nll = model.forward(backend.asarray(ids), backend.asarray(targets), stash)
+        losses.append(float(nll.mean()))
+        model.backward(backend.asarray(np.full(nll.shape, 1 / nll.size), backend.master_dtype), stash)
+        grads.append(backend.to_numpy(model.buffer.grads).copy())
+    assert abs(losses[0] - losses[1]) < 2e-3
+    size = np.linalg.norm(grads[2])
+    emulated, unrounded = np.linalg.norm(grads[0] - grads[1]), np.linalg.norm(grads[1] - grads[2])
+    print(losses, emulated / size, unrounded / size)
+    assert emulated < unrounded  # nearer to the emulation than that is to no rounding
+    assert unrounded < 0.1 * size
