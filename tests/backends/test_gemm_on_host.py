@@ -335,3 +335,115 @@ def test_faults_of_the_epilogues_show(epilogue: str, fault: tuple[str, str], tmp
     except AssertionError:  # it said what was wrong
         return
     assert wrong
+
+
+# Whole numbers in 8 bits and scales that are powers of two: exact, and compared bit for bit.
+IN_8_BITS = r"""
+typedef Pack<T, 1> One;
+static One one(double x) { One found; found.v[0].bits = host_bf16(x); return found; }
+int main() {
+    const int rows = M, half = N, depth = K, again = AGAIN;  // depth: in bytes
+    constexpr bool FORWARDS = EPILOGUE == SWIGLU, BACKWARDS = EPILOGUE == SWIGLU_BACKWARD, COARSE = FACTORS == E5M2;
+    const int lines = FORWARDS ? 2 * half : half, wide = BACKWARDS ? 2 * half : lines, blocks = 2;
+    const int a_pitch = depth / 2 + 16, b_pitch = depth / 2 + 8;  // in pairs
+    host_jitter = true, host_limit = 100000;
+    auto drawn = [](int n, bool coarse) {
+        std::vector<T> x(n);
+        for (T &v : x) {
+            v.bits = host_fp8(int(host_normal() * 1.5), coarse);
+            v.bits |= host_fp8(int(host_normal() * 1.5), coarse) << 8;
+        }
+        return x;
+    };
+    auto a = drawn(rows * a_pitch, COARSE), b = drawn(lines * b_pitch, false);
+    std::vector<T> gates(rows * 2 * half);
+    for (T &v : gates) v.bits = host_bf16(host_normal() * 2);
+    std::vector<float> scales(rows);
+    for (float &v : scales) v = std::ldexp(1.0f, int(host_normal() * 3));
+    const float weight_scale = 0.25;
+    const TensorMap a_map = map(a, false, rows, depth / 2, a_pitch, ROWS);
+    const TensorMap b_map = map(b, false, lines, depth / 2, b_pitch, WIDE / CLUSTER);
+    T poison;
+    memset(&poison, 0xff, sizeof poison);
+    std::vector<T> out(rows * wide + 4096, poison), hidden(rows * half + 4096, poison);
+    std::vector<unsigned char> bits(rows * wide + 4096, 0xff);
+    host_launch(blocks, 1, THREADS, [&] {
+        gemm_hopper(out.data(), a_map, b_map, rows, half, depth / 2, wide, BAND, 1, 0, again ? hidden.data() : nullptr,
+                    BACKWARDS ? gates.data() : nullptr, scales.data(), &weight_scale, bits.data());
+    }, CLUSTER);
+    if (!host_boxes.empty()) host_fault("a box was never waited for");
+    auto factor = [](const std::vector<T> &x, int at, int k, bool coarse) {
+        return double(host_from_fp8(x[at + k / 2].bits >> k % 2 * 8 & 0xff, coarse));
+    };
+    auto sum = [&](int r, int c) {
+        double s = 0;
+        for (int k = 0; k < depth; k++) s += factor(a, r * a_pitch, k, COARSE) * factor(b, c * b_pitch, k, false);
+        return one(s * scales[r] * weight_scale);
+    };
+    int wrong = 0;
+    for (int r = 0; r < rows; r++) for (int c = 0; c < half; c++) {
+        One first = sum(r, c), second, h;
+        if constexpr (FORWARDS) second = sum(r, half + c), h = swiglu(first, second);
+        if constexpr (BACKWARDS) {
+            const One gate{gates[r * 2 * half + c]}, up{gates[r * 2 * half + half + c]};
+            const One dh = first;
+            swiglu_gradient(first, second, h, dh, gate, up);
+            wrong += bits[r * wide + c] != host_fp8(widen(first.v[0]) * (1 / scales[r]), true);
+            wrong += bits[r * wide + half + c] != host_fp8(widen(second.v[0]) * (1 / scales[r]), true);
+        }
+        wrong += out[r * wide + c].bits != first.v[0].bits;
+        if (wide == half) continue;
+        wrong += out[r * wide + half + c].bits != second.v[0].bits;
+        wrong += hidden[r * half + c].bits != (again ? h.v[0].bits : 0xffff);
+    }
+    for (size_t i = rows * wide; i < out.size(); i++) wrong += out[i].bits != 0xffff || bits[i] != 0xff;
+    for (size_t i = rows * half; i < hidden.size(); i++) wrong += hidden[i].bits != 0xffff;
+    printf("%d\n", wrong);
+}
+"""
+
+
+def in_8_bits(
+    factors: str, epilogue: str, tile: tuple[int, int, int, int, int], folder: Path, *,
+    shape: tuple[int, int, int] = (264, 136, 400), fault: tuple[str, str] | None = None,
+) -> int:  # fmt: skip
+    """How many numbers are not what the bytes' product, its scales and SwiGLU's formulas give."""
+    macros: dict[str, int | str] = {"SCALAR": "bf16", "PRODUCT": "FORWARD", "FACTORS": factors, "EPILOGUE": epilogue}
+    macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER"), tile, strict=True))
+    main = IN_8_BITS.replace("AGAIN", str(int(epilogue != "NONE"))).replace("BAND", "2")
+    for name, value in zip(("M", "N", "K"), shape, strict=True):
+        main = main.replace(f" {name},", f" {value},", 1)
+    return int(
+        run_on_host("ops/gemm_hopper.cu", macros, HOPPER_BODIES, MAP + main, folder, before=hopper(), fault=fault)
+    )
+
+
+@pytest.mark.parametrize(
+    ("factors", "epilogue", "tile"),
+    [
+        ("E4M3", "NONE", (128, 128, 6, 1, 1)), ("E5M2", "NONE", (128, 192, 5, 1, 1)),
+        ("E5M2", "NONE", (128, 256, 4, 0, 2)), ("E4M3", "SWIGLU", (128, 192, 5, 1, 1)),
+        ("E4M3", "SWIGLU", (128, 256, 4, 0, 1)), ("E4M3", "SWIGLU_BACKWARD", (128, 128, 6, 1, 1)),
+    ],
+)  # fmt: skip
+def test_products_of_8_bits(
+    factors: str, epilogue: str, tile: tuple[int, int, int, int, int], tmp_path: Path
+) -> None:
+    assert in_8_bits(factors, epilogue, tile, tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "fault"),
+    [
+        ("NONE", ("columns(part, k), columns(b, k), step", "columns(part, k), columns(b, 0), step")),
+        ("NONE", ("scales[i][j / 2]", "scales[i][0]")),  # the scale of the row 8 above
+        ("NONE", ("scales[at] * *weight_scale", "scales[at]")),
+        ("SWIGLU", ("products.rescale(of_rows);", "")),
+        ("SWIGLU_BACKWARD", ("bytes_of<false>(dup", "bytes_of<true>(dup")),
+        ("SWIGLU_BACKWARD", ("1 / scales[row] : 0.0f", "scales[row] : 0.0f")),
+        ("SWIGLU_BACKWARD", ("store(bits + line + half + column", "store(bits + line + column")),
+    ],
+    ids=lambda x: x[0] if isinstance(x, tuple) else x,
+)  # fmt: skip
+def test_faults_in_8_bits_show(epilogue: str, fault: tuple[str, str], tmp_path: Path) -> None:
+    assert in_8_bits("E4M3", epilogue, (128, 128, 4, 1, 1), tmp_path, shape=(136, 264, 144), fault=fault)
