@@ -28,6 +28,8 @@ on average: what keeping documents apart costs, or saves.
 With --capture our step is timed again as a CUDA graph, as with --capture in training; its losses must be those of
 ours to the last bit.
 
+With --precision fp8 our step is timed in bf16 as well, and PyTorch's in bf16.
+
 With --gpus N the processes of bench/ranks.py take turns instead: one GPU, N of them, N with the optimizer's state and
 then the gradients too shared out, and with --peer torch compiled PyTorch's DistributedDataParallel, each GPU with
 --batch-size sequences.
@@ -92,13 +94,13 @@ from tinyforge.train.plan import plan_step
 from tinyforge.train.run import FLOP_CONVENTION
 from tinyforge.train.settings import PretrainSettings, config_of, restarts
 
-READING, MASKED, CAPTURED = "tinyforge, data", "tinyforge, mask", "tinyforge, graph"
+READING, MASKED, CAPTURED, IN_BF16 = "tinyforge, data", "tinyforge, mask", "tinyforge, graph", "tinyforge, bf16"
 PEERS = {"torch": (EAGER, COMPILED, GRAPH), "torch-eager": (EAGER,)}
 LR, CLIP = 1e-3, 1.0
 BATCHES = 8  # distinct ones, visited in turn
 PARITY_STEPS = 3  # the second and third loss depend on the gradients, the clipping and AdamW too
 WARM_UP_STEPS = 3
-PARITY_TOLERANCE = {"fp64": 1e-4, "fp32": 1e-4, "tf32": 1e-2, "bf16": 3e-2}  # nats
+PARITY_TOLERANCE = {"fp64": 1e-4, "fp32": 1e-4, "tf32": 1e-2, "bf16": 3e-2, "fp8": 5e-2}  # nats
 TURN = 5  # counted steps before the next contender's turn
 MEMORY_STEPS = 5
 
@@ -132,6 +134,10 @@ class Options:
         model, preset = self.beside or ("", "")
         config = config_of(PretrainSettings(model=model, config=preset))
         return replace(self, model=model, config=config.override({"context": max(self.seq_len, config.context)}))
+
+    def in_bf16(self) -> Options:
+        """The same in bf16, where it is FP8."""
+        return replace(self, precision="bf16") if self.precision == "fp8" else self
 
     def without_dropout(self) -> Options:
         return replace(self, config=self.config.override({"dropout": 0.0}))
@@ -237,7 +243,7 @@ def torch_peer(options: Options, mode: str | None) -> Any:
 
     device = f"cuda:{options.device or 0}" if options.backend == "cupy" else "cpu"
     training = TorchTraining(
-        options.model, options.config, precision=options.precision, device=device, threads=options.threads,
+        options.model, options.config, precision=options.in_bf16().precision, device=device, threads=options.threads,
         clip=CLIP, compiled=mode,
     )  # fmt: skip
     return TorchPeer(training, options.batches(), LR)
@@ -258,12 +264,13 @@ def _steps_only(name: str, options: Options) -> float:
         contender = Ours(options, options.make_backend()) if name == OURS else torch_peer(options, None)
         take_steps(contender)
         return peak_memory_mib()  # before the contender goes, and its workers with it
-    if name in (OURS, CAPTURED):
+    if name in (OURS, CAPTURED, IN_BF16):
+        options = options.in_bf16() if name == IN_BF16 else options
         backend = options.make_backend()
         from tinyforge.backends.cupy_backend import PeakMemory
 
         with PeakMemory() as peak:
-            take_steps((Ours if name == OURS else Graph)(options, backend))
+            take_steps((Graph if name == CAPTURED else Ours)(options, backend))
         return peak.bytes / 2**20
     take_steps(torch_peer(options, MODES[name]))
     return sys.modules["torch"].cuda.max_memory_allocated() / 2**20
@@ -324,7 +331,8 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     load_average = os.getloadavg()[0]
     # First, while this process is small: Linux counts a parent's peak at the start of a child as the child's own.
     peers = PEERS[peer] if peer else ()
-    own = (OURS, CAPTURED) if options.capture else (OURS,)
+    rounds = options.precision == "fp8" and options.backend == "cupy"
+    own = (OURS, *((CAPTURED,) if options.capture else ()), *((IN_BF16,) if rounds else ()))
     measured = [name for name in (*own, *peers) if options.backend == "cupy" or name not in (COMPILED, GRAPH)]
     _, memory, _ = soft({name: partial(str, name) for name in measured}, lambda name: peak_memory(name, options))
     backend = options.make_backend()
@@ -339,6 +347,8 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     if options.capture:
         check_bits(options, backend)
         contenders[CAPTURED] = Graph(options, backend)
+    if rounds:
+        contenders[IN_BF16] = Ours(options.in_bf16(), options.in_bf16().make_backend())
     if options.data:
         contenders[READING] = Reading(options, backend)
     if options.documents:
@@ -529,6 +539,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         gemm.announce(lambda text: print(text, file=sys.stderr))
     find_model(args.model).check_recompute(options.recompute)
+    find_model(args.model).check_precision(options.precision)
     found = measure(options, args.peer)
     publish(found, table(found), args.json)
     return 0

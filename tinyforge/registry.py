@@ -33,7 +33,8 @@ class ModelSpec:
     the model: "blocks.0.qkv". config: the class of its configs. presets: configs by name, the first is the default.
     summary: one line. hf: the module that maps Hugging Face weights, as "package.module"; empty where there is none.
     architectures: the names in Hugging Face's config.json that it reads. documents: whether the model's forward takes
-    `documents`, for --document-mask. blocks: whether it can be built with recompute="blocks". bundled: a checkpoint
+    `documents`, for --document-mask. blocks: whether it can be built with recompute="blocks". fp8: whether it has
+    products in FP8, for --precision fp8. bundled: a checkpoint
     that comes with the model's code, a small trained model, for commands that want one where nothing has been trained;
     storyteller: another, which chat takes there. learns: what it is trained on: "text", next tokens; "masked text",
     tokens that are hidden from it, and classes of texts; "images", classes of images. The first is for
@@ -55,6 +56,7 @@ class ModelSpec:
     architectures: tuple[str, ...] = field(default=())
     documents: bool = False
     blocks: bool = False
+    fp8: bool = False
     bundled: Path | None = None
     storyteller: Path | None = None
     learns: str = "text"
@@ -69,6 +71,12 @@ class ModelSpec:
             able = ", ".join(spec.name for spec in models().values() if spec.blocks)
             raise UserError(f"--recompute blocks: {self.title} has no blocks that can be run again; leave it out, "
                             f"or use one of {able}")  # fmt: skip
+
+    def check_precision(self, name: str) -> None:
+        """Raise UserError where the model would not compute in this precision."""
+        if name == "fp8" and not self.fp8:
+            able = ", ".join(spec.name for spec in models().values() if spec.fp8)
+            raise UserError(f"--precision fp8: {self.title} has no products in FP8; use bf16, or one of {able}")
 
 
 def in_repository(name: str) -> str:

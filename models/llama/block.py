@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from models.llama.config import Config
 from tinyforge.backends import Backend
+from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
@@ -55,10 +56,15 @@ def gain(name: str, width: int) -> Param:
 
 class AttentionHalf:
     """The first half of a layer, and the norm that ends the layer: what layers share that differ in their second half.
-    x, h: the stream and its norm, (B, T, C) each."""
+    x, h: the stream and its norm, (B, T, C) each.
+
+    in_fp8: whether the layer has products in FP8, where the backend has.
+    """
+
+    in_fp8 = False
 
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
-        c, at = config, f"blocks.{layer}"
+        c, at, fp8, last = config, f"blocks.{layer}", backend.fp8 and self.in_fp8, layer + 1 == config.layers
         self.head_dim = c.head_dim
         queries, heads = c.heads * c.head_dim, c.heads + 2 * c.kv_heads
 
@@ -67,7 +73,9 @@ class AttentionHalf:
 
         bias = Param(f"{at}.qkv.bias", (heads * c.head_dim,), decay=False) if c.qkv_bias else None
         qkv = Param(f"{at}.qkv.weight", (heads * c.head_dim, c.dim), std=STD)
-        self.qkv = FP8Linear(qkv, backend, f"{at}.qkv") if backend.fp8 else Linear(qkv, backend, f"{at}.qkv", bias=bias)
+        if fp8 and bias:
+            raise UserError("--precision fp8: qkv has a bias (qkv_bias), and products in FP8 add none; use bf16")
+        self.qkv = FP8Linear(qkv, backend, f"{at}.qkv") if fp8 else Linear(qkv, backend, f"{at}.qkv", bias=bias)
         # Qwen3: a norm for all query heads, one for all key heads.
         of_q, of_k = slice(0, c.heads), slice(c.heads, c.heads + c.kv_heads)
         self.head_norms = [(head_norm("q_norm"), of_q), (head_norm("k_norm"), of_k)] if c.qk_norm else []
@@ -81,7 +89,6 @@ class AttentionHalf:
         self.out = Linear(out, backend, f"{at}.out")
         self.out_dropout = Dropout(c.dropout, backend, f"{at}.out_dropout")
         self.down_dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
-        fp8, last = backend.fp8, layer + 1 == c.layers
         self.norm2 = AddRMSNorm(gain(f"{at}.norm2", c.dim), backend, c.norm_eps, f"{at}.norm2", scaled=fp8)
         following = "final_norm" if last else f"blocks.{layer + 1}.norm1"
         self.next_norm = AddRMSNorm(gain(following, c.dim), backend, c.norm_eps, following, scaled=fp8 and not last,
@@ -121,6 +128,8 @@ class AttentionHalf:
 
 class Block(AttentionHalf):
     """One layer. x, h: the stream and its norm, (B, T, C) each."""
+
+    in_fp8 = True
 
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
         super().__init__(config, layer, backend)

@@ -45,7 +45,7 @@ class LlamaLike(Op):
         table = Param("embedding.weight", (shape.vocab, shape.dim), std=STD)
         self.embedding = Embedding(table, backend, "embedding")
         self.first_norm = RMSNorm(gain("blocks.0.norm1", shape.dim), backend, shape.norm_eps, "blocks.0.norm1",
-                                  scaled=backend.fp8)  # fmt: skip
+                                  scaled=backend.fp8 and self.block.in_fp8)  # fmt: skip
         self.blocks = [self.block(shape, i, backend) for i in range(shape.layers)]
         self.again = [Again(backend, f"blocks.{i}") for i in range(shape.layers)]
         self.heads = LinearCrossEntropy(heads or table, backend, "heads")

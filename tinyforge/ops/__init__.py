@@ -33,11 +33,13 @@ from tinyforge.ops.tanh import Tanh
 
 ALL: tuple[type[Op], ...] = (
     Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Linear, RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm,
-    RoPE, Attention, SwiGLU, LinearSwiGLU, SwiGLULinear, FP8Linear, FP8LinearSwiGLU, FP8SwiGLULinear, GELU, GELULinear,
-    LoRA, Tanh, Softmax, Dropout, CausalConv, SelectiveScan, LSTM, TopKRouter, RouterLosses, MixtureOfExperts,
-    CrossEntropy, LinearCrossEntropy,
+    RoPE, Attention, SwiGLU, LinearSwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh, Softmax, Dropout, CausalConv,
+    SelectiveScan, LSTM, TopKRouter, RouterLosses, MixtureOfExperts, CrossEntropy, LinearCrossEntropy,
 )  # fmt: skip
 """Every op, in the order of the gradient-check ledger."""
+
+IN_FP8: tuple[type[Op], ...] = (FP8Linear, FP8LinearSwiGLU, FP8SwiGLULinear)
+"""Those that stand for one of ALL in --precision fp8. In float64, where they round nothing, NumPy alone has them."""
 
 __all__ = [
     "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CausalConv", "ClassToken", "CrossEntropy", "Dropout",

@@ -15,10 +15,15 @@ def flat(x: Array) -> Array:
     return x.reshape(x.size // x.shape[-1], x.shape[-1])
 
 
+def shaped(y: Array, like: Array) -> Array:
+    """The rows of y as those of `like` lie."""
+    return y.reshape(*like.shape[:-1], y.shape[-1])
+
+
 @fp8_linear.fp8_linear_fwd.on("cupy")
 def fp8_linear_fwd(bits: Array, scale: Array, weight: Weight8, *, backend: CupyBackend) -> Array:
     y, _, _ = gemm_of_8_bits("FP8", flat(bits), weight.straight, scale, weight.scale, backend.dtype)
-    return y.reshape(*bits.shape[:-1], -1)
+    return shaped(y, bits)
 
 
 @fp8_linear.fp8_linear_swiglu_fwd.on("cupy")
@@ -27,7 +32,7 @@ def fp8_linear_swiglu_fwd(
 ) -> tuple[Array, Array]:
     gu, hidden, _ = gemm_of_8_bits("FP8_SWIGLU", flat(bits), weight.straight, scale, weight.scale, backend.dtype)
     assert hidden is not None
-    return gu.reshape(*bits.shape[:-1], -1), hidden.reshape(*bits.shape[:-1], -1)
+    return shaped(gu, bits), shaped(hidden, bits)
 
 
 @fp8_linear.fp8_linear_bwd.on("cupy")
@@ -39,7 +44,7 @@ def fp8_linear_bwd(
         gemm(flat(contiguous(dy)), flat(contiguous(x)), dweight, transpose_a=True, accumulate=True)
     kind = "FP8_COARSE" if coarse else "FP8"
     dx, _, _ = gemm_of_8_bits(kind, flat(bits), weight.turned, scale, weight.scale, backend.dtype)
-    return dx.reshape(*dy.shape[:-1], -1)
+    return shaped(dx, dy)
 
 
 @fp8_linear.fp8_swiglu_linear_bwd.on("cupy")

@@ -85,6 +85,7 @@ def plan_step(
     --document-mask; None without.
     """
     spec.check_recompute(recompute)
+    spec.check_precision(precision)
     batch_size = -(-batch_size // max(split.ranks, split.shards))
     start = METER.now
     METER.peak = start

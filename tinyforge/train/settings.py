@@ -257,6 +257,7 @@ class ModelSettings(Settings):
         config_of(self)
         restarts(self, find_model(self.model))
         find_model(self.model).check_recompute(self.recompute)
+        find_model(self.model).check_precision(self.precision)
 
 
 @dataclass(frozen=True)
