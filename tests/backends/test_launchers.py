@@ -422,7 +422,8 @@ def test_products_of_8_bits_and_what_rounds_get_what_they_declare(launches: Laun
     launches.seen.clear()
     for width in (768, 33):
         gain = Param("gain", (width,), fill=1.0, decay=False)
-        norm = with_buffer(ops.AddRMSNorm(gain, backend, scaled=True, scales_back=True), backend, np.random.default_rng(0))
+        norm = ops.AddRMSNorm(gain, backend, scaled=True, scales_back=True)
+        with_buffer(norm, backend, np.random.default_rng(0))
         stash, x = Stash(), backend.zeros((5, width))
         norm.forward(x, None, stash)
         norm.backward((x, x), stash)

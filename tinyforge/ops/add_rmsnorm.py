@@ -9,7 +9,7 @@ import numpy as np
 
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.phantom import empty
-from tinyforge.kernel import Array, kernel
+from tinyforge.kernel import Array, bind, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.fp8 import Scaled, quantise_rows
 from tinyforge.ops.rmsnorm import normed, rmsnorm_bwd, rmsnorm_fwd, rmsnorm_scaled_bwd, rmsnorm_scaled_fwd
@@ -43,7 +43,7 @@ class AddRMSNorm(Op):
     scaled: y comes as a `Scaled` (fp8.py), for a product in FP8. scales_back: so does ddelta.
     """
 
-    kernels = (add_rmsnorm_fwd, rmsnorm_fwd, rmsnorm_scaled_fwd, rmsnorm_bwd, rmsnorm_scaled_bwd, quantise_rows)
+    kernels = (add_rmsnorm_fwd, rmsnorm_fwd, rmsnorm_bwd)
 
     def __init__(
         self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "", *, scaled: bool = False,
@@ -53,6 +53,9 @@ class AddRMSNorm(Op):
         self.weight = weight
         self.eps = eps
         self.scaled, self.scales_back = scaled, scales_back
+        if scaled or scales_back:
+            more = (rmsnorm_scaled_fwd, rmsnorm_scaled_bwd, quantise_rows)
+            self.k = bind((*self.kernels, *more), backend, type(self).__name__)
 
     def params(self) -> list[Param]:
         return [self.weight]

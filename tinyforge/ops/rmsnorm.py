@@ -9,7 +9,7 @@ import numpy as np
 
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.phantom import empty
-from tinyforge.kernel import Array, kernel
+from tinyforge.kernel import Array, bind, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.fp8 import Scaled, quantise_rows, quantise_rows_memory
 from tinyforge.params import with_buffer
@@ -134,7 +134,7 @@ class RMSNorm(Op):
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
 
-    kernels = (rmsnorm_fwd, rmsnorm_scaled_fwd, rmsnorm_bwd)
+    kernels = (rmsnorm_fwd, rmsnorm_bwd)
 
     def __init__(
         self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "", *, scaled: bool = False
@@ -143,6 +143,8 @@ class RMSNorm(Op):
         self.weight = weight
         self.eps = eps
         self.scaled = scaled
+        if scaled:
+            self.k = bind((*self.kernels, rmsnorm_scaled_fwd), backend, type(self).__name__)
 
     def params(self) -> list[Param]:
         return [self.weight]
