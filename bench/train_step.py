@@ -522,7 +522,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                    help="time our step with documents of N tokens on average kept apart too")  # fmt: skip
     p.add_argument("--backend", default="auto", help="ours: auto, numpy, cupy (default: auto)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
-    p.add_argument("--precision", default="fp32", help="fp32, fp64, and on a GPU tf32 or bf16 (default: fp32)")
+    p.add_argument("--precision", default="fp32", help="fp32, fp64, fp8, and on a GPU tf32 or bf16 (default: fp32)")
     p.add_argument("--workers", type=int, help="processes of ours, one BLAS thread each (default: one a core)")
     p.add_argument("--threads", type=int, help="threads of PyTorch (default: as many as --workers)")
     p.add_argument("--gpus", type=int, metavar="N",
