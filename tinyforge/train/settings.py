@@ -128,7 +128,7 @@ class Settings:
     capture: str = setting("off", "on: launch each step as one CUDA graph, on one GPU: faster where the model is "
                            "small, the same bits (given alone: on)", choices=("on", "off"), bare="on", changes=NOTHING,
                            card=NEVER)  # fmt: skip
-    precision: str = setting("fp32", "fp32, fp64, fp8, and on a GPU tf32 or bf16; fp8 wants a Hopper, or rounds so on a CPU")
+    precision: str = setting("fp32", "fp32, fp64, fp8 (on a GPU: of a Hopper), and on a GPU tf32 or bf16")
     data: tuple[str, ...] = setting((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
     encoding: str = setting("utf-8", "encoding of text files")
     out: str = setting("", "directory of the run", metavar="DIR", changes=NOTHING, card=NEVER)
