@@ -76,7 +76,7 @@ def test_shapes_are_those_of_a_real_step() -> None:
         (["show", "gpt2", "--config", "small"], "gpt2 has no preset 'small'; known: char, 124m, 355m"),
         (["show", "gpt2", "--batch-size", "0"], "--batch-size 0, --seq-len 256; wants 1 or more"),
         (["show", "gpt2", "--seq-len", "257"], "--seq-len 257; wants 1 or more, and 1 to the config's context, 256"),
-        (["show", "gpt2", "--precision", "fp8"], "precision 'fp8' is not one of"),
+        (["show", "gpt2", "--precision", "fp4"], "precision 'fp4' is not one of"),
         (["show"], "the following arguments are required: NAME"),
         ([], "the following arguments are required: list|show|record|page"),
     ],
