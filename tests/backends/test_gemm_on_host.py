@@ -341,10 +341,12 @@ def test_faults_of_the_epilogues_show(epilogue: str, fault: tuple[str, str], tmp
 IN_8_BITS = r"""
 typedef Pack<T, 1> One;
 static One one(double x) { One found; found.v[0].bits = host_bf16(x); return found; }
+static u32 bits_of(float x) { return __float_as_uint(x); }
+static u32 bits_of(T x) { return x.bits; }
 int main() {
-    const int rows = M, half = N, depth = K, again = AGAIN;  // depth: in bytes
-    constexpr bool FORWARDS = EPILOGUE == SWIGLU, BACKWARDS = EPILOGUE == SWIGLU_BACKWARD, COARSE = FACTORS == E5M2;
-    const int lines = FORWARDS ? 2 * half : half, wide = BACKWARDS ? 2 * half : lines, blocks = 2;
+    const int rows = M, half = N, depth = K, blocks = 2, splits = SPLITS;  // depth: in bytes
+    constexpr bool FORWARDS = EPILOGUE == SWIGLU, COARSE = FACTORS == E5M2, ADDS = PRODUCT == WEIGHT;
+    const int wide = FORWARDS ? 2 * half : half;
     const int a_pitch = depth / 2 + 16, b_pitch = depth / 2 + 8;  // in pairs
     host_jitter = true, host_limit = 100000;
     auto drawn = [](int n, bool coarse) {
@@ -355,62 +357,56 @@ int main() {
         }
         return x;
     };
-    auto a = drawn(rows * a_pitch, COARSE), b = drawn(lines * b_pitch, false);
-    std::vector<T> gates(rows * 2 * half);
-    for (T &v : gates) v.bits = host_bf16(host_normal() * 2);
+    auto a = drawn(rows * a_pitch, COARSE), b = drawn(wide * b_pitch, false);
     std::vector<float> scales(rows);
     for (float &v : scales) v = std::ldexp(1.0f, int(host_normal() * 3));
     const float weight_scale = 0.25;
     const TensorMap a_map = map(a, false, rows, depth / 2, a_pitch, ROWS);
-    const TensorMap b_map = map(b, false, lines, depth / 2, b_pitch, WIDE / CLUSTER);
-    T poison;
+    const TensorMap b_map = map(b, false, wide, depth / 2, b_pitch, WIDE / CLUSTER);
+    Result poison;
     memset(&poison, 0xff, sizeof poison);
-    std::vector<T> out(rows * wide + 4096, poison), hidden(rows * half + 4096, poison);
-    std::vector<unsigned char> bits(rows * wide + 4096, 0xff);
+    std::vector<Result> out(splits * rows * wide + 4096, poison), hidden(rows * half + 4096, poison);
+    if (ADDS && splits == 1) memset(out.data(), 0, rows * wide * sizeof(Result));
     host_launch(blocks, 1, THREADS, [&] {
-        gemm_hopper(out.data(), a_map, b_map, rows, half, depth / 2, wide, BAND, 1, 0, again ? hidden.data() : nullptr,
-                    BACKWARDS ? gates.data() : nullptr, scales.data(), &weight_scale, bits.data());
+        gemm_hopper(out.data(), a_map, b_map, rows, half, depth / 2, wide, BAND, splits, ADDS && splits == 1,
+                    FORWARDS ? hidden.data() : nullptr, nullptr, scales.data(), &weight_scale, !ADDS);
     }, CLUSTER);
     if (!host_boxes.empty()) host_fault("a box was never waited for");
     auto factor = [](const std::vector<T> &x, int at, int k, bool coarse) {
         return double(host_from_fp8(x[at + k / 2].bits >> k % 2 * 8 & 0xff, coarse));
     };
-    auto sum = [&](int r, int c) {
+    const int steps = ceil_div(depth, 128);
+    auto sum = [&](int r, int c, int split) {
         double s = 0;
-        for (int k = 0; k < depth; k++) s += factor(a, r * a_pitch, k, COARSE) * factor(b, c * b_pitch, k, false);
-        return one(s * scales[r] * weight_scale);
+        for (int k = split * steps / splits * 128; k < min((split + 1) * steps / splits * 128, depth); k++)
+            s += factor(a, r * a_pitch, k, COARSE) * factor(b, c * b_pitch, k, false);
+        return s * scales[ADDS ? 0 : r] * weight_scale;
     };
     int wrong = 0;
-    for (int r = 0; r < rows; r++) for (int c = 0; c < half; c++) {
-        One first = sum(r, c), second, h;
-        if constexpr (FORWARDS) second = sum(r, half + c), h = swiglu(first, second);
-        if constexpr (BACKWARDS) {
-            const One gate{gates[r * 2 * half + c]}, up{gates[r * 2 * half + half + c]};
-            const One dh = first;
-            swiglu_gradient(first, second, h, dh, gate, up);
-            wrong += bits[r * wide + c] != host_fp8(widen(first.v[0]) * (1 / scales[r]), true);
-            wrong += bits[r * wide + half + c] != host_fp8(widen(second.v[0]) * (1 / scales[r]), true);
+    for (int split = 0; split < splits; split++) for (int r = 0; r < rows; r++) for (int c = 0; c < wide; c++) {
+        const double s = sum(r, c, split);
+        wrong += bits_of(out[(split * rows + r) * wide + c]) != (ADDS ? bits_of(float(s)) : bits_of(one(s).v[0]));
+        if (FORWARDS && c < half) {
+            const One h = swiglu(one(s), one(sum(r, half + c, split)));
+            wrong += bits_of(hidden[r * half + c]) != bits_of(h.v[0]);
         }
-        wrong += out[r * wide + c].bits != first.v[0].bits;
-        if (wide == half) continue;
-        wrong += out[r * wide + half + c].bits != second.v[0].bits;
-        wrong += hidden[r * half + c].bits != (again ? h.v[0].bits : 0xffff);
     }
-    for (size_t i = rows * wide; i < out.size(); i++) wrong += out[i].bits != 0xffff || bits[i] != 0xff;
-    for (size_t i = rows * half; i < hidden.size(); i++) wrong += hidden[i].bits != 0xffff;
+    const u32 nothing = bits_of(poison);
+    for (size_t i = splits * rows * wide; i < out.size(); i++) wrong += bits_of(out[i]) != nothing;
+    for (size_t i = FORWARDS ? rows * half : 0; i < hidden.size(); i++) wrong += bits_of(hidden[i]) != nothing;
     printf("%d\n", wrong);
 }
 """
 
 
 def in_8_bits(
-    factors: str, epilogue: str, tile: tuple[int, int, int, int, int], folder: Path, *,
-    shape: tuple[int, int, int] = (264, 136, 400), fault: tuple[str, str] | None = None,
+    factors: str, epilogue: str, tile: tuple[int, int, int, int, int], folder: Path, *, which: str = "FORWARD",
+    splits: int = 1, shape: tuple[int, int, int] = (264, 136, 400), fault: tuple[str, str] | None = None,
 ) -> int:  # fmt: skip
     """How many numbers are not what the bytes' product, its scales and SwiGLU's formulas give."""
-    macros: dict[str, int | str] = {"SCALAR": "bf16", "PRODUCT": "FORWARD", "FACTORS": factors, "EPILOGUE": epilogue}
+    macros: dict[str, int | str] = {"SCALAR": "bf16", "PRODUCT": which, "FACTORS": factors, "EPILOGUE": epilogue}
     macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER"), tile, strict=True))
-    main = IN_8_BITS.replace("AGAIN", str(int(epilogue != "NONE"))).replace("BAND", "2")
+    main = IN_8_BITS.replace("BAND", "2").replace("SPLITS", str(splits))
     for name, value in zip(("M", "N", "K"), shape, strict=True):
         main = main.replace(f" {name},", f" {value},", 1)
     return int(
@@ -419,17 +415,17 @@ def in_8_bits(
 
 
 @pytest.mark.parametrize(
-    ("factors", "epilogue", "tile"),
+    ("factors", "epilogue", "tile", "which", "splits"),
     [
-        ("E4M3", "NONE", (128, 128, 6, 1, 1)), ("E5M2", "NONE", (128, 192, 5, 1, 1)),
-        ("E5M2", "NONE", (128, 256, 4, 0, 2)), ("E4M3", "SWIGLU", (128, 192, 5, 1, 1)),
-        ("E4M3", "SWIGLU", (128, 256, 4, 0, 1)), ("E4M3", "SWIGLU_BACKWARD", (128, 128, 6, 1, 1)),
+        ("E4M3", "NONE", (128, 256, 4, 0, 1), "FORWARD", 1), ("E5M2", "NONE", (128, 192, 5, 1, 1), "FORWARD", 1),
+        ("E4M3", "SWIGLU", (128, 192, 5, 1, 1), "FORWARD", 1), ("E4M3", "SWIGLU", (128, 256, 4, 0, 1), "FORWARD", 1),
+        ("E5M2", "NONE", (128, 192, 5, 1, 1), "WEIGHT", 1), ("E5M2", "NONE", (128, 256, 4, 0, 1), "WEIGHT", 3),
     ],
 )  # fmt: skip
 def test_products_of_8_bits(
-    factors: str, epilogue: str, tile: tuple[int, int, int, int, int], tmp_path: Path
+    factors: str, epilogue: str, tile: tuple[int, int, int, int, int], which: str, splits: int, tmp_path: Path
 ) -> None:
-    assert in_8_bits(factors, epilogue, tile, tmp_path) == 0
+    assert in_8_bits(factors, epilogue, tile, tmp_path, which=which, splits=splits) == 0
 
 
 @pytest.mark.parametrize(
@@ -437,13 +433,83 @@ def test_products_of_8_bits(
     [
         ("NONE", ("columns(part, k), columns(b, k), step", "columns(part, k), columns(b, 0), step")),
         ("NONE", ("scales[i][j / 2]", "scales[i][0]")),  # the scale of the row 8 above
-        ("NONE", ("scales[at] * *weight_scale", "scales[at]")),
+        ("NONE", ("* *weight_scale", "")),
         ("SWIGLU", ("products.rescale(of_rows);", "")),
-        ("SWIGLU_BACKWARD", ("bytes_of<false>(dup", "bytes_of<true>(dup")),
-        ("SWIGLU_BACKWARD", ("1 / scales[row] : 0.0f", "scales[row] : 0.0f")),
-        ("SWIGLU_BACKWARD", ("store(bits + line + half + column", "store(bits + line + column")),
+        ("SWIGLU", ("scales[by_row ? at : 0]", "scales[0]")),
     ],
     ids=lambda x: x[0] if isinstance(x, tuple) else x,
 )  # fmt: skip
 def test_faults_in_8_bits_show(epilogue: str, fault: tuple[str, str], tmp_path: Path) -> None:
     assert in_8_bits("E4M3", epilogue, (128, 128, 4, 1, 1), tmp_path, shape=(136, 264, 144), fault=fault)
+
+
+TURNED = r"""
+int main() {
+    const int rows = M, columns = N, pitch = (rows + 15) / 16 * 16;
+    std::vector<T> x(rows * columns), gu(2 * rows * columns), room(rows * columns + 8);
+    for (T &v : x) v.bits = host_bf16(host_normal());
+    for (T &v : gu) v.bits = host_bf16(host_normal());
+    const float scale = 0.01;
+    std::vector<byte> bits(rows * columns + 64, 0xee), turned(pitch * columns + 64, 0xee);
+    const int across = (columns + ACROSS - 1) / ACROSS, down = (pitch + DOWN - 1) / DOWN;
+    host_launch(across, down, 256, [&] {
+        turn_rows_coarse(bits.data(), turned.data(), x.data(), &scale, rows, columns, pitch);
+    });
+    int wrong = 0;
+    for (int c = 0; c < columns; c++) for (int r = 0; r < pitch; r++) {
+        const byte wanted = r < rows ? host_fp8(widen(x[r * columns + c]) * (1 / scale), true) : 0;
+        wrong += turned[c * pitch + r] != wanted;
+        if (r < rows) wrong += bits[r * columns + c] != wanted;
+    }
+    for (int i = 0; i < 64; i++) wrong += turned[pitch * columns + i] != 0xee || bits[rows * columns + i] != 0xee;
+    std::vector<byte> more(2 * rows * columns + 64, 0xee), other(2 * pitch * columns + 64, 0xee);
+    std::copy(x.begin(), x.end(), room.begin());
+    host_launch(across, down, 256, [&] {
+        swiglu_bwd_turned(more.data(), other.data(), room.data(), room.data(), gu.data(), &scale, rows, columns, pitch);
+    });
+    for (int c = 0; c < columns; c++) for (int r = 0; r < pitch; r++) {
+        Pack<T, 1> gate{}, up{}, d{}, dgate{}, dup{}, h{};
+        if (r < rows) gate.v[0] = gu[2 * r * columns + c], up.v[0] = gu[(2 * r + 1) * columns + c];
+        if (r < rows) d.v[0] = x[r * columns + c];
+        swiglu_gradient(dgate, dup, h, d, gate, up);
+        const byte first = host_fp8(widen(dgate.v[0]) * (1 / scale), true);
+        const byte second = host_fp8(widen(dup.v[0]) * (1 / scale), true);
+        wrong += other[c * pitch + r] != first || other[(columns + c) * pitch + r] != second;
+        if (r >= rows) continue;
+        wrong += more[2 * r * columns + c] != first || more[(2 * r + 1) * columns + c] != second;
+        wrong += room[r * columns + c].bits != h.v[0].bits;
+    }
+    for (int i = 0; i < 64; i++)
+        wrong += other[2 * pitch * columns + i] != 0xee || more[2 * rows * columns + i] != 0xee;
+    printf("%d\n", wrong);
+}
+"""
+
+
+def turned(folder: Path, rows: int, columns: int, fault: tuple[str, str] | None = None) -> int:
+    main = TURNED.replace(" M,", f" {rows},").replace(" N,", f" {columns},")
+    macros: dict[str, int | str] = {"SCALAR": "bf16", "VEC": 8, "PER": 0}
+    bodies = {k: v for k, v in HOPPER_BODIES.items() if "narrow" in k or "two_e" in k}
+    shared = (("__shared__ u32 tile", "static u32 tile"),)
+    return int(run_on_host("ops/fp8.cu", macros, bodies, main, folder, before=hopper(), fault=fault, changes=shared))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (130, 72), (256, 64), (47, 200)])
+def test_rows_are_turned(rows: int, columns: int, tmp_path: Path) -> None:
+    assert turned(tmp_path, rows, columns) == 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("4 * quad + c >= columns", "false"), ("top + row >= pitch", "false"), ("tiles[half]", "tiles[0]"),
+        ("8 * c & 255) << 16", "8 * c & 255) << 8"), ("tile[row + 4 * i + j][quad]", "tile[row + i + 4 * j][quad]"),
+    ],
+    ids=lambda x: x[0],
+)  # fmt: skip
+def test_faults_of_turning_show(fault: tuple[str, str], tmp_path: Path) -> None:
+    try:
+        wrong = turned(tmp_path, 47, 72, fault)
+    except AssertionError:  # it wrote where nothing is
+        return
+    assert wrong

@@ -11,7 +11,17 @@ import pytest
 
 from tinyforge.backends import dtype_of, fp8_dtype, get_backend
 from tinyforge.kernel import bind
-from tinyforge.ops.fp8 import E4M3, E5M2, Weight8, quantise_rows, quantise_weights, rounded
+from tinyforge.ops.fp8 import (
+    E4M3,
+    E5M2,
+    Weight8,
+    largest_scale,
+    quantise_rows,
+    quantise_weights,
+    rounded,
+    swiglu_bwd_turned,
+    turn_rows,
+)
 from tinyforge.ops.rmsnorm import rmsnorm_bwd, rmsnorm_fwd, rmsnorm_scaled_bwd, rmsnorm_scaled_fwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 
@@ -129,35 +139,50 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("product", "variant"), list(cases()))
 def test_every_variant_is_the_product(product: str, variant: Any, gpu: Any) -> None:
     """Beside the bytes' own product in float64. The tensor cores keep some 14 bits of a sum."""
-    backward, forward = product == "FP8_SWIGLU_BACKWARD", product == "FP8_SWIGLU"
+    adds = product == "FP8_WEIGHT"
     for seed, (m, n, k) in enumerate(SHAPES):
         rng = np.random.default_rng(seed)
-        a = rounded(rng.normal(size=(m, k)).astype(np.float32), E5M2 if product == "FP8_COARSE" else E4M3, CPU)
+        coarse = product in ("FP8_COARSE", "FP8_WEIGHT")
+        a = rounded(rng.normal(size=(m, k)).astype(np.float32), E5M2 if coarse else E4M3, CPU)
         b = rounded(rng.normal(size=(n, k)).astype(np.float32), E4M3, CPU)
-        scales, weight_scale = np.exp(rng.normal(size=m)).astype(np.float32), np.array([0.3], np.float32)
-        gu = rng.normal(size=(m, 2 * n)) if backward else None
+        scales, weight_scale = np.exp(rng.normal(size=1 if adds else m)).astype(np.float32), np.array([0.3], np.float32)
+        wanted = a.astype(np.float64) @ b.astype(np.float64).T * scales[:, None] * 0.3 + adds
         given = [cp.asarray(x) for x in (a.view(np.uint8), b.view(np.uint8), scales, weight_scale)]
-        for band in (1, 8):
+        for band, splits in ((1, 1), (8, 3)):
             found = []
             for _ in range(2):
-                out = gemm.gemm_of_8_bits(
-                    product, *given, dtype_of(BF16), variant=replace(variant, band=band), again=True,
-                    gu=None if gu is None else on_gpu(gu),
+                y, hidden = gemm.gemm_of_8_bits(
+                    product, *given, cp.ones((m, n), np.float32) if adds else dtype_of(BF16),
+                    variant=replace(variant, band=band, splits=splits if adds else 1),
                 )  # fmt: skip
-                found.append([None if x is None else cp.asnumpy(x) for x in out])
+                found.append([None if x is None else cp.asnumpy(x) for x in (y, hidden)])
             for x, again in zip(*found, strict=True):
                 assert x is None or np.array_equal(x.view(np.uint8), again.view(np.uint8)), "not the same bits twice"
-            wanted = a.astype(np.float64) @ b.astype(np.float64).T * scales[:, None] * 0.3
-            y, hidden, bits = found[0]
-            if backward:
-                h = wanted.copy()
-                near(hidden, swiglu_fwd(wide(on_gpu(gu)).astype(np.float64)))
-                wanted = swiglu_bwd(h, h, wide(on_gpu(gu)).astype(np.float64))
-                back = rounded(y.astype(np.float32) * (1 / scales[:, None]), E5M2, CPU)
-                assert same(bits.view(fp8_dtype(E5M2)), back)
+            y, hidden = found[0]
             near(y, wanted)
-            if forward:
+            if hidden is not None:
                 near(hidden, swiglu_fwd(y.astype(np.float64)))
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (7, 24), (130, 768), (3, 50, 96), (2048, 136), (0, 16)])
+def test_rows_are_turned_as_on_the_cpu(shape: tuple[int, ...], gpu: Any) -> None:
+    rng = np.random.default_rng(5)
+    kernels = (quantise_rows, largest_scale, turn_rows, swiglu_bwd_turned, swiglu_bwd)
+    k, theirs = bind(kernels, gpu, "test"), bind(kernels, CPU, "test")
+    x, gu = on_gpu(rng.normal(size=shape)), on_gpu(rng.normal(size=(*shape[:-1], 2 * shape[-1])))
+    scale = k.largest_scale(k.quantise_rows(x)[1])
+    assert same(wide(scale), theirs.largest_scale(theirs.quantise_rows(wide(x))[1]))
+    for coarse, kind in ((False, E4M3), (True, E5M2)):
+        bits, turned = k.turn_rows(x, scale, coarse)
+        wanted, wanted_turned = theirs.turn_rows(wide(x), wide(scale), coarse)
+        assert same(as_bytes(turned, kind), wanted_turned)
+        assert bits is None or same(as_bytes(bits, kind), wanted)
+    dy, room = x.copy(), x.copy()
+    bits, turned = k.swiglu_bwd_turned(room, room, gu, scale)  # h over dh
+    h = cp.empty_like(x)
+    wanted, wanted_turned = k.turn_rows(k.swiglu_bwd(h, dy, gu), scale, True)
+    assert same(wide(room), wide(h)) and same(as_bytes(bits, E5M2), as_bytes(wanted, E5M2))
+    assert same(as_bytes(turned, E5M2), as_bytes(wanted_turned, E5M2))
 
 
 def near(found: np.ndarray, wanted: np.ndarray) -> None:

@@ -17,7 +17,17 @@ from tinyforge.errors import UserError
 from tinyforge.kernel import bind
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import FP8Linear, FP8LinearSwiGLU, FP8SwiGLULinear, Linear, LinearSwiGLU, SwiGLULinear
-from tinyforge.ops.fp8 import E4M3, E5M2, Scaled, quantise_rows, rounded
+from tinyforge.ops.fp8 import (
+    E4M3,
+    E5M2,
+    Scaled,
+    largest_scale,
+    quantise_rows,
+    rounded,
+    swiglu_bwd_turned,
+    turn_rows,
+)
+from tinyforge.ops.swiglu import swiglu_bwd
 from tinyforge.params import with_buffer
 from tinyforge.registry import find_model
 from tinyforge.train.plan import plan_step
@@ -60,7 +70,8 @@ PAIRS: Any = [
 
 @pytest.mark.parametrize(("kind", "reference", "shape", "width"), PAIRS)
 def test_an_op_is_its_reference_but_for_the_rounding(kind: Any, reference: Any, shape: Any, width: int) -> None:
-    """Two roundings to 3 bits of mantissa, of e5m2 to 2: some hundredths, and not more."""
+    """Two roundings to 3 bits of mantissa, of e5m2 to 2: some hundredths, and not more. The errors of e4m3 and e5m2 are
+    at most 1/16 and 1/8 of a number, and spread evenly, so 0.026 and 0.052 on average; of a product of both 0.058."""
     found = []
     for one, backend in ((kind, FP8), (reference, FP32)):
         rng = np.random.default_rng(1)
@@ -70,10 +81,10 @@ def test_an_op_is_its_reference_but_for_the_rounding(kind: Any, reference: Any, 
         dx = op.backward(rng.normal(size=y.shape).astype(np.float32), stash)
         found.append((y, dx, op.weight.grad.copy()))
     for got, wanted in zip(*found, strict=True):
-        assert np.linalg.norm(got - wanted) < 0.05 * np.linalg.norm(wanted)
+        assert np.linalg.norm(got - wanted) < 0.07 * np.linalg.norm(wanted)
     exact = [np.array_equal(got, wanted) for got, wanted in zip(*found, strict=True)]
-    # What is in FP8: the forward product, that of dx, or both; never the weight's gradient, but through SwiGLU's dh.
-    assert exact == {FP8Linear: [False, True, True], FP8LinearSwiGLU: [False, False, True],
+    # What is in FP8, of y, dx and dW:
+    assert exact == {FP8Linear: [False, True, True], FP8LinearSwiGLU: [False, False, False],
                      FP8SwiGLULinear: [True, False, True]}[kind]  # fmt: skip
 
 
@@ -111,6 +122,29 @@ def test_a_models_gradients_are_near_those_without_rounding_and_the_same_when_re
 def test_dropout_rounds_what_it_leaves() -> None:
     loss, grads = gradients(FP8, PRESETS["small"].override({"dropout": 0.2}))
     assert np.isfinite(loss) and np.isfinite(grads).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 8), (1, 16), (33, 24), (0, 8)])
+def test_turned_rows(shape: tuple[int, ...]) -> None:
+    """Columns as lines, zeros up to a multiple of 16; one scale, the largest of the rows'."""
+    k = bind((quantise_rows, largest_scale, turn_rows, swiglu_bwd_turned), FP8, "test")
+    rng = np.random.default_rng(4)
+    x = rng.normal(size=shape).astype(np.float32)
+    scale = k.largest_scale(k.quantise_rows(x)[1])
+    assert scale == pytest.approx([np.abs(x).max() / 448] if x.size else [1])
+    for coarse, error in ((False, 2**-4), (True, 2**-3)):
+        bits, turned = k.turn_rows(x, scale, coarse)
+        rows = x.reshape(-1, shape[-1])
+        assert turned.shape == (shape[-1], -(-len(rows) // 16) * 16) and (bits is None) != coarse
+        back = turned.astype(np.float32).T * scale
+        assert not back[len(rows) :].any()
+        assert (np.abs(back[: len(rows)] - rows) <= error * np.abs(rows) + scale * 2**-9).all()
+        assert bits is None or np.array_equal(bits.reshape(rows.shape), turned.T[: len(rows)])
+    gu, dy = rng.normal(size=(*shape[:-1], 2 * shape[-1])).astype(np.float32), x.copy()
+    bits, turned = k.swiglu_bwd_turned(None, dy, gu, scale)
+    wanted, wanted_turned = k.turn_rows(swiglu_bwd(None, dy, gu), scale, True)
+    assert np.array_equal(bits.astype(float), wanted.astype(float))
+    assert np.array_equal(turned.astype(float), wanted_turned.astype(float))
 
 
 def test_new_weights_are_rounded_before_they_are_used() -> None:
@@ -158,7 +192,8 @@ def test_memory_is_a_copy_of_the_weights_in_8_bits_and_what_is_rounded_now() -> 
     copies = config.layers * config.dim * (queries + 2 * 2 * config.hidden + config.hidden)
     granules = config.layers * 3 * 512  # the scales
     assert plans[1].weights - plans[0].weights == copies + granules
-    assert plans[1].saved == plans[0].saved
+    rows = config.layers * 4 * 512 * 4  # the scale of each row of norm2's
+    assert plans[1].saved == plans[0].saved + rows
     assert PhantomBackend("fp8").fp8
 
 

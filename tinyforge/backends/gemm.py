@@ -39,12 +39,12 @@ PRODUCTS = {(False, True): "FORWARD", (False, False): "INPUT", (True, False): "W
 # What may stand in the table beside them: a product, and the epilogue of its kernel.
 EPILOGUES = {"SWIGLU": "FORWARD", "SWIGLU_BACKWARD": "INPUT"}
 
-# Products of numbers of 8 bits (ops/fp8.py), x W^T, both factors lying along: with a in e4m3, or in e5m2, or with an
-# epilogue.
+# Products of numbers of 8 bits (ops/fp8.py), both factors lying along: x W^T with x in e4m3, or in e5m2, or with an
+# epilogue; and dy^T x, of arrays that were turned, with dy in e5m2.
 OF_8_BITS = {
     "FP8": {"FACTORS": "E4M3"}, "FP8_COARSE": {"FACTORS": "E5M2"},
     "FP8_SWIGLU": {"FACTORS": "E4M3", "EPILOGUE": "SWIGLU"},
-    "FP8_SWIGLU_BACKWARD": {"FACTORS": "E4M3", "EPILOGUE": "SWIGLU_BACKWARD"},
+    "FP8_WEIGHT": {"FACTORS": "E5M2", "PRODUCT": "WEIGHT"},
 }  # fmt: skip
 
 on_choice: Callable[[str, int, int, int, Variant | None], None] | None = None
@@ -187,48 +187,65 @@ def hopper(
     return out
 
 
-USUAL = {"FP8_SWIGLU": Variant(128, 192, 5, 1, 1)}
-"""Of a product of 8 bits that is not in the table; where it is not here either, the tile of 128 x 128."""
+USUAL = {
+    "FP8": Variant(128, 256, 4, 0, 1), "FP8_COARSE": Variant(128, 192, 5, 1, 1),
+    "FP8_SWIGLU": Variant(128, 256, 4, 0, 1), "FP8_WEIGHT": Variant(128, 192, 5, 1, 1, splits=2),
+}  # fmt: skip
+"""Of a product of 8 bits that is not in the table: the best for those of `base` on an H200."""
 
 
 def gemm_of_8_bits(
-    product: str, a: Array, b: Array, scales: Array, weight_scale: Array, dtype: np.dtype, *,
-    variant: Variant | None = None, gu: Array | None = None, again: bool = False,
-) -> tuple[Array, Array | None, Array | None]:  # fmt: skip
-    """a b^T of bytes, times the scales of a's rows and of b: a product of OF_8_BITS, by our kernel, always.
+    product: str, a: Array, b: Array, scales: Array, weight_scale: Array, out: Array | np.dtype, *,
+    variant: Variant | None = None,
+) -> tuple[Array, Array | None]:  # fmt: skip
+    """a b^T of bytes, times the scales of a's rows, or of a, and of b: a product of OF_8_BITS, by our kernel, always.
 
-    a: (m, k), b: (n, k), without gaps, k by sixteens, n by eights; scales: (m,), weight_scale: (1,) float32. Returns
-        FP8, FP8_COARSE       (m, n)
-        FP8_SWIGLU            gu: (m, n), and h: (m, n / 2)
-        FP8_SWIGLU_BACKWARD   dgu: (m, 2 n), with `again` h: (m, n), and dgu / scales in e5m2: (m, 2 n). gu: (m, 2 n)
+    a: (m, k), b: (n, k), without gaps, k by sixteens, n by eights; scales: (m,) or (1,), weight_scale: (1,), float32.
+    out: the dtype of the result, or of FP8_WEIGHT where to add it, float32. Returns
+        FP8, FP8_COARSE, FP8_WEIGHT    (m, n), None
+        FP8_SWIGLU                     gu: (m, n), and h: (m, n / 2)
     """
     (m, k), n = a.shape, len(b)
-    chosen = variant or _table().get((product, m, n, k)) or USUAL.get(product, Variant(128, 128, 6, 1, 1))
+    if b.shape[1] != k:
+        raise ValueError(f"gemm_of_8_bits: {product} of {a.shape} and {b.shape}")
+    chosen = variant or _table().get((product, m, n, k)) or USUAL[product]
     if variant is None and on_choice is not None:
         on_choice(product, m, n, k, chosen)
-    macros = macros_of(product)
-    forward, backward = product == "FP8_SWIGLU", product == "FP8_SWIGLU_BACKWARD"
-    half = n // 2 if forward else n
-    if b.shape[1] != k or k % 16 or n % (16 if forward else 8) or (backward and gu is None):
-        raise ValueError(f"gemm_of_8_bits: {product} of {a.shape} and {b.shape}; wants {k} a multiple of 16, {n} of 8")
-    out = new((m, 2 * n if backward else n), dtype)
-    bits = new(out.shape, a.dtype) if backward else None
-    hidden = new((m, half), dtype) if forward or (backward and again) else None
+    result = out if isinstance(out, cupy.ndarray) else new((m, n), out)
+    hidden = new((m, n // 2), result.dtype) if product == "FP8_SWIGLU" else None
     if not m:
-        return out, hidden, bits
+        return result, hidden
+    plan = _plan_of_8_bits(chosen, product, m, n, k, leading(result), scales.size > 1)
+    maps = (encoded(x.data.ptr, *known) for x, known in zip((a, b), plan.maps, strict=True))
+    parts = result if plan.splits == 1 else new((plan.splits, m, n), FLOAT32)
+    arguments = (parts, *maps, *plan.numbers, or_null(hidden), or_null(None), scales, weight_scale, plan.by_row)
+    grid = (chosen.cluster * min(free_processors() // chosen.cluster, plan.units),)
+    plan.kernel(grid, (THREADS,), arguments, shared_mem=chosen.shared_bytes)
+    if parts is not result:
+        _add_parts(result, parts, True)
+    return result, hidden
+
+
+@lru_cache(1024)
+def _plan_of_8_bits(
+    variant: Variant, product: str, m: int, n: int, k: int, stride: int, by_row: bool
+) -> Plan:
+    if k % 16 or n % (16 if product == "FP8_SWIGLU" else 8):
+        raise ValueError(f"gemm_of_8_bits: {product} wants sums of a multiple of 16 steps and a multiple of 8 columns "
+                         f"(16 of SwiGLU), got {k} and {n}")  # fmt: skip
     kernel = load(
-        FILE, "gemm_hopper", chosen.shared_bytes, arch="sm_90a", SCALAR="bf16", **macros, ROWS=chosen.rows,
-        COLUMNS=chosen.columns, STAGES=chosen.stages, PINGPONG=chosen.pingpong, CLUSTER=chosen.cluster,
+        FILE, "gemm_hopper", variant.shared_bytes, arch="sm_90a", SCALAR="bf16", **macros_of(product),
+        ROWS=variant.rows, COLUMNS=variant.columns, STAGES=variant.stages, PINGPONG=variant.pingpong,
+        CLUSTER=variant.cluster,
     )  # fmt: skip
-    pairs, columns = k // 2, chosen.columns // (2 if forward else 1)
-    maps = [encoded(x.data.ptr, (1, len(x), pairs), (k, k * len(x)), (1, lines, DEPTH))
-            for x, lines in ((a, chosen.rows), (b, columns // chosen.cluster))]  # fmt: skip
-    units = -(-m // (chosen.rows * chosen.cluster)) * -(-half // columns)
-    grid = (chosen.cluster * min(free_processors() // chosen.cluster, units),)
-    numbers = map(np.int32, (m, half, pairs, out.shape[1], chosen.band, 1, 0))
-    arrays = (or_null(hidden), or_null(gu), scales, weight_scale, or_null(bits))
-    kernel(grid, (THREADS,), (out, *maps, *numbers, *arrays), shared_mem=chosen.shared_bytes)
-    return out, hidden, bits
+    pairs, both, add = k // 2, 2 if product == "FP8_SWIGLU" else 1, product == "FP8_WEIGHT"
+    width, columns = n // both, variant.columns // both
+    splits = min(variant.splits, -(-pairs // DEPTH)) if add else 1
+    units = -(-m // (variant.rows * variant.cluster)) * -(-width // columns) * splits
+    numbers = (m, width, pairs, stride if splits == 1 else n, variant.band, splits, add and splits == 1)
+    maps = tuple(((1, rows, pairs), (k, k * rows), (1, lines, DEPTH))
+                 for rows, lines in ((m, variant.rows), (n, columns // variant.cluster)))  # fmt: skip
+    return Plan(kernel, units, tuple(map(np.int32, numbers)), maps, splits, np.int32(by_row))
 
 
 @dataclass(frozen=True)
@@ -240,6 +257,7 @@ class Plan:
     numbers: tuple[np.int32, ...]
     maps: tuple[tuple[Any, ...], ...]  # of a and b: what `encoded` takes behind the address
     splits: int
+    by_row: Any = None  # of FP8: whether a's rows have scales of their own
 
 
 Described = tuple[np.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides

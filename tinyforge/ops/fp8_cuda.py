@@ -12,13 +12,14 @@ import numpy as np
 from tinyforge.backends import wide
 from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cublas import FLOAT32
-from tinyforge.backends.cupy_backend import contiguous, new, scalar
+from tinyforge.backends.cupy_backend import contiguous, new, or_null
 from tinyforge.kernel import Array
 from tinyforge.ops import fp8
 from tinyforge.ops.rows_cuda import launch_rows
 
 FILE = "ops/fp8.cu"
-PARTS, SIDE = (constant(FILE, name) for name in ("PARTS", "SIDE"))
+PARTS, SIDE, DOWN, ACROSS = (constant(FILE, name) for name in ("PARTS", "SIDE", "DOWN", "ACROSS"))
+MACROS: dict[str, Any] = {"arch": "sm_90a", "SCALAR": "bf16", "VEC": 8, "PER": 0}
 
 
 @fp8.quantise_rows.on("cupy")
@@ -27,6 +28,43 @@ def quantise_rows(x: Array) -> tuple[Array, Array]:
     bits, scale = new(x.shape, fp8.BYTE), new(x.shape[:-1], wide(x.dtype))
     launch_rows(FILE, "quantise_rows", (bits, scale, x), like=x, arch="sm_90a")
     return bits, scale
+
+
+@fp8.largest_scale.on("cupy")
+def largest_scale(scale: Array) -> Array:
+    found = new((1,), scale.dtype)
+    load(FILE, "largest_scale", **MACROS)((1,), (1024,), (found, scale, np.int32(scale.size)))
+    return found
+
+
+@fp8.turn_rows.on("cupy")
+def turn_rows(x: Array, scale: Array, coarse: bool) -> tuple[Array | None, Array]:
+    x = contiguous(x)
+    bits, turned = new(x.shape, fp8.BYTE) if coarse else None, new(fp8.turned_shape(x.shape), fp8.BYTE)
+    grid, sizes = _tiles(turned, x.shape[-1], x)
+    if turned.size:
+        entry = "turn_rows_coarse" if coarse else "turn_rows"
+        load(FILE, entry, **MACROS)(grid, (256,), (or_null(bits), turned, x, scale, *sizes))
+    return bits, turned
+
+
+@fp8.swiglu_bwd_turned.on("cupy")
+def swiglu_bwd_turned(hidden: Array | None, dy: Array, gu: Array, scale: Array) -> tuple[Array, Array]:
+    dy, gu = contiguous(dy), contiguous(gu)
+    bits, turned = new(gu.shape, fp8.BYTE), new(fp8.turned_shape(gu.shape), fp8.BYTE)
+    grid, sizes = _tiles(turned, gu.shape[-1] // 2, gu)
+    if turned.size:
+        arguments = (bits, turned, or_null(hidden), dy, gu, scale, *sizes)
+        load(FILE, "swiglu_bwd_turned", **MACROS)(grid, (256,), arguments)
+    return bits, turned
+
+
+def _tiles(turned: Array, width: int, x: Array) -> tuple[tuple[int, int], tuple[np.int32, ...]]:
+    """A grid of tiles over so many columns, and rows, columns, and the distance of turned lines."""
+    if width % 8 or any(a.data.ptr % 16 for a in (x, turned)):
+        raise ValueError(f"turned rows of {x.shape}: wants multiples of 8 columns, got {width}, at 16 bytes")
+    rows, pitch = x.size // x.shape[-1], turned.shape[1]
+    return (-(-width // ACROSS), -(-pitch // DOWN)), tuple(map(np.int32, (rows, width, pitch)))
 
 
 @fp8.quantise_weights.on("cupy")
@@ -39,9 +77,8 @@ def quantise_weights(outs: Sequence[fp8.Weight8], weights: Sequence[Array]) -> N
         raise ValueError("quantise_weights: a weight or its bits do not begin at a multiple of 16 bytes")
     listed, tiles = _listed(places)
     partial = new((len(weights), PARTS), FLOAT32)
-    macros: dict[str, Any] = {"arch": "sm_90a", "SCALAR": scalar(weights[0].dtype), "VEC": 8, "PER": 0}
-    load(FILE, "largest_of_weights", **macros)((PARTS, len(weights)), (256,), (partial, listed))
-    load(FILE, "quantise_weights", **macros)((tiles, len(weights)), (256,), (partial, listed))
+    load(FILE, "largest_of_weights", **MACROS)((PARTS, len(weights)), (256,), (partial, listed))
+    load(FILE, "quantise_weights", **MACROS)((tiles, len(weights)), (256,), (partial, listed))
 
 
 @lru_cache(64)  # weights stay where they are

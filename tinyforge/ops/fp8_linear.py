@@ -1,9 +1,11 @@
 """Linear maps whose products are those of numbers of 8 bits (fp8.py), for --precision fp8.
 
-In FP8 are y = x W^T and dx = dy W. The gradient of the weight is a sum over all tokens, whose scales differ, and stays
-in bf16, and so does the product behind SwiGLU, whose output has the largest outliers (Fishman et al., "Scaling FP8
-training to trillion-token LLMs", 2024): it is the recipe that torchao calls rowwise, with weight gradients in high
-precision. Each op takes a `Scaled` from who has rounded x already, or x, which it rounds itself.
+    qkv         y = x W^T in FP8; backward in bf16
+    gate|up     y = x W^T, dx = dy W and dW += dy^T x in FP8
+    down        dh = dy W in FP8; y = h W^T and dW in bf16: h, SwiGLU's result, has the largest outliers (Fishman et
+                al., "Scaling FP8 training to trillion-token LLMs", 2024), and its scale is not known where it is made
+
+Each op takes a `Scaled`, or a `Gradient8`, from who has rounded already; else it rounds itself.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, Kernel, bind, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.fp8 import (
-    BYTE,
-    E5M2,
     MULTIPLE,
+    Gradient8,
     Scaled,
     Weight8,
-    product,
+    largest_scale,
     quantise_rows,
     quantise_weights,
-    rounded,
+    swiglu_bwd_turned,
+    turn_rows,
     weight8,
 )
 from tinyforge.ops.linear import Linear
@@ -36,70 +38,64 @@ from tinyforge.params import with_buffer
 
 
 @kernel
-def fp8_linear_fwd(bits: Array, scale: Array, weight: Weight8, *, backend: Any) -> Array:
-    return product(bits, scale, weight.straight, weight.scale)
+def fp8_product(
+    bits: Array, scale: Array, weight: Array, weight_scale: Array, coarse: bool, *, backend: Any
+) -> Array:
+    """a b^T of rows and a weight in 8 bits, times both scales. bits: (..., K), e5m2 if coarse; scale: (...) or (1,);
+    weight: (N, K); the result: (..., N)."""
+    kind = scale.dtype
+    y = bits.reshape(-1, bits.shape[-1]).astype(kind, copy=False) @ weight.astype(kind, copy=False).T
+    y *= scale.reshape(-1, 1) * weight_scale
+    return y.reshape(*bits.shape[:-1], len(weight))
 
 
-@fp8_linear_fwd.on("phantom")
-def fp8_linear_fwd_memory(bits: Array, scale: Array, weight: Weight8, *, backend: Any) -> Array:
-    return empty((*bits.shape[:-1], len(weight.straight)), backend.dtype)
+@fp8_product.on("phantom")
+def fp8_product_memory(
+    bits: Array, scale: Array, weight: Array, weight_scale: Array, coarse: bool, *, backend: Any
+) -> Array:
+    return empty((*bits.shape[:-1], len(weight)), backend.dtype)
 
 
 @kernel
-def fp8_linear_swiglu_fwd(bits: Array, scale: Array, weight: Weight8, *, backend: Any) -> tuple[Array, Array]:
+def fp8_product_swiglu(
+    bits: Array, scale: Array, weight: Array, weight_scale: Array, *, backend: Any
+) -> tuple[Array, Array]:
     """gu = x W^T, and swiglu(gu)."""
-    gu = product(bits, scale, weight.straight, weight.scale)
+    gu = fp8_product(bits, scale, weight, weight_scale, False, backend=backend)
     return gu, swiglu_fwd(gu)
 
 
-@fp8_linear_swiglu_fwd.on("phantom")
-def fp8_linear_swiglu_fwd_memory(
-    bits: Array, scale: Array, weight: Weight8, *, backend: Any
+@fp8_product_swiglu.on("phantom")
+def fp8_product_swiglu_memory(
+    bits: Array, scale: Array, weight: Array, weight_scale: Array, *, backend: Any
 ) -> tuple[Array, Array]:
-    lead, width = bits.shape[:-1], len(weight.straight)
+    lead, width = bits.shape[:-1], len(weight)
     return empty((*lead, width), backend.dtype), empty((*lead, width // 2), backend.dtype)
 
 
 @kernel
-def fp8_linear_bwd(
-    dweight: Array | None, dy: Array, bits: Array, scale: Array, coarse: bool, x: Array | None, weight: Weight8, *,
-    backend: Any,
-) -> Array:  # fmt: skip
-    """dx by the bits of dy; dweight by dy itself and x. coarse: as of `Scaled`."""
-    if dweight is not None and x is not None:
-        dweight += dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
-    return product(bits, scale, weight.turned, weight.scale)
+def fp8_weight_gradient(dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array) -> None:
+    """dweight += dy^T x, of both turned."""
+    kind = dweight.dtype
+    dweight += turned.astype(kind, copy=False) @ x_turned.astype(kind, copy=False).T * (scale * x_scale)
 
 
-@fp8_linear_bwd.on("phantom")
-def fp8_linear_bwd_memory(
-    dweight: Array | None, dy: Array, bits: Array, scale: Array, coarse: bool, x: Array | None, weight: Weight8, *,
-    backend: Any,
-) -> Array:  # fmt: skip
-    return empty((*dy.shape[:-1], len(weight.turned)), backend.dtype)
+@fp8_weight_gradient.on("phantom")
+def fp8_weight_gradient_memory(
+    dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array
+) -> None:
+    pass
 
 
 @kernel
-def fp8_swiglu_linear_bwd(
-    dweight: Array | None, dy: Array, bits: Array, scale: Array, gu: Array, weight: Weight8, *, backend: Any
-) -> tuple[Array, Array]:
-    """dgu, and dgu / scale in e5m2."""
-    rows = dy.reshape(-1, dy.shape[-1])
-    hidden = product(bits.reshape(rows.shape), scale, weight.turned, weight.scale)  # dh, in whose place h comes
-    dgu = swiglu_bwd(None if dweight is None else hidden, hidden, gu)
-    if dweight is not None:
-        dweight += rows.T @ hidden
-    return dgu, rounded(dgu * (1 / scale[..., None]), E5M2, backend)
+def weight_gradient(dweight: Array, dy: Array, x: Array) -> None:
+    """dweight += dy^T x"""
+    dweight += dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
 
 
-@fp8_swiglu_linear_bwd.on("phantom")
-def fp8_swiglu_linear_bwd_memory(
-    dweight: Array | None, dy: Array, bits: Array, scale: Array, gu: Array, weight: Weight8, *, backend: Any
-) -> tuple[Array, Array]:
-    hidden = None if dweight is None else empty((*gu.shape[:-1], len(weight.turned)), gu.dtype)
-    dgu = empty(gu.shape, gu.dtype), empty(gu.shape, BYTE)
-    del hidden
-    return dgu
+@weight_gradient.on("phantom")
+def weight_gradient_memory(dweight: Array, dy: Array, x: Array) -> None:
+    pass
 
 
 class WeightsIn8Bits:
@@ -139,7 +135,7 @@ class FP8Linear(_InFP8, Linear):
     x: (..., I), or Scaled; W: (O, I); y: (..., O). Saves x. backward as Linear, in bf16. Neither bias nor `add`.
     """
 
-    kernels = (*Linear.kernels, fp8_linear_fwd, quantise_rows, quantise_weights)
+    kernels = (*Linear.kernels, fp8_product, quantise_rows, quantise_weights)
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(weight, backend, name)
@@ -150,9 +146,9 @@ class FP8Linear(_InFP8, Linear):
         self, x: Any, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,
         add: Array | None = None,
     ) -> Array:  # fmt: skip
-        x = self.scaled(x)
+        x, weight = self.scaled(x), self.rounded_weight()
         self.keep(x.x, stash, recompute)
-        y: Array = self.k.fp8_linear_fwd(x.bits, x.scale, self.rounded_weight())
+        y: Array = self.k.fp8_product(x.bits, x.scale, weight.straight, weight.scale, False)
         return y
 
     @classmethod
@@ -161,14 +157,15 @@ class FP8Linear(_InFP8, Linear):
 
 
 class FP8LinearSwiGLU(_InFP8, LinearSwiGLU):
-    """gu = x W^T, and with `hidden=True` also h = swiglu(gu), x and W in FP8: the reference is LinearSwiGLU
+    """gu = x W^T, and with `hidden=True` also h = swiglu(gu), in FP8: the reference is LinearSwiGLU
 
-    x: (..., I), or Scaled; W: (2H, I), the gate in the first half; gu: (..., 2H); h: (..., H). Saves x. backward: dx
-    from dgu in FP8, which may come as a Scaled; dW in bf16.
+    x: (..., I), or Scaled; W: (2H, I), the gate in the first half; gu: (..., 2H); h: (..., H). Saves x and the scale of
+    each row. backward: dx and dW in FP8, from dgu, or from a Gradient8.
     """
 
     kernels = (
-        *LinearSwiGLU.kernels, fp8_linear_fwd, fp8_linear_swiglu_fwd, fp8_linear_bwd, quantise_rows, quantise_weights,
+        *LinearSwiGLU.kernels, fp8_product, fp8_product_swiglu, fp8_weight_gradient, quantise_rows, quantise_weights,
+        largest_scale, turn_rows,
     )  # fmt: skip
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
@@ -180,15 +177,24 @@ class FP8LinearSwiGLU(_InFP8, LinearSwiGLU):
         self, x: Any, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,
         add: Array | None = None, hidden: bool = False,
     ) -> Any:  # fmt: skip
-        x = self.scaled(x)
-        self.keep(x.x, stash, recompute)
-        run = self.k.fp8_linear_swiglu_fwd if hidden else self.k.fp8_linear_fwd
-        return run(x.bits, x.scale, self.rounded_weight())
+        (x, bits, scale), weight = self.scaled(x), self.rounded_weight()
+        if stash is not None:
+            stash.push(self, *((None, None) if self.weight.frozen else (recompute or (lambda: x), scale)))
+        factors = (bits, scale, weight.straight, weight.scale)
+        return self.k.fp8_product_swiglu(*factors) if hidden else self.k.fp8_product(*factors, False)
 
     def backward(self, dy: Any, stash: Stash) -> Array:
-        (x,) = stash.pop(self)
-        dy = self.scaled(dy)
-        dx: Array = self.k.fp8_linear_bwd(self.weight.grad, *dy, x and x(), self.in_8_bits)
+        x, rows = stash.pop(self)
+        if not isinstance(dy, Gradient8):
+            scale = self.k.largest_scale(self.k.quantise_rows(dy)[1])
+            bits, turned = self.k.turn_rows(dy, scale, True)
+            dy = Gradient8(bits, turned, scale)
+        if x is not None:
+            scale = self.k.largest_scale(rows)
+            _, turned = self.k.turn_rows(x(), scale, False)
+            self.k.fp8_weight_gradient(self.weight.grad, dy.turned, dy.scale, turned, scale)
+            del turned
+        dx: Array = self.k.fp8_product(dy.bits, dy.scale, self.in_8_bits.turned, self.in_8_bits.scale, True)
         return dx
 
     @classmethod
@@ -199,13 +205,13 @@ class FP8LinearSwiGLU(_InFP8, LinearSwiGLU):
 class FP8SwiGLULinear(_InFP8, SwiGLULinear):
     """y = h W^T,  h = swiglu(gu), with dh = dy W in FP8: the reference is SwiGLULinear
 
-    Shapes and what is saved as there; forward is in bf16. backward: dy may be a Scaled. hands_on: give dgu as a Scaled
-    to the FP8LinearSwiGLU before, in e5m2 with the scale of dy: dgu, at most some hundred times dy, is rounded where it
-    is made, before the whole row is known.
+    Shapes and what is saved as there; forward and dW are in bf16. backward: dy may be a Scaled. hands_on: give dgu as a
+    Gradient8, with the largest scale of dy, to the FP8LinearSwiGLU before.
     """
 
     kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (
-        *SwiGLULinear.kernels, fp8_swiglu_linear_bwd, quantise_rows, quantise_weights,
+        *SwiGLULinear.kernels, fp8_product, weight_gradient, swiglu_bwd, swiglu_bwd_turned, quantise_rows,
+        quantise_weights, largest_scale,
     )  # fmt: skip
 
     def __init__(self, weight: Param, backend: Backend, name: str = "", *, hands_on: bool = False) -> None:
@@ -222,9 +228,20 @@ class FP8SwiGLULinear(_InFP8, SwiGLULinear):
 
     def backward(self, dy: Any, stash: Stash) -> Any:
         (gu,) = stash.pop(self)
-        dy = self.scaled(dy)
-        dgu, bits = self.k.fp8_swiglu_linear_bwd(self.weight.grad, *dy[:3], gu, self.in_8_bits)
-        return Scaled(dgu, bits, dy.scale, coarse=True) if self.hands_on else dgu
+        dy, learned = self.scaled(dy), self.weight.grad is not None
+        bits = dy.bits.reshape(dy.scale.size, dy.bits.shape[-1])
+        dh = self.k.fp8_product(bits, dy.scale, self.in_8_bits.turned, self.in_8_bits.scale, False)
+        hidden = dh if learned else None  # h comes in the place of dh
+        dgu: Any
+        if self.hands_on:
+            scale = self.k.largest_scale(dy.scale)
+            bits, turned = self.k.swiglu_bwd_turned(hidden, dh, gu, scale)
+            dgu = Gradient8(bits, turned, scale)
+        else:
+            dgu = self.k.swiglu_bwd(hidden, dh, gu)
+        if learned:
+            self.k.weight_gradient(self.weight.grad, dy.x, dh)
+        return dgu
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

@@ -40,14 +40,13 @@
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3|E5M2 ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1|2
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3|E5M2 ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3|E5M2 ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3|E5M2 ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3 EPILOGUE=SWIGLU ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3 EPILOGUE=SWIGLU ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3 EPILOGUE=SWIGLU ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3 EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3 EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=WEIGHT FACTORS=E5M2 ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=WEIGHT FACTORS=E5M2 ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=WEIGHT FACTORS=E5M2 ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
 // spills: none
 
 #include "ops/gemm.cuh"
@@ -81,7 +80,7 @@ typedef float Result;
 typedef SCALAR Result;
 #endif
 
-constexpr bool ACROSS_A = PRODUCT == WEIGHT, ACROSS_B = PRODUCT != FORWARD;
+constexpr bool ACROSS_A = PRODUCT == WEIGHT && FACTORS == BF16, ACROSS_B = PRODUCT != FORWARD && FACTORS == BF16;
 constexpr bool IN_PARTS = PRODUCT == WEIGHT;  // the sum may be cut: elsewhere there are tiles enough
 constexpr int LEFT = ROWS * LINE, RIGHT = COLUMNS * LINE;  // bytes of a piece of a factor, 64 numbers by so many
 constexpr int SHARERS = PINGPONG ? 1 : 2;                  // warpgroups that work on one tile
@@ -89,7 +88,7 @@ constexpr int BLOCKS = ROWS / SHARERS / 64;                // products of 64 row
 constexpr int WIDE = EPILOGUE == SWIGLU ? COLUMNS / 2 : COLUMNS;  // columns of the result from one tile to the next
 
 static_assert(ROWS % (64 * SHARERS) == 0 && (CLUSTER == 1 || CLUSTER == 2) && (2 * STAGES + 2) * 8 <= BARRIERS, "");
-static_assert(FACTORS == BF16 || PRODUCT == FORWARD, "factors of 8 bits lie along");
+static_assert(FACTORS == BF16 || PRODUCT != INPUT, "factors of 8 bits lie along");
 static_assert(EPILOGUE == NONE || CLUSTER == 1, "clusters were slower at the shapes that end with SwiGLU");
 
 extern __shared__ __align__(1024) unsigned char room[];  // the stages, then the barriers
@@ -281,11 +280,10 @@ struct Products {
         }
     }
 
-    // dgate|dup, and h where there is room for it, from the sums dh and from gate|up. Arguments as above; bits: with factors
-    // in FP8, the place of dgate|dup in 8 bits, divided by the rows' scales.
+    // dgate|dup, and h where there is room for it, from the sums dh and from gate|up. Arguments as above.
     template <class R>
     __device__ __forceinline__ void write_swiglu_backward(
-        R *dgu, R *hidden, const R *gu, int stride, int half, int rows, int columns, byte *bits, const float *scales
+        R *dgu, R *hidden, const R *gu, int stride, int half, int rows, int columns
     ) {
         constexpr int BATCH = 4;  // twice as many loads of 16 bytes are under way at a time
         // Rounded, the sums take half of their registers; loads take the others. The sums become 0, since the next product
@@ -308,9 +306,6 @@ struct Products {
             for (int below = 0; below < 2; below++) {
                 const int row = row_of(i) + 8 * below;
                 const i64 line = i64(row) * stride;
-#if FACTORS != BF16
-                const float factor = row < rows ? 1 / scales[row] : 0.0f;
-#endif
 #pragma unroll
                 for (int first = 0; first < COLUMNS / 32; first += BATCH) {
                     Pack<bf16, 8> gate[BATCH] = {}, up[BATCH] = {};
@@ -331,10 +326,6 @@ struct Products {
                             store_streaming(dgu + line + column, dgate);
                             store_streaming(dgu + line + half + column, dup);
                             if (hidden) store(hidden + i64(row) * half + column, y);
-#if FACTORS != BF16
-                            store(bits + line + column, bytes_of<false>(dgate, factor));
-                            store(bits + line + half + column, bytes_of<false>(dup, factor));
-#endif
                         }
                     }
                 }
@@ -345,11 +336,11 @@ struct Products {
 
 #define IN_CLUSTERS(n) __cluster_dims__(n, 1, 1)
 
-// Factors of 8 bits: maps and `depth` count pairs of them. scales: of the rows of a; weight_scale: of b.
+// Factors of 8 bits: maps and `depth` count pairs of them. scales: of a, by_row: of each row of it; weight_scale: of b.
 #if FACTORS == BF16
 #define OF_8_BITS
 #else
-#define OF_8_BITS , const float *scales, const float *weight_scale, byte *bits
+#define OF_8_BITS , const float *scales, const float *weight_scale, int by_row
 #endif
 
 // With an epilogue of SwiGLU `columns` are those of h, of which `hidden` has no gaps; out and gu have rows of 2 x columns.
@@ -407,7 +398,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
 #pragma unroll
                 for (int i = 0; i < 2 * BLOCKS; i++) {
                     const int at = row + products.row_of(i / 2) + i % 2 * 8;
-                    of_rows[i / 2][i % 2] = at < rows ? scales[at] * *weight_scale : 0.0f;
+                    of_rows[i / 2][i % 2] = at < rows ? scales[by_row ? at : 0] * *weight_scale : 0.0f;
                 }
 #endif
                 if constexpr (EPILOGUE == SWIGLU_BACKWARD) {
@@ -432,14 +423,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
                     products.write_swiglu(to, hidden + at, stride, columns, below, beside);
                 } else {
                     const Result *from = gu + i64(row) * stride + column;
-#if FACTORS == BF16
-                    byte *const bits = nullptr;
-                    const float *const scales = nullptr;
-#endif
-                    products.write_swiglu_backward(
-                        to, hidden ? hidden + at : nullptr, from, stride, columns, below, beside,
-                        bits + i64(row) * stride + column, scales + row
-                    );
+                    products.write_swiglu_backward(to, hidden ? hidden + at : nullptr, from, stride, columns, below, beside);
                 }
             }
         }
