@@ -7,11 +7,10 @@
 //           largest_of_weights  the largest magnitude of each block's part of each weight
 //           quantise_weights    weights, straight and turned
 //
-// Idea. Rows: a warp takes one and keeps it in registers (rows.cuh). Weights: all of a model's by two launches, a list in
-// memory says where they are. A block of quantise_weights takes 64 x 64 numbers by way of shared memory, so that both
-// orders are written in whole lines; each finds the scale again from the maxima of the launch before. What is turned goes
-// by way of shared memory too, in tiles of DOWN rows: a thread reads 4 columns of 16 rows, a word for 4 numbers of a row,
-// and writes 16 bytes for each column, so that 8 threads fill a line of 128.
+// Idea. Rows: a warp takes one and keeps it in registers (rows.cuh). What is turned goes by way of shared memory, in tiles
+// of DOWN rows: a thread reads 4 columns of 16 rows, a word for 4 numbers of a row, and writes 16 bytes for each column,
+// so that 8 threads fill a line of 128. Weights: all of a model's by two launches, a list in memory says where they are;
+// each block of the second finds the scale again from the maxima of the first.
 // Grid: a warp for each row; one block; tiles; (PARTS, weights); (tiles of the largest weight, weights). Block: 32 x WARPS;
 // 1,024; 256.
 // Bound by memory.
@@ -28,7 +27,6 @@
 #define ACROSS 64   // and columns
 #define PITCH 17    // words of a row of it in shared memory, one more than there are numbers for
 #define PARTS 32
-#define SIDE 64
 
 extern "C" __global__ void quantise_rows(byte *bits, A *scales, const T *x, int rows, int width) {
     const int row = blockIdx.x * blockDim.y + threadIdx.y, vectors = width / VEC;
@@ -96,14 +94,14 @@ __device__ __forceinline__ void write_turned(
     }
 }
 
-// turned: (columns, pitch), what lies behind `rows` becomes 0.
+// A tile of x, (rows, columns), times `factor`: to bits as it lies, and turned, to (columns, pitch), where what lies behind
+// `rows` becomes 0. Either may be null.
 template <bool FINE>
 __device__ __forceinline__ void turn(
-    byte *bits, byte *turned, const T *x, const float *scale, int rows, int columns, int pitch
+    byte *bits, byte *turned, const T *x, float factor, int across, int down, int rows, int columns, int pitch
 ) {
     __shared__ u32 tile[DOWN][PITCH];
-    const int left = blockIdx.x * ACROSS, top = blockIdx.y * DOWN, v = threadIdx.x % 8, column = left + 8 * v;
-    const float factor = 1 / *scale;
+    const int left = across * ACROSS, top = down * DOWN, v = threadIdx.x % 8, column = left + 8 * v;
 #pragma unroll
     for (int line = threadIdx.x / 8; line < DOWN; line += 32) {
         const bool there = top + line < rows && column < columns;
@@ -112,6 +110,7 @@ __device__ __forceinline__ void turn(
         if (bits && there) store(bits + at, eight);
         put(tile, line, v, eight);
     }
+    if (!turned) return;
     __syncthreads();
     if (threadIdx.x < 128) write_turned(turned + i64(left) * pitch, tile, threadIdx.x, top, columns - left, pitch);
 }
@@ -119,13 +118,13 @@ __device__ __forceinline__ void turn(
 extern "C" __global__ void __launch_bounds__(256) turn_rows(
     byte *bits, byte *turned, const T *x, const float *scale, int rows, int columns, int pitch
 ) {
-    turn<true>(bits, turned, x, scale, rows, columns, pitch);
+    turn<true>(bits, turned, x, 1 / *scale, blockIdx.x, blockIdx.y, rows, columns, pitch);
 }
 
 extern "C" __global__ void __launch_bounds__(256) turn_rows_coarse(
     byte *bits, byte *turned, const T *x, const float *scale, int rows, int columns, int pitch
 ) {
-    turn<false>(bits, turned, x, scale, rows, columns, pitch);
+    turn<false>(bits, turned, x, 1 / *scale, blockIdx.x, blockIdx.y, rows, columns, pitch);
 }
 
 // columns: of h. hidden: null, or room for h, which may be that of dh.
@@ -189,31 +188,10 @@ extern "C" __global__ void __launch_bounds__(256) largest_of_weights(float *part
 }
 
 extern "C" __global__ void __launch_bounds__(256) quantise_weights(const float *partial, const Weight *weights) {
-    __shared__ byte tile[SIDE][SIDE + 4];
     const Weight w = weights[blockIdx.y];
-    const int across = ceil_div(w.columns, SIDE);
-    if (blockIdx.x >= across * ceil_div(w.rows, SIDE)) return;
+    const int across = ceil_div(w.columns, ACROSS);
+    if (blockIdx.x >= across * ceil_div(w.rows, DOWN)) return;
     const float scale = scale_of(warp_max(partial[blockIdx.y * PARTS + threadIdx.x % 32]));
     if (blockIdx.x == 0 && threadIdx.x == 0) *w.scale = scale;
-    const int top = blockIdx.x / across * SIDE, left = blockIdx.x % across * SIDE;
-    const int fast = threadIdx.x % 16 * 4, slow = threadIdx.x / 16;
-    const float factor = 1 / scale;
-#pragma unroll
-    for (int line = slow; line < SIDE; line += 16) {
-        Pack<T, 4> four = {};
-        const bool there = top + line < w.rows && left + fast < w.columns;
-        const i64 at = i64(top + line) * w.columns + left + fast;
-        if (there) four = load<4>(w.from + at);
-        const Pack<byte, 4> bits = bytes_of<true>(four, factor);
-        if (there && w.straight) store(w.straight + at, bits);
-        store(&tile[line][fast], bits);
-    }
-    if (!w.turned) return;
-    __syncthreads();
-#pragma unroll
-    for (int line = slow; line < SIDE; line += 16) {
-        if (left + line >= w.columns || top + fast >= w.rows) continue;
-        const Pack<byte, 4> bits = {tile[fast][line], tile[fast + 1][line], tile[fast + 2][line], tile[fast + 3][line]};
-        store(w.turned + i64(left + line) * w.rows + top + fast, bits);
-    }
+    turn<true>(w.straight, w.turned, w.from, 1 / scale, blockIdx.x % across, blockIdx.x / across, w.rows, w.columns, w.rows);
 }

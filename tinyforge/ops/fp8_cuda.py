@@ -18,7 +18,7 @@ from tinyforge.ops import fp8
 from tinyforge.ops.rows_cuda import launch_rows
 
 FILE = "ops/fp8.cu"
-PARTS, SIDE, DOWN, ACROSS = (constant(FILE, name) for name in ("PARTS", "SIDE", "DOWN", "ACROSS"))
+PARTS, DOWN, ACROSS = (constant(FILE, name) for name in ("PARTS", "DOWN", "ACROSS"))
 MACROS: dict[str, Any] = {"arch": "sm_90a", "SCALAR": "bf16", "VEC": 8, "PER": 0}
 
 
@@ -84,5 +84,5 @@ def quantise_weights(outs: Sequence[fp8.Weight8], weights: Sequence[Array]) -> N
 @lru_cache(64)  # weights stay where they are
 def _listed(places: tuple[tuple[int, ...], ...]) -> tuple[Array, int]:
     """The kernels' list, in the device's memory, and the tiles of the largest weight."""
-    tiles = max(-(-rows // SIDE) * -(-columns // SIDE) for *_, rows, columns in places)
+    tiles = max(-(-rows // DOWN) * -(-columns // ACROSS) for *_, rows, columns in places)
     return cupy.asarray(np.array(places, np.int64)), tiles
