@@ -67,6 +67,11 @@ def test_twenty_steps_have_the_bits_of_plain_ones(name: str, precision: str) -> 
     same_bits(name, precision, [[batch(n, heads)] for n in range(20)])
 
 
+def test_twenty_steps_in_fp8_too() -> None:
+    heads = trained("nanoeuler", "fp8", False).model.config.prediction_heads
+    same_bits("nanoeuler", "fp8", [[batch(n, heads)] for n in range(20)])
+
+
 def test_micro_batches_recomputation_weights_and_documents() -> None:
     def more(number: int) -> dict[str, Any]:
         rng = np.random.default_rng(number)
