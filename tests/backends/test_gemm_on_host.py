@@ -503,7 +503,8 @@ def test_rows_are_turned(rows: int, columns: int, tmp_path: Path) -> None:
     "fault",
     [
         ("4 * quad + c >= columns", "4 * quad + c > columns"), ("top + row >= pitch", "false"),
-        ("tiles[half]", "tiles[0]"), ("8 * c & 255) << 16", "8 * c & 255) << 8"), ("tile[row + 4 * i + j][quad]", "tile[row + i + 4 * j][quad]"),
+        ("tiles[half]", "tiles[0]"), ("8 * c & 255) << 16", "8 * c & 255) << 8"),
+        ("tile[row + 4 * i + j][quad]", "tile[row + i + 4 * j][quad]"),
     ],
     ids=lambda x: x[0],
 )  # fmt: skip
