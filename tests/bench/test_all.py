@@ -122,7 +122,7 @@ def test_the_parts_are_those_of_the_results() -> None:
         "gpu-evaluate-base-sft", "gpu-loss-curve", "gpu-ranks-base", "gpu-ranks-xl", "gpu-scan-groups-fp32",
         "gpu-scan-warp-bf16", "gpu-scan-warp-fp32", "gpu-sft-trials", "gpu-shakespeare-seeds",
         # other settings of the parts' commands
-        "gpu-attention-shapes", "gpu-captured", "gpu-decode-base-alone", "gpu-step-by-kernel",
+        "gpu-attention-shapes", "gpu-captured", "gpu-decode-base-alone", "gpu-fp8", "gpu-step-by-kernel",
         "gpu-train-moe-beside-dense",
     }  # fmt: skip
     assert committed - set(names) <= trained
