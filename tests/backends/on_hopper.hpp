@@ -143,7 +143,7 @@ struct Product {
     int add;
     bool a_across, b_across, held;
     float left[2][16];
-    int kinds;  // of bytes, as multiply_bytes has them; 0: bf16
+    bool bytes, coarse;
 };
 static std::vector<std::vector<Product>> host_products[1024];  // of a thread, by group; the last one is open
 static void host_multiply(float (*d)[4], int tiles, u64 a, u64 b, int add, bool a_across, bool b_across) {
@@ -163,9 +163,10 @@ static void host_multiply_held(float (*d)[4], int tiles, const u32 (&a)[4], u64 
             p.left[i % 2][i / 2 * 8 + 2 * c + 1] = __uint_as_float(pair & 0xffff0000u);
         }
 }
-static void host_multiply_bytes(float (*d)[4], int tiles, u64 a, u64 b, int add, int kinds) {
+static void host_multiply_bytes(float (*d)[4], int tiles, u64 a, u64 b, int add, bool coarse) {
     host_multiply(d, tiles, a, b, add, false, false);
-    host_products[current].back().back().kinds = kinds;
+    Product &p = host_products[current].back().back();
+    p.bytes = true, p.coarse = coarse;
 }
 static void host_multiply_commit() { host_products[current].emplace_back(); }
 static void host_multiply_wait(int pending) {
@@ -173,12 +174,12 @@ static void host_multiply_wait(int pending) {
     auto &groups = host_products[current];
     while (int(groups.size()) > pending + 1) {
         for (const Product &p : groups[0]) {
-            if (p.kinds) {
+            if (p.bytes) {
                 for (int n = 0; n < p.tiles; n++) for (int i = 0; i < 4; i++) {
                     float &sum = p.d[n][i], s = p.add ? sum : 0;
                     for (int k = 0; k < 32; k++)
-                        s += host_factor_of_8_bits(p.a, p.kinds == 2, row + 8 * (i / 2), k) *
-                             host_factor_of_8_bits(p.b, p.kinds == 3, 8 * n + column + i % 2, k);
+                        s += host_factor_of_8_bits(p.a, p.coarse, row + 8 * (i / 2), k) *
+                             host_factor_of_8_bits(p.b, false, 8 * n + column + i % 2, k);
                     sum = s;
                 }
                 continue;

@@ -27,7 +27,7 @@ from tinyforge.ops.fp8 import (
     swiglu_bwd_turned,
     turn_rows,
 )
-from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
+from tinyforge.ops.swiglu import swiglu_bwd
 from tinyforge.params import with_buffer
 from tinyforge.registry import find_model
 from tinyforge.train.plan import plan_step
@@ -85,7 +85,7 @@ def test_an_op_is_its_reference_but_for_the_rounding(kind: Any, reference: Any, 
     exact = [np.array_equal(got, wanted) for got, wanted in zip(*found, strict=True)]
     # What is in FP8, of y, dx and dW:
     assert exact == {FP8Linear: [False, True, True], FP8LinearSwiGLU: [False, False, False],
-                     FP8SwiGLULinear: [True, False, False]}[kind]  # fmt: skip
+                     FP8SwiGLULinear: [True, False, True]}[kind]  # fmt: skip
 
 
 def test_what_comes_rounded_gives_the_same_bits() -> None:
@@ -141,12 +141,10 @@ def test_turned_rows(shape: tuple[int, ...]) -> None:
         assert (np.abs(back[: len(rows)] - rows) <= error * np.abs(rows) + scale * 2**-9).all()
         assert bits is None or np.array_equal(bits.reshape(rows.shape), turned.T[: len(rows)])
     gu, dy = rng.normal(size=(*shape[:-1], 2 * shape[-1])).astype(np.float32), x.copy()
-    for again in (False, True):
-        bits, turned, hidden = k.swiglu_bwd_turned(dy, gu, scale, again)
-        wanted, wanted_turned = k.turn_rows(swiglu_bwd(None, dy, gu), scale, True)
-        assert np.array_equal(bits.astype(float), wanted.astype(float))
-        assert np.array_equal(turned.astype(float), wanted_turned.astype(float))
-    assert np.array_equal(hidden, k.turn_rows(swiglu_fwd(gu), np.ones(1, np.float32), True)[1])
+    bits, turned = k.swiglu_bwd_turned(None, dy, gu, scale)
+    wanted, wanted_turned = k.turn_rows(swiglu_bwd(None, dy, gu), scale, True)
+    assert np.array_equal(bits.astype(float), wanted.astype(float))
+    assert np.array_equal(turned.astype(float), wanted_turned.astype(float))
 
 
 def test_new_weights_are_rounded_before_they_are_used() -> None:

@@ -40,12 +40,11 @@ PRODUCTS = {(False, True): "FORWARD", (False, False): "INPUT", (True, False): "W
 EPILOGUES = {"SWIGLU": "FORWARD", "SWIGLU_BACKWARD": "INPUT"}
 
 # Products of numbers of 8 bits (ops/fp8.py), both factors lying along: x W^T with x in e4m3, or in e5m2, or with an
-# epilogue; and dy^T x, of arrays that were turned, with one of the two in e5m2.
+# epilogue; and dy^T x, of arrays that were turned, with dy in e5m2.
 OF_8_BITS = {
-    "FP8": {"FACTORS": "E4M3_E4M3"}, "FP8_COARSE": {"FACTORS": "E5M2_E4M3"},
-    "FP8_SWIGLU": {"FACTORS": "E4M3_E4M3", "EPILOGUE": "SWIGLU"},
-    "FP8_WEIGHT": {"FACTORS": "E5M2_E4M3", "PRODUCT": "WEIGHT"},
-    "FP8_WEIGHT_COARSE": {"FACTORS": "E4M3_E5M2", "PRODUCT": "WEIGHT"},
+    "FP8": {"FACTORS": "E4M3"}, "FP8_COARSE": {"FACTORS": "E5M2"},
+    "FP8_SWIGLU": {"FACTORS": "E4M3", "EPILOGUE": "SWIGLU"},
+    "FP8_WEIGHT": {"FACTORS": "E5M2", "PRODUCT": "WEIGHT"},
 }  # fmt: skip
 
 on_choice: Callable[[str, int, int, int, Variant | None], None] | None = None
@@ -191,22 +190,20 @@ def hopper(
 USUAL = {
     "FP8": Variant(128, 256, 4, 0, 1), "FP8_COARSE": Variant(128, 192, 5, 1, 1),
     "FP8_SWIGLU": Variant(128, 256, 4, 0, 1), "FP8_WEIGHT": Variant(128, 192, 5, 1, 1, splits=2),
-    "FP8_WEIGHT_COARSE": Variant(128, 192, 5, 1, 1, splits=4),
 }  # fmt: skip
 """Of a product of 8 bits that is not in the table: the best for those of `base` on an H200."""
 
 
 def gemm_of_8_bits(
-    product: str, a: Array, b: Array, scales: Array, weight_scale: Array | None, out: Array | np.dtype, *,
+    product: str, a: Array, b: Array, scales: Array, weight_scale: Array, out: Array | np.dtype, *,
     variant: Variant | None = None,
 ) -> tuple[Array, Array | None]:  # fmt: skip
     """a b^T of bytes, times the scales of a's rows, or of a, and of b: a product of OF_8_BITS, by our kernel, always.
 
-    a: (m, k), b: (n, k), without gaps, k by sixteens, n by eights; scales: (m,) or (1,), weight_scale: (1,) or none, in
-    float32.
-    out: the dtype of the result, or of weights' gradients where to add it, float32. Returns
-        FP8_SWIGLU    gu: (m, n), and h: (m, n / 2)
-        all others    (m, n), None
+    a: (m, k), b: (n, k), without gaps, k by sixteens, n by eights; scales: (m,) or (1,), weight_scale: (1,), float32.
+    out: the dtype of the result, or of FP8_WEIGHT where to add it, float32. Returns
+        FP8, FP8_COARSE, FP8_WEIGHT    (m, n), None
+        FP8_SWIGLU                     gu: (m, n), and h: (m, n / 2)
     """
     (m, k), n = a.shape, len(b)
     if b.shape[1] != k:
@@ -221,8 +218,7 @@ def gemm_of_8_bits(
     plan = _plan_of_8_bits(chosen, product, m, n, k, leading(result), scales.size > 1)
     maps = (encoded(x.data.ptr, *known) for x, known in zip((a, b), plan.maps, strict=True))
     parts = result if plan.splits == 1 else new((plan.splits, m, n), FLOAT32)
-    arrays = (or_null(hidden), or_null(None), scales, or_null(weight_scale))
-    arguments = (parts, *maps, *plan.numbers, *arrays, plan.by_row)
+    arguments = (parts, *maps, *plan.numbers, or_null(hidden), or_null(None), scales, weight_scale, plan.by_row)
     grid = (chosen.cluster * min(free_processors() // chosen.cluster, plan.units),)
     plan.kernel(grid, (THREADS,), arguments, shared_mem=chosen.shared_bytes)
     if parts is not result:
@@ -242,7 +238,7 @@ def _plan_of_8_bits(
         ROWS=variant.rows, COLUMNS=variant.columns, STAGES=variant.stages, PINGPONG=variant.pingpong,
         CLUSTER=variant.cluster,
     )  # fmt: skip
-    pairs, both, add = k // 2, 2 if product == "FP8_SWIGLU" else 1, product.startswith("FP8_WEIGHT")
+    pairs, both, add = k // 2, 2 if product == "FP8_SWIGLU" else 1, product == "FP8_WEIGHT"
     width, columns = n // both, variant.columns // both
     splits = min(variant.splits, -(-pairs // DEPTH)) if add else 1
     units = -(-m // (variant.rows * variant.cluster)) * -(-width // columns) * splits

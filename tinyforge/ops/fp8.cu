@@ -3,7 +3,7 @@
 // Kernels:  quantise_rows       bits and scale of each row: where the kernel that made them has not rounded them itself
 //           largest_scale       of the scales of all rows
 //           turn_rows, turn_rows_coarse    rows in e4m3, or e5m2, by one scale, turned: their axis last
-//           swiglu_bwd_turned   dgate|dup in e5m2, as they lie and turned, and h turned, from dh and gate|up (swiglu.cuh)
+//           swiglu_bwd_turned   dgate|dup in e5m2, as they lie and turned, and h, from dh and gate|up (swiglu.cuh)
 //           largest_of_weights  the largest magnitude of each block's part of each weight
 //           quantise_weights    weights, straight and turned
 //
@@ -127,12 +127,11 @@ extern "C" __global__ void __launch_bounds__(256) turn_rows_coarse(
     turn<false>(bits, turned, x, 1 / *scale, blockIdx.x, blockIdx.y, rows, columns, pitch);
 }
 
-// columns: of h. hidden: null, or room for h turned, in e5m2 and not scaled.
+// columns: of h. hidden: null, or room for h, which may be that of dh.
 extern "C" __global__ void __launch_bounds__(256) swiglu_bwd_turned(
-    byte *bits, byte *turned, byte *hidden, const T *dh, const T *gu, const float *scale, int rows, int columns,
-    int pitch
+    byte *bits, byte *turned, T *hidden, const T *dh, const T *gu, const float *scale, int rows, int columns, int pitch
 ) {
-    __shared__ u32 tiles[3][DOWN][PITCH];
+    __shared__ u32 tiles[2][DOWN][PITCH];
     const int left = blockIdx.x * ACROSS, top = blockIdx.y * DOWN, v = threadIdx.x % 8, column = left + 8 * v;
     const float factor = 1 / *scale;
 #pragma unroll
@@ -147,16 +146,16 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_bwd_turned(
         if (there) {
             store(bits + first, eight);
             store(bits + first + columns, more);
+            if (hidden) store(hidden + at, h);
         }
         put(tiles[0], line, v, eight);
         put(tiles[1], line, v, more);
-        put(tiles[2], line, v, bytes_of<false>(h, 1.0f));
     }
     __syncthreads();
-    for (int part = threadIdx.x / 128; part < (hidden ? 3 : 2); part += 2) {
-        byte *to = part < 2 ? turned + i64(part * columns + left) * pitch : hidden + i64(left) * pitch;
-        write_turned(to, tiles[part], threadIdx.x % 128, top, columns - left, pitch);
-    }
+    const int half = threadIdx.x / 128;
+    write_turned(
+        turned + i64(half * columns + left) * pitch, tiles[half], threadIdx.x % 128, top, columns - left, pitch
+    );
 }
 
 // A weight, (rows, columns), and where its bits go; null where they are not wanted.

@@ -126,21 +126,16 @@ def turn_rows_memory(x: Array, scale: Array, coarse: bool) -> tuple[Array | None
 
 @kernel
 def swiglu_bwd_turned(
-    dy: Array, gu: Array, scale: Array, again: bool, *, backend: Any
-) -> tuple[Array, Array, Array | None]:
-    """turn_rows of dgu = swiglu_bwd(dy, gu), coarse; and if `again` h = swiglu(gu), turned, in e5m2 and not scaled."""
-    rows = gu.reshape(-1, gu.shape[-1])
-    hidden = np.empty((len(rows), gu.shape[-1] // 2), gu.dtype) if again else None
+    hidden: Array | None, dy: Array, gu: Array, scale: Array, *, backend: Any
+) -> tuple[Array, Array]:
+    """turn_rows of swiglu_bwd(hidden, dy, gu), coarse."""
     bits = rounded(swiglu_bwd(hidden, dy, gu) * (1 / scale), E5M2, backend)
-    return bits, turned_of(bits), None if hidden is None else turned_of(rounded(hidden, E5M2, backend))
+    return bits, turned_of(bits)
 
 
 @swiglu_bwd_turned.on("phantom")
-def swiglu_bwd_turned_memory(
-    dy: Array, gu: Array, scale: Array, again: bool
-) -> tuple[Array, Array, Array | None]:
-    columns, pitch = turned_shape(gu.shape)
-    return empty(gu.shape, BYTE), empty((columns, pitch), BYTE), empty((columns // 2, pitch), BYTE) if again else None
+def swiglu_bwd_turned_memory(hidden: Array | None, dy: Array, gu: Array, scale: Array) -> tuple[Array, Array]:
+    return empty(gu.shape, BYTE), empty(turned_shape(gu.shape), BYTE)
 
 
 @kernel

@@ -49,15 +49,14 @@ def turn_rows(x: Array, scale: Array, coarse: bool) -> tuple[Array | None, Array
 
 
 @fp8.swiglu_bwd_turned.on("cupy")
-def swiglu_bwd_turned(dy: Array, gu: Array, scale: Array, again: bool) -> tuple[Array, Array, Array | None]:
+def swiglu_bwd_turned(hidden: Array | None, dy: Array, gu: Array, scale: Array) -> tuple[Array, Array]:
     dy, gu = contiguous(dy), contiguous(gu)
     bits, turned = new(gu.shape, fp8.BYTE), new(fp8.turned_shape(gu.shape), fp8.BYTE)
-    hidden = new((gu.shape[-1] // 2, turned.shape[1]), fp8.BYTE) if again else None
     grid, sizes = _tiles(turned, gu.shape[-1] // 2, gu)
     if turned.size:
         arguments = (bits, turned, or_null(hidden), dy, gu, scale, *sizes)
         load(FILE, "swiglu_bwd_turned", **MACROS)(grid, (256,), arguments)
-    return bits, turned, hidden
+    return bits, turned
 
 
 def _tiles(turned: Array, width: int, x: Array) -> tuple[tuple[int, int], tuple[np.int32, ...]]:

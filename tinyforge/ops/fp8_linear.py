@@ -2,9 +2,8 @@
 
     qkv         y = x W^T in FP8; backward in bf16
     gate|up     y = x W^T, dx = dy W and dW += dy^T x in FP8
-    down        dh = dy W and dW += dy^T h in FP8; y = h W^T in bf16: h, SwiGLU's result, has the largest outliers
-                (Fishman et al., "Scaling FP8 training to trillion-token LLMs", 2024), and its scale is not known where
-                it is made; in dW it is e5m2, whose range needs none
+    down        dh = dy W in FP8; y = h W^T and dW in bf16: h, SwiGLU's result, has the largest outliers (Fishman et
+                al., "Scaling FP8 training to trillion-token LLMs", 2024), and its scale is not known where it is made
 
 Each op takes a `Scaled`, or a `Gradient8`, from who has rounded already; else it rounds itself.
 """
@@ -75,20 +74,27 @@ def fp8_product_swiglu_memory(
 
 
 @kernel
-def fp8_weight_gradient(
-    dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array | None, coarse: bool
-) -> None:
-    """dweight += dy^T x, of both turned. x_scale: None where x is not scaled. coarse: dy is in e5m2 and x in e4m3, else
-    the other way round."""
+def fp8_weight_gradient(dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array) -> None:
+    """dweight += dy^T x, of both turned."""
     kind = dweight.dtype
-    scale = scale if x_scale is None else scale * x_scale
-    dweight += turned.astype(kind, copy=False) @ x_turned.astype(kind, copy=False).T * scale
+    dweight += turned.astype(kind, copy=False) @ x_turned.astype(kind, copy=False).T * (scale * x_scale)
 
 
 @fp8_weight_gradient.on("phantom")
 def fp8_weight_gradient_memory(
-    dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array | None, coarse: bool
+    dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array
 ) -> None:
+    pass
+
+
+@kernel
+def weight_gradient(dweight: Array, dy: Array, x: Array) -> None:
+    """dweight += dy^T x"""
+    dweight += dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+
+
+@weight_gradient.on("phantom")
+def weight_gradient_memory(dweight: Array, dy: Array, x: Array) -> None:
     pass
 
 
@@ -186,7 +192,7 @@ class FP8LinearSwiGLU(_InFP8, LinearSwiGLU):
         if x is not None:
             scale = self.k.largest_scale(rows)
             _, turned = self.k.turn_rows(x(), scale, False)
-            self.k.fp8_weight_gradient(self.weight.grad, dy.turned, dy.scale, turned, scale, True)
+            self.k.fp8_weight_gradient(self.weight.grad, dy.turned, dy.scale, turned, scale)
             del turned
         dx: Array = self.k.fp8_product(dy.bits, dy.scale, self.in_8_bits.turned, self.in_8_bits.scale, True)
         return dx
@@ -199,13 +205,13 @@ class FP8LinearSwiGLU(_InFP8, LinearSwiGLU):
 class FP8SwiGLULinear(_InFP8, SwiGLULinear):
     """y = h W^T,  h = swiglu(gu), with dh = dy W in FP8: the reference is SwiGLULinear
 
-    Shapes and what is saved as there; forward is in bf16, dW in FP8. backward: dy may be a Scaled. hands_on: give dgu
-    as a Gradient8, with the largest scale of dy, to the FP8LinearSwiGLU before.
+    Shapes and what is saved as there; forward and dW are in bf16. backward: dy may be a Scaled. hands_on: give dgu as a
+    Gradient8, with the largest scale of dy, to the FP8LinearSwiGLU before.
     """
 
     kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (
-        *SwiGLULinear.kernels, fp8_product, fp8_weight_gradient, swiglu_bwd, swiglu_bwd_turned, turn_rows,
-        quantise_rows, quantise_weights, largest_scale,
+        *SwiGLULinear.kernels, fp8_product, weight_gradient, swiglu_bwd, swiglu_bwd_turned, quantise_rows,
+        quantise_weights, largest_scale,
     )  # fmt: skip
 
     def __init__(self, weight: Param, backend: Backend, name: str = "", *, hands_on: bool = False) -> None:
@@ -223,14 +229,18 @@ class FP8SwiGLULinear(_InFP8, SwiGLULinear):
     def backward(self, dy: Any, stash: Stash) -> Any:
         (gu,) = stash.pop(self)
         dy, learned = self.scaled(dy), self.weight.grad is not None
-        dh = self.k.fp8_product(dy.bits, dy.scale, self.in_8_bits.turned, self.in_8_bits.scale, False)
-        scale = self.k.largest_scale(dy.scale)
-        bits, turned, hidden = self.k.swiglu_bwd_turned(dh, gu, scale, learned)
-        dgu: Any = Gradient8(bits, turned, scale) if self.hands_on else self.k.swiglu_bwd(None, dh, gu)
+        bits = dy.bits.reshape(dy.scale.size, dy.bits.shape[-1])
+        dh = self.k.fp8_product(bits, dy.scale, self.in_8_bits.turned, self.in_8_bits.scale, False)
+        hidden = dh if learned else None  # h comes in the place of dh
+        dgu: Any
+        if self.hands_on:
+            scale = self.k.largest_scale(dy.scale)
+            bits, turned = self.k.swiglu_bwd_turned(hidden, dh, gu, scale)
+            dgu = Gradient8(bits, turned, scale)
+        else:
+            dgu = self.k.swiglu_bwd(hidden, dh, gu)
         if learned:
-            del dh
-            _, turned = self.k.turn_rows(dy.x, scale, False)
-            self.k.fp8_weight_gradient(self.weight.grad, turned, scale, hidden, None, False)
+            self.k.weight_gradient(self.weight.grad, dy.x, dh)
         return dgu
 
     @classmethod

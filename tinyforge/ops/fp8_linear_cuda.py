@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tinyforge.backends.cupy_backend import CupyBackend
-from tinyforge.backends.gemm import gemm_of_8_bits
+from tinyforge.backends.cupy_backend import CupyBackend, contiguous
+from tinyforge.backends.gemm import gemm, gemm_of_8_bits
 from tinyforge.kernel import Array
 from tinyforge.ops import fp8_linear
 
@@ -35,9 +35,11 @@ def fp8_product_swiglu(
 
 
 @fp8_linear.fp8_weight_gradient.on("cupy")
-def fp8_weight_gradient(
-    dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array | None, coarse: bool
-) -> None:
+def fp8_weight_gradient(dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array) -> None:
     if turned.size:
-        product = "FP8_WEIGHT" if coarse else "FP8_WEIGHT_COARSE"
-        gemm_of_8_bits(product, turned, x_turned, scale, x_scale, dweight)
+        gemm_of_8_bits("FP8_WEIGHT", turned, x_turned, scale, x_scale, dweight)
+
+
+@fp8_linear.weight_gradient.on("cupy")
+def weight_gradient(dweight: Array, dy: Array, x: Array) -> None:
+    gemm(flat(contiguous(dy)), flat(contiguous(x)), dweight, transpose_a=True, accumulate=True)

@@ -40,13 +40,13 @@
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3_E4M3|E5M2_E4M3 ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3_E4M3|E5M2_E4M3 ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3_E4M3 EPILOGUE=SWIGLU ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3_E4M3 EPILOGUE=SWIGLU ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=WEIGHT FACTORS=E5M2_E4M3|E4M3_E5M2 ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=WEIGHT FACTORS=E5M2_E4M3|E4M3_E5M2 ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=WEIGHT FACTORS=E5M2_E4M3|E4M3_E5M2 ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3|E5M2 ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3|E5M2 ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3 EPILOGUE=SWIGLU ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3 EPILOGUE=SWIGLU ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=WEIGHT FACTORS=E5M2 ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=WEIGHT FACTORS=E5M2 ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=WEIGHT FACTORS=E5M2 ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
 // spills: none
 
 #include "ops/gemm.cuh"
@@ -69,6 +69,8 @@
 #define EPILOGUE NONE
 #endif
 #define BF16 0
+#define E4M3 1
+#define E5M2 2
 #ifndef FACTORS
 #define FACTORS BF16
 #endif
@@ -196,7 +198,7 @@ struct Products {
                         step > 0 || k > 0
                     );
 #else
-                    multiply_bytes<FACTORS>(sum[i], columns(part, k), columns(b, k), step > 0 || k > 0);
+                    multiply_bytes<FACTORS == E5M2>(sum[i], columns(part, k), columns(b, k), step > 0 || k > 0);
 #endif
                 }
             }
@@ -334,7 +336,7 @@ struct Products {
 
 #define IN_CLUSTERS(n) __cluster_dims__(n, 1, 1)
 
-// Factors of 8 bits: maps and `depth` count pairs of them. scales: of a, by_row: of each row of it; weight_scale: of b, or null.
+// Factors of 8 bits: maps and `depth` count pairs of them. scales: of a, by_row: of each row of it; weight_scale: of b.
 #if FACTORS == BF16
 #define OF_8_BITS
 #else
@@ -393,11 +395,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
                 row = (unit.down * CLUSTER + rank) * ROWS, column = unit.across * WIDE;
                 if constexpr (IN_PARTS) split = unit.split;
 #if FACTORS != BF16
-                const float of_all = weight_scale ? *weight_scale : 1.0f;
 #pragma unroll
                 for (int i = 0; i < 2 * BLOCKS; i++) {
                     const int at = row + products.row_of(i / 2) + i % 2 * 8;
-                    of_rows[i / 2][i % 2] = at < rows ? scales[by_row ? at : 0] * of_all : 0.0f;
+                    of_rows[i / 2][i % 2] = at < rows ? scales[by_row ? at : 0] * *weight_scale : 0.0f;
                 }
 #endif
                 if constexpr (EPILOGUE == SWIGLU_BACKWARD) {
