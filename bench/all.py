@@ -77,13 +77,13 @@ class Part:
 NINE_MILLION = {"dim": 256, "heads": 4, "kv_heads": 2, "layers": 8, "hidden": 688, "vocab": 4096, "context": 512,
                 "mtp_heads": 2, "mtp_weights": [1.0, 0.5]}  # fmt: skip
 TRAIN = "bench/train_step.py --backend cupy --precision bf16"
-DECODE = "bench/decode.py --config base --backend cupy --precision bf16 --position 256 --tokens 64 --peer torch"
+DECODE = "bench/decode.py --config base --backend cupy --precision bf16 --position 256 --tokens 64"
 
 # What matters most comes first: a budget cuts the end. The seconds are estimates from shorter runs, not measurements.
 GPU = (
     Part("gpu-train-32x512", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --peer torch", 240),
     Part("gpu-train-16x1024", f"{TRAIN} --config base --batch-size 16 --seq-len 1024 --peer torch", 240),
-    Part("gpu-decode-base", DECODE, 150),
+    Part("gpu-decode-base", f"{DECODE} --peer torch", 150),
     Part("gpu-prefill-base", "bench/prefill.py --config base --backend cupy --precision bf16 --prompt 512 4096 "
          "--peer torch", 240),
     Part("gpu-train-9m", f"{TRAIN} --config {{config}} --batch-size 32 --seq-len 512 --steps 100 --capture "
@@ -92,7 +92,8 @@ GPU = (
          "--peer torch", 160),
     Part("gpu-train-gpt2-124m", f"{TRAIN} --model gpt2 --config 124m --batch-size 16 --seq-len 1024 --peer torch", 240),
     Part("gpu-attention", "bench/attention.py --shapes 32x512,16x1024,8x2048,4x4096,1x16384 --peer torch", 60),
-    Part("gpu-decode-base-64", f"{DECODE} --batch-size 64 --rounds 10", 150),
+    Part("gpu-decode-base-64", f"{DECODE} --peer torch --batch-size 64 --rounds 10", 150),
+    Part("gpu-decode-base-weights", f"{DECODE} --weights int8 fp8", 40),
     Part("gpu-ops", "bench/ops.py", 60),
     Part("gpu-residual", "bench/ops.py --residual", 15),
     Part("gpu-train-large", f"{TRAIN} --config large --batch-size 16 --seq-len 1024 --peer torch", 330),
@@ -104,6 +105,7 @@ GPU = (
          "--seq-len 512 --capture --peer torch", 240),
     Part("gpu-train-moe-32x512", f"{TRAIN} --model moe --config base --batch-size 32 --seq-len 512 --peer torch "
          "--beside nanoeuler:base", 330),
+    Part("gpu-train-muon", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --muon", 60),
     Part("gpu-train-documents", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --steps 60 --documents 300", 60),
     Part("gpu-train-data", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --steps 40 --data {{shards}}", 60,
          "shards"),

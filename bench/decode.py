@@ -30,11 +30,12 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 # The repository root is where models/, recipes/ and tinyforge/ are.
@@ -56,19 +57,21 @@ from bench.peers import (
     left_out_table,
     soft,
 )
-from data.alpaca import render_prompt
-from data.world import documents, instructions
+from data.alpaca import Record, read_split, render_prompt
+from data.world import Instruction, documents, instructions
 from models.nanoeuler.config import Config
 from models.nanoeuler.model import NanoEuler
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.frozen_model import quantised_copy
 from tinyforge.hub import load
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.generation import draw_blocks
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
 from tinyforge.params import named
+from tinyforge.quantised import FORMATS
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.train.settings import PretrainSettings, config_of
 
@@ -171,13 +174,20 @@ def peers_of(options: Options, model: NanoEuler) -> dict[str, Callable[[], Torch
     return {**eager, GRAPH: GRAPHS_NEED_A_GPU}
 
 
-def contenders_of(options: Options, model: NanoEuler, peer: str | None) -> tuple[dict[str, Contender], Parity, LeftOut]:
-    """All whose logits agree, their caches filled up to the position; the agreement; and who was left out, with why."""
+def contenders_of(
+    options: Options, model: NanoEuler, peer: str | None, quantised: Mapping[str, NanoEuler] = MappingProxyType({})
+) -> tuple[dict[str, Contender], Parity, LeftOut]:
+    """All whose logits agree, their caches filled up to the position; the agreement; and who was left out, with why.
+
+    quantised: by name, models of ours with the same weights in one byte each, whose logits differ.
+    """
     makers: dict[str, Any] = {OURS: lambda: Ours(options, model)}
+    makers |= {name: partial(Ours, options, other) for name, other in quantised.items()}
     makers |= peers_of(options, model) if peer else {}
     contenders, logits, left_out = soft(makers, lambda contender: contender.logits())
+    exact = {name: found for name, found in logits.items() if name not in quantised}
     tolerance = LOGITS_TOLERANCE[model.backend.precision.name]
-    return contenders, check_parity(logits, OURS, tolerance, "logits differ by") if peer else None, left_out
+    return contenders, check_parity(exact, OURS, tolerance, "logits differ by") if peer else None, left_out
 
 
 def take_turns(contenders: dict[str, Contender], options: Options, backend: Backend) -> dict[str, list[float]]:
@@ -212,32 +222,38 @@ def copy_bandwidth(backend: Backend) -> float:
 
 def bytes_per_step(options: Options, model: NanoEuler) -> int:
     """What a step must read: the weights it multiplies by, once, and each row's keys and values."""
-    c = options.config
-    weights = model.buffer.count - c.vocab * c.dim * c.mtp_heads  # without the embedding, and one head of all
+    c, heads = options.config, model.heads.weight
+    size = model.backend.dtype.itemsize
+    # One row on a GPU reads weights as they are stored, all else their numbers.
+    by_code = model.backend.name == "cupy" and options.batch_size == 1
+    of = {p: p.stored.nbytes if by_code else p.size * size for p in (*model.buffer.params, *model.buffer.frozen)}
+    weights = sum(of.values()) - of[model.embedding.weight] - of[heads] // c.mtp_heads * (c.mtp_heads - 1)
     cache = 2 * c.layers * c.kv_heads * c.head_dim * (options.position + 1) * options.batch_size
-    return (weights + cache) * model.backend.dtype.itemsize
+    return weights + cache * size
 
 
-def measure(options: Options, backend: Backend, peer: str | None) -> dict[str, Any]:
+def measure(options: Options, backend: Backend, peer: str | None, weights: Sequence[str] = ()) -> dict[str, Any]:
     """Microseconds of a step (one token in each row), by contender."""
     load_average = os.getloadavg()[0]
     model = NanoEuler(options.config, backend)
     model.initialise(seed=0)
-    contenders, parity, left_out = contenders_of(options, model, peer)
+    quantised = {f"{OURS}, {kind} weights": quantised_copy(model, kind) for kind in weights}
+    contenders, parity, left_out = contenders_of(options, model, peer, quantised)
     bandwidth = copy_bandwidth(backend)
     seconds = take_turns(contenders, options, backend)
-    size = bytes_per_step(options, model)
+    sizes = {name: bytes_per_step(options, quantised.get(name, model)) for name in seconds}
     base = median(seconds[OURS])
     results = {
         name: {
             "median_us": 1e6 * median(times),
             "min_us": 1e6 * min(times),
             "tokens_per_second": options.batch_size / median(times),
-            "gb_per_second": size / median(times) / 1e9,
-            "mbu": size / median(times) / bandwidth,
-            "of_the_floor": size / FLOOR_BANDWIDTH / median(times) if backend.name == "cupy" else None,
+            "gb_per_second": sizes[name] / median(times) / 1e9,
+            "mbu": sizes[name] / median(times) / bandwidth,
+            "of_the_floor": sizes[name] / FLOOR_BANDWIDTH / median(times) if backend.name == "cupy" else None,
             "ours_over_this": base / median(times),
             "ours_over_this_by_min": min(seconds[OURS]) / min(times),
+            "bytes_per_step": sizes[name],
             "step_us": [1e6 * t for t in times],
         }
         for name, times in seconds.items()
@@ -248,9 +264,9 @@ def measure(options: Options, backend: Backend, peer: str | None) -> dict[str, A
         "position": options.position,
         "tokens_per_round": options.tokens,
         "rounds": options.rounds,
-        "bytes_per_step": size,
+        "bytes_per_step": sizes[OURS],
         "copy_gb_per_second": bandwidth / 1e9,
-        "floor_us": 1e6 * size / FLOOR_BANDWIDTH if backend.name == "cupy" else None,
+        "floor_us": 1e6 * sizes[OURS] / FLOOR_BANDWIDTH if backend.name == "cupy" else None,
         "parity": parity,
         "left_out": left_out,
         "results": results,
@@ -281,13 +297,19 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def measure_speculation(path: Path, backend: Backend, prompts: int, rounds: int) -> dict[str, Any]:
-    """Tokens per second of a trained model by number of drafts, greedy and by the default sampling."""
+def measure_speculation(
+    path: Path, backend: Backend, prompts: int, rounds: int, files: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Tokens per second of a trained model by number of drafts, greedy and by the default sampling. files: records
+    whose held-out instructions are the prompts, rather than those of the built-in world."""
     load_average = os.getloadavg()[0]
     loaded = load(path, backend)
     tokenizer, config = loaded.tokenizer, loaded.model.config
     if loaded.meta["kind"] != "pretrain":
-        asked = instructions("val", prompts, seed=0)
+        asked: Sequence[Instruction | Record] = [*instructions("val", prompts, seed=0)]
+        if files:
+            held_out = [record for records in read_split(files)[1] for record in records]
+            asked = held_out[:: -(-len(held_out) // prompts)]
         texts = [tokenizer.encode(render_prompt(e.instruction, e.input)) for e in asked]
     else:
         texts = [tokenizer.encode(d)[:OPENING] for d in documents("val", prompts, seed=0)]
@@ -304,9 +326,12 @@ def measure_speculation(path: Path, backend: Backend, prompts: int, rounds: int)
         replies: list[list[list[int]]] = [[] for _ in drafts]
         for turn in range(rounds):
             for i, text in enumerate(texts):
+                session.set_tokens(text)
+                for _ in session.generate(replace(sampling, drafts=0, max_tokens=1)):  # the prefill
+                    pass
                 for d in drafts:
-                    session.set_tokens([])
-                    session.extend(text)
+                    session.set_tokens(text)
+                    backend.synchronize()  # what was queued for the reply before goes on behind its end
                     session.stats = stats = Stats()
                     for _ in session.generate(replace(sampling, drafts=d, seed=i), stop):
                         pass
@@ -382,12 +407,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--tokens", type=int, default=16, help="tokens a round, around the position (default: 16)")
     p.add_argument("--rounds", type=int, default=30, help="counted runs of each contender (default: 30)")
     p.add_argument("--peer", choices=("torch",), help="time PyTorch too")
+    p.add_argument("--weights", nargs="+", choices=tuple(FORMATS), default=[], help="ours with such weights too")
     p.add_argument("--backend", default="auto", help="ours: auto, numpy, cupy (default: auto)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
     p.add_argument("--precision", default="fp32", help="fp32, fp64, and on a GPU tf32 or bf16 (default: fp32)")
     p.add_argument("--threads", type=int, help="threads of PyTorch (default: as many as there are cores)")
     p.add_argument("--checkpoint", metavar="DIR", help="time plain and speculative decoding of this model instead")
     p.add_argument("--prompts", type=int, default=60, help="held-out prompts, with --checkpoint (default: 60)")
+    p.add_argument("--instructions", nargs="+", default=[], metavar="FILE", help="records as given to sft.py, the "
+                   "last 20th of each file being the prompts, with --checkpoint (default: built-in ones)")  # fmt: skip
     add_json_flag(p)
     args = p.parse_args(argv)
     for name in ("batch_size", "tokens", "rounds", "threads", "prompts"):
@@ -398,10 +426,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = options_of(args)
     backend = get_backend(args.backend, args.precision, 1, args.device)
     if args.checkpoint:
-        found = measure_speculation(Path(args.checkpoint), backend, args.prompts, args.rounds)
+        found = measure_speculation(Path(args.checkpoint), backend, args.prompts, args.rounds, args.instructions)
         publish(found, speculation_table(found), args.json)
     else:
-        found = measure(options, backend, args.peer)
+        found = measure(options, backend, args.peer, args.weights)
         publish(found, table(found), args.json)
     return 0
 

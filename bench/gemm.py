@@ -5,7 +5,7 @@
     python bench/gemm.py --table tinyforge/backends/gemm_table.json    and write what the backend will use
     python bench/gemm.py --epilogues                                   only products that end with an op's pass
 
-A product that ends with SwiGLU is timed beside cuBLAS's product and the op's kernel one after the other.
+A product that ends with SwiGLU or RoPE is timed beside cuBLAS's product and the op's kernel one after the other.
 
 A variant must first be right: against cuBLAS with results in float32, over poisoned memory, the same bits twice. All
 that are right take a short turn. The best of them then take long turns with cuBLAS, one after the other, so that a
@@ -96,6 +96,8 @@ def products(model: str, tokens: int) -> Iterator[Product]:
         yield Product(model, f"{name} dW", "WEIGHT", o, i, tokens, layers, accumulate=True)
     if model != "124m":
         h, i = NANOEULER[model].hidden, ins
+        qkv = next(o for name, o, _ in maps if name == "qkv")
+        yield Product(model, "qkv, RoPE", "ROPE", tokens, qkv, i, layers, instead="qkv forward")
         yield Product(model, "gate|up, SwiGLU", "SWIGLU", tokens, 2 * h, i, layers, instead="gate|up forward")
         yield Product(model, "down dX, SwiGLU", "SWIGLU_BACKWARD", tokens, h, i, layers, instead="down dX")
     chunk = min(CHUNK, tokens)
@@ -140,8 +142,8 @@ def compile_one(product: str, numbers: tuple[int, ...]) -> tuple[str, str]:
 
     v = Variant(*numbers)
     try:
-        load(FILE, "gemm_hopper", v.shared_bytes, arch="sm_90a", SCALAR="bf16", **macros_of(product), ROWS=v.rows,
-             COLUMNS=v.columns, STAGES=v.stages, PINGPONG=v.pingpong, CLUSTER=v.cluster)  # fmt: skip
+        load(FILE, "gemm_hopper", v.shared_bytes(product), arch="sm_90a", SCALAR="bf16", **macros_of(product),
+             ROWS=v.rows, COLUMNS=v.columns, STAGES=v.stages, PINGPONG=v.pingpong, CLUSTER=v.cluster)  # fmt: skip
     except Exception as error:  # a variant less
         return f"{product} {v}", str(error)
     return f"{product} {v}", ""
@@ -261,24 +263,67 @@ class Gated(Bench):
 
         return launch
 
+    def results(self) -> tuple[Any, ...]:
+        return self.sets[0][2:4]
+
     def reference(self) -> tuple[Any, float]:
         found = [x.astype("float32") for x in self.apart(*self.sets[0])]
         return found, float(self.xp.linalg.norm(found[0]))
 
     def error(self, variant: Any, reference: Any, size: float) -> float:
-        _, _, out, hidden, _ = self.sets[0]
         found, worst = [], 0.0
         for _ in range(2):
-            for x in (out, hidden):
+            for x in self.results():
                 x.data.memset(0xFF, x.nbytes)  # NaN
             self.by_ours(variant)(0)
-            found.append([out.copy(), hidden.copy()])
+            found.append([x.copy() for x in self.results()])
         for one, two, wanted in zip(*found, reference, strict=True):
             if not bool((one.view("uint8") == two.view("uint8")).all()):
                 return float("inf")
             error = float(self.xp.linalg.norm(one.astype("float32") - wanted) / self.xp.linalg.norm(wanted))
             worst = error if not error <= worst else worst  # NaN stays
         return worst
+
+
+class Roped(Gated):
+    """A product that ends with RoPE, four heads of five, of positions 0 to 511 again and again."""
+
+    def __init__(self, backend: Any, product: Product) -> None:
+        from tinyforge.backends import cublas, gemm
+        from tinyforge.ops.rope_cuda import rope
+
+        self.xp, self.product, self.gemm, self.cublas, self.rope = backend.xp, product, gemm, cublas.gemm, rope
+        self.result, (m, n, k) = backend.dtype, (product.m, product.n, product.k)
+        random, self.heads = self.xp.random.default_rng(0), n // gemm.HEAD
+
+        def normal(*shape: int) -> Any:
+            return random.standard_normal(shape, np.float32)
+
+        positions = min(m, 512)
+        angles = [normal(positions, gemm.HEAD // 2) for _ in range(2)]
+        self.turn = gemm.Turn(angles[0], angles[1], self.heads * 4 // 5)
+        self.sets = [(normal(m, k).astype(self.result), normal(n, k).astype(self.result),
+                      self.xp.empty((m, n), self.result)) for _ in range(4)]  # fmt: skip
+
+    def by_cublas(self, i: int) -> None:
+        self.apart(*self.sets[i % 4])
+
+    def apart(self, a: Any, b: Any, out: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        self.cublas(a, b, out, transpose_b=True)
+        heads = out.reshape(-1, len(self.turn.cosines), self.heads, self.gemm.HEAD)
+        self.rope(heads, heads, self.turn.cosines, self.turn.sines, self.turn.heads)
+        return (out,)
+
+    def by_ours(self, variant: Any) -> Callable[[int], None]:
+        def launch(i: int) -> None:
+            a, b, out = self.sets[i % 4]
+            if self.gemm.hopper(variant, a, b, out, "ROPE", turn=self.turn) is None:
+                raise UserError(f"bench/gemm.py: the kernel refuses {self.product.key}")
+
+        return launch
+
+    def results(self) -> tuple[Any, ...]:
+        return self.sets[0][2:]
 
 
 def child(pipe: Any, device: int | None, wanted: list[Product], left_out: set[tuple[Any, ...]], until: float) -> None:
@@ -291,7 +336,7 @@ def child(pipe: Any, device: int | None, wanted: list[Product], left_out: set[tu
     for product in wanted:
         if time.time() > until:
             break
-        bench = (Gated if product.instead else Bench)(backend, product)
+        bench = {"ROPE": Roped}.get(product.product, Gated if product.instead else Bench)(backend, product)
         reference, size = bench.reference()
         times: list[tuple[float, Any]] = []
         wrong = []

@@ -189,7 +189,7 @@ def residual_jobs(backend: Backend, tokens: int) -> list[Job]:
 
         def by_product(i: int, sets: Any = sets, weight: Any = weight, results: Any = results) -> None:
             f, x = sets[i % len(sets)]
-            x = k.linear_add_fwd(f, weight, x)
+            x = k.linear_add_fwd(f, weight, None, x)
             results.append((x, k.rmsnorm_fwd(x, gain, 1e-5)))
 
         found += [Job(f"{name}, by the norm", by_norm, size), Job(f"{name}, by the product", by_product, size)]

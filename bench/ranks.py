@@ -8,6 +8,7 @@ over the ranks in buckets under its backward (DistributedDataParallel), as ours 
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import time
@@ -21,15 +22,16 @@ from tinyforge.backends import Backend, get_backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.parallel.launch import joined
-from tinyforge.parallel.nccl import spared
 from tinyforge.params import named
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
+from tinyforge.train.captured import Captured
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.plan import Split, plan_step
 
 ONE, SEVERAL, ZERO, ZERO_2, DDP = "1 GPU", "ranks", "ranks, ZeRO", "ranks, ZeRO-2", "torch DDP, compiled"
+GRAPH = ", graph"  # behind a name: its steps are launched as CUDA graphs
 MESSAGES = 3  # from rank 0 in a step: gradients, clip, update
 LR, CLIP = 1e-3, 1.0
 TURN, WARM_UP = 10, 6
@@ -53,7 +55,7 @@ class Ours:
         self.sharded = Sharded(self.model, backend, NextTokens(config.head_weights),
                                batches=lambda step: [batches[step % len(batches)]])  # fmt: skip
         self.sharded.rank.make_optimizer(None, zero)
-        self.spared = spared() if ranks > 1 else 0  # of the process, which the contenders share
+        self.spared = self.sharded.group.spares if ranks > 1 else 0  # of the process, which the contenders share
         self.noise = Stream(0, "dropout")
 
     def step(self, index: int) -> Any:
@@ -71,6 +73,26 @@ class Ours:
         return totals
 
 
+class Graph(Ours):
+    """The same as CUDA graphs, from the third step on."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        optimizer = self.sharded.rank.optimizer
+        assert optimizer is not None
+        self.captured = Captured(self.sharded, optimizer, CLIP)
+
+    def step(self, index: int) -> Any:
+        group = self.sharded.group
+        self.sharded.backend.spare(self.spared)
+        if group.rank:
+            work, arguments = group.send_object()
+            work(self.sharded.rank, *arguments)
+            return None
+        step = [self.batches[index % len(self.batches)]]
+        return self.captured.step(step, self.noise.fork(str(index)), LR, index)[0]
+
+
 class Apart:
     """DDP's rank in a process of its own, beside this one: NCCL reads its environment once in a process, and DDP's is
     to be NCCL's own choice (see tinyforge/parallel/nccl.py)."""
@@ -78,12 +100,19 @@ class Apart:
     def __init__(self, *arguments: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._line, theirs = spawn.Pipe()
-        os.environ.pop("NCCL_MAX_CTAS", None)
+        ours = {name: os.environ.pop(name) for name in ("NCCL_MAX_CTAS", "NCCL_CTA_POLICY") if name in os.environ}
         # No daemon: torch.compile starts processes of its own. It ends with the line.
         atexit.register(self._line.close)
         spawn.Process(target=_ddp_rank, args=(theirs, *arguments)).start()
         theirs.close()
+        os.environ.update(ours)
+
+    def ready(self) -> None:
+        """Wait until it is compiled."""
         self._wait()
+        for index in range(WARM_UP):
+            self.step(index)
+        self.synchronize()
 
     def step(self, index: int) -> None:
         self._line.send(index)
@@ -131,31 +160,41 @@ def _ddp_rank(line: Connection, model: str, config: ModelConfig, precision: str,
 
 def measure(
     model: str, config: ModelConfig, precision: str, rows: int, seq_len: int, steps: int, peer: bool,
-    batches_of: Callable[[int], list[Batch]],
+    batches_of: Callable[[int], list[Batch]], capture: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """The figures on rank 0; on the other ranks nothing. batches_of(rows): random ones, the same everywhere."""
+    """The figures on rank 0; on the other ranks nothing. batches_of(rows): random ones, the same everywhere. capture:
+    time CUDA graphs of the step too."""
     with joined() as ranks:
         size = ranks.size
         backend = get_backend("cupy", precision, device=ranks.local_rank)
+        of_all, own = batches_of(rows * size), slice(rows * ranks.rank, rows * (ranks.rank + 1))
+        # First, as it compiles for half a minute, and as a group sets variables of NCCL's for this process.
+        apart = Apart(model, config, precision, ranks.rank, size, ranks.local_rank or 0,
+                      [batch[own] for batch in of_all]) if peer else None  # fmt: skip
         group = ranks.group(backend)
         group.be_patient(300.0)
-        of_all, own = batches_of(rows * size), slice(rows * ranks.rank, rows * (ranks.rank + 1))
         alone, many = get_backend("cupy", precision, device=ranks.local_rank), backend
         many.group = group
         contenders: dict[str, Any] = {}
         memory: dict[str, dict[str, float]] = {}
         spec = find_model(model)
-        for name, split in ((ONE, Split()), (SEVERAL, Split(size)), (ZERO, Split(size, 1)),
-                            (ZERO_2, Split(size, 2))):  # fmt: skip
-            backend = alone if name == ONE else many
-            batches = [batch[:rows] for batch in of_all] if name == ONE else of_all
+        sums: dict[str, list[Any]] = {}
+        for name, split, kind in (
+            (ONE, Split(), Ours), (SEVERAL, Split(size), Ours), (ZERO, Split(size, 1), Ours),
+            (ZERO_2, Split(size, 2), Ours),
+            *(((ONE + GRAPH, Split(), Graph), (SEVERAL + GRAPH, Split(size), Graph),
+               (ZERO + GRAPH, Split(size, 1), Graph)) if capture else ()),
+        ):  # fmt: skip
+            backend = many if split.ranks > 1 else alone
+            batches = of_all if split.ranks > 1 else [batch[:rows] for batch in of_all]
             with _peak() as peak:
                 before = peak.bytes
-                contenders[name] = made = Ours(model, config, backend, batches, split.ranks, split.zero,
+                contenders[name] = made = kind(model, config, backend, batches, split.ranks, split.zero,
                                                contenders.get(ONE))  # fmt: skip
-                for index in range(WARM_UP):
-                    made.step(index)
+                totals = [made.step(index) for index in range(WARM_UP)]
                 backend.synchronize()
+            if ranks.rank == 0:
+                sums[name] = [backend.to_numpy(t.sums).tolist() for t in totals]
             optimizer = made.sharded.rank.optimizer
             assert optimizer is not None
             masters = getattr(optimizer, "own", None)
@@ -165,21 +204,23 @@ def measure(
                 "peak_mib": (peak.bytes - before) / 2**20, "planned_mib": plan.peak / 2**20,
                 "optimizer_mib": (optimizer.m.nbytes + optimizer.v.nbytes + masters.nbytes) / 2**20,
             }  # fmt: skip
-        if peer:
-            contenders[DDP] = Apart(model, config, precision, ranks.rank, size, ranks.local_rank or 0,
-                                    [batch[own] for batch in of_all])  # fmt: skip
-            for index in range(WARM_UP):
-                contenders[DDP].step(index)
-            contenders[DDP].synchronize()
+        if apart:
+            contenders[DDP] = apart
+            apart.ready()
+        gc.collect()
+        gc.freeze()  # a run has one model: what the other contenders made is not looked through again and again
         seconds = take_turns(contenders, steps, alone, group)
         if ranks.rank:
             return {}
         found = {name: {"median_ms": 1e3 * median(times), "turn_ms": [1e3 * t for t in times],
-                        "tokens_per_second": rows * seq_len * (1 if name == ONE else size) / median(times),
+                        "tokens_per_second": rows * seq_len * _gpus(name, size) / median(times),
                         **memory.get(name, {})}
                  for name, times in seconds.items()}  # fmt: skip
         return {"flop_per_token": contenders[ONE].model.flop_per_token(seq_len), "matmul_peak": alone.matmul_peak(),
                 "device": alone.describe(), "ranks": size, "precision": precision, "rows_a_gpu": rows,
+                # All but one GPU's own begin with the same weights.
+                **({"graphs_give_the_same_losses": all(sums[name] == sums[name + GRAPH] for name in (SEVERAL, ZERO))}
+                   if capture else {}),
                 "seq_len": seq_len, "model": model, "config": config.to_dict(), "steps": steps,
                 "results": found}  # fmt: skip
 
@@ -190,7 +231,7 @@ def take_turns(contenders: dict[str, Any], steps: int, backend: Backend, group: 
     index = WARM_UP
     for _ in range(0, steps, TURN):
         for name, contender in contenders.items():
-            if name == ONE and group.rank:
+            if name in (ONE, ONE + GRAPH) and group.rank:
                 group.barrier()
                 group.barrier()
                 continue
@@ -220,12 +261,16 @@ def table(found: dict[str, Any]) -> str:
     for name, r in found["results"].items():
         memory = (f"{r['peak_mib']:>9.0f} {r['planned_mib']:>8.0f} {r['optimizer_mib']:>13.0f}" if "peak_mib" in r
                   else "")  # fmt: skip
-        share = r["tokens_per_second"] * flop / found["matmul_peak"] / (1 if name == ONE else size)
+        share = r["tokens_per_second"] * flop / found["matmul_peak"] / _gpus(name, size)
         lines.append(f"{name:<20} {r['median_ms']:>9.2f} {r['median_ms'] / one:>10.3f} {share:>7.2f} {memory}")
     if DDP in found["results"]:
         ratio = found["results"][SEVERAL]["median_ms"] / found["results"][DDP]["median_ms"]
         lines += ["", f"ours over DDP's: {ratio:.3f}"]
     return "\n".join(lines)
+
+
+def _gpus(name: str, size: int) -> int:
+    return 1 if name in (ONE, ONE + GRAPH) else size
 
 
 def _peak() -> Any:

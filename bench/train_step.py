@@ -28,6 +28,7 @@ on average: what keeping documents apart costs, or saves.
 With --capture our step is timed again as a CUDA graph, as with --capture in training; its losses must be those of
 ours to the last bit.
 
+With --muon our step is timed again with Muon in place of AdamW.
 With --precision fp8 our step is timed in bf16 as well, and PyTorch's in bf16.
 
 With --gpus N the processes of bench/ranks.py take turns instead: one GPU, N of them, N with the optimizer's state and
@@ -77,7 +78,7 @@ from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.op import Recompute
 from tinyforge.ops.attention import Documents
-from tinyforge.optim import AdamW
+from tinyforge.optim import AdamW, Muon
 from tinyforge.parallel.launch import start, started_as_rank
 from tinyforge.params import named
 from tinyforge.registry import default_model, find_model, models
@@ -94,7 +95,8 @@ from tinyforge.train.plan import plan_step
 from tinyforge.train.run import FLOP_CONVENTION
 from tinyforge.train.settings import PretrainSettings, config_of, restarts
 
-READING, MASKED, CAPTURED, IN_BF16 = "tinyforge, data", "tinyforge, mask", "tinyforge, graph", "tinyforge, bf16"
+READING, MASKED, CAPTURED, MUON = "tinyforge, data", "tinyforge, mask", "tinyforge, graph", "tinyforge, Muon"
+IN_BF16 = "tinyforge, bf16"
 PEERS = {"torch": (EAGER, COMPILED, GRAPH), "torch-eager": (EAGER,)}
 LR, CLIP = 1e-3, 1.0
 BATCHES = 8  # distinct ones, visited in turn
@@ -125,6 +127,7 @@ class Options:
     beside: tuple[str, str] | None = None
     recompute: Recompute = ""
     capture: bool = False
+    muon: bool = False
 
     def make_backend(self) -> Backend:
         return get_backend(self.backend, self.precision, self.workers, self.device)
@@ -165,14 +168,16 @@ class Contender(Protocol):
 class Ours:
     """The step of `tinyforge.train.run`, without its logging."""
 
-    def __init__(self, options: Options, backend: Backend, masked: bool = False) -> None:
+    def __init__(
+        self, options: Options, backend: Backend, masked: bool = False, optimizer: type[AdamW] = AdamW
+    ) -> None:
         batches = options.masked_batches() if masked else options.batches()
         self.batch: Callable[[int], Batch] = lambda index: batches[index % BATCHES]
         self.model = find_model(options.model).build(options.config, backend, recompute=options.recompute)
         self.model.initialise(seed=0)
         self.objective = NextTokens(options.config.head_weights)
         self.sharded = Sharded(self.model, backend, self.objective)
-        self.optimizer = AdamW(self.model.buffer, backend)
+        self.optimizer = optimizer(self.model.buffer, backend)
         self.noise = Stream(0, "dropout")
         self.backend = backend
 
@@ -260,17 +265,20 @@ def _steps_only(name: str, options: Options) -> float:
         for i in range(MEMORY_STEPS):
             contender.step(i)
 
+    own: dict[str, Callable[..., Ours]] = {
+        OURS: Ours, CAPTURED: Graph, MUON: partial(Ours, optimizer=Muon), IN_BF16: Ours,
+    }  # fmt: skip
+    options = options.in_bf16() if name == IN_BF16 else options
     if options.backend != "cupy":
-        contender = Ours(options, options.make_backend()) if name == OURS else torch_peer(options, None)
+        contender = own[name](options, options.make_backend()) if name in own else torch_peer(options, None)
         take_steps(contender)
         return peak_memory_mib()  # before the contender goes, and its workers with it
-    if name in (OURS, CAPTURED, IN_BF16):
-        options = options.in_bf16() if name == IN_BF16 else options
+    if name in own:
         backend = options.make_backend()
         from tinyforge.backends.cupy_backend import PeakMemory
 
         with PeakMemory() as peak:
-            take_steps((Graph if name == CAPTURED else Ours)(options, backend))
+            take_steps(own[name](options, backend))
         return peak.bytes / 2**20
     take_steps(torch_peer(options, MODES[name]))
     return sys.modules["torch"].cuda.max_memory_allocated() / 2**20
@@ -332,7 +340,7 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     # First, while this process is small: Linux counts a parent's peak at the start of a child as the child's own.
     peers = PEERS[peer] if peer else ()
     rounds = options.precision == "fp8" and options.backend == "cupy"
-    own = (OURS, *((CAPTURED,) if options.capture else ()), *((IN_BF16,) if rounds else ()))
+    own = (OURS, *[CAPTURED] * options.capture, *[MUON] * options.muon, *[IN_BF16] * rounds)
     measured = [name for name in (*own, *peers) if options.backend == "cupy" or name not in (COMPILED, GRAPH)]
     _, memory, _ = soft({name: partial(str, name) for name in measured}, lambda name: peak_memory(name, options))
     backend = options.make_backend()
@@ -347,6 +355,8 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     if options.capture:
         check_bits(options, backend)
         contenders[CAPTURED] = Graph(options, backend)
+    if options.muon:
+        contenders[MUON] = Ours(options, backend, optimizer=Muon)
     if rounds:
         contenders[IN_BF16] = Ours(options.in_bf16(), options.in_bf16().make_backend())
     if options.data:
@@ -496,7 +506,7 @@ def several_gpus(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     options = options_of(args, backend=False)
     found = ranks.measure(
         options.model, options.config, options.precision, options.batch_size, options.seq_len, options.steps,
-        args.peer is not None, lambda rows: replace(options, batch_size=rows).batches(),
+        args.peer is not None, lambda rows: replace(options, batch_size=rows).batches(), args.capture,
     )  # fmt: skip
     if found:
         publish(found, ranks.table(found), args.json)
@@ -513,6 +523,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     p.add_argument("--recompute", default="", choices=("norms", "blocks"), help="in ours, as of recipes/pretrain.py")
     p.add_argument("--capture", action="store_true", help="on a GPU, time our step as a CUDA graph too")
+    p.add_argument("--muon", action="store_true", help="time our step with Muon too")
     p.add_argument("--verbose", action="store_true", help="on a GPU, say which kernel makes each product of bf16")
     p.add_argument("--steps", type=int, default=30, help="counted steps for each contender (default: 30)")
     p.add_argument("--peer", choices=tuple(PEERS), help="time PyTorch too, all it has, or eager alone")
@@ -531,7 +542,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     if args.gpus is not None:
         return several_gpus(args, argv)
-    options = replace(options_of(args), recompute=args.recompute, capture=args.capture)
+    options = replace(options_of(args), recompute=args.recompute, capture=args.capture, muon=args.muon)
     if options.capture and options.backend != "cupy":
         raise UserError(f"--capture makes a CUDA graph of the step, the backend is {options.backend}; drop --capture")
     if args.verbose and options.backend == "cupy":

@@ -105,6 +105,12 @@ def hold_out(files: Sequence[Sequence[T]], one_in: int = 20) -> tuple[list[T], l
     return training, [records[cut:] for records, cut in zip(files, cuts, strict=True)]
 
 
+def evenly(items: Sequence[T], count: int) -> list[T]:
+    """Up to `count` of the items, at even distances, in their order."""
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
+
+
 def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[list[Record], list[Sequence[Record]]]:
     """Records of some files to train on, and the last 20th of each file to evaluate on, by file. Where no file has two
     records, they are both. Raises UserError, as read_records does."""

@@ -23,16 +23,18 @@ MISSING = f"it has no '{{name}}'; a preference pair has {', '.join(FIELDS)}; add
 
 @dataclass(frozen=True)
 class Pair:
-    """Two replies to one instruction; `input` may be empty."""
+    """Two replies to one instruction; `input` may be empty. cut: the rejected reply did not end, so that no end of it
+    is learned either."""
 
     instruction: str
     input: str
     chosen: str
     rejected: str
+    cut: bool = False
 
 
 def read_pairs(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[Pair]:
-    """The pairs of JSON or JSON-lines files, in the order given; other fields are not looked at.
+    """The pairs of JSON or JSON-lines files, in the order given; of other fields, `cut` alone is looked at.
 
     Raises UserError, naming the file, the record (counted from 0) and its line, for malformed JSON and for a record
     that lacks a field or has one that is not a string.
@@ -43,7 +45,7 @@ def read_pairs(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[Pai
             if wrong := fault(value, FIELDS, MISSING):
                 raise UserError(f"{path}: record {number} (counted from 0), line {line}: {wrong}")
             assert isinstance(value, dict)
-            found.append(Pair(*(value[name] for name in FIELDS)))
+            found.append(Pair(**{name: value[name] for name in FIELDS}, cut=value.get("cut") is True))
     return found
 
 
@@ -74,7 +76,7 @@ def encode_pairs(pairs: Sequence[Pair], tokenizer: TextTokenizer, seq_len: int, 
             if max(len(chosen), len(rejected)) > seq_len + 1:
                 long += 1
             else:
-                found.append((chosen, rejected, prompt))
+                found.append((chosen, rejected[:-1] if pair.cut else rejected, prompt))
     print(f"{what}: {len(found):,} pairs of up to {seq_len} tokens; left out {equal:,} whose chosen reply equals the "
           f"rejected one, {empty:,} with an empty reply and {long:,} that are longer")  # fmt: skip
     if not found:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from data.alpaca import Record, hold_out, origin_of, read_records, write_instructions
+from data.alpaca import Record, evenly, hold_out, origin_of, read_records, write_instructions
 from data.files import locked
 from data.world import Instruction, harder_sums, sum_rewards
 from tinyforge.errors import Parser, UserError, run_command
@@ -88,11 +88,10 @@ def _of_records(files: Sequence[str], encoding: str) -> Questions:
             "reply is checked by its last number"
         )
     held_out = [question for part in by_file for question in part]
-    asked = min(HELD_OUT, len(held_out))  # evenly, so that every file is in them
     source, licence = ("; ".join(sorted(set(part))) for part in zip(*(origin_of(Path(f)) for f in files), strict=True))
     print(f"{', '.join(files)}: {count - usable} records without a number in their output left out")
-    return Questions(source, licence, training, [held_out[i * len(held_out) // asked] for i in range(asked)],
-                     last_number)  # fmt: skip
+    # Evenly, so that every file is in them.
+    return Questions(source, licence, training, evenly(held_out, HELD_OUT), last_number)
 
 
 # --- sums for a model that has read the world ------------------------------------------------------------------------

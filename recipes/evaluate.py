@@ -4,6 +4,7 @@
     python recipes/evaluate.py --checkpoint runs/base --data shards --kneser-ney
     python recipes/evaluate.py --checkpoint runs/chat --data shards --instructions alpaca.json --seeds 5
     python recipes/evaluate.py --checkpoint runs/chat --backend numpy --prompts 50 --json figures.json
+    python recipes/evaluate.py --checkpoint storyteller --weights int8     with what int8 costs in bits per byte
     python recipes/evaluate.py --checkpoint runs/base --tasks blimp,arc_easy,piqa --task-data eval
 
 Bits per byte of every output head and the last words of sentences, for each source of held-out text; for a fine-tuned
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.alpaca import end_of_reply, read_split, render_prompt
+from data.alpaca import end_of_reply, evenly, read_split, render_prompt
 from data.evaluation import TASKS, TEXT_TASKS, Set, check_tasks, find_sets, first_of_each, read_set, text_set
 from data.local import read_documents
 from data.published import MODELS, PUBLISHED
@@ -45,7 +46,7 @@ from tinyforge import checkpoint
 from tinyforge.backends import PRECISIONS, Backend, get_backend, gpu_is_there
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, sha256_of
-from tinyforge.hub import Loaded, Opened, add_checkpoint_flag, load, open_model, trained_model
+from tinyforge.hub import Loaded, Opened, add_checkpoint_flag, add_weights_flag, load, open_model, trained_model
 from tinyforge.hub.foreign import is_foreign
 from tinyforge.infer import Sampling, make_decoder
 from tinyforge.infer.conversation import ROOM_FOR_REPLY
@@ -110,11 +111,14 @@ def tuning_of(loaded: Loaded) -> SftSettings:
     return SftSettings.from_dict(loaded.meta.get("settings", {}))
 
 
-def open_text(loaded: Loaded, data: Sequence[str], encoding: str, with_training: bool) -> Text:
-    """The held-out text of --data, in the windows that pretraining used: so that its figure comes out again."""
+def open_text(
+    loaded: Loaded, data: Sequence[str], encoding: str, with_training: bool, window: int | None = None
+) -> Text:
+    """The held-out text of --data, in windows of so many tokens, or those that pretraining used: then its figure comes
+    out again."""
     tokenizer, config, run = loaded.tokenizer, loaded.model.config, pretraining_of(loaded)
     learned = loaded.meta.get("base", loaded.meta).get("data_hash")
-    seq_len = sequence_length(config, run.seq_len)
+    seq_len = sequence_length(config, window or run.seq_len)
     settings = replace(run, data=tuple(data), encoding=encoding, mix=())
     shards = find_shards(settings)
     if shards:
@@ -157,6 +161,21 @@ def open_text(loaded: Loaded, data: Sequence[str], encoding: str, with_training:
     return Text((part,), own, training)
 
 
+def bits_per_byte(loaded: Loaded, backend: Backend, text: Text) -> dict[str, np.ndarray]:
+    """Of every head, (K,), for each source."""
+    return measure(text.parts, Sharded(loaded.model, backend), ROWS, loaded.tokenizer.byte_lengths)
+
+
+def compare_weights(found: dict[str, Any], plain: Loaded, backend: Backend, text: Text) -> None:
+    """Put beside the bits per byte those of the same model whose weights have not been rounded to one byte."""
+    bits = bits_per_byte(plain, backend, text)
+    for source, figures in found["text"]["sources"].items():
+        figures["bits_per_byte_plain"] = bits[source].tolist()
+    overall = over_all(text.parts, {name: float(heads[0]) for name, heads in bits.items()})
+    found["text"]["bits_per_byte_plain"] = overall
+    found["weight_bytes_plain"] = plain.model.buffer.nbytes
+
+
 def kneser_ney(loaded: Loaded, text: Text) -> dict[str, float]:
     """Bits per byte of a 5-gram model of the training text on what head 0 was measured on, for each source."""
     assert text.training is not None
@@ -172,7 +191,7 @@ def kneser_ney(loaded: Loaded, text: Text) -> dict[str, float]:
 def measure_text(loaded: Loaded, backend: Backend, text: Text, sentences: int, seed: int) -> dict[str, Any]:
     """Bits per byte and last words, for each source and over all."""
     tokenizer, decoder = loaded.tokenizer, make_decoder(loaded.model)
-    bits = measure(text.parts, Sharded(loaded.model, backend), ROWS, tokenizer.byte_lengths)
+    bits = bits_per_byte(loaded, backend, text)
     sources: dict[str, Any] = {}
     for part in text.parts:
         ids = np.asarray(part.windows.tokens[:])
@@ -209,8 +228,7 @@ def held_out_prompts(
             f"--instructions: none of the {len(prompts)} held-out prompts has at most {room} tokens, so that a reply "
             f"has room in the context of {context}; give shorter ones"
         )
-    count = min(count, len(fit))
-    return [fit[i * len(fit) // count] for i in range(count)], len(prompts) - len(fit)
+    return evenly(fit, count), len(prompts) - len(fit)
 
 
 def measure_replies(loaded: Loaded, prompts: Sequence[Sequence[int]], max_tokens: int, seeds: int) -> dict[str, Any]:
@@ -271,7 +289,7 @@ def table_of(found: dict[str, Any]) -> str:
     width = max(len("over all"), *map(len, sources))
     lines = [
         f"{found['checkpoint']}: {found['kind']}, step {found['step']:,}, {found['parameters']:,} parameters; "
-        f"{found['backend']}, {found['precision']}",
+        f"{found['backend']}, {found['precision']}" + f", weights in {found['weights']}" * bool(found["weights"]),
         "", "bits per byte of held-out text; head k predicts the token k + 1 places ahead",
         " " * (2 + width) + "".join(f"   head {k}" for k in range(heads)) + "   5-gram" * n_grams + "   bytes",
     ]  # fmt: skip
@@ -279,6 +297,8 @@ def table_of(found: dict[str, Any]) -> str:
         row = [f"{bits:>9.3f}" for bits in figures["bits_per_byte"]]
         row += [f"{figures['kneser_ney']:>9.3f}"] if n_grams else []
         lines.append(f"  {name:<{width}}{''.join(row)}   {figures['bytes']:,}")
+    if found["weights"]:
+        lines += table_of_weights(found)
     if len(sources) > 1 or n_grams:
         row = [f"{text['bits_per_byte']:>9.3f}", " " * 9 * (heads - 1)]
         row += [f"{text['kneser_ney']:>9.3f}"] if n_grams else []
@@ -326,6 +346,21 @@ def _speculation(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def table_of_weights(found: dict[str, Any]) -> list[str]:
+    """Head 0's bits per byte with weights of one byte, and without."""
+    text, width = found["text"], max(map(len, (*found["text"]["sources"], "over all")))
+    plain, own = found["weight_bytes_plain"], found["weight_bytes"]
+    kinds = found["weights"], found["precision"]
+    lines = ["", f"head 0 with weights in {kinds[0]}, {own / 1e6:,.1f} MB, and in {kinds[1]}, {plain / 1e6:,.1f} MB",
+             " " * (2 + width) + f"{kinds[0]:>9}{kinds[1]:>9}{'more':>19}"]  # fmt: skip
+    rows = [(name, figures["bits_per_byte"][0], figures["bits_per_byte_plain"][0])
+            for name, figures in text["sources"].items()]  # fmt: skip
+    rows += [("over all", text["bits_per_byte"], text["bits_per_byte_plain"])] * (len(rows) > 1)
+    for name, bits, before in rows:
+        lines.append(f"  {name:<{width}}{bits:>9.4f}{before:>9.4f}{bits - before:>+10.4f}{bits / before - 1:>+9.2%}")
+    return lines
+
+
 def scores_of(found: dict[str, Any]) -> dict[str, float]:
     """The figures by the names under which the card has them; a name and NOISE: how far chance may move it."""
     text, replies, speculation = found["text"], found["replies"], found["speculation"]
@@ -369,14 +404,14 @@ def read_sets(names: Sequence[str], args: argparse.Namespace) -> list[Set]:
             for name in names]  # fmt: skip
 
 
-def tokens_that_fit(opened: Opened, backend: Backend) -> int:
+def tokens_that_fit(opened: Opened, backend: Backend, weights: str = "") -> int:
     """Tokens of a batch of the scorer, as many as pay and fit into the free memory; UserError where no text fits."""
     free = backend.memory().get("free")
     place = "on the GPU" if free is not None else "of memory"
     free = free_host_memory() if free is None else free - OUTSIDE
     tokens = wanted = max(TOKENS[backend.name], opened.config.context)
     while free is not None:
-        needed = bytes_needed(opened.spec, opened.config, backend.precision.name, tokens)
+        needed = bytes_needed(opened.spec, opened.config, backend.precision.name, tokens, weights)
         if needed <= free:
             break
         if tokens == opened.config.context:
@@ -403,13 +438,14 @@ def measure_tasks(names: Sequence[str], args: argparse.Namespace) -> dict[str, A
     found: dict[str, Any] = {
         "checkpoint": str(opened.path), "model": opened.spec.name, "model_sha256": opened.fingerprint(),
         "tokenizer_sha256": opened.tokenizer.hash(), "step": opened.meta.get("step"),
-        "backend": backend.name, "precision": backend.precision.name, "machine": backend.describe(),
+        "backend": backend.name, "precision": backend.precision.name, "weights": args.weights or None,
+        "machine": backend.describe(),
         "command": f"python recipes/evaluate.py {shlex.join(args.given)}", "limit": args.limit, "tasks": {},
     }  # fmt: skip
-    same = ("model_sha256", "tokenizer_sha256", "precision", "limit")
+    same = ("model_sha256", "tokenizer_sha256", "precision", "weights", "limit")
     before = read_before(args.json, {key: found[key] for key in same}) if args.resume else {}
-    tokens = tokens_that_fit(opened, backend)
-    model = opened.build(backend).model
+    tokens = tokens_that_fit(opened, backend, args.weights)
+    model = opened.build(backend, frozen=True, weights=args.weights).model
     found["parameters"] = model.buffer.count
     for name, read in zip(names, sets, strict=True):
         kept = before.get(name)
@@ -463,7 +499,7 @@ def table_of_tasks(found: dict[str, Any]) -> str:
     """Every task's scores beside chance and what was published of others."""
     lines = [
         f"{found['checkpoint']}: {found['model']}, {found['parameters']:,} parameters; {found['backend']}, "
-        f"{found['precision']}", "",
+        f"{found['precision']}" + f", weights in {found['weights']}" * bool(found["weights"]), "",
         f"{'task':<14}{'metric':<17}{'score':>8}{'+-':>8}{'chance':>9}"
         + "".join(f"{model:>13}" for model in MODELS) + "   items",
     ]  # fmt: skip
@@ -504,7 +540,8 @@ def backend_of(args: argparse.Namespace) -> Backend:
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that was asked for."""
     backend = backend_of(args)
-    loaded = load(trained_model(args.checkpoint), backend)
+    path = trained_model(args.checkpoint)
+    loaded = load(path, backend, frozen=True, weights=args.weights)
     config, tuned = loaded.model.config, loaded.meta["kind"] != "pretrain"
     started = time.perf_counter()
 
@@ -514,6 +551,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {
         "checkpoint": str(loaded.path), "kind": loaded.meta["kind"], "step": loaded.meta["step"],
         "parameters": loaded.model.buffer.count, "backend": backend.name, "precision": backend.precision.name,
+        "weights": args.weights or None, "weight_bytes": loaded.model.buffer.nbytes,
         "machine": backend.describe(), "data": args.data or WORLD, "instructions": args.instructions,
     }  # fmt: skip
     # Instructions are read before anything is measured: what is wrong with them shows at once.
@@ -523,9 +561,12 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         if taught and not args.instructions:
             print(one_line(f"the model was fine-tuned on {', '.join(taught)}; give --instructions to ask those held "
                            f"out there rather than those of the {WORLD}"))  # fmt: skip
-    text = open_text(loaded, args.data, args.encoding, args.kneser_ney)
+    text = open_text(loaded, args.data, args.encoding, args.kneser_ney, args.seq_len)
     said("text: bits per byte and last words")
     found["text"] = measure_text(loaded, backend, text, args.sentences, args.seed)
+    if args.weights:
+        said("text: bits per byte without rounding the weights")
+        compare_weights(found, load(path, backend, frozen=True), backend, text)
     if args.kneser_ney:
         said("the 5-gram model")
         by_source = kneser_ney(loaded, text)
@@ -555,6 +596,10 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 def keep_scores(found: dict[str, Any], with_card: bool) -> None:
     """Into the scores.json of the run, and its card, if it is the run's newest checkpoint that was measured."""
     path = Path(found["checkpoint"])
+    if found["weights"]:
+        print(f"figures of {found['weights']} weights are not the run's: no scores.json{' and no card' * with_card} "
+              "written")  # fmt: skip
+        return
     if path not in checkpoint.steps(path.parent)[-1:]:
         print(f"{path} is not the newest checkpoint of a run: no scores.json{' and no card' * with_card} written")
         return
@@ -574,6 +619,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--encoding", default="utf-8", help="encoding of text files (default: %(default)s)")
     p.add_argument("--kneser-ney", action="store_true",
                    help="also a 5-gram model of the training text: some 2 s and 140 MB a million tokens")  # fmt: skip
+    p.add_argument("--seq-len", type=int, metavar="TOKENS", help="tokens a window of held-out text, each read without "
+                   "the one before (default: as in pretraining; with another, no scores are kept)")  # fmt: skip
     p.add_argument("--sentences", type=int, default=500, help="sentences of each source (default: %(default)s)")
     p.add_argument("--prompts", type=int, default=200, help="instructions asked (default: %(default)s)")
     p.add_argument("--max-tokens", type=int, default=200, help="longest reply (default: %(default)s)")
@@ -582,6 +629,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--backend", default="auto", help="numpy, cupy, or auto, which takes a GPU if there is one")
     p.add_argument("--precision", help="fp32, fp64, and on a GPU tf32 or bf16 (default: the run's, where there is it)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
+    add_weights_flag(p)
     p.add_argument("--card", action="store_true", help="write the run's model card, README.md, with these figures")
     p.add_argument("--tasks", nargs="+", metavar="NAME", help="benchmarks instead: " + ", ".join((*TASKS, *TEXT_TASKS)))
     p.add_argument("--task-data", nargs="+", default=[], metavar="PATH", help="folders or zips with the tasks' files")
@@ -593,6 +641,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.given = list(sys.argv[1:] if argv is None else argv)
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit is {args.limit}, wants 1 or more")
+    if args.seq_len is not None and args.seq_len < 1:
+        raise UserError(f"--seq-len is {args.seq_len}, wants 1 or more")
     for name, least in (("sentences", 1), ("prompts", 1), ("max_tokens", 1), ("seeds", 0)):
         if getattr(args, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants {least} or more")
@@ -605,7 +655,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     with redirect_stdout(sys.stderr):  # what the parts say on their way is no result
         found = evaluate(args)
-        keep_scores(found, args.card)
+        if args.seq_len is None:
+            keep_scores(found, args.card)
     publish(found, table_of(found), args.json)
     return 0
 

@@ -40,7 +40,7 @@ from tinyforge.text.chat_templates import end_of_reply
 from tinyforge.train.data_parallel import Rank, Sharded
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import Batch
-from tinyforge.train.plan import print_plan
+from tinyforge.train.plan import Split, print_plan
 from tinyforge.train.policy import GRPO, advantages, policy_batch, reward_figures, worth_learning
 from tinyforge.train.preferences import reply_rows
 from tinyforge.train.run import Run, Task, running
@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     next_token_model(base.spec.name)
     if plan_only:
         rows, seq_len = settings.batch_size * settings.group, sequence_length(base.config, settings.seq_len)
-        print_plan(base.spec, base.config, settings.precision, rows, seq_len, settings.recompute, settings.adapters)
+        print_plan(base.spec, base.config, settings.precision, rows, seq_len, settings.recompute, settings.adapters,
+                   split=Split.of(settings, 1))  # fmt: skip
         return 0
     with running(settings, resume):
         learn(settings, base, resume)

@@ -54,8 +54,8 @@ def test_a_file_of_several_gpus_is_compared(tmp_path: Path) -> None:
     plain, zero = [row for row in compared(H200, tmp_path) if row.gpus == 2]
     assert (plain.measured, zero.measured) == (pytest.approx(0.0277), pytest.approx(0.027))
     # The last bucket, the embedding's, and the toll of a sum with few blocks under backward.
-    sums = 4 * 116_417_280 / H200.few + 2 * H200.hop
-    added = 4 * 4096 * 768 / H200.few + 2 * H200.hop + TOLL * H200.crowded * sums
+    sums = 4 * 116_417_280 / H200.windows + 2 * H200.hop
+    added = 4 * 4096 * 768 / H200.windows + 2 * H200.hop + TOLL * H200.crowded[0] * sums
     assert plain.forecast == pytest.approx(alone / 1e3 + added, rel=1e-6)
     assert abs(plain.error) < 0.05 and abs(zero.error) < 0.05
     found["results"]["ranks"]["median_ms"] = 40.0  # type: ignore[index]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.hub import Loaded, add_checkpoint_flag, load, trained_model
+from tinyforge.hub import Loaded, add_checkpoint_flag, add_weights_flag, load, trained_model
 from tinyforge.infer.conversation import Conversation
 from tinyforge.infer.sampling import Sampling
 from tinyforge.registry import models
@@ -237,6 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and leave")
     parser.add_argument("--backend", default="numpy", help="numpy, cupy (a GPU), or auto (default: %(default)s)")
     parser.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
+    add_weights_flag(parser)
     for name, meaning in SETTINGS.items():
         default = getattr(Sampling(max_tokens=LONGEST), name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default,
@@ -244,7 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     sampling = Sampling(**{name: getattr(args, name) for name in SETTINGS})
     path = trained_model(args.checkpoint, for_chat=True)
-    loaded = load(path, get_backend(args.backend, args.precision, workers=1))
+    backend = get_backend(args.backend, args.precision, workers=1)
+    loaded = load(path, backend, frozen=True, weights=args.weights)
     if args.prompt is not None:
         once(loaded, args.prompt, sampling)
     elif not sys.stdin.isatty():

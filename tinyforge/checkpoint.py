@@ -2,7 +2,7 @@
 
     step-00000500/
         model.safetensors       weights by parameter name
-        optimizer.safetensors   AdamW's moments, `m.` and `v.` + parameter name; `carried`, a recurrent model's state
+        optimizer.safetensors   the moments, `m.` and `v.` + parameter name; `carried`, a recurrent model's state
         tokenizer.json
         meta.json               model (its registered name), config, step, settings, seed, tokenizer hash, elapsed time
         hashes.json             SHA-256 of each file above, written last

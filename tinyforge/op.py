@@ -4,12 +4,14 @@ There is no graph and no tape. An `Op` computes forward and has a backward writt
 needs, forward pushes on a `Stash`; a model's backward is its forward read upwards, so records come off in reverse.
 
 One rule for gradients, everywhere: parameter gradients are accumulated (`+=`), activation gradients are assigned
-(`=`), and backward never writes to the `dy` that it was given. `tests/ops/test_contract.py` enforces it for all ops.
+(`=`), and backward never writes to the `dy` that it was given. `tests/ops/test_contract.py` enforces it for all ops. A
+product need not add to zeros: `Param.summed_in`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -32,35 +34,83 @@ class Param:
     frozen: set before the buffer is made. A frozen parameter is read and never learned: its `grad` is None, which tells
     an op's backward to leave that product out, and it has no master weights and no moments.
 
+    matrices: rows of each of the matrices that lie in it one below the other (the leading axes folded), where it maps
+    one hidden layer to the next: Muon makes the update of each orthogonal. A number stands for so many of equal height.
+    Empty for all else: embeddings, heads, norms, vectors.
+
+    weights: of a frozen parameter, set before the buffer is made: the format of one byte in which it is kept, see
+    quantised.py; `value` is then computed from `stored` each time that it is read.
+
     arrive: set while the value is on its way from other ranks; makes the device wait for it.
+
+    by_product: set by ops that take the gradient by `summed_in`. blank: the gradient is 0, which its memory does not
+    say yet, see `ParamBuffer.clear_grads`. Reading `grad` writes the zeros.
     """
 
-    grad: Array
-
     def __init__(
-        self, name: str, shape: tuple[int, ...], *, std: float = 0.0, fill: float = 0.0, decay: bool = True
-    ) -> None:
+        self, name: str, shape: tuple[int, ...], *, std: float = 0.0, fill: float = 0.0, decay: bool = True,
+        matrices: Sequence[int] | int = (),
+    ) -> None:  # fmt: skip
+        if isinstance(matrices, int):
+            matrices = (math.prod(shape[:-1]) // max(1, matrices),) * matrices
+        if matrices and sum(matrices) != np.prod(shape[:-1]):
+            raise ValueError(f"Param {name}: matrices of {matrices} rows, and the shape is {shape}")
         self.name = name
         self.shape = shape
+        self.matrices = tuple(matrices)
         self.std = std
         self.fill = fill
         self.decay = decay
         self.frozen = False
+        self.weights = ""
         self.arrive: Callable[[], None] | None = None
+        self.by_product = False
+        self.blank = False
+
+    @property
+    def grad(self) -> Array:
+        if self.blank:
+            self.blank = False
+            self._grad.fill(0)
+        return self._grad
+
+    @grad.setter
+    def grad(self, grad: Array) -> None:
+        self._grad = grad
+
+    @grad.deleter
+    def grad(self) -> None:
+        del self._grad
+
+    def summed_in(self) -> tuple[Array, bool]:
+        """The gradient, and whether it is to be added to. If not, its memory may hold anything, and whoever has called
+        this writes all of it: a product that does so needs no zeros, and reads nothing."""
+        blank, self.blank = self.blank, False
+        return self._grad, not blank
+
+    def settle(self) -> None:
+        """Write the zeros of a blank gradient."""
+        if self.blank:
+            _ = self.grad
 
     @property
     def value(self) -> Array:
         if self.arrive is not None:
             self.arrive()
-        return self._value
+        return self._value.values() if self.weights else self._value
 
     @value.setter
     def value(self, value: Array) -> None:
         self._value = value
 
+    @property
+    def stored(self) -> Any:
+        """What is in memory: the value, or its codes and scales, `Quantised`."""
+        return self._value if self.weights else self.value
+
     def __getattr__(self, name: str) -> Any:
         # Reached only for what is not set.
-        if name in ("_value", "grad"):
+        if name in ("_value", "_grad"):
             raise RuntimeError(
                 f"Param {self.name} has no {name.removeprefix('_')} yet: give the model's parameters memory with "
                 "ParamBuffer(op.params(), backend), or a single op with with_buffer(op, backend, rng)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from tinyforge.backends.workers import on_all_cores, shared_zeros
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param
+from tinyforge.quantised import Quantised
 from tinyforge.rng import PAIRS, Stream
 from tinyforge.tensors import Tensors
 
@@ -35,7 +37,8 @@ class ParamBuffer:
     worker of data-parallel training.
 
     All of this is about `params`, those that are learned. The `frozen` ones lie in a flat array of their own,
-    `frozen_values`, in the precision in which the ops read them, and have nothing else.
+    `frozen_values`, in the precision in which the ops read them, and have nothing else; or, where `Param.weights` names
+    a format, each has its codes and scales.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class ParamBuffer:
         self._slices: dict[str, slice] = {}
         self.decay_end = self._lay_out([p for p in self.params if p.decay])
         size = self._lay_out([p for p in self.params if not p.decay], self.decay_end)
-        size_frozen = self._lay_out(self.frozen)
+        size_frozen = self._lay_out(p for p in self.frozen if not p.weights)
         self._backend = backend
         if values is UNPLACED:
             return
@@ -66,7 +69,10 @@ class ParamBuffer:
             p.value = self.view(self.values, p)
         self.place_grads(self.grads)
         for p in self.frozen:
-            p.value, p.grad = self.view(self.frozen_values, p), None
+            p.grad = None
+            p.value = (
+                Quantised.zeros(p.weights, p.shape, backend) if p.weights else self.view(self.frozen_values, p)
+            )
 
     def place_grads(self, flat: Array) -> None:
         """From now on the gradients of all that is learned lie in `flat`; None: nowhere, and reading one is an error
@@ -76,7 +82,40 @@ class ParamBuffer:
             if flat is not None:
                 p.grad = self.view(flat, p)
             else:
-                vars(p).pop("grad", None)
+                vars(p).pop("_grad", None)
+
+    def clear_grads(self) -> None:
+        """All gradients become 0. Where a product comes first (`Param.by_product`) nothing is written: it puts its
+        result there instead of adding it. `settle_grads` when backward is over."""
+        for p in self.params:
+            p.blank = p.by_product
+        for where in self._added_to:
+            self.grads[where].fill(0)
+
+    def settle_grads(self) -> None:
+        """Write the zeros of gradients to which nothing was added."""
+        for p in self.params:
+            p.settle()
+
+    @cached_property
+    def _added_to(self) -> list[slice]:
+        """What `clear_grads` sets to 0: the flat gradient without those that a product writes whole."""
+        bounds = [0]
+        for p in self.params:
+            if p.by_product:
+                place = self.place(p)
+                bounds += [place.start, place.stop]
+        bounds.append(self.size)
+        return [slice(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if b > a]
+
+    def place_values(self, flat: Array) -> None:
+        """From now on the weights, as they are, lie in `flat`."""
+        flat[...] = self.values
+        if self.masters is self.values:
+            self.masters = flat
+        self.values = flat
+        for p in self.params:
+            p.value = self.view(flat, p)
 
     def _lay_out(self, params: Iterable[Param], offset: int = 0) -> int:
         """Give each its place in a flat array, from `offset` on; returns where the last one ends."""
@@ -119,6 +158,9 @@ class ParamBuffer:
 
     def set_master(self, param: Param, value: Any) -> None:
         """Give a parameter's master weights, or a frozen one's only ones, another value; `publish` when all are set."""
+        if param.weights:
+            param.stored.fill(np.asarray(value))
+            return
         flat = self.frozen_values if param.frozen else self.masters
         self.view(flat, param)[...] = self._backend.asarray(value, flat.dtype)
 
@@ -126,6 +168,11 @@ class ParamBuffer:
         """Round the master weights to the values that the ops read."""
         if self.masters is not self.values:
             self.values[...] = self.masters
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights as they are kept for the ops to read, without master weights and gradients."""
+        return sum(p.stored.nbytes for p in (*self.params, *self.frozen))
 
     @property
     def count(self) -> int:
@@ -155,10 +202,10 @@ def take_weights(buffer: ParamBuffer, base: ParamBuffer, backend: Backend) -> No
     print(f"weights of the base: {len(taken)} tensors; new: {', '.join(sorted(set(have) - taken)) or 'none'}")
 
 
-def check_named(buffer: ParamBuffer, tensors: Mapping[str, np.ndarray], source: Path, prefix: str = "") -> None:
+def check_named(params: Iterable[Param], tensors: Mapping[str, np.ndarray], source: Path, prefix: str = "") -> None:
     """UserError for a tensor that is missing or has another shape than its parameter. None is read from a file."""
     shape_of = tensors.shape if isinstance(tensors, Tensors) else lambda name: np.shape(tensors[name])
-    for p in buffer.params:
+    for p in params:
         shape = shape_of(prefix + p.name) if prefix + p.name in tensors else None
         if shape != p.shape:
             got = "nothing" if shape is None else shape
@@ -169,7 +216,7 @@ def load_named(
     buffer: ParamBuffer, flat: Any, tensors: Mapping[str, np.ndarray], backend: Backend, source: Path, prefix: str = ""
 ) -> None:
     """The reverse of `named`, refusing missing tensors and wrong shapes."""
-    check_named(buffer, tensors, source, prefix)
+    check_named(buffer.params, tensors, source, prefix)
     for p in buffer.params:
         buffer.view(flat, p)[...] = backend.asarray(tensors[prefix + p.name], flat.dtype)
     if flat is buffer.masters:

@@ -48,8 +48,9 @@ MICRO = 8  # micro-batches of a pipeline, for each of its stages
 @dataclass(frozen=True)
 class Machine:
     """Rates in FLOP and bytes a second, times in seconds, memory in bytes. link, hop: between GPUs of a host, fitted to
-    two measured all-reduces. few: of a link, with the few blocks that NCCL gets. crowded: by how much a sum
-    is slower under backward. network, far_hop: of one GPU's share of the network between hosts; not measured here."""
+    two measured all-reduces. windows: of a link, with the few blocks that NCCL gets, in windows, which a single host
+    has; few: without them. crowded: by how much either is slower under backward. network, far_hop: of one GPU's
+    share of the network between hosts; not measured here."""
 
     peak: float
     copy: float
@@ -58,8 +59,9 @@ class Machine:
     reached: float
     link: float
     hop: float
+    windows: float
     few: float
-    crowded: float
+    crowded: tuple[float, float]
     per_host: int = 8
     network: float = 50e9
     far_hop: float = 5e-6
@@ -195,8 +197,10 @@ def _not_hidden(count: float, last: float, work: float, gpus: int, machine: Mach
     them, which hides nothing. Between hosts the network works.
     """
     near, far = _near_and_far(count, gpus, machine)
-    end, far_end = _near_and_far(last, gpus, replace(machine, link=machine.few))
-    slow = _near_and_far(count, gpus, replace(machine, link=machine.few))[0] * machine.crowded
+    single = gpus <= machine.per_host
+    used = replace(machine, link=machine.windows if single else machine.few)
+    end, far_end = _near_and_far(last, gpus, used)
+    slow = _near_and_far(count, gpus, used)[0] * machine.crowded[not single]
     under = end + max(0.0, slow - work) + TOLL * min(slow, work)
     return min(near, under) + max(far_end, far - work)
 
@@ -260,11 +264,12 @@ def read_machine(results: Path = RESULTS) -> Machine:
                                        for row in _read(results / "gpu-all-reduce.json")["rows"])  # fmt: skip
     link = (large - small) / (second - first)  # two GPUs: 2 (n - 1) / n is 1
     hop = max(0.0, first - small / link) / 2
-    of_few = _read(results / "gpu-all-reduce.json")["few"]
-    few, crowded = of_few["bytes"] / of_few["ms"] * 1e3, of_few["under_backward_ms"] / of_few["ms"]
+    ways = [_read(results / "gpu-all-reduce.json")[way] for way in ("windows", "few")]
+    windows, few = (way["bytes"] / way["ms"] * 1e3 for way in ways)
+    in_windows, without = (way["under_backward_ms"] / way["ms"] for way in ways)
     memory = float(step["device"]["gpu"].split(" GiB")[0].split()[-1]) * 2**30
     machine = Machine(step["matmul_peak_gflop_per_second"] * 1e9, ops["copy_gb_per_second"] * 1e9, memory, attention,
-                      1.0, link, hop, few, crowded)  # fmt: skip
+                      1.0, link, hop, windows, few, (in_windows, without))  # fmt: skip
     # What is left of the one measured step is the products, and the gaps between kernels with them.
     found = one_gpu(job_of(step), machine)
     left = step["results"]["tinyforge"]["median_ms"] / 1e3 - (found.seconds - found.products)
@@ -322,13 +327,14 @@ def compared(machine: Machine, results: Path = RESULTS) -> Iterator[Row]:
 
 
 def _several(file: str, found: dict[str, Any], machine: Machine) -> Iterator[Row]:
-    gpus, alone = found["ranks"], found["results"]["1 GPU"]["median_ms"] / 1e3
-    for name, zero in (("ranks", False), ("ranks, ZeRO", True)):
-        if name in found["results"]:
+    gpus, results = found["ranks"], {name: of["median_ms"] / 1e3 for name, of in found["results"].items()}
+    for name, zero, kind in (("ranks", False, ""), ("ranks, ZeRO", True, ""), ("ranks", False, ", graph"),
+                             ("ranks, ZeRO", True, ", graph")):  # fmt: skip
+        if name + kind in results:
             job = job_of(found, zero)
             added = cost(job, gpus, machine).seconds - cost(replace(job, zero=False), 1, machine).seconds
-            what = f"{job.model}, {job.rows} x {job.seq_len} a GPU{', ZeRO' if zero else ''}"
-            yield Row(file, what, gpus, found["results"][name]["median_ms"] / 1e3, alone + added)
+            what = f"{job.model}, {job.rows} x {job.seq_len}{', ZeRO' if zero else ''}{kind}"
+            yield Row(file, what, gpus, results[name + kind], results["1 GPU" + kind] + added)
 
 
 def _read(path: Path) -> dict[str, Any]:

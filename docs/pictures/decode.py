@@ -17,8 +17,10 @@ PAGE = Path(__file__).resolve().parents[1] / "kernels" / "decode.md"
 STEPS = ("qkv", "attention", "projection", "gate, up", "down")
 STEPS_OF_PAGE = " | ".join(STEPS)
 WAIT, WORK, ATTENTION, COPY = "#dde3ea", "#4477aa", "#ee8866", "#228833"
+QKV, OUT, GATE_UP, DOWN = 1280 * 768, 768 * 768, 4096 * 768, 768 * 2048  # weights of a layer of base
+RATE = 4.28e12  # bytes a second of a large copy
 LEFT, WIDTH, TOP, ROW, GAP = 150, 620, 62, 30, 14
-COMPUTED = 1.2  # us of attention's step in which it computes, as the page says
+COMPUTED = 1.1  # us of attention's step in which it computes, as the page says
 
 
 def durations() -> list[float]:
@@ -64,17 +66,14 @@ def draw() -> str:
             fill = WAIT if step == "attention" else WORK
             parts.append(box(x(start) + 1, row(blocks), (end - start) * scale - 2, fill))
     parts.append(box(x(ends[1] - COMPUTED), row(0), COMPUTED * scale - 1, ATTENTION))
-    # Requested while attention is waited for, as fast as the polls; the rest behind the projection.
-    parts.append(box(x(starts[1]) + 1, row(2), times[1] * scale - 2, COPY))
-    middle = x(starts[1] + times[1] / 2)
-    parts.append(text(middle, row(2) + 19, "4 pieces a lane after each poll", 11, "#fff", "middle"))
-    parts.append(box(x(ends[2]) + 1, row(2), 62, COPY))
-    parts.append(text(x(ends[2]) + 32, row(2) + 19, "the rest", 11, "#fff", "middle"))
+    # Requested as soon as weights are taken: at the beginning of a step, those of the steps behind it.
+    for step, weights in ((1, OUT + GATE_UP), (3, DOWN), (4, QKV)):
+        parts.append(box(x(starts[step]) + 1, row(2), weights * 2 / RATE * 1e6 * scale, COPY))
     legend = (
-        (WORK, "a product and its wait"), (WAIT, "waits, and polls"),
-        (ATTENTION, f"attention computes, {COMPUTED:g} us"), (COPY, "copies are requested"),
+        (WORK, "a product and its wait"), (WAIT, "waits"),
+        (ATTENTION, f"attention computes, {COMPUTED:g} us"), (COPY, "copies, from their request, at 4.28 TB/s"),
     )  # fmt: skip
-    for (fill, words), at in zip(legend, (0, 158, 270, 450), strict=True):
+    for (fill, words), at in zip(legend, (0, 158, 220, 392), strict=True):
         parts += [box(LEFT + at, bottom + 30, 10, fill, 10), text(LEFT + at + 14, bottom + 39, words, 11)]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 20} {bottom + 52}" '

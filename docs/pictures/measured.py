@@ -35,7 +35,8 @@ class Measured:
 
     def values(self) -> tuple[float, float]:
         """Ours and the peer's."""
-        results: dict[str, Any] = json.loads((RESULTS / self.file).read_text(encoding="utf-8"))["results"]
+        found: dict[str, Any] = json.loads((RESULTS / self.file).read_text(encoding="utf-8"))
+        results = found["results"] if "results" in found else found["lengths"][0]["results"]
         return results[OURS][self.figure], results[self.peer][self.figure]
 
 
@@ -47,6 +48,7 @@ ROWS = (
     Measured("training step, GPT-2 124M, 16 x 1024 tokens", H200, GPT2, "median_ms", COMPILED, "ms"),
     Measured("nanoGPT's shakespeare_char, 5,000 steps", H200, "gpu-shakespeare-char.json", "seconds", COMPILED, "s"),
     Measured("decoding a token, NanoEuler base", H200, "gpu-decode-base.json", "median_us", GRAPH, "us"),
+    Measured("first token behind 512, NanoEuler base", H200, "gpu-prefill-base.json", "median_ms", GRAPH, "ms"),
     Measured("decoding a token for each of 64 texts", H200, "gpu-decode-base-64.json", "median_us", GRAPH, "us"),
     Measured("training step, NanoEuler small, 16 x 128 tokens", CPU, SMALL, "median_ms", COMPILED, "ms"),
     Measured("decoding a token, NanoEuler small", CPU, "cpu-decode-small.json", "median_us", THREADS, "us"),

@@ -19,8 +19,11 @@ def residual_std(layers: int) -> float:
     return STD / (2 * layers) ** 0.5
 
 
-def linear(name: str, rows: int, columns: int, backend: Backend, bias: bool = True, std: float = STD) -> Linear:
-    weight = Param(f"{name}.weight", (rows, columns), std=std)
+def linear(
+    name: str, rows: int, columns: int, backend: Backend, bias: bool = True, std: float = STD, matrices: int = 1
+) -> Linear:
+    """matrices: see `Param`; 0 for a head."""
+    weight = Param(f"{name}.weight", (rows, columns), std=std, matrices=matrices)
     return Linear(weight, backend, name, bias=Param(f"{name}.bias", (rows,), decay=False) if bias else None)
 
 
@@ -36,7 +39,7 @@ class Block:
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
         c, at, small = config, f"blocks.{layer}", residual_std(config.layers)
         self.fork1, self.fork2 = Fork(backend, f"{at}.fork1"), Fork(backend, f"{at}.fork2")
-        self.qkv = linear(f"{at}.qkv", 3 * c.dim, c.dim, backend)
+        self.qkv = linear(f"{at}.qkv", 3 * c.dim, c.dim, backend, matrices=3)
         self.attention = Attention(c.heads, c.heads, backend, f"{at}.attention", causal=False,
                                    dropout=c.attention_dropout)  # fmt: skip
         self.out = linear(f"{at}.out", c.dim, c.dim, backend, std=small)
@@ -44,7 +47,8 @@ class Block:
         self.norm1 = norm(f"{at}.norm1", c, backend)
         self.up = linear(f"{at}.up", c.hidden, c.dim, backend, bias=False)
         self.down = GELULinear(
-            Param(f"{at}.down.weight", (c.dim, c.hidden), std=small), backend, f"{at}.down", approximate="erf",
+            Param(f"{at}.down.weight", (c.dim, c.hidden), std=small, matrices=1), backend, f"{at}.down",
+            approximate="erf",
             bias=Param(f"{at}.down.bias", (c.dim,), decay=False),
             input_bias=Param(f"{at}.up.bias", (c.hidden,), decay=False),
         )  # fmt: skip

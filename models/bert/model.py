@@ -65,7 +65,8 @@ class BERT(Op):
         if c.classes:
             self.head = [
                 linear("pooler", c.dim, c.dim, backend), Tanh(backend, "pooler.tanh"),
-                Dropout(c.dropout, backend, "pooler.dropout"), linear("head", c.classes, c.dim, backend),
+                Dropout(c.dropout, backend, "pooler.dropout"),
+                linear("head", c.classes, c.dim, backend, matrices=0),
             ]  # fmt: skip
         else:
             gain = Param("transform.norm.weight", (c.dim,), fill=1.0, decay=False)

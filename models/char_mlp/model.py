@@ -56,7 +56,7 @@ class CharMLP(Op):
         super().__init__(backend)
         self.config, inputs, hidden = config, config.window * config.dim, config.hidden
         self.embedding = Embedding(Param("embedding", (config.vocab + 1, config.dim), std=0.1), backend, "embedding")
-        self.inner = Linear(Param("inner", (hidden, inputs), std=inputs**-0.5), backend, "inner")
+        self.inner = Linear(Param("inner", (hidden, inputs), std=inputs**-0.5, matrices=1), backend, "inner")
         gain, bias = Param("norm.gain", (hidden,), fill=1.0, decay=False), Param("norm.bias", (hidden,), decay=False)
         self.norm = LayerNorm(gain, bias, backend, name="norm")
         self.gelu = GELU(backend, name="gelu")

@@ -15,9 +15,7 @@ from tinyforge.kernel import Array
 from tinyforge.op import Param, Stash
 from tinyforge.ops import AddLayerNorm, Attention, Dropout, GELULinear, Linear
 from tinyforge.ops.attention import LayerCache
-
-Biases = tuple[Param | None, Param | None]
-"""Of a block's two projections into the stream."""
+from tinyforge.ops.dropout import adding
 
 
 class Block:
@@ -31,25 +29,22 @@ class Block:
         def bias(name: str, rows: int) -> Param | None:
             return Param(f"{at}.{name}.bias", (rows,), decay=False) if config.bias else None
 
-        def linear(name: str, rows: int, columns: int, std: float, bias: Param | None = None) -> Linear:
-            weight = Param(f"{at}.{name}.weight", (rows, columns), std=std)
+        def linear(
+            name: str, rows: int, columns: int, std: float, bias: Param | None = None, matrices: int = 1
+        ) -> Linear:
+            weight = Param(f"{at}.{name}.weight", (rows, columns), std=std, matrices=matrices)
             return Linear(weight, backend, f"{at}.{name}", bias=bias)
 
         def dropout(name: str) -> Dropout:
             return Dropout(config.dropout, backend, f"{at}.{name}")
 
-        # The op that reads a product adds its bias, in a pass over it that it makes anyway. But where dropout stands
-        # between a projection and the joint that adds it to the stream, the bias is dropped with it.
-        biases: Biases = bias("out", dim), bias("down", dim)
-        nothing: Biases = None, None
-        (out_bias, down_bias), self.joint_biases = (biases, nothing) if config.dropout else (nothing, biases)
-        self.qkv = linear("qkv", 3 * dim, dim, std, bias("qkv", 3 * dim))
+        self.qkv = linear("qkv", 3 * dim, dim, std, bias("qkv", 3 * dim), matrices=3)
         self.attention = Attention(config.heads, config.heads, backend, f"{at}.attention", dropout=config.dropout)
-        self.out = linear("out", dim, dim, residual_std, out_bias)
+        self.out = linear("out", dim, dim, residual_std, bias("out", dim))
         self.out_dropout = dropout("out_dropout")
         self.up = linear("up", 4 * dim, dim, std)
-        down = Param(f"{at}.down.weight", (dim, 4 * dim), std=residual_std)
-        self.down = GELULinear(down, backend, f"{at}.down", bias=down_bias, input_bias=bias("up", 4 * dim))
+        down = Param(f"{at}.down.weight", (dim, 4 * dim), std=residual_std, matrices=1)
+        self.down = GELULinear(down, backend, f"{at}.down", bias=bias("down", dim), input_bias=bias("up", 4 * dim))
         self.down_dropout = dropout("down_dropout")
         self.split = 3 * config.heads, config.head_dim  # of what qkv gives
 
@@ -63,11 +58,13 @@ class Block:
         qkv = self.qkv.forward(h, stash, recompute=partial(normed, x) if normed else None)
         qkv = qkv.reshape(*x.shape[:2], *self.split)  # (B, T, 3 H, D)
         a = self.attention.forward(qkv, stash, cache=cache, starts=starts)  # (B, T, H, D)
-        a = self.out.forward(a.reshape(x.shape), stash)  # (B, T, C)
-        x, h = joint.forward(x, self.out_dropout.forward(a, stash), stash)
+        add = adding(self.out, self.out_dropout, x)
+        a = self.out_dropout.forward(self.out.forward(a.reshape(x.shape), stash, **add), stash)  # (B, T, C)
+        x, h = joint.forward(a, None, stash) if add else joint.forward(x, a, stash)
         u = self.up.forward(h, stash, recompute=partial(joint.normed, x) if normed else None)  # (B, T, 4 C)
-        f = self.down.forward(u, stash)
-        return next_joint.forward(x, self.down_dropout.forward(f, stash), stash)
+        add = adding(self.down, self.down_dropout, x)
+        f = self.down_dropout.forward(self.down.forward(u, stash, **add), stash)
+        return next_joint.forward(f, None, stash) if add else next_joint.forward(x, f, stash)
 
     def backward(
         self, dx: Array | None, dh: Array, stash: Stash, joints: Sequence[AddLayerNorm]

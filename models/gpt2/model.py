@@ -59,11 +59,7 @@ class GPT2(Op):
         # One norm before the first block, one at each joint after it, the last of them the final norm.
         names = [f"blocks.{i}.norm{half}" for i in range(config.layers) for half in (1, 2)] + ["final_norm"]
         self.first_norm = LayerNorm(*gain_and_bias(names[0]), backend, config.norm_eps, names[0])
-        biases = [bias for block in self.blocks for bias in block.joint_biases]
-        self.joints = [
-            AddLayerNorm(*gain_and_bias(name), backend, config.norm_eps, name, delta_bias=bias)
-            for name, bias in zip(names[1:], biases, strict=True)
-        ]
+        self.joints = [AddLayerNorm(*gain_and_bias(name), backend, config.norm_eps, name) for name in names[1:]]
         self.head = LinearCrossEntropy(table, backend, "head")
         self.buffer = ParamBuffer(self.params(), backend, values)
 

@@ -33,6 +33,7 @@ from tinyforge.ops import (
     SwiGLULinear,
 )
 from tinyforge.ops.attention import LayerCache
+from tinyforge.ops.dropout import adding
 from tinyforge.ops.swiglu_linear import swiglu_mlp
 
 STD = 0.02
@@ -42,12 +43,6 @@ STD = 0.02
 def residual_std(layers: int) -> float:
     """GPT-2: 2 * layers projections add to the residual stream; this keeps its variance from growing with them."""
     return STD / (2 * layers) ** 0.5
-
-
-def adding(op: Op, dropout: Dropout, x: Array) -> dict[str, Array]:
-    """For op's forward, where it can add x to its result and nothing comes in between: else an adapter is in its place,
-    or something is dropped, and the norm behind adds."""
-    return {"add": x} if op.adds and not dropout.rate else {}
 
 
 def gain(name: str, width: int) -> Param:
@@ -72,7 +67,8 @@ class AttentionHalf:
             return RMSNorm(gain(f"{at}.{name}", c.head_dim), backend, c.norm_eps, f"{at}.{name}")
 
         bias = Param(f"{at}.qkv.bias", (heads * c.head_dim,), decay=False) if c.qkv_bias else None
-        qkv = Param(f"{at}.qkv.weight", (heads * c.head_dim, c.dim), std=STD)
+        keys = c.kv_heads * c.head_dim
+        qkv = Param(f"{at}.qkv.weight", (heads * c.head_dim, c.dim), std=STD, matrices=(queries, keys, keys))
         if fp8 and bias:
             raise UserError("--precision fp8: qkv has a bias (qkv_bias), and products in FP8 add none; use bf16")
         self.qkv = FP8Linear(qkv, backend, f"{at}.qkv") if fp8 else Linear(qkv, backend, f"{at}.qkv", bias=bias)
@@ -85,7 +81,7 @@ class AttentionHalf:
         self.rope = RoPE(c.head_dim, c.context, c.heads + c.kv_heads, backend, c.rope_theta, f"{at}.rope",
                          scaling=scaling)  # fmt: skip
         self.attention = Attention(c.heads, c.kv_heads, backend, f"{at}.attention", window=c.window or None)
-        out = Param(f"{at}.out.weight", (c.dim, queries), std=residual_std(c.layers))
+        out = Param(f"{at}.out.weight", (c.dim, queries), std=residual_std(c.layers), matrices=1)
         self.out = Linear(out, backend, f"{at}.out")
         self.out_dropout = Dropout(c.dropout, backend, f"{at}.out_dropout")
         self.down_dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
@@ -99,11 +95,14 @@ class AttentionHalf:
         starts: Array | None = None,
     ) -> tuple[Array, Array]:  # fmt: skip
         """x with attention added, and norm2 of it. Arguments as of `Block.forward`."""
-        qkv = self.qkv.forward(h, stash)
-        qkv = qkv.reshape(*x.shape[:2], -1, self.head_dim)  # (B, T, Hq + 2 Hkv, D)
-        for norm, heads in self.head_norms:
-            norm.forward(qkv[:, :, heads], stash, out=qkv[:, :, heads])
-        qkv = self.rope.forward(qkv, stash, offset=offset, out=qkv)
+        if self.head_norms:
+            qkv = self.qkv.forward(h, stash)
+            qkv = qkv.reshape(*x.shape[:2], -1, self.head_dim)  # (B, T, Hq + 2 Hkv, D)
+            for norm, heads in self.head_norms:
+                norm.forward(qkv[:, :, heads], stash, out=qkv[:, :, heads])
+            qkv = self.rope.forward(qkv, stash, offset=offset, out=qkv)
+        else:
+            qkv = self.rope.after(self.qkv, h, stash, offset=offset)  # (B, T, Hq + 2 Hkv, D)
         a = self.attention.forward(qkv, stash, cache=cache, starts=starts)  # (B, T, Hq, D)
         add = adding(self.out, self.out_dropout, x)
         a = self.out.forward(a.reshape(*x.shape[:2], -1), stash, **add)  # (B, T, C)
@@ -114,8 +113,7 @@ class AttentionHalf:
         dx, da = self.norm2.backward((dx, dh), stash)
         da = self.out.backward(self.out_dropout.backward(da, stash), stash)  # (B, T, Hq D)
         da = da.reshape(*da.shape[:2], -1, self.head_dim)
-        dqkv = self.attention.backward(da, stash)  # (B, T, Hq + 2 Hkv, D)
-        dqkv = self.rope.backward(dqkv, stash, out=dqkv)
+        dqkv = self.attention.backward(da, stash, rope=self.rope)  # (B, T, Hq + 2 Hkv, D)
         for norm, heads in reversed(self.head_norms):
             norm.backward(dqkv[:, :, heads], stash, out=dqkv[:, :, heads])
         return dx, self.qkv.backward(dqkv.reshape(*da.shape[:2], -1), stash)
@@ -134,8 +132,8 @@ class Block(AttentionHalf):
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
         super().__init__(config, layer, backend)
         c, at = config, f"blocks.{layer}"
-        gate_up = Param(f"{at}.gate_up.weight", (2 * c.hidden, c.dim), std=STD)
-        down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers))
+        gate_up = Param(f"{at}.gate_up.weight", (2 * c.hidden, c.dim), std=STD, matrices=2)
+        down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers), matrices=1)
         self.gate_up: LinearSwiGLU
         self.down: SwiGLULinear
         if backend.fp8:
@@ -169,4 +167,4 @@ class Block(AttentionHalf):
         return [*self.attend_ops(), self.gate_up, self.down, self.down_dropout, self.next_norm]
 
     def fused(self) -> FusedLayer:
-        return FusedLayer(*(op.weight.value for op in (self.qkv, self.out, self.gate_up, self.down)))
+        return FusedLayer(*(op.weight.stored for op in (self.qkv, self.out, self.gate_up, self.down)))

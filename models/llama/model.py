@@ -130,7 +130,7 @@ class LlamaLike(Op):
         return FusedWeights(
             c.dim, c.hidden, c.heads, c.kv_heads, c.head_dim, c.context, c.vocab, c.norm_eps,
             [block.fused() for block in self.blocks], [norm.weight.value for norm in norms],
-            self.embedding.weight.value, self.heads.weight.value.reshape(self.heads.shape), rope.cos, rope.sin,
+            self.embedding.weight.value, self.heads.weight.stored.reshape(*self.heads.shape), rope.cos, rope.sin,
         )  # fmt: skip
 
     def flop_per_token(self, seq_len: int) -> float:

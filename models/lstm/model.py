@@ -44,7 +44,7 @@ class LSTMModel(Op):
         self.embedding = Embedding(Param("embedding.weight", (config.vocab, width), std=1.0), backend, "embedding")
         self.layers, self.dropouts = [], []
         for i in range(config.layers):
-            inputs, recurrent = (Param(f"layers.{i}.{name}", (4 * width, width), std=std)
+            inputs, recurrent = (Param(f"layers.{i}.{name}", (4 * width, width), std=std, matrices=4)
                                  for name in ("inputs", "recurrent"))  # fmt: skip
             bias = Param(f"layers.{i}.bias", (4 * width,), decay=False)
             self.layers.append(LSTM(inputs, recurrent, bias, backend, f"layers.{i}"))

@@ -31,21 +31,22 @@ class Block:
         c, channels, at = config, config.channels, f"blocks.{layer}"
         self.splits = (c.step_rank, c.step_rank + c.state)
 
-        def linear(name: str, rows: int, columns: int, scale: float = 1.0) -> Linear:
-            weight = Param(f"{at}.{name}.weight", (rows, columns), std=scale * (3 * columns) ** -0.5)
+        def linear(name: str, matrices: tuple[int, ...], columns: int, scale: float = 1.0) -> Linear:
+            std = scale * (3 * columns) ** -0.5
+            weight = Param(f"{at}.{name}.weight", (sum(matrices), columns), std=std, matrices=matrices)
             return Linear(weight, backend, f"{at}.{name}")
 
         def vector(name: str, fill: float = 0.0) -> Param:
             return Param(f"{at}.{name}", (channels,), fill=fill, decay=False)
 
-        self.input = linear("input", 2 * channels, c.dim)
+        self.input = linear("input", (channels, channels), c.dim)
         kernel = Param(f"{at}.conv.weight", (channels, 1, c.taps), std=(3 * c.taps) ** -0.5)
         self.conv = CausalConv(kernel, vector("conv.bias"), backend, f"{at}.conv")
-        self.select = linear("select", c.step_rank + 2 * c.state, channels)
-        self.step = linear("step", channels, c.step_rank)
+        self.select = linear("select", (c.step_rank, c.state, c.state), channels)
+        self.step = linear("step", (channels,), c.step_rank)
         a_log = Param(f"{at}.scan.a_log", (channels, c.state), decay=False)
         self.scan = SelectiveScan(a_log, vector("scan.skip", 1.0), vector("scan.bias"), backend, f"{at}.scan")
-        self.out = linear("out", c.dim, channels, c.layers**-0.5)  # keeps the stream's variance from growing
+        self.out = linear("out", (c.dim,), channels, c.layers**-0.5)  # keeps the stream's variance from growing
 
     def forward(self, h: Array, stash: Stash | None, tail: Array, state: Array) -> Array:
         uz = self.input.forward(h, stash)  # (B, T, 2 E)

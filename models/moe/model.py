@@ -29,9 +29,10 @@ class Block(AttentionHalf):
         super().__init__(config, layer, backend)
         c, at = config, f"blocks.{layer}"
         self.experts = MixtureOfExperts(
-            Param(f"{at}.gate.weight", (c.experts, c.dim), std=STD),
-            Param(f"{at}.gate_up.weight", (c.experts, 2 * c.hidden, c.dim), std=STD),
-            Param(f"{at}.down.weight", (c.experts, c.dim, c.hidden), std=residual_std(c.layers)),
+            Param(f"{at}.gate.weight", (c.experts, c.dim), std=STD, matrices=1),
+            Param(f"{at}.gate_up.weight", (c.experts, 2 * c.hidden, c.dim), std=STD, matrices=2 * c.experts),
+            Param(f"{at}.down.weight", (c.experts, c.dim, c.hidden), std=residual_std(c.layers),
+                  matrices=c.experts),
             c.active, backend, f"{at}.experts",
         )  # fmt: skip
 

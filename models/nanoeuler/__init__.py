@@ -15,7 +15,7 @@ SPEC = ModelSpec(
     backward="Several heads read one stream: its gradient is the sum over the heads, each weighed by its share of the "
     "loss. Later heads have no target at the end of a row, and no gradient there.",
     trained={
-        "base on 531 MB of text: bits per byte of held-out Wikipedia":
+        "base on 541 MB of text: bits per byte of held-out Wikipedia":
         "gpu-evaluate-base-2.json#text/sources/wikipedia/bits_per_byte/0",
         "the same: BLiMP": "gpu-evaluate-base-2.json#tasks/tasks/blimp/figures/acc",
         "base on books and web pages, fine-tuned: bits per byte of held-out web pages":

@@ -44,10 +44,12 @@ class Block(gpt2.Block):
         def bias(name: str, rows: int) -> Param:
             return Param(f"{at}.{name}.bias", (rows,), decay=False)
 
-        def weight(name: str, rows: int, columns: int, std: float) -> Param:
-            return Param(f"{at}.{name}.weight", (rows, columns), std=std)
+        def weight(name: str, rows: int, columns: int, std: float, matrices: int = 1) -> Param:
+            return Param(f"{at}.{name}.weight", (rows, columns), std=std, matrices=matrices)
 
-        self.qkv = Linear(weight("qkv", 3 * dim, dim, std), backend, f"{at}.qkv", bias=bias("qkv", 3 * dim))
+        self.qkv = Linear(
+            weight("qkv", 3 * dim, dim, std, matrices=3), backend, f"{at}.qkv", bias=bias("qkv", 3 * dim)
+        )
         self.attention = Attention(
             config.heads, config.heads, backend, f"{at}.attention", causal=False, dropout=config.dropout
         )

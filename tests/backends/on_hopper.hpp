@@ -30,20 +30,20 @@ static void host_arrive(u32 at, int rank = host_rank()) {
 
 // --- cp.async
 
-struct Copy { u32 to; const void *from; bool valid; };
+struct Copy { u32 to; const void *from; bool valid; int bytes; };
 static std::vector<std::vector<Copy>> host_copies[1024];
 static void host_commit() { host_copies[current].emplace_back(); }
-static void host_copy(u32 to, const void *from, bool valid) {
+static void host_copy(u32 to, const void *from, bool valid, int bytes = 16) {
     auto &groups = host_copies[current];
     if (groups.empty()) host_commit();
-    groups.back().push_back({to, from, valid});
+    groups.back().push_back({to, from, valid, bytes});
 }
 static void host_wait(int pending) {  // the last group is the one that is open
     auto &groups = host_copies[current];
     while (int(groups.size()) > pending + 1) {
         for (const Copy &c : groups[0]) {
-            if (c.valid) memcpy(host_at(c.to), c.from, 16);
-            else memset(host_at(c.to), 0, 16);
+            if (c.valid) memcpy(host_at(c.to), c.from, c.bytes);
+            else memset(host_at(c.to), 0, c.bytes);
         }
         groups.erase(groups.begin());
     }

@@ -36,7 +36,7 @@ struct uint4 { unsigned x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 struct Index { int x = 0, y = 0, z = 0; };
 static Index threadIdx, blockIdx, blockDim, gridDim;
-constexpr int HOST_ROOM = 232448, HOST_BLOCKS = 2;  // shared memory of a block; blocks of a cluster
+constexpr int HOST_ROOM = 232448, HOST_BLOCKS = 8;  // shared memory of a block; blocks that a test may have
 alignas(1024) static unsigned char host_shared[HOST_BLOCKS * HOST_ROOM];
 
 // --- coroutines
@@ -127,6 +127,16 @@ template <class V> static V host_from(V value, int lane) {
 }
 template <class V> static V __shfl_sync(unsigned, V v, int lane) { return host_from(v, lane); }
 template <class V> static V __shfl_xor_sync(unsigned, V v, int gap) { return host_from(v, threadIdx.x % 32 ^ gap); }
+inline bool __any_sync(unsigned, bool yes) {
+    const int warp = current / 32;
+    exchanged[warp][threadIdx.x % 32] = yes;
+    warps[warp].wait(32);
+    bool any = false;
+    for (auto vote : exchanged[warp]) any |= vote != 0;
+    warps[warp].wait(32);
+    return any;
+}
+inline bool __all_sync(unsigned all, bool yes) { return !__any_sync(all, !yes); }
 template <class V> static V __shfl_up_sync(unsigned, V v, int gap) {
     const int lane = threadIdx.x % 32;
     return host_from(v, lane < gap ? lane : lane - gap);
@@ -145,6 +155,12 @@ static unsigned __ballot_sync(unsigned, bool yes) {
 }
 inline void __syncwarp() { warps[current / 32].wait(32); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long both = a | (unsigned long long)(b) << 32;
+    unsigned found = 0;
+    for (int i = 0; i < 4; i++) found |= (both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return found;
+}
 
 // The larger of two errors, and NaN for ever where one was: what was never written is NaN.
 static double host_worse(double worst, double error) { return error <= worst || std::isnan(worst) ? worst : error; }

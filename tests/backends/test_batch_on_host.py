@@ -1,8 +1,10 @@
-"""batch.cu, whole, on the host: rows that take given tokens beside rows that draw, as `BatchDecoder` launches them."""
+"""batch.cu, whole, on the host, in teams of two blocks: rows that take given tokens beside rows that draw, as
+`BatchDecoder` launches them; and logits in bf16, with the products of tensor cores."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +13,10 @@ import numpy as np
 import pytest
 
 from models.nanoeuler import Config, NanoEuler
-from tests.backends.on_host import INLINE, run_on_host
+from tests.backends.on_host import INLINE, hopper, run_on_host
+from tests.backends.test_row_on_host import BEFORE
 from tinyforge.backends import get_backend
+from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.batch_plan import SAMPLER, BatchPlan
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder, Start
 from tinyforge.infer.sampling import Sampling, probabilities
@@ -22,14 +26,22 @@ pytestmark = pytest.mark.slow
 
 CONFIG = Config(dim=32, heads=2, kv_heads=1, layers=1, context=20, vocab=27, mtp_heads=1, hidden=12, mtp_weights=(1,))
 BATCH = 18  # two teams, and rows of the second that nobody has
+MEMORY = ("extern __shared__ __align__(128) unsigned char shared_memory[];",
+          "unsigned char *const shared_memory = host_shared + host_rank() * HOST_ROOM;")  # fmt: skip
 BODIES = {
-    f"{INLINE}void copy_async(u32 to, const void *from)": "memcpy(host_shared + to, from, 16);",
+    f"{INLINE}void copy_async(u32 to, const void *from)": "host_copy(to % HOST_ROOM, from, true);",
+    f"{INLINE}void copy_commit()": "host_commit();",
+    f"{INLINE}void copy_wait()": "host_wait(pending);",
+    f"{INLINE}void narrow(float x, bf16 &to)": "to.bits = host_bf16(x);",
+    f"{INLINE}void multiply_add(": "host_multiply_add(sum, a0, a1, a2, a3, b0, b1);",
     f"{INLINE}void count_up(": "++*counter;",
     f"{INLINE}u32 poll(": "return *counter;",
-    f"{INLINE}void sync_crew(": "static Meeting crews[CREWS]; crews[crew].wait(CREW * 32);",
+    f"{INLINE}void sync_crew(": "static Meeting crews[HOST_BLOCKS][CREWS]; crews[host_rank()][crew].wait(CREW * 32);",
 }
 MAIN = r"""
 int main() {
+    host_limit = 4000000;
+    host_jitter = true;
     host_file = fopen("PATH", "rb");
     auto sizes = host_taken<int>(7);
     const int units = sizes[0], layers = sizes[1], batch = sizes[2], capacity = sizes[3], launches = sizes[4],
@@ -38,7 +50,8 @@ int main() {
     auto gains = host_taken<A>((2 * layers + 1) * DIM);
     auto cosines = host_taken<A>(capacity * HALF), sines = host_taken<A>(capacity * HALF);
     auto lengths = host_taken<int>(TEAM);
-    std::vector<T> keys(layers * batch * KV_HEADS * capacity * HEAD_DIM, T(__int_as_float(-1))), values = keys;
+    std::vector<T> keys(layers * batch * KV_HEADS * capacity * HEAD_DIM), values;
+    memset(keys.data(), 0xff, keys.size() * sizeof(T)), values = keys;  // NaN
     std::vector<int> ids(batch, 0);
     std::vector<A> logits(teams * ROWS * VOCAB_ROWS, A(__int_as_float(-1)));
     std::vector<unsigned char> memory(teams * Exchange::BYTES, 0);
@@ -55,9 +68,10 @@ int main() {
                          values.data(), past.data(), given.data(), ids.data(), drawn.data(), memory.data(),
                          counters.data(), logits.data(), lengths.data(), stride, layers, 1, batch, capacity, passes,
                          eps, samplers.data(), first.data());
-        });
+        }, TEAM);
         for (int id : drawn) printf("%d ", id);
     }
+    for (int i = 0; i < batch * VOCAB_ROWS; i++) printf("%.9g ", logits[i]);
 }
 """
 
@@ -69,7 +83,7 @@ def without_a_device(model: NanoEuler, batch: int, patch: pytest.MonkeyPatch) ->
     w = model.fused_weights()
     assert w is not None
     plan = BatchPlan(dim=w.dim, hidden=w.hidden, heads=w.heads, kv_heads=w.kv_heads, layers=len(w.layers),
-                     vocab=w.vocab, outputs=1, itemsize=4, batch=batch, blocks=2, warps=4, shared=1 << 17)  # fmt: skip
+                     vocab=w.vocab, outputs=1, itemsize=4, batch=batch, blocks=4, warps=4, shared=1 << 17)  # fmt: skip
     launches: list[tuple[Any, ...]] = []
     launcher: Any = module.BatchLauncher.__new__(module.BatchLauncher)
     launcher.plan, launcher.exchange, memory = plan, None, SimpleNamespace(memset_async=lambda value, count: None)
@@ -89,6 +103,17 @@ def without_a_device(model: NanoEuler, batch: int, patch: pytest.MonkeyPatch) ->
     return decoder, launches
 
 
+def by_the_kernel(plan: BatchPlan, parts: list[Any], batch: int, folder: Path, **fault: Any) -> tuple[Any, Any]:
+    """The tokens that all launches draw, one after the other, and the last one's logits, (rows, vocab)."""
+    path = folder / "launches.bin"
+    path.write_bytes(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
+    macros = {"SCALAR": "bf16" if plan.itemsize == 2 else "float", "SPIN": 1, **plan.macros}
+    found = run_on_host("infer/cuda/batch.cu", macros, BODIES, MAIN.replace("PATH", str(path)), folder,
+                        before=hopper() + BEFORE, changes=(MEMORY,), **fault).split()  # fmt: skip
+    count = batch * plan.vocab_rows
+    return np.array(found[:-count], int), np.array(found[-count:], float).reshape(batch, -1)[:, : plan.vocab]
+
+
 def drawn_by_the_kernel(plan: BatchPlan, launches: list[tuple[Any, ...]], folder: Path, **fault: Any) -> Any:
     """What each launch draws, (passes, rows)."""
     matrices, embedding, gains, cosines, sines = launches[0][:5]
@@ -98,11 +123,7 @@ def drawn_by_the_kernel(plan: BatchPlan, launches: list[tuple[Any, ...]], folder
     for launch in launches:
         past, given, samplers, first = (launch[i] for i in (7, 8, 22, 23))
         parts += [launch[20], past, given, samplers, first]
-    path = folder / "launches.bin"
-    path.write_bytes(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
-    main = MAIN.replace("PATH", str(path))
-    found = run_on_host("infer/cuda/batch.cu", {"SCALAR": "float", **plan.macros}, BODIES, main, folder, **fault)
-    ids = np.array(found.split(), int)
+    ids, _ = by_the_kernel(plan, parts, batch, folder, **fault)
     return [part.reshape(-1, batch) for part in np.split(ids, np.cumsum([launch[8].size for launch in launches])[:-1])]
 
 
@@ -179,3 +200,61 @@ def test_prompts_pass_beside_other_rows_tokens(tmp_path: Path, monkeypatch: pyte
 def test_faults_show(fault: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     got, wanted = served(tmp_path, monkeypatch, fault=fault)
     assert got != wanted
+
+
+def cut(x: np.ndarray) -> np.ndarray:
+    """The upper halves of float32: numbers in bf16."""
+    return (np.ascontiguousarray(x).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def logits_in_bf16(folder: Path, passes: list[int], warps: int, **fault: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Of 18 rows that are given all their tokens, after launches of `passes`: the kernel's, and the model's in float32
+    with weights that bf16 holds."""
+    config = Config(dim=96, heads=3, kv_heads=1, layers=2, context=64, vocab=27, mtp_heads=1, hidden=44,
+                    mtp_weights=(1,))  # fmt: skip
+    model = NanoEuler(config, get_backend("numpy", "fp32", workers=1))
+    model.initialise(3)
+    model.buffer.values[: model.buffer.decay_end] *= 8
+    model.buffer.values.view(np.uint32)[:] &= 0xFFFF0000
+    w = model.fused_weights()
+    assert w is not None
+    plan = BatchPlan(dim=w.dim, hidden=w.hidden, heads=w.heads, kv_heads=w.kv_heads, layers=len(w.layers),
+                     vocab=w.vocab, outputs=1, itemsize=2, batch=BATCH, blocks=4, warps=warps,
+                     shared=1 << 17)  # fmt: skip
+    capacity, tokens = config.context, np.random.default_rng(2).integers(0, w.vocab, (sum(passes), BATCH))
+    matrices = plan.arrange([FusedLayer(*map(cut, layer)) for layer in w.layers], cut(w.lm_heads), np)
+    sizes = [matrices.size, plan.layers, BATCH, capacity, len(passes), plan.teams, matrices.shape[2]]
+    parts: list[Any] = [np.array(sizes, np.int32), matrices, cut(w.embedding), np.stack(w.gains), w.cos[:capacity],
+                        w.sin[:capacity], plan.lengths[0], np.float32(w.norm_eps)]  # fmt: skip
+    for start, end in pairwise(np.cumsum([0, *passes]).tolist()):
+        parts += [np.int32(end - start), np.full(BATCH, start, np.int32), tokens[start:end].astype(np.int32),
+                  np.zeros(BATCH, SAMPLER), np.zeros(BATCH, np.uint32)]  # fmt: skip
+    _, got = by_the_kernel(plan, parts, BATCH, folder, **fault)
+    return got, model.heads.logits(model.hidden(tokens.T.astype(np.int32)), 0)[:, -1]
+
+
+def off(got: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+
+def test_bf16_on_tensor_cores_has_the_logits_of_the_model(tmp_path: Path) -> None:
+    assert off(*logits_in_bf16(tmp_path, [17, 20], warps=2)) <= 0.03
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("            queue.wait(count * STEPS);\n", ""),  # weights are read before they have come
+        ("slab.take(keys, values, base, position, position + 1);", ""),  # the new key and value are not attended to
+        # Hidden units are read before the team's other block has written them.
+        ("            block.wait();\n            block.product<HIDDEN, ", "            block.product<HIDDEN, "),
+    ],
+    ids=["queue", "newest", "meeting"],
+)  # fmt: skip
+def test_faults_in_bf16_show(fault: tuple[str, str], tmp_path: Path) -> None:
+    try:
+        got, wanted = logits_in_bf16(tmp_path, [5], warps=4, fault=fault)
+    except AssertionError as error:
+        assert "wait for ever" in str(error) or "trap" in str(error)
+        return
+    assert not off(got, wanted) <= 0.03

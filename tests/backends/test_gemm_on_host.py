@@ -130,7 +130,7 @@ int main() {
         for (bool more : {false, true}) {
             host_launch(blocks + more * CLUSTER, 1, THREADS, [&] {
                 gemm_hopper((more ? other : out).data(), a_map, b_map, rows, columns, depth, pitch, BAND, splits,
-                            accumulate, nullptr, nullptr);
+                            accumulate);
             }, CLUSTER);
             if (!host_boxes.empty()) host_fault("a box was never waited for");
         }
@@ -249,9 +249,15 @@ int main() {
     T poison;
     memset(&poison, 0xff, sizeof poison);
     std::vector<T> out(rows * 2 * half + 4096, poison), hidden(rows * half + 4096, poison);
+    T *const h = again ? hidden.data() : nullptr;
+#if EPILOGUE == SWIGLU
+#define MORE h
+#else
+    const TensorMap gu_map = map(gates, false, rows, 2 * half, 2 * half, 64);
+#define MORE h, gu_map
+#endif
     host_launch(2, 1, THREADS, [&] {
-        gemm_hopper(out.data(), a_map, b_map, rows, half, depth, 2 * half, BAND, 1, 0, again ? hidden.data() : nullptr,
-                    FORWARDS ? nullptr : gates.data());
+        gemm_hopper(out.data(), a_map, b_map, rows, half, depth, 2 * half, BAND, 1, 0, MORE);
     });
     if (!host_boxes.empty()) host_fault("a box was never waited for");
     auto sum = [&](int r, int c) {
@@ -280,8 +286,96 @@ int main() {
 """
 GATED_TILES = {
     "SWIGLU": ((128, 192, 5, 1), (128, 256, 4, 0)),
-    "SWIGLU_BACKWARD": ((128, 128, 6, 1), (128, 256, 4, 0)),
+    "SWIGLU_BACKWARD": ((128, 128, 5, 1), (64, 256, 4, 1)),
 }
+
+
+# The same of RoPE: angles that change a bit wherever a wrong one is taken.
+ROPES = r"""
+typedef Pack<T, 1> One;
+static One one(double x) { One found; found.v[0].bits = host_bf16(x); return found; }
+int main() {
+    const int rows = M, columns = N, depth = K, positions = POSITIONS, turned_columns = TURNED;
+    host_jitter = true, host_limit = 100000;
+    auto drawn = [](int n) {
+        std::vector<T> x(n);
+        for (T &v : x) v.bits = host_bf16(int(host_normal() * 1.5));
+        return x;
+    };
+    auto a = drawn(rows * depth), b = drawn(columns * depth);
+    std::vector<float> cosines(positions * HEAD / 2), sines(cosines);
+    for (size_t i = 0; i < sines.size(); i++) cosines[i] = host_normal(), sines[i] = host_normal();
+    const TensorMap a_map = map(a, false, rows, depth, depth, ROWS);
+    const TensorMap b_map = map(b, false, columns, depth, depth, COLUMNS);
+    T poison;
+    memset(&poison, 0xff, sizeof poison);
+    std::vector<T> out(rows * columns + 4096, poison);
+    host_launch(2, 1, THREADS, [&] {
+        gemm_hopper(out.data(), a_map, b_map, rows, columns, depth, columns, BAND, 1, 0, cosines.data(), sines.data(),
+                    positions, turned_columns);
+    });
+    if (!host_boxes.empty()) host_fault("a box was never waited for");
+    int wrong = 0;
+    for (int r = 0; r < rows; r++) for (int c = 0; c < columns; c++) {
+        if (c % HEAD >= HEAD / 2) continue;
+        One pair[2];
+        for (int side = 0; side < 2; side++) {
+            double s = 0;
+            for (int k = 0; k < depth; k++)
+                s += double(widen(a[r * depth + k])) * widen(b[(c + side * HEAD / 2) * depth + k]);
+            pair[side] = one(s);
+        }
+        const int angle = r % positions * (HEAD / 2) + c % HEAD;
+        const Pack<float, 1> cosine{cosines[angle]}, sine{sines[angle]};
+        if (c < turned_columns) turn(pair[0], pair[1], cosine, sine);
+        for (int side = 0; side < 2; side++)
+            wrong += out[r * columns + c + side * HEAD / 2].bits != pair[side].v[0].bits;
+    }
+    for (size_t i = rows * columns; i < out.size(); i++) wrong += out[i].bits != 0xffff;
+    printf("%d\n", wrong);
+}
+"""
+
+
+def roped(
+    tile: tuple[int, int, int, int], folder: Path, *, shape: tuple[int, int, int] = (264, 320, 136),
+    positions: int = 24, turned: int = 192, fault: tuple[str, str] | None = None,
+) -> int:  # fmt: skip
+    """How many numbers are not what the product and RoPE's own formula give."""
+    macros: dict[str, int | str] = {"SCALAR": "bf16", "PRODUCT": "FORWARD", "EPILOGUE": "ROPE", "CLUSTER": 1}
+    macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG"), tile, strict=True))
+    main = ROPES.replace("POSITIONS", str(positions)).replace("TURNED", str(turned)).replace("BAND", "2")
+    for name, value in zip(("M", "N", "K"), shape, strict=True):
+        main = main.replace(f" {name},", f" {value},", 1)
+    return int(
+        run_on_host("ops/gemm_hopper.cu", macros, HOPPER_BODIES, MAP + main, folder, before=hopper(), fault=fault)
+    )
+
+
+@pytest.mark.parametrize("tile", [(128, 192, 5, 1), (64, 256, 5, 1)])
+def test_rope_at_the_end_of_a_product_is_rope(tile: tuple[int, int, int, int], tmp_path: Path) -> None:
+    """Bit for bit: heads that are turned and heads that are not, in one tile; positions that begin again inside one."""
+    assert roped(tile, tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("(token + row_of(i) + 8 * below) % positions", "(token + row_of(i) + 8 * below)"),
+        ("(token + row_of(i) + 8 * below) % positions", "(row_of(i) + 8 * below) % positions"),
+        ("turned_columns - column", "turned_columns"),
+        ("&right = taken[below][n + 1]", "&right = taken[below][n]"),
+        ("turn(left, right, c[below], s[below])", "turn(left, right, s[below], c[below])"),
+        ("row < rows && 32 * n < columns", "row < rows"),
+    ],
+    ids=lambda x: x[1],
+)
+def test_faults_of_rope_show(fault: tuple[str, str], tmp_path: Path) -> None:
+    try:
+        wrong = roped((128, 128, 4, 1), tmp_path, shape=(136, 192, 72), positions=20, turned=128, fault=fault)
+    except AssertionError:  # it said what was wrong
+        return
+    assert wrong
 
 
 def gated(
@@ -309,7 +403,7 @@ def test_swiglu_at_the_end_of_a_product_is_swiglu(
 
 
 def test_h_is_not_written_where_there_is_no_room_for_it(tmp_path: Path) -> None:
-    assert gated("SWIGLU_BACKWARD", (128, 128, 6, 1), tmp_path, shape=(72, 40, 72), again=False) == 0
+    assert gated("SWIGLU_BACKWARD", (128, 128, 5, 1), tmp_path, shape=(72, 40, 72), again=False) == 0
 
 
 @pytest.mark.parametrize(
@@ -320,18 +414,25 @@ def test_h_is_not_written_where_there_is_no_room_for_it(tmp_path: Path) -> None:
         ("SWIGLU", ("rounded_row(sum[i], n + WIDE / 8, below)", "rounded_row(sum[i], n + WIDE / 8, 0)")),
         ("SWIGLU", ("swiglu(gate, up));", "swiglu(up, gate));")),
         ("SWIGLU", ("row < rows && 8 * n + first < columns", "row < rows")),
-        ("SWIGLU_BACKWARD", ("gate[j] = load<8>(gu + line + column)", "gate[j] = load<8>(gu + line)")),
-        ("SWIGLU_BACKWARD", ("turned(four), gate[j], up[j]", "turned(four), up[j], gate[j]")),
-        ("SWIGLU_BACKWARD", ("column = 32 * (first + j)", "column = 32 * j")),  # of the first batch, always
+        ("SWIGLU_BACKWARD", ("half + x, y, 0, full", "x, y, 0, full")),  # the gate twice
+        ("SWIGLU_BACKWARD", ("gate[below][j], up[below][j])", "up[below][j], gate[below][j])")),
+        ("SWIGLU_BACKWARD", ("4 * j + lane % 4 ^ line % 8", "4 * j + lane % 4")),  # not swizzled
+        ("SWIGLU_BACKWARD", ("column + piece % (COLUMNS / 64) * 64", "column")),  # of the first columns, always
         ("SWIGLU_BACKWARD", ("(dgu + line + half + column, dup)", "(dgu + line + column, dup)")),
-        ("SWIGLU_BACKWARD", ("const i64 line = i64(row) * stride", "const i64 line = i64(row_of(i)) * stride")),
+        ("SWIGLU_BACKWARD", ("dh[i][below][n], gate", "dh[i][0][n], gate")),
+        # Nobody waits until a buffer has been read, nor until it is full; its rounds are not told apart.
+        ("SWIGLU_BACKWARD", ("barrier_wait(ring.gates_empty(piece), parity);", "")),
+        ("SWIGLU_BACKWARD", ("barrier_wait(ring.gates_full(group, piece), parity);", "")),
+        ("SWIGLU_BACKWARD", ("gates_parity ^= 1;", "")),
+        ("SWIGLU_BACKWARD", ("copy_gates(&gu, group, group ^ 1,", "copy_gates(&gu, group, 1,")),
     ],
     ids=lambda x: x[0] if isinstance(x, tuple) else x,
 )  # fmt: skip
 def test_faults_of_the_epilogues_show(epilogue: str, fault: tuple[str, str], tmp_path: Path) -> None:
     tile = (128, 128, 4, 1) if epilogue == "SWIGLU" else (64, 256, 4, 1)
+    shape = (136, 264, 72) if epilogue == "SWIGLU" else (456, 264, 72)  # eight tiles of each block, in turns
     try:
-        wrong = gated(epilogue, tile, tmp_path, shape=(136, 264, 72), fault=fault)
+        wrong = gated(epilogue, tile, tmp_path, shape=shape, fault=fault)
     except AssertionError:  # it said what was wrong
         return
     assert wrong
@@ -368,8 +469,8 @@ int main() {
     std::vector<Result> out(splits * rows * wide + 4096, poison), hidden(rows * half + 4096, poison);
     if (ADDS && splits == 1) memset(out.data(), 0, rows * wide * sizeof(Result));
     host_launch(blocks, 1, THREADS, [&] {
-        gemm_hopper(out.data(), a_map, b_map, rows, half, depth / 2, wide, BAND, splits, ADDS && splits == 1,
-                    FORWARDS ? hidden.data() : nullptr, nullptr, scales.data(), &weight_scale, !ADDS);
+        gemm_hopper(out.data(), a_map, b_map, rows, half, depth / 2, wide, BAND, splits, ADDS && splits == 1 MORE,
+                    scales.data(), &weight_scale, !ADDS);
     }, CLUSTER);
     if (!host_boxes.empty()) host_fault("a box was never waited for");
     auto factor = [](const std::vector<T> &x, int at, int k, bool coarse) {
@@ -407,6 +508,7 @@ def in_8_bits(
     macros: dict[str, int | str] = {"SCALAR": "bf16", "PRODUCT": which, "FACTORS": factors, "EPILOGUE": epilogue}
     macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER"), tile, strict=True))
     main = IN_8_BITS.replace("BAND", "2").replace("SPLITS", str(splits))
+    main = main.replace(" MORE", ", hidden.data()" if epilogue == "SWIGLU" else "")
     for name, value in zip(("M", "N", "K"), shape, strict=True):
         main = main.replace(f" {name},", f" {value},", 1)
     return int(

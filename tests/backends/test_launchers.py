@@ -28,11 +28,12 @@ from tinyforge.backends import compile as kernels
 from tinyforge.errors import UserError
 from tinyforge.kernel import bind
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.attention import attention_bwd, attention_fwd
+from tinyforge.ops.attention import attention_bwd, attention_fwd, attention_rope_bwd, split
 from tinyforge.ops.cross_entropy import linear_cross_entropy_fwd, sum_tokens
 from tinyforge.ops.mixture import grouped_bwd_input, grouped_bwd_weight, grouped_fwd
+from tinyforge.ops.rope import linear_rope_fwd
 from tinyforge.ops.swiglu_linear import linear_swiglu_fwd, swiglu_linear_bwd
-from tinyforge.optim import AdamW, AdamWConfig
+from tinyforge.optim import AdamW, AdamWConfig, Muon, MuonConfig
 from tinyforge.optim.adamw import adamw_, clip_factor, square_sums, step_rates
 from tinyforge.parallel.sums import add_
 from tinyforge.params import ParamBuffer, with_buffer
@@ -50,7 +51,7 @@ LAUNCHERS = (
     "ops.dropout", "ops.embedding", "ops.fork", "ops.fp8", "ops.fp8_linear", "ops.gelu", "ops.gelu_linear",
     "ops.layernorm", "ops.linear", "ops.lora", "ops.lstm", "ops.mixture", "ops.patches", "ops.positions",
     "ops.rmsnorm", "ops.rope", "ops.router", "ops.router_losses", "ops.rows", "ops.selective_scan", "ops.softmax",
-    "ops.swiglu", "ops.swiglu_linear", "ops.take", "ops.tanh", "optim.adamw", "parallel.sums",
+    "ops.swiglu", "ops.swiglu_linear", "ops.take", "ops.tanh", "optim.adamw", "optim.muon", "parallel.sums",
 )  # fmt: skip
 NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32,
            "byte": np.uint8, "Weight": np.int64}  # fmt: skip
@@ -86,6 +87,9 @@ class FakeCupy(Backend):
         array = np.asarray(array)
         return array.astype(dtype or (self.dtype if array.dtype.kind in "fV" else np.int32)).view(OnDevice)
 
+    def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
+        return [function(item) for item in items]
+
 
 class Launches:
     """Stands for `compile.load`: each kernel that it gives compares its arguments with the entry's parameters."""
@@ -116,10 +120,12 @@ class Launches:
             text = text.replace("SIZES", sizes[1].replace("\\\n", " "))
         of_8_bits = re.search(r"#define OF_8_BITS (,.*)", text)
         text = re.sub(r"(?<!#define )OF_8_BITS", of_8_bits[1] if of_8_bits and "FACTORS" in macros else "", text)
-        for option in ("BAND", "DOCS", "DROP", "RESTART"):  # #define BAND_ARGUMENTS , i64 back, i64 forth
+        for option in ("BAND", "DOCS", "DROP", "RESTART", "TURN"):  # #define BAND_ARGUMENTS , i64 back, i64 forth
             defined = re.search(rf"#define {option}_ARGUMENTS (.*)", text)
             added = defined[1] if defined and option in macros else ""
             text = re.sub(rf"(?<!#define ){option}_ARGUMENTS", added, text)
+        more = re.search(rf"EPILOGUE == {macros.get('EPILOGUE')}\n#define MORE_ARGUMENTS (.*)", text)
+        text = re.sub("(?<!#define) MORE_ARGUMENTS", f" {more[1]}" if more else "", text)
         found = re.search(rf'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?{entry}\(([^)]*)\)', text)
         assert found is not None, f"{file} has no entry {entry}"
         return [" ".join(p.split()) for p in found[1].split(",")]
@@ -155,7 +161,7 @@ class Launches:
 
 def fake_gemm(
     a: Any, b: Any, out: Any = None, *, transpose_a: bool = False, transpose_b: bool = False, accumulate: bool = False,
-    tf32: bool = False, scale: float = 1.0,
+    tf32: bool = False, scale: float = 1.0, keep: float = 1.0,
 ) -> Any:  # fmt: skip
     m, k = a.shape[::-1] if transpose_a else a.shape
     rows, n = b.shape[::-1] if transpose_b else b.shape
@@ -189,8 +195,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
               attention_cuda.tensor_core, attention_cuda.tma_kernel, attention_cuda.schedule, gemm._plan)  # fmt: skip
     monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
     for module in (cupy_backend, gemm, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
-        stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_plus": no_gemm_plus, "cupy": cupy, "cp": cupy,
-                     "_table": dict}  # fmt: skip
+        stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_plus": no_gemm_plus, "gemm_batched": no_gemm_plus,
+                     "cupy": cupy, "cp": cupy, "_table": dict}  # fmt: skip
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
@@ -205,7 +211,7 @@ def test_no_launcher_is_left_out() -> None:
     folder = files("tinyforge")
     there = {f"{d}.{f.name[: -len('_cuda.py')]}" for d in ("ops", "optim", "parallel") for f in (folder / d).iterdir()
              if f.name.endswith("_cuda.py")}  # fmt: skip
-    assert there == set(LAUNCHERS)
+    assert there == {*LAUNCHERS, "parallel.windows"}  # which calls NCCL and no kernel of ours
 
 
 @pytest.mark.parametrize("kind", ops.ALL, ids=lambda kind: kind.__name__)
@@ -445,7 +451,7 @@ def test_swiglu_is_at_the_end_of_a_product_where_the_table_says(
 
     def both_ways(hidden: int, frozen: bool) -> tuple[list[str], list[str]]:
         rows = {f"SWIGLU 40 {2 * hidden} 64": [128, 192, 5, 1, 1, 8, 1],
-                f"SWIGLU_BACKWARD 40 {hidden} 64": [128, 128, 6, 1, 1, 8, 1]}  # fmt: skip
+                f"SWIGLU_BACKWARD 40 {hidden} 64": [128, 128, 5, 1, 1, 8, 1]}  # fmt: skip
         monkeypatch.setattr(gemm, "_table", lambda: gemm.parsed(rows if in_table else {}))
         launches.seen.clear()
         gu, h = k.linear_swiglu_fwd(backend.zeros((2, 20, 64)), backend.zeros((2 * hidden, 64)))
@@ -466,6 +472,49 @@ def test_swiglu_is_at_the_end_of_a_product_where_the_table_says(
         with pytest.raises(ValueError, match="gemm: bfloat16 .40, 16. beside .40, 48. of SWIGLU, wants .40, 24."):
             gemm.hopper(gemm.compiled("SWIGLU")[0], x, backend.zeros((48, 64)), out, "SWIGLU",
                         hidden=backend.zeros((40, 16)))  # fmt: skip
+
+
+@pytest.mark.parametrize("in_table", [True, False])
+def test_rope_is_at_the_end_of_a_product_where_the_table_says(
+    in_table: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel; else, or for heads that are not 64 wide, a product and a pass."""
+    from tinyforge.backends import gemm
+
+    backend = FakeCupy("bf16")
+    k = bind((linear_rope_fwd,), backend, "test")
+    monkeypatch.setattr(gemm, "on_choice", None)
+    rows = {"ROPE 40 192 64": [128, 128, 6, 1, 1, 8, 1]} if in_table else {}
+    monkeypatch.setattr(gemm, "_table", lambda: gemm.parsed(rows))
+    for dim in (64, 32):
+        launches.seen.clear()
+        cos, sin = (backend.zeros((20, dim // 2), backend.master_dtype) for _ in range(2))
+        qkv = k.linear_rope_fwd(backend.zeros((2, 20, 64)), backend.zeros((192, 64)), cos, sin, 192 // dim - 1)
+        assert qkv.shape == (2, 20, 192 // dim, dim)
+        assert launches.seen == (["gemm_hopper"] if in_table and dim == 64 else ["rope"])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_turns_its_gradients_back(
+    dim: int, documents: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the kernels for heads of 64 on a Hopper; elsewhere by a pass behind them."""
+    from tinyforge.ops import attention_cuda
+
+    monkeypatch.setattr(attention_cuda, "has_wgmma", lambda: True)
+    backend, batch, tokens, heads = FakeCupy("bf16"), 2, 70, 4
+    k = bind((attention_fwd, attention_rope_bwd), backend, "test")
+    qkv = backend.zeros((batch, tokens, heads + 4, dim))
+    starts = backend.asarray(np.zeros((batch, tokens), np.int32)) if documents else None
+    out, lse = k.attention_fwd(*split(qkv, heads), None, starts, True, None, None, 0.0)
+    cos, sin = (backend.zeros((tokens, dim // 2), backend.master_dtype) for _ in range(2))
+    for rotated in (heads + 2, heads):
+        launches.seen.clear()
+        k.attention_rope_bwd(backend.empty(qkv.shape), out, qkv, None, starts, out, lse, cos, sin, rotated, True, None,
+                             None, 0.0)  # fmt: skip
+        assert ("rope" in launches.seen) == (dim != 64 or rotated == heads)
+        assert len(launches.seen) == 2 + documents + ("rope" in launches.seen)
 
 
 def test_the_measured_table_names_variants_that_are_compiled() -> None:
@@ -523,6 +572,16 @@ def test_the_optimizers_launches(precision: str, launches: Launches) -> None:
     update(values, *flat, rates, np.asarray(factor).view(OnDevice), AdamWConfig())
     summed(backend.zeros((5, 3), backend.master_dtype))
     assert launches.seen == ["square_sums", "finish_norm", "finish_norm", "add", "adamw", "sum_heads"]
+
+
+@pytest.mark.parametrize(("precision", "shape"), [("fp64", (3, 5)), ("fp32", (8, 4)), ("bf16", (64, 96))])
+def test_the_launches_of_muon(precision: str, shape: tuple[int, int], launches: Launches) -> None:
+    backend, (rows, columns) = FakeCupy(precision), shape
+    buffer = ParamBuffer([Param("map", (2 * rows, columns), matrices=(rows, rows)), Param("gain", (7,), decay=False)],
+                         backend)  # fmt: skip
+    optimizer = Muon(buffer, backend)
+    optimizer.apply(optimizer.next_rates(1e-3), np.ones(()).view(OnDevice))
+    assert launches.seen == ["muon_momentum", "muon_scale", "muon_update", "adamw"]
 
 
 def test_a_wrong_argument_shows(launches: Launches) -> None:
@@ -621,9 +680,6 @@ class Recording(FakeCupy):
     def in_use(self) -> Any:
         return nullcontext()
 
-    def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-        return [function(item) for item in items]
-
     def run(self, work: Callable[[], None]) -> None:
         global recorder
         self.repeats, recorder = True, Recorder()
@@ -647,7 +703,10 @@ CAPTURED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def recorded(name: str, precision: str, monkeypatch: pytest.MonkeyPatch, launches: Launches, fault: str = "") -> Any:
+def recorded(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch, launches: Launches, fault: str = "",
+    config: AdamWConfig | None = None,
+) -> Any:  # fmt: skip
     """The launches of two steps of `Captured` with other data."""
     from tinyforge.backends import cupy_backend
 
@@ -691,10 +750,10 @@ def recorded(name: str, precision: str, monkeypatch: pytest.MonkeyPatch, launche
     kind, changes = CAPTURED[name]
     spec, backend = find_model(kind), Recording(precision)
     monkeypatch.setattr(backend, "xp", SimpleNamespace(concatenate=joined, arange=cupy.arange))
-    config = next(iter(spec.presets.values())).override({"layers": 2, "vocab": 64, "context": 16, **changes})
-    model = spec.build(config, backend)
-    sharded = Sharded(model, backend, NextTokens(config.head_weights))
-    optimizer = sharded.rank.make_optimizer(None)
+    shape = next(iter(spec.presets.values())).override({"layers": 2, "vocab": 64, "context": 16, **changes})
+    model = spec.build(shape, backend)
+    sharded = Sharded(model, backend, NextTokens(shape.head_weights))
+    optimizer = sharded.rank.make_optimizer(config)
     captured = Captured(sharded, optimizer, 1.0)
     if fault:
         FAULTS[fault](backend, optimizer, monkeypatch)
@@ -703,7 +762,7 @@ def recorded(name: str, precision: str, monkeypatch: pytest.MonkeyPatch, launche
         batches = []
         for _ in range(2):
             ids = rng.integers(0, 64, (4, 16), dtype=np.int32)
-            targets = rng.integers(-9, 64, (4, 16, config.prediction_heads), dtype=np.int32).clip(-1)
+            targets = rng.integers(-9, 64, (4, 16, shape.prediction_heads), dtype=np.int32).clip(-1)
             batches.append(Batch(ids, targets))
         captured.step(batches, Stream(step, "dropout"), 1e-2 / (step + 1))
     return backend.steps
@@ -749,6 +808,11 @@ def test_a_captured_step_launches_the_same_with_other_data(
     assert ("dropout" in name) == any(row[1] == "dropout" for row in first)
     for one, other in zip(first, second, strict=True):
         assert one == other
+
+
+def test_a_captured_step_of_muon_launches_the_same(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = recorded("nanoeuler", "bf16", monkeypatch, launches, config=MuonConfig())
+    assert first == second and any(row[1] == "muon_update" for row in first)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -1,4 +1,4 @@
-"""row.cu, whole, on the host: two blocks that wait for each other's numbers."""
+"""row.cu, whole, on the host: blocks that wait for each other's numbers."""
 
 from __future__ import annotations
 
@@ -9,46 +9,53 @@ import numpy as np
 import pytest
 
 from models.nanoeuler import Config, NanoEuler
-from tests.backends.on_host import INLINE, hopper, run_on_host
+from tests.backends.on_host import HOPPER_BODIES, INLINE, hopper, run_on_host
 from tinyforge.backends import get_backend
+from tinyforge.frozen_model import quantised_copy
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.row_plan import RowPlan
+from tinyforge.infer.sampling import Sampling, probabilities
+from tinyforge.quantised import FORMATS, Quantised
+from tinyforge.rng import Stream
 
 pytestmark = pytest.mark.slow
 
 # Two layers take more units of weights than the queue has places; hidden units and ids fill no whole tile.
 CONFIG = Config(dim=32, heads=2, kv_heads=1, layers=2, context=12, vocab=27, mtp_heads=2, hidden=44,
                 mtp_weights=(1, 0.5))  # fmt: skip
-BLOCKS = 2
+DRAWN = Sampling(temperature=0.7, top_k=8, top_p=0.9, min_p=0.02, seed=3)
 BODIES = {
     f"{INLINE}void copy_async(u32 to, const void *from)": "host_copy(to % HOST_ROOM, from, true);",
+    f"{INLINE}void copy_codes(u32 to": "host_copy(to % HOST_ROOM, from, true, sizeof(Stored));",
+    f"{INLINE}u32 fma_pair(": "return host_fma_pair(a, b, c);",
     f"{INLINE}void copy_commit()": "host_commit();",
     f"{INLINE}void copy_wait()": "host_wait(pending);",
     f"{INLINE}void publish(float": "*to = there(x) ? x : NAN;",
     f"{INLINE}void publish(double": "*to = x;",
-    **{f"{INLINE}void peek(const float *from, Pack<float, {n}>": f"to = load<{n}>(from);" for n in (1, 2, 4)},
+    **{f"{INLINE}void peek(const {x} *from, Pack<{x}, {n}>": f"if (wanted) to = load<{n}>(from);"
+       for x, sizes in (("float", (1, 2, 4)), ("double", (1, 2))) for n in sizes},
     f"{INLINE}void narrow(float x, bf16 &to)": "to.bits = host_bf16(x);",
     f"{INLINE}void multiply_add(": "host_multiply_add(sum, a0, a1, a2, a3, b0, b1);",
-    **{f"{INLINE}void peek(const double *from, Pack<double, {n}>": f"to = load<{n}>(from);" for n in (1, 2)},
+    **{head: HOPPER_BODIES[head] for head in (f"{INLINE}void barrier_make(", f"{INLINE}void barrier_arrive(",
+                                              f"{INLINE}void barrier_expect(")},
+    f"{INLINE}bool barrier_passed(": "host_yield(); return host_barrier(barrier).phase != parity;",
+    f"{INLINE}void copy_line(": "host_line(to % HOST_ROOM, from, bytes, barrier);",
+    f"{INLINE}void sync(": "static Meeting meetings[HOST_BLOCKS]; meetings[host_rank()].wait(THREADS);",
 }
 BEFORE = r"""
 #define NAN __int_as_float(0x7fffffff)
 inline int __float_as_int(float x) { int y; memcpy(&y, &x, 4); return y; }
 inline long long __double_as_longlong(double x) { long long y; memcpy(&y, &x, 8); return y; }
 inline double __longlong_as_double(long long x) { double y; memcpy(&y, &x, 8); return y; }
-inline bool __any_sync(unsigned, bool yes) {
-    const int warp = current / 32;
-    exchanged[warp][threadIdx.x % 32] = yes;
-    warps[warp].wait(32);
-    bool any = false;
-    for (auto vote : exchanged[warp]) any |= vote != 0;
-    warps[warp].wait(32);
-    return any;
-}
-inline bool __all_sync(unsigned all, bool yes) { return !__any_sync(all, !yes); }
 inline void __threadfence() {}
 static u32 operands[64][32][6];
 static float host_number(u32 pair, int i) { return __uint_as_float(i ? pair & 0xffff0000 : pair << 16); }
+static u32 host_fma_pair(u32 a, u32 b, u32 c) {
+    u32 both = 0;
+    for (int i = 0; i < 2; i++)
+        both |= u32(host_bf16(host_number(a, i) * host_number(b, i) + host_number(c, i))) << 16 * i;
+    return both;
+}
 static void host_multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     auto &all = operands[current / 32];
     const int lane = threadIdx.x % 32;
@@ -67,33 +74,36 @@ inline long long clock() { static long long now; return now += 7; }
 """
 MEMORY = ("extern __shared__ __align__(128) unsigned char memory[];",
           "unsigned char *const memory = host_shared + host_rank() * HOST_ROOM;")  # fmt: skip
-# In a launch: passes, outputs, past, drawn or not, or `begin`; then all tokens and the logits, or the report.
+# In a launch: passes, past, 1 for greedy text, 2 for DRAWN, the key of its numbers; then tokens, logits or a report.
 MAIN = r"""
 int main() {
     host_limit = 2000000;
     host_jitter = true;
     host_file = fopen("PATH", "rb");
-    auto sizes = host_taken<int>(8);
+    auto sizes = host_taken<int>(9);
     const int units = sizes[0], layers = sizes[1], capacity = sizes[2], launches = sizes[3], stride = sizes[4],
               outputs = sizes[5], region = sizes[6], speculates = sizes[7];
-    auto weights = host_taken<T>(units), embedding = host_taken<T>(VOCAB * DIM);
+    auto weights = host_taken<W>(units);
+    auto embedding = host_taken<T>(VOCAB * DIM);
     auto gains = host_taken<A>((2 * layers + 1) * DIM);
     auto cosines = host_taken<A>(capacity * HEAD_DIM / 2), sines = host_taken<A>(capacity * HEAD_DIM / 2);
     auto lengths = host_taken<int>(BLOCKS);
     const A eps = host_taken<A>(1)[0];
     auto tokens = host_taken<int>(capacity + 1);
+    auto scales = host_taken<float>(sizes[8]);
     std::vector<T> keys(layers * KV_HEADS * capacity * HEAD_DIM), values = keys;
     std::vector<int> begin(1 + ROWS, -1);
     begin[0] = 0, begin[1] = tokens[0];
     for (int launch = 0; launch < launches; launch++) {
-        auto how = host_taken<int>(3);
-        const int passes = how[0], past = how[1], sampled = how[2];
+        auto how = host_taken<int>(5);
+        const int passes = how[0], past = how[1], sampled = how[2], drawn = sampled == 2;
         std::vector<A> exchange(passes * region, __int_as_float(-1));
         std::vector<int> report((passes + 1) * (1 + ROWS), -9);
-        host_launch(BLOCKS, 1, THREADS, [&] {
+        host_launch(BLOCKS, 1, THREADS + PRODUCERS * 32, [&] {
             decode(weights.data(), embedding.data(), gains.data(), cosines.data(), sines.data(), keys.data(),
                    values.data(), tokens.data(), exchange.data(), lengths.data(), stride, layers, outputs, capacity,
-                   past, passes, eps, sampled, 0, 0, 0, 0, 0, 0, 0, speculates ? begin.data() : nullptr, report.data());
+                   past, passes, eps, sampled, drawn * 0.7f, drawn * 8, drawn * 0.9f, drawn * 0.02f, how[3], how[4],
+                   past, speculates ? begin.data() : nullptr, report.data(), scales.data());
         }, BLOCKS);
         if (speculates) {
             for (int pass = 0; pass < passes; pass++)
@@ -111,27 +121,34 @@ int main() {
 
 
 def by_the_kernel(
-    model: NanoEuler, rows: int, outputs: int, tokens: list[int], launches: list[tuple[int, int, int]], folder: Path, *,
+    model: NanoEuler, rows: int, outputs: int, tokens: list[int], launches: list[tuple[int, ...]], folder: Path, *,
     speculates: bool = False, bf16: bool = False, fault: tuple[str, str] | None = None, **tuning: int,
 ) -> list[str]:  # fmt: skip
-    """What the launches, (passes, past, drawn), print."""
+    """What the launches, (passes, past, drawn, key), print."""
     w = model.fused_weights()
     assert w is not None
     # The upper halves of float32 are numbers in bf16.
     cut = (lambda x: (np.ascontiguousarray(x).view(np.uint32) >> 16).astype(np.uint16)) if bf16 else lambda x: x
     itemsize = 2 if bf16 else 4
+    quantised = isinstance(w.lm_heads, Quantised)
+    code = FORMATS[w.lm_heads.kind].scalar if quantised else ""
     plan = RowPlan(dim=w.dim, hidden=w.hidden, heads=w.heads, kv_heads=w.kv_heads, layers=len(w.layers), vocab=w.vocab,
-                   outputs=len(w.lm_heads), itemsize=itemsize, rows=rows, blocks=BLOCKS, shared=1 << 17,
-                   **{"warps": 4, "depth": 8, "spin": 1, **tuning})  # fmt: skip
-    capacity, matrices = model.config.context, plan.arrange([FusedLayer(*map(cut, layer)) for layer in w.layers],
-                                                          cut(np.stack(w.lm_heads)), np)
-    sizes = [matrices.size, len(w.layers), capacity, len(launches), matrices.shape[2], outputs, plan.exchange(outputs),
-             speculates]  # fmt: skip
+                   outputs=len(w.lm_heads), itemsize=itemsize, code=code, rows=rows, shared=1 << 17,
+                   **{"blocks": 2, "warps": 4, "depth": 8, "spin": 1, **tuning})  # fmt: skip
+    capacity, scales = model.config.context, np.zeros(0, np.float32)
+    if quantised:
+        matrices = plan.arrange([FusedLayer(*(m.codes for m in layer)) for layer in w.layers], w.lm_heads.codes, np)
+        of_layers = [FusedLayer(*(m.scales[:, None] for m in layer)) for layer in w.layers]
+        scales = plan.arrange_scales(of_layers, w.lm_heads.scales[..., None], np)
+    else:
+        matrices = plan.arrange([FusedLayer(*map(cut, layer)) for layer in w.layers], cut(np.stack(w.lm_heads)), np)
+    sizes = [matrices.size, len(w.layers), capacity, len(launches), matrices.shape[1], outputs, plan.exchange(outputs),
+             speculates, len(scales)]  # fmt: skip
     padded = np.zeros(capacity + 1, np.int32)
     padded[: len(tokens)] = tokens
     parts: list[Any] = [np.array(sizes, np.int32), matrices, cut(w.embedding), np.stack(w.gains), w.cos[:capacity],
                         w.sin[:capacity], plan.lengths[outputs - 1].astype(np.int32), np.float32(w.norm_eps), padded,
-                        *(np.array(launch, np.int32) for launch in launches)]  # fmt: skip
+                        scales, *(np.array((*launch, 0, 0)[:5], np.uint32) for launch in launches)]  # fmt: skip
     path = folder / "launches.bin"
     path.write_bytes(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
     return run_on_host("infer/cuda/row.cu", {"SCALAR": "bf16" if bf16 else "float", **plan.macros}, BODIES,
@@ -175,7 +192,9 @@ def some_tokens(count: int) -> list[int]:
     return np.random.default_rng(1).integers(0, CONFIG.vocab, count).tolist()
 
 
-@pytest.mark.parametrize(("rows", "tuning"), [(1, {}), (2, {}), (1, {"refill": 0}), (4, {"depth": 4, "splits": 1})])
+@pytest.mark.parametrize(
+    ("rows", "tuning"), [(1, {}), (2, {"producers": 1}), (1, {"refill": 0}), (4, {"depth": 4, "splits": 1})]
+)
 def test_logits_are_those_of_the_model(model: NanoEuler, rows: int, tuning: dict[str, int], tmp_path: Path) -> None:
     tokens = some_tokens(12)
     got, wanted = logits_of(model, rows, tokens, tmp_path, **tuning), forward(model, tokens)
@@ -192,37 +211,96 @@ def bf16_model() -> NanoEuler:
 
 def test_bf16_with_tensor_cores_gives_the_same_bits_for_any_rows(tmp_path: Path) -> None:
     model, tokens = bf16_model(), some_tokens(24)
-    one, four = (logits_of(model, rows, tokens, tmp_path, bf16=True, depth=16) for rows in (1, 4))
+    # With six blocks each has all of its tiles at one time, and takes weights a step ahead.
+    kinds = ((1, {"producers": 1, "blocks": 6}), (4, {"producers": 4}))
+    one, four = (logits_of(model, rows, tokens, tmp_path, bf16=True, depth=16, **kind) for rows, kind in kinds)
     wanted = forward(model, tokens)
     assert one.tobytes() == four.tobytes()
     assert np.abs(one - wanted).max() <= 0.02 * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("right", "wrong", "producers"),
     [
-        ("            queue.wait(count * STEPS);\n", ""),  # weights are read before they have come
-        ("score[u][i] += other[u][i]", "score[u][i] += 0 * other[u][i]"),
-        ("narrow(mean[j] * scale, word.v[j]);", "narrow(mean[j], word.v[j]);"),
+        ("        queue.await(p.count * STEPS);\n", "", 0),  # weights are read before they have come
+        ("        queue.await(p.count * STEPS);\n", "", 4),
+        ("unit >= DEPTH && !barrier_passed(", "false && !barrier_passed(", 4),  # a place is filled before it is empty
+        ("next = wrapped(next + FILLERS)", "next = wrapped(next + 1)", 4),  # the wrong weights
+        ("score[u][i] += other[u][i]", "score[u][i] += 0 * other[u][i]", 4),
+        ("narrow(mean[j] * scale, both.v[j]);", "narrow(mean[j], both.v[j]);", 4),
     ],
-    ids=lambda fault: fault[0].strip(),
 )
-def test_faults_show(fault: tuple[str, str], tmp_path: Path) -> None:
+def test_faults_show(right: str, wrong: str, producers: int, tmp_path: Path) -> None:
     model, tokens = bf16_model(), some_tokens(4)
     try:
-        got = logits_of(model, 4, tokens, tmp_path, bf16=True, depth=16, fault=fault)
+        got = logits_of(model, 4, tokens, tmp_path, bf16=True, depth=16, producers=producers, fault=(right, wrong))
     except AssertionError as error:
-        assert "wait for ever" in str(error) or "trap" in str(error)
+        assert any(said in str(error) for said in ("wait for ever", "trap", "barrier"))
         return
     wanted = forward(model, tokens)
     assert not np.abs(got - wanted).max() <= 0.02 * np.abs(wanted).max()
 
 
-def test_greedy_text_and_speculation_up_to_a_full_cache(model: NanoEuler, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_weights_of_one_byte_in_float(model: NanoEuler, kind: str, tmp_path: Path) -> None:
+    """The reference has the same codes: nothing but the order of sums differs."""
+    tokens, small = some_tokens(8), quantised_copy(model, kind)
+    got, wanted = logits_of(small, 2, tokens, tmp_path), forward(small, tokens)
+    tolerance = 1e-5 * np.abs(wanted).max()
+    assert np.abs(got - wanted).max() <= tolerance < 0.1 * np.abs(wanted - forward(model, tokens)).max()
+
+
+@pytest.mark.parametrize("producers", [0, 4])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_weights_of_one_byte_in_bf16(kind: str, producers: int, tmp_path: Path) -> None:
+    tokens, small = some_tokens(12), quantised_copy(bf16_model(), kind)
+    kinds = {"bf16": True, "depth": 16, "producers": producers}
+    one, four = (logits_of(small, rows, tokens, tmp_path, **kinds) for rows in (1, 4))
+    wanted = forward(small, tokens)
+    assert one.tobytes() == four.tobytes()
+    assert np.abs(one - wanted).max() <= 0.02 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("int8", ("(bytes & 0x00800080) | 0x43004300", "0x43004300")),  # no sign
+        ("int8", ("0x4342 : 0x4140", "0x4140 : 0x4342")),
+        ("fp8", ("0x3424 : 0x1404", "0x1404 : 0x3424")),
+        ("fp8", ("0x07F007F0", "0x07C007C0")),  # a bit of mantissa is lost
+        ("int8", ("if constexpr (CODES) sum *= p.scale;", "")),
+        ("int8", ("scales += count * 8;", "scales += count * 8 - 8;")),
+    ],
+    ids=str,
+)
+def test_faults_of_codes_show(kind: str, fault: tuple[str, str], tmp_path: Path) -> None:
+    tokens, small = some_tokens(4), quantised_copy(bf16_model(), kind)
+    got, wanted = logits_of(small, 4, tokens, tmp_path, bf16=True, depth=16, fault=fault), forward(small, tokens)
+    assert not np.abs(got - wanted).max() <= 0.02 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("producers", [0, 4])
+def test_drawn_text(producers: int, model: NanoEuler, tmp_path: Path) -> None:
+    """Each token is the one that the reference draws by the same number, within float32 of a border."""
+    numbers = Stream(DRAWN.seed, "sample")
+    ids = [int(x) for x in by_the_kernel(model, 1, 1, [5], [(11, 0, 2, *numbers.key)], tmp_path, producers=producers)]
+    for token, p in zip(ids, probabilities(forward(model, [5, *ids[:-1]])[:, 0], DRAWN), strict=True):
+        order, uniform = np.argsort(-p, kind="stable"), float(numbers.uniform())
+        at = p[order].cumsum().searchsorted([uniform - 1e-5, uniform + 1e-5], side="right")
+        assert token in order[at.clip(0, len(p) - 1)]
+    assert len(set(ids)) > 3
+
+
+@pytest.mark.parametrize("producers", [0, 4])
+def test_greedy_text_and_speculation_up_to_a_full_cache(
+    producers: int, model: NanoEuler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RowPlan, "draws", producers == 0)  # and as with a vocabulary too large to sort
     wanted = greedy(model, 5, 12)
-    found = by_the_kernel(model, 1, 1, [5], [(3, 0, 1), (9, 3, 1)], tmp_path)
+    found = by_the_kernel(model, 1, 1, [5], [(3, 0, 1), (9, 3, 1)], tmp_path, producers=producers)
     assert [int(x) for x in found] == wanted
     # More passes than the cache has room for: the launch ends early.
-    found = by_the_kernel(model, 2, 2, [5], [(2, 0, 0), (12, 0, 0)], tmp_path, speculates=True)
+    found = by_the_kernel(model, 2, 2, [5], [(2, 0, 0), (12, 0, 0)], tmp_path, speculates=True,
+                          producers=producers)
     ids = [int(x) for x in found]
     assert len(ids) >= 11 and ids == wanted[: len(ids)]

@@ -99,7 +99,8 @@ def test_names_choose_whole_words() -> None:
     def names(only: str) -> list[str]:
         return [p.name for p in bench.chosen(GPU, only)]
 
-    assert names("decode") == ["gpu-decode-base", "gpu-decode-base-64"] and names("grouped-mma") == ["gpu-grouped-mma"]
+    assert names("decode") == ["gpu-decode-base", "gpu-decode-base-64", "gpu-decode-base-weights"]
+    assert names("grouped-mma") == ["gpu-grouped-mma"]
     with pytest.raises(UserError, match="--only trai: no part is called so; the parts are gpu-train-32x512"):
         names("train,trai")
 
@@ -117,12 +118,15 @@ def test_the_parts_are_those_of_the_results() -> None:
     assert len(set(names)) == len(names)
     committed = {path.stem for path in Path("docs/results").glob("*.json")}
     trained = {
-        "all", "models", "cpu-corpus", "cpu-grpo", "cpu-shakespeare-recurrent", "gpu-ablation-small", "gpu-all-reduce",
+        "all", "models", "cpu-corpus", "cpu-grpo", "cpu-muon", "cpu-shakespeare-recurrent", "gpu-ablation-small",
+        "gpu-all-reduce", "cpu-own-pairs",
         "gpu-base-run-2", "gpu-bert-imdb", "gpu-evaluate-base-2", "gpu-evaluate-base-2-dpo", "gpu-evaluate-base-2-sft",
-        "gpu-evaluate-base-sft", "gpu-loss-curve", "gpu-ranks-base", "gpu-ranks-xl", "gpu-scan-groups-fp32",
-        "gpu-scan-warp-bf16", "gpu-scan-warp-fp32", "gpu-sft-trials", "gpu-shakespeare-seeds",
+        "gpu-evaluate-base-2-orderly", "gpu-evaluate-base-sft", "gpu-loss-curve", "gpu-muon", "gpu-ranks-base",
+        "gpu-ranks-graphs", "gpu-ranks-losses", "gpu-ranks-xl", "gpu-scan-groups-fp32", "gpu-scan-warp-bf16",
+        "gpu-scan-warp-fp32", "gpu-sft-trials", "gpu-shakespeare-seeds",
         # other settings of the parts' commands
-        "gpu-attention-shapes", "gpu-captured", "gpu-decode-base-alone", "gpu-fp8", "gpu-step-by-kernel",
+        "gpu-attention-shapes", "gpu-captured", "gpu-decode-base-alone", "gpu-decode-batch-flags", "gpu-decode-row",
+        "gpu-decode-weights", "gpu-fp8", "gpu-gemm-sustained", "gpu-prefill-base-alone", "gpu-step-by-kernel",
         "gpu-train-moe-beside-dense",
     }  # fmt: skip
     assert committed - set(names) <= trained

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from models.nanoeuler import Config, NanoEuler
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.frozen_model import quantised_copy
 from tinyforge.params import named
 from tinyforge.text import Tokenizer
 
@@ -44,6 +47,13 @@ def test_it_times_our_decoding_and_writes_one_json_object(capsys: pytest.Capture
     assert found["floor_us"] is None and result["of_the_floor"] is None and "of the floor" not in err  # no GPU's
 
 
+def test_weights_of_one_byte_take_turns_with_the_models_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, "--weights", "int8", "fp8", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert list(results) == [OURS, f"{OURS}, int8 weights", f"{OURS}, fp8 weights"]
+    assert len({result["bytes_per_step"] for result in results.values()}) == 1  # on a CPU a step reads numbers
+
+
 def test_on_a_gpu_the_table_has_the_share_of_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLAGS, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -68,6 +78,11 @@ def test_the_bytes_are_those_of_the_weights_in_use_and_of_the_cache() -> None:
     options = Options(TINY, batch_size=3, position=30, tokens=4, rounds=1, threads=1)
     assert bytes_per_step(options, tiny()) == 4 * (weights + cache)
     assert bytes_per_step(options, tiny("fp64")) == 8 * (weights + cache)
+    # One row on a GPU reads codes: of the gains, (2 layers + 1) x 16, numbers; and a scale for each row of a matrix.
+    model = quantised_copy(tiny(), "int8")
+    vars(model)["backend"] = SimpleNamespace(name="cupy", dtype=np.dtype(np.float32))
+    rows = 2 * (32 + 16 + 48 + 16) + 19
+    assert bytes_per_step(replace(options, batch_size=1), model) == weights - 80 + 4 * (80 + rows + cache // 3)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -107,6 +122,11 @@ def test_a_trained_model_is_timed_with_and_without_drafts(tmp_path: Path, capsys
         assert plain["acceptance"] == [] and 0 <= one["acceptance"][0] <= 1
         assert plain["tokens_per_pass"] <= 1.0 and one["tokens_per_pass"] >= plain["tokens_per_pass"]
     assert all(case["same_text_as_plain"] for case in found["results"]["greedy"])
+    records = [{"instruction": f"Say {i}.", "input": "", "output": "yes"} for i in range(40)]
+    (tmp_path / "records.json").write_text(json.dumps(records), encoding="utf-8")
+    asked = ["--checkpoint", str(path), "--instructions", str(tmp_path / "records.json"), "--rounds", "1", "--json"]
+    assert main(asked) == 0
+    assert json.loads(capsys.readouterr().out)["prompts"] == 2  # the last 20th
 
 
 @pytest.mark.parametrize(

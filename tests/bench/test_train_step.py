@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.peers import EAGER, GRAPH, GRAPHS_NEED_A_GPU, OURS
-from bench.train_step import MASKED, READING, Options, Ours, main, make_contenders, table, torch_peer
+from bench.train_step import MASKED, MUON, READING, Options, Ours, main, make_contenders, table, torch_peer
 from models.nanoeuler.config import Config
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
@@ -26,12 +26,12 @@ FLAGS = ["--batch-size", "2", "--seq-len", "16", "--steps", "2", "--workers", "1
 
 
 def test_it_times_our_step_and_writes_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FLAGS, "--json"]) == 0
+    assert main([*FLAGS, "--muon", "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert err.strip() == table(found)
     assert found["parameters"] == 1_053_824
-    assert found["parity"] is None and list(found["results"]) == [OURS]
+    assert found["parity"] is None and list(found["results"]) == [OURS, MUON]
     result = found["results"][OURS]
     assert len(result["step_ms"]) == 2
     assert result["min_ms"] == min(result["step_ms"]) > 0

@@ -112,13 +112,14 @@ def test_the_table_of_a_batch_has_the_shares_of_the_plan() -> None:
 
 
 def attention_table() -> list[str]:
-    """The causal tensor-core kernels without documents or dropout, as the heads of the files list them."""
+    """The causal tensor-core kernels without documents, dropout or RoPE, as the heads of the files list them."""
     lines = ["| kernel | head size | rows owned, by workers a block | tile | piece | blocks a multiprocessor |",
              "|---|---|---|---|---|---|"]  # fmt: skip
     parts = {"FORWARD": "fwd", "BACKWARD_Q": "bwd_q", "BACKWARD_KV": "bwd_kv"}
     for file, name, warps in (("attention", "mma", 1), ("attention_hopper", "wgmma", 4), ("attention_tma", "tma", 4),
                               ("attention_tf32", "tf32", 1)):  # fmt: skip
-        listed = [v for v in variants(f"ops/{file}.cu") if "PART" in v and not {"BAND", "DOCS", "DROP"} & set(v)]
+        options = {"BAND", "DOCS", "DROP", "TURN"}
+        listed = [v for v in variants(f"ops/{file}.cu") if "PART" in v and not options & set(v)]
         for part, short in parts.items():
             for v in sorted((v for v in listed if v["PART"] == part), key=lambda v: int(v["HEAD_DIM"])):
                 own = 16 * int(v.get("ROW_TILES", 1)) * warps

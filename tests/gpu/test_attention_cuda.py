@@ -652,3 +652,27 @@ def test_padding_is_seen_by_none(dtype: Any, tolerance: float, d: int, dropped: 
     assert error(got, out) < tolerance and error(got_lse, lse) < tolerance and error(dqkv, wanted) < 2 * tolerance
     for row, end in enumerate(lengths):
         assert not download(dqkv)[row, end:, 4:].any()  # the gradient of what is padding
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("b", "t", "heads", "kv_heads"), [(1, 5, 1, 1), (2, 200, 4, 2), (3, 513, 12, 4)])
+def test_gradients_turned_back_in_the_kernels_are_those_of_rope_behind_them(
+    b: int, t: int, heads: int, kv_heads: int, documents: bool
+) -> None:
+    """Bit for bit, at heads of 64; and at heads of 32, where rope is a pass."""
+    from tinyforge.ops.rope_cuda import rope
+
+    k = bind((reference.attention_fwd, reference.attention_bwd, reference.attention_rope_bwd),
+             get_backend("cupy", "bf16"), "test")  # fmt: skip
+    for d in (64, 32):
+        rng = np.random.default_rng(t)
+        qkv, dy = (upload(x, BF16) for x in random_inputs(rng, b, t, heads, kv_heads, d, BF16))
+        starts = cp.asarray(np.arange(t)[None].repeat(b, 0) // 60 * 60, np.int32) if documents else None
+        parts, turned = split(qkv, heads, kv_heads), heads + kv_heads
+        cos, sin = (cp.asarray(rng.normal(size=(t, d // 2)).astype(np.float32)) for _ in range(2))
+        out, lse = k.attention_fwd(*parts, None, starts, *CAUSAL, *KEPT)
+        wanted, got = poisoned(qkv.shape, BF16), poisoned(qkv.shape, BF16)
+        k.attention_bwd(*split(wanted, heads, kv_heads), dy, *parts, None, starts, out, lse, *CAUSAL, *KEPT)
+        rope(wanted, wanted, cos, sin, turned)
+        k.attention_rope_bwd(got, dy, qkv, None, starts, out, lse, cos, sin, turned, *CAUSAL, *KEPT)
+        assert np.array_equal(download(got), download(wanted))

@@ -16,6 +16,7 @@ from tests.train.trained import Trained, assert_same_bits
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.ops.attention import Documents
+from tinyforge.optim import AdamWConfig, MuonConfig
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
 from tinyforge.text import Tokenizer
@@ -48,12 +49,14 @@ def batch(number: int, heads: int, rows: int = 4, **more: Any) -> Batch:
     return Batch(ids, rng.integers(-99, VOCAB, (rows, 96, heads), dtype=np.int32).clip(-1), **more)
 
 
-def trained(name: str, precision: str, with_graph: bool, recompute: Any = "") -> Trained:
+def trained(
+    name: str, precision: str, with_graph: bool, recompute: Any = "", optimizer: AdamWConfig | None = None
+) -> Trained:
     kind, config = MODELS[name]
     spec, backend = find_model(kind), get_backend("cupy", precision)
     if isinstance(config, dict):
         config = next(iter(spec.presets.values())).override(config)
-    return Trained(backend, spec.build(config, backend, recompute=recompute), with_graph)
+    return Trained(backend, spec.build(config, backend, recompute=recompute), with_graph, optimizer)
 
 
 def same_bits(name: str, precision: str, steps: Sequence[Sequence[Batch]], **options: Any) -> None:
@@ -67,6 +70,9 @@ def test_twenty_steps_have_the_bits_of_plain_ones(name: str, precision: str) -> 
     same_bits(name, precision, [[batch(n, heads)] for n in range(20)])
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_steps_of_muon_have_the_bits_of_plain_ones(precision: str) -> None:
+    same_bits("nanoeuler", precision, [[batch(n, 2)] for n in range(10)], optimizer=MuonConfig())
 def test_twenty_steps_in_fp8_too() -> None:
     heads = trained("nanoeuler", "fp8", False).model.config.prediction_heads
     same_bits("nanoeuler", "fp8", [[batch(n, heads)] for n in range(20)])

@@ -11,11 +11,13 @@ import pytest
 from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.frozen_model import quantised_copy
 from tinyforge.hub import load
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.infer.sampling import Sampling, probabilities
 from tinyforge.infer.session import Session, Stats
+from tinyforge.quantised import FORMATS
 from tinyforge.rng import Stream
 
 pytestmark = pytest.mark.gpu
@@ -93,6 +95,41 @@ def test_bf16_is_as_exact_as_the_model_in_bf16(config: Config, rows: int) -> Non
     plain = np.abs(forward(model, tokens)[prompt:] - exact)
     ours = np.abs(stepped(engine().RowDecoder(model), tokens, prompt, (rows,)) - exact)
     assert ours.max() <= 2 * plain.max() and ours.mean() <= 2 * plain.mean()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_weights_of_one_byte_give_the_logits_of_the_model_that_has_them(precision: str, kind: str) -> None:
+    model, tokens = quantised_copy(trained_like(CONFIG, precision), kind), some_tokens(CONFIG, 100)
+    decoder, wanted = engine().RowDecoder(model), forward(model, tokens)
+    assert bool(decoder.weights.plan.code) == (precision == "fp32")
+    assert np.abs(stepped(decoder, tokens, 0, (1, 4)) - wanted).max() <= TOLERANCE[precision] * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("config", [WIDER, BASE], ids=["odd", "base"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_weights_of_one_byte_in_bf16_are_as_exact_as_the_model_in_bf16(config: Config, rows: int, kind: str) -> None:
+    """All have the same codes: the loss that rounding to them brings is not part of these errors."""
+    tokens, prompt = some_tokens(config, config.context), config.context - 64
+    exact = forward(quantised_copy(trained_like(config, "fp64"), kind), tokens)[prompt:]
+    model = quantised_copy(trained_like(config, "bf16"), kind)
+    plain = np.abs(forward(model, tokens)[prompt:] - exact)
+    runs = [stepped(engine().RowDecoder(model), tokens, prompt, (rows,)) for _ in range(2)]
+    assert runs[0].tobytes() == runs[1].tobytes()
+    ours = np.abs(runs[0] - exact)
+    print(f"{kind}, {rows} rows: error ratio {ours.max() / plain.max():.2f}, mean {ours.mean() / plain.mean():.2f}")
+    assert ours.max() <= 2 * plain.max() and ours.mean() <= 2 * plain.mean()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_rows_of_a_pass_do_not_change_a_bit_of_weights_of_one_byte(kind: str) -> None:
+    model, tokens = quantised_copy(trained_like(WIDER, "bf16"), kind), some_tokens(WIDER, 160)
+    decoder, runs = engine().RowDecoder(model), []
+    for sizes in ((1,), (2,), (3, 1), (4,)):
+        decoder.rewind([0])
+        runs.append(stepped(decoder, tokens, 110, sizes).tobytes())
+    assert len(set(runs)) == 1
 
 
 @pytest.mark.parametrize(
@@ -383,3 +420,12 @@ def test_what_it_is_for_and_what_not() -> None:
         engine().RowDecoder(model, capacity=8).prefill(0, list(range(9)))
     with pytest.raises(UserError, match="the model is on backend numpy, wants cupy"):
         engine().RowDecoder(trained_like(CONFIG, "fp32", "numpy"))
+
+
+def test_a_vocabulary_too_large_to_sort_is_drawn_from_on_the_host() -> None:
+    model, greedy = trained_like(replace(CONFIG, vocab=32000), "fp32"), Sampling(temperature=0, drafts=0, max_tokens=20)
+    decoder = engine().RowDecoder(model)
+    assert decoder.draws(greedy) and not decoder.draws(Sampling())
+    for how in (greedy, Sampling(max_tokens=20)):
+        texts = [text(Session(model, one), [5, 6, 7], how) for one in (ReferenceDecoder(model), decoder)]
+        assert texts[0] == texts[1] and len(texts[0]) == 20

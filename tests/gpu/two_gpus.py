@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CHECK = "tests/gpu/ranks_check.py --gpus 2 --config base"
 # Name, seconds at most, command; {json} becomes the part's file.
 PARTS = (
-    # A step of one GPU, of two, with ZeRO, and of compiled DDP; memory beside forecast.
-    ("step", 170, "bench/train_step.py --gpus 2 --peer torch --config base --precision bf16 --batch-size 32 "
+    # A step of one GPU, of two, with ZeRO, plain and as CUDA graphs, and of compiled DDP; memory beside forecast.
+    ("step", 170, "bench/train_step.py --gpus 2 --peer torch --capture --config base --precision bf16 --batch-size 32 "
                   "--seq-len 512 --steps 100 --json {json}"),
     # The same bits in two runs of the same world, with ZeRO, on one GPU, on two, and moved in between.
     ("bits", 140, f"{CHECK} --rows 64 --only collectives same bits --exact-steps 200 --json {{json}}"),

@@ -267,6 +267,12 @@ def test_the_small_model_is_one_flag_away(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"13 14 15, so 15\n", b"")
 
 
+def test_weights_of_one_byte_answer(tmp_path: Path) -> None:
+    question = ("--prompt", "Which is larger, 1 or 12?", "--temperature", "0")
+    done = run_chat("--checkpoint", "small", "--weights", "int8", *question, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"12\n", b"")
+
+
 @pytest.mark.parametrize(
     ("flags", "stdin", "message"),
     [
@@ -276,6 +282,7 @@ def test_the_small_model_is_one_flag_away(tmp_path: Path) -> None:
         (("--prompt", "x", "--top-p", "0"), b"", b"--top-p is 0.0, wants"),
         (("--prompt", "x", "--temperature", "nan"), b"", b"--temperature is nan, wants"),
         (("--prompt", "x", "--checkpoint", "absent"), b"", b"no checkpoint in absent"),
+        (("--prompt", "x", "--weights", "int4"), b"", b"argument --weights: invalid choice: 'int4' (choose from"),
     ],
 )
 def test_a_fault_is_one_line(tmp_path: Path, flags: tuple[str, ...], stdin: bytes, message: bytes) -> None:

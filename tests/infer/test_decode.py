@@ -177,18 +177,23 @@ def test_a_token_allocates_nothing() -> None:
         for token in range(count):
             decoder.step([[token]], 4)
 
+    def measured() -> tuple[int, int]:
+        """Bytes at the most, and those that stayed."""
+        decoder.rewind([0])
+        tracemalloc.start()
+        try:
+            tokens(5)
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            tokens(30)
+            after, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        return peak - before, after - before
+
     tokens(40)
-    decoder.rewind([0])
-    tracemalloc.start()
-    try:
-        tokens(5)
-        before, _ = tracemalloc.get_traced_memory()
-        tracemalloc.reset_peak()
-        tokens(30)
-        after, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak - before < 4096 and after - before < 1024
+    found = [measured() for _ in range(3)]  # another thread of the process may allocate in one of them
+    assert min(peak for peak, _ in found) < 4096 and min(stays for _, stays in found) < 1024, found
 
 
 def test_a_decoder_refuses_what_it_has_no_room_for() -> None:

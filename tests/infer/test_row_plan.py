@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tinyforge.backends.compile import read
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import FusedLayer
-from tinyforge.infer.cuda.plan import TILE
-from tinyforge.infer.cuda.row_plan import RowPlan
+from tinyforge.infer.cuda.plan import MOST_PLACES, TILE
+from tinyforge.infer.cuda.row_plan import QUEUE_BARRIERS, RowPlan
 
 SMALL = RowPlan(dim=64, hidden=26, heads=4, kv_heads=2, layers=2, vocab=19, outputs=3, rows=2, itemsize=4, blocks=5,
                 shared=160 << 10)  # fmt: skip
@@ -21,17 +22,20 @@ PLANS = [SMALL, BASE, *(replace(BASE, rows=rows) for rows in (2, 3, 4)), replace
          replace(BASE, dim=1024, heads=16, layers=20, vocab=8192, hidden=2816, rows=4)]  # fmt: skip
 
 
-def test_each_block_takes_its_rows_in_the_order_of_the_pass() -> None:
-    plan, number = SMALL, iter(range(1, 10**6))
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_each_block_takes_its_rows_in_the_order_of_the_pass(itemsize: int) -> None:
+    plan, rng = replace(SMALL, itemsize=itemsize, heads=2, kv_heads=1), np.random.default_rng(1)
     width = (plan.heads + 2 * plan.kv_heads) * plan.head_dim
 
     def matrix(rows: int, columns: int) -> np.ndarray:
-        return np.array([next(number) for _ in range(rows * columns)], np.float32).reshape(rows, columns)
+        return rng.integers(0, 1 << 16, (rows, columns)).astype(f"u{itemsize}")
 
     layers = [FusedLayer(matrix(width, 64), matrix(64, 64), matrix(52, 64), matrix(64, 26)) for _ in range(2)]
     heads = np.stack([matrix(19, 64) for _ in range(3)])
-    stream = plan.arrange(layers, heads, np).view(np.float32)
-    assert stream.shape == (5, plan.warps, plan.lengths[-1].max(), 32 * plan.piece)
+    stream = plan.arrange(layers, heads, np)
+    assert stream.shape == (5, plan.lengths[-1].max(), plan.warps, 32 * plan.piece)
+    if itemsize == 2:  # a tensor core takes columns 0, 1, 4, 5 of a piece before 2, 3, 6, 7
+        stream = stream.reshape(*stream.shape[:3], 32, 2, 2, 2).swapaxes(4, 5).reshape(stream.shape)
 
     # Read as the kernel does: a matrix-vector product of each tile, from what each lane takes.
     x = np.random.default_rng(0).normal(size=64)
@@ -43,7 +47,7 @@ def test_each_block_takes_its_rows_in_the_order_of_the_pass() -> None:
             block, steps = (dealt + tile) % 5, plan.steps(columns)
             padded = np.zeros(plan.warps * steps * 4 * plan.piece)
             padded[:columns] = x[:columns]
-            units = stream[block, :, taken[block] : taken[block] + steps].reshape(plan.warps, steps, TILE, -1)
+            units = stream[block, taken[block] :][:steps].swapaxes(0, 1).reshape(plan.warps, steps, TILE, -1)
             rows[tile * TILE :][:TILE] = np.einsum("wsrc,wsc->r", units, padded.reshape(plan.warps, steps, -1))
             taken[block] += steps
         products.append(rows)
@@ -59,6 +63,37 @@ def test_each_block_takes_its_rows_in_the_order_of_the_pass() -> None:
         gate, up = pairs.transpose(1, 0, 2).reshape(2, -1)[:, :26]
         np.testing.assert_allclose(np.concatenate([gate, up]), layer.gate_up @ x)
     np.testing.assert_allclose(np.stack(products[-3:])[:, :19], heads @ x)
+
+
+def test_codes_and_scales_lie_as_the_weights_do() -> None:
+    """A code lies where the number would lie that it stands for, in a piece of fewer bytes, and so does its scale."""
+    plan, rng = SMALL, np.random.default_rng(0)
+    shapes = [((plan.heads + 2 * plan.kv_heads) * plan.head_dim, 64), (64, 64), (52, 64), (64, 26)]
+    codes = [FusedLayer(*(rng.integers(1, 100, shape).astype(np.int8) for shape in shapes)) for _ in range(2)]
+    heads = rng.integers(1, 100, (3, 19, 64)).astype(np.int8)
+    small = replace(plan, code="int8")
+    numbers = [FusedLayer(*(m.astype(np.int32) for m in layer)) for layer in codes]
+    wide = plan.arrange(numbers, heads.astype(np.int32), np)
+    found = small.arrange(codes, heads, np)
+    assert found.dtype == np.uint8 and np.array_equal(found, wide)
+    assert small.slots == min(4 * plan.slots, MOST_PLACES) and small.shared_bytes <= plan.shared_bytes
+
+    def across(layer: FusedLayer) -> FusedLayer:
+        return FusedLayer(*(np.repeat(rows[:, None], shape[1], 1) for rows, shape in zip(layer, shapes, strict=True)))
+
+    rows = [FusedLayer(*(rng.integers(1, 10**4, shape[0]).astype(np.float32) for shape in shapes)) for _ in range(2)]
+    of_heads = rng.integers(1, 10**4, (3, 19)).astype(np.float32)
+    scales = plan.arrange_scales([FusedLayer(*(r[:, None] for r in layer)) for layer in rows], of_heads[..., None], np)
+    stream = plan.arrange([across(layer) for layer in rows], np.repeat(of_heads[..., None], 64, 2), np)
+    taken, dealt, done = np.zeros(5, int), 0, 0
+    for count, columns in plan.deals():
+        for tile in range(count if columns else 0):
+            block = (dealt + tile) % 5
+            first = stream[block, taken[block], 0].view(np.float32).reshape(TILE, -1)[:, 0]  # a column of its 8 rows
+            assert np.array_equal(first, scales[(done + tile) * TILE :][:TILE])
+            taken[block] += plan.steps(columns)
+        dealt, done = dealt + count, done + count
+    assert len(scales) == done * TILE
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -84,8 +119,19 @@ def test_the_hidden_units_of_a_block_are_side_by_side(plan: RowPlan) -> None:
         assert (np.diff(order[block :: plan.blocks]) == 1).all()
 
 
+def test_the_barriers_of_a_queue_have_the_room_that_the_kernel_takes() -> None:
+    assert f"constexpr int QUEUE_BARRIERS = {QUEUE_BARRIERS};" in read("infer/cuda/decode.cuh")
+
+
 def test_a_queue_has_a_power_of_2_of_places() -> None:
     assert BASE.slots == 32 and replace(BASE, depth=31).slots == 16 and replace(BASE, depth=16).slots == 16
+
+
+def test_a_vocabulary_too_large_to_sort_is_not_drawn_from() -> None:
+    large = replace(BASE, vocab=32000)
+    assert BASE.draws and not large.draws and large.slots == BASE.slots
+    # Half as many places to copy weights to are enough to draw.
+    assert replace(BASE, vocab=16384).draws and replace(BASE, vocab=16384).slots == 16
 
 
 def test_shapes_that_the_kernel_cannot_take_are_refused() -> None:

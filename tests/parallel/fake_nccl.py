@@ -26,6 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.backends.as_graphs import AsGraphs
 from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.backends.numpy_backend import NumpyBackend
@@ -35,9 +36,13 @@ from tinyforge.train import data_parallel, settings, state
 
 
 class FakeEngine:
-    """See `nccl.Engine`. token: the folder's name, known to all ranks. seconds: before a wait is given up."""
+    """See `nccl.Engine`. token: the folder's name, known to all ranks. seconds: before a wait is given up. windows:
+    there are some."""
 
-    def __init__(self, size: int, rank: int, token: bytes, seconds: float = 600.0) -> None:
+    def __init__(
+        self, size: int, rank: int, token: bytes, seconds: float = 600.0, windows: bool = False
+    ) -> None:  # fmt: skip
+        self.has_windows = windows
         self.folder, self.size, self.rank, self.seconds = Path(token.decode()), size, rank, seconds
         self._count = 0
         self._later: list[Callable[[], None]] | None = None
@@ -107,6 +112,10 @@ class FakeEngine:
         self._everybody(np.zeros(1))  # so that the next names are new
         self._later = None
 
+    def window(self, count: int, dtype: Any) -> np.ndarray:
+        self._everybody(np.array([count]))
+        return np.zeros(count, dtype)
+
     def run(self, work: Callable[[], Any]) -> None:
         work()
 
@@ -136,12 +145,13 @@ class LateEngine(FakeEngine):
     """What is asked of the communicator's stream is done when somebody waits for it, and not before: as late as a GPU
     may do it. Whoever forgets to wait reads what was there before."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._queue: list[Callable[[], None]] = []
         self._finished = 0
         self._grouped: list[Callable[[], None]] | None = None
-        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "send", "receive"):
+        names = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "send", "receive")
+        for name in names:  # fmt: skip
             setattr(self, name, functools.partial(self._later_on, getattr(super(), name)))
 
     def _later_on(self, call: Callable[..., None], *arguments: Any) -> None:
@@ -180,6 +190,9 @@ def new_token() -> bytes:
 class FakeGPU(NumpyBackend):
     """A NumPy backend for the group of NCCL."""
 
+    def graphs(self) -> Any:
+        return AsGraphs()
+
 
 def install_gpus(count: int) -> None:
     def get_backend(name: str, precision: str, workers: int | None, device: int | None = None) -> Backend:
@@ -195,6 +208,7 @@ def install_gpus(count: int) -> None:
     launch.Ranks.group = group  # type: ignore[method-assign]
     nccl.CupyEngine = FakeEngine  # type: ignore[assignment, misc]
     nccl.new_token = new_token
+    nccl.no_windows = lambda hosts: ""
 
 
 def install_fault(rank: int, step: int, kind: str) -> None:

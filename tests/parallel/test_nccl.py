@@ -6,28 +6,34 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from models.nanoeuler import Config, NanoEuler
+from tests.backends.as_graphs import AsGraphs
+from tests.gpu.ranks_check import collectives
+from tests.parallel import fake_nccl
 from tests.parallel.fake_nccl import FakeEngine, LateEngine
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.op import Param
 from tinyforge.optim import AdamW
-from tinyforge.parallel import Alone, nccl, part_of, watch
+from tinyforge.parallel import Alone, launch, nccl, part_of, watch
 from tinyforge.parallel.buckets import Buckets
 from tinyforge.parallel.nccl import CupyEngine, NCCLGroup
 from tinyforge.parallel.star import Lost, Star
 from tinyforge.parallel.watch import Watch
+from tinyforge.rng import Stream
 from tinyforge.train.batches import PackedTokens
+from tinyforge.train.captured import Captured
 from tinyforge.train.data_parallel import Sharded, clip, gradients_of, update
 from tinyforge.train.objectives import NextTokens
 
@@ -60,6 +66,9 @@ def on_ranks(
     for thread in threads:
         thread.join(60)
     return found
+
+
+LATE_WINDOWS = partial(LateEngine, windows=True)
 
 
 def own(rank: int, count: int) -> np.ndarray:
@@ -109,6 +118,18 @@ def test_collectives(size: int, tmp_path: Path) -> None:
             assert np.array_equal(next(results), parts[0])
 
 
+def checked(group: NCCLGroup) -> int:
+    """What the check on GPUs compares, in windows and outside."""
+    xp = SimpleNamespace(array=np.array, empty=np.empty, asnumpy=np.array)
+    return collectives(group, xp, (7, 64, 9600))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_in_windows(size: int, tmp_path: Path) -> None:
+    for kind, compared in ((FakeEngine, 64), (LATE_WINDOWS, 128)):
+        assert on_ranks(size, tmp_path / str(compared), checked, kind=kind) == [compared] * size
+
+
 def test_calls_that_do_not_match_are_found_at_the_next_meeting(tmp_path: Path) -> None:
     """NCCL would wait for ever: the engine's own wait is cut short here."""
 
@@ -145,8 +166,11 @@ def test_an_array_with_gaps_is_refused(tmp_path: Path) -> None:
 # --- steps, with collectives that are late ----------------------------------------------------------------------------
 
 
-def trained(group: Any, zero: int, micro_batches: int = 1, shards: int = 0) -> dict[str, np.ndarray]:
-    """Six steps of a small model; on each rank all weights and its own masters and moments."""
+def trained(
+    group: Any, zero: int, micro_batches: int = 1, shards: int = 0, capture: bool = False
+) -> dict[str, np.ndarray]:
+    """Six steps of a small model; on each rank all weights and its own masters and moments. capture: by `Captured`,
+    over a stand-in for graphs."""
     backend = get_backend("numpy", "fp32", workers=1)
     backend.group = group if group.size > 1 else None
     model = NanoEuler(TINY, backend)
@@ -155,10 +179,20 @@ def trained(group: Any, zero: int, micro_batches: int = 1, shards: int = 0) -> d
     data = PackedTokens(tokens, TINY.context, TINY.mtp_heads, seed=0)
     batches = lambda step: [data.batch(step * micro_batches + i, 8) for i in range(micro_batches)]  # noqa: E731
     objective = NextTokens(TINY.head_weights)
-    rank = Sharded(model, backend, objective, shards=shards, batches=batches).rank
+    sharded = Sharded(model, backend, objective, shards=shards, batches=batches)
+    rank = sharded.rank
     rank.buckets = Buckets(model.buffer, model.ops(), elements=6000)  # several
     optimizer = rank.make_optimizer(None, zero, micro_batches)
+    backend.graphs = AsGraphs  # type: ignore[method-assign]
+    captured = Captured(sharded, optimizer, 1.0) if capture else None
     for step in range(6):
+        if captured:
+            if group.rank:
+                work, arguments = group.send_object()
+                work(rank, *arguments)
+            else:
+                captured.step(batches(step), Stream(0, "noise"), 1e-2, step if step % 2 else None)
+            continue
         counts = sum(objective.count(batch) for batch in batches(step))
         gradients_of(rank, step, counts, None)
         clip(rank, 1.0)
@@ -181,12 +215,13 @@ def all_of(found: list[Any]) -> dict[str, np.ndarray]:
 def test_sums_under_backward_and_weights_under_forward_wait_for_what_they_need(
     micro_batches: int, tmp_path: Path
 ) -> None:
-    """The steps of ranks whose collectives happen at once, and as late as can be; whole and shared out."""
+    """The steps of ranks whose collectives happen at once, and as late as can be, in windows and not; whole and shared
+    out."""
     found = {}
     for zero in (0, 1, 2):
-        for kind in (FakeEngine, LateEngine):
+        for number, kind in enumerate((FakeEngine, LateEngine, LATE_WINDOWS)):
             work = partial(trained, zero=zero, micro_batches=micro_batches)
-            found[zero, kind] = all_of(on_ranks(2, tmp_path / f"{zero}{kind.__name__}", work, kind=kind))
+            found[zero, kind] = all_of(on_ranks(2, tmp_path / f"{zero}{number}", work, kind=kind))
     wanted = found[0, FakeEngine]
     for (zero, kind), state in found.items():
         assert state.keys() == wanted.keys()
@@ -196,11 +231,38 @@ def test_sums_under_backward_and_weights_under_forward_wait_for_what_they_need(
         np.testing.assert_allclose(found[2, FakeEngine][name], array, rtol=2e-3, atol=2e-6)
 
 
-def test_the_bits_of_shards_with_collectives_that_are_late(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [LateEngine, LATE_WINDOWS], ids=["plain", "windows"])
+def test_the_bits_of_shards_with_collectives_that_are_late(kind: Any, tmp_path: Path) -> None:
     wanted = trained(Alone(), zero=0, shards=2)
     for zero in (0, 1, 2):
-        state = all_of(on_ranks(2, tmp_path / str(zero), partial(trained, zero=zero, shards=2), kind=LateEngine))
+        state = all_of(on_ranks(2, tmp_path / str(zero), partial(trained, zero=zero, shards=2), kind=kind))
         assert all(np.array_equal(state[name], wanted[name]) for name in wanted if name != "loss"), zero
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_captured_steps_of_ranks_have_the_bits_of_plain_ones(zero: int, tmp_path: Path) -> None:
+    wanted = all_of(on_ranks(2, tmp_path / "plain", partial(trained, zero=zero)))
+    for number, kind in enumerate((LateEngine, LATE_WINDOWS)):
+        work = partial(trained, zero=zero, capture=True)
+        state = all_of(on_ranks(2, tmp_path / str(number), work, kind=kind))
+        assert all(np.array_equal(state[name], wanted[name]) for name in wanted), (zero, kind)
+
+
+def test_graphs_are_dropped_before_the_group_is_left(tmp_path: Path) -> None:
+    """NCCL waits for them when it is left."""
+
+    def work(group: NCCLGroup) -> list[bool]:
+        def launch() -> None:
+            pass
+
+        alive, again = weakref.ref(launch), group.captured(lambda made=launch: made)  # type: ignore[misc]
+        del launch
+        again()
+        there = [alive() is not None]
+        group.forget()
+        return [*there, alive() is None]
+
+    assert on_ranks(1, tmp_path, work) == [[True, True]]
 
 
 def test_the_norm_of_sums_that_nobody_waits_for_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,10 +335,95 @@ def test_products_leave_room_wherever_bits_are_to_be_the_same(
     told = list[int]()
     monkeypatch.setattr(backend, "spare", told.append)
     if ranks > 1:
-        backend.group = SimpleNamespace(size=ranks, rank=0, overlaps=True, shares=False)
+        engine = SimpleNamespace(has_windows=False, check=lambda: None)
+        backend.group = NCCLGroup(0, ranks, engine, None, SimpleNamespace())  # type: ignore[arg-type]
     model = NanoEuler(TINY, backend)
     Sharded(model, backend, NextTokens(TINY.head_weights), shards=shards)
     assert told == [spared]
+
+
+# --- whether there are windows ----------------------------------------------------------------------------------------
+
+
+class Tried(LateEngine):
+    """faults: of the first window, by rank."""
+
+    faults: ClassVar[dict[int, str]] = {}
+    given_up: ClassVar[list[int]] = []
+
+    def window(self, count: int, dtype: Any) -> np.ndarray:
+        made = super().window(count, dtype)
+        if self.rank in self.faults:
+            raise UserError(self.faults[self.rank])
+        return made
+
+    def give_up(self) -> None:
+        self.given_up.append(self.rank)
+
+
+def engines(monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...] = ("here", "here")) -> list[Any]:
+    """What `Ranks.group` makes on each rank."""
+    monkeypatch.setattr(nccl, "CupyEngine", Tried)
+    monkeypatch.setattr(nccl, "new_token", fake_nccl.new_token)
+    monkeypatch.setattr(Tried, "given_up", [])
+    names, pipes = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)], Pipe()
+    found: list[Any] = [None, None]
+
+    def live(rank: int) -> None:
+        star, watch = Star(rank, [pipes[rank]], names, "resume", 20.0), Watch(rank, [], names, "resume", 20.0)
+        ranks = launch.Ranks(rank, 2, rank, "variables", star, watch)
+        found[rank] = ranks.group(SimpleNamespace(name="cupy"))._engine  # type: ignore[arg-type, attr-defined]
+
+    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+def test_windows_where_all_ranks_have_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)  # an engine of another test leaves it
+    monkeypatch.setattr(nccl, "no_windows", lambda hosts: "")
+    assert [engine.has_windows for engine in engines(monkeypatch)] == [True, True]
+    # One rank cannot: none does, the communicators are made anew, and one line says why.
+    monkeypatch.setattr(Tried, "faults", {1: "ncclMemAlloc failed: no such thing"})
+    assert [engine.has_windows for engine in engines(monkeypatch)] == [False, False]
+    assert sorted(Tried.given_up) == [0, 1]
+    assert capsys.readouterr().out == (
+        "NCCL sums without windows, which takes longer: ncclMemAlloc failed: no such thing\n"
+    )
+
+
+@pytest.mark.parametrize("lost", ["all_reduce", "all_gather"])
+def test_windows_that_bring_nothing_are_not_taken(
+    lost: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    monkeypatch.setattr(nccl, "no_windows", lambda hosts: "")
+    monkeypatch.setattr(FakeEngine, lost, lambda self, *arrays: None)
+    assert [engine.has_windows for engine in engines(monkeypatch)] == [False, False]
+    assert "takes longer: the first sum in a window is wrong" in capsys.readouterr().out
+
+
+def test_no_windows_between_hosts_in_an_old_library_or_unwanted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cupy")
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    library = SimpleNamespace(get_version=lambda: 22809)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", library)
+    monkeypatch.setattr("cupy.cuda.nccl", library, raising=False)
+    assert [engine.has_windows for engine in engines(monkeypatch)] == [True, True] and not capsys.readouterr().out
+    assert [engine.has_windows for engine in engines(monkeypatch, ("here", "there"))] == [False, False]
+    assert "the ranks are on 2 hosts" in capsys.readouterr().out
+    library.get_version = lambda: 22703
+    assert [engine.has_windows for engine in engines(monkeypatch)] == [False, False]
+    assert "this NCCL is 2.27, 2.28 is the first that gathers by copies" in capsys.readouterr().out
+    monkeypatch.setenv("NCCL_WIN_ENABLE", "0")
+    assert [engine.has_windows for engine in engines(monkeypatch)] == [False, False] and not capsys.readouterr().out
 
 
 # --- the watch --------------------------------------------------------------------------------------------------------

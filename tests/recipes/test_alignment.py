@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 
 from data.alpaca import read_records
-from data.preferences import read_pairs, read_split, world_pairs
+from data.preferences import Pair, encode_pairs, read_pairs, read_split, world_pairs
 from data.rewards import EASY, EASY_LARGEST, HELD_OUT, last_number, number_in, one_step_sums, open_questions, worked
 from data.rewards import main as make_sums
 from data.world import Instruction, documents, harder_sums, sum_rewards
-from recipes import dpo, grpo, pretrain, sft
+from recipes import dpo, grpo, own_pairs, pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import load
+from tinyforge.infer.evaluate import Reply, reply_shares
 from tinyforge.train import metrics
 from tinyforge.train.policy import worth_learning
 
@@ -217,6 +218,50 @@ def test_pairs_of_the_world_prefer_the_right_answer() -> None:
         found = world_pairs(split, 400, 3)
         assert found == world_pairs(split, 500, 3)[:400]
         assert all(pair.chosen != pair.rejected and pair.rejected.strip() for pair in found)
+
+
+def test_a_reply_without_an_end_gets_none(folder: Path) -> None:
+    """Else what is learned most is that a reply must never end, where it had not."""
+    tokenizer = load(Path("tuned"), CPU).tokenizer
+    end = tokenizer.specials["</s>"]
+    whole, cut = encode_pairs([Pair("Say 1.", "", "yes", "no", cut) for cut in (False, True)], tokenizer, 96, "pairs")
+    assert whole[1] == [*cut[1], end] and cut[0] == whole[0] and cut[0][-1] == end != cut[1][-1]
+
+
+def test_pairs_of_own_replies(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of records that are not held out, where the model's reply is not in form; DPO makes that reply less likely. (The
+    model is not fine-tuned: it does not end.)"""
+    records = [{"instruction": f"Say {i}.", "input": "", "output": "yes. " * (3 if i % 4 else 1)} for i in range(40)]
+    Path("own.json").write_text(json.dumps(records), encoding="utf-8")
+    flags = "--base run --data own.json --records 6 --max-tokens 10 --backend numpy --out found.json"
+    assert own_pairs.main(flags.split()) == 0
+    found = read_pairs(["found.json"])
+    assert f"12 replies, {len(found)} not in form: found.json" in capsys.readouterr().out
+    # A record that repeats itself is no example of how to do better, nor is one asked that is measured on.
+    assert found and {pair.instruction for pair in found} <= {f"Say {4 * i}." for i in range(10)}
+    assert all(pair.chosen == "yes. " and pair.rejected.strip() for pair in found) and any(pair.cut for pair in found)
+    assert not any(reply_shares([Reply(pair.rejected, 10, not pair.cut)])["all_three"] for pair in found)
+    tuning = "--base run --data found.json --steps 4 --batch-size 4 --lr 1e-3 --workers 1 --out orderly --cache cache"
+    assert dpo.main(tuning.split()) == 0
+    assert metrics.read(Path("orderly/metrics.jsonl"))[-1]["val_rewards/rejected"] < -0.02
+
+
+def test_there_is_nothing_to_learn_where_all_is_in_form(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(own_pairs, "reply_to", lambda _, prompts, *__: [([70, 71], True) for _ in prompts])
+    assert own_pairs.main("--base tuned --data sums.json --max-tokens 4 --out none.json --backend numpy".split()) == 0
+    assert "replies, 0 not in form: nothing to learn from" in capsys.readouterr().out and not Path("none.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [("--records 0", "--records is 0, wants 1 or more"), ("--max-tokens 0", "--max-tokens is 0, wants 1 or more"),
+     ("--max-tokens 96", "no record has a reply in form of up to 96 tokens, --max-tokens, and a prompt that leaves")],
+)  # fmt: skip
+def test_wrong_flags_of_own_pairs(folder: Path, flags: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        own_pairs.main(f"--base tuned --data sums.json --out own.json --backend numpy {flags}".split())
 
 
 def test_other_fields_of_a_pair_are_not_looked_at(tmp_path: Path) -> None:

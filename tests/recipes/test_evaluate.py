@@ -107,6 +107,20 @@ def test_a_base_model_on_shards(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "± is a standard error" in written
 
 
+def test_windows_of_another_length(folder: Path) -> None:
+    """Those of the run give its figures; shorter ones predict more tokens from little, and leave no scores."""
+    own, same, short = (measured("--checkpoint", "base", "--data", "shards", *flags)["text"]
+                        for flags in ([], ["--seq-len", "160"], ["--seq-len", "3"]))  # fmt: skip
+    assert same == own and short["bits_per_byte"] != pytest.approx(own["bits_per_byte"], rel=1e-4)
+    assert {name: part["bytes"] for name, part in short["sources"].items()} == {
+        name: part["bytes"] for name, part in own["sources"].items()
+    }
+    shutil.copytree("base", "unscored")
+    Path("unscored/scores.json").unlink()
+    measured("--checkpoint", "unscored", "--data", "shards", "--seq-len", "160")
+    assert not Path("unscored/scores.json").exists()
+
+
 def test_a_fine_tuned_model_is_asked_what_it_was_not_taught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     render = evaluate.render_prompt
@@ -199,6 +213,28 @@ def test_both_cloze_figures_are_of_the_same_sentences(folder: Path) -> None:
     assert cloze["sentences"] == 9 and cloze["by_frequency"] == 0
 
 
+def test_weights_of_one_byte_stand_beside_the_models_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = Path("base/scores.json").read_bytes()
+    plain = measured("--checkpoint", "base", "--data", "shards")
+    Path("base/scores.json").write_bytes(scores)
+    capsys.readouterr()
+    found = measured("--checkpoint", "base", "--data", "shards", "--weights", "int8", "--card")
+    shown = capsys.readouterr()
+    text, before = found["text"], plain["text"]
+    assert text["bits_per_byte_plain"] == pytest.approx(before["bits_per_byte"], rel=1e-12)
+    loss = text["bits_per_byte"] / text["bits_per_byte_plain"] - 1
+    assert 0 < abs(loss) < 0.01
+    for name, figures in text["sources"].items():
+        assert figures["bits_per_byte_plain"] == pytest.approx(before["sources"][name]["bits_per_byte"], rel=1e-12)
+    assert found["weight_bytes"] < 0.5 * found["weight_bytes_plain"] == 0.5 * plain["weight_bytes"]
+    row = next(line for line in shown.out.splitlines() if line.endswith("%") and "over all" in line)
+    assert row.split()[2:] == [f"{text['bits_per_byte']:.4f}", f"{before['bits_per_byte']:.4f}",
+                               f"{text['bits_per_byte'] - before['bits_per_byte']:+.4f}", f"{loss:+.2%}"]  # fmt: skip
+    assert "weights in int8" in shown.out and plain["weights"] is None
+    assert "figures of int8 weights are not the run's: no scores.json and no card written" in shown.err
+    assert Path("base/scores.json").read_bytes() == scores
+
+
 def test_what_is_no_run_gets_no_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that was given away has no run around it; the figures go to stdout, the rest to stderr."""
     shutil.copytree(SPEC.bundled, "given")
@@ -237,6 +273,8 @@ def test_without_duckdb(folder: Path) -> None:
         ("--checkpoint tuned --instructions text.txt", "text.txt: record 0"),
         ("--checkpoint tuned --instructions long.json", "--instructions: none of the 4 held-out prompts has at"),
         ("--checkpoint base --seeds -1", "--seeds is -1, wants 0 or more"),
+        ("--checkpoint base --seq-len 0", "--seq-len is 0, wants 1 or more"),
+        ("--checkpoint base --data shards --seq-len 161", "--seq-len is 161, the config's context is 160; use at most"),
         ("--checkpoint base --sentences 0", "--sentences is 0, wants 1 or more"),
         ("--checkpoint base --backend abacus", "unknown backend 'abacus'"),
         ("--checkpoint base --precision fp7", "precision 'fp7' is not available"),

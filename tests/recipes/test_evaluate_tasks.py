@@ -14,6 +14,7 @@ from recipes import dpo, evaluate, pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError, run_command
+from tinyforge.infer.likelihood import bytes_needed
 from tinyforge.registry import find_model
 
 CHOICES = [{"text": "in the yard", "label": "A"}, {"text": "xq", "label": "B"}]
@@ -133,9 +134,11 @@ def test_memory_is_forecast(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
     config = SPEC.config.from_dict(SPEC.presets["small"].to_dict())
     opened: Any = type("Opened", (), {"spec": SPEC, "config": config})()
     backend = get_backend("numpy", "fp32", workers=1)
-    for free, wanted in ((1 << 34, 2048), (30 << 20, 1024)):
+    for free, wanted in ((1 << 34, 2048), (24 << 20, 1024)):
         monkeypatch.setattr(evaluate, "free_host_memory", lambda free=free: free)
         assert 128 <= evaluate.tokens_that_fit(opened, backend) <= wanted
+    plain, int8 = (bytes_needed(SPEC, config, "fp32", 128, weights) for weights in ("", "int8"))
+    assert 2.4 * 1e6 < plain - int8 < 3.2 * 1e6  # a million weights of 4 bytes, or of 1 and one matrix of 4
     monkeypatch.setattr(evaluate, "free_host_memory", lambda: 1 << 20)
     with pytest.raises(UserError, match="scoring 128 tokens needs .* of memory, 1.00 MiB are free; use a"):
         evaluate.tokens_that_fit(opened, backend)

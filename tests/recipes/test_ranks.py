@@ -107,10 +107,11 @@ def test_ranks_of_mpi_learn_what_two_workers_learn(run: Run, tmp_path: Path) -> 
 
 @needs_mpi
 @pytest.mark.slow
-def test_with_shards_the_bits_do_not_depend_on_the_world(run: Run, tmp_path: Path) -> None:
-    flags = "--shards-per-step 2"
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_with_shards_the_bits_do_not_depend_on_the_world(optimizer: str, run: Run, tmp_path: Path) -> None:
+    flags, zero = f"--shards-per-step 2 --optimizer {optimizer}", 1 if optimizer == "adamw" else 0
     ended_well(run("workers", 1, flags, out="one"))
-    ended_well(run("mpi", 2, flags + " --zero 1", out="mpi"))
+    ended_well(run("mpi", 2, f"{flags} --zero {zero}", out="mpi"))
     ended_well(run("gpus", 2, flags, out="gpus"))
     wanted = bytes_of(tmp_path / "one")
     assert bytes_of(tmp_path / "mpi") == wanted and bytes_of(tmp_path / "gpus") == wanted
@@ -135,6 +136,28 @@ def test_what_ranks_share_out_changes_no_bit(run: Run, tmp_path: Path) -> None:
     for zero in (1, 2):
         ended_well(run("mpi", 2, f"--zero {zero} --grad-accum 2", out=f"accum-{zero}"))
     assert losses(tmp_path / "accum-2") == pytest.approx(losses(tmp_path / "accum-1"), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_windows_change_no_bit(run: Run, tmp_path: Path) -> None:
+    """Of a run whole, shared out, and from its middle on."""
+    ended_well(run("gpus", 2, out="plain", NCCL_WIN_ENABLE="0"))
+    wanted = bytes_of(tmp_path / "plain")
+    for zero in (0, 2):
+        ended_well(run("gpus", 2, f"--zero {zero}", out=f"zero-{zero}"))
+        assert bytes_of(tmp_path / f"zero-{zero}") == wanted
+    shutil.rmtree(checkpoint.latest(tmp_path / "plain"))
+    ended_well(run("gpus", 2, "--resume", out="plain"))
+    assert bytes_of(tmp_path / "plain") == wanted
+
+
+@pytest.mark.slow
+def test_captured_steps_change_no_bit(run: Run, tmp_path: Path) -> None:
+    for zero in (0, 1):
+        ended_well(run("gpus", 2, f"--zero {zero}", out=f"plain-{zero}"))
+        ended_well(run("gpus", 2, f"--zero {zero} --capture", out=f"graph-{zero}"))
+        assert bytes_of(tmp_path / f"graph-{zero}") == bytes_of(tmp_path / f"plain-{zero}")
+        assert losses(tmp_path / f"graph-{zero}") == losses(tmp_path / f"plain-{zero}")
 
 
 @needs_mpi

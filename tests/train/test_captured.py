@@ -8,7 +8,6 @@ launches themselves are given is compared in tests/backends/test_launchers.py; g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,13 +23,13 @@ from tests.train.trained import Trained, assert_same_bits
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.ops.attention import Documents
-from tinyforge.optim import AdamW
+from tinyforge.optim import AdamW, AdamWConfig, MuonConfig
 from tinyforge.train import captured
 from tinyforge.train.captured import MOST, Captured, Inputs
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.preferences import DPO
-from tinyforge.train.settings import DpoSettings, GrpoSettings, Settings
+from tinyforge.train.settings import DpoSettings, GrpoSettings
 
 VOCAB = 11
 MODELS: dict[str, tuple[Any, Any]] = {
@@ -48,15 +47,19 @@ def batch(number: int, heads: int, rows: int = 3, **more: Any) -> Batch:
     return Batch(ids, rng.integers(-5, VOCAB, (rows, 6, heads), dtype=np.int32).clip(-1), **more)
 
 
-def trained(model: str, with_graph: bool, precision: str = "fp32") -> tuple[Trained, AsGraphs]:
-    kind, config = MODELS[model]
+def trained(
+    model: str, with_graph: bool, precision: str = "fp32", config: AdamWConfig | None = None
+) -> tuple[Trained, AsGraphs]:
+    kind, shape = MODELS[model]
     backend, graphs = get_backend("numpy", precision, workers=1), AsGraphs()
     backend.graphs = lambda: graphs  # type: ignore[method-assign]
-    return Trained(backend, kind(config, backend), with_graph), graphs
+    return Trained(backend, kind(shape, backend), with_graph, config), graphs
 
 
-def same_bits(model: str, steps: Sequence[Sequence[Batch]], precision: str = "fp32") -> AsGraphs:
-    (plain, _), (graph, graphs) = trained(model, False, precision), trained(model, True, precision)
+def same_bits(
+    model: str, steps: Sequence[Sequence[Batch]], precision: str = "fp32", config: AdamWConfig | None = None
+) -> AsGraphs:
+    (plain, _), (graph, graphs) = (trained(model, with_graph, precision, config) for with_graph in (False, True))
     assert_same_bits(plain, graph, steps)
     return graphs
 
@@ -67,6 +70,10 @@ def test_the_bits_are_those_of_plain_steps(model: str, precision: str) -> None:
     heads = MODELS[model][1].prediction_heads
     graphs = same_bits(model, [[batch(n, heads), batch(n + 50, heads)] for n in range(6)], precision)
     assert graphs.done == ["run", "capture", *["replay"] * 4]
+
+
+def test_the_bits_of_muon_are_those_of_plain_steps() -> None:
+    same_bits("nanoeuler", [[batch(n, 2)] for n in range(6)], config=MuonConfig())
 
 
 def test_weights_and_documents_are_read_anew() -> None:
@@ -118,8 +125,6 @@ def test_what_cannot_be_captured_is_one_line() -> None:
     for settings in (DpoSettings(capture="on"), GrpoSettings(capture="on")):
         with pytest.raises(UserError, match="--capture: here the loss is weighed by numbers that a graph would not"):
             settings.check()
-    with pytest.raises(UserError, match="--capture: a step of several ranks is not captured; use --capture off"):
-        replace(Settings(steps=1), capture="on", gpus=2).check()
 
 
 def test_inputs_keep_their_places() -> None:

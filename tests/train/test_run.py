@@ -199,7 +199,7 @@ def test_the_peak_of_a_matrix_product_is_measured() -> None:
 # What is done to the model, and whom the error must name.
 FAULTS: dict[str, tuple[Callable[[NanoEuler], None], str]] = {
     "a forward": (lambda m: spoil(m.blocks[1].down, "swiglu_linear_fwd"), "forward of blocks.1.down"),
-    "a backward": (lambda m: spoil(m.blocks[2].attention, "attention_bwd", 0), "backward of blocks.2.attention"),
+    "a backward": (lambda m: spoil(m.blocks[2].attention, "attention_rope_bwd", 0), "backward of blocks.2.attention"),
     "a gradient": (lambda m: spoil(m.blocks[0].qkv, "linear_bwd", 0), "backward of blocks.0.qkv"),
     "a weight": (lambda m: m.blocks[1].down.weight.value.fill(np.inf), "weight blocks.1.down.weight"),
 }
@@ -251,8 +251,9 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path).name == "step-00000006"
 
 
-def test_resume_drops_what_was_written_after_the_checkpoint(tmp_path: Path) -> None:
-    whole = Trial(tmp_path / "whole")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resume_drops_what_was_written_after_the_checkpoint(optimizer: str, tmp_path: Path) -> None:
+    whole = Trial(tmp_path / "whole", optimizer=optimizer)
     whole.train()
 
     def interrupt(trial: Trial, step: int) -> None:
@@ -260,12 +261,17 @@ def test_resume_drops_what_was_written_after_the_checkpoint(tmp_path: Path) -> N
             raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError):
-        Trial(tmp_path / "cut", interrupt).train()
+        Trial(tmp_path / "cut", interrupt, optimizer=optimizer).train()
     log = tmp_path / "cut" / "metrics.jsonl"
     log.write_text(log.read_text(encoding="utf-8") + '{"step": 6, "lo', encoding="utf-8")
-    resumed = Trial(tmp_path / "cut")
+    resumed = Trial(tmp_path / "cut", optimizer=optimizer)
     resumed.train(resume=True)
     assert np.array_equal(resumed.model.buffer.values, whole.model.buffer.values)
+    kept = [checkpoint.load(tmp_path / run).optimizer() for run in ("whole", "cut")]
+    assert all(np.array_equal(kept[0][name], kept[1][name]) for name in kept[0]) and len(kept[0]) == len(kept[1])
+    matrices, moments = ("blocks.0.qkv.weight", "blocks.2.down.weight"), len(whole.model.buffer.params) * 2
+    assert len(kept[0]) == moments - (optimizer == "muon") * 4 * CONFIG.layers
+    assert all(f"m.{name}" in kept[0] and (f"v.{name}" in kept[0]) == (optimizer == "adamw") for name in matrices)
     for key in ("loss", "val_bits_per_byte"):
         assert steps_of(tmp_path / "cut", key) == steps_of(tmp_path / "whole", key)
     counted = [{row["step"]: row["tokens"] for row in metrics.read(tmp_path / run / "metrics.jsonl")}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
+from tinyforge.optim import AdamWConfig
 from tinyforge.rng import Stream
 from tinyforge.train.captured import Captured
 from tinyforge.train.data_parallel import Sharded
@@ -15,13 +16,15 @@ from tinyforge.train.objectives import Batch, NextTokens
 
 
 class Trained:
-    """with_graph: by `Captured`. The model is initialised here."""
+    """with_graph: by `Captured`. config: of the optimizer. The model is initialised here."""
 
-    def __init__(self, backend: Backend, model: Any, with_graph: bool) -> None:
+    def __init__(
+        self, backend: Backend, model: Any, with_graph: bool, config: AdamWConfig | None = None
+    ) -> None:
         self.backend, self.model = backend, model
         model.initialise(0)
         self.sharded = Sharded(model, backend, NextTokens(model.config.head_weights))
-        self.optimizer = self.sharded.rank.make_optimizer(None)
+        self.optimizer = self.sharded.rank.make_optimizer(config)
         self.captured = Captured(self.sharded, self.optimizer, 0.5) if with_graph else None
         self.found: list[tuple[Any, Any]] = []  # the sums and the norm of each step
 

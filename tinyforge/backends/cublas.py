@@ -117,8 +117,8 @@ def use_processors(count: int) -> None:
 
 
 def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = False, transpose_b: bool = False,
-         accumulate: bool = False, tf32: bool = False, scale: float = 1.0) -> Array:  # fmt: skip
-    """out = scale a b, or out += scale a b with `accumulate`; either factor transposed by flag.
+         accumulate: bool = False, tf32: bool = False, scale: float = 1.0, keep: float = 1.0) -> Array:  # fmt: skip
+    """out = scale a b, or with `accumulate` out = scale a b + keep out; either factor transposed by flag.
 
     tf32: float32 factors may be rounded to TF32 (10 bits of mantissa).
 
@@ -145,16 +145,16 @@ def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = Fa
     compute = COMPUTE_64F if kind is FLOAT64 else COMPUTE_32F
     if tf32 and a.dtype == FLOAT32:
         compute = COMPUTE_TF32
-    factor = ONE[kind]
-    if scale != 1.0:
-        number = np.array(scale, kind)  # alive until gemmEx has read it
-        factor = number.ctypes.data
+    alpha, beta = ONE[kind], (ONE if accumulate else ZERO)[kind]
+    if scale != 1.0 or keep != 1.0:
+        numbers = np.array([scale, keep if accumulate else 0.0], kind)  # alive until gemmEx has read them
+        alpha, beta = numbers.ctypes.data, numbers[1:].ctypes.data
     # cuBLAS counts down columns. A row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors change
     # places and each keeps its own flag.
     _gemm_ex(
         device.get_cublas_handle(), TRANSPOSE if transpose_b else NO, TRANSPOSE if transpose_a else NO, n, m, k,
-        factor, b.data.ptr, type_code(b.dtype), leading(b), a.data.ptr, type_code(a.dtype),
-        leading(a), (ONE if accumulate else ZERO)[kind], out.data.ptr, type_code(out.dtype),
+        alpha, b.data.ptr, type_code(b.dtype), leading(b), a.data.ptr, type_code(a.dtype),
+        leading(a), beta, out.data.ptr, type_code(out.dtype),
         leading(out), compute, _DEFAULT_ALGORITHM,
     )  # fmt: skip
     return out

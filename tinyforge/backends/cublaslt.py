@@ -1,4 +1,5 @@
-"""Matrix products that add a bias or a whole array, by cuBLASLt, which comes with cuBLAS and which CuPy does not wrap.
+"""Matrix products that add a bias or a whole array, one or many at a time, by cuBLASLt, which comes with cuBLAS and
+which CuPy does not wrap.
 
 cuBLAS can only add what already stands in the output: it would have to be written there first and read again, two
 passes over memory. cuBLASLt adds it while the sums are in registers, from where it lies, and rounds once.
@@ -14,14 +15,29 @@ import ctypes
 from functools import cache
 from typing import Any
 
+import numpy as np
 from cupy.cuda import device, get_current_stream
 
-from tinyforge.backends.cublas import COMPUTE_32F, COMPUTE_TF32, FLOAT32, NO, ONE, TRANSPOSE, ZERO, leading, type_code
+from tinyforge.backends.cublas import (
+    COMPUTE_32F,
+    COMPUTE_64F,
+    COMPUTE_TF32,
+    FLOAT32,
+    FLOAT64,
+    NO,
+    ONE,
+    TRANSPOSE,
+    ZERO,
+    leading,
+    type_code,
+)
 from tinyforge.kernel import Array
 
-# cublasLtMatmulDescAttributes_t, cublasLtEpilogue_t, cublasLtMatmulPreferenceAttributes_t
+# cublasLtMatmulDescAttributes_t, cublasLtEpilogue_t, cublasLtMatrixLayoutAttribute_t,
+# cublasLtMatmulPreferenceAttributes_t
 _TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8
 _EPILOGUE_NONE, _EPILOGUE_BIAS = 1, 4
+_BATCH_COUNT, _BATCH_STRIDE = 5, 6
 _MIN_ALIGNMENT_A, _MIN_ALIGNMENT_B, _MIN_ALIGNMENT_C, _MIN_ALIGNMENT_D = 5, 6, 7, 8
 _NOT_SUPPORTED = 15  # cublasStatus_t
 
@@ -50,6 +66,7 @@ def _library() -> Any:
         "cublasLtMatmulDescCreate": (pointer, integer, integer),
         "cublasLtMatmulDescSetAttribute": (_Handle, integer, pointer, size),
         "cublasLtMatrixLayoutCreate": (pointer, integer, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
+        "cublasLtMatrixLayoutSetAttribute": (_Handle, integer, pointer, size),
         "cublasLtMatmulPreferenceCreate": (pointer,),
         "cublasLtMatmulPreferenceSetAttribute": (_Handle, integer, pointer, size),
         "cublasLtMatmulPreferenceDestroy": (_Handle,),
@@ -80,17 +97,26 @@ def _set(name: str, handle: _Handle, attribute: int, value: Any) -> None:
 
 
 @cache
-def _described(m: int, n: int, k: int, epilogue: int, steps: tuple[int, ...], alignments: tuple[int, ...], code: int,
-               compute: int, gpu: int) -> tuple[Any, ...] | None:  # fmt: skip
-    """(description, layouts of a, b, add and out, algorithm) of out = a b^T + add in cuBLAS's order, with the bias
-    where the epilogue says so, or None where the library has no algorithm for it. steps: distances between rows of a,
-    b, add and out; alignments: of their addresses."""
-    description = _create("cublasLtMatmulDescCreate", compute, type_code(FLOAT32))
-    for attribute, value in ((_TRANSA, TRANSPOSE), (_TRANSB, NO), (_EPILOGUE, epilogue)):
+def _described(
+    shapes: tuple[tuple[int, ...], ...], steps: tuple[int, ...], alignments: tuple[int, ...], transpose_a: bool,
+    transpose_b: bool, batch: int, epilogue: int, dtype: np.dtype, compute: int, gpu: int,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """(description, layouts of a, b, add and out, algorithm) of out = a b + add in cuBLAS's order, with the bias where
+    the epilogue says so, or None where the library has no algorithm for it. shapes: of the matrices a, b, add and out
+    as they lie; steps: distances between their rows; alignments: of their addresses; batch: how many of each there are,
+    without gaps one behind the other."""
+    description = _create("cublasLtMatmulDescCreate", compute, type_code(FLOAT64 if dtype == FLOAT64 else FLOAT32))
+    # Column-major: a row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors change places and each
+    # keeps its own flag.
+    flags = (_TRANSA, TRANSPOSE if transpose_b else NO), (_TRANSB, TRANSPOSE if transpose_a else NO)
+    for attribute, value in (*flags, (_EPILOGUE, epilogue)):
         _set("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.c_int(value))
-    # Column-major: a row-major matrix is its transpose, so out^T (n, m) = b (n, k) a^T (k, m), b given as (k, n).
-    shapes = ((k, m), (k, n), (n, m), (n, m))
-    layouts = [_create("cublasLtMatrixLayoutCreate", code, *s, step) for s, step in zip(shapes, steps, strict=True)]
+    layouts = [_create("cublasLtMatrixLayoutCreate", type_code(dtype), *shape[::-1], step)
+               for shape, step in zip(shapes, steps, strict=True)]  # fmt: skip
+    if batch > 1:
+        for layout, (rows, columns) in zip(layouts, shapes, strict=True):
+            _set("cublasLtMatrixLayoutSetAttribute", layout, _BATCH_COUNT, ctypes.c_int32(batch))
+            _set("cublasLtMatrixLayoutSetAttribute", layout, _BATCH_STRIDE, ctypes.c_int64(rows * columns))
     a, b, add, out = layouts
     preference = _create("cublasLtMatmulPreferenceCreate")
     wanted = (_MIN_ALIGNMENT_B, _MIN_ALIGNMENT_A, _MIN_ALIGNMENT_C, _MIN_ALIGNMENT_D)
@@ -104,9 +130,9 @@ def _described(m: int, n: int, k: int, epilogue: int, steps: tuple[int, ...], al
     return (description, a, b, add, out, found) if count.value and found.state == 0 else None
 
 
-def _alignment(x: Array) -> int:
-    """The largest power of two that divides the address, at most 256."""
-    address: int = x.data.ptr
+def _alignment(x: Array, stride: int = 0) -> int:
+    """The largest power of two that divides the address, and the stride to those behind it; at most 256."""
+    address: int = x.data.ptr | stride
     return min(address & -address, 256)
 
 
@@ -127,17 +153,58 @@ def gemm_plus(
         if x.dtype != a.dtype or x.shape != shape:
             raise ValueError(f"gemm_plus: {x.dtype} {x.shape} with {a.dtype} {a.shape}, wants {shape}")
     arrays = (a, b, added, out)
-    compute = COMPUTE_TF32 if tf32 and a.dtype == FLOAT32 else COMPUTE_32F
-    described = _described(m, n, k, _EPILOGUE_NONE if bias is None else _EPILOGUE_BIAS, tuple(map(leading, arrays)),
-                           tuple(map(_alignment, arrays)), type_code(a.dtype), compute, out.device.id)  # fmt: skip
+    described = _described(
+        tuple(x.shape for x in arrays), tuple(map(leading, arrays)), tuple(map(_alignment, arrays)), False, True, 1,
+        _EPILOGUE_NONE if bias is None else _EPILOGUE_BIAS, a.dtype, _compute(a, tf32), out.device.id,
+    )  # fmt: skip
     if described is None:
         return False
-    description, layout_a, layout_b, layout_add, layout_out, found = described
     if bias is not None:
-        _set("cublasLtMatmulDescSetAttribute", description, _BIAS_POINTER, ctypes.c_void_p(bias.data.ptr))
-    _call(
-        "cublasLtMatmul", device.get_cublas_handle(), description, ONE[FLOAT32], b.data.ptr, layout_b, a.data.ptr,
-        layout_a, (ZERO if add is None else ONE)[FLOAT32], added.data.ptr, layout_add, out.data.ptr, layout_out,
-        ctypes.byref(found.algorithm), None, 0, get_current_stream().ptr,
-    )  # fmt: skip
+        _set("cublasLtMatmulDescSetAttribute", described[0], _BIAS_POINTER, ctypes.c_void_p(bias.data.ptr))
+    _multiply(described, arrays, ONE[FLOAT32], (ZERO if add is None else ONE)[FLOAT32])
     return True
+
+
+def gemm_batched(
+    a: Array, b: Array, out: Array, *, transpose_a: bool = False, transpose_b: bool = False, scale: float = 1.0,
+    add: Array | None = None, keep: float = 1.0, tf32: bool = False,
+) -> bool:  # fmt: skip
+    """out[i] = scale a[i] b[i] + keep add[i] for all i, and True; or False, with nothing done, where cuBLASLt has no
+    algorithm for it.
+
+    a, b, add and out: (N, rows, columns) without gaps, of one dtype; out is none of the others. Either factor is
+    transposed by flag. tf32: as for `gemm`.
+    """
+    arrays = (a, b, out if add is None else add, out)
+    (count, *left), (many, *right) = a.shape, b.shape
+    (m, k), (depth, n) = left[::-1] if transpose_a else left, right[::-1] if transpose_b else right
+    fits = depth == k and many == count and arrays[2].shape == out.shape == (count, m, n)
+    if not fits or any(x.dtype != a.dtype or not x.flags.c_contiguous for x in arrays):
+        raise ValueError(f"gemm_batched: {', '.join(f'{x.dtype} {x.shape}' for x in arrays)}")
+    described = _described(
+        tuple(x.shape[1:] for x in arrays), tuple(x.shape[2] for x in arrays),
+        tuple(_alignment(x, x.shape[1] * x.strides[1]) for x in arrays), transpose_a, transpose_b, count,
+        _EPILOGUE_NONE, a.dtype, _compute(a, tf32), out.device.id,
+    )  # fmt: skip
+    if described is None:
+        return False
+    # Read before the call returns.
+    numbers = np.array([scale, 0.0 if add is None else keep], FLOAT64 if a.dtype == FLOAT64 else FLOAT32)
+    _multiply(described, arrays, numbers.ctypes.data, numbers[1:].ctypes.data)
+    return True
+
+
+def _compute(a: Array, tf32: bool) -> int:
+    if a.dtype == FLOAT64:
+        return COMPUTE_64F
+    return COMPUTE_TF32 if tf32 and a.dtype == FLOAT32 else COMPUTE_32F
+
+
+def _multiply(described: tuple[Any, ...], arrays: tuple[Array, ...], alpha: int, beta: int) -> None:
+    """alpha, beta: the addresses of numbers of the type that sums have."""
+    description, layout_a, layout_b, layout_add, layout_out, found = described
+    a, b, add, out = (x.data.ptr for x in arrays)
+    _call(
+        "cublasLtMatmul", device.get_cublas_handle(), description, alpha, b, layout_b, a, layout_a, beta, add,
+        layout_add, out, layout_out, ctypes.byref(found.algorithm), None, 0, get_current_stream().ptr,
+    )  # fmt: skip

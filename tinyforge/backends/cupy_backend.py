@@ -233,13 +233,13 @@ class CupyBackend(Backend):
         return {"used": used_bytes(), "held": held, "free": free, "total": total}
 
 
-graph_pools: list[Any] = []
-"""Of the `Graphs` that there are. A plain list, because `PeakMemory` goes through it at every allocation."""
+other_pools: list[Any] = []
+"""Those of `Graphs`, and of NCCL's windows. A plain list, because `PeakMemory` goes through it at every allocation."""
 
 
 def pools() -> list[Any]:
-    """CuPy's own, and those of graphs."""
-    return [cupy.get_default_memory_pool(), *graph_pools]
+    """CuPy's own, and the others."""
+    return [cupy.get_default_memory_pool(), *other_pools]
 
 
 def used_bytes() -> int:

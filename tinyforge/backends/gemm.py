@@ -5,8 +5,8 @@ faster, was measured once for each shape by bench/gemm.py, and lies in gemm_tabl
 that is not in the table goes to cuBLAS: another GPU, another shape, another precision. So the choice depends on the
 shape alone, and a run gives the same bits every time.
 
-Some products of ours end with an op's whole pass over memory (EPILOGUES): `gemm_swiglu` and `gemm_swiglu_backward` give
-None where the table has none of these for a shape, and the op takes its passes one by one.
+Some products of ours end with an op's whole pass over memory (EPILOGUES): `gemm_swiglu`, `gemm_swiglu_backward` and
+`gemm_rope` give None where the table has none of these for a shape, and the op takes its passes one by one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from tinyforge.backends.tensor_map import distances, encoded
 from tinyforge.kernel import Array
 
 FILE, PLAIN, TABLE = "ops/gemm_hopper.cu", "ops/gemm.cu", "gemm_table.json"
-DEPTH, THREADS, LINE, BARRIERS = (constant(FILE, name) for name in ("DEPTH", "THREADS", "LINE", "BARRIERS"))
+DEPTH, THREADS, LINE, BARRIERS, PIECE, PIECES, HEAD = (
+    constant(FILE, name) for name in ("DEPTH", "THREADS", "LINE", "BARRIERS", "PIECE", "PIECES", "HEAD")
+)
 SIDE = constant(PLAIN, "SIDE")
 MOST_BLOCKS = 1024  # of the plain kernel
 
@@ -37,7 +39,7 @@ MOST_BLOCKS = 1024  # of the plain kernel
 PRODUCTS = {(False, True): "FORWARD", (False, False): "INPUT", (True, False): "WEIGHT"}
 
 # What may stand in the table beside them: a product, and the epilogue of its kernel.
-EPILOGUES = {"SWIGLU": "FORWARD", "SWIGLU_BACKWARD": "INPUT"}
+EPILOGUES = {"SWIGLU": "FORWARD", "SWIGLU_BACKWARD": "INPUT", "ROPE": "FORWARD"}
 
 # Products of numbers of 8 bits (ops/fp8.py), both factors lying along: x W^T with x in e4m3, or in e5m2, or with an
 # epilogue; and dy^T x, of arrays that were turned, with dy in e5m2.
@@ -86,9 +88,9 @@ class Variant:
         return (f"{self.rows} x {self.columns} {schedule}, {self.stages} stages, cluster {self.cluster}, "
                 f"band {self.band}, splits {self.splits}")  # fmt: skip
 
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * (self.rows + self.columns) * LINE + BARRIERS
+    def shared_bytes(self, product: str) -> int:
+        gates = PIECES * PIECE if product == "SWIGLU_BACKWARD" else 0
+        return self.stages * (self.rows + self.columns) * LINE + gates + BARRIERS
 
 
 def compiled(product: str = "FORWARD") -> list[Variant]:
@@ -150,6 +152,21 @@ def gemm_swiglu_backward(dy: Array, weight: Array, gu: Array, *, again: bool) ->
     return None if made is None else (dgu, hidden)
 
 
+@dataclass(frozen=True)
+class Turn:
+    """How RoPE turns heads: cosines, sines: (T, D/2), float32; the first `heads` of a token's are turned."""
+
+    cosines: Array
+    sines: Array
+    heads: int
+
+
+def gemm_rope(x: Array, weight: Array, turn: Turn) -> Array | None:
+    """rope(x weight^T), (m, n), by one kernel, or None, as above. Row i is at position i % T."""
+    variant = _chosen("ROPE", x, (len(x), *weight.shape)) if turn.cosines.shape[1] == HEAD // 2 else None
+    return None if variant is None else hopper(variant, x, weight, None, "ROPE", turn=turn)
+
+
 def _chosen(epilogue: str, a: Array, size: tuple[int, int, int]) -> Variant | None:
     variant = _table().get((epilogue, *size)) if a.dtype.name == "bfloat16" else None
     if on_choice is not None and variant is not None:
@@ -159,29 +176,32 @@ def _chosen(epilogue: str, a: Array, size: tuple[int, int, int]) -> Variant | No
 
 def hopper(
     variant: Variant, a: Array, b: Array, out: Array | None, product: str, *, accumulate: bool = False,
-    hidden: Array | None = None, gu: Array | None = None,
+    hidden: Array | None = None, gu: Array | None = None, turn: Turn | None = None,
 ) -> Array | None:  # fmt: skip
     """out = a b^T, the factors lying as `product` has them, or None, with nothing done, where the kernel cannot take
-    them: it wants bf16, rows that begin at 16 bytes, columns by eights, and adds in float32 alone. hidden, gu: of the
-    epilogues; they have no gaps, nor has out then."""
+    them: it wants bf16, rows that begin at 16 bytes, columns by eights, and adds in float32 alone. hidden, gu, turn: of
+    the epilogues; these arrays have no gaps, nor has out then."""
     if out is None:
         if product == "WEIGHT":  # it would be in bf16
             return None
         out = new((len(a), b.shape[product == "INPUT"]), a.dtype)
     plan = _plan(variant, product, accumulate, *((x.dtype, x.shape, x.strides) for x in (a, b, out)))
-    beside = [x for x in (hidden, gu) if x is not None]
-    places = a.data.ptr, b.data.ptr, out.data.ptr, *(x.data.ptr for x in beside)
-    if plan is None or any(place % 16 for place in places):
+    beside = [*(x for x in (hidden, gu) if x is not None), *([turn.cosines, turn.sines] if turn else [])]
+    if plan is None or any(x.data.ptr % 16 for x in (a, b, out, *beside)):
         return None
     m, n = out.shape[0], out.shape[1] // 2
     for x, shape in ((hidden, (m, n)), (gu, (m, 2 * n))):
         if x is not None and (x.shape != shape or not x.flags.c_contiguous or x.dtype != a.dtype):
             raise ValueError(f"gemm: {x.dtype} {x.shape} beside {out.shape} of {product}, wants {shape} of {a.dtype}")
-    maps = (encoded(place, *known) for place, known in zip(places, plan.maps, strict=False))
+    maps = [encoded(x.data.ptr, *known) for x, known in zip((a, b, gu), plan.maps, strict=False)]
     parts = out if plan.splits == 1 else new((plan.splits, *out.shape), FLOAT32)
-    arguments = (parts, *maps, *plan.numbers, or_null(hidden), or_null(gu))
+    arguments = (parts, *maps[:2], *plan.numbers)
+    if product in ("SWIGLU", "SWIGLU_BACKWARD"):
+        arguments += or_null(hidden), *maps[2:]
+    elif turn is not None:
+        arguments += turn.cosines, turn.sines, np.int32(len(turn.cosines)), np.int32(turn.heads * HEAD)
     grid = (variant.cluster * min(free_processors() // variant.cluster, plan.units),)
-    plan.kernel(grid, (THREADS,), arguments, shared_mem=variant.shared_bytes)
+    plan.kernel(grid, (THREADS,), arguments, shared_mem=variant.shared_bytes(product))
     if parts is not out:
         _add_parts(out, parts, accumulate)
     return out
@@ -196,12 +216,12 @@ USUAL = {
 
 def gemm_of_8_bits(
     product: str, a: Array, b: Array, scales: Array, weight_scale: Array, out: Array | np.dtype, *,
-    variant: Variant | None = None,
+    accumulate: bool = True, variant: Variant | None = None,
 ) -> tuple[Array, Array | None]:  # fmt: skip
     """a b^T of bytes, times the scales of a's rows, or of a, and of b: a product of OF_8_BITS, by our kernel, always.
 
     a: (m, k), b: (n, k), without gaps, k by sixteens, n by eights; scales: (m,) or (1,), weight_scale: (1,), float32.
-    out: the dtype of the result, or of FP8_WEIGHT where to add it, float32. Returns
+    out: the dtype of the result, or of FP8_WEIGHT where to add it, float32; accumulate off: to write it. Returns
         FP8, FP8_COARSE, FP8_WEIGHT    (m, n), None
         FP8_SWIGLU                     gu: (m, n), and h: (m, n / 2)
     """
@@ -215,34 +235,35 @@ def gemm_of_8_bits(
     hidden = new((m, n // 2), result.dtype) if product == "FP8_SWIGLU" else None
     if not m:
         return result, hidden
-    plan = _plan_of_8_bits(chosen, product, m, n, k, leading(result), scales.size > 1)
+    plan = _plan_of_8_bits(chosen, product, m, n, k, leading(result), scales.size > 1, accumulate)
     maps = (encoded(x.data.ptr, *known) for x, known in zip((a, b), plan.maps, strict=True))
     parts = result if plan.splits == 1 else new((plan.splits, m, n), FLOAT32)
-    arguments = (parts, *maps, *plan.numbers, or_null(hidden), or_null(None), scales, weight_scale, plan.by_row)
+    beside = () if hidden is None else (hidden,)
+    arguments = (parts, *maps, *plan.numbers, *beside, scales, weight_scale, plan.by_row)
     grid = (chosen.cluster * min(free_processors() // chosen.cluster, plan.units),)
-    plan.kernel(grid, (THREADS,), arguments, shared_mem=chosen.shared_bytes)
+    plan.kernel(grid, (THREADS,), arguments, shared_mem=chosen.shared_bytes(product))
     if parts is not result:
-        _add_parts(result, parts, True)
+        _add_parts(result, parts, accumulate)
     return result, hidden
 
 
 @lru_cache(1024)
 def _plan_of_8_bits(
-    variant: Variant, product: str, m: int, n: int, k: int, stride: int, by_row: bool
+    variant: Variant, product: str, m: int, n: int, k: int, stride: int, by_row: bool, accumulate: bool
 ) -> Plan:
     if k % 16 or n % (16 if product == "FP8_SWIGLU" else 8):
         raise ValueError(f"gemm_of_8_bits: {product} wants sums of a multiple of 16 steps and a multiple of 8 columns "
                          f"(16 of SwiGLU), got {k} and {n}")  # fmt: skip
     kernel = load(
-        FILE, "gemm_hopper", variant.shared_bytes, arch="sm_90a", SCALAR="bf16", **macros_of(product),
+        FILE, "gemm_hopper", variant.shared_bytes(product), arch="sm_90a", SCALAR="bf16", **macros_of(product),
         ROWS=variant.rows, COLUMNS=variant.columns, STAGES=variant.stages, PINGPONG=variant.pingpong,
         CLUSTER=variant.cluster,
     )  # fmt: skip
-    pairs, both, add = k // 2, 2 if product == "FP8_SWIGLU" else 1, product == "FP8_WEIGHT"
+    pairs, both, adds = k // 2, 2 if product == "FP8_SWIGLU" else 1, product == "FP8_WEIGHT"
     width, columns = n // both, variant.columns // both
-    splits = min(variant.splits, -(-pairs // DEPTH)) if add else 1
+    splits = min(variant.splits, -(-pairs // DEPTH)) if adds else 1
     units = -(-m // (variant.rows * variant.cluster)) * -(-width // columns) * splits
-    numbers = (m, width, pairs, stride if splits == 1 else n, variant.band, splits, add and splits == 1)
+    numbers = (m, width, pairs, stride if splits == 1 else n, variant.band, splits, adds and accumulate and splits == 1)
     maps = tuple(((1, rows, pairs), (k, k * rows), (1, lines, DEPTH))
                  for rows, lines in ((m, variant.rows), (n, columns // variant.cluster)))  # fmt: skip
     return Plan(kernel, units, tuple(map(np.int32, numbers)), maps, splits, np.int32(by_row))
@@ -255,7 +276,7 @@ class Plan:
     kernel: Any
     units: int  # of work, each of a cluster
     numbers: tuple[np.int32, ...]
-    maps: tuple[tuple[Any, ...], ...]  # of a and b: what `encoded` takes behind the address
+    maps: tuple[tuple[Any, ...], ...]  # of a, b and gu: what `encoded` takes behind the address
     splits: int
     by_row: Any = None  # of FP8: whether a's rows have scales of their own
 
@@ -277,7 +298,7 @@ def _plan(variant: Variant, product: str, accumulate: bool, *arrays: Described) 
     stride = out_strides[0] // result.itemsize if m > 1 else wide
     fits = (
         kind.name == b_kind.name == "bfloat16" and result == (FLOAT32 if across_a else kind) and min(m, n, k) > 0
-        and n % (16 if product == "SWIGLU" else 8) == 0 and stride >= wide and stride % 8 == 0
+        and n % {"SWIGLU": 16, "ROPE": HEAD}.get(product, 8) == 0 and stride >= wide and stride % 8 == 0
         and out_strides[1] == result.itemsize and (across_a or not accumulate) and None not in rows
         and (product not in EPILOGUES or stride == wide)
     )  # fmt: skip
@@ -289,15 +310,14 @@ def _plan(variant: Variant, product: str, accumulate: bool, *arrays: Described) 
     boxes = (DEPTH if across_a else variant.rows), (DEPTH if across_b else columns) // variant.cluster
     units = -(-m // (variant.rows * variant.cluster)) * -(-width // columns) * splits
     kernel = load(
-        FILE, "gemm_hopper", variant.shared_bytes, arch="sm_90a", SCALAR="bf16", **macros, ROWS=variant.rows,
+        FILE, "gemm_hopper", variant.shared_bytes(product), arch="sm_90a", SCALAR="bf16", **macros, ROWS=variant.rows,
         COLUMNS=variant.columns, STAGES=variant.stages, PINGPONG=variant.pingpong, CLUSTER=variant.cluster,
     )  # fmt: skip
     numbers = (m, width, k, stride if splits == 1 else n, variant.band, splits, accumulate and splits == 1)
-    return Plan(
-        kernel, units, tuple(map(np.int32, numbers)),
-        tuple(((1, *shape), row, (1, lines, DEPTH)) for shape, row, lines in zip((a, b), rows, boxes, strict=True)),
-        splits,
-    )  # fmt: skip
+    maps = [((1, *shape), row, (1, lines, DEPTH)) for shape, row, lines in zip((a, b), rows, boxes, strict=True)]
+    if product == "SWIGLU_BACKWARD":
+        maps.append(((1, *out), distances((1, *out), (0, *out_strides), 2), (1, 64, 64)))
+    return Plan(kernel, units, tuple(map(np.int32, numbers)), tuple(maps), splits)
 
 
 def _add_parts(out: Array, parts: Array, accumulate: bool) -> None:

@@ -19,7 +19,7 @@ from weakref import finalize
 import cupy
 
 from tinyforge.backends.cublas import Products
-from tinyforge.backends.cupy_backend import CupyBackend, graph_pools
+from tinyforge.backends.cupy_backend import CupyBackend, other_pools
 from tinyforge.errors import UserError
 
 
@@ -34,8 +34,8 @@ class Graphs:
         # What others ask of the default stream meanwhile does not end a capture on such a stream.
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.pool = cupy.cuda.MemoryPool()
-        graph_pools.append(self.pool)
-        finalize(self, graph_pools.remove, self.pool)
+        other_pools.append(self.pool)
+        finalize(self, other_pools.remove, self.pool)
         self.products = Products()
 
     def run(self, work: Callable[[], None]) -> None:

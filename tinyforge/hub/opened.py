@@ -15,6 +15,7 @@ from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
+from tinyforge.frozen_model import frozen_model
 from tinyforge.op import Recompute
 from tinyforge.params import ParamBuffer
 from tinyforge.registry import ModelSpec
@@ -51,10 +52,17 @@ class Opened:
     template: str
     tensors: Tensors
 
-    def build(self, backend: Backend, recompute: Recompute = "", adapters: Adapters | None = None) -> Loaded:
-        """The model with its weights; with `adapters` these are frozen, and the adapters' own are still all zero."""
-        make = partial(self.spec.build, self.config, backend, recompute=recompute)
-        model = Adapted(make, adapters) if adapters else make()
+    def build(
+        self, backend: Backend, recompute: Recompute = "", adapters: Adapters | None = None, *, frozen: bool = False,
+        weights: str = "",
+    ) -> Loaded:  # fmt: skip
+        """The model with its weights; with `adapters` these are frozen, and the adapters' own are still all zero.
+
+        frozen: for a model that is only read: without master weights and gradients. weights: of such a model, "int8" or
+        "fp8" for matrices in one byte a weight.
+        """
+        make: Callable[..., Any] = partial(self.spec.build, self.config, backend, recompute=recompute)
+        model = Adapted(make, adapters) if adapters else frozen_model(make, weights) if frozen or weights else make()
         fill(model.buffer, self.tensors(), self.path)
         return Loaded(model, self.tokenizer, self.meta, self.path, self.template)
 

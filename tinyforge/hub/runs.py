@@ -19,6 +19,7 @@ from tinyforge.hub.huggingface import is_adapter
 from tinyforge.hub.opened import Loaded, Opened
 from tinyforge.hub.tokenizers import class_names, find_tokenizer, template_in
 from tinyforge.params import check_named
+from tinyforge.quantised import FORMATS
 from tinyforge.registry import ModelSpec, default_model, find_model, models
 from tinyforge.terminal import one_line
 from tinyforge.text import TextTokenizer, load_tokenizer
@@ -28,9 +29,12 @@ FINE_TUNED = ("sft", "dpo", "grpo")
 """The kinds of runs whose models answer."""
 
 
-def load(path: Path, backend: Backend, tokenizer: Path | None = None, base: Path | None = None) -> Loaded:
-    """The model that `open_model` finds."""
-    return open_model(path, tokenizer, base).build(backend)
+def load(
+    path: Path, backend: Backend, tokenizer: Path | None = None, base: Path | None = None, *,
+    frozen: bool = False, weights: str = "",
+) -> Loaded:  # fmt: skip
+    """The model that `open_model` finds; frozen, weights: see `Opened.build`."""
+    return open_model(path, tokenizer, base).build(backend, frozen=frozen, weights=weights)
 
 
 def open_model(path: Path, tokenizer: Path | None = None, base: Path | None = None) -> Opened:
@@ -95,7 +99,7 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
             "use another checkpoint of the run"
         )
     # A damaged config can ask for more memory than there is: it is compared with the weights before any is taken.
-    check_named(spec.build(config, PhantomBackend("fp32")).buffer, found.weights, found.path)
+    check_named(spec.build(config, PhantomBackend("fp32")).buffer.params, found.weights, found.path)
     tokenizer.reserve(config.vocab)
     return Opened(
         found.path, spec, config, tokenizer, found.meta, template_of(found.meta), lambda: iter(found.weights.items())
@@ -135,6 +139,13 @@ def add_checkpoint_flag(p: argparse.ArgumentParser) -> None:
                    help="a run, one of its checkpoints, another program's model, or one that comes with the "
                    "repository: small, storyteller (default: the newest run under runs/, fine-tuned before pretrained; "
                    "else one that comes with the repository)")  # fmt: skip
+
+
+def add_weights_flag(p: argparse.ArgumentParser) -> None:
+    """--weights, for `Opened.build`."""
+    p.add_argument("--weights", default="", choices=tuple(FORMATS),
+                   help="keep the matrices in one byte a weight: less memory, and on a GPU less time for one text "
+                   "(default: as --precision says)")  # fmt: skip
 
 
 def trained_model(asked: str | None, *, for_chat: bool = False) -> Path:

@@ -17,7 +17,8 @@ from tinyforge.op import Stash
 
 
 class FusedLayer(NamedTuple):
-    """The matrices of a layer, rows by columns, with W = (heads + 2 kv_heads) head_dim and A = heads head_dim."""
+    """The matrices of a layer, rows by columns, with W = (heads + 2 kv_heads) head_dim and A = heads head_dim; arrays,
+    or `Quantised`."""
 
     qkv: Array  # W x dim, rows in the order q, k, v
     out: Array  # dim x A
@@ -32,8 +33,8 @@ class FusedWeights:
     That shape is, for each layer, x + out(attention(rope(qkv(rmsnorm(x))))), then x + down(silu(gate(h)) up(h)) of
     h = rmsnorm(x), no biases, causal attention over all positions with grouped queries, RoPE with split halves; then a
     final RMSNorm and `lm_heads`. gains: of the norms in the order of forward, 2 layers + 1. embedding: (vocab, dim).
-    lm_heads: (K, vocab, dim), head k predicts the token k + 1 places ahead. cos, sin: (context, head_dim / 2), of
-    RoPE's angles.
+    lm_heads: (K, vocab, dim), an array or `Quantised`; head k predicts the token k + 1 places ahead. cos, sin:
+    (context, head_dim / 2), of RoPE's angles.
     """
 
     dim: int

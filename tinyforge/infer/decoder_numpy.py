@@ -12,6 +12,7 @@ import numpy as np
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.decoder import Decoder
+from tinyforge.quantised import plain
 
 PREFILL_ROWS, QUERY_TILE, KEY_TILE = 256, 64, 256
 """Of a prompt in `NumpyDecoder`: positions in one product; queries that are scored together, fewer, so that less is
@@ -90,12 +91,13 @@ class NumpyDecoder(Decoder):
         order = np.concatenate([pairs, np.arange(turned, turned + c.kv_heads * c.head_dim)])
         self.layers = []
         for i, layer in enumerate(c.layers):
-            qkv = layer.qkv[order] * gains[2 * i]
+            w_qkv, w_out, w_gate_up, w_down = map(plain, layer)
+            qkv = w_qkv[order] * gains[2 * i]
             qkv[: c.heads * c.head_dim] *= c.head_dim**-0.5
-            gate_up = layer.gate_up.reshape(2, c.hidden, c.dim) * gains[2 * i + 1]
+            gate_up = w_gate_up.reshape(2, c.hidden, c.dim) * gains[2 * i + 1]
             gate_up[0] *= 0.5
-            self.layers.append([pack(w) for w in (qkv, layer.out, gate_up, layer.down)])
-        self.lm_heads = pack(c.lm_heads * gains[-1])
+            self.layers.append([pack(w) for w in (qkv, w_out, gate_up, w_down)])
+        self.lm_heads = pack(plain(c.lm_heads) * gains[-1])
         self.turns = (c.cos[: self.capacity] + 1j * c.sin[: self.capacity]).astype(complex_dtype)
 
         # Two tiles more than are used: rows of keys a power of two apart would share a few sets of the cache.

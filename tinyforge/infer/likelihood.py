@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tinyforge.backends.phantom import METER, PhantomBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
+from tinyforge.frozen_model import frozen_model
 from tinyforge.infer.causal_lm import CausalLM, check_causal_lm
 from tinyforge.kernel import Array
 from tinyforge.registry import ModelSpec
@@ -207,14 +209,15 @@ def windows(ids: Sequence[int], prefix: int, context: int) -> Iterable[Pair]:
         done = end
 
 
-def bytes_needed(spec: ModelSpec, config: ModelConfig, precision: str, tokens: int) -> int:
+def bytes_needed(spec: ModelSpec, config: ModelConfig, precision: str, tokens: int, weights: str = "") -> int:
     """Bytes that scoring takes, the weights included: they, one pass over `tokens` tokens, on arrays without memory,
-    and its logits with their exponentials."""
+    and its logits with their exponentials. weights: their format, where they have one of their own."""
     backend = PhantomBackend(precision)
     length = min(config.context, tokens)
     start = METER.now
     METER.peak = start
-    phantom = spec.build(config, backend)
+    make: Callable[..., Any] = partial(spec.build, config, backend)
+    phantom = frozen_model(make, weights)
     h = phantom.hidden(backend.zeros((max(1, tokens // length), length), np.dtype(np.int32)))
     peak = METER.peak - start
     rows = min(h.shape[0] * length, max(1, LOGITS // config.vocab))

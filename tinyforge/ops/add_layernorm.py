@@ -12,23 +12,20 @@ from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.layernorm import layernorm_bwd, layernorm_fwd
-from tinyforge.ops.linear import linear_bwd_bias
 from tinyforge.params import with_buffer
 
 
 @kernel
 def add_layernorm_fwd(
-    residual: Array, delta: Array, delta_bias: Array | None, weight: Array, bias: Array | None, eps: float
+    residual: Array, delta: Array, weight: Array, bias: Array | None, eps: float
 ) -> tuple[Array, Array, Array, Array]:
     x = residual + delta
-    if delta_bias is not None:
-        x += delta_bias
     return x, *layernorm_fwd(x, weight, bias, eps)
 
 
 @add_layernorm_fwd.on("phantom")
 def add_layernorm_fwd_memory(
-    residual: Array, delta: Array, delta_bias: Array | None, weight: Array, bias: Array | None, eps: float
+    residual: Array, delta: Array, weight: Array, bias: Array | None, eps: float
 ) -> tuple[Array, Array, Array, Array]:
     x, y = (empty(delta.shape, delta.dtype) for _ in range(2))
     mean, rstd = (empty(delta.shape[:-1], wide(delta.dtype)) for _ in range(2))
@@ -36,35 +33,34 @@ def add_layernorm_fwd_memory(
 
 
 class AddLayerNorm(Op):
-    """x = residual + delta + b_delta,  y = layernorm(x); returns (x, y)
+    """x = residual + delta,  y = layernorm(x); returns (x, y)
 
-    residual, delta, x, y: (..., C); w: (C,); b: (C,), or none; b_delta: (C,), or none. b_delta is the bias of the
-    linear map that made delta: added here it costs no pass over delta. Saves x, and mean and reciprocal deviation:
-    (...). The unfused reference is `residual + delta + b_delta`, then LayerNorm.
+    residual, delta, x, y: (..., C); w: (C,); b: (C,), or none. Saves x, and mean and reciprocal deviation: (...). delta
+    None: who made `residual` has added it already, as Linear does with `add`, and x is `residual`. The unfused
+    reference is `residual + delta`, then LayerNorm.
 
     backward(dy=(dx, dy)): both inputs of the add get the same gradient, dx + layernorm_bwd(dy), returned as
-    (dresidual, ddelta), which are the same array; db_delta += sum over rows of it. dx is None at the end of the stream,
-    where nothing else reads x.
+    (dresidual, ddelta), which are the same array. dx is None at the end of the stream, where nothing else reads x.
     """
 
-    kernels = (add_layernorm_fwd, layernorm_fwd, layernorm_bwd, linear_bwd_bias)
+    kernels = (add_layernorm_fwd, layernorm_fwd, layernorm_bwd)
 
     def __init__(
-        self, weight: Param, bias: Param | None, backend: Backend, eps: float = 1e-5, name: str = "", *,
-        delta_bias: Param | None = None,
-    ) -> None:  # fmt: skip
+        self, weight: Param, bias: Param | None, backend: Backend, eps: float = 1e-5, name: str = ""
+    ) -> None:
         super().__init__(backend, name)
-        self.weight, self.bias, self.delta_bias = weight, bias, delta_bias
+        self.weight, self.bias = weight, bias
         self.eps = eps
 
     def params(self) -> list[Param]:
-        return [p for p in (self.delta_bias, self.weight, self.bias) if p is not None]
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
-    def forward(self, residual: Array, delta: Array, stash: Stash | None = None) -> tuple[Array, Array]:
-        bias, delta_bias = (p.value if p else None for p in (self.bias, self.delta_bias))
-        x, y, mean, rstd = self.k.add_layernorm_fwd(
-            residual, delta, delta_bias, self.weight.value, bias, self.eps
-        )
+    def forward(self, residual: Array, delta: Array | None, stash: Stash | None = None) -> tuple[Array, Array]:
+        known = (self.weight.value, self.bias.value if self.bias else None, self.eps)
+        if delta is None:
+            x, (y, mean, rstd) = residual, self.k.layernorm_fwd(residual, *known)
+        else:
+            x, y, mean, rstd = self.k.add_layernorm_fwd(residual, delta, *known)
         if stash is not None:
             stash.push(self, x, mean, rstd)
         return x, y
@@ -81,16 +77,12 @@ class AddLayerNorm(Op):
         dsum = self.k.layernorm_bwd(
             self.weight.grad, dbias, dnormed, self.weight.value, x, mean, rstd, residual
         )
-        if self.delta_bias is not None and not self.delta_bias.frozen:
-            self.k.linear_bwd_bias(self.delta_bias.grad, dsum)
         return dsum, dsum
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for shape in ((2, 3, 8), (1, 1), (5, 7), (0, 4)):
-            for has_bias, has_delta_bias in ((True, False), (False, False), (True, True)):
-                bias = Param("bias", shape[-1:], decay=False) if has_bias else None
-                delta_bias = Param("delta_bias", shape[-1:], decay=False) if has_delta_bias else None
+            for bias in (Param("bias", shape[-1:], decay=False), None):
                 weight = Param("weight", shape[-1:], fill=1.0, decay=False)
-                op = with_buffer(cls(weight, bias, backend, delta_bias=delta_bias), backend, rng)
+                op = with_buffer(cls(weight, bias, backend), backend, rng)
                 yield op, (backend.asarray(rng.normal(size=shape) + 1), backend.asarray(rng.normal(size=shape)))

@@ -325,10 +325,8 @@ __device__ inline void pack_scores(u32 (&a)[4], const Scores &s, int m, int step
 }
 
 #ifndef BY_TMA
-// Stores the sums of a warp's rows, scaled, as bf16: through the warp's own part of shared memory, so that every store
-// to global memory has 16 bytes.
-__device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, const float (&x)[ROW_TILES][D / 8][4],
-                                  const RowValues &scale, u32 tile, int lane) {
+// Puts the sums of a warp's rows, scaled, as bf16 into the warp's own part of shared memory.
+__device__ inline void stage_rows(const float (&x)[ROW_TILES][D / 8][4], const RowValues &scale, u32 tile, int lane) {
     __syncwarp();
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
@@ -341,6 +339,11 @@ __device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, cons
                 asm volatile("st.shared.b32 [%0], %1;" ::"r"(place), "r"(pair) : "memory");
             }
     __syncwarp();
+}
+// Stores them, by way of shared memory, so that every store to global memory has 16 bytes.
+__device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, const float (&x)[ROW_TILES][D / 8][4],
+                                  const RowValues &scale, u32 tile, int lane) {
+    stage_rows(x, scale, tile, lane);
 #pragma unroll
     for (int i = 0; i < OWN_CHUNKS; ++i) {
         const int row = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;

@@ -14,6 +14,7 @@ from tinyforge.backends.numpy_backend import row_blocks
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Key, Op, Stash, WithKeywords
+from tinyforge.ops.rope import RoPE, rope
 from tinyforge.rng import philox
 
 QUERY_TILE, TILE = 64, 128
@@ -256,6 +257,31 @@ def attention_bwd_memory(
         _bounds = empty((2, *starts.shape), starts.dtype)
 
 
+@kernel
+def attention_rope_bwd(
+    dqkv: Array, dy: Array, qkv: Array, lengths: Array | None, starts: Array | None, out: Array, lse: Array,
+    cos: Array, sin: Array, rotated: int, causal: bool, window: int | None, key: Key | None, rate: float,
+) -> None:  # fmt: skip
+    """attention_bwd into a packed dqkv, (B, T, Hq + 2 Hkv, D), and RoPE's backward on its first `rotated` heads."""
+    heads = dy.shape[2]
+    attention_bwd(*split(dqkv, heads), dy, *split(qkv, heads), lengths, starts, out, lse, causal, window, key, rate)
+    rope(dqkv, dqkv, cos, sin, rotated)
+
+
+@attention_rope_bwd.on("phantom")
+def attention_rope_bwd_memory(
+    dqkv: Array, dy: Array, qkv: Array, lengths: Array | None, starts: Array | None, out: Array, lse: Array,
+    cos: Array, sin: Array, rotated: int, causal: bool, window: int | None, key: Key | None, rate: float,
+) -> None:  # fmt: skip
+    attention_bwd_memory(dqkv, dqkv, dqkv, dy, qkv, qkv, qkv, lengths, starts, out, lse, causal, window, key, rate)
+
+
+def split(qkv: Array, heads: int) -> tuple[Array, Array, Array]:
+    """q, k and v of a packed qkv, (B, T, Hq + 2 Hkv, D), with so many heads of q."""
+    kv = heads + (qkv.shape[2] - heads) // 2
+    return qkv[:, :, :heads], qkv[:, :, heads:kv], qkv[:, :, kv:]
+
+
 @dataclass(frozen=True)
 class Documents:
     """The documents of packed rows, as a model's forward takes them.
@@ -312,7 +338,7 @@ class Attention(Op):
     "Mistral 7B" (2023); dropout of probabilities as in Vaswani et al. and GPT-2.
     """
 
-    kernels = (attention_fwd, attention_bwd)
+    kernels = (attention_fwd, attention_bwd, attention_rope_bwd)
 
     def __init__(
         self, heads: int, kv_heads: int, backend: Backend, name: str = "", *, causal: bool = True,
@@ -335,7 +361,7 @@ class Attention(Op):
         self, qkv: Array, stash: Stash | None = None, *, cache: LayerCache | None = None, lengths: Array | None = None,
         starts: Array | None = None,
     ) -> Array:  # fmt: skip
-        q, k, v = self._split(qkv)
+        q, k, v = split(qkv, self.heads)
         if lengths is not None and self.causal:
             raise ValueError(f"{self.name}: lengths with causal attention, where no query sees what comes behind it")
         if starts is not None and (cache is not None or not self.causal):
@@ -350,17 +376,17 @@ class Attention(Op):
             stash.push(self, qkv, lengths, starts, out, lse, key)
         return out
 
-    def backward(self, dy: Array, stash: Stash) -> Array:
+    def backward(self, dy: Array, stash: Stash, *, rope: RoPE | None = None) -> Array:
+        """rope: the op before this one, whose backward is done here too, while the gradients of q and k are at hand."""
         qkv, lengths, starts, out, lse, key = stash.pop(self)
         dqkv = self.backend.empty(qkv.shape)
-        seen = (self.causal, self.window)
-        q, k, v = self._split(qkv)
-        self.k.attention_bwd(*self._split(dqkv), dy, q, k, v, lengths, starts, out, lse, *seen, key, self.dropout)
+        known = (lengths, starts, out, lse)
+        how = (self.causal, self.window, key, self.dropout)
+        if rope is not None:
+            self.k.attention_rope_bwd(dqkv, dy, qkv, *known, *rope.turn_back(stash), *how)
+        else:
+            self.k.attention_bwd(*split(dqkv, self.heads), dy, *split(qkv, self.heads), *known, *how)
         return dqkv
-
-    def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
-        kv = self.heads + self.kv_heads
-        return qkv[:, :, : self.heads], qkv[:, :, self.heads : kv], qkv[:, :, kv:]
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

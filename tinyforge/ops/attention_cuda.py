@@ -36,13 +36,14 @@ from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.op import Key
 from tinyforge.ops import attention
+from tinyforge.ops.rope_cuda import rope, tables
 
 FILE, WGMMA_FILE, TF32_FILE = "ops/attention.cu", "ops/attention_hopper.cu", "ops/attention_tf32.cu"
 TMA_FILE = "ops/attention_tma.cu"
 INSTRUCTIONS = {FILE: "mma", WGMMA_FILE: "wgmma", TF32_FILE: "tf32"}
 ENTRIES = {"FORWARD": "attention_fwd", "BACKWARD_Q": "attention_bwd_q", "BACKWARD_KV": "attention_bwd_kv"}
 HEAD_SIZES, WGMMA_HEAD_SIZES, TMA_HEAD_SIZES = (32, 64, 128), (64,), (96, 128)
-OPTIONS = ("BAND", "DOCS", "DROP")
+OPTIONS = ("BAND", "DOCS", "DROP", "TURN")
 BOUNDS_FILE, BOUNDS_THREADS = "ops/attention_documents.cu", 256
 LINE, BARRIERS = (constant(TMA_FILE, name) for name in ("LINE", "BARRIERS"))
 OWN = 64  # rows of a worker of TMA_FILE
@@ -285,7 +286,7 @@ def drop_macro(key: Key | None) -> int:
 
 
 def options_of(band: tuple[Any, ...], docs: bool, drop: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(name for name, on in zip(OPTIONS, (band, docs, drop), strict=True) if on)
+    return tuple(name for name, on in zip(OPTIONS, (band, docs, drop), strict=False) if on)
 
 
 @attention.attention_fwd.on("cupy")
@@ -329,12 +330,22 @@ def attention_bwd(
     rate: float, *, backend: CupyBackend,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
+    backward(dq, dk, dv, dy, q, k, v, lengths, starts, out, lse, causal, window, key, rate, (), backend)
+
+
+def backward(
+    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None,
+    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: Key | None,
+    rate: float, turn: tuple[Array, ...], backend: CupyBackend,
+) -> bool:  # fmt: skip
+    """As attention_bwd. turn: the cosines and sines of RoPE's backward, for dq and dk; True where the kernels have done
+    it."""
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
     if keys != queries:
         raise ValueError(f"attention_bwd: {queries} queries and {keys} keys, wanted as many: decoding has no backward")
     if not out.size:
-        return
+        return True
     dy = cp.ascontiguousarray(dy)
     inputs = (*strides("q", q), *strides("k", k), *strides("v", v))
     of_queries: tuple[Array, ...] = ()
@@ -358,15 +369,31 @@ def attention_bwd(
         of_q(k, queries, heads, (*maps, dy, out, lse, stats, dq), (*outputs[0], *sizes, *of_queries))
         maps = [rows_map(x, rows) for x, rows in ((dy, of_kv.tile), (q, of_kv.tile), (k, OWN), (v, OWN))]
         of_kv(k, queries, heads, (*maps, stats, dk, dv), (*outputs[1], *outputs[2], *sizes, *of_keys))
-        return
+        return False
+    turn = turn if file == WGMMA_FILE else ()
     sizes = (queries, heads, kv_heads, *band)
-    q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *outputs[0], *sizes, *of_queries, *drop)
-    kv_args = (dy, q, k, v, stats, dk, dv, *inputs, *outputs[1], *outputs[2], *sizes, *of_keys, *drop)
+    q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *outputs[0], *sizes, *of_queries, *drop, *turn)
+    kv_args = (dy, q, k, v, stats, dk, dv, *inputs, *outputs[1], *outputs[2], *sizes, *of_keys, *drop, *turn)
     # In this order: the first writes the statistics that the second reads.
     if file:
-        group = heads // kv_heads
+        group, options = heads // kv_heads, (*options, "TURN") if turn else options
         tensor_core(file, "BACKWARD_Q", dim, options, macro)(batch * kv_heads, queries, group, *q_args)
         tensor_core(file, "BACKWARD_KV", dim, options, macro)(batch * kv_heads, queries, 1, *kv_args)
     else:
         plain("attention_bwd_q_plain", q.dtype, dim, 4, options, macro)(batch * heads, queries, 1, *q_args)
         plain("attention_bwd_kv_plain", q.dtype, dim, 4, options, macro)(batch * kv_heads, queries, 1, *kv_args)
+    return bool(turn)
+
+
+@attention.attention_rope_bwd.on("cupy")
+def attention_rope_bwd(
+    dqkv: Array, dy: Array, qkv: Array, lengths: Array | None, starts: Array | None, out: Array, lse: Array,
+    cos: Array, sin: Array, rotated: int, causal: bool, window: int | None, key: Key | None, rate: float, *,
+    backend: CupyBackend,
+) -> None:  # fmt: skip
+    heads = dy.shape[2]
+    q, k, v = attention.split(qkv, heads)
+    turn = tables(cos, sin, qkv) if rotated == heads + k.shape[2] else ()
+    gradients = attention.split(dqkv, heads)
+    if not backward(*gradients, dy, q, k, v, lengths, starts, out, lse, causal, window, key, rate, turn, backend):
+        rope(dqkv, dqkv, cos, sin, rotated)

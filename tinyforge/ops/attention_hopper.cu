@@ -13,6 +13,9 @@
 // Shared memory 40 KB (forward), 48.5 KB (backward_q), 49 KB (backward_kv). Registers, none spilled: 115, 125, 168; so
 // four, four and three blocks per multiprocessor.
 //
+// With TURN=1 dq and dk are those before RoPE: their rows are turned by cosines and sines, (queries, 32), on the way out,
+// rounded before and after as by rope.cu.
+//
 // Tried, at 16 x 1024 tokens, 12/4 heads of 64, on an H200, in us:
 //   forward       one warpgroup a block 82; two 85; three, the heads of a group on the same keys, 105: the barrier at
 //                 each tile costs more than the shared fetches save. Tiles of 128 keys 84 to 89
@@ -27,12 +30,27 @@
 // compile: arch=sm_90a PART=BACKWARD_KV HEAD_DIM=64 WORKERS=1 TILE=64 BLOCKS=3
 // compile: arch=sm_90a PART=FORWARD|BACKWARD_Q HEAD_DIM=64 WORKERS=1 TILE=64 BLOCKS=4 DOCS=1
 // compile: arch=sm_90a PART=BACKWARD_KV HEAD_DIM=64 WORKERS=1 TILE=64 BLOCKS=3 DOCS=1
+// compile: arch=sm_90a PART=BACKWARD_Q HEAD_DIM=64 WORKERS=1 TILE=64 BLOCKS=4 TURN=1
+// compile: arch=sm_90a PART=BACKWARD_KV HEAD_DIM=64 WORKERS=1 TILE=64 BLOCKS=3 TURN=1
+// compile: arch=sm_90a PART=BACKWARD_Q HEAD_DIM=64 WORKERS=1 TILE=64 BLOCKS=4 DOCS=1 TURN=1
+// compile: arch=sm_90a PART=BACKWARD_KV HEAD_DIM=64 WORKERS=1 TILE=64 BLOCKS=3 DOCS=1 TURN=1
 // spills: none
 
 #define WORKER_WARPS 4
 #define ROW_TILES 1
 #include "ops/attention.cuh"
 #include "ops/hopper.cuh"
+#include "ops/rope.cuh"
+
+#ifdef TURN
+#define TURN_ARGUMENTS , const float *cosines, const float *sines
+#define TURN_ANGLES , cosines, sines
+#define store_gradient store_turned_rows
+#else
+#define TURN_ARGUMENTS
+#define TURN_ANGLES
+#define store_gradient store_rows
+#endif
 
 static_assert(D == 64, "a row is one line of the 128-byte swizzle");
 static_assert(TILE % 64 == 0, "a piece is 64 rows");
@@ -87,6 +105,28 @@ __device__ inline void pack_scores(u32 (&p)[4][4], const Scores &s) {
             p[step][i] = pack(s[0][n][pair], s[0][n][pair + 1]);
         }
 }
+
+#ifdef TURN
+// As store_rows. A thread has 16 bytes of a row's left half, and those beside them of its right half.
+__device__ inline void store_turned_rows(bf16 *to, i64 token, int first, int stop, const float (&x)[ROW_TILES][D / 8][4],
+                                         const RowValues &scale, u32 tile, int lane, const float *cosines,
+                                         const float *sines) {
+    typedef Pack<bf16, 8> Eight;
+    stage_rows(x, scale, tile, lane);
+#pragma unroll
+    for (int i = 0; i < OWN_CHUNKS / 2; ++i) {
+        const int row = i * 8 + lane / 4, chunk = lane % 4;
+        const uint4 l = load_chunk(tile + swizzled(row, chunk)), r = load_chunk(tile + swizzled(row, chunk + 4));
+        if (first + row >= stop) continue;
+        const i64 angle = i64(first + row) * (D / 2) + chunk * 8;
+        Eight left = reinterpret_cast<const Eight &>(l), right = reinterpret_cast<const Eight &>(r);
+        turn(left, right, load<8>(cosines + angle), load<8>(sines + angle));
+        bf16 *const line = to + (first + row) * token + chunk * 8;
+        store(line, left);
+        store(line + D / 2, right);
+    }
+}
+#endif
 
 struct Thread {
     int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, worker = warp / 4;
@@ -190,7 +230,8 @@ attention_fwd_wgmma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, floa
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const float *lse,
                       float2 *stats, bf16 *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
-                      i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads, i64 kv_heads DOCS_ARGUMENTS) {
+                      i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads,
+                      i64 kv_heads DOCS_ARGUMENTS TURN_ARGUMENTS) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Thread at;
     const u32 stages = shared_address(shared);
@@ -279,7 +320,8 @@ attention_bwd_q_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *
     if (unit.idle) return;
     settled(sums[0]);
     const float scales[1][2] = {{scale, scale}};
-    store_rows(dq + unit.batch * dq_batch + unit.head * D, dq_token, first, queries, sums, scales, q_rows, at.lane);
+    store_gradient(dq + unit.batch * dq_batch + unit.head * D, dq_token, first, queries, sums, scales, q_rows,
+                   at.lane TURN_ANGLES);
 }
 #endif
 
@@ -300,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const float2 *stats, bf16 *dk,
                        bf16 *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
                        i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads,
-                       i64 kv_heads DOCS_ARGUMENTS) {
+                       i64 kv_heads DOCS_ARGUMENTS TURN_ARGUMENTS) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Thread at;
     const u32 stages = shared_address(shared);
@@ -393,7 +435,8 @@ attention_bwd_kv_wgmma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 
     settled(dk_sums[0]);
     settled(dv_sums[0]);
     const float scales[1][2] = {{scale, scale}}, ones[1][2] = {{1, 1}};
-    store_rows(dk + batch * dk_batch + kv_head * D, dk_token, first, queries, dk_sums, scales, k_rows, at.lane);
+    store_gradient(dk + batch * dk_batch + kv_head * D, dk_token, first, queries, dk_sums, scales, k_rows,
+                   at.lane TURN_ANGLES);
     store_rows(dv + batch * dv_batch + kv_head * D, dv_token, first, queries, dv_sums, ones, v_rows, at.lane);
 }
 #endif

@@ -138,9 +138,9 @@ def linear_cross_entropy_fwd_memory(h: Array, weight: Array, targets: Array, kee
 
 @kernel
 def linear_cross_entropy_bwd(
-    dweight: Array | None, dnll: Array, h: Array, residual: Any, weight: Array
+    dweight: Array | None, dnll: Array, h: Array, residual: Any, weight: Array, accumulate: bool = True
 ) -> Array:
-    """dnll: (K,) or (n, K). May write over the residual."""
+    """dnll: (K,) or (n, K). accumulate: as in linear_bwd. May write over the residual."""
     scale = per_row(dnll, h.dtype)
     flat = weight.reshape(-1, weight.shape[-1])
     shared = dnll.ndim == 1
@@ -156,15 +156,19 @@ def linear_cross_entropy_bwd(
         if gradient is not None:
             gradient += rows @ h[part]
         np.matmul(rows.T, flat, out=dh[part])
-    if gradient is not None:
+    if dweight is not None and gradient is not None:
         gradient = gradient.reshape(weight.shape)
-        dweight += gradient * scale if shared else gradient
+        gradient = gradient * scale if shared else gradient
+        if accumulate:
+            dweight += gradient
+        else:
+            dweight[...] = gradient
     return dh
 
 
 @linear_cross_entropy_bwd.on("phantom")
 def linear_cross_entropy_bwd_memory(
-    dweight: Array | None, dnll: Array, h: Array, residual: Any, weight: Array
+    dweight: Array | None, dnll: Array, h: Array, residual: Any, weight: Array, accumulate: bool = True
 ) -> Array:
     if dnll.ndim > 1:
         heads, vocab, dim = weight.shape
@@ -291,6 +295,7 @@ class LinearCrossEntropy(Op):
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight = weight
+        weight.by_product = True
         self.shape = weight.shape if len(weight.shape) == 3 else (1, *weight.shape)
 
     def params(self) -> list[Param]:
@@ -310,10 +315,10 @@ class LinearCrossEntropy(Op):
         if self.weight.frozen:
             return self.k.linear_cross_entropy_frozen_bwd(rows_of(dy), residual).reshape(h), None
         rows = h.reshape(-1, h.shape[-1])
-        weight, dweight = (
-            None if flat is None else flat.reshape(self.shape) for flat in (self.weight.value, self.weight.grad)
+        dweight, accumulate = self.weight.summed_in()
+        dh = self.k.linear_cross_entropy_bwd(
+            dweight.reshape(self.shape), rows_of(dy), rows, residual, self.weight.value.reshape(self.shape), accumulate
         )
-        dh = self.k.linear_cross_entropy_bwd(dweight, rows_of(dy), rows, residual, weight)
         return dh.reshape(h.shape), None
 
     def logits(self, h: Array, head: int = 0) -> Array:

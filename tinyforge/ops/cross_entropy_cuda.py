@@ -131,8 +131,9 @@ def linear_cross_entropy_fwd(
 
 @cross_entropy.linear_cross_entropy_bwd.on("cupy")
 def linear_cross_entropy_bwd(
-    dweight: Array | None, dnll: Array, h: Array, residual: Any, weight: Array, *, backend: CupyBackend
-) -> Array:
+    dweight: Array | None, dnll: Array, h: Array, residual: Any, weight: Array, accumulate: bool = True, *,
+    backend: CupyBackend,
+) -> Array:  # fmt: skip
     h = contiguous(h)
     heads, vocab, dim = weight.shape
     rows, pitch = heads * vocab, residual.shape[1]
@@ -140,13 +141,15 @@ def linear_cross_entropy_bwd(
         scale_heads(residual, contiguous(dnll).reshape(-1), pitch // heads, residual)
         if dweight is not None:
             flat = dweight.reshape(rows, dim)
-            gemm(residual[:, :rows], h, flat, transpose_a=True, accumulate=True, tf32=backend.tf32)
+            gemm(residual[:, :rows], h, flat, transpose_a=True, accumulate=accumulate, tf32=backend.tf32)
         return gemm(residual, padded_rows(weight, pitch), tf32=backend.tf32)
     # dnll goes onto the small matrices, W and dW: the large one is read twice and never written.
     if dweight is not None:
         unscaled = gemm(residual, h, new((pitch, dim), dweight.dtype), transpose_a=True, tf32=backend.tf32)[:rows]
-        if len(h):
+        if accumulate and len(h):
             add_scaled_heads(dweight, unscaled.reshape(weight.shape), dnll)
+        elif not accumulate:
+            scale_heads(unscaled.reshape(weight.shape), dnll, vocab * dim, dweight)
         del unscaled
     scaled = new((pitch, dim), weight.dtype)
     if pitch > rows:

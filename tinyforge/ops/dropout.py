@@ -63,3 +63,9 @@ class Dropout(Op):
         for rate in (0.4, 0.0):
             for shape in ((2, 3, 9), (1,), (0, 4)):
                 yield cls(rate, backend), (backend.asarray(rng.normal(size=shape)),)
+
+
+def adding(op: Op, dropout: Dropout, x: Array) -> dict[str, Array]:
+    """For op's forward, where it can add x to its result and nothing comes in between: else an adapter is in its place,
+    or something is dropped, and the norm behind adds."""
+    return {"add": x} if op.adds and not dropout.rate else {}

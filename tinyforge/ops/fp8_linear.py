@@ -31,7 +31,7 @@ from tinyforge.ops.fp8 import (
     turn_rows,
     weight8,
 )
-from tinyforge.ops.linear import Linear
+from tinyforge.ops.linear import Linear, add_product
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.ops.swiglu_linear import LinearSwiGLU, SwiGLULinear
 from tinyforge.params import with_buffer
@@ -74,27 +74,30 @@ def fp8_product_swiglu_memory(
 
 
 @kernel
-def fp8_weight_gradient(dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array) -> None:
-    """dweight += dy^T x, of both turned."""
+def fp8_weight_gradient(
+    dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array, accumulate: bool = True
+) -> None:
+    """dweight += dy^T x, of both turned. accumulate: as of `Param.summed_in`."""
     kind = dweight.dtype
-    dweight += turned.astype(kind, copy=False) @ x_turned.astype(kind, copy=False).T * (scale * x_scale)
+    add_product(dweight, turned.astype(kind, copy=False) * (scale * x_scale), x_turned.astype(kind, copy=False).T,
+                accumulate)  # fmt: skip
 
 
 @fp8_weight_gradient.on("phantom")
 def fp8_weight_gradient_memory(
-    dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array
+    dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array, accumulate: bool = True
 ) -> None:
     pass
 
 
 @kernel
-def weight_gradient(dweight: Array, dy: Array, x: Array) -> None:
-    """dweight += dy^T x"""
-    dweight += dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+def weight_gradient(dweight: Array, dy: Array, x: Array, accumulate: bool = True) -> None:
+    """dweight += dy^T x. accumulate: as of `Param.summed_in`."""
+    add_product(dweight, dy.reshape(-1, dy.shape[-1]).T, x.reshape(-1, x.shape[-1]), accumulate)
 
 
 @weight_gradient.on("phantom")
-def weight_gradient_memory(dweight: Array, dy: Array, x: Array) -> None:
+def weight_gradient_memory(dweight: Array, dy: Array, x: Array, accumulate: bool = True) -> None:
     pass
 
 
@@ -192,7 +195,8 @@ class FP8LinearSwiGLU(_InFP8, LinearSwiGLU):
         if x is not None:
             scale = self.k.largest_scale(rows)
             _, turned = self.k.turn_rows(x(), scale, False)
-            self.k.fp8_weight_gradient(self.weight.grad, dy.turned, dy.scale, turned, scale)
+            dweight, accumulate = self.weight.summed_in()
+            self.k.fp8_weight_gradient(dweight, dy.turned, dy.scale, turned, scale, accumulate)
             del turned
         dx: Array = self.k.fp8_product(dy.bits, dy.scale, self.in_8_bits.turned, self.in_8_bits.scale, True)
         return dx
@@ -228,10 +232,10 @@ class FP8SwiGLULinear(_InFP8, SwiGLULinear):
 
     def backward(self, dy: Any, stash: Stash) -> Any:
         (gu,) = stash.pop(self)
-        dy, learned = self.scaled(dy), self.weight.grad is not None
+        dy, (dweight, accumulate) = self.scaled(dy), self.weight.summed_in()
         bits = dy.bits.reshape(dy.scale.size, dy.bits.shape[-1])
         dh = self.k.fp8_product(bits, dy.scale, self.in_8_bits.turned, self.in_8_bits.scale, False)
-        hidden = dh if learned else None  # h comes in the place of dh
+        hidden = None if dweight is None else dh  # h comes in the place of dh
         dgu: Any
         if self.hands_on:
             scale = self.k.largest_scale(dy.scale)
@@ -239,8 +243,8 @@ class FP8SwiGLULinear(_InFP8, SwiGLULinear):
             dgu = Gradient8(bits, turned, scale)
         else:
             dgu = self.k.swiglu_bwd(hidden, dh, gu)
-        if learned:
-            self.k.weight_gradient(self.weight.grad, dy.x, dh)
+        if dweight is not None:
+            self.k.weight_gradient(dweight, dy.x, dh, accumulate)
         return dgu
 
     @classmethod

@@ -35,11 +35,15 @@ def fp8_product_swiglu(
 
 
 @fp8_linear.fp8_weight_gradient.on("cupy")
-def fp8_weight_gradient(dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array) -> None:
+def fp8_weight_gradient(
+    dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array, accumulate: bool = True
+) -> None:
     if turned.size:
-        gemm_of_8_bits("FP8_WEIGHT", turned, x_turned, scale, x_scale, dweight)
+        gemm_of_8_bits("FP8_WEIGHT", turned, x_turned, scale, x_scale, dweight, accumulate=accumulate)
+    elif not accumulate:
+        dweight.fill(0)
 
 
 @fp8_linear.weight_gradient.on("cupy")
-def weight_gradient(dweight: Array, dy: Array, x: Array) -> None:
-    gemm(flat(contiguous(dy)), flat(contiguous(x)), dweight, transpose_a=True, accumulate=True)
+def weight_gradient(dweight: Array, dy: Array, x: Array, accumulate: bool = True) -> None:
+    gemm(flat(contiguous(dy)), flat(contiguous(x)), dweight, transpose_a=True, accumulate=accumulate)

@@ -12,20 +12,22 @@ from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.gelu import gelu_bwd, gelu_fwd
-from tinyforge.ops.linear import linear_bwd_bias, linear_fwd
+from tinyforge.ops.linear import add_product, linear_add_fwd, linear_bwd_bias, linear_fwd
 from tinyforge.params import with_buffer
 
 
 @kernel
 def gelu_linear_fwd(
-    u: Array, weight: Array, bias: Array | None, input_bias: Array | None, approximate: str
+    u: Array, weight: Array, bias: Array | None, input_bias: Array | None, add: Array | None, approximate: str
 ) -> Array:
-    return linear_fwd(gelu_fwd(u, input_bias, approximate), weight, bias)
+    """add: as in Linear."""
+    hidden = gelu_fwd(u, input_bias, approximate)
+    return linear_fwd(hidden, weight, bias) if add is None else linear_add_fwd(hidden, weight, bias, add)
 
 
 @gelu_linear_fwd.on("phantom")
 def gelu_linear_fwd_memory(
-    u: Array, weight: Array, bias: Array | None, input_bias: Array | None, approximate: str
+    u: Array, weight: Array, bias: Array | None, input_bias: Array | None, add: Array | None, approximate: str
 ) -> Array:
     hidden = empty(u.shape, u.dtype)
     return empty((*u.shape[:-1], weight.shape[0]), hidden.dtype)
@@ -34,13 +36,13 @@ def gelu_linear_fwd_memory(
 @kernel
 def gelu_linear_bwd(
     dweight: Array | None, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
-    input_bias: Array | None, approximate: str,
+    input_bias: Array | None, approximate: str, accumulate: bool = True,
 ) -> Array:  # fmt: skip
     rows = dy.reshape(-1, dy.shape[-1])
     hidden = None if dweight is None else np.empty(u.shape, u.dtype)
     du = gelu_bwd(hidden, dinput_bias, (rows @ weight).reshape(u.shape), u, input_bias, approximate)
     if dweight is not None and hidden is not None:
-        dweight += rows.T @ hidden.reshape(len(rows), weight.shape[1])
+        add_product(dweight, rows.T, hidden.reshape(len(rows), weight.shape[1]), accumulate)
     if dbias is not None:
         linear_bwd_bias(dbias, rows)
     return du
@@ -49,7 +51,7 @@ def gelu_linear_bwd(
 @gelu_linear_bwd.on("phantom")
 def gelu_linear_bwd_memory(
     dweight: Array | None, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
-    input_bias: Array | None, approximate: str,
+    input_bias: Array | None, approximate: str, accumulate: bool = True,
 ) -> Array:  # fmt: skip
     _hidden = None if dweight is None else empty(u.shape, u.dtype)
     dhidden = empty(u.shape, u.dtype)
@@ -60,14 +62,15 @@ class GELULinear(Op):
     """y = h W^T + b,  h = gelu(u + b_in) by GELU's formula `approximate`: the reference is GELU, then Linear
 
     u: (..., H); W: (O, H); b: (O,), or none; b_in: (H,), or none; y: (..., O). b_in is the bias of the linear map that
-    made u: added here it costs no pass over u. Saves u: h, as large, is computed again in the pass over u that backward
-    takes anyway:
+    made u: added here it costs no pass over u. `add`: as in Linear. Saves u: h, as large, is computed again in the pass
+    over u that backward takes anyway:
 
         dh = dy W,   du = gelu_bwd(dh, u + b_in),   dW += dy^T h,   db += sum over rows of dy,
         db_in += sum over rows of du
     """
 
     kernels = (gelu_linear_fwd, gelu_linear_bwd)
+    adds = True
 
     def __init__(
         self, weight: Param, backend: Backend, name: str = "", *, bias: Param | None = None,
@@ -76,22 +79,24 @@ class GELULinear(Op):
         super().__init__(backend, name)
         self.approximate = approximate
         self.weight, self.bias, self.input_bias = weight, bias, input_bias
+        weight.by_product = True
 
     def params(self) -> list[Param]:
         return [p for p in (self.input_bias, self.weight, self.bias) if p is not None]
 
-    def forward(self, u: Array, stash: Stash | None = None) -> Array:
+    def forward(self, u: Array, stash: Stash | None = None, *, add: Array | None = None) -> Array:
         if stash is not None:
             stash.push(self, u)
         bias, input_bias = (p.value if p else None for p in (self.bias, self.input_bias))
-        return self.k.gelu_linear_fwd(u, self.weight.value, bias, input_bias, self.approximate)
+        return self.k.gelu_linear_fwd(u, self.weight.value, bias, input_bias, add, self.approximate)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (u,) = stash.pop(self)
         dbias, dinput_bias = (p.grad if p else None for p in (self.bias, self.input_bias))
         input_bias = self.input_bias.value if self.input_bias else None
+        dweight, accumulate = self.weight.summed_in()
         return self.k.gelu_linear_bwd(
-            self.weight.grad, dbias, dinput_bias, dy, u, self.weight.value, input_bias, self.approximate
+            dweight, dbias, dinput_bias, dy, u, self.weight.value, input_bias, self.approximate, accumulate
         )
 
     @classmethod

@@ -25,10 +25,12 @@
 // while the other warpgroup multiplies. Sums are rounded to bf16 first, so that the bits are those of the separate pass:
 //   SWIGLU             of gate|up = x W^T, with h = silu(gate) up beside it. A tile has COLUMNS / 2 columns of the gate and
 //                      the same of up: two boxes of W.
-//   SWIGLU_BACKWARD    of dh = dy W: dgate|dup and h, from gate|up; dh itself is not written
+//   SWIGLU_BACKWARD    of dh = dy W: dgate|dup and h, from gate|up; dh itself is not written. A thread of its own copies a
+//                      tile's gate|up ahead, in pieces of 64 rows and 64 columns, round buffers of their own.
+//   ROPE               of q|k|v = x W^T, heads of 64: each pair of q and k is turned by the angle of its position
 //   With `splits` parts of the sum, `out` has a plane in float32 for each, which gemm_sum (gemm.cu) adds up in their order.
 // Grid: a multiple of CLUSTER blocks, one for each multiprocessor. Block: THREADS. Shared memory: STAGES x (ROWS +
-// COLUMNS) x 128 bytes, and the barriers. Bound by tensor cores.
+// COLUMNS) x 128 bytes, a tile's gate|up, and the barriers. Bound by tensor cores.
 //
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1|2
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=0 CLUSTER=1
@@ -38,8 +40,9 @@
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD|INPUT|WEIGHT ROWS=64 COLUMNS=256 STAGES=5 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=SWIGLU ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
-// compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=128 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=ROPE ROWS=64 COLUMNS=256 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=ROPE ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3|E5M2 ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3|E5M2 ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3 EPILOGUE=SWIGLU ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
@@ -51,13 +54,17 @@
 
 #include "ops/gemm.cuh"
 #include "ops/hopper.cuh"
+#include "ops/rope.cuh"
 #include "ops/swiglu.cuh"
 #include "ops/fp8.cuh"
 
 #define DEPTH 64
 #define THREADS 384
 #define LINE 128      // bytes of a line: 64 numbers, steps of the sum or what stays
-#define BARRIERS 128  // bytes: full and empty of each stage, and the turns
+#define BARRIERS 256  // bytes: full and empty of each stage, the turns, and of gate|up
+#define PIECE 16384   // bytes of 64 rows and 64 columns of gate|up
+#define PIECES 4      // of a tile of SWIGLU_BACKWARD
+#define HEAD 64       // width of a head of ROPE
 
 #define FORWARD 0
 #define INPUT 1
@@ -65,6 +72,7 @@
 #define NONE 0
 #define SWIGLU 1
 #define SWIGLU_BACKWARD 2
+#define ROPE 3
 #ifndef EPILOGUE
 #define EPILOGUE NONE
 #endif
@@ -86,12 +94,16 @@ constexpr int LEFT = ROWS * LINE, RIGHT = COLUMNS * LINE;  // bytes of a piece o
 constexpr int SHARERS = PINGPONG ? 1 : 2;                  // warpgroups that work on one tile
 constexpr int BLOCKS = ROWS / SHARERS / 64;                // products of 64 rows that each of them does
 constexpr int WIDE = EPILOGUE == SWIGLU ? COLUMNS / 2 : COLUMNS;  // columns of the result from one tile to the next
+constexpr int GATES = STAGES * (LEFT + RIGHT);             // where gate|up begins in shared memory
+constexpr int BEHIND = GATES + (EPILOGUE == SWIGLU_BACKWARD ? PIECES * PIECE : 0);  // and the barriers
 
-static_assert(ROWS % (64 * SHARERS) == 0 && (CLUSTER == 1 || CLUSTER == 2) && (2 * STAGES + 2) * 8 <= BARRIERS, "");
+static_assert(ROWS % (64 * SHARERS) == 0 && (CLUSTER == 1 || CLUSTER == 2), "");
+static_assert((2 * STAGES + 2 + 3 * PIECES) * 8 <= BARRIERS, "");
 static_assert(FACTORS == BF16 || PRODUCT != INPUT, "factors of 8 bits lie along");
 static_assert(EPILOGUE == NONE || CLUSTER == 1, "clusters were slower at the shapes that end with SwiGLU");
+static_assert(EPILOGUE != SWIGLU_BACKWARD || (PINGPONG && ROWS / 64 * (COLUMNS / 64) == PIECES), "");
 
-extern __shared__ __align__(1024) unsigned char room[];  // the stages, then the barriers
+extern __shared__ __align__(1024) unsigned char room[];  // the stages, gate|up, the barriers
 
 // Where in the ring of buffers a warp stands. Phases alternate each time round.
 struct Ring {
@@ -100,10 +112,14 @@ struct Ring {
     __device__ Ring() : base(shared_address(room)) {}
     __device__ __forceinline__ u32 left() const { return base + slot * (LEFT + RIGHT); }
     __device__ __forceinline__ u32 right() const { return left() + LEFT; }
-    __device__ __forceinline__ u32 full() const { return base + STAGES * (LEFT + RIGHT) + slot * 8; }
+    __device__ __forceinline__ u32 full() const { return base + BEHIND + slot * 8; }
     __device__ __forceinline__ u32 empty() const { return full() + STAGES * 8; }
     // Says that warpgroup 0 or 1 may multiply.
-    __device__ __forceinline__ u32 turn(int group) const { return base + STAGES * (LEFT + RIGHT) + (2 * STAGES + group) * 8; }
+    __device__ __forceinline__ u32 turn(int group) const { return base + BEHIND + (2 * STAGES + group) * 8; }
+    // Of a piece of gate|up: that it is there, for the warpgroup whose tile it is of, and that it has been read. A buffer
+    // serves both warpgroups in turn; with one barrier for both, a parity could be of the other's round.
+    __device__ __forceinline__ u32 gates_full(int group, int piece) const { return turn(2 + group * PIECES + piece); }
+    __device__ __forceinline__ u32 gates_empty(int piece) const { return turn(2 + 2 * PIECES + piece); }
     __device__ __forceinline__ void next() {
         if (++slot == STAGES) slot = 0, phase ^= 1;
     }
@@ -115,7 +131,7 @@ struct Ring {
 };
 
 // Full: the copying thread has arrived, and TMA's bytes. Empty: the four warps of each warpgroup that reads the buffer,
-// in each block. A turn: the four warps of the other warpgroup.
+// in each block. A turn: the four warps of the other warpgroup. Of gate|up the same with a single warpgroup.
 __device__ __forceinline__ void make_barriers() {
     if (threadIdx.x == 0) {
         Ring ring;
@@ -124,6 +140,13 @@ __device__ __forceinline__ void make_barriers() {
             barrier_make(ring.empty(), 4 * SHARERS * CLUSTER);
         }
         for (int group = 0; group < 2; group++) barrier_make(ring.turn(group), 4);
+        if constexpr (EPILOGUE == SWIGLU_BACKWARD) {
+            for (int piece = 0; piece < PIECES; piece++) {
+                barrier_make(ring.gates_full(0, piece), 1);
+                barrier_make(ring.gates_full(1, piece), 1);
+                barrier_make(ring.gates_empty(piece), 4);
+            }
+        }
         barriers_made();
     }
     if constexpr (CLUSTER > 1) cluster_sync();
@@ -162,6 +185,24 @@ __device__ __forceinline__ void copy_pieces(
         }
     }
     barrier_arrive(full);
+}
+
+// Copies gate|up of tile after tile, which the epilogues of the two warpgroups read in turn. parity: of the phase of
+// `gates_empty` that this tile waits for. half: columns of the gate.
+__device__ __forceinline__ void copy_gates(
+    const TensorMap *gu, int group, u32 parity, int row, int column, int half
+) {
+    const Ring ring;
+#pragma unroll
+    for (int piece = 0; piece < PIECES; piece++) {
+        const u32 full = ring.gates_full(group, piece), to = ring.base + GATES + piece * PIECE;
+        const int x = column + piece % (COLUMNS / 64) * 64, y = row + piece / (COLUMNS / 64) * 64;
+        barrier_wait(ring.gates_empty(piece), parity);
+        barrier_expect(full, PIECE);
+        copy_box(to, gu, x, y, 0, full);
+        copy_box(to + PIECE / 2, gu, half + x, y, 0, full);
+        barrier_arrive(full);
+    }
 }
 
 // The side of a warpgroup that multiplies.
@@ -267,66 +308,96 @@ struct Products {
         }
     }
 
-    // Asks for the tile's gate|up, which write_swiglu_backward will read, to be brought into the L2 cache.
+    // The sums of block i, rounded, and each row's 8 columns in one thread: half of the registers. The sums become 0, since
+    // the next product reads what is there even though it does not use it: they would be kept for that.
     template <class R>
-    __device__ __forceinline__ void prefetch_gates(const R *gu, int stride, int half, int rows, int columns) const {
-        constexpr int ACROSS = WIDE / 64;  // lines of 128 bytes; they begin wherever the rows do
-        for (int i = threadIdx.x % 128; i < ROWS / SHARERS * ACROSS; i += 128) {
-            const int row = top + i / ACROSS, column = i % ACROSS * 64;
-            if (row < rows && column < columns) {
-                prefetch(gu + i64(row) * stride + column);
-                prefetch(gu + i64(row) * stride + half + column);
+    __device__ __forceinline__ void take_rounded(Pack<R, 8> (&taken)[2][COLUMNS / 32], int i) {
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 32; n++) {
+#pragma unroll
+            for (int below = 0; below < 2; below++) {
+                taken[below][n] = rounded_row(sum[i], 4 * n, below);
+#pragma unroll
+                for (int j = 0; j < 4; j++) sum[i][4 * n + j][2 * below] = sum[i][4 * n + j][2 * below + 1] = 0;
             }
         }
     }
 
-    // dgate|dup, and h where there is room for it, from the sums dh and from gate|up. Arguments as above.
+    // dgate|dup, and h where there is room for it, from the sums dh and from gate|up, which copy_gates brings. parity: of the
+    // phase of `gates_full` that it waits for. Arguments as above.
     template <class R>
     __device__ __forceinline__ void write_swiglu_backward(
-        R *dgu, R *hidden, const R *gu, int stride, int half, int rows, int columns
+        R *dgu, R *hidden, u32 parity, int stride, int half, int rows, int columns
     ) {
-        constexpr int BATCH = 4;  // twice as many loads of 16 bytes are under way at a time
-        // Rounded, the sums take half of their registers; loads take the others. The sums become 0, since the next product
-        // reads what is there even though it does not use it: they would be kept for that.
-        u32 dh[BLOCKS][2][COLUMNS / 8];
+        Pack<R, 8> dh[BLOCKS][2][COLUMNS / 32];
 #pragma unroll
-        for (int i = 0; i < BLOCKS; i++) {
+        for (int i = 0; i < BLOCKS; i++) take_rounded(dh[i], i);
 #pragma unroll
-            for (int n = 0; n < COLUMNS / 8; n++) {
+        for (int piece = 0; piece < PIECES; piece++) {
+            const int i = piece / (COLUMNS / 64), across = piece % (COLUMNS / 64) * 64;
+            barrier_wait(ring.gates_full(group, piece), parity);
+            Pack<R, 8> gate[2][2], up[2][2];  // of rows 8 apart, and columns 32 apart
 #pragma unroll
-                for (int below = 0; below < 2; below++) {
-                    dh[i][below][n] = pair(sum[i][n][2 * below], sum[i][n][2 * below + 1]);
-                    sum[i][n][2 * below] = sum[i][n][2 * below + 1] = 0;
+            for (int below = 0; below < 2; below++) {
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const int line = row_of(i) - 64 * i + 8 * below, column = (4 * j + lane % 4 ^ line % 8) * 16;
+                    const unsigned char *from = room + GATES + piece * PIECE + line * LINE + column;
+                    gate[below][j] = load<8>(reinterpret_cast<const R *>(from));
+                    up[below][j] = load<8>(reinterpret_cast<const R *>(from + PIECE / 2));
                 }
             }
-        }
-#pragma unroll
-        for (int i = 0; i < BLOCKS; i++) {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(ring.gates_empty(piece));
 #pragma unroll
             for (int below = 0; below < 2; below++) {
                 const int row = row_of(i) + 8 * below;
                 const i64 line = i64(row) * stride;
 #pragma unroll
-                for (int first = 0; first < COLUMNS / 32; first += BATCH) {
-                    Pack<bf16, 8> gate[BATCH] = {}, up[BATCH] = {};
-#pragma unroll
-                    for (int j = 0; j < BATCH; j++) {
-                        const int column = 32 * (first + j) + lane % 4 * 8;
-                        if (row < rows && column < columns) {
-                            gate[j] = load<8>(gu + line + column), up[j] = load<8>(gu + line + half + column);
-                        }
+                for (int j = 0; j < 2; j++) {
+                    const int n = across / 32 + j, column = 32 * n + 8 * (lane % 4);
+                    Pack<R, 8> dgate, dup, y;
+                    swiglu_gradient(dgate, dup, y, dh[i][below][n], gate[below][j], up[below][j]);
+                    if (row < rows && column < columns) {
+                        store_streaming(dgu + line + column, dgate);
+                        store_streaming(dgu + line + half + column, dup);
+                        if (hidden) store(hidden + i64(row) * half + column, y);
                     }
+                }
+            }
+        }
+    }
+
+    // q|k|v with q and k turned. out: the tile's first number; token: of the tile's first row, which is at position token %
+    // positions; turned_columns: how many there are of q and k from there on.
+    template <class R>
+    __device__ __forceinline__ void write_rope(
+        R *out, int stride, int rows, int columns, const float *cosines, const float *sines, int token, int positions,
+        int turned_columns
+    ) {
+        const int first = lane % 4 * 8;
 #pragma unroll
-                    for (int j = 0; j < BATCH; j++) {
-                        const int n = 4 * (first + j), column = 8 * (n + lane % 4);
-                        const u32 four[4] = {dh[i][below][n], dh[i][below][n + 1], dh[i][below][n + 2], dh[i][below][n + 3]};
-                        Pack<bf16, 8> dgate, dup, y;
-                        swiglu_gradient(dgate, dup, y, turned(four), gate[j], up[j]);
-                        if (row < rows && column < columns) {
-                            store_streaming(dgu + line + column, dgate);
-                            store_streaming(dgu + line + half + column, dup);
-                            if (hidden) store(hidden + i64(row) * half + column, y);
-                        }
+        for (int i = 0; i < BLOCKS; i++) {
+            Pack<R, 8> taken[2][COLUMNS / 32];
+            take_rounded(taken, i);
+            asm volatile("" ::: "memory");  // the angles come when their registers are free, and before any store
+            Pack<float, 8> c[2], s[2];
+#pragma unroll
+            for (int below = 0; below < 2; below++) {
+                const i64 angle = i64((token + row_of(i) + 8 * below) % positions) * (HEAD / 2) + first;
+                c[below] = load<8>(cosines + angle), s[below] = load<8>(sines + angle);
+            }
+#pragma unroll
+            for (int below = 0; below < 2; below++) {
+                const int row = row_of(i) + 8 * below;
+                R *to = out + i64(row) * stride + first;
+#pragma unroll
+                for (int n = 0; n < COLUMNS / 32; n += 2) {
+                    Pack<R, 8> &left = taken[below][n], &right = taken[below][n + 1];
+                    if (32 * n < turned_columns) turn(left, right, c[below], s[below]);
+                    if (row < rows && 32 * n < columns) {
+                        store(to + 32 * n, left);
+                        store(to + 32 * n + HEAD / 2, right);
                     }
                 }
             }
@@ -344,9 +415,19 @@ struct Products {
 #endif
 
 // With an epilogue of SwiGLU `columns` are those of h, of which `hidden` has no gaps; out and gu have rows of 2 x columns.
+// Of ROPE the first `turned_columns` are q and k; a row is a token, at position row % positions.
+#if EPILOGUE == SWIGLU
+#define MORE_ARGUMENTS , Result *hidden
+#elif EPILOGUE == SWIGLU_BACKWARD
+#define MORE_ARGUMENTS , Result *hidden, const __grid_constant__ TensorMap gu
+#elif EPILOGUE == ROPE
+#define MORE_ARGUMENTS , const float *cosines, const float *sines, int positions, int turned_columns
+#else
+#define MORE_ARGUMENTS
+#endif
 extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) gemm_hopper(
     Result *out, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int rows, int columns, int depth,
-    int stride, int band, int splits, int accumulate, Result *hidden, const Result *gu OF_8_BITS
+    int stride, int band, int splits, int accumulate MORE_ARGUMENTS OF_8_BITS
 ) {
     make_barriers();
     const Tiling tiling{ceil_div(rows, ROWS * CLUSTER), ceil_div(columns, WIDE), band, splits, ceil_div(depth, DEPTH)};
@@ -365,10 +446,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
                 }
             }
         }
+#if EPILOGUE == SWIGLU_BACKWARD
+        if (threadIdx.x == 32) {
+            int group = 0;
+            for (int number = blockIdx.x; number < units; number += stride_of_units, group ^= 1) {
+                const Unit unit = tiling.unit(number);
+                copy_gates(&gu, group, group ^ 1, unit.down * ROWS, unit.across * WIDE, columns);
+            }
+        }
+#endif
     } else {
         more_registers<232>();
         Products products;
         u32 parity = products.group == 0;  // the first tile is warpgroup 0's
+        u32 gates_parity = 0;
         bool mine = products.group == 0;
         int number = blockIdx.x / CLUSTER;
         Unit unit = tiling.unit(number);
@@ -401,9 +492,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
                     of_rows[i / 2][i % 2] = at < rows ? scales[by_row ? at : 0] * *weight_scale : 0.0f;
                 }
 #endif
-                if constexpr (EPILOGUE == SWIGLU_BACKWARD) {
-                    products.prefetch_gates(gu + i64(row) * stride + column, stride, columns, rows - row, columns - column);
-                }
                 unit = tiling.unit(number += stride_of_units);
                 asm volatile("" : "+r"(row), "+r"(column), "+r"(unit.down), "+r"(unit.across));
                 if constexpr (IN_PARTS) {
@@ -415,17 +503,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
 #endif
             Result *to = out + (i64(split) * rows + row) * stride + column;
             const int below = rows - row, beside = columns - column;
-            if constexpr (EPILOGUE == NONE) {
-                products.write(to, stride, below, beside, accumulate);
-            } else {
-                const i64 at = i64(row) * columns + column;
-                if constexpr (EPILOGUE == SWIGLU) {
-                    products.write_swiglu(to, hidden + at, stride, columns, below, beside);
-                } else {
-                    const Result *from = gu + i64(row) * stride + column;
-                    products.write_swiglu_backward(to, hidden ? hidden + at : nullptr, from, stride, columns, below, beside);
-                }
-            }
+            const i64 at = i64(row) * columns + column;
+#if EPILOGUE == NONE
+            products.write(to, stride, below, beside, accumulate);
+#elif EPILOGUE == SWIGLU
+            products.write_swiglu(to, hidden + at, stride, columns, below, beside);
+#elif EPILOGUE == SWIGLU_BACKWARD
+            products.write_swiglu_backward(to, hidden ? hidden + at : nullptr, gates_parity, stride, columns, below, beside);
+            gates_parity ^= 1;
+#else
+            products.write_rope(to, stride, below, beside, cosines, sines, row, positions, turned_columns - column);
+#endif
         }
     }
     if constexpr (CLUSTER > 1) {  // the other block's copies and arrivals come here until it is done too

@@ -38,8 +38,7 @@ __device__ __forceinline__ void settled(float (&d)[N][4]) {
         for (int i = 0; i < 4; i++) asm volatile("" : "+f"(d[n][i])::"memory");
     }
 }
-// Lets wgmma and TMA see what this thread wrote to shared memory.
-__device__ __forceinline__ void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#include "ops/barriers.cuh"
 
 // Sums of a warpgroup, 64 rows of 8 N: thread t of it holds, with r = 16 (t / 32) + t % 32 / 4 and c = 2 (t % 4),
 // d[n][0..1] = (r, 8 n + c..c+1) and d[n][2..3] = (r + 8, 8 n + c..c+1). As operands of an instruction:
@@ -259,36 +258,6 @@ __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// A barrier in shared memory, 8 bytes: a phase ends after `count` arrivals and as many bytes of TMA as were expected. The
-// parity of a phase is 0, 1, 0, ...; a fresh barrier lets through who waits for parity 1, the phase before the first.
-__device__ __forceinline__ void barrier_make(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-// By the thread that made them, before __syncthreads: other threads and TMA see the barriers.
-__device__ __forceinline__ void barriers_made() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    shared_fence();
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// By a thread that will arrive in the same phase, and later.
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile(
-            "{.reg .pred p;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    } while (!done);
-}
-
 // What TMA knows of an array, and of the boxes that it copies: written by backends/tensor_map.py, passed by value.
 struct alignas(64) TensorMap {
     u64 words[16];
@@ -301,13 +270,6 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap *map, int x, in
         : "memory");
 }
 
-// The same for bytes that lie side by side; both addresses and `bytes` are multiples of 16.
-__device__ __forceinline__ void copy_line(u32 to, const void *from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-                     "r"(to), "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-
 // A cluster: blocks that run at the same time on neighbouring multiprocessors and reach each other's shared memory.
 
 // All threads of all blocks of the cluster, warps converged. Before a block's barriers are used by another, and before a block ends that
@@ -315,12 +277,14 @@ __device__ __forceinline__ void copy_line(u32 to, const void *from, u32 bytes, u
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// Arrives at the barrier that lies at this place in block `rank`.
+// Arrives at the barrier that lies at this place in block `rank`. Not `.release.cluster`: the assembler makes a barrier for
+// all of the GPU's memory of that, MEMBAR.ALL.GPU, a microsecond. This one says that a buffer has been read, by products
+// that were waited for; there are no writes that the other block should see.
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
     asm volatile(
         "{.reg .b32 there;\n"
         "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(rank)
+        "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(rank)
         : "memory");
 }
 // copy_box to the same place in each block whose bit is set in `blocks`; the bytes count at each one's own barrier.

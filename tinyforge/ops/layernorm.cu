@@ -1,6 +1,6 @@
 // layernorm: y = w * xhat + b, xhat = (x - mean(x)) r, r = 1 / sqrt(var(x) + eps), and the same behind a residual add.
 //
-// Kernels:  layernorm_fwd, add_layernorm_fwd    y, mean and r (and x = residual + delta + its bias, if any)
+// Kernels:  layernorm_fwd, add_layernorm_fwd    y, mean and r (and x = residual + delta)
 //           layernorm_bwd, add_layernorm_bwd    dx (plus the stream's gradient), partial sums of dw and db
 //           layernorm_bwd_naive                 dx, dw and db: read it first; tests compare the two
 //           layernorm_columns                   partial sums of dw and db alone, for rows that do not fit in registers
@@ -57,8 +57,8 @@ extern "C" __global__ void layernorm_bwd_naive(
 
 template <bool ADD>
 __device__ __forceinline__ void forward(
-    T *sum, T *y, A *means, A *rstd, const T *x, const T *delta, const T *delta_bias, const T *weight, const T *bias,
-    int rows, int width, A eps
+    T *sum, T *y, A *means, A *rstd, const T *x, const T *delta, const T *weight, const T *bias, int rows, int width,
+    A eps
 ) {
     const int row = blockIdx.x * blockDim.y + threadIdx.y, vectors = width / VEC;
     if (row >= rows) return;
@@ -69,9 +69,9 @@ __device__ __forceinline__ void forward(
     each_vector(vectors, [&](int i, int v) {
         Vector p = in(i, v);
         if (ADD) {
-            const Vector q = add(i, v), b = delta_bias ? load<VEC>(delta_bias + v * VEC) : Vector{};
+            const Vector q = add(i, v);
 #pragma unroll
-            for (int j = 0; j < VEC; j++) narrow(widen(p.v[j]) + (widen(q.v[j]) + widen(b.v[j])), p.v[j]);
+            for (int j = 0; j < VEC; j++) narrow(widen(p.v[j]) + widen(q.v[j]), p.v[j]);
             in.put(sum + at, i, v, p);
         }
 #pragma unroll
@@ -103,18 +103,18 @@ __device__ __forceinline__ void forward(
     });
 }
 
-// bias and delta_bias may be null pointers.
+// bias may be a null pointer.
 extern "C" __global__ void layernorm_fwd(
     T *y, A *mean, A *rstd, const T *x, const T *weight, const T *bias, int rows, int width, A eps
 ) {
-    forward<false>(nullptr, y, mean, rstd, x, x, nullptr, weight, bias, rows, width, eps);
+    forward<false>(nullptr, y, mean, rstd, x, x, weight, bias, rows, width, eps);
 }
 
 extern "C" __global__ void add_layernorm_fwd(
-    T *x, T *y, A *mean, A *rstd, const T *residual, const T *delta, const T *delta_bias, const T *weight,
-    const T *bias, int rows, int width, A eps
+    T *x, T *y, A *mean, A *rstd, const T *residual, const T *delta, const T *weight, const T *bias,
+    int rows, int width, A eps
 ) {
-    forward<true>(x, y, mean, rstd, residual, delta, delta_bias, weight, bias, rows, width, eps);
+    forward<true>(x, y, mean, rstd, residual, delta, weight, bias, rows, width, eps);
 }
 
 // partial: (blocks, 2 width): dw, then db. With PER = 0 it is not touched, and layernorm_columns makes it.

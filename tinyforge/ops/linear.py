@@ -28,15 +28,15 @@ def linear_fwd_memory(x: Array, weight: Array, bias: Array | None) -> Array:
 
 
 @kernel
-def linear_add_fwd(x: Array, weight: Array, add: Array) -> Array:
-    """x W^T + add, rounded once."""
-    y = linear_fwd(x, weight, None)
+def linear_add_fwd(x: Array, weight: Array, bias: Array | None, add: Array) -> Array:
+    """x W^T + bias + add, rounded once."""
+    y = linear_fwd(x, weight, bias)
     y += add
     return y
 
 
 @linear_add_fwd.on("phantom")
-def linear_add_fwd_memory(x: Array, weight: Array, add: Array) -> Array:
+def linear_add_fwd_memory(x: Array, weight: Array, bias: Array | None, add: Array) -> Array:
     return linear_fwd_memory(x, weight, None)
 
 
@@ -52,19 +52,29 @@ def linear_bwd_bias_memory(dbias: Array, dy: Array) -> None:
 
 
 @kernel
-def linear_bwd(dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array) -> Array:
-    """x is read for dweight alone."""
+def linear_bwd(
+    dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array, accumulate: bool = True
+) -> Array:
+    """x is read for dweight alone. accumulate: as of `Param.summed_in`, for dweight."""
     rows = dy.reshape(-1, dy.shape[-1])
     if dweight is not None and x is not None:
-        dweight += rows.T @ x.reshape(-1, x.shape[-1])
+        add_product(dweight, rows.T, x.reshape(-1, x.shape[-1]), accumulate)
     if dbias is not None:
         linear_bwd_bias(dbias, rows)
     return (rows @ weight).reshape(*dy.shape[:-1], weight.shape[1])
 
 
+def add_product(out: Array, a: Array, b: Array, accumulate: bool) -> None:
+    """out += a b, or out = a b, on NumPy."""
+    if accumulate:
+        out += a @ b
+    else:
+        np.matmul(a, b, out=out)
+
+
 @linear_bwd.on("phantom")
 def linear_bwd_memory(
-    dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array
+    dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array, accumulate: bool = True
 ) -> Array:
     return empty((*dy.shape[:-1], weight.shape[1]), dy.dtype)
 
@@ -76,19 +86,20 @@ class Linear(Op):
     from what other ops have saved anyway: memory for the price of that function (Chen et al., "Training Deep Nets with
     Sublinear Memory Cost", 2016). With a frozen W nothing is saved.
 
-    add: (..., O), added to y where there is no bias, as the residual stream is: a pass over memory less than adding it
-    afterwards, and a rounding. Its gradient is dy.
+    add: (..., O), added to y, as the residual stream is: a pass over memory less than adding it afterwards, and a
+    rounding. Its gradient is dy.
 
     backward: dx = dy W, dW += dy^T x, db += sum over rows of dy, with all leading axes folded into one.
     """
 
     kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (linear_fwd, linear_bwd, linear_add_fwd)
+    adds = True
 
     def __init__(self, weight: Param, backend: Backend, name: str = "", *, bias: Param | None = None) -> None:
         super().__init__(backend, name)
         self.weight = weight
         self.bias = bias
-        self.adds = bias is None
+        weight.by_product = True
 
     def params(self) -> list[Param]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
@@ -98,9 +109,10 @@ class Linear(Op):
         add: Array | None = None,
     ) -> Array:  # fmt: skip
         self.keep(x, stash, recompute)
+        bias = self.bias.value if self.bias else None
         if add is not None:
-            return self.k.linear_add_fwd(x, self.weight.value, add)
-        return self.k.linear_fwd(x, self.weight.value, self.bias.value if self.bias else None)
+            return self.k.linear_add_fwd(x, self.weight.value, bias, add)
+        return self.k.linear_fwd(x, self.weight.value, bias)
 
     def keep(self, x: Array, stash: Stash | None, recompute: Callable[[], Array] | None) -> None:
         if stash is not None:
@@ -109,7 +121,8 @@ class Linear(Op):
     def backward(self, dy: Array, stash: Stash) -> Array:
         (x,) = stash.pop(self)
         dbias = self.bias.grad if self.bias else None
-        return self.k.linear_bwd(self.weight.grad, dbias, dy, x and x(), self.weight.value)
+        dweight, accumulate = self.weight.summed_in()
+        return self.k.linear_bwd(dweight, dbias, dy, x and x(), self.weight.value, accumulate)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

@@ -39,26 +39,27 @@ def linear_fwd(x: Array, weight: Array, bias: Array | None, *, backend: CupyBack
 
 
 @linear.linear_add_fwd.on("cupy")
-def linear_add_fwd(x: Array, weight: Array, add: Array, *, backend: CupyBackend) -> Array:
+def linear_add_fwd(x: Array, weight: Array, bias: Array | None, add: Array, *, backend: CupyBackend) -> Array:
     x, add = contiguous(x), contiguous(add)
     rows, width = x.size // x.shape[-1], x.shape[-1]
     y, flat, more = new((rows, len(weight)), x.dtype), x.reshape(rows, width), add.reshape(rows, len(weight))
-    if not (x.size and y.size and gemm_plus(flat, weight, y, add=more, tf32=backend.tf32)):
-        y[...] = more
+    if not (x.size and y.size and gemm_plus(flat, weight, y, bias=bias, add=more, tf32=backend.tf32)):
+        y[...] = more if bias is None else more + bias
         gemm(flat, weight, y, transpose_b=True, accumulate=True, tf32=backend.tf32)
     return y.reshape(add.shape)
 
 
 @linear.linear_bwd.on("cupy")
 def linear_bwd(
-    dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array, *, backend: CupyBackend
-) -> Array:
+    dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array, accumulate: bool = True, *,
+    backend: CupyBackend,
+) -> Array:  # fmt: skip
     dy = contiguous(dy)
     rows, width = dy.size // dy.shape[-1], weight.shape[1]
     up = dy.reshape(rows, dy.shape[-1])
     if dweight is not None:
         flat = contiguous(x).reshape(rows, width)
-        gemm(up, flat, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
+        gemm(up, flat, dweight, transpose_a=True, accumulate=accumulate, tf32=backend.tf32)
     if dbias is not None:
         linear_bwd_bias(dbias, up)
     return gemm(up, weight, tf32=backend.tf32).reshape(*dy.shape[:-1], width)

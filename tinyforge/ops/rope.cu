@@ -18,6 +18,7 @@
 // spills: none
 
 #include "ops/common.cuh"
+#include "ops/rope.cuh"
 
 typedef SCALAR T;
 typedef Wide<T> A;
@@ -34,14 +35,7 @@ extern "C" __global__ void __launch_bounds__(256) rope(
     const Pack<A, VEC> c = load<VEC>(cosines + angle), s = load<VEC>(sines + angle);
     const i64 at = ((i64(token) * heads + head) * 2 * half + j) * VEC, beside = at + i64(half) * VEC;
     Pack<T, VEC> left = load<VEC>(x + at), right = load<VEC>(x + beside);
-    if (head < rotated) {
-#pragma unroll
-        for (int k = 0; k < VEC; k++) {
-            const A l = widen(left.v[k]), r = widen(right.v[k]);
-            narrow(l * c.v[k] - r * s.v[k], left.v[k]);
-            narrow(r * c.v[k] + l * s.v[k], right.v[k]);
-        }
-    }
+    if (head < rotated) turn(left, right, c, s);
     store(y + at, left);
     store(y + beside, right);
 }

@@ -14,6 +14,7 @@ from tinyforge.backends.phantom import empty
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
+from tinyforge.ops.linear import Linear, linear_fwd
 
 
 @lru_cache(maxsize=8)
@@ -45,6 +46,18 @@ def rope(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> A
 @rope.on("phantom")
 def rope_memory(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> Array:
     return empty(x.shape, x.dtype) if out is None else out
+
+
+@kernel
+def linear_rope_fwd(x: Array, weight: Array, cos: Array, sin: Array, rotated: int) -> Array:
+    """rope(x W^T). x: (B, T, C); y: (B, T, H, D)."""
+    y = linear_fwd(x, weight, None).reshape(*x.shape[:2], -1, 2 * cos.shape[1])
+    return rope(y, y, cos, sin, rotated)
+
+
+@linear_rope_fwd.on("phantom")
+def linear_rope_fwd_memory(x: Array, weight: Array, cos: Array, sin: Array, rotated: int) -> Array:
+    return empty((*x.shape[:2], weight.shape[0] // (2 * cos.shape[1]), 2 * cos.shape[1]), x.dtype)
 
 
 @dataclass(frozen=True)
@@ -97,7 +110,7 @@ class RoPE(Op):
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
 
-    kernels = (rope,)
+    kernels = (rope, linear_rope_fwd)
 
     def __init__(
         self, head_dim: int, positions: int, rotated: int, backend: Backend, theta: float = 10000.0, name: str = "",
@@ -125,9 +138,26 @@ class RoPE(Op):
             stash.push(self, rows)
         return self.k.rope(out, x, self.cos[rows], self.sin[rows], self.rotated)
 
+    def after(self, linear: Any, x: Array, stash: Stash | None = None, *, offset: int = 0) -> Array:
+        """forward(linear.forward(x)), x: (B, T, C): by one kernel where there is one for both. An adapter in the linear
+        map's place, a product in FP8 and one with a bias do their own part."""
+        dim = 2 * self.cos.shape[1]
+        if type(linear) is not Linear or linear.bias is not None:
+            y = linear.forward(x, stash=stash).reshape(*x.shape[:2], -1, dim)
+            return self.forward(y, stash, offset=offset, out=y)
+        linear.keep(x, stash, None)
+        rows = slice(offset, offset + x.shape[1])
+        if stash is not None:
+            stash.push(self, rows)
+        return self.k.linear_rope_fwd(x, linear.weight.value, self.cos[rows], self.sin[rows], self.rotated)
+
     def backward(self, dy: Array, stash: Stash, *, out: Array | None = None) -> Array:
+        return self.k.rope(out, dy, *self.turn_back(stash))
+
+    def turn_back(self, stash: Stash) -> tuple[Array, Array, int]:
+        """The cosines and sines of what backward does, and how many heads are turned, for an op that does it."""
         (rows,) = stash.pop(self)
-        return self.k.rope(out, dy, self.cos[rows], self.minus_sin[rows], self.rotated)
+        return self.cos[rows], self.minus_sin[rows], self.rotated
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

@@ -1,4 +1,4 @@
-"""Launches rope.cu."""
+"""Launches rope.cu, or the product before it that ends with RoPE."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import numpy as np
 
 from tinyforge.backends import wide
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import blocks, contiguous, new, scalar, vector
+from tinyforge.backends.cupy_backend import CupyBackend, blocks, contiguous, new, scalar, vector
+from tinyforge.backends.gemm import Turn, gemm_rope
 from tinyforge.kernel import Array
 from tinyforge.ops import rope as body
+from tinyforge.ops.linear_cuda import linear_fwd
+
+
+def tables(cos: Array, sin: Array, x: Array) -> tuple[Array, Array]:
+    """Cosines and sines as the kernels read them."""
+    cos, sin = (contiguous(table.astype(wide(x.dtype), copy=False)) for table in (cos, sin))
+    return cos, sin
 
 
 @body.rope.on("cupy")
@@ -22,7 +30,7 @@ def rope(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> A
     visited = rotated if in_place else heads
     pairs = x.size // dim // max(heads, 1) * visited * half
     if pairs:
-        cos, sin = (contiguous(table.astype(wide(x.dtype), copy=False)) for table in (cos, sin))
+        cos, sin = tables(cos, sin, x)
         vec = vector(half, x, y, cos, sin)
         launch = load("ops/rope.cu", "rope", SCALAR=scalar(x.dtype), VEC=vec)
         counts = (pairs // vec, positions, heads, visited, rotated, half // vec)
@@ -31,3 +39,15 @@ def rope(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> A
         out[...] = y
         return out
     return y
+
+
+@body.linear_rope_fwd.on("cupy")
+def linear_rope_fwd(
+    x: Array, weight: Array, cos: Array, sin: Array, rotated: int, *, backend: CupyBackend
+) -> Array:
+    x = contiguous(x)
+    made = gemm_rope(x.reshape(-1, x.shape[-1]), weight, Turn(*tables(cos, sin, x), rotated)) if x.size else None
+    if made is not None:
+        return made.reshape(*x.shape[:2], -1, 2 * cos.shape[1])
+    y = linear_fwd(x, weight, None, backend=backend).reshape(*x.shape[:2], -1, 2 * cos.shape[1])
+    return rope(y, y, cos, sin, rotated)

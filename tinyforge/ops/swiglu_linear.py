@@ -15,7 +15,7 @@ from tinyforge.backends import Backend
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, Kernel, kernel
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.linear import Linear, linear_add_fwd, linear_fwd
+from tinyforge.ops.linear import Linear, add_product, linear_add_fwd, linear_fwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.params import with_buffer
 
@@ -37,7 +37,7 @@ def linear_swiglu_fwd_memory(x: Array, weight: Array) -> tuple[Array, Array]:
 def swiglu_linear_fwd(gu: Array, hidden: Array | None, weight: Array, add: Array | None) -> Array:
     """hidden: swiglu(gu), where it is there already; gu is not read then. add: as in Linear."""
     hidden = swiglu_fwd(gu) if hidden is None else hidden
-    return linear_fwd(hidden, weight, None) if add is None else linear_add_fwd(hidden, weight, add)
+    return linear_fwd(hidden, weight, None) if add is None else linear_add_fwd(hidden, weight, None, add)
 
 
 @swiglu_linear_fwd.on("phantom")
@@ -47,17 +47,21 @@ def swiglu_linear_fwd_memory(gu: Array, hidden: Array | None, weight: Array, add
 
 
 @kernel
-def swiglu_linear_bwd(dweight: Array | None, dy: Array, gu: Array, weight: Array) -> Array:
+def swiglu_linear_bwd(
+    dweight: Array | None, dy: Array, gu: Array, weight: Array, accumulate: bool = True
+) -> Array:
     rows = dy.reshape(-1, dy.shape[-1])
     hidden = rows @ weight  # dh, in whose place h comes
     dgu = swiglu_bwd(None if dweight is None else hidden, hidden, gu)
     if dweight is not None:
-        dweight += rows.T @ hidden
+        add_product(dweight, rows.T, hidden, accumulate)
     return dgu
 
 
 @swiglu_linear_bwd.on("phantom")
-def swiglu_linear_bwd_memory(dweight: Array | None, dy: Array, gu: Array, weight: Array) -> Array:
+def swiglu_linear_bwd_memory(
+    dweight: Array | None, dy: Array, gu: Array, weight: Array, accumulate: bool = True
+) -> Array:
     hidden = empty((*gu.shape[:-1], weight.shape[1]), gu.dtype)
     return empty(gu.shape, hidden.dtype)
 
@@ -105,6 +109,7 @@ class SwiGLULinear(Op):
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight = weight
+        weight.by_product = True
 
     def params(self) -> list[Param]:
         return [self.weight]
@@ -118,7 +123,8 @@ class SwiGLULinear(Op):
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (gu,) = stash.pop(self)
-        return self.k.swiglu_linear_bwd(self.weight.grad, dy, gu, self.weight.value)
+        dweight, accumulate = self.weight.summed_in()
+        return self.k.swiglu_linear_bwd(dweight, dy, gu, self.weight.value, accumulate)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

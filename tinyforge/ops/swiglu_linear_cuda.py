@@ -29,12 +29,12 @@ def swiglu_linear_fwd(
     hidden = swiglu_fwd(gu) if hidden is None else hidden
     if add is None:
         return linear_fwd(hidden, weight, None, backend=backend)
-    return linear_add_fwd(hidden, weight, add, backend=backend)
+    return linear_add_fwd(hidden, weight, None, add, backend=backend)
 
 
 @swiglu_linear.swiglu_linear_bwd.on("cupy")
 def swiglu_linear_bwd(
-    dweight: Array | None, dy: Array, gu: Array, weight: Array, *, backend: CupyBackend
+    dweight: Array | None, dy: Array, gu: Array, weight: Array, accumulate: bool = True, *, backend: CupyBackend
 ) -> Array:
     dy, gu = contiguous(dy), contiguous(gu)
     rows = dy.size // dy.shape[-1]
@@ -46,5 +46,5 @@ def swiglu_linear_bwd(
     else:
         dgu, hidden = made
     if dweight is not None:
-        gemm(up, hidden, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
+        gemm(up, hidden, dweight, transpose_a=True, accumulate=accumulate, tf32=backend.tf32)
     return dgu.reshape(gu.shape)

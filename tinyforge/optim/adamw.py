@@ -130,7 +130,7 @@ class AdamW:
         self.buffer = buffer
         self.backend = backend
         self.config = config or AdamWConfig()
-        self.m, self.v = (backend.zeros((self.size,), backend.master_dtype) for _ in range(2))
+        self.m, self.v = (backend.zeros((size,), backend.master_dtype) for size in self.moment_sizes)
         self.step_count = 0
         self.k = bind((adamw_, square_sums, clip_factor), backend, "AdamW")
         pieces = pieces or [slice(0, buffer.values.size)]
@@ -141,9 +141,13 @@ class AdamW:
         self.factor: Any = 1.0
 
     @property
-    def size(self) -> int:
-        """Elements of the flat buffer that are updated here."""
-        return self.buffer.values.size
+    def moment_sizes(self) -> tuple[int, int]:
+        """Elements of m and v: of what is updated here."""
+        return self.buffer.size, self.buffer.size
+
+    def having(self, what: str) -> list[Param]:
+        """The parameters that have such a tensor; see `tensors`."""
+        return self.buffer.params
 
     def clip(self, limit: float) -> tuple[Any, Any]:
         """The gradient's norm, and the factor for `step` that brings it within `limit` (0: no limit).
@@ -186,30 +190,34 @@ class AdamW:
         """The flat gradient, in which the pieces lie."""
         return self.buffer.grads
 
-    def owned(self) -> list[Param]:
+    def owned(self, what: str = "masters") -> list[Param]:
         """The parameters whose tensors this rank writes into a checkpoint."""
-        return self.buffer.params
+        return self.having(what)
 
     def tensors(self, what: str) -> Iterator[np.ndarray]:
         """The masters ("masters") or a moment ("m" or "v") of those `owned`, one after the other. Where the ranks share
         out the state, all of them go through it together."""
-        for p in self.owned():
-            yield np.array(self.backend.to_numpy(self.buffer.view(self._flat(what), p)))
+        for p in self.owned(what):
+            yield np.array(self.backend.to_numpy(self._view(what, p)))
 
     def take(self, what: str, param: Param, tensor: Array) -> None:
         """The reverse of `tensors`, of any parameter; `buffer.publish` when all masters are there."""
-        self.buffer.view(self._flat(what), param)[...] = tensor
+        self._view(what, param)[...] = tensor
 
     def settle(self) -> None:
         """Wait for weights that are still on their way from other ranks."""
 
-    def _flat(self, what: str) -> Array:
-        return self.buffer.masters if what == "masters" else getattr(self, what)
+    def _view(self, what: str, param: Param) -> Array:
+        return self.buffer.view(self.buffer.masters if what == "masters" else getattr(self, what), param)
+
+    def rates(self, step: int, lr: float) -> np.ndarray:
+        """What changes from step to step: `step_rates`."""
+        return step_rates(step, lr, self.config)
 
     def count_step(self, lr: float) -> np.ndarray:
-        """Count a step, and give its `step_rates`."""
+        """Count a step, and give its `rates`."""
         self.step_count += 1
-        return step_rates(self.step_count, lr, self.config)
+        return self.rates(self.step_count, lr)
 
     def next_rates(self, lr: float) -> Array:
         """As `count_step`, on the backend."""

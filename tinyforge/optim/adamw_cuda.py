@@ -28,10 +28,14 @@ def adamw_(
     numbers = (config.beta1, config.beta2, config.eps)
     # A null pointer where the weights that the ops read are the masters themselves.
     rounded = np.uintp(0) if values.data.ptr == masters.data.ptr else values
-    factor = grad_scale if isinstance(grad_scale, cupy.ndarray) else cupy.asarray(np.float64(grad_scale))
     launch = load(FILE, "adamw", SCALAR=scalar(values.dtype))
-    launch(blocks(vectors), (256,), (rounded, masters, m, v, grads, factor, rates, np.int64(vectors),
+    launch(blocks(vectors), (256,), (rounded, masters, m, v, grads, on_device(grad_scale), rates, np.int64(vectors),
                                         *map(kind, numbers)))  # fmt: skip
+
+
+def on_device(grad_scale: Any) -> Array:
+    """The clipping factor where kernels read it."""
+    return grad_scale if isinstance(grad_scale, cupy.ndarray) else cupy.asarray(np.float64(grad_scale))
 
 
 @adamw.square_sums.on("cupy")

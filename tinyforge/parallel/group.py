@@ -41,6 +41,8 @@ class Group(Protocol):
     Arrays are C-contiguous NumPy arrays, those of NCCL's group CuPy's; `Alone` takes any. Raises ValueError for another
     layout, RuntimeError where the ranks' calls do not match, `star.Lost` where a rank has died or hangs.
 
+    spares: multiprocessors that the ops' kernels are to leave to the collectives.
+
     tree: add in the order of a binary tree over the ranks, ((r0 + r1) + (r2 + r3)), not one after the other; the number
     of ranks is then a power of two. unit: the parts of a flat array are multiples of so many elements.
     """
@@ -49,6 +51,13 @@ class Group(Protocol):
     size: int
     shares: ClassVar[bool]
     overlaps: ClassVar[bool]
+
+    @property
+    def spares(self) -> int: ...
+
+    def reachable(self, count: int, dtype: Any) -> Array | None:
+        """Zeros, (count,), in memory where collectives are faster; None where there is no such memory. All ranks call
+        it."""
 
     def all_reduce_(self, array: Array, tree: bool = False) -> None:
         """array = the sum of all ranks' arrays, added in the order of the ranks."""
@@ -79,6 +88,13 @@ class Group(Protocol):
 
     def after(self, work: Callable[[], Any]) -> None:
         """Compute something behind the collectives that were called, without what is computed elsewhere waiting."""
+
+    def captured(self, capture: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """What capture() returns: a launch of what it captures in a graph, collectives among it. All ranks call it,
+        and launch together."""
+
+    def forget(self) -> None:
+        """Drop what was captured: NCCL does not leave while a graph has its calls."""
 
     def be_patient(self, seconds: float) -> None:
         """A rank may keep the others waiting for so long; longer, and it counts as lost."""
@@ -114,9 +130,13 @@ def summed(
 
 
 class Finished:
-    """Of a group whose collectives are over when they return."""
+    """Of a group whose collectives are over when they return, wherever an array lies."""
 
     overlaps: ClassVar = False
+    spares: ClassVar = 0
+
+    def reachable(self, count: int, dtype: Any) -> Array | None:
+        return None
 
     def mark(self) -> Any:
         pass
@@ -126,6 +146,12 @@ class Finished:
 
     def after(self, work: Callable[[], Any]) -> None:
         work()
+
+    def captured(self, capture: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        return capture()
+
+    def forget(self) -> None:
+        pass
 
 
 class Alone(Finished):

@@ -65,10 +65,37 @@ class Ranks:
         if backend.name == "numpy":
             self._group = MPIGroup(self.star)
         else:
-            token = self.star.meet(("NCCL's id",), nccl.new_token() if self.rank == 0 else None)
-            engine = nccl.CupyEngine(self.size, self.rank, token)
-            self._group = nccl.NCCLGroup(self.rank, self.size, engine, self.star, self.watch)
+            self._group = nccl.NCCLGroup(self.rank, self.size, self._engine(), self.star, self.watch)
         return self._group
+
+    def _engine(self) -> nccl.Engine:
+        """NCCL's, with windows where all ranks can have them. Why not, if they are wanted, is said by rank 0."""
+        assert self.star
+        hosts = len({name.rpartition(" ")[2] for name in self.star.names})
+        if self._agreed("" if nccl.windows_wanted() else "not wanted"):
+            return nccl.CupyEngine(self.size, self.rank, self._token())
+        reason = self._agreed(nccl.no_windows(hosts))
+        if not reason:
+            engine = nccl.CupyEngine(self.size, self.rank, self._token(), windows=True)
+            window, reason = nccl.first_window(engine, self.size)
+            reason = self._agreed(reason) or self._agreed(nccl.first_sum(engine, window, self.rank, self.size))
+            if not reason:
+                return engine
+            engine.give_up()
+        if self.rank == 0:
+            print(f"NCCL sums without windows, which takes longer: {reason}")
+        return nccl.CupyEngine(self.size, self.rank, self._token())
+
+    def _token(self) -> Any:
+        assert self.star
+        return self.star.meet(("NCCL's id",), nccl.new_token() if self.rank == 0 else None)
+
+    def _agreed(self, reason: str) -> str:
+        """The first of the ranks' reasons, on all of them; empty where none has one."""
+        assert self.star
+        reasons = self.star.meet(("reasons",), bring=reason) or [""]
+        found: str = self.star.meet(("the reason",), next(filter(None, reasons), ""))
+        return found
 
 
 def same(group: Group, facts: Mapping[str, Any]) -> None:
@@ -140,6 +167,8 @@ def joined() -> Iterator[Ranks]:
         ranks.watch.close()
         ranks.star.stop(0 if isinstance(left, SystemExit) else 130)
         raise
+    finally:
+        ranks._group.forget()
     ranks.watch.close()
     ranks.star.stop(0)
 

@@ -4,6 +4,10 @@ A collective is started on a stream of its own, behind what has been asked of th
 what is computed meanwhile runs beside it, until `join` makes the next work wait for it. So the gradients of the last
 layers travel while backward still computes those of the first (docs/parallel.md).
 
+A kernel of NCCL's holds multiprocessors that the ops' kernels miss: it has few blocks. On one host gradients and
+weights lie in **windows** (windows_cuda.py): there a block of NCCL's sums more, and an all-gather is made of copies by
+the GPU's copy engines, which take no multiprocessor.
+
 The ranks' processes talk over lines (star.py). A collective of NCCL's does not wait for a meeting; what was called
 since the last one is compared at the next. A rank that dies or hangs in between is for the watch to notice (watch.py).
 
@@ -13,10 +17,11 @@ since the last one is compared at the next. A rank that dies or hangs in between
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -26,18 +31,30 @@ from tinyforge.parallel.star import Call, Star
 from tinyforge.parallel.sums import add_
 from tinyforge.parallel.watch import Watch
 
+if TYPE_CHECKING:
+    from tinyforge.parallel.windows_cuda import Windows
+
 BLOCKS = 4
 """Of NCCL's kernels where NCCL_MAX_CTAS does not say otherwise. Each holds a multiprocessor, and kernels that are made
 for all of them take twice their time (`Backend.spare`). NCCL by itself takes 24 and is done sooner, but nothing waits
 for a sum under backward."""
 MOST_SPARED = 8
+FIRST_WITH_WINDOWS = 22800  # as the library gives its version: 2.28, the first where copies gather
+TRIED = 1 << 12  # numbers of each rank in the first sum
+PATIENCE = 20.0  # seconds for it
 HIGHEST = -5  # of the priorities of streams; CUDA takes the highest that the device has
 
 
 def spared() -> int:
-    """Multiprocessors that the ops' kernels leave to NCCL's: as many as it has blocks, but none above MOST_SPARED.
-    Sparing more would slow every kernel down by more than a second wave costs those that run beside a sum."""
+    """Multiprocessors that the ops' kernels leave to sums by NCCL's: as many as it has blocks, but none above
+    MOST_SPARED. Sparing more would slow every kernel down by more than a second wave costs those that run beside a sum.
+    """
     return found if (found := blocks()) <= MOST_SPARED else 0
+
+
+def windows_wanted() -> bool:
+    """Unless NCCL's own variable for it says no."""
+    return os.environ.get("NCCL_WIN_ENABLE") != "0"
 
 
 def blocks() -> int:
@@ -49,7 +66,16 @@ def blocks() -> int:
 
 
 class Engine(Protocol):
-    """NCCL's calls over C-contiguous arrays of one device, started on the communicator's stream, in order."""
+    """NCCL's calls over C-contiguous arrays of one device, started on the communicator's stream, in order.
+
+    has_windows: whether `window` gives any.
+    """
+
+    @property
+    def has_windows(self) -> bool: ...
+
+    def window(self, count: int, dtype: Any) -> Array:
+        """Zeros, (count,), in a window. All ranks call it."""
 
     def all_reduce(self, array: Array) -> None: ...
     def reduce_scatter(self, array: Array, out: Array) -> None: ...
@@ -94,12 +120,27 @@ class NCCLGroup:
         self.rank, self.size = rank, size
         self._engine, self._star, self._watch = engine, star, watch
         self._calls: list[Call] = []
+        self._capturing = False
+        self._launches: list[list[Callable[[], None]]] = []
         watch.check = engine.check
+
+    @property
+    def spares(self) -> int:
+        return spared()
+
+    def reachable(self, count: int, dtype: Any) -> Array | None:
+        if not self._engine.has_windows:
+            return None
+        self._calls.append(("reachable", count, str(np.dtype(dtype))))
+        started = self._watch.begin("reachable")
+        array = self._engine.window(count, dtype)
+        started.done = lambda: True
+        return array
 
     def all_reduce_(self, array: Array, tree: bool = False) -> None:
         flat = self._begin("all_reduce_", array)
-        if tree and self.size > 2:  # of two the order is no question
-            self._tree(flat, 1)
+        if tree and self.size > 2:
+            self._sum(flat, 1)
             self._gather(flat, 1)
         elif flat.size:
             self._engine.all_reduce(flat)
@@ -108,7 +149,7 @@ class NCCLGroup:
     def reduce_scatter_(self, array: Array, tree: bool = False, unit: int = 1) -> None:
         flat = self._begin("reduce_scatter_", array)
         if tree and self.size > 2:
-            self._tree(flat, unit)
+            self._sum(flat, unit)
         elif flat.size % (self.size * unit) == 0 and flat.size:
             self._engine.reduce_scatter(flat, flat[part_of(self.rank, self.size, flat.size, unit)])
         else:
@@ -144,6 +185,28 @@ class NCCLGroup:
     def after(self, work: Callable[[], Any]) -> None:
         self._engine.run(work)
 
+    def captured(self, capture: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        self._capturing = True
+        try:
+            launch = capture()
+        finally:
+            self._capturing = False
+
+        self._launches.append(held := [launch])
+
+        def watched() -> None:
+            self._calls.append(("a captured step",))
+            started = self._watch.begin("a captured step")
+            held[0]()
+            self._engine.fork()
+            started.done = self._engine.done()
+
+        return watched
+
+    def forget(self) -> None:
+        while self._launches:
+            self._launches.pop().clear()
+
     def gather_objects(self, value: Any) -> list[Any]:
         return self._meet("gather_objects", bring=value)
 
@@ -166,12 +229,13 @@ class NCCLGroup:
         if not array.flags.c_contiguous:
             raise ValueError("group: a collective works in place: it wants a C-contiguous array")
         self._calls.append((what, tuple(array.shape), str(array.dtype)))
-        self._started = self._watch.begin(what)
+        self._started = None if self._capturing else self._watch.begin(what)
         self._engine.fork()
         return array.reshape(-1)
 
     def _end(self) -> None:
-        self._started.done = self._engine.done()
+        if self._started:
+            self._started.done = self._engine.done()
 
     def _gather(self, flat: Array, unit: int) -> None:
         if flat.size % (self.size * unit) == 0 and flat.size:
@@ -182,9 +246,19 @@ class NCCLGroup:
                 if (part := flat[part_of(rank, self.size, flat.size, unit)]).size:
                     self._engine.broadcast(part, rank)
 
-    def _tree(self, flat: Array, unit: int) -> None:
-        """The rank's own part becomes the sum of all ranks' in the order of a tree: NCCL's own order is its own."""
+    def _sum(self, flat: Array, unit: int) -> None:
+        """The rank's own part becomes the sum of all ranks', as a binary tree."""
         own = flat[part_of(self.rank, self.size, flat.size, unit)]
+        rows = self._sent(flat, own, unit)
+
+        def add() -> None:
+            rows[self.rank] = own
+            summed(list(rows), True, own, self._engine.add)
+
+        self._engine.run(add)
+
+    def _sent(self, flat: Array, own: Array, unit: int) -> Array:
+        """The other ranks' parts, by NCCL's kernels."""
         rows = self._engine.empty((self.size, own.size), own.dtype)
         with self._engine.together():
             for rank in range(self.size):
@@ -193,18 +267,13 @@ class NCCLGroup:
                         self._engine.send(part, rank)
                     if own.size:
                         self._engine.receive(rows[rank], rank)
-
-        def add() -> None:
-            rows[self.rank] = own
-            summed(list(rows), True, own, self._engine.add)
-
-        self._engine.run(add)
+        return rows
 
 
 class CupyEngine:
-    """NCCL by way of CuPy."""
+    """NCCL by way of CuPy. windows: wanted; `window` shows whether the library has them."""
 
-    def __init__(self, size: int, rank: int, token: bytes) -> None:
+    def __init__(self, size: int, rank: int, token: bytes, windows: bool = False) -> None:
         import cupy
         from cupy.cuda import nccl
 
@@ -215,10 +284,31 @@ class CupyEngine:
             "int32": nccl.NCCL_INT32, "int64": nccl.NCCL_INT64, "uint8": nccl.NCCL_UINT8,
         }  # fmt: skip
         os.environ["NCCL_MAX_CTAS"] = str(blocks())  # read by the library when it makes its first communicator
+        if windows:
+            os.environ["NCCL_NVLS_ENABLE"] = "0"  # windows would be bound to multicast, which is not needed here
+            os.environ.setdefault("NCCL_CTA_POLICY", "2")  # zero CTA: gather by copies
         self._comm = nccl.NcclCommunicator(size, token, rank)
+        self._windows: Windows | None = None
+        if windows:
+            from tinyforge.parallel.windows_cuda import Windows
+
+            self._windows = Windows(self._comm.comm)
         # Its blocks come before those of kernels that were started earlier and still wait for a multiprocessor.
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=HIGHEST)
         self._add = add_.bind(_Name("cupy"))
+
+    @property
+    def has_windows(self) -> bool:
+        return self._windows is not None
+
+    def window(self, count: int, dtype: Any) -> Array:
+        assert self._windows
+        return self._windows.zeros(count, dtype)
+
+    def give_up(self) -> None:
+        """Leave the communicator, which may be broken."""
+        self._windows = None
+        self._comm.abort()
 
     def all_reduce(self, array: Array) -> None:
         at = array.data.ptr
@@ -276,7 +366,10 @@ class CupyEngine:
         return ask
 
     def add(self, out: Array, x: Array) -> None:
-        self._add(out, x)
+        if out.dtype.kind == "f":
+            self._add(out, x)
+        else:
+            out += x
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         with self._stream:  # the pool hands memory out by stream
@@ -310,3 +403,44 @@ def new_token() -> bytes:
     from cupy.cuda import nccl
 
     return nccl.get_unique_id()
+
+
+def first_window(engine: Engine, size: int) -> tuple[Array, str]:
+    """Memory for `first_sum` in a window, or why there is none. All ranks call it."""
+    try:
+        return engine.window(2 * size * TRIED, np.float32), ""
+    except (RuntimeError, UserError) as error:
+        return None, str(error)
+
+
+def first_sum(engine: Engine, window: Array, rank: int, size: int) -> str:
+    """Why windows do not work here; empty where they do. All ranks that have one call it."""
+    total, gathered = window.reshape(2, -1)
+    own = gathered.reshape(size, -1)[rank]
+    total[...] = rank + 1
+    own[...] = rank + 1
+    try:
+        engine.fork()
+        engine.all_reduce(total)
+        engine.all_gather(own, gathered)
+    except (RuntimeError, UserError) as error:
+        return str(error)
+    over, until = engine.done(), time.monotonic() + PATIENCE
+    while not over():
+        if time.monotonic() > until:
+            return f"the first sum has not ended after {PATIENCE:.0f} s"
+        time.sleep(0.001)
+    engine.join()
+    right = all((of == r + 1).all() for r, of in enumerate(gathered.reshape(size, -1)))
+    return "" if right and (total == size * (size + 1) // 2).all() else "the first sum in a window is wrong"
+
+
+def no_windows(hosts: int) -> str:
+    """Why there are no windows here, where ranks on so many hosts wish for them; empty where there may be."""
+    from cupy.cuda import nccl
+
+    if hosts > 1:
+        return f"the ranks are on {hosts} hosts"
+    if (version := nccl.get_version()) < FIRST_WITH_WINDOWS:
+        return f"this NCCL is {version // 10000}.{version // 100 % 100}, 2.28 is the first that gathers by copies"
+    return ""

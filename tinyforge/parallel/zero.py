@@ -86,8 +86,8 @@ class ShardedAdamW(AdamW):
         self._leaving: deque[tuple[Any, Array]] = deque()
 
     @property
-    def size(self) -> int:
-        return self._size
+    def moment_sizes(self) -> tuple[int, int]:
+        return self._size, self._size
 
     def windows(self, first: bool) -> Watched:
         """Of stage 2: the stash of a backward pass that leaves each rank its part of the sums. first: of the step; the
@@ -113,9 +113,9 @@ class ShardedAdamW(AdamW):
         self._leaving.clear()
         return sums
 
-    def step(self, lr: float, grad_scale: Any = 1.0) -> None:
+    def apply(self, rates: Array, grad_scale: Any) -> None:
         """Update the rank's own parts, and begin to gather those of all."""
-        buffer, (decayed, plain) = self.buffer, self.next_rates(lr)
+        buffer, (decayed, plain) = self.buffer, rates
         for number, (place, mine, decays) in enumerate(self.parts):
             values = buffer.values[place]
             masters = values if self.own is None else self.own[mine]
@@ -138,7 +138,7 @@ class ShardedAdamW(AdamW):
             p.arrive = None
         self.group.join()
 
-    def owned(self) -> list[Param]:
+    def owned(self, what: str = "masters") -> list[Param]:
         """Whole tensors, of about as many elements on every rank."""
         ranks, size = self.group.size, self.buffer.size
         return [p for p in self.buffer.params if self.buffer.place(p).start * ranks // size == self.group.rank]
@@ -194,11 +194,13 @@ class _Windows:
         for p in o.buckets.params[number]:
             start = o.buffer.place(p).start - bucket.start
             p.grad = window[start : start + p.size].reshape(p.shape)
+            p.blank = p.by_product  # as it is where the whole gradient has a place: the same product, the same bits
 
     def sum(self, number: int) -> None:
         o = self.optimizer
         assert o.grads is not None
         for p in o.buckets.params[number]:
+            p.settle()
             del p.grad
         window, bucket, (place, mine, _) = self._open.pop(number), o.buckets.slices[number], o.parts[number]
         o.group.reduce_scatter_(window, o._tree, UNIT)

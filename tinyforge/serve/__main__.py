@@ -22,7 +22,7 @@ from typing import Any
 
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.hub import Loaded, add_checkpoint_flag, open_model, trained_model
+from tinyforge.hub import Loaded, add_checkpoint_flag, add_weights_flag, open_model, trained_model
 from tinyforge.infer.causal_lm import check_causal_lm
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.scheduler import Scheduler
@@ -65,6 +65,7 @@ def flags() -> Parser:
     parser.add_argument("--port", type=int, default=8000, help="0 for any free one (default: %(default)s)")
     parser.add_argument("--backend", default="numpy", help="numpy, cupy (a GPU), or auto (default: %(default)s)")
     parser.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
+    add_weights_flag(parser)
     parser.add_argument("--rows", type=int, metavar="N", help="texts that are generated side by side (default: up to "
                         "64 on a CPU, 256 on a GPU, as many as 2 GiB of cache hold)")  # fmt: skip
     parser.add_argument("--queue", type=int, default=256, metavar="N",
@@ -109,7 +110,7 @@ def loaded_model(args: argparse.Namespace) -> tuple[Loaded, str]:
     path = trained_model(args.checkpoint, for_chat=True) if args.checkpoint or not args.adapter else None
     backend = get_backend(args.backend, args.precision, workers=1)
     opened = open_model(Path(args.adapter), base=path) if args.adapter else open_model(path or Path())
-    loaded = opened.build(backend)
+    loaded = opened.build(backend, frozen=True, weights=args.weights)
     check_causal_lm(loaded.model)
     if loaded.template not in TEMPLATES:
         raise UserError(f"{loaded.path}: its chat template is {loaded.template!r}; known: {', '.join(TEMPLATES)}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +25,7 @@ from tinyforge.kernel import Array
 from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW
 from tinyforge.rng import Stream
-from tinyforge.train.data_parallel import Sharded, Totals, gradients_of
+from tinyforge.train.data_parallel import Rank, Sharded, Totals, gradients_of
 from tinyforge.train.objectives import Batch, of_tokens
 
 MOST = 4
@@ -35,13 +36,11 @@ _ALIGNED = 256  # bytes: what kernels may take for granted of an array that begi
 class Captured:
     """Steps of `sharded` with `optimizer`. limit: of the gradient's norm, see `AdamW.clip`.
 
-    Raises UserError where the step cannot be captured: on a CPU, on several ranks, with an objective that is weighed
-    on the host.
+    Of several ranks each has its own, made at the same place: all of them plan, capture and launch the same steps.
+    Raises UserError where the step cannot be captured: on a CPU, with an objective that is weighed on the host.
     """
 
     def __init__(self, sharded: Sharded, optimizer: AdamW, limit: float) -> None:
-        if not sharded.alone:
-            raise UserError("--capture: a step of several ranks is not captured; use --capture off, or one GPU")
         if not hasattr(of_tokens(sharded.objective), "factors"):
             raise UserError(f"--capture: the objective {type(of_tokens(sharded.objective)).__name__} is not one that a "
                             "graph can repeat; use --capture off")  # fmt: skip
@@ -52,9 +51,18 @@ class Captured:
         self.factor = self.backend.zeros((), np.dtype(np.float64))
         self.factor.fill(1)
         self._kinds: dict[Any, _Kind] = {}
+        sharded.rank.captured = self
 
-    def step(self, batches: Sequence[Batch], noise: Stream, lr: float) -> tuple[Totals, Any]:
-        """`Sharded.gradients`, `clip` and `update`: the sums, and the gradient's norm."""
+    def step(
+        self, batches: Sequence[Batch], noise: Stream, lr: float, number: int | None = None
+    ) -> tuple[Totals, Any]:
+        """`Sharded.gradients`, `clip` and `update`: the sums, and the gradient's norm. number: as of `gradients`."""
+        if not self.sharded.alone:
+            self.sharded.group.send_object((captured_step, (self.sharded.told(batches, number), noise, lr)))
+        return self.of_rank(batches, noise, lr)
+
+    def of_rank(self, batches: Sequence[Batch], noise: Stream, lr: float) -> tuple[Totals, Any]:
+        """What a rank does of a step."""
         objective = self.sharded.objective
         assert objective is not None
         counts = sum((objective.count(batch) for batch in batches[1:]), objective.count(batches[0]))
@@ -76,6 +84,11 @@ class Captured:
         return Totals(sums, counts), norm
 
 
+def captured_step(rank: Rank, batches: Sequence[Batch] | int, noise: Stream, lr: float) -> None:
+    """Of a rank above 0."""
+    rank.captured.of_rank(rank.batches_of(batches), noise, lr)
+
+
 class _Kind:
     """Steps whose arrays have the same shapes."""
 
@@ -93,15 +106,16 @@ class _Kind:
             asked: dict[str, Any] = {}
             totals, norm = owner.plain(batches, counts, _Asked(noise, asked), lr)
             self.names = list(asked)
-            self.inputs = Inputs([*self._arrays(batches), factors, self._rates(np.zeros((2, 3))), self._keys(noise)],
-                                 self.backend)  # fmt: skip
+            rates = self._rates(owner.optimizer.rates(1, lr))
+            self.inputs = Inputs([*self._arrays(batches), factors, rates, self._keys(noise)], self.backend)
             self.out = self.backend.zeros((len(totals.sums) + 1,), np.dtype(np.float64))
             self._work = self._step_on(batches)
             return totals, norm
         rates = self._rates(owner.optimizer.count_step(lr))
         self.inputs.put([*self._arrays(batches), factors, rates, self._keys(noise)])
+        owner.optimizer.settle()  # what travels outside of a graph is not waited for in it
         if self.replay is None and self.warm:
-            self.replay = owner.graphs.capture(self._work)
+            self.replay = owner.sharded.group.captured(partial(owner.graphs.capture, self._work))
         if self.replay is None:
             owner.graphs.run(self._work)
             self.warm = True
@@ -153,6 +167,7 @@ class _Kind:
             owner.optimizer.factor = owner.factor
             norm, factor = owner.optimizer.clip(owner.limit)
             owner.optimizer.apply(rates, factor)
+            owner.optimizer.settle()
             self.out[:-1] = sums
             self.out[-1] = norm
             owner.factor[...] = factor

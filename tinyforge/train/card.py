@@ -171,7 +171,8 @@ def _trained(kind: str, run: Mapping[str, Any], config: ModelConfig) -> str:
         told += f", {run['tokens_per_second']:,} a second while it trains"
     if "joules" in run:
         told += f"; {run['joules'] / 3.6e6:.3f} kWh"
-    cells = ("AdamW", f"{settings.lr:g}", settings.schedule, f"{settings.weight_decay:g}", f"{settings.clip:g}",
+    optimizer = {"adamw": "AdamW", "muon": "Muon"}[settings.optimizer]
+    cells = (optimizer, f"{settings.lr:g}", settings.schedule, f"{settings.weight_decay:g}", f"{settings.clip:g}",
              f"{rows} x {length}", settings.precision)  # fmt: skip
     return (
         f"    {' '.join([COMMANDS[kind], *settings.flags(), *_gone(run['settings'])])}\n\n{told}; seed "

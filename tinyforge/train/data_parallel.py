@@ -14,7 +14,7 @@ from tinyforge.config import ModelConfig
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Stash
 from tinyforge.ops.cross_entropy import sum_tokens
-from tinyforge.optim import AdamW, AdamWConfig
+from tinyforge.optim import AdamW, AdamWConfig, Muon, MuonConfig
 from tinyforge.parallel import Group, part_of, start_group
 from tinyforge.parallel.buckets import UNIT, Buckets, Watched
 from tinyforge.parallel.nccl import spared
@@ -69,6 +69,7 @@ class Rank:
     batches: Callable[[int], Sequence[Batch]] | None = None
     optimizer: AdamW | None = None
     buckets: Buckets | None = None
+    captured: Any = None
 
     def __post_init__(self) -> None:
         count, ranks = self.shards or self.group.size, self.group.size
@@ -79,6 +80,13 @@ class Rank:
         size = self.model.buffer.size
         self.scratch = [self.backend.zeros((size,), self.backend.master_dtype) for _ in range(levels)]
 
+    def batches_of(self, told: Sequence[Batch] | int) -> Sequence[Batch]:
+        """Those of a step, see `Sharded.told`."""
+        if not isinstance(told, int):
+            return told
+        assert self.batches is not None
+        return self.batches(told)
+
     def part(self, batch: Batch, number: int) -> Batch:
         return batch[self.rows(batch, number)]
 
@@ -88,16 +96,31 @@ class Rank:
         return slice(part.start * batch.together, part.stop * batch.together)
 
     def make_optimizer(self, config: AdamWConfig | None, zero: int = 0, micro_batches: int = 1) -> AdamW:
-        """AdamW over the model's weights as they are now. The bits are those of `zero` 0, see `stage_of`."""
+        """AdamW, or Muon with its config, over the model's weights as they are now. The bits are those of `zero` 0, see
+        `stage_of`; Muon knows no other."""
         buffer, ranks = self.model.buffer, self.group.size
         buckets = self.buckets or Buckets(buffer, self.model.ops())
         stage = 0 if self.group.shares else stage_of(zero, ranks, self.shards, micro_batches)
         parts = self.shards or (ranks if self.buckets else 0)
-        self.optimizer = (
-            ShardedAdamW(buffer, self.backend, config, self.group, buckets, self.shards, stage) if stage
-            else AdamW(buffer, self.backend, config, pieces_of(buckets, parts) if parts else None)
-        )  # fmt: skip
+        pieces = pieces_of(buckets, parts) if parts else None
+        if isinstance(config, MuonConfig):
+            self.optimizer = Muon(buffer, self.backend, config, pieces)
+        elif stage:
+            self.optimizer = ShardedAdamW(buffer, self.backend, config, self.group, buckets, self.shards, stage)
+        else:
+            self.optimizer = AdamW(buffer, self.backend, config, pieces)
+        if self.buckets:
+            self._move(stage)
         return self.optimizer
+
+    def _move(self, stage: int) -> None:
+        """Move what the ranks send each other to where it travels best."""
+        assert self.buckets
+        buffer, group = self.model.buffer, self.group
+        if stage < 2 and (grads := group.reachable(buffer.size, self.backend.master_dtype)) is not None:
+            buffer.place_grads(grads)
+        if stage and (values := group.reachable(buffer.size, self.backend.dtype)) is not None:
+            buffer.place_values(values)
 
     @property
     def sharded(self) -> ShardedAdamW | None:
@@ -129,7 +152,7 @@ class Sharded:
         if backend.group and self.objective:
             self.rank.buckets = Buckets(model.buffer, model.ops())
         # Where the bits of one GPU are to be those of several, it works as if there were others.
-        backend.spare(spared() if self.group.overlaps or shards else 0)
+        backend.spare(self.group.spares if backend.group else spared() if shards else 0)
 
     @property
     def alone(self) -> bool:
@@ -145,10 +168,12 @@ class Sharded:
         """
         assert self.objective is not None, "Sharded was made without an objective"
         counts = sum((self.objective.count(batch) for batch in batches[1:]), self.objective.count(batches[0]))
-        if self.alone or self.rank.batches is None or number is None:
-            return Totals(self.on_all_ranks(gradients_of, tuple(batches), counts, noise), counts)
-        self.group.send_object((gradients_of, (number, counts, noise)))
+        self.group.send_object((gradients_of, (self.told(batches, number), counts, noise)))
         return Totals(gradients_of(self.rank, tuple(batches), counts, noise), counts)
+
+    def told(self, batches: Sequence[Batch], number: int | None) -> Sequence[Batch] | int:
+        """What the other ranks are told of a step's batches: its number, where they make them themselves."""
+        return tuple(batches) if self.alone or self.rank.batches is None or number is None else number
 
     def clip(self, limit: float) -> tuple[Any, Any]:
         """`AdamW.clip` of the gradients that `gradients` has left."""
@@ -219,9 +244,7 @@ def _fork_follows(model: Model, backend: Backend, objective: Objective | None, s
 def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray, noise: Any) -> Array:
     """Leave the sum of all ranks' gradients in the model's, or with a sharded optimizer each rank's part of it; returns
     the sums. noise: a Stream, what stands for one, or None."""
-    if isinstance(batches, int):
-        assert rank.batches is not None
-        batches = rank.batches(batches)
+    batches = rank.batches_of(batches)
     group, grads, tree = rank.group, rank.model.buffer.grads, rank.shards > 0
     begin, last = partial(_begin, rank), len(batches) - 1
     if rank.optimizer:
@@ -265,6 +288,8 @@ def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray,
 def _begin(rank: Rank, number: int) -> None:
     """Start to sum a bucket of the gradients over the ranks."""
     assert rank.buckets
+    for p in rank.buckets.params[number]:
+        p.settle()
     grads, tree = rank.model.buffer.grads[rank.buckets.slices[number]], rank.shards > 0
     if rank.sharded:
         rank.group.reduce_scatter_(grads, tree, UNIT)
@@ -281,7 +306,7 @@ def _gradients_of_part(
     model, backend, objective = rank.model, rank.backend, rank.objective
     assert objective is not None
     if model.buffer.grads is not None:
-        model.buffer.grads.fill(0)
+        model.buffer.clear_grads()
     total: Array = 0.0
     # A number that is not finite stops the run by name (train/run.py); NumPy's own warnings would only precede that.
     with np.errstate(all="ignore"):
@@ -297,6 +322,7 @@ def _gradients_of_part(
                 model.backward(dnll, stash)
             if isinstance(stash, Watched):
                 _finish(rank, stash, index == len(batches) - 1)
+    model.buffer.settle_grads()
     return total
 
 

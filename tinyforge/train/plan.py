@@ -17,7 +17,7 @@ from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.op import Recompute, Stash
 from tinyforge.ops.attention import Documents
-from tinyforge.optim import AdamW
+from tinyforge.optim import AdamW, Muon
 from tinyforge.parallel import Alone
 from tinyforge.parallel.buckets import Buckets, Watched
 from tinyforge.parallel.zero import ShardedAdamW, stage_of
@@ -30,17 +30,18 @@ OUTSIDE = 128 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes. weights: with masters and gradients. moments: AdamW's. saved: what forward keeps for backward. peak: the
-    most at one time, the other three included."""
+    """Bytes. weights: with masters and gradients. moments: the optimizer's. saved: what forward keeps for backward.
+    peak: the most at one time, the other three included. gradients: of the weights' part."""
 
     weights: int
     moments: int
     saved: int
     peak: int
+    gradients: int
 
     def __str__(self) -> str:
         rows = (
-            ("weights, masters, gradients", self.weights), ("AdamW's moments", self.moments),
+            ("weights, masters, gradients", self.weights), ("the optimizer's moments", self.moments),
             ("saved for backward", self.saved), ("temporary", self.peak - self.weights - self.moments - self.saved),
             ("peak", self.peak),
         )  # fmt: skip
@@ -54,12 +55,13 @@ def gib(count: int) -> str:
 
 @dataclass(frozen=True)
 class Split:
-    """How a step is spread over ranks. zero: the stage of what they share out, see `zero.stage_of`. shards: of
-    --shards-per-step."""
+    """How a step is spread over ranks, and what updates the weights. zero: the stage of what the ranks share out, see
+    `zero.stage_of`. shards: of --shards-per-step."""
 
     ranks: int = 1
     zero: int = 0
     shards: int = 0
+    optimizer: str = "adamw"
 
     @property
     def levels(self) -> int:
@@ -69,7 +71,7 @@ class Split:
     @classmethod
     def of(cls, settings: Any, ranks: int) -> Split:
         shards = settings.shards_per_step or 0
-        return cls(ranks, stage_of(settings.zero, ranks, shards, settings.grad_accum), shards)
+        return cls(ranks, stage_of(settings.zero, ranks, shards, settings.grad_accum), shards, settings.optimizer)
 
 
 ONE = Split()
@@ -103,7 +105,7 @@ def plan_step(
         METER.peak = METER.now  # of before, when nothing else was there yet
         weights = METER.now - start - optimizer.m.nbytes - optimizer.v.nbytes
     else:
-        optimizer = AdamW(model.buffer, backend)
+        optimizer = (Muon if split.optimizer == "muon" else AdamW)(model.buffer, backend)
     ready = METER.now - start
     sums = [backend.zeros((model.buffer.size,), backend.master_dtype) for _ in range(split.levels)]
     integers = np.dtype(np.int32)
@@ -122,7 +124,8 @@ def plan_step(
     _, factor = optimizer.clip(1.0)
     optimizer.step(1e-3, factor)
     del sums
-    return Plan(weights, ready - weights, saved, METER.peak - start)
+    gradients = model.buffer.size * backend.master_dtype.itemsize
+    return Plan(weights, ready - weights, saved, METER.peak - start, gradients)
 
 
 def print_plan(
@@ -164,7 +167,7 @@ def check_fits(
     def total(plan: Plan) -> int:
         if place == "on the GPU":
             return plan.peak + OUTSIDE
-        return plan.peak + (backend.workers - 1) * plan.moments // 2
+        return plan.peak + (backend.workers - 1) * plan.gradients
 
     plan = planned(batch_size)
     if free is None or total(plan) <= free:

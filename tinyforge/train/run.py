@@ -1,8 +1,8 @@
 """One training run: what pretraining, fine-tuning and a recipe of one's own share.
 
 A recipe hands in a `Task`: the model, where batches come from, what is learned of them, how to evaluate, what to
-sample. `Run` does the rest: sharded gradients, clipping, AdamW, the schedule, progress, metrics, checkpoints, signals,
-and the stop on a number that is not finite. Read `Run.train`, then `Run.step`.
+sample. `Run` does the rest: sharded gradients, clipping, the optimizer, the schedule, progress, metrics, checkpoints,
+signals, and the stop on a number that is not finite. Read `Run.train`, then `Run.step`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tinyforge import checkpoint
 from tinyforge.backends import Backend, compile
 from tinyforge.errors import UserError
 from tinyforge.files import locked
-from tinyforge.optim import AdamWConfig, learning_rate
+from tinyforge.optim import AdamWConfig, MuonConfig, learning_rate
 from tinyforge.parallel import Alone, Group
 from tinyforge.parallel.launch import Ranks, joined, same
 from tinyforge.parallel.star import PREPARING
@@ -210,8 +210,8 @@ class Run:
         group.join()
         buffer.publish()
         rank = self.sharded.rank
-        self.optimizer = rank.make_optimizer(AdamWConfig(weight_decay=settings.weight_decay), settings.zero,
-                                             settings.grad_accum)  # fmt: skip
+        config = (MuonConfig if settings.optimizer == "muon" else AdamWConfig)(weight_decay=settings.weight_decay)
+        self.optimizer = rank.make_optimizer(config, settings.zero, settings.grad_accum)
         if settings.zero == 2 and rank.sharded and rank.sharded.grads is None:
             print("--zero 2 keeps the gradients whole here, as --zero 1: --shards-per-step adds up parts of a step in "
                   "them")  # fmt: skip
@@ -334,7 +334,7 @@ class Run:
             settings.schedule, self.progress(), settings.lr, decay=settings.lr_decay, warmup=settings.warmup
         )
         if self.captured:
-            totals, norm = self.captured.step(batches, noise, lr)
+            totals, norm = self.captured.step(batches, noise, lr, self.step)
         else:
             totals = self.sharded.gradients(batches, noise, self.step)
             norm, _ = self.sharded.clip(settings.clip)

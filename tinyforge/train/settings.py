@@ -125,9 +125,9 @@ class Settings:
                                    "kept, a third slower; or norms, in GPT-2 and ViT, 2 %% slower; the same bits "
                                    "(given alone: blocks)", choices=("norms", "blocks"), bare="blocks",
                                    changes=NOTHING, card=NEVER)  # fmt: skip
-    capture: str = setting("off", "on: launch each step as one CUDA graph, on one GPU: faster where the model is "
-                           "small, the same bits (given alone: on)", choices=("on", "off"), bare="on", changes=NOTHING,
-                           card=NEVER)  # fmt: skip
+    capture: str = setting("off", "on: launch each step as one CUDA graph: faster where the model is small and on "
+                           "several GPUs, the same bits (given alone: on)", choices=("on", "off"), bare="on",
+                           changes=NOTHING, card=NEVER)  # fmt: skip
     precision: str = setting("fp32", "fp32, fp64, fp8 (on a GPU: of a Hopper), and on a GPU tf32 or bf16")
     data: tuple[str, ...] = setting((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
     encoding: str = setting("utf-8", "encoding of text files")
@@ -142,11 +142,14 @@ class Settings:
                                         "counting along the row, or restart in each (default: the whole row before a "
                                         "token is seen)", choices=("keep", "restart"))  # fmt: skip
     lr: float = setting(4e-3, "peak learning rate", check=above_zero, card=ALWAYS)
+    optimizer: str = setting("adamw", "adamw, or muon: the momentum of each matrix between hidden layers is made "
+                             "orthogonal, with --lr and --weight-decay as for AdamW, which updates all else",
+                             choices=("adamw", "muon"))  # fmt: skip
     schedule: str = setting("wsd", "learning-rate schedule", choices=tuple(SCHEDULES))
     warmup: float = setting(0.02, "the first share of the run, 0 to 1, in which the rate rises", check=below_one)
     lr_decay: float = setting(0.4, "the last share of the run, 0 to 1, in which the schedule wsd lowers the rate",
                               check=share)  # fmt: skip
-    weight_decay: float = setting(0.1, "AdamW's decay of matrices, per unit of learning rate", check=zero_or_more,
+    weight_decay: float = setting(0.1, "decay of matrices, per unit of learning rate", check=zero_or_more,
                                   card=ALWAYS)  # fmt: skip
     clip: float = setting(1.0, "limit on the gradient's norm, 0 for none", check=zero_or_more)
     seed: int = setting(0, "seed of weights, order and samples")
@@ -186,8 +189,9 @@ class Settings:
             raise UserError(f"--batch-size is {self.batch_size}, --gpus {self.gpus}; use a multiple of the GPUs")
         if self.gpus and self.device is not None:
             raise UserError("--device chooses one GPU and --gpus takes several; drop one of them")
-        if self.capture == "on" and self.gpus:
-            raise UserError("--capture: a step of several ranks is not captured; use --capture off, or drop --gpus")
+        if self.zero and self.optimizer == "muon":
+            raise UserError(f"--optimizer muon wants whole matrices, and --zero {self.zero} cuts them in parts; leave "
+                            "out --zero, or use --optimizer adamw")  # fmt: skip
         if self.elastic and not self.gpus:
             raise UserError("--elastic starts ranks again, which whoever started them must do; give --gpus too")
         if self.steps is None and self.minutes is None:

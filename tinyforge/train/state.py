@@ -51,14 +51,14 @@ def _write_own(
     optimizer, hashes = rank.optimizer, dict[str, str]()
     assert optimizer is not None
     number, count = (rank.group.rank, rank.group.size) if rank.sharded else (0, 1)
-    owned, dtype = optimizer.owned(), f"f{8 * rank.backend.master_dtype.itemsize}"
+    dtype = f"f{8 * rank.backend.master_dtype.itemsize}"
     beside, dtypes = lazy(more)
     fault: Exception | None = None
     for what, kinds in ((MODEL, (MASTERS,)), (OPTIMIZER, MOMENTS)):
         arrays = chain.from_iterable(map(optimizer.tensors, kinds))
         tensors: dict[str, Lazy] = {
             p.name if kind == MASTERS else f"{kind}.{p.name}": (p.shape, partial(_next, arrays, p.name, kind))
-            for kind in kinds for p in owned
+            for kind in kinds for p in optimizer.owned(kind)
         }  # fmt: skip
         each = dict.fromkeys(tensors, dtype)
         if what == OPTIMIZER:
@@ -83,12 +83,12 @@ def _next(arrays: Iterator[np.ndarray], name: str, kind: str) -> np.ndarray:
 def read_moments(optimizer: AdamW, group: Group, found: Checkpoint | None) -> None:
     """Give every rank its part of the moments that rank 0 has `found`, a tensor at a time. All ranks with memory of
     their own, `group`, call it. Raises UserError."""
-    buffer, backend = optimizer.buffer, optimizer.backend
+    backend = optimizer.backend
     moments = found.optimizer() if found else {}
     for what in MOMENTS:
         if found:
-            check_named(buffer, moments, found.path, f"{what}.")
-        for p in buffer.params:
+            check_named(optimizer.having(what), moments, found.path, f"{what}.")
+        for p in optimizer.having(what):
             if found:
                 tensor = backend.asarray(moments[f"{what}.{p.name}"], backend.master_dtype)
             else:

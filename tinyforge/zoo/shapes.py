@@ -12,6 +12,7 @@ from typing import Any
 from tinyforge.backends.phantom import PhantomBackend
 from tinyforge.config import ModelConfig
 from tinyforge.op import Op
+from tinyforge.ops.rope import RoPE
 from tinyforge.registry import ModelSpec
 from tinyforge.train.plan import Plan, plan_step
 
@@ -68,6 +69,7 @@ def trace(
         # An op that holds its own bound forward is a cycle: its phantoms would be counted until a garbage collection.
         for op in watched:
             del op.forward
+            vars(op).pop("after", None)
     return _layers(steps), plan
 
 
@@ -75,16 +77,32 @@ def _record(op: Op, steps: list[Step], seen: set[int]) -> None:
     """Have the op's forward note its step. seen: ids of the parameters that have been noted."""
     forward: Callable[..., Any] = op.forward
 
-    def recording(*args: Any, **options: Any) -> Any:
-        result = forward(*args, **options)
-        first = result[0] if isinstance(result, tuple) else result
+    def note(op: Op, output: tuple[int, ...]) -> None:
         own = [p for p in op.params() if id(p) not in seen]
         seen.update(map(id, own))
         params = tuple((_short(p.name.removeprefix(f"{op.name}.")), p.shape) for p in own)
-        steps.append(Step(op.name, type(op).__name__, tuple(first.shape), params))
+        steps.append(Step(op.name, type(op).__name__, output, params))
+
+    def recording(*args: Any, **options: Any) -> Any:
+        result = forward(*args, **options)
+        first = result[0] if isinstance(result, tuple) else result
+        note(op, tuple(first.shape))
         return result
 
     op.forward = recording  # type: ignore[method-assign]
+    if not isinstance(op, RoPE):
+        return
+    after = op.after
+
+    def recording_after(linear: Op, *args: Any, **options: Any) -> Any:
+        known = len(steps)
+        result = after(linear, *args, **options)
+        if len(steps) == known:  # one kernel for both ops, neither of whose forward was called
+            note(linear, (*result.shape[:2], result.shape[2] * result.shape[3]))
+            note(op, tuple(result.shape))
+        return result
+
+    op.after = recording_after  # type: ignore[method-assign]
 
 
 def _short(name: str) -> str:

@@ -287,7 +287,7 @@
     table($("compare-table"), ["", ...few.map((r) => r.name)], rows);
   }
 
-  const PARTS = [["weights", "weights, masters, gradients"], ["moments", "AdamW's moments"], ["saved", "saved for backward"], ["rest", "temporary"]];
+  const PARTS = [["weights", "weights, masters, gradients"], ["moments", "the optimizer's moments"], ["saved", "saved for backward"], ["rest", "temporary"]];
   function drawPlans(runs) {
     const able = runs.filter((run) => number(run.about.plan?.peak));
     $("plans").hidden = able.length === 0;

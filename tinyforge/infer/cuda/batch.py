@@ -106,8 +106,9 @@ class BatchLauncher:
 class BatchDecoder(DeviceDecoder):
     """A decoder of many rows, of which each step is one launch, and many steps too.
 
-    It copies the model's weights into the order in which the kernel reads them. tuning: fields of `BatchPlan`, e.g.
-    blocks=128. Raises UserError for a model on another backend, and for a shape that the kernel does not take.
+    It copies the model's weights into the order in which the kernel reads them, those of one byte as numbers. tuning:
+    fields of `BatchPlan`, e.g. blocks=128. Raises UserError for a model on another backend, and for a shape that the
+    kernel does not take.
 
     In bf16 two blocks share a multiprocessor, where there is memory enough: one computes while the other waits.
     """
@@ -127,7 +128,7 @@ class BatchDecoder(DeviceDecoder):
         self._draw = Draw(np.zeros(batch, SAMPLER), np.zeros(batch, np.uint32))
 
     def _plan(self, resident: int = 1, **tuning: int) -> BatchPlan:
-        given = {"blocks": resident * processors(), "shared": shared_limit(resident), **tuning}
+        given: dict[str, Any] = {"blocks": resident * processors(), "shared": shared_limit(resident), **tuning}
         return BatchPlan(batch=self.batch, resident=resident, **self._shape(), **given)
 
     def prefill(self, row: int, tokens: Sequence[int]) -> None:

@@ -5,7 +5,7 @@ Plain arithmetic over shapes: it runs, and is tested, without a GPU. The kernel 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -145,17 +145,17 @@ class BatchPlan(DecodePlan):
         order[tile // 4 * 16 + unit // 2 * 8 + tile % 4 * 2 + unit % 2] = units
         return order
 
-    def arrange(self, layers: Sequence[FusedLayer], heads: Array, xp: Any) -> Array:
+    def arrange(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Array:
         """All matrices in the order in which lanes take them: (team, warps, units, 32 lanes, piece).
 
         A unit is 8 rows by 4 pieces, a piece for each lane of a warp. Rows and columns are padded with zeros. heads:
         (outputs, vocab, dim). xp: numpy or cupy, whose arrays the matrices are.
         """
         bits = np.dtype(f"u{self.itemsize}")  # moved, never computed with: any 16-bit number will do for a bf16
-        layers = [FusedLayer(*(matrix.view(bits) for matrix in layer)) for layer in layers]
+        views = (FusedLayer(*(matrix.view(bits) for matrix in layer)) for layer in layers)
         stream = xp.zeros((self.team, self.warps, int(self.lengths[-1].max()), 32 * self.piece), bits)
         taken = np.zeros(self.team, np.int64)
-        for matrix, (count, columns) in zip(self._matrices(layers, heads.view(bits), xp), self.products(), strict=True):
+        for matrix, (count, columns) in zip(self._matrices(views, heads.view(bits), xp), self.products(), strict=True):
             steps = self.steps(columns)
             padded = xp.zeros((count * TILE, self.padded(columns)), bits)
             padded[: len(matrix), : matrix.shape[1]] = matrix
@@ -169,7 +169,7 @@ class BatchPlan(DecodePlan):
                 taken[block] += units
         return stream
 
-    def _matrices(self, layers: Sequence[FusedLayer], heads: Array, xp: Any) -> Iterator[Array]:
+    def _matrices(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Iterator[Array]:
         """In the order of `products`."""
         rope_order, hidden_order = xp.asarray(self.rope_order), xp.asarray(self.hidden_order)
         for layer in layers:

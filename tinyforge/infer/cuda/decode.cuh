@@ -1,8 +1,11 @@
 // What row.cu and batch.cu share: the queue of weights, products on tensor cores, attention over slabs.
 //
-// Macros: SCALAR, HEADS, KV_HEADS, HEAD_DIM, VOCAB, and DEPTH, the pieces in a lane's queue.
+// Macros: SCALAR, HEADS, KV_HEADS, HEAD_DIM, VOCAB, and DEPTH, the pieces in a lane's queue. WEIGHT: how weights are
+// stored, where that is not SCALAR: int8 or e4m3.
 
 #include "ops/common.cuh"
+#include "ops/barriers.cuh"
+#include "infer/cuda/codes.cuh"
 
 // How the work is spread, unless the launcher defines it.
 #ifndef WARPS
@@ -14,14 +17,22 @@
 #ifndef ONCE  // the weights of a pass are more than the L2 cache holds
 #define ONCE 0
 #endif
+#ifndef PRODUCERS  // warps that copy weights, behind those that compute (sm_90)
+#define PRODUCERS 0
+#endif
 #ifndef SPIN  // nanoseconds of sleep between two polls
 #define SPIN 0
 #endif
 
+#ifndef WEIGHT
+#define WEIGHT SCALAR
+#endif
+
 typedef SCALAR T;
 typedef Wide<T> A;
+typedef WEIGHT W;
 
-constexpr bool TENSOR_CORES = sizeof(T) == 2;
+constexpr bool TENSOR_CORES = sizeof(T) == 2, CODES = sizeof(W) == 1;
 constexpr int THREADS = WARPS * 32;
 constexpr int GROUP = HEADS / KV_HEADS, WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
 constexpr int PIECE = 16 / sizeof(T);   // numbers in 16 bytes, which a lane reads at once
@@ -30,6 +41,7 @@ constexpr int PARCEL = 16 / sizeof(A);  // numbers of the wider type that a thre
 constexpr int VOCAB_TILES = (VOCAB + 7) / 8, VOCAB_ROWS = VOCAB_TILES * 8;
 
 typedef Pack<T, PIECE> Piece;
+typedef Pack<W, PIECE> Stored;  // a piece of weights in memory
 typedef Pack<A, PARCEL> Parcel;
 
 // Pieces of a tile per lane, and the columns of a product, padded to whole pieces.
@@ -45,16 +57,40 @@ __device__ __forceinline__ A inverse_root(A x) {
     }
 }
 
+// A barrier of the threads that compute.
+__device__ __forceinline__ void sync() {
+    if constexpr (PRODUCERS) {
+        asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+    } else {
+        __syncthreads();
+    }
+}
+
 // Between two polls. A number that never arrives is a bug of the kernel: an error is better than a hanging device.
 __device__ __forceinline__ void pause(u32 &polls) {
     if (++polls == 1u << 24) __trap();
     if (SPIN) __nanosleep(SPIN);
 }
 
+// copy_weights of codes: 8 bytes, or the 4 beside float.
+__device__ __forceinline__ void copy_codes(u32 to, const void *from) {
+    if constexpr (ONCE) {
+        u64 policy;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3;" ::"r"(to), "l"(from),
+                     "n"(sizeof(Stored)), "l"(policy)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(sizeof(Stored)) : "memory");
+    }
+}
+
 // copy_async of weights. Those that will have left the L2 cache before they are read again are the first to leave it, so
 // that they push out nothing else.
 __device__ __forceinline__ void copy_weights(u32 to, const void *from) {
-    if constexpr (ONCE) {
+    if constexpr (CODES) {
+        copy_codes(to, from);
+    } else if constexpr (ONCE) {
         u64 policy;
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
         asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
@@ -64,11 +100,16 @@ __device__ __forceinline__ void copy_weights(u32 to, const void *from) {
     }
 }
 
-// The weights of this lane: DEPTH pieces in flight or in shared memory. A lane reads only what it copied itself, so no
-// barrier is needed. The place of a used piece takes the one that comes DEPTH pieces later.
-struct Queue {
-    Piece *slots;
-    const T *source;
+// Weights come through queues in shared memory, of DEPTH places for each lane: the place of a used piece takes the one
+// that comes DEPTH pieces later. A kernel says await(n), reads pieces 0 to n - 1, and says used(n). Nothing else knows how
+// weights are stored on their way.
+
+// The queue of a lane that copies for itself. It reads only what it copied, so no barrier is needed. STRIDE: numbers from
+// a piece to this lane's next one.
+template <int STRIDE>
+struct LaneQueue {
+    Stored *slots;
+    const W *source;
     u32 taken, requested, early;  // pieces so far: used; requested; requested before the last group of copies
     int next, length;             // the index in `source` of the next piece to request; how many a pass has
     int left;                     // pieces still to be requested
@@ -78,16 +119,16 @@ struct Queue {
         early = requested;
         for (int pieces = min(min(most, int(taken + DEPTH - requested)), left); pieces > 0; pieces -= 4) {
             if (pieces >= 4 && next + 4 <= length) {
-                const T *const from = source + next * (32 * PIECE);
+                const W *const from = source + next * STRIDE;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    copy_weights(shared_address(slots + (requested + i) % DEPTH * THREADS), from + i * (32 * PIECE));
+                    copy_weights(shared_address(slots + (requested + i) % DEPTH * THREADS), from + i * STRIDE);
                 }
                 advance(4);
             } else {
 #pragma unroll 1
                 for (int i = min(pieces, 4); i > 0; i--) {
-                    copy_weights(shared_address(slots + requested % DEPTH * THREADS), source + next * (32 * PIECE));
+                    copy_weights(shared_address(slots + requested % DEPTH * THREADS), source + next * STRIDE);
                     advance(1);
                 }
             }
@@ -99,6 +140,13 @@ struct Queue {
         if (next >= length) next = 0;
     }
 
+    // Requests the next `pieces` where that was not done before, and waits for them.
+    __device__ __forceinline__ void await(int pieces) {
+        if (int(requested - taken) < pieces) refill(DEPTH);
+        wait(pieces);
+    }
+    __device__ __forceinline__ void used(int pieces) { taken += pieces; }
+
     // Waits until the next `pieces`, which were requested, have arrived.
     __device__ __forceinline__ void wait(int pieces) {
         if (int(early - taken) >= pieces) {
@@ -109,11 +157,88 @@ struct Queue {
     }
 
     // Piece `index` of those that have arrived.
-    __device__ __forceinline__ const Piece &operator[](int index) const {
+    __device__ __forceinline__ const Stored &operator[](int index) const {
         return slots[(taken + index) % DEPTH * THREADS];
     }
 };
 static_assert((DEPTH & (DEPTH - 1)) == 0, "the queue's places are counted modulo a power of 2");
+typedef LaneQueue<32 * PIECE> Queue;
+
+constexpr int UNIT = THREADS * sizeof(Stored);  // bytes of a unit of weights: a piece for each thread that computes
+constexpr int QUEUE_BARRIERS = 2048;  // bytes in front of a block's queue, as in row_plan.py
+
+// The queues of all lanes of a block, by units, filled by threads that have nothing else to do. A unit has two
+// barriers: `full`, which counts its bytes, and `empty`, at which each warp arrives that has taken its pieces. The first
+// QUEUE_BARRIERS bytes of `memory` are the barriers, the units follow.
+struct SharedQueue {
+    const Stored *pieces;  // this thread's piece of the first place
+    volatile int *stop;   // set where no unit will be taken any more
+    u32 full, empty;      // barriers of the places
+    u32 taken;
+
+    __device__ explicit SharedQueue(unsigned char *memory)
+        : pieces(reinterpret_cast<const Stored *>(memory + QUEUE_BARRIERS) + threadIdx.x),
+          stop(reinterpret_cast<volatile int *>(memory + DEPTH * 16)), full(shared_address(memory)),
+          empty(full + DEPTH * 8), taken(0) {
+        static_assert(DEPTH * 16 + 4 <= QUEUE_BARRIERS, "room for the barriers");
+    }
+    // By one thread, before a barrier of all.
+    __device__ void make() const {
+        for (int i = 0; i < DEPTH; i++) barrier_make(full + i * 8, 1), barrier_make(empty + i * 8, WARPS);
+        *stop = 0;
+        barriers_made();
+    }
+    // By each of FILLERS threads that copy: every FILLERS-th of the `length` units from `source` on, from `unit` on,
+    // `times` over, until `stop`.
+    template <int FILLERS>
+    __device__ void fill(const unsigned char *source, u32 length, u32 times, u32 unit) const {
+        static_assert(DEPTH % FILLERS == 0, "a place is always filled by the same thread");
+        const u32 to = full + QUEUE_BARRIERS, first = unit;
+        const auto wrapped = [&](u32 next) {
+            if constexpr (FILLERS == 1) return next < length ? next : 0;
+            for (; next >= length; next -= length) continue;
+            return next;
+        };
+        for (u32 next = FILLERS > 1 && unit < length * times ? wrapped(unit) : 0; unit < length * times && !*stop;
+             unit += FILLERS, next = wrapped(next + FILLERS)) {
+            const u32 place = unit % DEPTH, barrier = full + place * 8;
+            for (u32 polls = 0; unit >= DEPTH && !barrier_passed(empty + place * 8, unit / DEPTH % 2 ^ 1); pause(polls))
+                if (*stop) goto end;
+            barrier_expect(barrier, UNIT);
+            barrier_arrive(barrier);
+            if constexpr (ONCE) {
+                copy_line_once(to + place * UNIT, source + i64(next) * UNIT, UNIT, barrier);
+            } else {
+                copy_line(to + place * UNIT, source + i64(next) * UNIT, UNIT, barrier);
+            }
+        }
+    end:  // no copy may be under way when the block ends
+        for (u32 i = unit < first + DEPTH ? first : unit - DEPTH; i < unit; i += FILLERS)
+            barrier_wait(full + i % DEPTH * 8, i / DEPTH % 2);
+    }
+
+    __device__ __forceinline__ void refill(int = 0) {}
+    // Waits for the next `units`; each lane of the warp looks at the barrier of another one.
+    __device__ __forceinline__ void await(int units) {
+#pragma unroll
+        for (int i = threadIdx.x % 32; i - int(threadIdx.x % 32) < DEPTH; i += 32) {
+            const u32 unit = taken + i, barrier = full + unit % DEPTH * 8, parity = unit / DEPTH % 2;
+            for (u32 polls = 0; !__all_sync(~0u, i >= units || barrier_passed(barrier, parity)); pause(polls)) continue;
+        }
+    }
+    __device__ __forceinline__ const Stored &operator[](int index) const {
+        return pieces[(taken + index) % DEPTH * THREADS];
+    }
+    // The next `units` are in registers, or are not needed any more.
+    __device__ __forceinline__ void used(int units) {
+        const u32 lane = threadIdx.x % 32;
+        __syncwarp();
+#pragma unroll
+        for (u32 i = lane; i - lane < DEPTH; i += 32)
+            if (int(i) < units) barrier_arrive(empty + (taken + i) % DEPTH * 8);
+        taken += units;
+    }
+};
 
 // Two numbers as one register of an operand.
 __device__ __forceinline__ u32 pair(T low, T high) {
@@ -153,6 +278,13 @@ struct Slab {
         for (int t = 0; t < WIDE; t++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) output[t][i] *= shrink[i / 2];
+        }
+        add_values(shares, output);
+    }
+    // The same of the first slab, where there is nothing to shrink.
+    __device__ __forceinline__ void add_values(const u32 (&shares)[2][2], float (&output)[WIDE][4]) const {
+#pragma unroll
+        for (int t = 0; t < WIDE; t++) {
             const u32 low = pair(values[0].v[t], values[1].v[t]);
             const u32 high = pair(values[2].v[t], values[3].v[t]);
             multiply_add(output[t], shares[0][0], shares[0][1], shares[1][0], shares[1][1], low, high);

@@ -12,13 +12,14 @@ import numpy as np
 
 from tinyforge.backends import wide
 from tinyforge.errors import UserError
-from tinyforge.infer.causal_lm import CausalLM, FusedWeights
+from tinyforge.infer.causal_lm import CausalLM, FusedLayer, FusedWeights
 from tinyforge.infer.cuda.batch_plan import BatchPlan
 from tinyforge.infer.cuda.prompts import Prompts
 from tinyforge.infer.cuda.row_plan import RowPlan
 from tinyforge.infer.decoder import Decoder
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array
+from tinyforge.quantised import plain
 
 BLOCK = 16
 """Tokens of a row that `stream` yields together once it is under way."""
@@ -40,12 +41,24 @@ AnyPlan = TypeVar("AnyPlan", RowPlan, BatchPlan)
 
 
 class DeviceWeights(Generic[AnyPlan]):
-    """A model's weights as the kernel of `plan` takes them: the matrices are a copy, in the order of the plan."""
+    """A model's weights as the kernel of `plan` takes them: the matrices are a copy, in the order of the plan.
+
+    scales: where the plan has codes, of their rows, in its order.
+    """
 
     def __init__(self, plan: AnyPlan, weights: FusedWeights) -> None:
         self.plan: AnyPlan = plan
         self.dtype, self.wide = weights.embedding.dtype, wide(weights.embedding.dtype)
-        self.matrices = plan.arrange(weights.layers, weights.lm_heads, cupy)
+        self.scales = None
+        if isinstance(plan, RowPlan) and plan.code:
+            codes = (FusedLayer(*(m.codes for m in layer)) for layer in weights.layers)
+            self.matrices = plan.arrange(codes, weights.lm_heads.codes, cupy)
+            scales = (FusedLayer(*(m.scales[:, None] for m in layer)) for layer in weights.layers)
+            self.scales = plan.arrange_scales(scales, weights.lm_heads.scales[..., None], cupy)
+        else:
+            # A layer at a time: of quantised weights the numbers are made for this.
+            layers = (FusedLayer(*map(plain, layer)) for layer in weights.layers)
+            self.matrices = plan.arrange(layers, plain(weights.lm_heads), cupy)
         self.embedding = weights.embedding
         gains = cupy.stack([gain.astype(self.wide, copy=False) for gain in weights.gains])
         self.gains, self.cos, self.sin = (
@@ -73,7 +86,7 @@ class DeviceDecoder(Decoder):
         self.fused = weights
         self.prompts = Prompts(model, self.capacity)
 
-    def _shape(self) -> dict[str, int]:
+    def _shape(self) -> dict[str, Any]:
         """The fields of `DecodePlan` that are the model's."""
         w = self.fused
         return {"dim": w.dim, "hidden": w.hidden, "heads": w.heads, "kv_heads": w.kv_heads, "layers": len(w.layers),

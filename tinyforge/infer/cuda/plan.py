@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 TILE = 8
 """Rows of a matrix that are dealt out together."""
+MOST_PLACES = 64
+"""In a queue; those of codes are small, and a place may have barriers of its own (decode.cuh)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,8 @@ class DecodePlan(ABC):
     """A decoder's shape, and what every kernel for it has: weights that come through a queue of each lane.
 
     outputs: heads of `vocab` rows each. itemsize: bytes of a stored number. blocks, warps: of the launch. shared: bytes
-    of shared memory that a block may use. depth: pieces of 16 bytes that each lane's queue holds, 0 for as many as fit.
+    of shared memory that a block may use. depth: pieces that each lane's queue holds, 0 for as many as fit. code: the
+    type of weights of one byte (codes.cuh), where the kernel reads such; a piece is then so many bytes, else 16.
     """
 
     dim: int
@@ -32,6 +35,7 @@ class DecodePlan(ABC):
     shared: int
     warps: int = 8
     depth: int = 0
+    code: str = ""
 
     @property
     def head_dim(self) -> int:
@@ -39,8 +43,18 @@ class DecodePlan(ABC):
 
     @property
     def piece(self) -> int:
-        """Numbers of a lane's 16 bytes."""
+        """Numbers that a lane takes at once: 16 bytes of them."""
         return 16 // self.itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a weight as it is stored."""
+        return 1 if self.code else self.itemsize
+
+    @property
+    def place_bytes(self) -> int:
+        """Of a place in the queues of all lanes."""
+        return self.warps * 32 * self.piece * self.weight_bytes
 
     @property
     def vocab_rows(self) -> int:
@@ -67,13 +81,15 @@ class DecodePlan(ABC):
     @property
     def slots(self) -> int:
         """Pieces in each lane's queue: a power of 2, so that a place is found by a mask."""
-        room = (self.shared - self._other_bytes) // (self.warps * 32 * 16)
-        room = min(room, self.depth) if self.depth else room
+        return self._slots_beside(self._other_bytes)
+
+    def _slots_beside(self, other_bytes: int) -> int:
+        room = min((self.shared - other_bytes) // self.place_bytes, self.depth or MOST_PLACES)
         return 1 << (room.bit_length() - 1) if room > 0 else 0
 
     @property
     def shared_bytes(self) -> int:
-        return self.slots * self.warps * 32 * 16 + self._other_bytes
+        return self.slots * self.place_bytes + self._other_bytes
 
     @property
     @abstractmethod

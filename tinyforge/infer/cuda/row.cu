@@ -6,16 +6,18 @@
 // Idea. A token reads every weight once and takes five dependent steps per layer. At batch 1 that is 80 waits, and a
 // launch or a grid barrier at each would cost more than the bytes. So one block per multiprocessor stays resident for
 // many tokens.
-//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory (`Queue`). cp.async fills
-// it up to DEPTH pieces ahead, across all waits and from one token into the next. `weights` is stored in the order in
-// which lanes read it. A lane reads only what it copied itself, so no barrier is needed.
+//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory, filled up to DEPTH pieces
+// ahead, across all waits and from one token into the next; `weights` is stored in the order in which lanes read it. On
+// Hopper threads of a warpgroup of its own fill the queues of all lanes by TMA (`SharedQueue`): they take no instruction
+// from those that compute. Elsewhere each lane fills its own by cp.async (`LaneQueue`).
 //   Activations are their own flags. Every number that one block computes for another has a place of its own in
 // `exchange`, filled beforehand with a bit pattern that no result has (`absent`). The reader polls the place until the
 // number arrives: one trip to the L2 cache, no fence, no counter. Only single words need to be atomic, because each
 // word shows by itself whether it has arrived.
 //   Products. A tile is 8 rows of a matrix. Tiles are dealt to blocks round-robin through all layers. The warps of a
 // block split the columns, and each reads the inputs of its own columns, so a product has one barrier: between the
-// warps' partial sums and the total. bf16 runs on tensor cores, and up to four rows of activations cost as much as one.
+// warps' partial sums and the total. bf16 runs on tensor cores, and up to four rows of activations cost as much as one; a
+// lane polls for the very numbers that it gives to them. What is known before an input comes is computed before.
 // float and double use multiply-adds on the same queue. A norm's gain is applied before the product and 1 / rms after
 // it, so there is no barrier between them.
 //   Attention. Position p belongs to split p % SPLITS of its kv head. One block owns the query heads of that group and
@@ -23,12 +25,21 @@
 // splits, in order.
 //   Speculation. All blocks find the most likely tokens, so all know which drafts are accepted and where the next pass
 // begins.
+//   Weights may be of one byte (WEIGHT). A lane's piece is then 8 bytes in place of 16, and a bf16 piece as soon as it is
+// in registers; a row's scale multiplies its sum.
 //   The order of sums depends only on shapes and the number of blocks: the same bits every time, for any ROWS.
 // Tried and dropped: docs/kernels/decode.md, with times.
-// Grid: at most what fits at once (cooperative launch). Block: WARPS x 32 threads, one block per multiprocessor.
+// Grid: at most what fits at once (cooperative launch). Block: (WARPS + PRODUCERS) x 32 threads, one block per
+// multiprocessor.
 //
 // compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
+// compile: SCALAR=bf16 WEIGHT=int8|e4m3 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=64 ONCE=1
+// compile: SCALAR=float WEIGHT=int8|e4m3 ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
+// compile: arch=sm_90a PRODUCERS=4 SCALAR=float WEIGHT=int8|e4m3 ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
+// compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16 WEIGHT=int8|e4m3 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=64 ONCE=1
 // compile: SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
+// compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
+// compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
 // spills: none
 
 #include "infer/cuda/decode.cuh"
@@ -39,6 +50,10 @@
 #endif
 #ifndef SPLITS  // of the positions of a kv head
 #define SPLITS 3
+#endif
+// Whether one row is drawn with a temperature too: there must be room to sort the vocabulary.
+#ifndef DRAWS
+#define DRAWS 1
 #endif
 // Whether a product takes its weights into registers before its input comes. With four rows that spills on Ampere.
 #if ROWS < 4 || __CUDA_ARCH__ >= 900
@@ -52,6 +67,9 @@
 #ifndef REFILL
 #define REFILL 8
 #endif
+// Cycles, from attention's queries on, for which blocks that do not attend poll nothing: polls slow down what attention
+// waits for and what it publishes.
+constexpr u32 QUIET = 1500;
 
 // Units dealt; with any ROWS, so that weights have one layout. At `base`, 36 on 132 blocks: the 96 tiles of attention's
 // projection go to blocks that do not attend.
@@ -70,14 +88,17 @@ constexpr int SHARED_BY = sizeof(A) / sizeof(T), STATS_WORDS = (SPLITS * HEADS +
 constexpr int QKV = 0, PARTS = QKV + 4 * WIDTH, STATS = PARTS + 4 * SPLITS * DIM / SHARED_BY;
 constexpr int MIDDLE = STATS + 4 * STATS_WORDS, GATED = MIDDLE + 4 * DIM;
 constexpr int AFTER = GATED + 4 * ((HIDDEN_ROWS / SHARED_BY + 7) / 8 * 8), LAYER = AFTER + 4 * DIM;
-__device__ __forceinline__ int place(int n, int word) { return word / 8 * 32 + n * 8 + word % 8; }
+__device__ __forceinline__ u32 place(u32 n, u32 word) { return word / 8 * 32 + n * 8 + word % 8; }
+
+// x, which is known early, in a register before a wait. The compiler would compute it where it is used, behind the wait.
+__device__ __forceinline__ u32 settled(u32 x) { return __shfl_sync(~0u, x, threadIdx.x % 32); }
 
 typedef Pack<A, PARCEL / SHARED_BY> Words;  // that hold PARCEL numbers, each a T
 
 // The first hidden unit of a tile: those of a block's tiles are side by side.
-__device__ __forceinline__ int first_unit(int tile) {
-    const int block = tile % BLOCKS;
-    return (block * (HIDDEN_TILES / BLOCKS) + min(block, HIDDEN_TILES % BLOCKS) + tile / BLOCKS) * 4;
+__device__ __forceinline__ u32 first_unit(u32 tile) {
+    const u32 block = tile % BLOCKS;
+    return (block * (HIDDEN_TILES / BLOCKS) + min(block, u32(HIDDEN_TILES % BLOCKS)) + tile / BLOCKS) * 4;
 }
 
 __device__ __forceinline__ A log_for(A x) {
@@ -97,7 +118,7 @@ template <int N>
 __device__ __forceinline__ bool there(const Pack<A, N> &p) {
     bool all = true;
 #pragma unroll
-    for (int i = 0; i < N; i++) all = all && there(p.v[i]);
+    for (int i = 0; i < N; i++) all &= there(p.v[i]);
     return all;
 }
 
@@ -109,89 +130,218 @@ __device__ __forceinline__ void publish(double *to, double x) {
     if (!there(x)) x = NAN;
     asm volatile("st.relaxed.gpu.global.f64 [%0], %1;" ::"l"(to), "d"(x) : "memory");
 }
-// Number `index` of row n of an array of T. Adjacent lanes have adjacent indices; all lanes of a warp call this.
-__device__ __forceinline__ void publish_narrow(A *array, int n, int index, A x, bool mine) {
+// A number of an array of T, at `to` if its index is even, beside the one before if it is odd. Adjacent lanes of a warp
+// have adjacent indices; all of them call this.
+__device__ __forceinline__ void publish_narrow(A *to, A x, bool mine) {
     if constexpr (SHARED_BY == 1) {
-        if (mine) publish(array + place(n, index), x);
+        if (mine) publish(to, x);
     } else {
         const A next = __shfl_down_sync(~0u, x, 1);
         Pack<T, 2> pair;
         narrow(x, pair.v[0]);
         narrow(next, pair.v[1]);
-        if (mine && index % 2 == 0) publish(array + place(n, index / 2), *reinterpret_cast<const A *>(&pair));
+        if (mine && threadIdx.x % 2 == 0) publish(to, reinterpret_cast<const A &>(pair));
     }
 }
-__device__ __forceinline__ void peek(const float *from, Pack<float, 4> &to) {
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(to.v[0]), "=f"(to.v[1]), "=f"(to.v[2]), "=f"(to.v[3])
-                 : "l"(from)
+// Reads what may not be there yet, if it is wanted: a load without a branch around it.
+__device__ __forceinline__ void peek(const float *from, Pack<float, 4> &to, bool wanted = true) {
+    asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];}"
+                 : "+f"(to.v[0]), "+f"(to.v[1]), "+f"(to.v[2]), "+f"(to.v[3])
+                 : "l"(from), "r"(u32(wanted))
                  : "memory");
 }
-__device__ __forceinline__ void peek(const float *from, Pack<float, 2> &to) {
-    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];"
-                 : "=f"(to.v[0]), "=f"(to.v[1])
-                 : "l"(from)
+__device__ __forceinline__ void peek(const float *from, Pack<float, 2> &to, bool wanted = true) {
+    asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];}"
+                 : "+f"(to.v[0]), "+f"(to.v[1])
+                 : "l"(from), "r"(u32(wanted))
                  : "memory");
 }
-__device__ __forceinline__ void peek(const double *from, Pack<double, 2> &to) {
-    asm volatile("ld.relaxed.gpu.global.v2.f64 {%0, %1}, [%2];"
-                 : "=d"(to.v[0]), "=d"(to.v[1])
-                 : "l"(from)
+__device__ __forceinline__ void peek(const float *from, Pack<float, 1> &to, bool wanted = true) {
+    asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.relaxed.gpu.global.f32 %0, [%1];}"
+                 : "+f"(to.v[0])
+                 : "l"(from), "r"(u32(wanted))
+                 : "memory");
+}
+__device__ __forceinline__ void peek(const double *from, Pack<double, 2> &to, bool wanted = true) {
+    asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p ld.relaxed.gpu.global.v2.f64 {%0, %1}, [%2];}"
+                 : "+d"(to.v[0]), "+d"(to.v[1])
+                 : "l"(from), "r"(u32(wanted))
+                 : "memory");
+}
+__device__ __forceinline__ void peek(const double *from, Pack<double, 1> &to, bool wanted = true) {
+    asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.relaxed.gpu.global.f64 %0, [%1];}"
+                 : "+d"(to.v[0])
+                 : "l"(from), "r"(u32(wanted))
                  : "memory");
 }
 
-__device__ __forceinline__ void peek(const float *from, Pack<float, 1> &to) {
-    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(to.v[0]) : "l"(from) : "memory");
-}
-__device__ __forceinline__ void peek(const double *from, Pack<double, 1> &to) {
-    asm volatile("ld.relaxed.gpu.global.f64 %0, [%1];" : "=d"(to.v[0]) : "l"(from) : "memory");
-}
-
-// COUNT packs computed by other blocks, at the addresses at(i), null for none. All loads are issued before the first is
-// checked.
+// COUNT packs computed by other blocks, at the addresses at(i), as far as wanted(i). All loads are issued before the first
+// is checked.
 template <int COUNT, int N>
-__device__ __forceinline__ void clear(Pack<A, N> (&got)[COUNT]) {
+struct Awaited {
+    u32 missing[COUNT];  // 0 or 1: a register, where a bool would be a byte
+
+    template <class Wanted>
+    __device__ __forceinline__ explicit Awaited(Wanted wanted) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) got[i].v[0] = absent(A());
-}
-template <int COUNT, int N, class At>
-__device__ __forceinline__ void request(Pack<A, N> (&got)[COUNT], At at) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++)
-        if (at(i) && !there(got[i])) peek(at(i), got[i]);
-}
-template <int COUNT, int N, class At>
-__device__ __forceinline__ bool arrived(const Pack<A, N> (&got)[COUNT], At at) {
-    bool all = true;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) all = all && (!at(i) || there(got[i]));
-    return all;
-}
-template <int COUNT, int N, class At>
-__device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at) {
-    clear(got);
-    for (u32 polls = 0;; pause(polls)) {
-        request(got, at);
-        if (arrived(got, at)) return;
+        for (int i = 0; i < COUNT; i++) missing[i] = wanted(i);
     }
+    template <class At>
+    __device__ __forceinline__ void request(Pack<A, N> (&got)[COUNT], At at) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) peek(at(i), got[i], missing[i]);
+    }
+    // Whether something has not come.
+    __device__ __forceinline__ u32 check(const Pack<A, N> (&got)[COUNT]) {
+        u32 any = 0;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            if (there(got[i])) missing[i] = 0;
+            any |= missing[i];
+        }
+        return any;
+    }
+};
+template <int COUNT, int N, class At, class Wanted>
+__device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at, Wanted wanted) {
+    Awaited<COUNT, N> awaited(wanted);
+    for (u32 polls = 0;; pause(polls)) {
+        awaited.request(got, at);
+        if (!awaited.check(got)) return;
+    }
+}
+// The same by whole warps, whose lanes stay together.
+template <int COUNT, int N, class At, class Wanted>
+__device__ __forceinline__ void await_together(Pack<A, N> (&got)[COUNT], At at, Wanted wanted) {
+    Awaited<COUNT, N> awaited(wanted);
+    for (u32 polls = 0;; pause(polls)) {
+        awaited.request(got, at);
+        if (!__any_sync(~0u, awaited.check(got))) return;
+    }
+}
+
+__device__ __forceinline__ void rest(u32 cycles) {
+    const u32 begin = clock();
+    while (u32(clock()) - begin < cycles) continue;
+}
+
+// The number of the residual stream that a thread adds to its sum. It comes with the product's input, as no other wait
+// should lie between the two.
+struct Residual {
+    Pack<A, 1> word[1];
+    const A *from;
+    Awaited<1, 1> awaited;
+
+    __device__ __forceinline__ Residual(const A *from, bool wanted) : from(from), awaited([&](int) { return wanted; }) {}
+    __device__ __forceinline__ void await() {
+        for (u32 polls = 0;; pause(polls)) {
+            request();
+            if (!check()) return;
+        }
+    }
+    __device__ __forceinline__ void request() {
+        awaited.request(word, [&](int) { return from; });
+    }
+    __device__ __forceinline__ u32 check() { return awaited.check(word); }
+    template <int COUNT, int N, class At, class Wanted>
+    __device__ __forceinline__ void await_with(Pack<A, N> (&got)[COUNT], At at, Wanted wanted) {
+        Awaited<COUNT, N> others(wanted);
+        for (u32 polls = 0;; pause(polls)) {
+            others.request(got, at);
+            request();
+            const u32 missing = check();
+            if (!__any_sync(~0u, others.check(got) | missing)) return;
+        }
+    }
+};
+
+// The token of row n; 0 in place of no draft.
+__device__ __forceinline__ int id_of_row(const int (&ids)[ROWS], u32 n) {
+    int id = ids[0];
+#pragma unroll
+    for (u32 m = 1; m < ROWS; m++)
+        if (m == n) id = ids[m];
+    return max(id, 0);
 }
 
 // What the threads of a block share.
 struct Shared {
     T *by_dim, *by_hidden;  // inputs of a product: ROWS of pitch(DIM), ROWS of pitch(HIDDEN)
-    A *stream;              // the residual stream: ROWS x DIM
-    A *squares;             // its squared norm, a part of each warp: ROWS x WARPS
+    A *squares;             // the squared norm of the residual stream, a part of each warp: ROWS x WARPS
     A *sums;                // of a product, a part of each warp: 2 x TILES x ROWS x 8 x WARPS
     unsigned char *scratch;
 };
 
 static_assert(TILES * ROWS * 8 <= THREADS, "a thread finishes one number at most");
 
+#if PRODUCERS
+typedef SharedQueue Weights;
+#else
+typedef LaneQueue<THREADS * PIECE> Weights;
+#endif
+
+// The numbers of a product's input that a lane gives to the tensor cores: of row lane / 4 % 4, in each step four columns
+// side by side.
+template <int COLUMNS>
+struct Input {
+    static constexpr int STEPS = steps(COLUMNS);
+    u32 x[STEPS][2];
+
+    __device__ static u32 row() { return threadIdx.x / 4 % 4; }
+    __device__ static u32 column(int j) {
+        return threadIdx.x / 32 * slice(COLUMNS) + threadIdx.x % 4 * PIECE + threadIdx.x % 32 / 16 * 4 + j * STEP;
+    }
+    // HAVE: columns that there are.
+    template <int HAVE = COLUMNS>
+    __device__ static bool mine(int j) {
+        return row() < ROWS && (HAVE >= padded(COLUMNS) || column(j) < HAVE);
+    }
+    // The places of a step's numbers. PER_WORD: how many lie in a word.
+    template <int PER_WORD>
+    __device__ static const A *at(const A *from, int j) {
+        return from + place(row(), column(0) / PER_WORD) + j * (STEP / PER_WORD * 4);
+    }
+};
+
+// Pieces of weights that a lane holds before the input comes, at most, where a tile has fewer: with more, registers spill.
+#ifndef HELD
+#define HELD 12
+#endif
+__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
+__device__ constexpr int least_one(int a) { return a < 1 ? 1 : a; }
+
+// A block's share of a product of a matrix of COUNT tiles: what is known of it before its input is.
+template <int COLUMNS, int COUNT>
+struct Matrix {
+    static constexpr int STEPS = steps(COLUMNS), EACH = ceil_div(COUNT, BLOCKS);
+    static constexpr int MOST = least(EACH, least(TILES, EARLY ? least_one(HELD / STEPS) : TILES));
+    Piece held[EARLY ? MOST * STEPS : 1];  // weights
+    int first, count;                      // tile and number of those that are multiplied at one time
+    int row;                               // that this thread finishes, -1 for none
+    u32 at;                                // where it goes, in an array of `exchange`
+    const float *scales;                   // of the matrix's rows, where its weights are codes
+    A scale;                               // of that row
+
+    __device__ __forceinline__ bool mine() const { return first < COUNT; }
+    __device__ static u32 input_row() { return threadIdx.x / 8 % ROWS; }
+};
+
+// Whether a product's weights are taken a step ahead: while the block waits for the input of the product before it. They
+// must be all that it has of the matrix, and fit into registers beside those of the other.
+constexpr int MOST_TILES = ceil_div(HIDDEN_TILES > WIDTH / 8 ? HIDDEN_TILES : WIDTH / 8, BLOCKS);
+constexpr bool AHEAD =
+    PRODUCERS && EARLY && MOST_TILES <= TILES && DIM / 8 <= BLOCKS &&
+    (MOST_TILES + 1) * steps(DIM) + steps(HIDDEN) <= (DEPTH < 32 ? DEPTH : 32);
+// Threads that start copies. One alone starts three in a microsecond, and large models and several rows wait for them.
+// Where one row waits for other blocks' numbers instead, more copies under way delay these.
+constexpr int FILLERS = AHEAD && ROWS == 1 ? 1 : least_one(least(PRODUCERS, DEPTH));
+
 struct Block {
     Shared shared;
-    Queue queue;
+    Weights queue;
     int dealt;   // tiles of all kinds dealt so far, modulo BLOCKS
     int parity;  // of the buffer for sums
+    const float *scales;  // where weights are codes: of the rows that are dealt next
     A eps;
     A square;    // of this lane's part of the residual stream
 
@@ -199,8 +349,14 @@ struct Block {
     __device__ __forceinline__ int deal(int count) {
         const int first = int(blockIdx.x) - dealt;
         dealt += count % BLOCKS;
+        if constexpr (CODES) scales += count * 8;
         if (dealt >= BLOCKS) dealt -= BLOCKS;
         return first < 0 ? first + BLOCKS : first;
+    }
+    template <int COLUMNS, int COUNT>
+    __device__ __forceinline__ void deal(Matrix<COLUMNS, COUNT> &p) {
+        p.scales = scales;
+        p.first = deal(COUNT);
     }
 
     // This warp's part of the sums of up to MOST tiles. Each tile has several chains of sums, because a tensor-core
@@ -209,19 +365,17 @@ struct Block {
     // its rows 0 to 3 (x has at most four), those of the other two in rows 4 to 7; half of the result is used. Fewer
     // than MOST tiles are multiplied as MOST, with whatever lies in the queue; those sums are ignored.
     template <int STEPS, int MOST, class At>
-    __device__ __forceinline__ void multiply(At piece, const T *part, int pitch, A *sums) {
-        constexpr int CHAINS = MOST == 1 ? 4 : MOST == 2 ? 2 : 1;
+    __device__ __forceinline__ void multiply(At piece, const u32 (&x)[STEPS][2], A *sums) {
+        constexpr int CHAINS = STEPS < 4 ? STEPS : 4;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-        const u32 *const input = reinterpret_cast<const u32 *>(part + g % 4 * pitch) + g / 4;
         float sum[MOST][CHAINS][4] = {};
 #pragma unroll
         for (int j = 0; j < STEPS; j++) {
-            u32 x[2] = {};
-            if (g % 4 < ROWS) x[0] = input[j * STEP / 2], x[1] = input[j * STEP / 2 + 2];
 #pragma unroll
             for (int i = 0; i < MOST; i++) {
-                const uint4 w = reinterpret_cast<const uint4 &>(piece(i * STEPS + j));
-                multiply_add(sum[i][j % CHAINS], w.x, w.y, w.z, w.w, x[0], x[1]);
+                const Piece &weights = piece(i * STEPS + j);
+                const uint4 w = reinterpret_cast<const uint4 &>(weights);
+                multiply_add(sum[i][j % CHAINS], w.x, w.y, w.z, w.w, x[j][0], x[j][1]);
             }
         }
 #pragma unroll
@@ -239,45 +393,57 @@ struct Block {
         }
     }
 
-    // Calls take(), which waits for the input, then finish(row, n, sum) for each row of this block's share of COUNT tiles
-    // and each row n of input; with NORM the sum is divided by the rms of the residual stream. Whole warps call it; row
-    // is -1 for threads without one.
-    // One barrier: between the warps' sums and the total. What a warp leaves in shared memory for `finish` (`stream`,
-    // `squares`) is overwritten only after numbers have arrived that depend on `finish`.
-    template <int COLUMNS, int COUNT, bool NORM, class Take, class Finish>
-    __device__ __forceinline__ void product(int first, const T *input, Take take, Finish finish) {
-        constexpr int STEPS = steps(COLUMNS), PITCH = pitch(COLUMNS), EACH = ceil_div(COUNT, BLOCKS);
-        constexpr int MOST = EACH < TILES ? EACH : TILES;
-        const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    // Takes the weights of the tiles from p.first on; at = aim(row).
+    template <int COLUMNS, int COUNT, class Aim>
+    __device__ __forceinline__ void prepare(Matrix<COLUMNS, COUNT> &p, Aim aim) {
+        constexpr int MOST = Matrix<COLUMNS, COUNT>::MOST, STEPS = Matrix<COLUMNS, COUNT>::STEPS;
+        p.count = 0;  // without a share too: `held` is written on every way, or it would need registers all along
+#pragma unroll
+        for (int i = 0; i < MOST; i++) p.count += p.first + i * BLOCKS < COUNT;
+        const u32 tile = p.first + threadIdx.x / (ROWS * 8) * BLOCKS;
+        p.row = int(threadIdx.x) < p.count * ROWS * 8 ? int(tile * 8 + threadIdx.x % 8) : -1;
+        p.at = settled(aim(u32(max(p.row, 0))));
+        if constexpr (CODES) p.scale = p.row < 0 ? 0 : p.scales[p.row];
+        queue.await(p.count * STEPS);
+        if constexpr (EARLY) {
+#pragma unroll
+            for (int i = 0; i < MOST * STEPS; i++) p.held[i] = decoded<T>(queue[i]);
+            queue.used(p.count * STEPS);
+        }
+    }
+
+    // A product that is prepared. Calls take(x), which waits for the input, then finish(row, n, sum) for each row of this
+    // block's share and each row n of input; with NORM the sum is divided by the rms of the residual stream. Whole warps
+    // call it; row is -1 for threads without one.
+    // One barrier: between the warps' sums and the total. What a warp leaves in shared memory for `finish` (`squares`) is
+    // overwritten only after numbers have arrived that depend on `finish`.
+    // again(): called before the sums of further tiles, where a block has more of them than it multiplies at one time.
+    template <bool NORM, int COLUMNS, int COUNT, class Take, class Aim, class Finish, class Again>
+    __device__ __forceinline__ void run(Matrix<COLUMNS, COUNT> &p, const T *input, Take take, Aim aim, Finish finish,
+                                        Again again) {
+        constexpr int EACH = Matrix<COLUMNS, COUNT>::EACH, MOST = Matrix<COLUMNS, COUNT>::MOST;
+        constexpr int STEPS = steps(COLUMNS), PITCH = pitch(COLUMNS);
+        const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, n = p.input_row();
         const T *const part = input + warp * slice(COLUMNS) + lane % 4 * PIECE;
-        Piece held[EARLY ? MOST * STEPS : 1];
-        int count = 0;
-        const auto weights = [&](int tile) {  // waits for those of the tiles that are multiplied at one time
-            count = 0;
-#pragma unroll
-            for (int i = 0; i < MOST; i++) count += tile + i * BLOCKS < COUNT;
-            if (int(queue.requested - queue.taken) < count * STEPS) queue.refill(DEPTH);
-            queue.wait(count * STEPS);
-            if constexpr (EARLY) {
-#pragma unroll
-                for (int i = 0; i < MOST * STEPS; i++) held[i] = queue[i];
-            }
-        };
-        weights(first);
-        take();
-        for (int tile = first; tile < COUNT; tile += MOST * BLOCKS) {
+        Input<TENSOR_CORES ? COLUMNS : 1> x;
+        take(x);
+        while (p.mine()) {
+            const int count = p.count, row = p.row;
             A *const sums = shared.sums + parity * (TILES * ROWS * 8 * WARPS);
-            if constexpr (EACH > MOST) {
-                if (tile != first) weights(tile);
-            }
             if constexpr (TENSOR_CORES) {
-                const auto piece = [&](int i) -> const Piece & { return EARLY ? held[EARLY ? i : 0] : queue[i]; };
-                multiply<STEPS, MOST>(piece, part, PITCH, sums);
+                const auto piece = [&](int i) -> decltype(auto) {
+                    if constexpr (EARLY) {
+                        return (p.held[i]);
+                    } else {
+                        return decoded<T>(queue[i]);
+                    }
+                };
+                multiply<STEPS, MOST>(piece, x.x, sums);
             } else {
                 for (int i = 0; i < count; i++) {
                     A sum[ROWS] = {};
                     for (int j = 0; j < STEPS; j++) {
-                        const Piece w = queue[i * STEPS + j];
+                        const Piece w = decoded<T>(queue[i * STEPS + j]);
 #pragma unroll
                         for (int n = 0; n < ROWS; n++) {
                             const Piece x = load<PIECE>(part + n * PITCH + j * STEP);
@@ -294,16 +460,19 @@ struct Block {
                 }
             }
             if (NORM) share_squares();
-            __syncthreads();
+            sync();
             if (thread - lane < count * ROWS * 8) {
-                const bool mine = thread < count * ROWS * 8;
-                const int i = thread / (ROWS * 8), n = thread / 8 % ROWS;
                 A sum = total(sums + thread * WARPS);
+                if constexpr (CODES) sum *= p.scale;
                 if (NORM) sum *= inverse_rms(n);
-                finish(mine ? (tile + i * BLOCKS) * 8 + thread % 8 : -1, n, sum);
+                finish(row, n, sum);
             }
-            queue.taken += count * STEPS;
+            if constexpr (!EARLY) queue.used(count * STEPS);
             parity ^= 1;
+            if constexpr (EACH <= MOST) break;
+            p.first += MOST * BLOCKS;
+            prepare(p, aim);
+            again();
         }
     }
 
@@ -324,94 +493,97 @@ struct Block {
         const int warp = threadIdx.x / 32;
         Pack<A, 1> word[1];
         const A *const at = from + place(0, (blockIdx.x * WARPS + warp) * 8 % count);
-        clear(word);
+        word[0].v[0] = absent(A());
         for (u32 polls = 0;; pause(polls)) {
-            if (threadIdx.x % 32 == 0) peek(at, word[0]);
+            peek(at, word[0], threadIdx.x % 32 == 0);
             if (__any_sync(~0u, there(word[0]))) return;
             queue.refill(REFILL);
         }
     }
 
     // The functions below read this warp's columns of an input, those that it multiplies itself, so they need no
-    // barrier. Lanes read an array of WORDS words, SLICE of them this warp's, SIZE at a time: whole lines with all
-    // their rows. A lane always reads the same row.
+    // barrier. Tensor cores take it from registers, the rest from shared memory. There lanes read an array of WORDS words,
+    // SLICE of them this warp's, SIZE at a time: whole lines with all their rows. A lane always reads the same row.
     template <int WORDS, int SLICE, int SIZE>
     struct Share {
         static constexpr int BESIDE = 8 / SIZE;  // lanes that read the eight words of a row
         static constexpr int LANES = ROWS == 3 ? 4 : ROWS;  // times so many read a line; a fourth row has none of it
         static constexpr int EACH = ceil_div(LANES * SLICE / SIZE, 32);  // for each lane
 
-        __device__ static int task(int i) { return threadIdx.x % 32 + i * 32; }
-        __device__ static int row() { return threadIdx.x % 32 / BESIDE % LANES; }
-        __device__ static int word(int i) {
+        __device__ static u32 task(int i) { return threadIdx.x % 32 + i * 32; }
+        __device__ static u32 row() { return threadIdx.x % 32 / BESIDE % LANES; }
+        __device__ static u32 word(int i) {
             return threadIdx.x / 32 * SLICE + task(i) / (BESIDE * LANES) * 8 + task(i) % BESIDE * SIZE;
         }
         __device__ static bool mine(int i) {
             return row() < ROWS && task(i) < LANES * SLICE / SIZE && word(i) < WORDS;
         }
-        __device__ static const A *at(const A *from, int i) { return mine(i) ? from + place(row(), word(i)) : nullptr; }
+        __device__ static const A *at(const A *from, int i) { return from + place(row(), word(i)); }
     };
     using Stream = Share<DIM, slice(DIM), PARCEL>;
 
     // Reads the residual stream from `from`, or, if that is null, the embeddings of `ids`. Times the gain it is the
     // input.
-    __device__ __forceinline__ void take_stream(const A *from, const T *embedding, const int (&ids)[ROWS],
+    template <class X>
+    __device__ __forceinline__ void take_stream(X &input, const A *from, const T *embedding, const int (&ids)[ROWS],
                                                 const A *gain) {
-        using Mine = Stream;
-        Parcel gains[Mine::EACH] = {}, x[Mine::EACH] = {};
-        const int n = Mine::row();
+        constexpr int EACH = TENSOR_CORES ? steps(DIM) : Stream::EACH;
+        const u32 n = TENSOR_CORES ? X::row() : Stream::row();
+        const auto column = [&](int i) { return TENSOR_CORES ? X::column(i) : u32(Stream::word(i)); };
+        const auto mine = [&](int i) { return TENSOR_CORES ? X::mine(i) : Stream::mine(i); };
+        Parcel gains[EACH], x[EACH] = {};
 #pragma unroll
-        for (int i = 0; i < Mine::EACH; i++)
-            if (Mine::mine(i)) gains[i] = load<PARCEL>(gain + Mine::word(i));
+        for (int i = 0; i < EACH; i++) gains[i] = load<PARCEL>(gain + (column(i) < DIM ? column(i) : 0));
         if (from) {
-            await(x, [&](int i) { return Mine::at(from, i); });
+            const auto at = [&](int i) { return TENSOR_CORES ? X::template at<1>(from, i) : Stream::at(from, i); };
+            await_together(x, at, mine);
         } else {
-            int id = ids[0];
+            const i64 id = id_of_row(ids, n);
 #pragma unroll
-            for (int m = 1; m < ROWS; m++)
-                if (m == n) id = ids[m];
-#pragma unroll
-            for (int i = 0; i < Mine::EACH; i++) {
-                if (!Mine::mine(i)) continue;
-                const Pack<T, PARCEL> row = load<PARCEL>(embedding + i64(max(id, 0)) * DIM + Mine::word(i));
+            for (int i = 0; i < EACH; i++) {
+                if (!mine(i)) continue;
+                const Pack<T, PARCEL> row = load<PARCEL>(embedding + id * DIM + column(i));
 #pragma unroll
                 for (int j = 0; j < PARCEL; j++) x[i].v[j] = widen(row.v[j]);
             }
         }
-        __syncwarp();  // reconverges the lanes: their numbers arrive at different times
-        A squares[Mine::EACH] = {};
+        A squares[EACH] = {};
 #pragma unroll
-        for (int i = 0; i < Mine::EACH; i++) {
-            if (!Mine::mine(i)) continue;
+        for (int i = 0; i < EACH; i++) {
             Pack<T, PARCEL> scaled;
 #pragma unroll
             for (int j = 0; j < PARCEL; j++) {
+                if (!mine(i)) x[i].v[j] = 0;
                 squares[i] += x[i].v[j] * x[i].v[j];
                 narrow(x[i].v[j] * gains[i].v[j], scaled.v[j]);
             }
-            store(shared.stream + n * DIM + Mine::word(i), x[i]);
-            store(shared.by_dim + n * pitch(DIM) + Mine::word(i), scaled);
+            if constexpr (TENSOR_CORES) {
+                const uint2 two = reinterpret_cast<const uint2 &>(scaled);
+                input.x[i][0] = two.x, input.x[i][1] = two.y;
+            } else if (mine(i)) {
+                store(shared.by_dim + n * pitch(DIM) + column(i), scaled);
+            }
         }
         // Added in the order in which lanes are added afterwards: the same sum for any number of lanes per row.
-        static_assert(Mine::EACH <= 32, "a lane's share of a row");
+        static_assert(EACH <= 32, "a lane's share of a row");
 #pragma unroll
         for (int gap = 16; gap; gap /= 2) {
 #pragma unroll
             for (int i = 0; i < gap; i++)
-                if (i + gap < Mine::EACH) squares[i] += squares[i + gap];
+                if (i + gap < EACH) squares[i] += squares[i + gap];
         }
         square = squares[0];
-        __syncwarp();
+        if constexpr (!TENSOR_CORES) __syncwarp();
     }
 
     // This warp's part of the squared norm of the residual stream, computed while a product is in flight.
     __device__ __forceinline__ void share_squares() {
-        constexpr int BESIDE = Stream::BESIDE;
+        constexpr int BESIDE = TENSOR_CORES ? 4 : Stream::BESIDE, LANES = TENSOR_CORES ? 4 : Stream::LANES;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         A sum = square;
 #pragma unroll
         for (int gap = 16; gap; gap /= 2)
-            if (gap < BESIDE || gap >= BESIDE * Stream::LANES) sum += __shfl_xor_sync(~0u, sum, gap);  // of this row
+            if (gap < BESIDE || gap >= BESIDE * LANES) sum += __shfl_xor_sync(~0u, sum, gap);  // of this row
         if (lane % BESIDE == 0 && lane < BESIDE * ROWS) shared.squares[lane / BESIDE * WARPS + warp] = sum;
     }
 
@@ -420,38 +592,52 @@ struct Block {
         return inverse_root(total(shared.squares + n * WARPS) * (A(1) / A(DIM)) + eps);
     }
 
-    __device__ __forceinline__ void take_gated(const A *from) {
-        using Mine = Share<HIDDEN_ROWS / SHARED_BY, slice(HIDDEN) / SHARED_BY, PARCEL>;
-        Parcel x[Mine::EACH];
-        await(x, [&](int i) { return Mine::at(from, i); });
-        __syncwarp();
+    // With a residual: see `Residual`.
+    template <class X>
+    __device__ __forceinline__ void take_gated(X &input, const A *from, Residual &residual) {
+        if constexpr (TENSOR_CORES) {
+            Pack<A, 4 / SHARED_BY> x[X::STEPS];
+            const auto mine = [&](int j) { return X::template mine<HIDDEN_ROWS>(j); };
+            residual.await_with(x, [&](int j) { return X::template at<SHARED_BY>(from, j); }, mine);
 #pragma unroll
-        for (int i = 0; i < Mine::EACH; i++) {
-            T *const to = shared.by_hidden + Mine::row() * pitch(HIDDEN) + Mine::word(i) * SHARED_BY;
-            if (Mine::mine(i)) store(to, reinterpret_cast<const Piece &>(x[i]));
+            for (int j = 0; j < X::STEPS; j++) {
+                const uint2 two = reinterpret_cast<const uint2 &>(x[j]);
+                input.x[j][0] = mine(j) ? two.x : 0, input.x[j][1] = mine(j) ? two.y : 0;
+            }
+        } else {
+            using Mine = Share<HIDDEN_ROWS / SHARED_BY, slice(HIDDEN) / SHARED_BY, PARCEL>;
+            Parcel x[Mine::EACH];
+            residual.await_with(x, [&](int i) { return Mine::at(from, i); }, Mine::mine);
+#pragma unroll
+            for (int i = 0; i < Mine::EACH; i++) {
+                T *const to = shared.by_hidden + Mine::row() * pitch(HIDDEN) + Mine::word(i) * SHARED_BY;
+                if (Mine::mine(i)) store(to, reinterpret_cast<const Piece &>(x[i]));
+            }
+            __syncwarp();
         }
-        __syncwarp();
     }
 
     // Merges the splits of attention: each split's output has the weight exp(log-sum-exp of its scores).
-    __device__ __forceinline__ void take_attended(const A *parts, const A *stats) {
+    template <class X>
+    __device__ __forceinline__ void take_attended(X &input, const A *parts, const A *stats, Residual &residual) {
         using Mine = Share<DIM / SHARED_BY, slice(DIM) / SHARED_BY, PARCEL / SHARED_BY>;
         Words x[Mine::EACH * SPLITS];
         Pack<A, 1> lse[Mine::EACH * SPLITS];
         // Part i % SPLITS of number i / SPLITS.
-        const auto at_x = [&](int i) {
-            return Mine::at(parts + i % SPLITS * (4 * DIM / SHARED_BY), i / SPLITS);
-        };
+        const auto mine = [](int i) { return Mine::mine(i / SPLITS); };
+        const auto at_x = [&](int i) { return Mine::at(parts, i / SPLITS) + i % SPLITS * (4 * DIM / SHARED_BY); };
         const auto at_lse = [&](int i) {
             const int head = Mine::word(i / SPLITS) * SHARED_BY / HEAD_DIM;
-            return Mine::mine(i / SPLITS) ? stats + place(Mine::row(), i % SPLITS * HEADS + head) : nullptr;
+            return stats + place(Mine::row(), i % SPLITS * HEADS + head);
         };
-        clear(x);
-        clear(lse);
+        Awaited<Mine::EACH * SPLITS, 1> awaited_lse(mine);
+        Awaited<Mine::EACH * SPLITS, PARCEL / SHARED_BY> awaited_x(mine);
         for (u32 polls = 0;; pause(polls)) {
-            request(lse, at_lse);
-            request(x, at_x);
-            if (__all_sync(~0u, arrived(lse, at_lse) && arrived(x, at_x))) break;
+            awaited_lse.request(lse, at_lse);
+            awaited_x.request(x, at_x);
+            residual.request();
+            const u32 missing = awaited_lse.check(lse) | residual.check();
+            if (!__any_sync(~0u, awaited_x.check(x) | missing)) break;
             queue.refill(REFILL);
         }
 #pragma unroll
@@ -475,6 +661,15 @@ struct Block {
             store(shared.by_dim + Mine::row() * pitch(DIM) + Mine::word(i / SPLITS) * SHARED_BY, rounded);
         }
         __syncwarp();
+        if constexpr (TENSOR_CORES) {
+#pragma unroll
+            for (int j = 0; j < X::STEPS; j++) {
+                const bool mine = X::mine(j);
+                const T *const from = shared.by_dim + (mine ? X::row() : 0) * pitch(DIM) + X::column(j);
+                const uint2 two = reinterpret_cast<const uint2 &>(static_cast<const Pack<T, 4> &>(load<4>(from)));
+                input.x[j][0] = mine ? two.x : 0, input.x[j][1] = mine ? two.y : 0;
+            }
+        }
     }
 };
 
@@ -482,21 +677,24 @@ struct Block {
 // QUERIES rows fill at most half of an operand, if possible: the other half would double the cost in one block.
 constexpr int UNIT_ROWS = sizeof(T) > 2 || GROUP > 8 ? 1 : 8 / GROUP < ROWS ? 8 / GROUP : ROWS;
 constexpr int UNITS = KV_HEADS * SPLITS * ((ROWS + UNIT_ROWS - 1) / UNIT_ROWS), QUERIES = UNIT_ROWS * GROUP;
-constexpr int Q_PITCH = HEAD_DIM + STEP;
+constexpr int Q_PITCH = HEAD_DIM + STEP, QUERY_ROWS = (QUERIES + 7) / 8 * 8, FRESH = QUERY_ROWS * Q_PITCH;
+// Each warp takes its own queries, keys and values, and waits for no other. With several rows each would poll too many.
+constexpr bool BY_WARP = TENSOR_CORES && ROWS == 1;
 static_assert(GROUP <= 16, "a unit is 16 rows of queries at most");
 
 // In shared memory: each warp's partial result. `outputs` are not yet divided by `totals`; scores are relative to
 // `tops`.
 struct Scratch {
     A *outputs, *tops, *totals;  // WARPS x QUERIES x HEAD_DIM; QUERIES x WARPS
-    T *queries, *fresh;          // 16 x Q_PITCH, rotated; ROWS x (key, value) x HEAD_DIM
+    T *queries, *fresh;          // rotated, QUERY_ROWS x Q_PITCH; ROWS x (key, value) x HEAD_DIM; of each warp in bf16
 
     __device__ explicit Scratch(unsigned char *memory) {
         outputs = reinterpret_cast<A *>(memory);
         tops = outputs + WARPS * QUERIES * HEAD_DIM;
         totals = tops + QUERIES * WARPS;
         queries = reinterpret_cast<T *>(totals + QUERIES * WARPS);
-        fresh = queries + 16 * Q_PITCH;
+        if (BY_WARP) queries += threadIdx.x / 32 * (FRESH + ROWS * 2 * HEAD_DIM);
+        fresh = queries + FRESH;
     }
 };
 
@@ -552,17 +750,28 @@ struct SplitSlab : Slab {
             const int n = (base + key(u)) * SPLITS + split - past;
 #pragma unroll
             for (int s = 0; s < CHUNKS; s++) {
-                if (n >= 0 && n < ROWS) {
-                    keys[u][s] = *reinterpret_cast<const uint4 *>(fresh + n * 2 * HEAD_DIM + s * 32 + c * 8);
-                }
+                const bool mine = n >= 0 && n < ROWS;
+                const T *const from = fresh + (mine ? n : 0) * 2 * HEAD_DIM + s * 32 + c * 8;
+                const uint4 key = *reinterpret_cast<const uint4 *>(from);
+                keys[u][s] = mine ? key : keys[u][s];
             }
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int n = (base + value(i)) * SPLITS + split - past;
-            if (n >= 0 && n < ROWS) values[i] = load<WIDE>(fresh + (n * 2 + 1) * HEAD_DIM + g * WIDE);
+            const bool mine = n >= 0 && n < ROWS;
+            typedef Pack<u32, WIDE / 2> Pairs;
+            const Pairs value = *reinterpret_cast<const Pairs *>(fresh + ((mine ? n : 0) * 2 + 1) * HEAD_DIM + g * WIDE);
+            Pairs &held = reinterpret_cast<Pairs &>(values[i]);
+#pragma unroll
+            for (int j = 0; j < WIDE / 2; j++) held.v[j] = mine ? value.v[j] : held.v[j];
         }
     }
+};
+
+template <bool VALUE>
+struct Constant {
+    __device__ constexpr bool operator()() const { return VALUE; }
 };
 
 // This warp's partial result. slab: its first 16 positions, as far as they are before `past`.
@@ -580,8 +789,7 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab s
     }
     const float scale = 1.0f / sqrtf(float(HEAD_DIM));
     float top[2] = {LOWEST, LOWEST}, total[2] = {}, output[WIDE][4] = {};
-    for (int base = warp * 16; base * SPLITS + split < past + ROWS; base += WARPS * 16) {
-        if (base != warp * 16) slab.load_old(keys, values, base, split, past);
+    const auto take = [&](int base, auto is_first) {
         if ((base + 15) * SPLITS + split >= past) slab.load_fresh(scratch.fresh, base, split, past);
         float score[2][4] = {};
         slab.scores(q, score);
@@ -599,7 +807,17 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab s
             }
             take_scores(score, h, new_top, top, total, shrink, shares);
         }
-        slab.add_values(shares, shrink, output);
+        if constexpr (is_first()) {
+            slab.add_values(shares, output);
+        } else {
+            slab.add_values(shares, shrink, output);
+        }
+    };
+    // The first slab apart: up to WARPS * 16 * SPLITS positions there is no other.
+    if (warp * 16 * SPLITS + split < past + ROWS) take(warp * 16, Constant<true>());
+    for (int base = (warp + WARPS) * 16; base * SPLITS + split < past + ROWS; base += WARPS * 16) {
+        slab.load_old(keys, values, base, split, past);
+        take(base, Constant<false>());
     }
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
@@ -672,66 +890,124 @@ __device__ __forceinline__ void attend_keys(const Scratch &scratch, const T *key
 
 // Attention of the rows of this pass from `first_row` on, over split `split` of one kv head. Writes the keys and values
 // of the pass that belong to the split. Every block of the split writes the same numbers, so that each later reads its
-// own. keys, values: of the head. qkv, parts, stats: the layer's places in `exchange`. past: positions before the pass.
-__device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, const A *cosines, const A *sines, T *keys,
-                                       T *values, A *parts, A *stats, int kv_head, int split, int first_row, int past) {
-    const int thread = threadIdx.x;
-    // The cache does not depend on this pass: the first keys and values are loaded before the queries arrive.
-    SplitSlab slab;
-    if constexpr (TENSOR_CORES) slab.load_old(keys, values, thread / 32 * 16, split, past);
+// own.
+struct Attention {
+    // Half heads: the unit's queries and each row's key and value. All but the value are rotated, which has angles of 0.
+    static constexpr int HALF = HEAD_DIM / 2, LINE = HALF / PARCEL;
+    static constexpr u32 TOGETHER = BY_WARP ? 32 : THREADS;
+    static constexpr u32 TASKS = (QUERIES + 2 * ROWS) * LINE, TURNS = ceil_div(TASKS, TOGETHER);
+    // A thread merges the warps' results for some words of `parts`.
+    static constexpr u32 WORDS = QUERIES * HEAD_DIM / SHARED_BY, EACH = ceil_div(WORDS, THREADS);
+    struct Task {
+        u32 head, column, n;
+        bool is_query, is_value;
+    };
 
-    // Half heads: the unit's queries and each row's key and value. All but the value are rotated.
-    constexpr int HALF = HEAD_DIM / 2, LINE = HALF / PARCEL;
-    for (int task = thread; task < (QUERIES + 2 * ROWS) * LINE; task += THREADS) {
-        const int head = task / LINE, column = task % LINE * PARCEL, is_value = (head - QUERIES) % 2;
-        const bool is_query = head < QUERIES;
-        const int n = is_query ? first_row + head / GROUP : (head - QUERIES) / 2, position = past + n;
-        if (is_query ? n >= ROWS : position % SPLITS != split) continue;  // no row; another block's key and value
-        const int line = is_query ? kv_head * GROUP + head % GROUP : HEADS + is_value * KV_HEADS + kv_head;
-        const Parcel c = load<PARCEL>(cosines + position * HALF + column);
-        const Parcel s = load<PARCEL>(sines + position * HALF + column);
-        const A *const from = qkv + place(n, line * HEAD_DIM + column);  // the other half is HALF / 8 lines further
-        T *const line_of = is_query ? scratch.queries + head * Q_PITCH : scratch.fresh + (n * 2 + is_value) * HEAD_DIM;
-        T *const to = line_of + column, *const kept = (is_value ? values : keys) + position * HEAD_DIM + column;
-        Parcel x[2];
-        await(x, [&](int i) { return from + i * (HALF * 4); });
-        Pack<T, PARCEL> turned[2];
+    SplitSlab slab;
+    u32 kv_head, split, first_row;
+    u32 from[TURNS];    // where a task's first half lies in `exchange`; the other is HALF / 8 lines further
+    u32 to[TURNS];      // and goes in `scratch`
+    u32 wanted[TURNS];  // whether this thread has it
+    Parcel cosines[TURNS], sines[TURNS];
+    u32 part[EACH], stat[EACH];
+
+    __device__ __forceinline__ Task task(u32 turn) const {
+        const u32 i = threadIdx.x % TOGETHER + turn * TOGETHER, head = i / LINE, column = i % LINE * PARCEL;
+        if (head < QUERIES) return {head, column, first_row + head / GROUP, true, false};
+        return {head, column, (head - QUERIES) / 2, false, (head - QUERIES) % 2 != 0};
+    }
+    __device__ static u32 query_of(u32 word) { return word / (HEAD_DIM / SHARED_BY); }
+    __device__ static u32 column_of(u32 word) { return word % (HEAD_DIM / SHARED_BY) * SHARED_BY; }
+
+    __device__ __forceinline__ void choose(int unit) {
+        kv_head = unit / SPLITS % KV_HEADS, split = unit % SPLITS, first_row = unit / (SPLITS * KV_HEADS) * UNIT_ROWS;
+    }
+    // Asks for keys and values of old positions. keys, values: of the layer.
+    __device__ __forceinline__ void load_old(int unit, const T *keys, const T *values, int capacity, int past) {
+        choose(unit);
+        const i64 cache = i64(kv_head) * capacity * HEAD_DIM;
+        if constexpr (TENSOR_CORES) slab.load_old(keys + cache, values + cache, threadIdx.x / 32 * 16, split, past);
+    }
+    // What else is known before the queries have come.
+    __device__ __forceinline__ void prepare(int unit, const A *all_cosines, const A *all_sines, int past) {
+        choose(unit);
+        const u32 thread = threadIdx.x, warp = thread / 32;
 #pragma unroll
-        for (int j = 0; j < PARCEL; j++) {
-            const A a = x[0].v[j], b = x[1].v[j];
-            narrow(!is_query && is_value ? a : a * c.v[j] - b * s.v[j], turned[0].v[j]);
-            narrow(!is_query && is_value ? b : b * c.v[j] + a * s.v[j], turned[1].v[j]);
+        for (u32 turn = 0; turn < TURNS; turn++) {
+            const Task t = task(turn);
+            const u32 position = past + t.n;
+            wanted[turn] = t.is_query ? t.n < ROWS : t.n < ROWS && position % SPLITS == split;
+            if (BY_WARP && !t.is_query) wanted[turn] &= position / SPLITS / 16 % WARPS == warp;
+            const u32 n = wanted[turn] ? t.n : 0;
+            const u32 line = t.is_query ? kv_head * GROUP + t.head % GROUP : HEADS + t.is_value * KV_HEADS + kv_head;
+            from[turn] = settled(place(n, line * HEAD_DIM + t.column));
+            to[turn] = settled((t.is_query ? t.head * Q_PITCH : FRESH + (t.n * 2 + t.is_value) * HEAD_DIM) + t.column);
+            cosines[turn] = load<PARCEL>(all_cosines + (past + n) * HALF + t.column);
+            sines[turn] = load<PARCEL>(all_sines + (past + n) * HALF + t.column);
+#pragma unroll
+            for (int j = 0; j < PARCEL; j++)
+                if (t.is_value) cosines[turn].v[j] = 1, sines[turn].v[j] = 0;
         }
 #pragma unroll
-        for (int half = 0; half < 2; half++) store(to + half * HALF, turned[half]);
-        if (is_query) continue;
-#pragma unroll
-        for (int half = 0; half < 2; half++) store(kept + half * HALF, turned[half]);
+        for (u32 i = 0; i < EACH; i++) {
+            const u32 word = thread + i * THREADS, query = query_of(word), n = first_row + query / GROUP;
+            const u32 head = kv_head * GROUP + query % GROUP;
+            part[i] = settled(place(n, (split * DIM + head * HEAD_DIM + column_of(word)) / SHARED_BY));
+            stat[i] = settled(place(n, split * HEADS + head));
+        }
     }
-    __syncthreads();
+
+    // qkv, parts, stats: the layer's places in `exchange`. keys, values: of the layer. past: positions before the pass.
+    __device__ __forceinline__ void run(const Scratch &scratch, const A *qkv, T *keys, T *values, A *parts, A *stats,
+                                        int capacity, int past);
+};
+
+__device__ __forceinline__ void Attention::run(const Scratch &scratch, const A *qkv, T *keys, T *values, A *parts,
+                                               A *stats, int capacity, int past) {
+    const u32 thread = threadIdx.x;
+    keys += i64(kv_head) * capacity * HEAD_DIM, values += i64(kv_head) * capacity * HEAD_DIM;
+    Pack<T, PARCEL> turned[TURNS][2];
+    Parcel x[TURNS * 2] = {};
+    await_together(
+        x, [&](int i) { return qkv + from[i / 2] + i % 2 * (HALF * 4); }, [&](int i) { return wanted[i / 2]; }
+    );
+#pragma unroll
+    for (u32 turn = 0; turn < TURNS; turn++) {
+#pragma unroll
+        for (int j = 0; j < PARCEL; j++) {
+            const A a = x[turn * 2].v[j], b = x[turn * 2 + 1].v[j], c = cosines[turn].v[j], s = sines[turn].v[j];
+            narrow(a * c - b * s, turned[turn][0].v[j]);
+            narrow(b * c + a * s, turned[turn][1].v[j]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            if (wanted[turn]) store(scratch.queries + to[turn] + half * HALF, turned[turn][half]);
+    }
+    if constexpr (BY_WARP) {
+        __syncwarp();
+    } else {
+        sync();
+    }
     if constexpr (TENSOR_CORES) {
         attend_slabs(scratch, slab, keys, values, split, first_row, past);
     } else {
         attend_keys(scratch, keys, values, split, first_row, past);
     }
-    // A thread merges the warps' results for one word of `parts`.
-    int task = thread, query, d, n, head;
-    A *part, *stat;
-    const auto aim = [&] {
-        query = task / (HEAD_DIM / SHARED_BY), d = task % (HEAD_DIM / SHARED_BY) * SHARED_BY;
-        n = first_row + query / GROUP, head = kv_head * GROUP + query % GROUP;
-        part = parts + place(n, (split * DIM + head * HEAD_DIM + d) / SHARED_BY);
-        stat = stats + place(n, split * HEADS + head);
-    };
-    aim();
-    __syncthreads();
-    for (; task < QUERIES * HEAD_DIM / SHARED_BY; task += THREADS, aim()) {
-        if (n >= ROWS) continue;
+    sync();
+#pragma unroll
+    for (u32 i = 0; i < EACH; i++) {
+        const u32 word = thread + i * THREADS, query = query_of(word), d = column_of(word);
+        if (word >= WORDS || first_row + query / GROUP >= ROWS) continue;
         const Pack<A, WARPS> tops = load<WARPS>(scratch.tops + query * WARPS);
         const Pack<A, WARPS> totals = load<WARPS>(scratch.totals + query * WARPS);
         A all = LOWEST, weight = 0, mean[SHARED_BY] = {};
+        Pack<A, WARPS> most = tops;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) all = largest(all, tops.v[w]);
+        for (int gap = WARPS / 2; gap; gap /= 2) {
+#pragma unroll
+            for (int w = 0; w < gap; w++) most.v[w] = largest(most.v[w], most.v[w + gap]);
+        }
+        all = most.v[0];
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             const A share = exp_for<T>(tops.v[w] - all);
@@ -742,11 +1018,20 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
         }
         const bool empty = weight == 0;  // no position of this split yet
         const A scale = empty ? A(0) : inverse_for<T>(weight);
-        Pack<T, SHARED_BY> word;
+        Pack<T, SHARED_BY> both;
 #pragma unroll
-        for (int j = 0; j < SHARED_BY; j++) narrow(mean[j] * scale, word.v[j]);
-        publish(part, reinterpret_cast<const A &>(word));
-        if (d == 0) publish(stat, empty ? A(LOWEST) : all + log_for(weight));
+        for (int j = 0; j < SHARED_BY; j++) narrow(mean[j] * scale, both.v[j]);
+        publish(parts + part[i], reinterpret_cast<const A &>(both));
+        if (d == 0) publish(stats + stat[i], empty ? A(LOWEST) : all + log_for(weight));
+    }
+#pragma unroll
+    for (u32 turn = 0; turn < TURNS; turn++) {  // for the passes to come
+        const Task t = task(turn);
+        if (!wanted[turn] || t.is_query) continue;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            store((t.is_value ? values : keys) + (past + t.n) * HEAD_DIM + t.column + half * HALF, turned[turn][half]);
+        }
     }
 }
 
@@ -755,12 +1040,14 @@ __device__ __forceinline__ void attend(const Scratch &scratch, const A *qkv, con
 // Draws from `logits` once they have arrived; every block finds the same token.
 __device__ __forceinline__ int sample(unsigned char *scratch, const A *logits, const Sampler &how, u32 draw) {
     const auto take = [&](auto &x, auto at) {
-        await(x, [&](int i) { return at(i) < 0 ? nullptr : logits + at(i); });
+        await(x, [&](int i) { return logits + at(i); }, [&](int i) { return at(i) >= 0; });
     };
     return next_token(scratch, take, how, draw);
 }
 
-// Speculation. Instead of logits, each tile of a head publishes its most likely token for each row, (logit, id).
+// Greedy text. Each tile of a head publishes its most likely token for each row, (logit, id): in place of the logits where
+// drafts are verified; with one row in front of them.
+constexpr int BEST = ROWS == 1 ? (VOCAB_TILES * 2 + 7) / 8 * 8 : 0;
 
 __device__ __forceinline__ int best_at(int head, int tile, int n) {
     return ((head * VOCAB_TILES + tile) * ROWS + n) * 2;
@@ -776,10 +1063,8 @@ __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (
     u64 best[COUNT] = {};
     for (int tile = thread; tile < VOCAB_TILES; tile += FEW * THREADS) {
         Pack<A, 2> x[COUNT * FEW];
-        await(x, [&](int i) {
-            const int mine = tile + i / COUNT * THREADS;
-            return mine < VOCAB_TILES ? at(i % COUNT, mine) : nullptr;
-        });
+        const auto place_of = [&](int i) { return at(i % COUNT, tile + i / COUNT * THREADS); };
+        await(x, place_of, [&](int i) { return tile + i / COUNT * THREADS < VOCAB_TILES; });
 #pragma unroll
         for (int i = 0; i < COUNT * FEW; i++) {
             const bool mine = tile + i / COUNT * THREADS < VOCAB_TILES;
@@ -792,16 +1077,16 @@ __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (
         best[k] = warp_max(best[k]);
         if (lane == 0) of_warps[k * WARPS + warp] = best[k];
     }
-    __syncthreads();
+    sync();
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
         for (int w = 0; w < WARPS; w++) best[k] = largest(best[k], of_warps[k * WARPS + w]);
         ids[k] = id_of(best[k]);
     }
-    __syncthreads();
+    sync();
 }
 
-// weights: for each block and warp `stride` units of 32 pieces, in the order of use; lengths: how many of them a pass
+// weights: for each block `stride` units, a piece for each thread, in the order of use; lengths: how many of them a pass
 // uses, for each block. gains: (2 * layers + 1, DIM). cosines, sines: (positions, HEAD_DIM / 2). keys,
 // values: (layers, KV_HEADS, capacity, HEAD_DIM), `past` positions of them filled. tokens: of all positions; read at
 // past to past + ROWS - 1; where `sampled`, each pass writes the one behind it. exchange: for each pass layers * LAYER
@@ -812,32 +1097,51 @@ __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (
 // chosen itself, and what it chooses after them; the other heads at the last of these positions give the next drafts.
 // report: (passes + 1, 1 + ROWS): for each pass the number of tokens it gave, 0 where the cache had no room for it, and
 // these; at last the next launch's `begin`.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
-    const T *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
+// scales: of weights that are codes, 8 for each unit that `deal` counts, in its order; attention's are not read.
+extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode(
+    const W *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
     int *tokens, A *exchange, const int *lengths, int stride, int layers, int heads, int capacity, int past, int passes,
     A eps, int sampled, float temperature, int top_k, float top_p, float min_p, u32 key0, u32 key1, u32 draw,
-    const int *begin, int *report
+    const int *begin, int *report, const float *scales
 ) {
     extern __shared__ __align__(128) unsigned char memory[];
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int thread = threadIdx.x;
+#if PRODUCERS
+    Block block{{}, Weights(memory)};
+    if (thread == 0) block.queue.make();
+    __syncthreads();
+    if (thread >= THREADS) {
+        const auto *const source = reinterpret_cast<const unsigned char *>(weights) + i64(blockIdx.x) * stride * UNIT;
+#if PRODUCERS % 4 == 0  // a warpgroup gives its registers to the others
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+#endif
+        const u32 filler = (thread - THREADS) / 32;
+        if (thread % 32 == 0 && filler < FILLERS) {
+            block.queue.fill<FILLERS>(source, lengths[blockIdx.x], passes, FILLERS > 1 ? filler : 0);
+        }
+        return;
+    }
+#if PRODUCERS % 4 == 0
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+#endif
+#else
     Block block;
-    Queue &queue = block.queue;
+    block.queue.slots = reinterpret_cast<Stored *>(memory + QUEUE_BARRIERS) + thread;
+    block.queue.source = weights + (i64(blockIdx.x) * stride * THREADS + thread) * PIECE;
+    block.queue.length = lengths[blockIdx.x];
+    block.queue.left = block.queue.length * passes;
+    block.queue.taken = block.queue.requested = block.queue.next = 0;
+    block.queue.refill(DEPTH);
+#endif
+    Weights &queue = block.queue;
     Shared &shared = block.shared;
-    shared.by_dim = reinterpret_cast<T *>(memory + DEPTH * THREADS * 16);
+    shared.by_dim = reinterpret_cast<T *>(memory + QUEUE_BARRIERS + DEPTH * UNIT);
     shared.by_hidden = shared.by_dim + ROWS * pitch(DIM);
-    shared.stream = reinterpret_cast<A *>(shared.by_hidden + ROWS * pitch(HIDDEN));
-    shared.squares = shared.stream + ROWS * DIM;
+    shared.squares = reinterpret_cast<A *>(shared.by_hidden + ROWS * pitch(HIDDEN));
     shared.sums = shared.squares + WARPS * ROWS;
     shared.scratch = reinterpret_cast<unsigned char *>(shared.sums + 2 * TILES * WARPS * ROWS * 8);
-
-    queue.slots = reinterpret_cast<Piece *>(memory) + thread;
-    queue.source = weights + (i64(blockIdx.x) * WARPS + warp) * stride * (32 * PIECE) + lane * PIECE;
-    queue.length = lengths[blockIdx.x];
-    queue.left = queue.length * passes;
-    queue.taken = queue.requested = queue.next = 0;
-    queue.refill(DEPTH);
     for (int i = thread; i < ROWS * (pitch(DIM) + pitch(HIDDEN)); i += THREADS) narrow(A(0), shared.by_dim[i]);
-    __syncthreads();
+    sync();
 
     int ids[ROWS];
     if (begin) past = begin[0];
@@ -846,56 +1150,100 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     block.parity = 0;
     block.eps = eps;
     const Sampler how = {temperature, top_p, min_p, top_k, key0, key1};
+    const bool greedy = ROWS == 1 && sampled && temperature == 0;
     int pass = 0;
     for (; pass < passes && past + ROWS <= capacity; pass++) {
         block.dealt = 0;
+        block.scales = scales;
         const A *stream = nullptr;
         const A *gain = gains;
+        const u32 n = threadIdx.x / 8 % ROWS;
+        const auto at_row = [&](u32 row) { return place(n, row); };
+        const auto at_unit = [&](u32 row) { return place(n, (first_unit(row / 8) + row % 8) / SHARED_BY); };
+        Matrix<DIM, WIDTH / 8> qkv;
+        block.deal(qkv);
+        if (AHEAD) block.prepare(qkv, at_row);
         for (int layer = 0; layer < layers; layer++, exchange += LAYER, gain += 2 * DIM) {
-            const int qkv = block.deal(WIDTH / 8);
+            Matrix<DIM, DIM / 8> out;
+            Matrix<DIM, HIDDEN_TILES> gate_up;
+            Matrix<HIDDEN, DIM / 8> down;
             const int attends = block.deal(ATTENTION);
-            const auto take = [&] { block.take_stream(stream, embedding, ids, gain); };
-            block.product<DIM, WIDTH / 8, true>(qkv, shared.by_dim, take, [&](int row, int n, A sum) {
-                if (row >= 0) publish(exchange + QKV + place(n, row), sum);
-            });
+            block.deal(out);
+            block.deal(gate_up);
+            block.deal(down);
+            if (!AHEAD) block.prepare(qkv, at_row);
+            T *const layer_keys = keys + i64(layer) * KV_HEADS * capacity * HEAD_DIM;
+            T *const layer_values = values + i64(layer) * KV_HEADS * capacity * HEAD_DIM;
+            Attention attention;
+            constexpr bool EARLY_ATTENTION = AHEAD && ROWS == 1;
+            if (EARLY_ATTENTION && attends < UNITS) attention.prepare(attends, cosines, sines, past);
+            const auto take = [&](auto &x) { block.take_stream(x, stream, embedding, ids, gain); };
+            block.template run<true>(qkv, shared.by_dim, take, at_row, [&](int row, int, A sum) {
+                if (row >= 0) publish(exchange + QKV + qkv.at, sum);
+            }, [] {});
 
             for (int unit = attends; unit < UNITS; unit += BLOCKS) {
-                const int kv_head = unit / SPLITS % KV_HEADS;
-                const i64 cache = i64(layer * KV_HEADS + kv_head) * capacity * HEAD_DIM;
-                attend(Scratch(shared.scratch), exchange + QKV, cosines, sines, keys + cache, values + cache,
-                       exchange + PARTS, exchange + STATS, kv_head, unit % SPLITS,
-                       unit / (SPLITS * KV_HEADS) * UNIT_ROWS, past);
+                attention.load_old(unit, layer_keys, layer_values, capacity, past);
+                if (!EARLY_ATTENTION || unit != attends) attention.prepare(unit, cosines, sines, past);
+                attention.run(Scratch(shared.scratch), exchange + QKV, layer_keys, layer_values, exchange + PARTS,
+                              exchange + STATS, capacity, past);
+                if constexpr (UNITS <= BLOCKS) break;
+                sync();  // the next unit overwrites what some thread may still read
             }
 
-            const int out = block.deal(DIM / 8);
-            if (attends >= UNITS) block.poll(exchange + QKV, WIDTH);
+            if (AHEAD) block.prepare(out, at_row), block.prepare(gate_up, at_unit);
+            if (attends >= UNITS) {
+                block.poll(exchange + QKV, WIDTH);
+                if (AHEAD && ROWS == 1) rest(QUIET);  // attention takes longer
+            }
             // One row has little to poll: blocks that need it poll it directly.
-            if (ROWS > 1 || out >= DIM / 8) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
-            if (out < DIM / 8) {
-                const auto take = [&] { block.take_attended(exchange + PARTS, exchange + STATS); };
-                block.product<DIM, DIM / 8, false>(out, shared.by_dim, take, [&](int row, int n, A sum) {
-                    if (row >= 0) publish(exchange + MIDDLE + place(n, row), shared.stream[n * DIM + row] + sum);
-                });
+            if (ROWS > 1 || !out.mine()) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
+            if (out.mine()) {
+                if (!AHEAD) block.prepare(out, at_row);
+                const auto residual_of = [&] {
+                    Residual residual(stream + out.at, stream && out.row >= 0);
+                    if (!stream && out.row >= 0) {
+                        residual.word[0].v[0] = widen(embedding[i64(id_of_row(ids, n)) * DIM + out.row]);
+                    }
+                    return residual;
+                };
+                Residual residual = residual_of();
+                const auto take = [&](auto &x) {
+                    block.take_attended(x, exchange + PARTS, exchange + STATS, residual);
+                };
+                block.template run<false>(out, shared.by_dim, take, at_row, [&](int row, int, A sum) {
+                    if (row >= 0) publish(exchange + MIDDLE + out.at, residual.word[0].v[0] + sum);
+                }, [&] { residual = residual_of(), residual.await(); });
             }
             queue.refill(DEPTH);
 
-            const int gate_up = block.deal(HIDDEN_TILES);
-            const auto take_middle = [&] { block.take_stream(exchange + MIDDLE, embedding, ids, gain + DIM); };
-            block.product<DIM, HIDDEN_TILES, true>(gate_up, shared.by_dim, take_middle, [&](int row, int n, A sum) {
+            if (!AHEAD) block.prepare(gate_up, at_unit);
+            if (AHEAD) block.prepare(down, at_row);
+            const auto take_middle = [&](auto &x) {
+                block.take_stream(x, exchange + MIDDLE, embedding, ids, gain + DIM);
+            };
+            block.template run<true>(gate_up, shared.by_dim, take_middle, at_unit, [&](int row, int, A sum) {
                 const A up = __shfl_down_sync(~0u, sum, 4);
                 const A gated = sum * inverse_for<T>(A(1) + exp_for<T>(-sum)) * up;
-                const int unit = first_unit(row / 8) + row % 8;
-                publish_narrow(exchange + GATED, n, unit, gated, row >= 0 && row % 8 < 4);
-            });
+                publish_narrow(exchange + GATED + gate_up.at, gated, row >= 0 && row % 8 < 4);
+            }, [] {});
 
-            const int down = block.deal(DIM / 8);
-            if (down >= DIM / 8) {
-                block.poll(exchange + GATED, HIDDEN_ROWS / SHARED_BY);
+            if (layer + 1 < layers) {
+                block.deal(qkv);
             } else {
-                const auto take = [&] { block.take_gated(exchange + GATED); };
-                block.product<HIDDEN, DIM / 8, false>(down, shared.by_hidden, take, [&](int row, int n, A sum) {
-                    if (row >= 0) publish(exchange + AFTER + place(n, row), shared.stream[n * DIM + row] + sum);
-                });
+                qkv.first = WIDTH / 8;
+            }
+            if (AHEAD) block.prepare(qkv, at_row);
+            if (down.mine()) {
+                if (!AHEAD) block.prepare(down, at_row);
+                const auto residual_of = [&] { return Residual(exchange + MIDDLE + down.at, down.row >= 0); };
+                Residual residual = residual_of();
+                const auto take = [&](auto &x) { block.take_gated(x, exchange + GATED, residual); };
+                block.template run<false>(down, shared.by_hidden, take, at_row, [&](int row, int, A sum) {
+                    if (row >= 0) publish(exchange + AFTER + down.at, residual.word[0].v[0] + sum);
+                }, [&] { residual = residual_of(), residual.await(); });
+            } else {
+                block.poll(exchange + GATED, HIDDEN_ROWS / SHARED_BY);
             }
             stream = exchange + AFTER;
         }
@@ -903,16 +1251,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         // Blocks of different rows of a split write the same keys and values, drafts included. What another block
         // writes there in the next pass must come later; it waits for the logits that follow this fence.
         if (begin && UNITS > KV_HEADS * SPLITS) __threadfence();
+        Input<TENSOR_CORES ? DIM : 1> last;
         for (int head = 0; head < heads; head++) {
-            const auto take = [&] {
-                if (head == 0) block.take_stream(stream, embedding, ids, gain);
+            const auto take = [&](auto &x) {
+                if (head == 0) block.take_stream(last, stream, embedding, ids, gain);
+                x = last;
             };
-            const int tile = block.deal(VOCAB_TILES);
-            block.product<DIM, VOCAB_TILES, true>(tile, shared.by_dim, take, [&](int row, int n, A logit) {
+            const auto at_logit = [&](u32 row) { return BEST + u32((n * heads + head) * VOCAB_ROWS) + row; };
+            Matrix<DIM, VOCAB_TILES> logits;
+            block.deal(logits);
+            block.prepare(logits, at_logit);
+            block.template run<true>(logits, shared.by_dim, take, at_logit, [&](int row, int n, A logit) {
                 if (!begin) {
-                    if (row < 0) return;
-                    publish(exchange + (n * heads + head) * VOCAB_ROWS + row, row < VOCAB ? logit : A(-INFINITY));
-                    return;
+                    if (row >= 0) publish(exchange + logits.at, row < VOCAB ? logit : A(-INFINITY));
+                    if (!greedy) return;
                 }
                 u64 best = row >= 0 && row < VOCAB ? sort_key(float(logit), row) : 0;
 #pragma unroll
@@ -921,11 +1273,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
                 A *const to = exchange + best_at(head, row / 8, n);
                 publish(to, A(logit_of(best)));
                 publish(to + 1, A(id_of(best)));
-            });
+            }, [] {});
             queue.refill(DEPTH);
         }
         if (ROWS == 1 && sampled) {
-            ids[0] = sample(shared.scratch, exchange, how, draw + pass);
+            if (greedy) {
+                most_likely(shared.scratch, [&](int, int tile) { return exchange + best_at(0, tile, 0); }, ids);
+            } else if constexpr (DRAWS) {
+                ids[0] = sample(shared.scratch, exchange + BEST, how, draw + pass);
+            }
             if (blockIdx.x == 0 && thread == 0) tokens[past + 1] = ids[0];
         }
         int added = ROWS;
@@ -939,11 +1295,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
                 shared.scratch, [&](int k, int tile) { return exchange + best_at(k + 1, tile, added - 1); }, drafts
             );
             if (blockIdx.x == 0 && thread == 0) {
-                report[0] = added;
+                int *const line = report + pass * (1 + ROWS);
+                line[0] = added;
 #pragma unroll
-                for (int n = 0; n < ROWS; n++) report[1 + n] = choices[n];
+                for (int n = 0; n < ROWS; n++) line[1 + n] = choices[n];
             }
-            report += 1 + ROWS;
 #pragma unroll
             for (int n = 0; n < ROWS; n++)
                 if (n == added - 1) ids[0] = choices[n];
@@ -951,14 +1307,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             for (int n = 1; n < ROWS; n++) ids[n] = drafts[n - 1];
         }
         past += added;
-        exchange += i64(heads) * ROWS * VOCAB_ROWS;
-        __syncthreads();  // the next pass overwrites what some thread may still read
+        exchange += BEST + i64(heads) * ROWS * VOCAB_ROWS;
+        sync();  // the next pass overwrites what some thread may still read
     }
     if (begin && blockIdx.x == 0 && thread == 0) {
-        for (; pass < passes; pass++, report += 1 + ROWS) report[0] = 0;
-        report[0] = past;
+        for (; pass < passes; pass++) report[pass * (1 + ROWS)] = 0;
+        int *const next = report + passes * (1 + ROWS);
+        next[0] = past;
 #pragma unroll
-        for (int n = 0; n < ROWS; n++) report[1 + n] = ids[n];
+        for (int n = 0; n < ROWS; n++) next[1 + n] = ids[n];
     }
+#if PRODUCERS
+    if (thread == 0) *queue.stop = 1;
+#else
     copy_wait<0>();
+#endif
 }

@@ -20,6 +20,7 @@ from tinyforge.infer.cuda.row_plan import MOST_ROWS, RowPlan
 from tinyforge.infer.decoder import Drawn
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array
+from tinyforge.quantised import FORMATS, Quantised
 from tinyforge.rng import Stream
 
 PASSES = 8
@@ -58,7 +59,8 @@ class RowLauncher:
     def __init__(self, weights: DeviceWeights[RowPlan], rows: int) -> None:
         self.weights, self.plan = weights, replace(weights.plan, rows=rows)
         self.kernel = load(
-            "infer/cuda/row.cu", "decode", self.plan.shared_bytes, cooperative=True, SCALAR=scalar(weights.dtype),
+            "infer/cuda/row.cu", "decode", self.plan.shared_bytes, cooperative=True,
+            arch="sm_90a" if self.plan.producers else "", SCALAR=scalar(weights.dtype),
             ONCE=int(weights.matrices.nbytes > cupy.cuda.Device().attributes["L2CacheSize"]), **self.plan.macros,
         )  # fmt: skip
         self.exchange = cupy.empty(0, weights.wide)
@@ -75,6 +77,8 @@ class RowLauncher:
             raise ValueError(f"decode: positions {past} to {end}, {outputs} outputs: the cache or the model has fewer")
         if draw and plan.rows != 1:
             raise ValueError(f"decode: tokens are drawn one at a time, not {plan.rows}")
+        if draw and draw.sampling.temperature and not plan.draws:
+            raise ValueError(f"decode: temperature {draw.sampling.temperature}: no room to sort {plan.vocab} logits")
         if passes > 1 and not draw:
             raise ValueError(f"decode: {passes} passes over tokens that nobody draws; one after the other")
         region = self._launch(cache, past, passes, outputs, draw)
@@ -107,12 +111,12 @@ class RowLauncher:
         self.exchange.data.memset_async(0xFF, passes * region * self.exchange.itemsize)
         how = draw or NO_DRAW
         self.kernel(
-            (plan.blocks,), (plan.warps * 32,),
+            (plan.blocks,), (plan.threads,),
             (weights.matrices, weights.embedding, weights.gains, weights.cos, weights.sin, cache.keys, cache.values,
              cache.tokens, self.exchange, weights.lengths[outputs - 1],
-             *map(np.int32, (weights.matrices.shape[2], plan.layers, outputs, cache.capacity, past, passes)),
+             *map(np.int32, (weights.matrices.shape[1], plan.layers, outputs, cache.capacity, past, passes)),
              weights.norm_eps, np.int32(draw is not None), *how.args(),
-             *(np.uintp(0) if x is None else x for x in (begin, report))),
+             *(np.uintp(0) if x is None else x for x in (begin, report, weights.scales))),
             shared_mem=plan.shared_bytes,
         )  # fmt: skip
         return region
@@ -121,18 +125,28 @@ class RowLauncher:
 class RowDecoder(DeviceDecoder):
     """A decoder of one row, whose passes of up to `MOST_ROWS` positions are one launch, and many passes too.
 
-    It copies the model's weights into the order in which the kernel reads them. tuning: fields of `RowPlan`, e.g.
-    blocks=128. Raises UserError for a model on another backend, and for a shape that the kernel does not take.
+    It copies the model's weights into the order in which the kernel reads them; those of one byte stay so. tuning:
+    fields of `RowPlan`, e.g. blocks=128. Raises UserError for a model on another backend, and for a shape that the
+    kernel does not take.
     """
 
     def __init__(self, model: CausalLM, capacity: int | None = None, **tuning: int) -> None:
         super().__init__(model, 1, capacity)
-        tuning = {"blocks": processors(), "shared": shared_limit(), **tuning}
-        plan = RowPlan(rows=MOST_ROWS, **self._shape(), **tuning)
+        hopper = cupy.cuda.Device().compute_capability == "90"
+        tuning = {"blocks": processors(), "shared": shared_limit(), "producers": 4 if hopper else 0, **tuning}
+        heads = self.fused.lm_heads
+        # A copy of fewer than 4 bytes to a lane does not exist: beside float64 a kernel has no codes.
+        by_code = isinstance(heads, Quantised) and self.fused.embedding.itemsize < 8
+        code = FORMATS[heads.kind].scalar if by_code else ""
+        plan = RowPlan(rows=MOST_ROWS, code=code, **self._shape(), **tuning)
         self.weights = DeviceWeights(plan, self.fused)
         self.cache = RowCache(plan, self.weights.dtype, self.capacity)
         self.most_drafts = min(self.most_drafts, MOST_ROWS - 1)
         self._launchers: dict[int, RowLauncher] = {}
+
+    def draws(self, sampling: Sampling) -> bool:
+        """Of a large vocabulary, greedy text only."""
+        return super().draws(sampling) and (sampling.temperature == 0 or replace(self.weights.plan, rows=1).draws)
 
     def launcher(self, rows: int) -> RowLauncher:
         """The kernel for so many positions a pass; compiled at first use."""

@@ -5,7 +5,7 @@ Plain arithmetic over shapes: it runs, and is tested, without a GPU. The kernel 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,19 +20,24 @@ from tinyforge.kernel import Array
 MOST_ROWS = 4
 """New positions of a pass, at most."""
 
+QUEUE_BARRIERS = 2048
+"""Bytes in front of a block's weights (decode.cuh)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlan(DecodePlan):
     """How the work of row.cu is spread over a GPU.
 
-    rows: new positions of a pass, 1 to 4. splits: of the positions of a kv head. refill: how many pieces a lane
-    requests between two polls for numbers of attention. spin: nanoseconds that a thread sleeps between two polls.
+    rows: new positions of a pass, 1 to 4. splits: of the positions of a kv head. refill: how many times 16 bytes a lane
+    requests between two polls for numbers of attention, where it copies its own. spin: nanoseconds that a thread sleeps
+    between two polls. producers: warps that copy weights for all others, 4 on Hopper; 0: each lane copies its own.
     """
 
     rows: int
     splits: int = 3
     refill: int = 8
     spin: int = 0
+    producers: int = 0
 
     def __post_init__(self) -> None:
         lanes, least = self.head_dim * self.itemsize / 16, 32 if self.itemsize == 2 else 16
@@ -46,11 +51,29 @@ class RowPlan(DecodePlan):
                 f"decode on cupy: {self.heads} heads share {self.kv_heads} keys, wanted at most 16 to a key; use "
                 "--backend numpy"
             )
-        if self.slots < max(self.steps(self.dim), self.steps(self.hidden)):
+        if self.slots < self._least_slots:
             raise UserError(
                 f"decode on cupy: {self.shared} bytes of shared memory a block hold no row of {self.hidden} numbers; "
                 "use a smaller model, or --backend numpy"
             )
+
+    @property
+    def _least_slots(self) -> int:
+        """A tile's pieces."""
+        return max(self.steps(self.dim), self.steps(self.hidden))
+
+    @property
+    def draws(self) -> bool:
+        """Whether passes of one row draw with a temperature, for which a block sorts the vocabulary in shared memory.
+
+        Where there is no room for that, they choose the most likely token only.
+        """
+        return self._slots_beside(self._bytes_beside(self.draw_bytes)) >= self._least_slots
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return (self.warps + self.producers) * 32
 
     @property
     def hidden_rows(self) -> int:
@@ -73,36 +96,46 @@ class RowPlan(DecodePlan):
     @property
     def tiles(self) -> int:
         """Tiles whose sums a block keeps at one time."""
-        return max(1, min(4, self.slots // max(self.steps(self.dim), self.steps(self.hidden))))
+        return max(1, min(4, self.slots // self._least_slots))
 
     @property
     def _other_bytes(self) -> int:
-        """Shared memory beside the queues, with sums of four tiles."""
+        return self._bytes_beside(self.draw_bytes if self.rows == 1 and self.draws else 512)
+
+    def _bytes_beside(self, sampling: int) -> int:
+        """Shared memory beside the queues, with sums of four tiles, and `sampling` bytes to draw a token."""
         wide = max(self.itemsize, 4)
         group = self.heads // self.kv_heads
         queries = group * (max(1, min(self.rows, 8 // group)) if self.itemsize == 2 else 1)
         attention = queries * self.warps * (self.head_dim + 2) * wide
-        attention += (16 * (self.head_dim + 4 * self.piece) + self.rows * 2 * self.head_dim) * self.itemsize
-        sampling = self.draw_bytes if self.rows == 1 else 512
+        rotated = -(-queries // 8) * 8 * (self.head_dim + 4 * self.piece) + self.rows * 2 * self.head_dim
+        attention += rotated * self.itemsize * (self.warps if self.itemsize == 2 and self.rows == 1 else 1)
         inputs = self.rows * (self.pitch(self.dim) + self.pitch(self.hidden)) * self.itemsize
-        sums = self.rows * (self.dim + self.warps + 2 * 4 * self.warps * TILE) * wide
-        return inputs + sums + max(attention, sampling)
+        sums = self.rows * (self.warps + 2 * 4 * self.warps * TILE) * wide
+        return QUEUE_BARRIERS + inputs + sums + max(attention, sampling)
 
     @property
-    def macros(self) -> dict[str, int]:
+    def macros(self) -> dict[str, int | str]:
+        code = {"WEIGHT": self.code} if self.code else {}
+        refill = self.refill * self.itemsize // self.weight_bytes  # in pieces
         return {
             "ROWS": self.rows, "DIM": self.dim, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
             "HEAD_DIM": self.head_dim, "VOCAB": self.vocab, "BLOCKS": self.blocks, "WARPS": self.warps,
-            "DEPTH": self.slots, "TILES": self.tiles, "SPLITS": self.splits, "REFILL": self.refill, "SPIN": self.spin,
+            "DEPTH": self.slots, "TILES": self.tiles, "SPLITS": self.splits, "REFILL": refill, "SPIN": self.spin,
+            "PRODUCERS": self.producers, "DRAWS": int(self.draws), **code,
         }  # fmt: skip
 
     def exchange(self, outputs: int) -> int:
-        """Words that blocks make for each other in a pass; the last rows x outputs x vocab_rows are the logits."""
+        """Words that blocks make for each other in a pass; the last rows x outputs x vocab_rows are the logits.
+
+        In front of them, with one row, are the most likely token of each tile and its logit.
+        """
         per_word = max(self.itemsize, 4) // self.itemsize
         arrays = (self.width, self.splits * self.dim // per_word, self.splits * self.heads, self.dim,
                   self.hidden_rows // per_word, self.dim)  # fmt: skip
         lines = sum(-(-words // 8) for words in arrays)  # of 8 words for each of 4 rows
-        return self.layers * lines * 32 + self.rows * outputs * self.vocab_rows
+        best = -(-2 * self.vocab_rows // TILE // 8) * 8 if self.rows == 1 else 0
+        return self.layers * lines * 32 + best + self.rows * outputs * self.vocab_rows
 
     @property
     def hidden_order(self) -> np.ndarray:
@@ -124,35 +157,47 @@ class RowPlan(DecodePlan):
                 found.append(total.copy())
         return np.stack(found)
 
-    def arrange(self, layers: Sequence[FusedLayer], heads: Array, xp: Any) -> Array:
-        """All matrices in the order in which lanes take them: (blocks, warps, units, 32 lanes, piece).
+    def arrange(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Array:
+        """All matrices in the order in which lanes take them: (blocks, units, warps, 32 lanes, piece).
 
         A unit is 8 rows by 4 pieces, a piece for each lane of a warp. Rows and columns are padded with zeros. heads:
         (outputs, vocab, dim). xp: numpy or cupy, whose arrays the matrices are.
         """
-        bits = np.dtype(f"u{self.itemsize}")  # moved, never computed with: any 16-bit number will do for a bf16
+        bits = np.dtype(f"u{self.weight_bytes}")  # moved, never computed with: any 16-bit number will do for a bf16
         units = int(self.lengths[-1].max())
-        layers = [FusedLayer(*(matrix.view(bits) for matrix in layer)) for layer in layers]
-        stream = xp.zeros((self.blocks, self.warps, units, 32 * self.piece), bits)
+        views = (FusedLayer(*(matrix.view(bits) for matrix in layer)) for layer in layers)
+        stream = xp.zeros((self.blocks, units, self.warps, 32 * self.piece), bits)
         taken, dealt = np.zeros(self.blocks, np.int64), 0
         warps = np.arange(self.warps)[None, :, None]
-        for matrix, (count, columns) in zip(self._matrices(layers, heads.view(bits), xp), self.deals(), strict=True):
+        for matrix, (count, columns) in zip(self._matrices(views, heads.view(bits), xp), self.deals(), strict=True):
             if matrix is not None:
                 steps = self.steps(columns)
                 padded = xp.zeros((count * TILE, self.padded(columns)), bits)
                 padded[: len(matrix), :columns] = matrix
                 tiles = padded.reshape(count, TILE, self.warps, steps, 4 * self.piece).transpose(0, 2, 3, 1, 4)
+                if self.itemsize == 2:  # the pairs of a piece as tensor cores take them: columns 0, 4, 2, 6
+                    tiles = tiles.reshape(count, self.warps, steps, TILE, 4, 2, 2, 2).swapaxes(5, 6)
                 tiles = tiles.reshape(count, self.warps, steps, -1)
                 for start in range(0, count, self.blocks):
                     some = tiles[start : start + self.blocks]
                     owners = (dealt + start + np.arange(len(some))) % self.blocks
                     at = taken[owners][:, None, None] + np.arange(steps)
-                    stream[xp.asarray(owners[:, None, None]), xp.asarray(warps), xp.asarray(at)] = some
+                    stream[xp.asarray(owners[:, None, None]), xp.asarray(at), xp.asarray(warps)] = some
                     taken[owners] += steps
             dealt += count
         return stream
 
-    def _matrices(self, layers: Sequence[FusedLayer], heads: Array, xp: Any) -> Iterator[Array]:
+    def arrange_scales(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Array:
+        """The scales of rows in the order of `deals`, 8 for each that it counts. layers, heads: as of `arrange`, of
+        float32 and with one column."""
+        parts = []
+        for scales, (count, _) in zip(self._matrices(layers, heads, xp), self.deals(), strict=True):
+            parts.append(xp.zeros(count * TILE, np.float32))
+            if scales is not None:
+                parts[-1][: len(scales)] = scales[:, 0]
+        return xp.concatenate(parts)
+
+    def _matrices(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Iterator[Array]:
         """In the order of `deals`, None for attention."""
         for layer in layers:
             yield layer.qkv
@@ -160,12 +205,13 @@ class RowPlan(DecodePlan):
             yield layer.out
             # Four rows of gate, then the same four of up: a block that has both makes their product.
             tiles = self.hidden_rows // 4
-            pairs = xp.zeros((tiles, 2, 4, self.dim), layer.gate_up.dtype)
+            columns = layer.gate_up.shape[1]
+            pairs = xp.zeros((tiles, 2, 4, columns), layer.gate_up.dtype)
             order = xp.asarray(self.hidden_order)
             for part in range(2):
-                padded = xp.zeros((tiles * 4, self.dim), layer.gate_up.dtype)
+                padded = xp.zeros((tiles * 4, columns), layer.gate_up.dtype)
                 padded[: self.hidden] = layer.gate_up[part * self.hidden : (part + 1) * self.hidden]
-                pairs[:, part] = padded.reshape(tiles, 4, self.dim)[order]
-            yield pairs.reshape(tiles * TILE, self.dim)
+                pairs[:, part] = padded.reshape(tiles, 4, columns)[order]
+            yield pairs.reshape(tiles * TILE, columns)
             yield layer.down
         yield from heads

@@ -36,6 +36,16 @@ __device__ __forceinline__ double uniform(u32 index, u32 key0, u32 key1) {
     return double(u64(c0 >> 5) << 26 | c1 >> 6) * (1.0 / 9007199254740992.0);
 }
 
+// block_sum over the threads that compute.
+__device__ __forceinline__ int sum_of_block(int x, int *scratch) {
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+    sync();
+    x = warp_sum(threadIdx.x % 32 < THREADS / 32 ? scratch[threadIdx.x % 32] : 0);
+    sync();
+    return x;
+}
+
 // The next token. take(x, at): fills x[i] with the logits from number at(i) on, nothing where at(i) < 0.
 // Inverts the distribution, most likely token first, cut to the top k, the nucleus and min_p times the largest.
 template <class Take>
@@ -73,9 +83,9 @@ __device__ __forceinline__ int next_token(unsigned char *scratch, Take take, con
         for (int i = 0; i < OWN; i++) best = largest(best, u64(ranks[i]) << 32 | (~0u - id_at(i)));
         best = warp_max(best);
         if (lane == 0) sorted[warp] = best;
-        __syncthreads();
+        sync();
         for (int w = 0; w < THREADS / 32; w++) best = largest(best, sorted[w]);
-        __syncthreads();
+        sync();
         return id_of(best);
     }
 
@@ -90,24 +100,24 @@ __device__ __forceinline__ int next_token(unsigned char *scratch, Take take, con
             int reach = 0;
 #pragma unroll
             for (int i = 0; i < OWN; i++) reach += ranks[i] >= trial;
-            reach = block_sum(reach, counts);
+            reach = sum_of_block(reach, counts);
             if (reach >= limit) least = trial;
             if (reach == limit) break;
         }
     }
     if (thread == 0) found = 0;
-    __syncthreads();
+    sync();
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         if (ranks[i] < least || id_at(i) >= VOCAB) continue;
         sorted[atomicAdd(&found, 1)] = u64(ranks[i]) << 32 | (~0u - id_at(i));  // in any order: sorted next
     }
-    __syncthreads();
+    sync();
     const int tokens = found;
     int length = 2;
     while (length < tokens) length *= 2;
     for (int i = tokens + thread; i < length; i += THREADS) sorted[i] = 0;
-    __syncthreads();
+    sync();
     for (int size = 2; size <= length; size *= 2) {
         for (int gap = size / 2; gap; gap /= 2) {
             for (int pair = thread; pair < length / 2; pair += THREADS) {
@@ -115,7 +125,7 @@ __device__ __forceinline__ int next_token(unsigned char *scratch, Take take, con
                 const u64 a = sorted[low], b = sorted[high];
                 if (((low & size) == 0) == (a < b)) sorted[low] = b, sorted[high] = a;
             }
-            __syncthreads();
+            sync();
         }
     }
 
@@ -138,7 +148,7 @@ __device__ __forceinline__ int next_token(unsigned char *scratch, Take take, con
         if (lane >= gap) before += below;
     }
     if (lane == 31) masses[warp] = before;
-    likely = block_sum(likely, counts);
+    likely = sum_of_block(likely, counts);
     before -= own;
     for (int w = 0; w < warp; w++) before += masses[w];
     int inside = 0, below = 0;
@@ -146,22 +156,22 @@ __device__ __forceinline__ int next_token(unsigned char *scratch, Take take, con
 #pragma unroll
         for (int i = 0; i < RUN; i++)
             if (thread * RUN + i == some - 1) mass = before + up_to[i];
-        __syncthreads();
+        sync();
         const double found = mass;
-        __syncthreads();
+        sync();
         return found;
     };
     const double nucleus = how.top_p * mass_of_first(limit);
 #pragma unroll
     for (int i = 0; i < RUN; i++) inside += thread * RUN + i < limit && before + up_to[i] < nucleus;
-    inside = min(block_sum(inside, counts) + 1, limit);
+    inside = min(sum_of_block(inside, counts) + 1, limit);
     if (how.top_p >= 1) inside = limit;
     const int kept = max(min(inside, likely), 1);
     const double target = uniform(draw, how.key0, how.key1) * mass_of_first(kept);
 #pragma unroll
     for (int i = 0; i < RUN; i++) below += thread * RUN + i < kept && before + up_to[i] <= target;
-    below = min(block_sum(below, counts), kept - 1);
+    below = min(sum_of_block(below, counts), kept - 1);
     const int id = id_of(sorted[below]);
-    __syncthreads();
+    sync();
     return id;
 }

@@ -1,0 +1,81 @@
+"""Weights of one byte on the GPU: every code, prompts by a graph, a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from models.nanoeuler import SPEC, Config, NanoEuler
+from tinyforge.backends import get_backend
+from tinyforge.frozen_model import quantised_copy
+from tinyforge.hub import load
+from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.decoder import ReferenceDecoder
+from tinyforge.quantised import FORMATS, Quantised
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = Config(dim=128, heads=4, kv_heads=2, layers=2, context=160, vocab=301, hidden=150)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("columns", [64, 61])
+def test_every_code_is_the_number_that_it_is_on_the_host(kind: str, precision: str, columns: int) -> None:
+    rng = np.random.default_rng(0)
+    codes = np.arange(64 * columns).astype(np.uint8)
+    codes[codes & 127 == 127] = 1  # not a number
+    codes = codes.view(FORMATS[kind].dtype).reshape(2, 32, columns)
+    scales = np.exp(rng.normal(size=(2, 32))).astype(np.float32)
+
+    def values(name: str) -> np.ndarray:
+        backend = get_backend(name, precision if name == "cupy" or precision != "bf16" else "fp32")
+        found = Quantised(kind, backend.asarray(codes, codes.dtype), backend.asarray(scales, scales.dtype), backend)
+        return backend.to_numpy(found.values())
+
+    got, wanted = values("cupy"), values("numpy")
+    rounded = wanted.astype(get_backend("cupy", precision).dtype).astype(got.dtype)
+    assert got.tobytes() == rounded.tobytes()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_prompt_has_the_same_bits_by_a_graph(kind: str) -> None:
+    model = quantised_copy(trained_like("bf16"), kind)
+    decoder, tokens = make_decoder(model), np.random.default_rng(1).integers(0, CONFIG.vocab, 120).tolist()
+    found = []
+    for _ in range(5):
+        decoder.rewind([0])
+        decoder.prefill(0, tokens[:-1])
+        found.append(decoder.step([tokens[-1:]]).tobytes())
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_batch_has_the_logits_of_the_model(kind: str) -> None:
+    model = quantised_copy(trained_like("fp32"), kind)
+    tokens = np.random.default_rng(2).integers(0, CONFIG.vocab, (20, 9))
+    decoders = [make_decoder(model, 20), ReferenceDecoder(model, 20)]
+    got, wanted = (decoder.step(tokens) for decoder in decoders)
+    assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_trained_models_greedy_text_is_that_of_the_cpu(kind: str) -> None:
+    from tinyforge.infer import Sampling, generate
+
+    assert SPEC.bundled
+    texts = []
+    for backend in (get_backend("numpy"), get_backend("cupy", "fp32")):
+        loaded = load(SPEC.bundled, backend, weights=kind)
+        prompts = ["What is 3 plus 4?", "Which is larger, 1 or 12?", "Tom has a red ball. Where is"]
+        asked = [loaded.tokenizer.encode(prompt) for prompt in prompts]
+        texts.append([list(generate(loaded.model, ids, Sampling(temperature=0, max_tokens=40))) for ids in asked])
+    assert texts[0] == texts[1]
+
+
+def trained_like(precision: str) -> NanoEuler:
+    model = NanoEuler(CONFIG, get_backend("cupy", precision))
+    model.initialise(3)
+    model.buffer.masters[: model.buffer.decay_end] *= 4
+    model.buffer.publish()
+    return model

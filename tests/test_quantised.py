@@ -1,0 +1,203 @@
+"""Weights of one byte: formats, bounds, the models that have them, and what decoders make of them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from models.nanoeuler import SPEC, Config, NanoEuler
+from tinyforge import quantised
+from tinyforge.backends import get_backend
+from tinyforge.backends.phantom import METER, PhantomBackend
+from tinyforge.errors import UserError
+from tinyforge.frozen_model import frozen_model, matrices, quantised_copy
+from tinyforge.hub import load, open_model
+from tinyforge.infer import Conversation, Sampling, make_decoder
+from tinyforge.infer.decoder import ReferenceDecoder
+from tinyforge.quantised import E4M3, FORMATS, Quantised, dequantise, quantise, to_e4m3
+from tinyforge.registry import models
+from tinyforge.text.chat_templates import TEMPLATES
+
+CONFIG = Config(dim=32, heads=4, kv_heads=2, layers=2, context=24, vocab=40, mtp_heads=2, hidden=50,
+                mtp_weights=(1, 0.5))  # fmt: skip
+
+
+def random_model(precision: str = "fp64") -> NanoEuler:
+    model = NanoEuler(CONFIG, get_backend("numpy", precision, workers=1))
+    model.initialise(1)
+    model.buffer.values[: model.buffer.decay_end] *= 6
+    return model
+
+
+def heavy_tailed(shape: tuple[int, ...]) -> np.ndarray:
+    """Rows of very different sizes, with numbers far beyond the others."""
+    rng = np.random.default_rng(0)
+    return rng.standard_t(2, shape) * np.exp(4 * rng.normal(size=(*shape[:-1], 1)))
+
+
+# --- the formats
+
+
+def test_e4m3_is_that_of_ml_dtypes() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="the peer for e4m3")
+    theirs = np.arange(256).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    assert np.array_equal(E4M3, theirs, equal_nan=True)
+    rng = np.random.default_rng(0)
+    finite = np.sort(E4M3[np.isfinite(E4M3)])
+    ties = (finite[1:] + finite[:-1]) / 2
+    below_and_above = np.concatenate([np.nextafter(ties, -np.inf), np.nextafter(ties, np.inf)])
+    drawn = rng.normal(size=10**5) * np.exp(3 * rng.normal(size=10**5))
+    numbers = np.concatenate([finite, ties, below_and_above, drawn])
+    numbers = np.clip(numbers, -448, 448).astype(np.float32)
+    wanted = numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert np.array_equal(to_e4m3(numbers), wanted)
+
+
+@pytest.mark.parametrize("shape", [(7, 33), (2, 5, 64), (3, 1), (0, 4), (4, 0)])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_no_number_is_further_off_than_the_format_says(kind: str, shape: tuple[int, ...]) -> None:
+    matrix = heavy_tailed(shape)
+    codes, scales = quantise(matrix, kind)
+    assert codes.shape == shape and scales.shape == shape[:-1] and codes.itemsize == 1
+    error, s = np.abs(dequantise(codes, scales, matrix.dtype) - matrix), scales.astype(np.float64)[..., None]
+    rounding = 448 * 2.0**-24 * s  # of the scale itself
+    if kind == "int8":
+        assert (error <= s / 2 + rounding).all() and (not error.size or (error > 0.4 * s).any() or shape[-1] == 1)
+    else:
+        assert (error <= np.maximum(np.abs(matrix) / 16, s * 2.0**-10) + rounding).all()
+    again = quantise(dequantise(codes, scales, matrix.dtype), kind)
+    assert np.array_equal(again[0], codes) and np.allclose(again[1], scales, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_matrix_in_parts_is_the_matrix(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = heavy_tailed((3, 17, 33))
+    whole = quantise(matrix, kind)
+    monkeypatch.setattr(quantised, "AT_ONCE", 5 * 33 + 1)
+    parts = quantise(matrix, kind)
+    assert all(np.array_equal(a, b) for a, b in zip(whole, parts, strict=True))
+    matrix[2, 16, 32] = np.nan  # in the last part
+    with pytest.raises(UserError, match="a weight is not a finite number"):
+        quantise(matrix, kind)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_ties_go_to_the_even_code(kind: str) -> None:
+    row = np.array([[FORMATS[kind].top, 2.5, 3.5, -2.5, 0.5] if kind == "int8" else [448.0, 17, 19, -17, 2.0**-10]])
+    codes, scales = quantise(row, kind)
+    assert scales.tolist() == [1]
+    wanted = [127, 2, 4, -2, 0] if kind == "int8" else [448, 16, 20, -16, 0]
+    assert dequantise(codes, scales, row.dtype)[0].tolist() == wanted
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_of_nothing_tiny_rows_and_the_largest_numbers(kind: str) -> None:
+    matrix = np.array([[0.0, -0.0], [1e-45, -3e-45], [3.4e38, -3.4e38], [1e-30, 1.0]])
+    found = dequantise(*quantise(matrix, kind), matrix.dtype)
+    assert np.isfinite(found).all() and not found[0].any() and found[3, 1] == pytest.approx(1, rel=1e-7)
+    np.testing.assert_allclose(found[2], matrix[2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_what_is_no_number_is_refused(wrong: float) -> None:
+    with pytest.raises(UserError, match=r"a weight is not a finite number, int8 has none for it; leave out --weights"):
+        quantise(np.array([[1.0, wrong]]), "int8")
+    with pytest.raises(UserError, match=r"--weights 'int4' is not a format; use one of: int8, fp8"):
+        quantise(np.ones((1, 1)), "int4")
+
+
+def test_one_scale_for_a_whole_matrix_would_be_seen() -> None:
+    """The negative control of the bounds: the rows here differ in size by more than int8 can hold."""
+    matrix = heavy_tailed((64, 32))
+    codes, scales = quantise(matrix.reshape(1, -1), "int8")
+    error = np.abs(dequantise(codes, scales, matrix.dtype).reshape(matrix.shape) - matrix)
+    assert (error.max(axis=1) > np.abs(matrix).max(axis=1) / 254 * 1.01).any()
+
+
+# --- models
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("name", models())
+def test_every_model_has_its_matrices_in_one_byte_and_nothing_beside_them(name: str, kind: str) -> None:
+    spec = models()[name]
+    backend = get_backend("numpy", "fp32", workers=1)
+    config = next(iter(spec.build.cases(backend, np.random.default_rng(0))))[0].config
+    model = frozen_model(partial(spec.build, config, backend), kind)
+    found = matrices(model)
+    assert found and all(isinstance(p.stored, Quantised) for p in found)
+    small = [p for p in model.buffer.frozen if p not in found]
+    codes = sum(p.size + 4 * p.size // p.shape[-1] for p in found)
+    assert model.buffer.nbytes == codes + sum(4 * p.size for p in small)
+    assert model.buffer.count == sum(p.size for p in model.params()) and not model.buffer.values.size
+    for p in found:
+        value = heavy_tailed(p.shape).astype(np.float32)
+        model.buffer.set_master(p, value)
+        assert p.grad is None and p.value.dtype == np.float32
+        assert np.array_equal(p.value, dequantise(*quantise(value, kind), np.dtype(np.float32)))
+
+
+@pytest.mark.parametrize("name", models())
+def test_a_model_that_is_only_read_has_its_weights_and_nothing_beside_them(name: str) -> None:
+    backend = get_backend("numpy", "fp32", workers=1)
+    learned, inputs = next(iter(models()[name].build.cases(backend, np.random.default_rng(0))))
+    model = frozen_model(partial(models()[name].build, learned.config, backend))
+    for p, own in zip(model.params(), learned.params(), strict=True):
+        model.buffer.set_master(p, own.value)
+        assert p.grad is None and not p.weights
+    assert model.buffer.nbytes == 4 * model.buffer.count == 4 * learned.buffer.count
+    assert not model.buffer.values.size and not model.buffer.grads.size
+    outputs = [op.forward(*inputs) for op in (model, learned)]
+    for got, wanted in zip(*(found if isinstance(found, tuple) else (found,) for found in outputs), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_decoders_give_the_logits_of_the_model(kind: str) -> None:
+    model = quantised_copy(random_model(), kind)
+    tokens = np.random.default_rng(2).integers(0, CONFIG.vocab, (3, 20))
+    got, wanted = (decoder.step(tokens, 2) for decoder in (make_decoder(model, 3), ReferenceDecoder(model, 3)))
+    assert np.abs(got - wanted).max() <= 1e-10 * np.abs(wanted).max()
+    exact = ReferenceDecoder(random_model(), 3).step(tokens, 2)
+    assert 1e-3 < np.abs(wanted - exact).max() / np.abs(exact).max() < {"int8": 0.1, "fp8": 0.3}[kind]
+
+
+def test_a_decoder_that_forgets_the_scales_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantised_copy(random_model(), "int8")
+    tokens = np.random.default_rng(2).integers(0, CONFIG.vocab, (1, 20))
+    wanted = ReferenceDecoder(model).step(tokens)
+    monkeypatch.setattr(Quantised, "values", lambda self: self.codes.astype(self.dtype) * self.scales.mean())
+    assert np.abs(make_decoder(model).step(tokens) - wanted).max() > 1e-3 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_models_that_come_with_the_repository_still_answer(kind: str) -> None:
+    assert SPEC.bundled
+    texts = []
+    for weights in ("", kind):
+        loaded = load(SPEC.bundled, get_backend("numpy", workers=1), weights=weights)
+        conversation = Conversation(loaded.model, loaded.tokenizer, TEMPLATES[loaded.template])
+        asked = ("How much is 13 plus 2?", "Which is larger, 1 or 12?")
+        texts.append(["".join(conversation.ask(question, Sampling(temperature=0))) for question in asked])
+    assert texts[0] == texts[1] == ["13 14 15, so 15", "12"]
+
+
+def test_memory_is_forecast_with_codes_and_without_gradients() -> None:
+    opened = open_model(SPEC.bundled)  # type: ignore[arg-type]
+
+    def held(weights: str = "", learned: bool = False) -> int:
+        before = METER.now
+        make = partial(opened.spec.build, opened.config, PhantomBackend("bf16"))
+        model = make() if learned else frozen_model(make, weights)
+        return METER.now - before + 0 * id(model)
+
+    count = opened.spec.build(opened.config, PhantomBackend("bf16")).buffer.count
+    assert held(learned=True) >= 10 * count  # a value, a master weight, a gradient
+    assert 2 * count <= held() <= 2.1 * count  # tables of rotary positions too
+    assert held("int8") <= 1.2 * count + 2 * opened.config.vocab * opened.config.dim
+
+
+def test_dequantise_is_a_kernel_with_a_memory_of_its_numbers() -> None:
+    assert quantised.dequantise.backends() in (["cupy", "numpy", "phantom"], ["numpy", "phantom"])

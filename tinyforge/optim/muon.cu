@@ -1,0 +1,96 @@
+// muon: what surrounds the products of Muon, for the matrices of one shape that lie here and there in the flat buffers.
+//
+// Kernels:  muon_momentum   the momentum, what Nesterov's looks ahead to, and sums of its squares
+//           muon_scale      x / |x|, for each matrix
+//           muon_update     the weights
+//
+// Idea. A step is (rows x columns) matrices, and products of many of them are one launch where they lie one behind the
+// other. They lie layer by layer among others; so the first pass, which reads the gradients anyway, packs what it
+// writes, in the type that products are made of, and the last one reads it from there. `starts` says where in the flat
+// buffers each matrix begins. In between are products of cuBLASLt (backends/cublaslt.py).
+// As in adamw.cu, rates and the clipping factor are read from device memory, and a factor that is NaN changes nothing.
+// Sums: a block's threads stride over its part of a matrix, a fixed tree adds them, and every block that needs the norm
+// adds up the parts by the same tree.
+// Grid: muon_momentum PARTS blocks a matrix at most; the others a thread for each VEC elements. y: matrices. Block: 256.
+// Bound by memory: bf16 30 bytes an element (14, 4 and 12), as much as AdamW.
+//
+// compile: SCALAR=double|float|bf16 VEC=1|4
+// spills: none
+
+#include "ops/common.cuh"
+
+#define PARTS 64
+
+typedef SCALAR T;
+typedef Wide<T> A;
+
+// x: (matrices, elements). squares: (matrices, gridDim.x). vectors: VEC elements each, of a matrix.
+extern "C" __global__ void __launch_bounds__(256) muon_momentum(
+    T *x, double *squares, A *m, const A *grads, const i64 *starts, const double *clip, int vectors, A momentum
+) {
+    __shared__ double scratch[32];
+    const double factor = *clip;
+    if (isnan(factor)) return;
+    const A scale = A(factor);
+    const i64 start = starts[blockIdx.y], packed = i64(blockIdx.y) * vectors * VEC;
+    double sum = 0;
+#pragma unroll 4
+    for (int i = blockIdx.x * 256 + threadIdx.x; i < vectors; i += gridDim.x * 256) {
+        const i64 at = start + i64(i) * VEC;
+        const Pack<A, VEC> g = load<VEC>(grads + at);
+        Pack<A, VEC> m1 = load<VEC>(m + at);
+        Pack<T, VEC> ahead;
+#pragma unroll
+        for (int j = 0; j < VEC; j++) {
+            const A d = (A(1) - momentum) * (g.v[j] * scale);
+            m1.v[j] = momentum * m1.v[j] + d;
+            const A next = momentum * m1.v[j] + d;
+            sum += double(next) * double(next);
+            narrow(next, ahead.v[j]);
+        }
+        store(m + at, m1);
+        store(x + packed + i64(i) * VEC, ahead);
+    }
+    sum = block_sum(sum, scratch);
+    if (threadIdx.x == 0) squares[i64(blockIdx.y) * gridDim.x + blockIdx.x] = sum;
+}
+
+extern "C" __global__ void __launch_bounds__(256) muon_scale(
+    T *x, const double *squares, int parts, int vectors, double eps
+) {
+    __shared__ double scratch[32];
+    __shared__ double norm;
+    double sum = threadIdx.x < parts ? squares[i64(blockIdx.y) * parts + threadIdx.x] : 0;
+    sum = block_sum(sum, scratch);
+    if (threadIdx.x == 0) norm = fmax(sqrt(sum), eps);
+    __syncthreads();
+    const int i = blockIdx.x * 256 + threadIdx.x;
+    if (i >= vectors) return;
+    const A scale = A(1 / norm);
+    T *const at = x + (i64(blockIdx.y) * vectors + i) * VEC;
+    Pack<T, VEC> one = load<VEC>(at);
+#pragma unroll
+    for (int j = 0; j < VEC; j++) narrow(widen(one.v[j]) * scale, one.v[j]);
+    store(at, one);
+}
+
+// rates: lr, of no use here, 1 - lr decay. weights: null where it is the master.
+extern "C" __global__ void __launch_bounds__(256) muon_update(
+    T *weights, A *master, const T *x, const i64 *starts, const A *rates, const double *clip, int vectors, A scale
+) {
+    const int i = blockIdx.x * 256 + threadIdx.x;
+    if (i >= vectors || isnan(*clip)) return;
+    const A rate = rates[0] * scale, shrink = rates[2];
+    const i64 at = starts[blockIdx.y] + i64(i) * VEC;
+    const Pack<T, VEC> change = load<VEC>(x + (i64(blockIdx.y) * vectors + i) * VEC);
+    Pack<A, VEC> w = load<VEC>(master + at);
+#pragma unroll
+    for (int j = 0; j < VEC; j++) w.v[j] = w.v[j] * shrink - rate * widen(change.v[j]);
+    store(master + at, w);
+    if (weights) {
+        Pack<T, VEC> rounded_weights;
+#pragma unroll
+        for (int j = 0; j < VEC; j++) narrow(w.v[j], rounded_weights.v[j]);
+        store(weights + at, rounded_weights);
+    }
+}

@@ -1,0 +1,84 @@
+"""Launches muon.cu, and the products between its kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends.compile import constant, load
+from tinyforge.backends.cublas import gemm
+from tinyforge.backends.cublaslt import gemm_batched
+from tinyforge.backends.cupy_backend import FLOAT64, CupyBackend, blocks, new, scalar
+from tinyforge.kernel import Array
+from tinyforge.optim import muon
+from tinyforge.optim.adamw_cuda import on_device
+
+FILE = "optim/muon.cu"
+PARTS = constant(FILE, "PARTS")
+
+
+def _vectors(size: int) -> tuple[int, np.int32]:
+    """The macro VEC, and how many of these a matrix of `size` elements has. All begin where its parameter does, at a
+    multiple of 32 elements, or a multiple of `size` behind."""
+    vec = 4 if size % 4 == 0 else 1
+    return vec, np.int32(size // vec)
+
+
+@muon.muon_momentum.on("cupy")
+def muon_momentum(
+    m: Array, grads: Array, starts: Array, rows: int, columns: int, grad_scale: Any, momentum: float, *,
+    backend: CupyBackend,
+) -> tuple[Array, Array]:  # fmt: skip
+    vec, vectors = _vectors(rows * columns)
+    parts = min(PARTS, blocks(int(vectors))[0])
+    x, squares = new((len(starts), rows, columns), backend.dtype), new((len(starts), parts), FLOAT64)
+    launch = load(FILE, "muon_momentum", SCALAR=scalar(x.dtype), VEC=vec)
+    launch((parts, len(starts)), (256,), (x, squares, m, grads, starts, on_device(grad_scale), vectors,
+                                          m.dtype.type(momentum)))  # fmt: skip
+    return x, squares
+
+
+@muon.newton_schulz.on("cupy")
+def newton_schulz(x: Array, squares: Array, *, backend: CupyBackend) -> Array:
+    count, rows, columns = x.shape
+    vec, vectors = _vectors(rows * columns)
+    launch = load(FILE, "muon_scale", SCALAR=scalar(x.dtype), VEC=vec)
+    launch((*blocks(int(vectors)), count), (256,), (x, squares, np.int32(squares.shape[1]), vectors,
+                                                    np.float64(muon.EPS)))  # fmt: skip
+    wide, side = rows <= columns, min(rows, columns)
+    gram, factor, other = new((count, side, side), x.dtype), new((count, side, side), x.dtype), new(x.shape, x.dtype)
+    product = partial(_product, tf32=backend.tf32)
+    for _ in range(muon.STEPS):
+        product(x, x, gram, transpose_a=not wide, transpose_b=wide)
+        product(gram, gram, factor, scale=muon.C, add=gram, keep=muon.B)
+        product(*((factor, x) if wide else (x, factor)), other, add=x, keep=muon.A)
+        x, other = other, x
+    return x
+
+
+def _product(
+    a: Array, b: Array, out: Array, *, transpose_a: bool = False, transpose_b: bool = False, scale: float = 1.0,
+    add: Array | None = None, keep: float = 1.0, tf32: bool = False,
+) -> None:  # fmt: skip
+    """As `gemm_batched`; one by one where that has no algorithm."""
+    options: dict[str, Any] = {"transpose_a": transpose_a, "transpose_b": transpose_b, "scale": scale, "keep": keep,
+                               "tf32": tf32}  # fmt: skip
+    if gemm_batched(a, b, out, add=add, **options):
+        return
+    if add is not None:
+        out[...] = add
+    for one, other, result in zip(a, b, out, strict=True):
+        gemm(one, other, result, accumulate=add is not None, **options)
+
+
+@muon.muon_.on("cupy")
+def muon_(
+    values: Array, masters: Array, x: Array, starts: Array, rates: Array, grad_scale: Any, scale: float
+) -> None:
+    vec, vectors = _vectors(x[0].size)
+    rounded = np.uintp(0) if values.data.ptr == masters.data.ptr else values
+    launch = load(FILE, "muon_update", SCALAR=scalar(x.dtype), VEC=vec)
+    launch((*blocks(int(vectors)), len(x)), (256,), (rounded, masters, x, starts, rates, on_device(grad_scale), vectors,
+                                                     masters.dtype.type(scale)))  # fmt: skip

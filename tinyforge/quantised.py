@@ -1,0 +1,146 @@
+"""Weights of one byte each, for inference: int8 and FP8, with a float32 scale for each row of a matrix.
+
+    W[o, i] ~ s[o] c[o, i],    s[o] = max over i of |W[o, i]| / top,    c = W / s to the nearest code, ties to even
+
+    int8    c = -127 ... 127, top = 127                              |W - s c| <= s / 2
+    fp8     c = +-(1 + m / 8) 2^e, e = -6 ... 8, top = 448 (e4m3)    |W - s c| <= 2^-4 |W|, s 2^-10 where |W| < s 2^-6
+
+e4m3 has a sign, four bits of exponent and three of mantissa. Below 2^-6 its numbers are the multiples of 2^-9; none is
+infinite; the two codes with all seven bits set are not numbers. The bits of fp8 are kept in a uint8.
+
+    codes, scales = quantise(matrix, "int8")
+    matrix = dequantise(codes, scales, matrix.dtype)
+
+Sources: Dettmers et al., "LLM.int8()" (2022), section 2, for symmetric codes with a scale for each row; Frantar et al.,
+"GPTQ" (2022), for rounding to the nearest, RTN there, which sees no data; Micikevicius et al., "FP8 Formats for Deep
+Learning" (2022), and the OCP "8-bit Floating Point Specification" (2023) for e4m3.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tinyforge.backends import Backend, wide
+from tinyforge.backends.phantom import empty
+from tinyforge.errors import UserError
+from tinyforge.kernel import Array, kernel
+
+
+class Format(NamedTuple):
+    """top: the largest code's number. dtype: of the byte. scalar: the type's name in CUDA."""
+
+    top: float
+    dtype: np.dtype
+    scalar: str
+
+
+AT_ONCE = 1 << 20
+"""Numbers that `quantise` works on at a time, so that it takes little memory beside what it reads and makes."""
+FORMATS = {"int8": Format(127, np.dtype(np.int8), "int8"), "fp8": Format(448, np.dtype(np.uint8), "e4m3")}
+
+
+def _e4m3_numbers() -> np.ndarray:
+    codes = np.arange(256)
+    sign, exponent, mantissa = np.where(codes & 128, -1, 1), codes >> 3 & 15, codes & 7
+    numbers = sign * np.where(exponent, np.ldexp(8 + mantissa, exponent - 10), np.ldexp(mantissa, -9))
+    return np.where(codes & 127 == 127, np.nan, numbers).astype(np.float32)
+
+
+E4M3 = _e4m3_numbers()
+"""The number of each code, (256,)."""
+
+
+def check_format(kind: str) -> None:
+    if kind not in FORMATS:
+        raise UserError(f"--weights {kind!r} is not a format; use one of: {', '.join(FORMATS)}")
+
+
+def quantise(matrix: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """(..., O, I) float32 or float64 to codes of the same shape, int8 or uint8, and scales (..., O), float32.
+
+    A row of zeros has the scale 0. Raises UserError for a number that is not finite.
+    """
+    check_format(kind)
+    top, dtype, _ = FORMATS[kind]
+    codes, scales = np.empty(matrix.shape, dtype), np.empty(matrix.shape[:-1], np.float32)
+    columns = matrix.shape[-1]
+    rows, to, of_rows = matrix.reshape(scales.size, columns), codes.reshape(scales.size, columns), scales.reshape(-1)
+    step = max(1, AT_ONCE // max(1, columns))
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        if not np.isfinite(rows[part]).all():
+            raise UserError(f"a weight is not a finite number, {kind} has none for it; leave out --weights")
+        of_rows[part] = np.abs(rows[part]).max(axis=-1, initial=0) / top
+        divisors = np.where(of_rows[part] > 0, of_rows[part], np.inf)[:, None]
+        numbers = np.clip(rows[part] / divisors, -top, top)  # the scale was rounded, perhaps down
+        to[part] = np.rint(numbers) if kind == "int8" else to_e4m3(numbers)
+    return codes, scales
+
+
+def to_e4m3(numbers: np.ndarray) -> np.ndarray:
+    """Numbers of at most 448 to the nearest e4m3, ties to even, as uint8.
+
+    A code without its sign counts the numbers from 0 up: 8 to each power of 2, so rounding up to the next one carries
+    into the exponent.
+    """
+    size = np.abs(numbers)
+    exponent = np.frexp(np.maximum(size, 2.0**-6))[1] - 1  # below 2^-6 steps stay 2^-9
+    steps = np.rint(np.ldexp(size, 3 - exponent)).astype(np.int32)
+    return (8 * (exponent + 6) + steps + 128 * np.signbit(numbers)).astype(np.uint8)
+
+
+@kernel
+def dequantise(codes: Array, scales: Array, dtype: np.dtype) -> Array:
+    """s c, rounded once: codes (..., I), int8 or the uint8 of e4m3, and scales (...) to (..., I) of `dtype`."""
+    numbers = E4M3[codes] if codes.dtype == np.uint8 else codes
+    return np.multiply(numbers, scales[..., None], dtype=wide(dtype)).astype(dtype, copy=False)
+
+
+@dequantise.on("phantom")
+def dequantise_memory(codes: Array, scales: Array, dtype: np.dtype) -> Array:
+    return empty(codes.shape, dtype)
+
+
+class Quantised:
+    """A matrix, or several in one array, of one byte a number.
+
+    kind: of `FORMATS`. codes: (..., O, I); scales: (..., O). dtype: of its `values`, the backend's.
+    """
+
+    def __init__(self, kind: str, codes: Array, scales: Array, backend: Backend) -> None:
+        self.kind, self.codes, self.scales = kind, codes, scales
+        self.dtype, self._backend = backend.dtype, backend
+
+    @classmethod
+    def zeros(cls, kind: str, shape: tuple[int, ...], backend: Backend) -> Quantised:
+        check_format(kind)
+        codes, scales = backend.zeros(shape, FORMATS[kind].dtype), backend.zeros(shape[:-1], np.dtype(np.float32))
+        return cls(kind, codes, scales, backend)
+
+    def fill(self, value: np.ndarray) -> None:
+        """Quantise other numbers, in host memory."""
+        codes, scales = quantise(value, self.kind)
+        self.codes[...] = self._backend.asarray(codes, codes.dtype)
+        self.scales[...] = self._backend.asarray(scales, scales.dtype)
+
+    def values(self) -> Array:
+        """The numbers that the codes stand for; a new array each time."""
+        return dequantise.bind(self._backend)(self.codes, self.scales, self.dtype)
+
+    def reshape(self, *shape: int) -> Quantised:
+        """The same bytes; the last axis stays."""
+        return Quantised(self.kind, self.codes.reshape(shape), self.scales.reshape(shape[:-1]), self._backend)
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.codes.nbytes + self.scales.nbytes)
+
+
+def plain(matrix: Array | Quantised) -> Array:
+    """The numbers of a matrix that may be quantised."""
+    return matrix.values() if isinstance(matrix, Quantised) else matrix
