@@ -88,7 +88,7 @@ class AttentionHalf:
         self.norm2 = AddRMSNorm(gain(f"{at}.norm2", c.dim), backend, c.norm_eps, f"{at}.norm2", scaled=fp8)
         following = "final_norm" if last else f"blocks.{layer + 1}.norm1"
         self.next_norm = AddRMSNorm(gain(following, c.dim), backend, c.norm_eps, following, scaled=fp8 and not last,
-                                    scales_back=fp8 and not c.dropout)  # fmt: skip
+                                    scaled_backward=fp8 and not c.dropout)  # fmt: skip
 
     def attend(
         self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,
@@ -138,7 +138,7 @@ class Block(AttentionHalf):
         self.down: SwiGLULinear
         if backend.fp8:
             self.gate_up = FP8LinearSwiGLU(gate_up, backend, f"{at}.gate_up")
-            self.down = FP8SwiGLULinear(down, backend, f"{at}.down", hands_on=True)
+            self.down = FP8SwiGLULinear(down, backend, f"{at}.down", gives_fp8=True)
         else:
             self.gate_up = LinearSwiGLU(gate_up, backend, f"{at}.gate_up")
             self.down = SwiGLULinear(down, backend, f"{at}.down")

@@ -21,7 +21,7 @@ from tinyforge.kernel import Array
 from tinyforge.op import Again, Op, Param, Recompute, Stash, WithKeywords
 from tinyforge.ops import AddRMSNorm, Embedding, LinearCrossEntropy, RMSNorm
 from tinyforge.ops.attention import Documents
-from tinyforge.ops.fp8_linear import WeightsIn8Bits
+from tinyforge.ops.fp8_linear import FP8Weights
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
@@ -51,7 +51,7 @@ class LlamaLike(Op):
         self.heads = LinearCrossEntropy(heads or table, backend, "heads")
         self.prediction_heads = self.heads.shape[0]
         self.buffer = ParamBuffer(self.params(), backend, values)
-        self.in_8_bits = WeightsIn8Bits(self.ops(), backend)
+        self.fp8_weights = FP8Weights(self.ops(), backend)
 
     def initialise(self, seed: int) -> None:
         self.buffer.initialise(Stream(seed, "init"))
@@ -74,7 +74,7 @@ class LlamaLike(Op):
     ) -> tuple[Array, list[Array]]:
         """The final-normed stream, and what the blocks give beside it."""
         more: list[Array] = []
-        self.in_8_bits.refresh()
+        self.fp8_weights.refresh()
         x = self.embedding.forward(ids, stash)
         h = self.first_norm.forward(x, stash)
         normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x

@@ -85,7 +85,7 @@ HOPPER_BODIES = {
         for n in (8, 16)
     },
     **{
-        f"{INLINE}void multiply_bytes(float (&d)[{n}][4]": f"host_multiply_bytes(d, {n}, a, b, add, COARSE);"
+        f"{INLINE}void multiply_fp8(float (&d)[{n}][4]": f"host_multiply_fp8(d, {n}, a, b, add, IS_E5M2);"
         for n in (16, 24, 32)
     },
     f"{INLINE}unsigned short two_e4m3(": "return host_fp8(x, false) | host_fp8(y, false) << 8;",

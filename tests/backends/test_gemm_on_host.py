@@ -438,27 +438,27 @@ def test_faults_of_the_epilogues_show(epilogue: str, fault: tuple[str, str], tmp
     assert wrong
 
 
-# Whole numbers in 8 bits and scales that are powers of two: exact, and compared bit for bit.
-IN_8_BITS = r"""
+# Whole numbers in FP8 and scales that are powers of two: exact, and compared bit for bit.
+FP8_MAIN = r"""
 typedef Pack<T, 1> One;
 static One one(double x) { One found; found.v[0].bits = host_bf16(x); return found; }
 static u32 bits_of(float x) { return __float_as_uint(x); }
 static u32 bits_of(T x) { return x.bits; }
 int main() {
     const int rows = M, half = N, depth = K, blocks = 2, splits = SPLITS;  // depth: in bytes
-    constexpr bool FORWARDS = EPILOGUE == SWIGLU, COARSE = FACTORS == E5M2, ADDS = PRODUCT == WEIGHT;
+    constexpr bool FORWARDS = EPILOGUE == SWIGLU, IS_E5M2 = FACTORS == E5M2, ADDS = PRODUCT == WEIGHT;
     const int wide = FORWARDS ? 2 * half : half;
     const int a_pitch = depth / 2 + 16, b_pitch = depth / 2 + 8;  // in pairs
     host_jitter = true, host_limit = 100000;
-    auto drawn = [](int n, bool coarse) {
+    auto drawn = [](int n, bool e5m2) {
         std::vector<T> x(n);
         for (T &v : x) {
-            v.bits = host_fp8(int(host_normal() * 1.5), coarse);
-            v.bits |= host_fp8(int(host_normal() * 1.5), coarse) << 8;
+            v.bits = host_fp8(int(host_normal() * 1.5), e5m2);
+            v.bits |= host_fp8(int(host_normal() * 1.5), e5m2) << 8;
         }
         return x;
     };
-    auto a = drawn(rows * a_pitch, COARSE), b = drawn(wide * b_pitch, false);
+    auto a = drawn(rows * a_pitch, IS_E5M2), b = drawn(wide * b_pitch, false);
     std::vector<float> scales(rows);
     for (float &v : scales) v = std::ldexp(1.0f, int(host_normal() * 3));
     const float weight_scale = 0.25;
@@ -473,14 +473,14 @@ int main() {
                     scales.data(), &weight_scale, !ADDS);
     }, CLUSTER);
     if (!host_boxes.empty()) host_fault("a box was never waited for");
-    auto factor = [](const std::vector<T> &x, int at, int k, bool coarse) {
-        return double(host_from_fp8(x[at + k / 2].bits >> k % 2 * 8 & 0xff, coarse));
+    auto factor = [](const std::vector<T> &x, int at, int k, bool e5m2) {
+        return double(host_from_fp8(x[at + k / 2].bits >> k % 2 * 8 & 0xff, e5m2));
     };
     const int steps = ceil_div(depth, 128);
     auto sum = [&](int r, int c, int split) {
         double s = 0;
         for (int k = split * steps / splits * 128; k < min((split + 1) * steps / splits * 128, depth); k++)
-            s += factor(a, r * a_pitch, k, COARSE) * factor(b, c * b_pitch, k, false);
+            s += factor(a, r * a_pitch, k, IS_E5M2) * factor(b, c * b_pitch, k, false);
         return s * scales[ADDS ? 0 : r] * weight_scale;
     };
     int wrong = 0;
@@ -500,14 +500,14 @@ int main() {
 """
 
 
-def in_8_bits(
+def fp8_product_errors(
     factors: str, epilogue: str, tile: tuple[int, int, int, int, int], folder: Path, *, which: str = "FORWARD",
     splits: int = 1, shape: tuple[int, int, int] = (264, 136, 400), fault: tuple[str, str] | None = None,
 ) -> int:  # fmt: skip
     """How many numbers are not what the bytes' product, its scales and SwiGLU's formulas give."""
     macros: dict[str, int | str] = {"SCALAR": "bf16", "PRODUCT": which, "FACTORS": factors, "EPILOGUE": epilogue}
     macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER"), tile, strict=True))
-    main = IN_8_BITS.replace("BAND", "2").replace("SPLITS", str(splits))
+    main = FP8_MAIN.replace("BAND", "2").replace("SPLITS", str(splits))
     main = main.replace(" MORE", ", hidden.data()" if epilogue == "SWIGLU" else "")
     for name, value in zip(("M", "N", "K"), shape, strict=True):
         main = main.replace(f" {name},", f" {value},", 1)
@@ -524,10 +524,10 @@ def in_8_bits(
         ("E5M2", "NONE", (128, 192, 5, 1, 1), "WEIGHT", 1), ("E5M2", "NONE", (128, 256, 4, 0, 1), "WEIGHT", 3),
     ],
 )  # fmt: skip
-def test_products_of_8_bits(
+def test_fp8_products(
     factors: str, epilogue: str, tile: tuple[int, int, int, int, int], which: str, splits: int, tmp_path: Path
 ) -> None:
-    assert in_8_bits(factors, epilogue, tile, tmp_path, which=which, splits=splits) == 0
+    assert fp8_product_errors(factors, epilogue, tile, tmp_path, which=which, splits=splits) == 0
 
 
 @pytest.mark.parametrize(
@@ -541,8 +541,8 @@ def test_products_of_8_bits(
     ],
     ids=lambda x: x[0] if isinstance(x, tuple) else x,
 )  # fmt: skip
-def test_faults_in_8_bits_show(epilogue: str, fault: tuple[str, str], tmp_path: Path) -> None:
-    assert in_8_bits("E4M3", epilogue, (128, 128, 4, 1, 1), tmp_path, shape=(136, 264, 144), fault=fault)
+def test_faults_in_fp8_products_show(epilogue: str, fault: tuple[str, str], tmp_path: Path) -> None:
+    assert fp8_product_errors("E4M3", epilogue, (128, 128, 4, 1, 1), tmp_path, shape=(136, 264, 144), fault=fault)
 
 
 TURNED = r"""
@@ -555,7 +555,7 @@ int main() {
     std::vector<byte> bits(rows * columns + 64, 0xee), turned(pitch * columns + 64, 0xee);
     const int across = (columns + ACROSS - 1) / ACROSS, down = (pitch + DOWN - 1) / DOWN;
     host_launch(across, down, 256, [&] {
-        turn_rows_coarse(bits.data(), turned.data(), x.data(), &scale, rows, columns, pitch);
+        quantise_transposed_e5m2(bits.data(), turned.data(), x.data(), &scale, rows, columns, pitch);
     });
     int wrong = 0;
     for (int c = 0; c < columns; c++) for (int r = 0; r < pitch; r++) {
@@ -567,7 +567,7 @@ int main() {
     std::vector<byte> more(2 * rows * columns + 64, 0xee), other(2 * pitch * columns + 64, 0xee);
     std::copy(x.begin(), x.end(), room.begin());
     host_launch(across, down, 256, [&] {
-        swiglu_bwd_turned(more.data(), other.data(), room.data(), room.data(), gu.data(), &scale, rows, columns, pitch);
+        swiglu_bwd_fp8(more.data(), other.data(), room.data(), room.data(), gu.data(), &scale, rows, columns, pitch);
     });
     for (int c = 0; c < columns; c++) for (int r = 0; r < pitch; r++) {
         Pack<T, 1> gate{}, up{}, d{}, dgate{}, dup{}, h{};

@@ -118,8 +118,8 @@ class Launches:
         text = kernels.read(file)
         if sizes := re.search(r"#define SIZES ((?:.*\\\n)*.*)", text):  # what several entries take
             text = text.replace("SIZES", sizes[1].replace("\\\n", " "))
-        of_8_bits = re.search(r"#define OF_8_BITS (,.*)", text)
-        text = re.sub(r"(?<!#define )OF_8_BITS", of_8_bits[1] if of_8_bits and "FACTORS" in macros else "", text)
+        of_fp8 = re.search(r"#define FP8_ARGUMENTS (,.*)", text)
+        text = re.sub(r"(?<!#define )FP8_ARGUMENTS", of_fp8[1] if of_fp8 and "FACTORS" in macros else "", text)
         for option in ("BAND", "DOCS", "DROP", "RESTART", "TURN"):  # #define BAND_ARGUMENTS , i64 back, i64 forth
             defined = re.search(rf"#define {option}_ARGUMENTS (.*)", text)
             added = defined[1] if defined and option in macros else ""
@@ -417,7 +417,7 @@ def test_a_product_goes_where_the_table_says(launches: Launches, monkeypatch: py
     assert said[1].endswith("64: 128 x 256 cooperative, 4 stages, cluster 2, band 4, splits 1")
 
 
-def test_products_of_8_bits_and_what_rounds_get_what_they_declare(launches: Launches) -> None:
+def test_fp8_products_and_quantising_kernels_get_what_they_declare(launches: Launches) -> None:
     backend = FakeCupy("fp8")
     for kind in ops.IN_FP8:
         for op, inputs in kind.cases(backend, np.random.default_rng(0)):
@@ -428,7 +428,7 @@ def test_products_of_8_bits_and_what_rounds_get_what_they_declare(launches: Laun
     launches.seen.clear()
     for width in (768, 33):
         gain = Param("gain", (width,), fill=1.0, decay=False)
-        norm = ops.AddRMSNorm(gain, backend, scaled=True, scales_back=True)
+        norm = ops.AddRMSNorm(gain, backend, scaled=True, scaled_backward=True)
         with_buffer(norm, backend, np.random.default_rng(0))
         stash, x = Stash(), backend.zeros((5, width))
         norm.forward(x, None, stash)

@@ -14,13 +14,13 @@ from tinyforge.kernel import bind
 from tinyforge.ops.fp8 import (
     E4M3,
     E5M2,
-    Weight8,
+    FP8Weight,
     largest_scale,
     quantise_rows,
+    quantise_transposed,
     quantise_weights,
     rounded,
-    swiglu_bwd_turned,
-    turn_rows,
+    swiglu_bwd_fp8,
 )
 from tinyforge.ops.rmsnorm import rmsnorm_bwd, rmsnorm_fwd, rmsnorm_scaled_bwd, rmsnorm_scaled_fwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
@@ -73,17 +73,17 @@ def test_rows_are_rounded_as_on_the_cpu(shape: tuple[int, ...], gpu: Any) -> Non
         host.reshape(-1, shape[-1])[0] = 0
     x = on_gpu(host)
     k, theirs = bind((quantise_rows,), gpu, "test"), bind((quantise_rows,), CPU, "test")
-    bits, scale = k.quantise_rows(x)
+    codes, scale = k.quantise_rows(x)
     wanted, wanted_scale = theirs.quantise_rows(wide(x))
     assert same(wide(scale), wanted_scale)
-    assert same(as_bytes(bits), wanted)
+    assert same(as_bytes(codes), wanted)
 
 
 def test_what_is_not_finite_stays_so(gpu: Any) -> None:
     x = np.ones((3, 768), np.float32)
     x[0, 5], x[1, 700] = np.nan, np.inf
-    bits, scale = bind((quantise_rows,), gpu, "test").quantise_rows(on_gpu(x))
-    back = as_bytes(bits).astype(np.float32) * wide(scale)[:, None]
+    codes, scale = bind((quantise_rows,), gpu, "test").quantise_rows(on_gpu(x))
+    back = as_bytes(codes).astype(np.float32) * wide(scale)[:, None]
     assert np.isnan(back[0, 5]) and not np.isfinite(back[1, 700]) and np.isfinite(back[2]).all()
 
 
@@ -95,9 +95,9 @@ def test_norms_round_what_they_write(shape: tuple[int, int], gpu: Any) -> None:
     kernels = (rmsnorm_fwd, rmsnorm_scaled_fwd, rmsnorm_bwd, rmsnorm_scaled_bwd, quantise_rows)
     k = bind(kernels, gpu, "test")
     y, rstd = k.rmsnorm_fwd(x, weight, 1e-5)
-    scaled, bits, scale, again = k.rmsnorm_scaled_fwd(x, weight, 1e-5)
+    scaled, codes, scale, again = k.rmsnorm_scaled_fwd(x, weight, 1e-5)
     assert same(wide(y), wide(scaled)) and same(wide(rstd), wide(again))
-    found = [(scaled, bits, scale)]
+    found = [(scaled, codes, scale)]
     for residual in (None, more):
         sums = [cp.zeros(shape[1], np.float32) for _ in range(2)]
         dx = k.rmsnorm_bwd(sums[0], dy, weight, y, rstd, residual)
@@ -116,22 +116,22 @@ def test_weights_are_rounded_as_on_the_cpu(gpu: Any) -> None:
     weights = [on_gpu(rng.normal(size=shape) * size) for size, shape in enumerate(shapes)]  # the first are all 0
     ways = ((True, True), (False, True), (True, False), (True, True), (False, True))
     outs = [
-        Weight8(*(cp.empty(s, np.uint8) if w else None for s, w in zip((x.shape, x.shape[::-1]), wanted, strict=True)),
-                cp.empty(1, np.float32))
+        FP8Weight(*(cp.empty(shape, np.uint8) if way else None
+                    for shape, way in zip((x.shape, x.shape[::-1]), wanted, strict=True)), cp.empty(1, np.float32))
         for x, wanted in zip(weights, ways, strict=True)
     ]  # fmt: skip
     bind((quantise_weights,), gpu, "test").quantise_weights(outs, weights)
     for out, weight in zip(outs, weights, strict=True):
         kind = fp8_dtype(E4M3)
-        wanted = Weight8(np.empty(weight.shape, kind), np.empty(weight.shape[::-1], kind), np.empty(1, np.float32))
+        wanted = FP8Weight(np.empty(weight.shape, kind), np.empty(weight.shape[::-1], kind), np.empty(1, np.float32))
         bind((quantise_weights,), CPU, "test").quantise_weights([wanted], [wide(weight)])
         assert same(wide(out.scale), wanted.scale)
-        assert out.straight is None or same(as_bytes(out.straight), wanted.straight)
-        assert out.turned is None or same(as_bytes(out.turned), wanted.turned)
+        assert out.codes is None or same(as_bytes(out.codes), wanted.codes)
+        assert out.transposed is None or same(as_bytes(out.transposed), wanted.transposed)
 
 
 def cases() -> Iterator[Any]:
-    for product in gemm.OF_8_BITS:
+    for product in gemm.FP8_PRODUCTS:
         for variant in gemm.compiled(product):
             yield pytest.param(product, variant, id=f"{product}-{variant}".replace(" ", ""))
 
@@ -142,8 +142,8 @@ def test_every_variant_is_the_product(product: str, variant: Any, gpu: Any) -> N
     adds = product == "FP8_WEIGHT"
     for seed, (m, n, k) in enumerate(SHAPES):
         rng = np.random.default_rng(seed)
-        coarse = product in ("FP8_COARSE", "FP8_WEIGHT")
-        a = rounded(rng.normal(size=(m, k)).astype(np.float32), E5M2 if coarse else E4M3, CPU)
+        e5m2 = product in ("FP8_E5M2", "FP8_WEIGHT")
+        a = rounded(rng.normal(size=(m, k)).astype(np.float32), E5M2 if e5m2 else E4M3, CPU)
         b = rounded(rng.normal(size=(n, k)).astype(np.float32), E4M3, CPU)
         scales, weight_scale = np.exp(rng.normal(size=1 if adds else m)).astype(np.float32), np.array([0.3], np.float32)
         wanted = a.astype(np.float64) @ b.astype(np.float64).T * scales[:, None] * 0.3 + adds
@@ -151,7 +151,7 @@ def test_every_variant_is_the_product(product: str, variant: Any, gpu: Any) -> N
         for band, splits in ((1, 1), (8, 3)):
             found = []
             for _ in range(2):
-                y, hidden = gemm.gemm_of_8_bits(
+                y, hidden = gemm.gemm_fp8(
                     product, *given, cp.ones((m, n), np.float32) if adds else dtype_of(BF16),
                     variant=replace(variant, band=band, splits=splits if adds else 1),
                 )  # fmt: skip
@@ -167,22 +167,22 @@ def test_every_variant_is_the_product(product: str, variant: Any, gpu: Any) -> N
 @pytest.mark.parametrize("shape", [(1, 8), (7, 24), (130, 768), (3, 50, 96), (2048, 136), (0, 16)])
 def test_rows_are_turned_as_on_the_cpu(shape: tuple[int, ...], gpu: Any) -> None:
     rng = np.random.default_rng(5)
-    kernels = (quantise_rows, largest_scale, turn_rows, swiglu_bwd_turned, swiglu_bwd)
+    kernels = (quantise_rows, largest_scale, quantise_transposed, swiglu_bwd_fp8, swiglu_bwd)
     k, theirs = bind(kernels, gpu, "test"), bind(kernels, CPU, "test")
     x, gu = on_gpu(rng.normal(size=shape)), on_gpu(rng.normal(size=(*shape[:-1], 2 * shape[-1])))
     scale = k.largest_scale(k.quantise_rows(x)[1])
     assert same(wide(scale), theirs.largest_scale(theirs.quantise_rows(wide(x))[1]))
-    for coarse, kind in ((False, E4M3), (True, E5M2)):
-        bits, turned = k.turn_rows(x, scale, coarse)
-        wanted, wanted_turned = theirs.turn_rows(wide(x), wide(scale), coarse)
-        assert same(as_bytes(turned, kind), wanted_turned)
-        assert bits is None or same(as_bytes(bits, kind), wanted)
+    for e5m2, kind in ((False, E4M3), (True, E5M2)):
+        codes, transposed = k.quantise_transposed(x, scale, e5m2)
+        wanted, wanted_transposed = theirs.quantise_transposed(wide(x), wide(scale), e5m2)
+        assert same(as_bytes(transposed, kind), wanted_transposed)
+        assert codes is None or same(as_bytes(codes, kind), wanted)
     dy, room = x.copy(), x.copy()
-    bits, turned = k.swiglu_bwd_turned(room, room, gu, scale)  # h over dh
+    codes, transposed = k.swiglu_bwd_fp8(room, room, gu, scale)  # h over dh
     h = cp.empty_like(x)
-    wanted, wanted_turned = k.turn_rows(k.swiglu_bwd(h, dy, gu), scale, True)
-    assert same(wide(room), wide(h)) and same(as_bytes(bits, E5M2), as_bytes(wanted, E5M2))
-    assert same(as_bytes(turned, E5M2), as_bytes(wanted_turned, E5M2))
+    wanted, wanted_transposed = k.quantise_transposed(k.swiglu_bwd(h, dy, gu), scale, True)
+    assert same(wide(room), wide(h)) and same(as_bytes(codes, E5M2), as_bytes(wanted, E5M2))
+    assert same(as_bytes(transposed, E5M2), as_bytes(wanted_transposed, E5M2))
 
 
 def near(found: np.ndarray, wanted: np.ndarray) -> None:

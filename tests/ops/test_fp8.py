@@ -1,4 +1,4 @@
-"""Rounding to 8 bits, and the products of --precision fp8, as NumPy computes them: with the rounding of the GPU."""
+"""Rounding to FP8, and the products of --precision fp8, as NumPy computes them: with the rounding of the GPU."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tinyforge.ops.fp8 import (
     Scaled,
     largest_scale,
     quantise_rows,
+    quantise_transposed,
     rounded,
-    swiglu_bwd_turned,
-    turn_rows,
+    swiglu_bwd_fp8,
 )
 from tinyforge.ops.swiglu import swiglu_bwd
 from tinyforge.params import with_buffer
@@ -56,10 +56,10 @@ def test_numbers_round_to_the_nearest_of_the_format(
 
 def test_a_row_has_the_scale_of_its_largest_number() -> None:
     x = np.float32([[1, -896, 3], [0, 0, 0], [1e-30, 2e-30, -4.48e-28]])
-    bits, scale = bind((quantise_rows,), FP8, "test").quantise_rows(x)
+    codes, scale = bind((quantise_rows,), FP8, "test").quantise_rows(x)
     np.testing.assert_allclose(scale, [2, 1, 1e-30], rtol=1e-6)
-    assert bits.astype(float)[0].tolist() == [0.5, -448, 1.5] and not bits.astype(float)[1].any()
-    assert np.abs(bits.astype(float) * scale[:, None] - x).max(axis=1) == pytest.approx([0, 0, 0], abs=1e-3)
+    assert codes.astype(float)[0].tolist() == [0.5, -448, 1.5] and not codes.astype(float)[1].any()
+    assert np.abs(codes.astype(float) * scale[:, None] - x).max(axis=1) == pytest.approx([0, 0, 0], abs=1e-3)
 
 
 PAIRS: Any = [
@@ -127,24 +127,24 @@ def test_dropout_rounds_what_it_leaves() -> None:
 @pytest.mark.parametrize("shape", [(3, 5, 8), (1, 16), (33, 24), (0, 8)])
 def test_turned_rows(shape: tuple[int, ...]) -> None:
     """Columns as lines, zeros up to a multiple of 16; one scale, the largest of the rows'."""
-    k = bind((quantise_rows, largest_scale, turn_rows, swiglu_bwd_turned), FP8, "test")
+    k = bind((quantise_rows, largest_scale, quantise_transposed, swiglu_bwd_fp8), FP8, "test")
     rng = np.random.default_rng(4)
     x = rng.normal(size=shape).astype(np.float32)
     scale = k.largest_scale(k.quantise_rows(x)[1])
     assert scale == pytest.approx([np.abs(x).max() / 448] if x.size else [1])
-    for coarse, error in ((False, 2**-4), (True, 2**-3)):
-        bits, turned = k.turn_rows(x, scale, coarse)
+    for e5m2, error in ((False, 2**-4), (True, 2**-3)):
+        codes, transposed = k.quantise_transposed(x, scale, e5m2)
         rows = x.reshape(-1, shape[-1])
-        assert turned.shape == (shape[-1], -(-len(rows) // 16) * 16) and (bits is None) != coarse
-        back = turned.astype(np.float32).T * scale
+        assert transposed.shape == (shape[-1], -(-len(rows) // 16) * 16) and (codes is None) != e5m2
+        back = transposed.astype(np.float32).T * scale
         assert not back[len(rows) :].any()
         assert (np.abs(back[: len(rows)] - rows) <= error * np.abs(rows) + scale * 2**-9).all()
-        assert bits is None or np.array_equal(bits.reshape(rows.shape), turned.T[: len(rows)])
+        assert codes is None or np.array_equal(codes.reshape(rows.shape), transposed.T[: len(rows)])
     gu, dy = rng.normal(size=(*shape[:-1], 2 * shape[-1])).astype(np.float32), x.copy()
-    bits, turned = k.swiglu_bwd_turned(None, dy, gu, scale)
-    wanted, wanted_turned = k.turn_rows(swiglu_bwd(None, dy, gu), scale, True)
-    assert np.array_equal(bits.astype(float), wanted.astype(float))
-    assert np.array_equal(turned.astype(float), wanted_turned.astype(float))
+    codes, transposed = k.swiglu_bwd_fp8(None, dy, gu, scale)
+    wanted, wanted_transposed = k.quantise_transposed(swiglu_bwd(None, dy, gu), scale, True)
+    assert np.array_equal(codes.astype(float), wanted.astype(float))
+    assert np.array_equal(transposed.astype(float), wanted_transposed.astype(float))
 
 
 def test_new_weights_are_rounded_before_they_are_used() -> None:
@@ -184,8 +184,8 @@ def test_a_model_without_products_in_fp8_computes_as_in_the_masters_precision() 
     assert np.array_equal(*hs)
 
 
-def test_memory_is_a_copy_of_the_weights_in_8_bits_and_what_is_rounded_now() -> None:
-    """Straight and turned copies of gate|up, one of qkv and of down; nothing that is rounded is kept for backward."""
+def test_memory_is_a_copy_of_the_weights_in_fp8_and_what_is_rounded_now() -> None:
+    """Both layouts of gate|up, one of qkv and of down; no codes of activations are kept for backward."""
     spec, config = find_model("nanoeuler"), PRESETS["base"]
     plans = [plan_step(spec, config, precision, 4, 512) for precision in ("bf16", "fp8")]
     queries = (config.heads + 2 * config.kv_heads) * config.head_dim

@@ -98,7 +98,7 @@ class Backend:
 
     @property
     def fp8(self) -> bool:
-        """Whether products are of numbers of 8 bits where there is an op for it (ops/fp8_linear.py)."""
+        """Whether models use the ops with products in FP8 (ops/fp8_linear.py)."""
         return self.precision.name == "fp8"
 
     def empty(self, shape: tuple[int, ...]) -> Any:

@@ -41,10 +41,10 @@ PRODUCTS = {(False, True): "FORWARD", (False, False): "INPUT", (True, False): "W
 # What may stand in the table beside them: a product, and the epilogue of its kernel.
 EPILOGUES = {"SWIGLU": "FORWARD", "SWIGLU_BACKWARD": "INPUT", "ROPE": "FORWARD"}
 
-# Products of numbers of 8 bits (ops/fp8.py), both factors lying along: x W^T with x in e4m3, or in e5m2, or with an
-# epilogue; and dy^T x, of arrays that were turned, with dy in e5m2.
-OF_8_BITS = {
-    "FP8": {"FACTORS": "E4M3"}, "FP8_COARSE": {"FACTORS": "E5M2"},
+# Products in FP8 (ops/fp8.py), both factors lying along: x W^T with x in e4m3, or in e5m2, or with an epilogue; and
+# dy^T x of transposed arrays, with dy in e5m2.
+FP8_PRODUCTS = {
+    "FP8": {"FACTORS": "E4M3"}, "FP8_E5M2": {"FACTORS": "E5M2"},
     "FP8_SWIGLU": {"FACTORS": "E4M3", "EPILOGUE": "SWIGLU"},
     "FP8_WEIGHT": {"FACTORS": "E5M2", "PRODUCT": "WEIGHT"},
 }  # fmt: skip
@@ -106,8 +106,8 @@ def compiled(product: str = "FORWARD") -> list[Variant]:
 
 def macros_of(product: str) -> dict[str, str]:
     """What the kernel's text says of a product or an epilogue."""
-    if product in OF_8_BITS:
-        return {"PRODUCT": "FORWARD", **OF_8_BITS[product]}
+    if product in FP8_PRODUCTS:
+        return {"PRODUCT": "FORWARD", **FP8_PRODUCTS[product]}
     return {"PRODUCT": EPILOGUES[product], "EPILOGUE": product} if product in EPILOGUES else {"PRODUCT": product}
 
 
@@ -208,26 +208,26 @@ def hopper(
 
 
 USUAL = {
-    "FP8": Variant(128, 256, 4, 0, 1), "FP8_COARSE": Variant(128, 192, 5, 1, 1),
+    "FP8": Variant(128, 256, 4, 0, 1), "FP8_E5M2": Variant(128, 192, 5, 1, 1),
     "FP8_SWIGLU": Variant(128, 256, 4, 0, 1), "FP8_WEIGHT": Variant(128, 192, 5, 1, 1, splits=2),
 }  # fmt: skip
-"""Of a product of 8 bits that is not in the table: the best for those of `base` on an H200."""
+"""The variant of an FP8 product that is not in the table: the fastest at the shapes of `base` on an H200."""
 
 
-def gemm_of_8_bits(
+def gemm_fp8(
     product: str, a: Array, b: Array, scales: Array, weight_scale: Array, out: Array | np.dtype, *,
     accumulate: bool = True, variant: Variant | None = None,
 ) -> tuple[Array, Array | None]:  # fmt: skip
-    """a b^T of bytes, times the scales of a's rows, or of a, and of b: a product of OF_8_BITS, by our kernel, always.
+    """a b^T in FP8, times the scales of a (of its rows, or one) and b: one of FP8_PRODUCTS, always by our kernel.
 
     a: (m, k), b: (n, k), without gaps, k by sixteens, n by eights; scales: (m,) or (1,), weight_scale: (1,), float32.
     out: the dtype of the result, or of FP8_WEIGHT where to add it, float32; accumulate off: to write it. Returns
-        FP8, FP8_COARSE, FP8_WEIGHT    (m, n), None
+        FP8, FP8_E5M2, FP8_WEIGHT    (m, n), None
         FP8_SWIGLU                     gu: (m, n), and h: (m, n / 2)
     """
     (m, k), n = a.shape, len(b)
     if b.shape[1] != k:
-        raise ValueError(f"gemm_of_8_bits: {product} of {a.shape} and {b.shape}")
+        raise ValueError(f"gemm_fp8: {product} of {a.shape} and {b.shape}")
     chosen = variant or _table().get((product, m, n, k)) or USUAL[product]
     if variant is None and on_choice is not None:
         on_choice(product, m, n, k, chosen)
@@ -235,7 +235,7 @@ def gemm_of_8_bits(
     hidden = new((m, n // 2), result.dtype) if product == "FP8_SWIGLU" else None
     if not m:
         return result, hidden
-    plan = _plan_of_8_bits(chosen, product, m, n, k, leading(result), scales.size > 1, accumulate)
+    plan = _plan_fp8(chosen, product, m, n, k, leading(result), scales.size > 1, accumulate)
     maps = (encoded(x.data.ptr, *known) for x, known in zip((a, b), plan.maps, strict=True))
     parts = result if plan.splits == 1 else new((plan.splits, m, n), FLOAT32)
     beside = () if hidden is None else (hidden,)
@@ -248,11 +248,11 @@ def gemm_of_8_bits(
 
 
 @lru_cache(1024)
-def _plan_of_8_bits(
+def _plan_fp8(
     variant: Variant, product: str, m: int, n: int, k: int, stride: int, by_row: bool, accumulate: bool
 ) -> Plan:
     if k % 16 or n % (16 if product == "FP8_SWIGLU" else 8):
-        raise ValueError(f"gemm_of_8_bits: {product} wants sums of a multiple of 16 steps and a multiple of 8 columns "
+        raise ValueError(f"gemm_fp8: {product} wants sums of a multiple of 16 steps and a multiple of 8 columns "
                          f"(16 of SwiGLU), got {k} and {n}")  # fmt: skip
     kernel = load(
         FILE, "gemm_hopper", variant.shared_bytes(product), arch="sm_90a", SCALAR="bf16", **macros_of(product),

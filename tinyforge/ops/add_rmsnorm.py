@@ -40,20 +40,20 @@ class AddRMSNorm(Op):
     backward(dy=(dx, dy)): both inputs of the add get the same gradient, dx + rmsnorm_bwd(dy), returned as
     (dresidual, ddelta), which are the same array. dx is None at the end of the stream, where nothing else reads x.
 
-    scaled: y comes as a `Scaled` (fp8.py), for a product in FP8. scales_back: so does ddelta.
+    scaled: y comes as a `Scaled` (fp8.py), for a product in FP8. scaled_backward: so does ddelta.
     """
 
     kernels = (add_rmsnorm_fwd, rmsnorm_fwd, rmsnorm_bwd)
 
     def __init__(
         self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "", *, scaled: bool = False,
-        scales_back: bool = False,
+        scaled_backward: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(backend, name)
         self.weight = weight
         self.eps = eps
-        self.scaled, self.scales_back = scaled, scales_back
-        if scaled or scales_back:
+        self.scaled, self.scaled_backward = scaled, scaled_backward
+        if scaled or scaled_backward:
             more = (rmsnorm_scaled_fwd, rmsnorm_scaled_bwd, quantise_rows)
             self.k = bind((*self.kernels, *more), backend, type(self).__name__)
 
@@ -78,7 +78,7 @@ class AddRMSNorm(Op):
         y, rstd = stash.pop(self)
         residual, dnormed = dy
         arguments = (self.weight.grad, dnormed, self.weight.value, y, rstd, residual)
-        if not self.scales_back:
+        if not self.scaled_backward:
             dsum = self.k.rmsnorm_bwd(*arguments)
             return dsum, dsum
         scaled = Scaled(*self.k.rmsnorm_scaled_bwd(*arguments))

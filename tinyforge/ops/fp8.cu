@@ -1,16 +1,16 @@
-// fp8: rows and weights rounded to e4m3 (fp8.cuh), each with the scale of its largest magnitude.
+// fp8: quantises rows and weights to FP8 (fp8.cuh), scaled by their largest magnitude.
 //
-// Kernels:  quantise_rows       bits and scale of each row: where the kernel that made them has not rounded them itself
-//           largest_scale       of the scales of all rows
-//           turn_rows, turn_rows_coarse    rows in e4m3, or e5m2, by one scale, turned: their axis last
-//           swiglu_bwd_turned   dgate|dup in e5m2, as they lie and turned, and h, from dh and gate|up (swiglu.cuh)
-//           largest_of_weights  the largest magnitude of each block's part of each weight
-//           quantise_weights    weights, straight and turned
+// Kernels:  quantise_rows                  codes and scale of each row, where no other kernel quantises it
+//           largest_scale                  the largest of all rows' scales
+//           quantise_transposed(_e5m2)     rows in e4m3 (e5m2) by one scale, transposed
+//           swiglu_bwd_fp8                 dgate|dup in e5m2, both as rows and transposed, and h (swiglu.cuh)
+//           largest_of_weights             the largest magnitude of each block's share of each weight
+//           quantise_weights               weights, both as rows and transposed
 //
-// Idea. Rows: a warp takes one and keeps it in registers (rows.cuh). What is turned goes by way of shared memory, in tiles
-// of DOWN rows: a thread reads 4 columns of 16 rows, a word for 4 numbers of a row, and writes 16 bytes for each column,
-// so that 8 threads fill a line of 128. Weights: all of a model's by two launches, a list in memory says where they are;
-// each block of the second finds the scale again from the maxima of the first.
+// Idea. Rows: a warp takes one and keeps it in registers (rows.cuh). Transposing goes through shared memory, in tiles of
+// DOWN rows: a thread reads 4 columns of 16 rows, one word for 4 numbers of a row, and writes 16 bytes for each column,
+// so that 8 threads fill a line of 128. Weights: two launches quantise all of a model's, from a list in device memory;
+// each block of the second computes the scale from the maxima of the first.
 // Grid: a warp for each row; one block; tiles; (PARTS, weights); (tiles of the largest weight, weights). Block: 32 x WARPS;
 // 1,024; 256.
 // Bound by memory.
@@ -23,12 +23,12 @@
 #include "ops/fp8.cuh"
 #include "ops/swiglu.cuh"
 
-#define DOWN 128    // rows of a tile that is turned
+#define DOWN 128    // rows of a tile to transpose
 #define ACROSS 64   // and columns
-#define PITCH 17    // words of a row of it in shared memory, one more than there are numbers for
+#define PITCH 17    // words of a row of it in shared memory, one more than its numbers take
 #define PARTS 32
 
-extern "C" __global__ void quantise_rows(byte *bits, A *scales, const T *x, int rows, int width) {
+extern "C" __global__ void quantise_rows(byte *codes, A *scales, const T *x, int rows, int width) {
     const int row = blockIdx.x * blockDim.y + threadIdx.y, vectors = width / VEC;
     if (row >= rows) return;
     const i64 at = i64(row) * width;
@@ -41,7 +41,7 @@ extern "C" __global__ void quantise_rows(byte *bits, A *scales, const T *x, int 
     });
     const A scale = scale_of(warp_max(most));
     if (threadIdx.x == 0) scales[row] = scale;
-    each_vector(vectors, [&](int i, int v) { store(bits + at + v * VEC, bytes_of<true>(in(i, v), 1 / scale)); });
+    each_vector(vectors, [&](int i, int v) { store(codes + at + v * VEC, bytes_of<true>(in(i, v), 1 / scale)); });
 }
 
 extern "C" __global__ void __launch_bounds__(1024) largest_scale(float *found, const float *scales, int count) {
@@ -61,15 +61,15 @@ __device__ __forceinline__ Eight eight_or_zeros(const T *from, bool there) {
     return found;
 }
 
-// Eight numbers of a row of the tile, `v` counts eights.
-__device__ __forceinline__ void put(u32 (&tile)[DOWN][PITCH], int row, int v, const Pack<byte, 8> &bits) {
-    const uint2 words = reinterpret_cast<const uint2 &>(bits);
+// Stores eight codes of a row of the tile; v: which eight.
+__device__ __forceinline__ void put(u32 (&tile)[DOWN][PITCH], int row, int v, const Pack<byte, 8> &codes) {
+    const uint2 words = reinterpret_cast<const uint2 &>(codes);
     tile[row][2 * v] = words.x, tile[row][2 * v + 1] = words.y;
 }
 
-// Writes columns of the tile as lines of `to`, `pitch` bytes apart. By 128 threads, t counts them; top: the tile's first
-// row; columns: how many there are.
-__device__ __forceinline__ void write_turned(
+// Writes the tile's columns as rows of `to`, `pitch` bytes apart, by 128 threads. t: the thread's number; top: the tile's
+// first row; columns: how many are left.
+__device__ __forceinline__ void write_transposed(
     byte *to, const u32 (&tile)[DOWN][PITCH], int t, int top, int columns, int pitch
 ) {
     const int row = t % 8 * 16, quad = t / 8;
@@ -94,11 +94,11 @@ __device__ __forceinline__ void write_turned(
     }
 }
 
-// A tile of x, (rows, columns), times `factor`: to bits as it lies, and turned, to (columns, pitch), where what lies behind
-// `rows` becomes 0. Either may be null.
-template <bool FINE>
-__device__ __forceinline__ void turn(
-    byte *bits, byte *turned, const T *x, float factor, int across, int down, int rows, int columns, int pitch
+// Quantises a tile of x, (rows, columns), times `factor`: to `codes`, (rows, columns), and to `transposed`, (columns, pitch),
+// padded with zeros behind `rows`. Either may be null.
+template <bool IS_E4M3>
+__device__ __forceinline__ void transpose(
+    byte *codes, byte *transposed, const T *x, float factor, int across, int down, int rows, int columns, int pitch
 ) {
     __shared__ u32 tile[DOWN][PITCH];
     const int left = across * ACROSS, top = down * DOWN, v = threadIdx.x % 8, column = left + 8 * v;
@@ -106,30 +106,30 @@ __device__ __forceinline__ void turn(
     for (int line = threadIdx.x / 8; line < DOWN; line += 32) {
         const bool there = top + line < rows && column < columns;
         const i64 at = i64(top + line) * columns + column;
-        const Pack<byte, 8> eight = bytes_of<FINE>(eight_or_zeros(x + at, there), factor);
-        if (bits && there) store(bits + at, eight);
+        const Pack<byte, 8> eight = bytes_of<IS_E4M3>(eight_or_zeros(x + at, there), factor);
+        if (codes && there) store(codes + at, eight);
         put(tile, line, v, eight);
     }
-    if (!turned) return;
+    if (!transposed) return;
     __syncthreads();
-    if (threadIdx.x < 128) write_turned(turned + i64(left) * pitch, tile, threadIdx.x, top, columns - left, pitch);
+    if (threadIdx.x < 128) write_transposed(transposed + i64(left) * pitch, tile, threadIdx.x, top, columns - left, pitch);
 }
 
-extern "C" __global__ void __launch_bounds__(256) turn_rows(
-    byte *bits, byte *turned, const T *x, const float *scale, int rows, int columns, int pitch
+extern "C" __global__ void __launch_bounds__(256) quantise_transposed(
+    byte *codes, byte *transposed, const T *x, const float *scale, int rows, int columns, int pitch
 ) {
-    turn<true>(bits, turned, x, 1 / *scale, blockIdx.x, blockIdx.y, rows, columns, pitch);
+    transpose<true>(codes, transposed, x, 1 / *scale, blockIdx.x, blockIdx.y, rows, columns, pitch);
 }
 
-extern "C" __global__ void __launch_bounds__(256) turn_rows_coarse(
-    byte *bits, byte *turned, const T *x, const float *scale, int rows, int columns, int pitch
+extern "C" __global__ void __launch_bounds__(256) quantise_transposed_e5m2(
+    byte *codes, byte *transposed, const T *x, const float *scale, int rows, int columns, int pitch
 ) {
-    turn<false>(bits, turned, x, 1 / *scale, blockIdx.x, blockIdx.y, rows, columns, pitch);
+    transpose<false>(codes, transposed, x, 1 / *scale, blockIdx.x, blockIdx.y, rows, columns, pitch);
 }
 
-// columns: of h. hidden: null, or room for h, which may be that of dh.
-extern "C" __global__ void __launch_bounds__(256) swiglu_bwd_turned(
-    byte *bits, byte *turned, T *hidden, const T *dh, const T *gu, const float *scale, int rows, int columns, int pitch
+// columns: of h. hidden: null, or memory for h, which may be dh's.
+extern "C" __global__ void __launch_bounds__(256) swiglu_bwd_fp8(
+    byte *codes, byte *transposed, T *hidden, const T *dh, const T *gu, const float *scale, int rows, int columns, int pitch
 ) {
     __shared__ u32 tiles[2][DOWN][PITCH];
     const int left = blockIdx.x * ACROSS, top = blockIdx.y * DOWN, v = threadIdx.x % 8, column = left + 8 * v;
@@ -144,8 +144,8 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_bwd_turned(
         swiglu_gradient(dgate, dup, h, d, gate, up);
         const Pack<byte, 8> eight = bytes_of<false>(dgate, factor), more = bytes_of<false>(dup, factor);
         if (there) {
-            store(bits + first, eight);
-            store(bits + first + columns, more);
+            store(codes + first, eight);
+            store(codes + first + columns, more);
             if (hidden) store(hidden + at, h);
         }
         put(tiles[0], line, v, eight);
@@ -153,15 +153,15 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_bwd_turned(
     }
     __syncthreads();
     const int half = threadIdx.x / 128;
-    write_turned(
-        turned + i64(half * columns + left) * pitch, tiles[half], threadIdx.x % 128, top, columns - left, pitch
+    write_transposed(
+        transposed + i64(half * columns + left) * pitch, tiles[half], threadIdx.x % 128, top, columns - left, pitch
     );
 }
 
-// A weight, (rows, columns), and where its bits go; null where they are not wanted.
+// A weight, (rows, columns), and where its codes go; null where nothing reads them.
 struct Weight {
     const T *from;
-    byte *straight, *turned;
+    byte *codes, *transposed;
     float *scale;
     i64 rows, columns;
 };
@@ -193,5 +193,5 @@ extern "C" __global__ void __launch_bounds__(256) quantise_weights(const float *
     if (blockIdx.x >= across * ceil_div(w.rows, DOWN)) return;
     const float scale = scale_of(warp_max(partial[blockIdx.y * PARTS + threadIdx.x % 32]));
     if (blockIdx.x == 0 && threadIdx.x == 0) *w.scale = scale;
-    turn<true>(w.straight, w.turned, w.from, 1 / scale, blockIdx.x % across, blockIdx.x / across, w.rows, w.columns, w.rows);
+    transpose<true>(w.codes, w.transposed, w.from, 1 / scale, blockIdx.x % across, blockIdx.x / across, w.rows, w.columns, w.rows);
 }

@@ -1,17 +1,17 @@
-"""Numbers of 8 bits: rounding rows and weights to them, for the products of --precision fp8.
+"""FP8: rows and weights quantised for the products of --precision fp8.
 
-A row of activations or of their gradient has a scale of its own, its largest magnitude over 448; so has a weight. What
-is scaled so fits e4m3, 4 bits of exponent and 3 of mantissa, up to 448. There is no history of scales, and so nothing
-that a checkpoint would have to hold: the same numbers give the same bits.
+Each row of an activation or gradient has its own scale, its largest magnitude over 448; a weight has one scale. Scaled
+so, all numbers fit e4m3 (4 bits of exponent, 3 of mantissa, up to 448). Scales come from the numbers themselves and not
+from earlier steps, so a checkpoint holds none and the same numbers always give the same codes.
 
-A weight's gradient is a sum over rows, which then need one scale: the largest of theirs. The tensor cores take both
-factors with steps of the sum next to each other, so that rows are turned on the way. The gradient of gate|up is rounded
-where it is made, before anybody has seen the whole of it: it takes the scale of dy, of which it comes, and e5m2, which
-reaches up to 57,344 and as far down.
+A weight's gradient is a sum over rows, so there all rows share one scale, the largest of theirs. The tensor cores read
+both factors with consecutive steps of the sum next to each other, so for this product the codes are stored transposed.
+The gradient of gate|up is quantised by the kernel that computes it, before its largest magnitude is known: it takes the
+scale of dy, from which it is computed, and e5m2 (5 bits of exponent, 2 of mantissa, up to 57,344).
 
-Where numbers are rounded: by the kernel that makes them (RMSNorm, SwiGLU's backward), which hands on a `Scaled`; else
-by `quantise_rows`. On NumPy --precision fp8 rounds in the same way, and computes in float32. In any other precision
-nothing is rounded, and all scales are 1: so the gradients of the ops that use this are checked in float64.
+The kernel that writes the numbers also quantises them where there is one (RMSNorm, SwiGLU's backward) and returns a
+`Scaled`; elsewhere `quantise_rows` does. On NumPy, --precision fp8 rounds in the same way and computes in float32. In
+any other precision nothing is rounded and all scales are 1, so the gradients of these ops are checked in float64.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 """
@@ -35,43 +35,44 @@ E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 BYTE = np.dtype(np.uint8)
 MULTIPLE = 16
-"""Of which the steps of a sum in FP8 must be a multiple: rows begin at 16 bytes."""
+"""The length of a sum in FP8 must be a multiple of this: rows begin at 16 bytes."""
 
 
 class Scaled(NamedTuple):
-    """x: (..., C), as other ops read it. bits: (..., C), x / scale in e4m3. scale: (...)."""
+    """x: (..., C), as other ops read it. codes: (..., C), x / scale in e4m3. scale: (...), one for each row."""
 
     x: Array
-    bits: Array
+    codes: Array
     scale: Array
 
 
-class Gradient8(NamedTuple):
-    """A gradient (..., C) over `scale`, (1,), in e5m2. bits: (..., C); turned: (C, rows), see `turn_rows`."""
+class FP8Gradient(NamedTuple):
+    """A gradient (..., C) / scale in e5m2. codes: (..., C). transposed: (C, rows), as of `quantise_transposed`.
+    scale: (1,)."""
 
-    bits: Array
-    turned: Array
+    codes: Array
+    transposed: Array
     scale: Array
 
 
-class Weight8(NamedTuple):
-    """A weight W (O, I) / scale in e4m3. straight: (O, I), and turned: (I, O), or None where it is not needed; scale:
-    (1,)."""
+class FP8Weight(NamedTuple):
+    """A weight (O, I) / scale in e4m3. codes: (O, I). transposed: (I, O). Either is None where nothing reads it.
+    scale: (1,)."""
 
-    straight: Array
-    turned: Array
+    codes: Array
+    transposed: Array
     scale: Array
 
 
 def rounded(x: Array, kind: str, backend: Backend) -> Array:
-    """x in that format of 8 bits, ties to even, what is too large as the largest; x itself where nothing is rounded."""
+    """x in the format `kind`, ties to even, saturating; x itself in any precision but fp8."""
     if not backend.fp8:
         return x
     return np.clip(x, -LARGEST[kind], LARGEST[kind]).astype(fp8_dtype(kind))
 
 
 def scale_of(most: Array, backend: Backend) -> Array:
-    """What numbers up to `most` are divided by; 1 for 0."""
+    """The scale of numbers up to `most`; 1 for 0."""
     if not backend.fp8:
         return np.ones_like(most)
     return np.where(most > 0, most / most.dtype.type(LARGEST[E4M3]), most.dtype.type(1))
@@ -79,7 +80,7 @@ def scale_of(most: Array, backend: Backend) -> Array:
 
 @kernel
 def quantise_rows(x: Array, *, backend: Any) -> tuple[Array, Array]:
-    """bits in e4m3 and scale of each row."""
+    """Codes in e4m3, (..., C), and the scale of each row, (...)."""
     scale = scale_of(np.abs(x).max(axis=-1, initial=0), backend)
     return rounded(x * (1 / scale[..., None]), E4M3, backend), scale
 
@@ -91,7 +92,7 @@ def quantise_rows_memory(x: Array) -> tuple[Array, Array]:
 
 @kernel
 def largest_scale(scale: Array) -> Array:
-    """(1,): of the scales of all rows; 1 of none."""
+    """(1,): the largest of all rows' scales; 1 if there are no rows."""
     return scale.max(initial=0 if scale.size else 1, keepdims=True).reshape(1)
 
 
@@ -101,61 +102,62 @@ def largest_scale_memory(scale: Array) -> Array:
 
 
 @kernel
-def turn_rows(x: Array, scale: Array, coarse: bool, *, backend: Any) -> tuple[Array | None, Array]:
-    """x / scale, (1,), in e4m3, with an axis of its rows last: (C, rows), and zeros up to a multiple of 16. coarse: in
-    e5m2, and the bits as they lie in x as well."""
-    bits = rounded(x * (1 / scale), E5M2 if coarse else E4M3, backend)
-    return bits if coarse else None, turned_of(bits)
+def quantise_transposed(x: Array, scale: Array, e5m2: bool, *, backend: Any) -> tuple[Array | None, Array]:
+    """(None, transposed): x / scale in e4m3, transposed to (C, rows), rows padded with zeros to a multiple of 16.
+
+    With e5m2, (codes, transposed): both in e5m2, codes in the layout of x. scale: (1,)."""
+    codes = rounded(x * (1 / scale), E5M2 if e5m2 else E4M3, backend)
+    return codes if e5m2 else None, transposed_of(codes)
 
 
-def turned_of(bits: Array) -> Array:
-    rows = bits.reshape(-1, bits.shape[-1])
-    turned = np.zeros(turned_shape(bits.shape), bits.dtype)
-    turned[:, : len(rows)] = rows.T
-    return turned
+def transposed_of(codes: Array) -> Array:
+    rows = codes.reshape(-1, codes.shape[-1])
+    transposed = np.zeros(transposed_shape(codes.shape), codes.dtype)
+    transposed[:, : len(rows)] = rows.T
+    return transposed
 
 
-def turned_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+def transposed_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[-1], -(-math.prod(shape[:-1]) // MULTIPLE) * MULTIPLE
 
 
-@turn_rows.on("phantom")
-def turn_rows_memory(x: Array, scale: Array, coarse: bool) -> tuple[Array | None, Array]:
-    return empty(x.shape, BYTE) if coarse else None, empty(turned_shape(x.shape), BYTE)
+@quantise_transposed.on("phantom")
+def quantise_transposed_memory(x: Array, scale: Array, e5m2: bool) -> tuple[Array | None, Array]:
+    return empty(x.shape, BYTE) if e5m2 else None, empty(transposed_shape(x.shape), BYTE)
 
 
 @kernel
-def swiglu_bwd_turned(
+def swiglu_bwd_fp8(
     hidden: Array | None, dy: Array, gu: Array, scale: Array, *, backend: Any
 ) -> tuple[Array, Array]:
-    """turn_rows of swiglu_bwd(hidden, dy, gu), coarse."""
-    bits = rounded(swiglu_bwd(hidden, dy, gu) * (1 / scale), E5M2, backend)
-    return bits, turned_of(bits)
+    """`quantise_transposed` of swiglu_bwd(hidden, dy, gu), in e5m2."""
+    codes = rounded(swiglu_bwd(hidden, dy, gu) * (1 / scale), E5M2, backend)
+    return codes, transposed_of(codes)
 
 
-@swiglu_bwd_turned.on("phantom")
-def swiglu_bwd_turned_memory(hidden: Array | None, dy: Array, gu: Array, scale: Array) -> tuple[Array, Array]:
-    return empty(gu.shape, BYTE), empty(turned_shape(gu.shape), BYTE)
+@swiglu_bwd_fp8.on("phantom")
+def swiglu_bwd_fp8_memory(hidden: Array | None, dy: Array, gu: Array, scale: Array) -> tuple[Array, Array]:
+    return empty(gu.shape, BYTE), empty(transposed_shape(gu.shape), BYTE)
 
 
 @kernel
-def quantise_weights(outs: Sequence[Weight8], weights: Sequence[Array], *, backend: Any) -> None:
-    """Round each of the weights to the one of `outs` in its place, straight and turned."""
+def quantise_weights(outs: Sequence[FP8Weight], weights: Sequence[Array], *, backend: Any) -> None:
+    """Quantise weights[i] into outs[i], for all i by one launch."""
     for out, weight in zip(outs, weights, strict=True):
         out.scale[...] = scale_of(np.abs(weight).max(initial=0), backend)
-        bits = rounded(weight * (1 / out.scale), E4M3, backend)
-        for place, value in ((out.straight, bits), (out.turned, bits.T)):
+        codes = rounded(weight * (1 / out.scale), E4M3, backend)
+        for place, value in ((out.codes, codes), (out.transposed, codes.T)):
             if place is not None:
                 place[...] = value
 
 
 @quantise_weights.on("phantom")
-def quantise_weights_memory(outs: Sequence[Weight8], weights: Sequence[Array]) -> None:
+def quantise_weights_memory(outs: Sequence[FP8Weight], weights: Sequence[Array]) -> None:
     pass
 
 
-def weight8(param: Param, backend: Backend, *, straight: bool = False, turned: bool = False) -> Weight8:
-    """Memory for a weight in 8 bits. Raises UserError for sizes that the GPU's kernels do not take."""
+def fp8_weight_of(param: Param, backend: Backend, *, codes: bool = False, transposed: bool = False) -> FP8Weight:
+    """Memory for a weight's codes. Raises UserError for sizes that the GPU's kernels do not take."""
     kind = backend.dtype if not backend.fp8 else fp8_dtype(E4M3) if backend.name == "numpy" else BYTE
 
     def make(shape: tuple[int, ...]) -> Array:
@@ -165,5 +167,5 @@ def weight8(param: Param, backend: Backend, *, straight: bool = False, turned: b
                             "--precision bf16")  # fmt: skip
         return backend.zeros(shape, kind)
 
-    return Weight8(make(param.shape) if straight else None, make(param.shape[::-1]) if turned else None,
+    return FP8Weight(make(param.shape) if codes else None, make(param.shape[::-1]) if transposed else None,
                    backend.zeros((1,), backend.master_dtype))  # fmt: skip

@@ -25,9 +25,9 @@ MACROS: dict[str, Any] = {"arch": "sm_90a", "SCALAR": "bf16", "VEC": 8, "PER": 0
 @fp8.quantise_rows.on("cupy")
 def quantise_rows(x: Array) -> tuple[Array, Array]:
     x = contiguous(x)
-    bits, scale = new(x.shape, fp8.BYTE), new(x.shape[:-1], wide(x.dtype))
-    launch_rows(FILE, "quantise_rows", (bits, scale, x), like=x, arch="sm_90a")
-    return bits, scale
+    codes, scale = new(x.shape, fp8.BYTE), new(x.shape[:-1], wide(x.dtype))
+    launch_rows(FILE, "quantise_rows", (codes, scale, x), like=x, arch="sm_90a")
+    return codes, scale
 
 
 @fp8.largest_scale.on("cupy")
@@ -37,44 +37,44 @@ def largest_scale(scale: Array) -> Array:
     return found
 
 
-@fp8.turn_rows.on("cupy")
-def turn_rows(x: Array, scale: Array, coarse: bool) -> tuple[Array | None, Array]:
+@fp8.quantise_transposed.on("cupy")
+def quantise_transposed(x: Array, scale: Array, e5m2: bool) -> tuple[Array | None, Array]:
     x = contiguous(x)
-    bits, turned = new(x.shape, fp8.BYTE) if coarse else None, new(fp8.turned_shape(x.shape), fp8.BYTE)
-    grid, sizes = _tiles(turned, x.shape[-1], x)
-    if turned.size:
-        entry = "turn_rows_coarse" if coarse else "turn_rows"
-        load(FILE, entry, **MACROS)(grid, (256,), (or_null(bits), turned, x, scale, *sizes))
-    return bits, turned
+    codes, transposed = new(x.shape, fp8.BYTE) if e5m2 else None, new(fp8.transposed_shape(x.shape), fp8.BYTE)
+    grid, sizes = _tiles(transposed, x.shape[-1], x)
+    if transposed.size:
+        entry = "quantise_transposed_e5m2" if e5m2 else "quantise_transposed"
+        load(FILE, entry, **MACROS)(grid, (256,), (or_null(codes), transposed, x, scale, *sizes))
+    return codes, transposed
 
 
-@fp8.swiglu_bwd_turned.on("cupy")
-def swiglu_bwd_turned(hidden: Array | None, dy: Array, gu: Array, scale: Array) -> tuple[Array, Array]:
+@fp8.swiglu_bwd_fp8.on("cupy")
+def swiglu_bwd_fp8(hidden: Array | None, dy: Array, gu: Array, scale: Array) -> tuple[Array, Array]:
     dy, gu = contiguous(dy), contiguous(gu)
-    bits, turned = new(gu.shape, fp8.BYTE), new(fp8.turned_shape(gu.shape), fp8.BYTE)
-    grid, sizes = _tiles(turned, gu.shape[-1] // 2, gu)
-    if turned.size:
-        arguments = (bits, turned, or_null(hidden), dy, gu, scale, *sizes)
-        load(FILE, "swiglu_bwd_turned", **MACROS)(grid, (256,), arguments)
-    return bits, turned
+    codes, transposed = new(gu.shape, fp8.BYTE), new(fp8.transposed_shape(gu.shape), fp8.BYTE)
+    grid, sizes = _tiles(transposed, gu.shape[-1] // 2, gu)
+    if transposed.size:
+        arguments = (codes, transposed, or_null(hidden), dy, gu, scale, *sizes)
+        load(FILE, "swiglu_bwd_fp8", **MACROS)(grid, (256,), arguments)
+    return codes, transposed
 
 
-def _tiles(turned: Array, width: int, x: Array) -> tuple[tuple[int, int], tuple[np.int32, ...]]:
-    """A grid of tiles over so many columns, and rows, columns, and the distance of turned lines."""
-    if width % 8 or any(a.data.ptr % 16 for a in (x, turned)):
-        raise ValueError(f"turned rows of {x.shape}: wants multiples of 8 columns, got {width}, at 16 bytes")
-    rows, pitch = x.size // x.shape[-1], turned.shape[1]
+def _tiles(transposed: Array, width: int, x: Array) -> tuple[tuple[int, int], tuple[np.int32, ...]]:
+    """A grid of tiles over so many columns, and rows, columns, and the distance of transposed lines."""
+    if width % 8 or any(a.data.ptr % 16 for a in (x, transposed)):
+        raise ValueError(f"transposed rows of {x.shape}: wants multiples of 8 columns, got {width}, at 16 bytes")
+    rows, pitch = x.size // x.shape[-1], transposed.shape[1]
     return (-(-width // ACROSS), -(-pitch // DOWN)), tuple(map(np.int32, (rows, width, pitch)))
 
 
 @fp8.quantise_weights.on("cupy")
-def quantise_weights(outs: Sequence[fp8.Weight8], weights: Sequence[Array]) -> None:
+def quantise_weights(outs: Sequence[fp8.FP8Weight], weights: Sequence[Array]) -> None:
     places = tuple(
         (*(0 if x is None else x.data.ptr for x in (weight, *out)), *weight.shape)
         for out, weight in zip(outs, weights, strict=True)
     )
     if any(place % 16 for _, *row in places for place in row[:3]) or any(first % 16 for first, *_ in places):
-        raise ValueError("quantise_weights: a weight or its bits do not begin at a multiple of 16 bytes")
+        raise ValueError("quantise_weights: a weight or its codes do not begin at a multiple of 16 bytes")
     listed, tiles = _listed(places)
     partial = new((len(weights), PARTS), FLOAT32)
     load(FILE, "largest_of_weights", **MACROS)((PARTS, len(weights)), (256,), (partial, listed))

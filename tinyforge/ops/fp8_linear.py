@@ -1,11 +1,11 @@
-"""Linear maps whose products are those of numbers of 8 bits (fp8.py), for --precision fp8.
+"""Linear maps with products in FP8 (fp8.py), for --precision fp8.
 
-    qkv         y = x W^T in FP8; backward in bf16
-    gate|up     y = x W^T, dx = dy W and dW += dy^T x in FP8
-    down        dh = dy W in FP8; y = h W^T and dW in bf16: h, SwiGLU's result, has the largest outliers (Fishman et
-                al., "Scaling FP8 training to trillion-token LLMs", 2024), and its scale is not known where it is made
+    qkv         forward in FP8; backward in bf16
+    gate|up     forward, dx and dW in FP8
+    down        dh = dy W in FP8; forward and dW in bf16: h, SwiGLU's result, has the largest outliers (Fishman et al.,
+                "Scaling FP8 training to trillion-token LLMs", 2024), and its scale is not known where it is computed
 
-Each op takes a `Scaled`, or a `Gradient8`, from who has rounded already; else it rounds itself.
+Each op takes a `Scaled` or an `FP8Gradient` from the op that quantised it already, or an array, which it quantises.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tinyforge.kernel import Array, Kernel, bind, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.fp8 import (
     MULTIPLE,
-    Gradient8,
+    FP8Gradient,
+    FP8Weight,
     Scaled,
-    Weight8,
+    fp8_weight_of,
     largest_scale,
     quantise_rows,
+    quantise_transposed,
     quantise_weights,
-    swiglu_bwd_turned,
-    turn_rows,
-    weight8,
+    swiglu_bwd_fp8,
 )
 from tinyforge.ops.linear import Linear, add_product
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
@@ -39,53 +39,53 @@ from tinyforge.params import with_buffer
 
 @kernel
 def fp8_product(
-    bits: Array, scale: Array, weight: Array, weight_scale: Array, coarse: bool, *, backend: Any
+    codes: Array, scale: Array, weight: Array, weight_scale: Array, e5m2: bool, *, backend: Any
 ) -> Array:
-    """a b^T of rows and a weight in 8 bits, times both scales. bits: (..., K), e5m2 if coarse; scale: (...) or (1,);
-    weight: (N, K); the result: (..., N)."""
+    """y = codes weight^T, times both scales. codes: (..., K), in e5m2 or else e4m3; scale: (...) or (1,);
+    weight: (N, K); y: (..., N)."""
     kind = scale.dtype
-    y = bits.reshape(-1, bits.shape[-1]).astype(kind, copy=False) @ weight.astype(kind, copy=False).T
+    y = codes.reshape(-1, codes.shape[-1]).astype(kind, copy=False) @ weight.astype(kind, copy=False).T
     y *= scale.reshape(-1, 1) * weight_scale
-    return y.reshape(*bits.shape[:-1], len(weight))
+    return y.reshape(*codes.shape[:-1], len(weight))
 
 
 @fp8_product.on("phantom")
 def fp8_product_memory(
-    bits: Array, scale: Array, weight: Array, weight_scale: Array, coarse: bool, *, backend: Any
+    codes: Array, scale: Array, weight: Array, weight_scale: Array, e5m2: bool, *, backend: Any
 ) -> Array:
-    return empty((*bits.shape[:-1], len(weight)), backend.dtype)
+    return empty((*codes.shape[:-1], len(weight)), backend.dtype)
 
 
 @kernel
 def fp8_product_swiglu(
-    bits: Array, scale: Array, weight: Array, weight_scale: Array, *, backend: Any
+    codes: Array, scale: Array, weight: Array, weight_scale: Array, *, backend: Any
 ) -> tuple[Array, Array]:
     """gu = x W^T, and swiglu(gu)."""
-    gu = fp8_product(bits, scale, weight, weight_scale, False, backend=backend)
+    gu = fp8_product(codes, scale, weight, weight_scale, False, backend=backend)
     return gu, swiglu_fwd(gu)
 
 
 @fp8_product_swiglu.on("phantom")
 def fp8_product_swiglu_memory(
-    bits: Array, scale: Array, weight: Array, weight_scale: Array, *, backend: Any
+    codes: Array, scale: Array, weight: Array, weight_scale: Array, *, backend: Any
 ) -> tuple[Array, Array]:
-    lead, width = bits.shape[:-1], len(weight)
+    lead, width = codes.shape[:-1], len(weight)
     return empty((*lead, width), backend.dtype), empty((*lead, width // 2), backend.dtype)
 
 
 @kernel
 def fp8_weight_gradient(
-    dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array, accumulate: bool = True
+    dweight: Array, transposed: Array, scale: Array, x_transposed: Array, x_scale: Array, accumulate: bool = True
 ) -> None:
-    """dweight += dy^T x, of both turned. accumulate: as of `Param.summed_in`."""
+    """dweight += dy^T x, both given transposed. accumulate: as of `Param.summed_in`."""
     kind = dweight.dtype
-    add_product(dweight, turned.astype(kind, copy=False) * (scale * x_scale), x_turned.astype(kind, copy=False).T,
-                accumulate)  # fmt: skip
+    dy = transposed.astype(kind, copy=False) * (scale * x_scale)
+    add_product(dweight, dy, x_transposed.astype(kind, copy=False).T, accumulate)
 
 
 @fp8_weight_gradient.on("phantom")
 def fp8_weight_gradient_memory(
-    dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array, accumulate: bool = True
+    dweight: Array, transposed: Array, scale: Array, x_transposed: Array, x_scale: Array, accumulate: bool = True
 ) -> None:
     pass
 
@@ -101,38 +101,39 @@ def weight_gradient_memory(dweight: Array, dy: Array, x: Array, accumulate: bool
     pass
 
 
-class WeightsIn8Bits:
-    """Rounds the weights of several ops by one launch. A model calls `refresh` where its forward begins."""
+class FP8Weights:
+    """Quantises the weights of all these ops by one launch; a model calls `refresh` at the start of its forward."""
 
     def __init__(self, maps: Sequence[Any], backend: Backend) -> None:
         self.maps = [op for op in maps if isinstance(op, FP8Linear | FP8LinearSwiGLU | FP8SwiGLULinear)]
-        self.k = bind((quantise_weights,), backend, "WeightsIn8Bits")
+        self.k = bind((quantise_weights,), backend, "FP8Weights")
         for op in self.maps:
             op.keeps = True
 
     def refresh(self) -> None:
         if self.maps:
-            self.k.quantise_weights([op.in_8_bits for op in self.maps], [op.weight.value for op in self.maps])
+            self.k.quantise_weights([op.fp8_weight for op in self.maps], [op.weight.value for op in self.maps])
 
 
-class _InFP8:
-    """What the three ops share. in_8_bits: the weight. keeps: somebody else rounds it when it has changed."""
+class _FP8Map:
+    """What the three ops share. fp8_weight: the weight's codes. keeps: whether `FP8Weights` quantises it; else each
+    forward does."""
 
     weight: Param
-    in_8_bits: Weight8
+    fp8_weight: FP8Weight
     k: Any
     keeps = False
 
     def scaled(self, x: Array | Scaled) -> Scaled:
         return x if isinstance(x, Scaled) else Scaled(x, *self.k.quantise_rows(x))
 
-    def rounded_weight(self) -> Weight8:
+    def rounded_weight(self) -> FP8Weight:
         if not self.keeps:
-            self.k.quantise_weights([self.in_8_bits], [self.weight.value])
-        return self.in_8_bits
+            self.k.quantise_weights([self.fp8_weight], [self.weight.value])
+        return self.fp8_weight
 
 
-class FP8Linear(_InFP8, Linear):
+class FP8Linear(_FP8Map, Linear):
     """y = x W^T, x and W in FP8: the reference is Linear
 
     x: (..., I), or Scaled; W: (O, I); y: (..., O). Saves x. backward as Linear, in bf16. Neither bias nor `add`.
@@ -143,7 +144,7 @@ class FP8Linear(_InFP8, Linear):
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(weight, backend, name)
         self.adds = False
-        self.in_8_bits = weight8(weight, backend, straight=True)
+        self.fp8_weight = fp8_weight_of(weight, backend, codes=True)
 
     def forward(
         self, x: Any, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,
@@ -151,7 +152,7 @@ class FP8Linear(_InFP8, Linear):
     ) -> Array:  # fmt: skip
         x, weight = self.scaled(x), self.rounded_weight()
         self.keep(x.x, stash, recompute)
-        y: Array = self.k.fp8_product(x.bits, x.scale, weight.straight, weight.scale, False)
+        y: Array = self.k.fp8_product(x.codes, x.scale, weight.codes, weight.scale, False)
         return y
 
     @classmethod
@@ -159,46 +160,46 @@ class FP8Linear(_InFP8, Linear):
         yield from _cases(cls, backend, rng, lambda o, i: (o, i), lambda i: i)
 
 
-class FP8LinearSwiGLU(_InFP8, LinearSwiGLU):
+class FP8LinearSwiGLU(_FP8Map, LinearSwiGLU):
     """gu = x W^T, and with `hidden=True` also h = swiglu(gu), in FP8: the reference is LinearSwiGLU
 
     x: (..., I), or Scaled; W: (2H, I), the gate in the first half; gu: (..., 2H); h: (..., H). Saves x and the scale of
-    each row. backward: dx and dW in FP8, from dgu, or from a Gradient8.
+    each row. backward: dx and dW in FP8, from dgu, or from a FP8Gradient.
     """
 
     kernels = (
         *LinearSwiGLU.kernels, fp8_product, fp8_product_swiglu, fp8_weight_gradient, quantise_rows, quantise_weights,
-        largest_scale, turn_rows,
+        largest_scale, quantise_transposed,
     )  # fmt: skip
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(weight, backend, name)
         self.adds = False
-        self.in_8_bits = weight8(weight, backend, straight=True, turned=True)
+        self.fp8_weight = fp8_weight_of(weight, backend, codes=True, transposed=True)
 
     def forward(
         self, x: Any, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,
         add: Array | None = None, hidden: bool = False,
     ) -> Any:  # fmt: skip
-        (x, bits, scale), weight = self.scaled(x), self.rounded_weight()
+        (x, codes, scale), weight = self.scaled(x), self.rounded_weight()
         if stash is not None:
             stash.push(self, *((None, None) if self.weight.frozen else (recompute or (lambda: x), scale)))
-        factors = (bits, scale, weight.straight, weight.scale)
+        factors = (codes, scale, weight.codes, weight.scale)
         return self.k.fp8_product_swiglu(*factors) if hidden else self.k.fp8_product(*factors, False)
 
     def backward(self, dy: Any, stash: Stash) -> Array:
         x, rows = stash.pop(self)
-        if not isinstance(dy, Gradient8):
+        if not isinstance(dy, FP8Gradient):
             scale = self.k.largest_scale(self.k.quantise_rows(dy)[1])
-            bits, turned = self.k.turn_rows(dy, scale, True)
-            dy = Gradient8(bits, turned, scale)
+            codes, transposed = self.k.quantise_transposed(dy, scale, True)
+            dy = FP8Gradient(codes, transposed, scale)
         if x is not None:
             scale = self.k.largest_scale(rows)
-            _, turned = self.k.turn_rows(x(), scale, False)
+            _, transposed = self.k.quantise_transposed(x(), scale, False)
             dweight, accumulate = self.weight.summed_in()
-            self.k.fp8_weight_gradient(dweight, dy.turned, dy.scale, turned, scale, accumulate)
-            del turned
-        dx: Array = self.k.fp8_product(dy.bits, dy.scale, self.in_8_bits.turned, self.in_8_bits.scale, True)
+            self.k.fp8_weight_gradient(dweight, dy.transposed, dy.scale, transposed, scale, accumulate)
+            del transposed
+        dx: Array = self.k.fp8_product(dy.codes, dy.scale, self.fp8_weight.transposed, self.fp8_weight.scale, True)
         return dx
 
     @classmethod
@@ -206,22 +207,22 @@ class FP8LinearSwiGLU(_InFP8, LinearSwiGLU):
         yield from _cases(cls, backend, rng, lambda o, i: (2 * o, i), lambda i: i)
 
 
-class FP8SwiGLULinear(_InFP8, SwiGLULinear):
+class FP8SwiGLULinear(_FP8Map, SwiGLULinear):
     """y = h W^T,  h = swiglu(gu), with dh = dy W in FP8: the reference is SwiGLULinear
 
-    Shapes and what is saved as there; forward and dW are in bf16. backward: dy may be a Scaled. hands_on: give dgu as a
-    Gradient8, with the largest scale of dy, to the FP8LinearSwiGLU before.
+    Shapes and what is saved as there; forward and dW are in bf16. backward: dy may be a Scaled. gives_fp8: dgu is an
+    FP8Gradient, for the FP8LinearSwiGLU before; its scale is the largest of dy's.
     """
 
     kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (
-        *SwiGLULinear.kernels, fp8_product, weight_gradient, swiglu_bwd, swiglu_bwd_turned, quantise_rows,
+        *SwiGLULinear.kernels, fp8_product, weight_gradient, swiglu_bwd, swiglu_bwd_fp8, quantise_rows,
         quantise_weights, largest_scale,
     )  # fmt: skip
 
-    def __init__(self, weight: Param, backend: Backend, name: str = "", *, hands_on: bool = False) -> None:
+    def __init__(self, weight: Param, backend: Backend, name: str = "", *, gives_fp8: bool = False) -> None:
         super().__init__(weight, backend, name)
-        self.hands_on = hands_on
-        self.in_8_bits = weight8(weight, backend, turned=True)
+        self.gives_fp8 = gives_fp8
+        self.fp8_weight = fp8_weight_of(weight, backend, transposed=True)
 
     def forward(
         self, gu: Array, stash: Stash | None = None, *, hidden: Array | None = None, add: Array | None = None
@@ -233,14 +234,14 @@ class FP8SwiGLULinear(_InFP8, SwiGLULinear):
     def backward(self, dy: Any, stash: Stash) -> Any:
         (gu,) = stash.pop(self)
         dy, (dweight, accumulate) = self.scaled(dy), self.weight.summed_in()
-        bits = dy.bits.reshape(dy.scale.size, dy.bits.shape[-1])
-        dh = self.k.fp8_product(bits, dy.scale, self.in_8_bits.turned, self.in_8_bits.scale, False)
+        codes = dy.codes.reshape(dy.scale.size, dy.codes.shape[-1])
+        dh = self.k.fp8_product(codes, dy.scale, self.fp8_weight.transposed, self.fp8_weight.scale, False)
         hidden = None if dweight is None else dh  # h comes in the place of dh
         dgu: Any
-        if self.hands_on:
+        if self.gives_fp8:
             scale = self.k.largest_scale(dy.scale)
-            bits, turned = self.k.swiglu_bwd_turned(hidden, dh, gu, scale)
-            dgu = Gradient8(bits, turned, scale)
+            codes, transposed = self.k.swiglu_bwd_fp8(hidden, dh, gu, scale)
+            dgu = FP8Gradient(codes, transposed, scale)
         else:
             dgu = self.k.swiglu_bwd(hidden, dh, gu)
         if dweight is not None:

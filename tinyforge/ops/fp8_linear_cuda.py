@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tinyforge.backends.cupy_backend import CupyBackend, contiguous
-from tinyforge.backends.gemm import gemm, gemm_of_8_bits
+from tinyforge.backends.gemm import gemm, gemm_fp8
 from tinyforge.kernel import Array
 from tinyforge.ops import fp8_linear
 
@@ -19,27 +19,27 @@ def shaped(y: Array, like: Array) -> Array:
 
 @fp8_linear.fp8_product.on("cupy")
 def fp8_product(
-    bits: Array, scale: Array, weight: Array, weight_scale: Array, coarse: bool, *, backend: CupyBackend
+    codes: Array, scale: Array, weight: Array, weight_scale: Array, e5m2: bool, *, backend: CupyBackend
 ) -> Array:
-    y, _ = gemm_of_8_bits("FP8_COARSE" if coarse else "FP8", flat(bits), weight, scale, weight_scale, backend.dtype)
-    return shaped(y, bits)
+    y, _ = gemm_fp8("FP8_E5M2" if e5m2 else "FP8", flat(codes), weight, scale, weight_scale, backend.dtype)
+    return shaped(y, codes)
 
 
 @fp8_linear.fp8_product_swiglu.on("cupy")
 def fp8_product_swiglu(
-    bits: Array, scale: Array, weight: Array, weight_scale: Array, *, backend: CupyBackend
+    codes: Array, scale: Array, weight: Array, weight_scale: Array, *, backend: CupyBackend
 ) -> tuple[Array, Array]:
-    gu, hidden = gemm_of_8_bits("FP8_SWIGLU", flat(bits), weight, scale, weight_scale, backend.dtype)
+    gu, hidden = gemm_fp8("FP8_SWIGLU", flat(codes), weight, scale, weight_scale, backend.dtype)
     assert hidden is not None
-    return shaped(gu, bits), shaped(hidden, bits)
+    return shaped(gu, codes), shaped(hidden, codes)
 
 
 @fp8_linear.fp8_weight_gradient.on("cupy")
 def fp8_weight_gradient(
-    dweight: Array, turned: Array, scale: Array, x_turned: Array, x_scale: Array, accumulate: bool = True
+    dweight: Array, transposed: Array, scale: Array, x_transposed: Array, x_scale: Array, accumulate: bool = True
 ) -> None:
-    if turned.size:
-        gemm_of_8_bits("FP8_WEIGHT", turned, x_turned, scale, x_scale, dweight, accumulate=accumulate)
+    if transposed.size:
+        gemm_fp8("FP8_WEIGHT", transposed, x_transposed, scale, x_scale, dweight, accumulate=accumulate)
     elif not accumulate:
         dweight.fill(0)
 

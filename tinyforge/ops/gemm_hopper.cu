@@ -99,7 +99,7 @@ constexpr int BEHIND = GATES + (EPILOGUE == SWIGLU_BACKWARD ? PIECES * PIECE : 0
 
 static_assert(ROWS % (64 * SHARERS) == 0 && (CLUSTER == 1 || CLUSTER == 2), "");
 static_assert((2 * STAGES + 2 + 3 * PIECES) * 8 <= BARRIERS, "");
-static_assert(FACTORS == BF16 || PRODUCT != INPUT, "factors of 8 bits lie along");
+static_assert(FACTORS == BF16 || PRODUCT != INPUT, "FP8 factors lie along");
 static_assert(EPILOGUE == NONE || CLUSTER == 1, "clusters were slower at the shapes that end with SwiGLU");
 static_assert(EPILOGUE != SWIGLU_BACKWARD || (PINGPONG && ROWS / 64 * (COLUMNS / 64) == PIECES), "");
 
@@ -239,7 +239,7 @@ struct Products {
                         step > 0 || k > 0
                     );
 #else
-                    multiply_bytes<FACTORS == E5M2>(sum[i], columns(part, k), columns(b, k), step > 0 || k > 0);
+                    multiply_fp8<FACTORS == E5M2>(sum[i], columns(part, k), columns(b, k), step > 0 || k > 0);
 #endif
                 }
             }
@@ -258,7 +258,7 @@ struct Products {
         for (int i = 0; i < BLOCKS; i++) settled(sum[i]);
     }
 
-    // Times what the rows of a and the weight were divided by.
+    // Multiplies by the scales of the rows of a and of the weight.
     __device__ __forceinline__ void rescale(const float (&scales)[BLOCKS][2]) {
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
@@ -407,11 +407,11 @@ struct Products {
 
 #define IN_CLUSTERS(n) __cluster_dims__(n, 1, 1)
 
-// Factors of 8 bits: maps and `depth` count pairs of them. scales: of a, by_row: of each row of it; weight_scale: of b.
+// FP8: maps and `depth` count pairs of numbers. scales: of a, one for each row if by_row, else one; weight_scale: of b.
 #if FACTORS == BF16
-#define OF_8_BITS
+#define FP8_ARGUMENTS
 #else
-#define OF_8_BITS , const float *scales, const float *weight_scale, int by_row
+#define FP8_ARGUMENTS , const float *scales, const float *weight_scale, int by_row
 #endif
 
 // With an epilogue of SwiGLU `columns` are those of h, of which `hidden` has no gaps; out and gu have rows of 2 x columns.
@@ -427,7 +427,7 @@ struct Products {
 #endif
 extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) gemm_hopper(
     Result *out, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int rows, int columns, int depth,
-    int stride, int band, int splits, int accumulate MORE_ARGUMENTS OF_8_BITS
+    int stride, int band, int splits, int accumulate MORE_ARGUMENTS FP8_ARGUMENTS
 ) {
     make_barriers();
     const Tiling tiling{ceil_div(rows, ROWS * CLUSTER), ceil_div(columns, WIDE), band, splits, ceil_div(depth, DEPTH)};

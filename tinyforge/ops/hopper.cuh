@@ -101,9 +101,9 @@ __device__ __forceinline__ void multiply_wide(float (&d)[8][4], u64 a, u64 b, in
         : "l"(a), "l"(b), "r"(add), "n"(A_ACROSS), "n"(B_ACROSS));
 }
 
-// The same of numbers of 8 bits (fp8.cuh), 32 steps of k: both factors lie along, a line is 128 steps. a is e5m2 where COARSE,
-// else e4m3; b is e4m3. What moves the bytes need not know: it counts two of them as one number of bf16.
-#define MULTIPLY_BYTES_32(KINDS)                                           \
+// The same in FP8, 32 steps of k: both factors lie along, and a line is 128 steps. a is e5m2 or else e4m3; b is e4m3. TMA and
+// the swizzle see pairs of numbers as one number of bf16.
+#define MULTIPLY_FP8_32(KINDS)                                           \
     asm volatile(                                                           \
         "{.reg .pred p;\n"                                                  \
         "setp.ne.b32 p, %130, 0;\n"                                        \
@@ -111,12 +111,12 @@ __device__ __forceinline__ void multiply_wide(float (&d)[8][4], u64 a, u64 b, in
         NAMES_128 "}, %128, %129, p, 1, 1;}"                                   \
         : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12), SIXTEEN(16), SIXTEEN(20), SIXTEEN(24), SIXTEEN(28) \
         : "l"(a), "l"(b), "r"(add))
-template <bool COARSE>
-__device__ __forceinline__ void multiply_bytes(float (&d)[32][4], u64 a, u64 b, int add) {
-    if constexpr (COARSE) MULTIPLY_BYTES_32("e5m2.e4m3");
-    else MULTIPLY_BYTES_32("e4m3.e4m3");
+template <bool IS_E5M2>
+__device__ __forceinline__ void multiply_fp8(float (&d)[32][4], u64 a, u64 b, int add) {
+    if constexpr (IS_E5M2) MULTIPLY_FP8_32("e5m2.e4m3");
+    else MULTIPLY_FP8_32("e4m3.e4m3");
 }
-#define MULTIPLY_BYTES_24(KINDS)                                           \
+#define MULTIPLY_FP8_24(KINDS)                                           \
     asm volatile(                                                           \
         "{.reg .pred p;\n"                                                  \
         "setp.ne.b32 p, %98, 0;\n"                                        \
@@ -124,12 +124,12 @@ __device__ __forceinline__ void multiply_bytes(float (&d)[32][4], u64 a, u64 b, 
         NAMES_96 "}, %96, %97, p, 1, 1;}"                                   \
         : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12), SIXTEEN(16), SIXTEEN(20) \
         : "l"(a), "l"(b), "r"(add))
-template <bool COARSE>
-__device__ __forceinline__ void multiply_bytes(float (&d)[24][4], u64 a, u64 b, int add) {
-    if constexpr (COARSE) MULTIPLY_BYTES_24("e5m2.e4m3");
-    else MULTIPLY_BYTES_24("e4m3.e4m3");
+template <bool IS_E5M2>
+__device__ __forceinline__ void multiply_fp8(float (&d)[24][4], u64 a, u64 b, int add) {
+    if constexpr (IS_E5M2) MULTIPLY_FP8_24("e5m2.e4m3");
+    else MULTIPLY_FP8_24("e4m3.e4m3");
 }
-#define MULTIPLY_BYTES_16(KINDS)                                           \
+#define MULTIPLY_FP8_16(KINDS)                                           \
     asm volatile(                                                           \
         "{.reg .pred p;\n"                                                  \
         "setp.ne.b32 p, %66, 0;\n"                                        \
@@ -137,10 +137,10 @@ __device__ __forceinline__ void multiply_bytes(float (&d)[24][4], u64 a, u64 b, 
         NAMES_64 "}, %64, %65, p, 1, 1;}"                                   \
         : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12) \
         : "l"(a), "l"(b), "r"(add))
-template <bool COARSE>
-__device__ __forceinline__ void multiply_bytes(float (&d)[16][4], u64 a, u64 b, int add) {
-    if constexpr (COARSE) MULTIPLY_BYTES_16("e5m2.e4m3");
-    else MULTIPLY_BYTES_16("e4m3.e4m3");
+template <bool IS_E5M2>
+__device__ __forceinline__ void multiply_fp8(float (&d)[16][4], u64 a, u64 b, int add) {
+    if constexpr (IS_E5M2) MULTIPLY_FP8_16("e5m2.e4m3");
+    else MULTIPLY_FP8_16("e4m3.e4m3");
 }
 
 // d += a b: a 64 x 16 in registers, as sums that were rounded lie (pair(d[n][0], d[n][1]), pair(d[n][2], d[n][3]), then

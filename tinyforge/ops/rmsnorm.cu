@@ -2,7 +2,7 @@
 //
 // Kernels:  rmsnorm_fwd, add_rmsnorm_fwd      y and r (and x = residual + delta)
 //           rmsnorm_bwd, add_rmsnorm_bwd      dx (plus the gradient of the residual stream), partial sums of dw
-//           rmsnorm_scaled_fwd, (add_)rmsnorm_scaled_bwd    the same, with y or dx rounded to 8 bits beside it (fp8.py)
+//           rmsnorm_scaled_fwd, (add_)rmsnorm_scaled_bwd    the same, with y or dx in FP8 as well (fp8.py)
 //           rmsnorm_bwd_naive                 dx and dw: read it first; tests compare the two
 //           rmsnorm_dweight                   partial sums of dw alone, for rows that do not fit in registers
 //
@@ -12,7 +12,7 @@
 // LEAST_GAIN counts as that, in both directions: y is then 0 beside anything, and y / w still x r.
 // Backward walks over many rows with each warp so that dw stays in registers, while the rows to come are on their way
 // to shared memory; a block then adds its warps' sums in order and writes one partial row, and add_columns (columns.cu)
-// adds those. No atomics: the same bits every time.
+// adds those. No atomics: the same codes every time.
 // Grid: forward a warp for each row; backward a fixed number of blocks. Block: 32 x WARPS threads, a warp a row.
 // Bound by memory: forward 2 (with add 4), backward 3 (4) rows of traffic.
 // The sum x = residual + delta is rounded to its storage type before it is normalised: backward reads it rounded.
@@ -70,19 +70,19 @@ extern "C" __global__ void rmsnorm_bwd_naive(
     }
 }
 
-// A row in 8 bits, and its scale. most: its largest magnitude; row(i, v): its vectors, those of this lane.
+// Writes a row's codes and scale. most: its largest magnitude; row(i, v): this lane's vectors of it.
 template <class R>
-__device__ __forceinline__ void write_bits(byte *bits, A *scale, A most, int vectors, const R &row) {
+__device__ __forceinline__ void write_codes(byte *codes, A *scale, A most, int vectors, const R &row) {
     const A by = scale_of(most);
     if (threadIdx.x == 0) *scale = by;
-    each_vector(vectors, [&](int i, int v) { store(bits + v * VEC, bytes_of<true>(row(i, v), 1 / by)); });
+    each_vector(vectors, [&](int i, int v) { store(codes + v * VEC, bytes_of<true>(row(i, v), 1 / by)); });
 }
 
-// bits, scale: with FP8, of y, which is then rounded to 8 bits as well.
+// codes, scale: with FP8, y quantised.
 template <bool ADD, bool FP8 = false>
 __device__ __forceinline__ void forward(
     const T *x, const T *delta, const T *weight, T *sum, T *y, A *rstd, int rows, int width, A eps,
-    byte *bits = nullptr, A *scale = nullptr
+    byte *codes = nullptr, A *scale = nullptr
 ) {
     const int row = blockIdx.x * blockDim.y + threadIdx.y, vectors = width / VEC;
     if (row >= rows) return;
@@ -117,7 +117,7 @@ __device__ __forceinline__ void forward(
     });
     if constexpr (FP8) {
         in.moved(y + at);
-        write_bits(bits + at, scale + row, warp_max(most), vectors, in);
+        write_codes(codes + at, scale + row, warp_max(most), vectors, in);
     }
 }
 
@@ -133,9 +133,9 @@ extern "C" __global__ void add_rmsnorm_fwd(
 
 #ifdef FP8_ROWS
 extern "C" __global__ void rmsnorm_scaled_fwd(
-    T *y, byte *bits, A *scale, A *rstd, const T *x, const T *weight, int rows, int width, A eps
+    T *y, byte *codes, A *scale, A *rstd, const T *x, const T *weight, int rows, int width, A eps
 ) {
-    forward<false, true>(x, x, weight, nullptr, y, rstd, rows, width, eps, bits, scale);
+    forward<false, true>(x, x, weight, nullptr, y, rstd, rows, width, eps, codes, scale);
 }
 #endif
 
@@ -143,7 +143,7 @@ extern "C" __global__ void rmsnorm_scaled_fwd(
 template <int ARRAYS, bool FP8 = false>
 __device__ __forceinline__ void backward(
     const T *const (&arrays)[ARRAYS], const A *rstd, const T *weight, T *dx, A *partial, int rows, int width,
-    byte *bits = nullptr, A *scale = nullptr
+    byte *codes = nullptr, A *scale = nullptr
 ) {
     const int vectors = width / VEC;
     RowStream<ARRAYS> in(arrays, rows, width);  // dy, y and, if there is a third, the gradient of the residual stream
@@ -190,7 +190,7 @@ __device__ __forceinline__ void backward(
         });
         if constexpr (FP8) {
             const i64 at = i64(in.row) * width;
-            write_bits(bits + at, scale + in.row, warp_max(most), vectors, [&](int i, int v) {
+            write_codes(codes + at, scale + in.row, warp_max(most), vectors, [&](int i, int v) {
 #if PER
                 return made[i];
 #else
@@ -223,16 +223,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) add_rmsnorm_bwd
 
 #ifdef FP8_ROWS
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) rmsnorm_scaled_bwd(
-    T *dx, byte *bits, A *scale, A *partial, const T *dy, const T *weight, const T *y, const A *rstd, int rows, int width
+    T *dx, byte *codes, A *scale, A *partial, const T *dy, const T *weight, const T *y, const A *rstd, int rows, int width
 ) {
-    backward<2, true>({dy, y}, rstd, weight, dx, partial, rows, width, bits, scale);
+    backward<2, true>({dy, y}, rstd, weight, dx, partial, rows, width, codes, scale);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) add_rmsnorm_scaled_bwd(
-    T *dx, byte *bits, A *scale, A *partial, const T *dy, const T *weight, const T *y, const A *rstd, const T *residual,
+    T *dx, byte *codes, A *scale, A *partial, const T *dy, const T *weight, const T *y, const A *rstd, const T *residual,
     int rows, int width
 ) {
-    backward<3, true>({dy, y, residual}, rstd, weight, dx, partial, rows, width, bits, scale);
+    backward<3, true>({dy, y, residual}, rstd, weight, dx, partial, rows, width, codes, scale);
 }
 #endif
 

@@ -68,7 +68,7 @@ def rmsnorm_bwd_memory(
 
 @kernel
 def rmsnorm_scaled_fwd(x: Array, weight: Array, eps: float, *, backend: Any) -> tuple[Array, Array, Array, Array]:
-    """y, its bits and scale (fp8.py), rstd."""
+    """y, its codes and scale (fp8.py), rstd."""
     y, rstd = rmsnorm_fwd(x, weight, eps)
     return y, *quantise_rows(y, backend=backend), rstd
 
@@ -83,7 +83,7 @@ def rmsnorm_scaled_fwd_memory(x: Array, weight: Array, eps: float) -> tuple[Arra
 def rmsnorm_scaled_bwd(
     dweight: Array | None, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None, *, backend: Any
 ) -> tuple[Array, Array, Array]:
-    """dx as of rmsnorm_bwd, its bits and scale."""
+    """dx as of rmsnorm_bwd, its codes and scale."""
     dx = rmsnorm_bwd(dweight, dy, weight, y, rstd, residual)
     return dx, *quantise_rows(dx, backend=backend)
 
@@ -109,8 +109,8 @@ def normed(op: Any, x: Array) -> tuple[Any, Array, Array]:
     if not op.scaled:
         y, rstd = op.k.rmsnorm_fwd(x, op.weight.value, op.eps)
         return y, y, rstd
-    y, bits, scale, rstd = op.k.rmsnorm_scaled_fwd(x, op.weight.value, op.eps)
-    return Scaled(y, bits, scale), y, rstd
+    y, codes, scale, rstd = op.k.rmsnorm_scaled_fwd(x, op.weight.value, op.eps)
+    return Scaled(y, codes, scale), y, rstd
 
 
 class RMSNorm(Op):

@@ -33,16 +33,16 @@ def rmsnorm_bwd(
     return norm_backward((dweight,), FILE, "add_rmsnorm_bwd", dy, weight, y, (rstd,), alone, contiguous(residual))
 
 
-IN_8_BITS: dict[str, Any] = {"arch": "sm_90a", "FP8_ROWS": 1}
+FP8_MACROS: dict[str, Any] = {"arch": "sm_90a", "FP8_ROWS": 1}
 
 
 @rmsnorm.rmsnorm_scaled_fwd.on("cupy")
 def rmsnorm_scaled_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array, Array, Array]:
     x = contiguous(x)
     kind = wide(x.dtype)
-    y, bits, scale, rstd = new(x.shape, x.dtype), new(x.shape, BYTE), *(new(x.shape[:-1], kind) for _ in range(2))
-    launch_rows(FILE, "rmsnorm_scaled_fwd", (y, bits, scale, rstd, x, weight), kind.type(eps), **IN_8_BITS)
-    return y, bits, scale, rstd
+    y, codes, scale, rstd = new(x.shape, x.dtype), new(x.shape, BYTE), *(new(x.shape[:-1], kind) for _ in range(2))
+    launch_rows(FILE, "rmsnorm_scaled_fwd", (y, codes, scale, rstd, x, weight), kind.type(eps), **FP8_MACROS)
+    return y, codes, scale, rstd
 
 
 @rmsnorm.rmsnorm_scaled_bwd.on("cupy")
@@ -53,5 +53,5 @@ def rmsnorm_scaled_bwd(
     alone = ("rmsnorm_dweight", (dy, y, weight))
     beside = new(y.shape, BYTE), new(y.shape[:-1], rstd.dtype)
     entry, more = ("rmsnorm_scaled_bwd", None) if residual is None else ("add_rmsnorm_scaled_bwd", contiguous(residual))
-    dx = norm_backward((dweight,), FILE, entry, dy, weight, y, (rstd,), alone, more, beside, **IN_8_BITS)
+    dx = norm_backward((dweight,), FILE, entry, dy, weight, y, (rstd,), alone, more, beside, **FP8_MACROS)
     return dx, *beside
