@@ -143,7 +143,8 @@ class RoPE(Op):
         map's place, a product in FP8 and one with a bias do their own part."""
         dim = 2 * self.cos.shape[1]
         if type(linear) is not Linear or linear.bias is not None:
-            y = linear.forward(x, stash=stash).reshape(*x.shape[:2], -1, dim)
+            y = linear.forward(x, stash=stash)
+            y = y.reshape(*y.shape[:2], -1, dim)
             return self.forward(y, stash, offset=offset, out=y)
         linear.keep(x, stash, None)
         rows = slice(offset, offset + x.shape[1])
