@@ -10,9 +10,9 @@ SPEC = ModelSpec(
     # At the rate of the pre-norm models it never learns more than how often each word comes: docs/models/bert.md.
     pretraining={"lr": 5e-4, "warmup": 0.1},
     source='Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding" (2018)',
-    backward="The norm stands in the stream: every gradient on its way down passes the Jacobian of each norm above, "
-    "and a fork adds the branch's to it. Padding has no gradient, since no query sees its keys and nobody reads its "
-    "queries.",
+    backward="The norms are in the residual stream: a gradient on its way down passes the Jacobian of each norm above, "
+    "and a fork adds the branch's to it. Padding has no gradient: no query attends to its keys, and its outputs are "
+    "not read.",
     trained={
         "IMDB's film reviews, 24 million parameters, pretrained on reviews for 129 s of an H200: test accuracy, mean "
         "of 3 seeds": "gpu-bert-imdb.json#test/mean",

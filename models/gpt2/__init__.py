@@ -8,7 +8,7 @@ SPEC = ModelSpec(
     "gpt2", "GPT-2", GPT2, Config, PRESETS, "LayerNorm, learned positions, GELU, tied head",
     hf=f"{__name__}.hf", documents=True, blocks=True, architectures=("GPT2LMHeadModel",),
     source='Radford et al., "Language Models are Unsupervised Multitask Learners" (2019)',
-    backward="The embedding is the output head too: both ops add to one gradient. Dropout's masks are not stored but "
+    backward="The embedding is also the output head: both ops add to one gradient. Dropout's masks are not stored but "
     "drawn again. Each norm where a residual is added sums the gradients of the stream and of the branch.",
     trained={
         "nanoGPT's model of Shakespeare's characters: best held-out loss, nats, seed 0":

@@ -9,8 +9,8 @@ SPEC = ModelSpec(
     hf=f"{__name__}.hf", architectures=("MambaForCausalLM",),
     source='Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023)',
     backward="The gradient of the state is a recurrence too, with the same decays, run from the last position to the "
-    "first. States are not stored but for one in 32: those between are computed again, a tile at a time. The output of "
-    "the convolution reaches the loss on three paths: as input, as what selects, and as the size of the step.",
+    "first. One state in 32 is stored; those between are recomputed, a tile at a time. The output of "
+    "the convolution reaches the loss on three paths: as input, through the selection, and through the step size.",
     trained={
         "Shakespeare's characters, 210 thousand parameters, 44 s of one core: held-out bits per byte, mean of 3 seeds":
         "cpu-shakespeare-recurrent.json#mean_held_out_bits_per_byte/mamba",

@@ -42,7 +42,17 @@ WARPS = defined(ROWS_FILE, r"#define WARPS \(PER > 4 \? \d+ : (\d+)\)")
 SHELF, PIECE, RUN = (constant(EMBEDDING, name) for name in ("SHELF", "PIECE", "BATCH"))
 RESIDENT = defined(LOSS, r"#define RESIDENT \(PER && PER \* VEC <= 16 \? (\d+) : \d+\)")
 THREADS = defined(LOSS, r"__launch_bounds__\(HELD \? HELD_THREADS : (\d+), RESIDENT\) softmax_residual")
+FEWER, MORE = (defined("ops/gemm_hopper.cu", rf"{name}_registers<(\d+)>") for name in ("fewer", "more"))
+ROW_FEWER, ROW_MORE = (defined("infer/cuda/row.cu", rf"setmaxnreg\.{name}\S+ (\d+)") for name in ("dec", "inc"))
+TMA_MORE, TMA_FEWER = (defined("ops/attention_tma.cu", rf"{name}_REGISTERS = (\d+)") for name in ("WORKER", "COPIER"))
+QUIET, HELD = defined("infer/cuda/row.cu", r"QUIET = (\d+)"), constant("infer/cuda/row.cu", "HELD")
 STATEMENTS = (
+    ("decode.md", f"it keeps {ROW_FEWER}, and the eight warps that compute have {ROW_MORE}"),
+    ("decode.md", f"poll nothing for {QUIET:,} cycles"),
+    ("decode.md", f"at most {HELD} pieces (`HELD`)"),
+    ("gemm.md", f"the warpgroup that copies ({FEWER} are left) and gives them to the others ({MORE})"),
+    ("gemm.md", f"fewer_registers<{FEWER}>(); // setmaxnreg"),
+    ("attention.md", f"gives the workers {TMA_MORE} registers a thread and the copying warps {TMA_FEWER}"),
     ("decode.md", f"Each lane has a queue in shared memory, {ROW.slots} places of 16 bytes at `base`: "
                   f"{ROW.slots * ROW.warps * 32 * 16 >> 10} KB a multiprocessor"),
     ("decode.md", f"with what comes {ROW.slots} places later"),

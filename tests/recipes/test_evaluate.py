@@ -298,7 +298,7 @@ def test_the_card_of_a_run(folder: Path) -> None:
         row += f"{train['tokens']:,} | {val['documents']} | {val['bytes']:,} |"
         assert row in base and row in tuned
     assert "| records | not stated | 76 | 4 |" in tuned and "Instructions" not in base
-    assert "license: other" in base and "It has learned from the text named below alone" in base
+    assert "license: other" in base and "It was trained only on the text named below" in base
     assert f"6 steps in {checkpoint.load(Path('base')).meta['elapsed']:,.0f} s on " in base
     assert f": {6 * 4 * 160:,} tokens, " in base and "kWh" not in base
     assert "| AdamW | 0.004 | wsd | 0.1 | 1 | 4 x 160 | fp32 |" in base

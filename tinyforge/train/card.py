@@ -31,7 +31,7 @@ tags: [{name}]
 
 # {title}, {size} parameters, {kind}
 
-{summary}. Every gradient was written by hand: it was trained without automatic differentiation.
+{summary}. Every gradient was written by hand; the model was trained without automatic differentiation.
 Weights are {weights}.
 
 ## How to use it
@@ -49,7 +49,7 @@ or in Python:
     ids = tokenizer.encode({text})
     print(tokenizer.decode(generate(model, ids, Sampling(), stop)))
 
-## What it is for, and what not
+## Intended use and limits
 
 {use}
 
@@ -58,28 +58,28 @@ or in Python:
 ## The model
 
 {shape}
-## What it learned from
+## Training data
 
 {corpus}
-## How it was trained
+## Training
 
 {runs}
 ## Scores
 
 {scores}
 """
-USE = """For learning how a language model is made, and for experiments with small models. It is not for giving anyone
-advice or facts: nothing was done to make it truthful, polite or safe."""
-WORLD = """It knows the small world of `data/world.py`: a few dozen patterns of English sentences about people, things,
-places and small numbers. Asked about anything else it answers in the same patterns, wrongly. Its training text is made
-by that file and holds nothing of the real world and no personal data."""
+USE = """The model is for learning how a language model is made, and for experiments with small models. Do not use it
+for advice or facts: nothing was done to make it truthful, polite or safe."""
+WORLD = """It knows only the small world of `data/world.py`: a few dozen patterns of English sentences about people,
+things, places and small numbers. Asked about anything else, it answers in the same patterns, wrongly. That file
+generates its training text, which contains no personal data."""
 # Each in one piece: a wheel has the commands of `tinyforge` in their places.
 COMMANDS = {
     "pretrain": "python recipes/pretrain.py", "sft": "python recipes/sft.py", "dpo": "python recipes/dpo.py",
     "grpo": "python recipes/grpo.py", "classify": "python recipes/classify.py",
 }  # fmt: skip
-OWN = """It has learned from the text named below alone, and repeats that text's errors and opinions. At this size it
-states falsehoods fluently. Do not rely on anything it says."""
+OWN = """It was trained only on the text named below and repeats that text's errors and opinions. At this size it states
+falsehoods fluently. Do not rely on anything it says."""
 
 
 def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
@@ -140,7 +140,7 @@ def _learned_from(kind: str, run: Mapping[str, Any]) -> str:
     head = f"{what.get(kind, 'Instructions')}, by `{COMMANDS[kind].removeprefix('python ')}`"
     rows = run.get("corpus")
     if not rows:
-        return f"{head}: {named or 'what comes with the repository (`data/world.py`)'}.\n"
+        return f"{head}: {named or 'the text that ships with the repository (`data/world.py`)'}.\n"
     return f"{head}:\n\n{_table(rows)}"
 
 
@@ -168,7 +168,7 @@ def _trained(kind: str, run: Mapping[str, Any], config: ModelConfig) -> str:
     told = f"{run['step']:,} steps in {run['elapsed']:,.0f} s on {run['machine']}"
     told += f": {run['tokens']:,} tokens" if "tokens" in run else ""
     if "tokens_per_second" in run:
-        told += f", {run['tokens_per_second']:,} a second while it trains"
+        told += f", {run['tokens_per_second']:,} tokens/s while training"
     if "joules" in run:
         told += f"; {run['joules'] / 3.6e6:.3f} kWh"
     optimizer = {"adamw": "AdamW", "muon": "Muon"}[settings.optimizer]
@@ -177,7 +177,7 @@ def _trained(kind: str, run: Mapping[str, Any], config: ModelConfig) -> str:
     return (
         f"    {' '.join([COMMANDS[kind], *settings.flags(), *_gone(run['settings'])])}\n\n{told}; seed "
         f"{settings.seed}, data SHA-256 `{run['data_hash'][:16]}`.\n\n"
-        "| optimizer | peak rate | schedule | weight decay | clip | batch, tokens | precision |\n"
+        "| optimizer | peak learning rate | schedule | weight decay | clip | batch, tokens | precision |\n"
         f"|---|---|---|---|---|---|---|\n| {' | '.join(cells)} |\n"
     )
 
@@ -191,7 +191,7 @@ def _gone(stored: Mapping[str, Any]) -> list[str]:
 
 def _scores(scores: Mapping[str, float]) -> str:
     if not scores:
-        return "None were taken yet: `python recipes/evaluate.py --checkpoint DIR --card` does."
+        return "None yet; `python recipes/evaluate.py --checkpoint DIR --card` measures them."
     lines = ["| on held-out data | |", "|---|---|"]
     for name, value in scores.items():
         # Bits and counts are numbers, all else is a share.
@@ -199,6 +199,6 @@ def _scores(scores: Mapping[str, float]) -> str:
         noise = f" ± {scores[name + NOISE]:{form}}" if name + NOISE in scores else ""
         lines += [] if name.endswith(NOISE) else [f"| {name} | {value:{form}}{noise} |"]
     if any(name.endswith(NOISE) for name in scores):
-        lines += ["", "± is a standard error; of sampled replies, the standard deviation over seeds. "
+        lines += ["", "± is the standard error; for sampled replies, the standard deviation over seeds. "
                   "`docs/evaluation.md` says what each figure means."]  # fmt: skip
     return "\n".join(lines)
